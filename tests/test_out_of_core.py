@@ -79,14 +79,18 @@ def test_a_window_with_sinks_and_documents(dtype, small_blocks, tmp_path):
 FAULTS = {
     "a block that is not empty is skipped": (
         block_plan,
-        "for first, last in _runs(is_seen):",
-        "for first, last in _runs(is_seen) if block != 1 else ():",
+        "for first, last in find_runs(is_seen):",
+        "for first, last in find_runs(is_seen) if block != 1 else ():",
     ),
     "keys count from the start of their block": (call, ", first_key=item.keys.start", ""),
     "queries count from the start of their range": (call, "first_row=rows.start, ", ""),
     "sinks count in no block": (call, "if problem.sinks is not None:", "if False:"),
-    "the next block in place of this one": (call, "self._read(reader, blocks, 0)", "self._read(reader, blocks[1:], 0)"),
-    "the last tile of queries is not computed": (block_plan, "in _runs(is_seen):", "in _runs(is_seen[:-1]):"),
+    "the next block in place of this one": (
+        call,
+        "keys) for items in blocks)",
+        "keys) for items in blocks[1:] + blocks)",
+    ),
+    "the last tile of queries is not computed": (block_plan, "in find_runs(is_seen):", "in find_runs(is_seen[:-1]):"),
 }
 
 

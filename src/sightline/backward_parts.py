@@ -10,12 +10,14 @@ from collections.abc import Collection, Iterator
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from .arrays import detach, empty
-from .formula.tile_ranges import find_tile_ranges
+from .formula.tile_ranges import find_runs, find_tile_ranges
 from .kernel import Gradients, Kernel, is_lse_precise
 from .problem import Problem
 from .sharding import part_of
-from .statistics import StatisticGradients
+from .statistics import StatisticGradients, itemsize
 
 __all__ = ["backward_in_parts", "needs_parts"]
 
@@ -79,8 +81,7 @@ def _bytes_per_query(problem: Problem) -> int:
     from .cpu.launch.arguments import TARGET_ITEMS
 
     splits = -(-TARGET_ITEMS // max(problem.G * problem.B, 1))
-    width = {"float32": 4, "float64": 8}[problem.accumulator]
-    return splits * problem.B * problem.H * problem.d_k * width if splits > 1 else 0
+    return splits * problem.B * problem.H * problem.d_k * itemsize(problem.accumulator) if splits > 1 else 0
 
 
 def _parts(problem: Problem) -> Iterator[tuple[slice, slice]]:
@@ -89,22 +90,11 @@ def _parts(problem: Problem) -> Iterator[tuple[slice, slice]]:
     ranges = find_tile_ranges(problem.mask, problem.extent, count, KEY_TILE)
     for block in range(ranges.query_blocks):
         rows = slice(block * count, min((block + 1) * count, problem.n))
-        entries = [
-            entry for b in range(ranges.batches) for h in range(ranges.heads) for entry in ranges.row(b, h, block)
-        ]
-        spans = sorted((int(ranges.first[entry]), int(ranges.last[entry])) for entry in entries)
-        for first, last in _join(spans):
+        is_seen = np.zeros(ranges.key_blocks, bool)
+        for b, h in np.ndindex(ranges.batches, ranges.heads):
+            for entry in ranges.row(b, h, block):
+                is_seen[ranges.first[entry] : ranges.last[entry]] = True
+        for first, last in find_runs(is_seen):
             start, stop = first * KEY_TILE, min(last * KEY_TILE, problem.m)
             for keys in pairwise([*range(start, stop, MAX_KEYS), stop]):
                 yield rows, slice(*keys)
-
-
-def _join(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of sorted spans as disjoint spans."""
-    joined: list[tuple[int, int]] = []
-    for first, last in spans:
-        if joined and first <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], last)
-        else:
-            joined.append((first, last))
-    return joined

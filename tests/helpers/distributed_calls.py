@@ -20,6 +20,7 @@ from sightline.problem import Problem
 from sightline.sharding import Shards, divide, schedule
 from sightline.statistics import arrays_of
 from sightline.torch.distributed import autograd
+from sightline.torch.distributed.shard import cut_spans
 from strategies import to_torch
 
 NAMES = ("query", "key", "value")
@@ -66,16 +67,11 @@ def short_blocks(length: int | None) -> Iterator[None]:
         autograd.MIN_ROWS, autograd.QUERY_BYTES, schedule.MIN_KEYS, schedule.KEY_BYTES = own
 
 
-def own_part(x: Tensor, shards: Shards, rank: int, axis: int = -2) -> Tensor:
-    """Return a rank's rows of a whole tensor."""
-    return torch.cat([x.narrow(axis, span.start, len(span)) for span in shards.ranks[rank]], dim=axis)
-
-
 def call(group: Any, problem: Problem, division: Division, **options: Any) -> tuple[list[Tensor], Any]:
     """Return this rank's shards of query, key and value, and the answer of the distributed call on them."""
     rank = torch.distributed.get_rank(group)
     whole = {name: to_torch(np.array(getattr(problem, name))) for name in NAMES}
-    shards = [own_part(x, division.shards(name, x.shape[-2]), rank) for name, x in whole.items()]
+    shards = [cut_spans(x, division.shards(name, x.shape[-2]).ranks[rank], -2) for name, x in whole.items()]
     if options.pop("requires_grad", False):
         shards = [x.requires_grad_() for x in shards]
     sinks = problem.sinks if problem.sinks is None or isinstance(problem.sinks, Tensor) else to_torch(problem.sinks)
@@ -109,9 +105,9 @@ def differentiate_shard(
     sinks = None if problem.sinks is None else to_torch(np.array(problem.sinks)).requires_grad_()
     posed = replace(problem.with_tables(tables), sinks=sinks, see=(sightline.lse(),))
     shards, (output, (lse,)) = call(group, posed, division, requires_grad=True)
-    queries = division.shards("query", problem.n)
-    d_output = own_part(to_torch(np.array(d_output)), queries, rank)
-    d_lse = own_part(to_torch(np.array(d_lse)), queries, rank, axis=-1)
+    spans = division.shards("query", problem.n).ranks[rank]
+    d_output = cut_spans(to_torch(np.array(d_output)), spans, -2)
+    d_lse = cut_spans(to_torch(np.array(d_lse)), spans, -1)
     total = (output * d_output).sum() + torch.where(lse.isfinite(), lse * d_lse, 0.0).sum()
     inputs = [*shards, *[x for x in tables if x.requires_grad], *([] if sinks is None else [sinks])]
     found = iter(torch.autograd.grad(total, inputs, allow_unused=True))
@@ -157,13 +153,7 @@ class Distributed:
 
     def run(self, problem: Problem) -> Result:
         """Return the whole result of a problem with NumPy arrays."""
-        posed = replace(
-            problem,
-            see=(
-                *problem.see,
-                sightline.lse(),
-            ),
-        )
+        posed = replace(problem, see=(*problem.see, sightline.lse()))
         answers = self.ranks.run(solve_shard, posed, self.division, size=self.division.size)
         queries, keys = (self.division.shards(name, x) for name, x in (("query", problem.n), ("key", problem.m)))
         output = join([output for output, _ in answers], queries, -2)

@@ -249,8 +249,8 @@ FAULTS: dict[str, tuple[str, str, str, str, str]] = {  # module, line before, li
     ),
     "tile skipped": (
         "sharding.schedule",
-        "np.add.at(starts, (row[kind], ranges.last[kind]), -1.0)",
-        "np.add.at(starts, (row[kind], ranges.last[kind] - 1), -1.0)",
+        "count_tiles(~ranges.full)",
+        "count_tiles(~ranges.full & (ranges.first != 1))",
         "torch.distributed.autograd",
         "find_schedule",
     ),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import sightline
 from fault_planting import broken
+from sharded_problems import received_keys
 from sightline import causal, window
 from sightline.errors import ParameterError
 from sightline.problem import make_problem
@@ -55,7 +56,7 @@ def test_bytes_of_the_ring_are_those_of_keys_values_and_their_gradients():
 def test_bytes_follow_the_schedule():
     schedule = schedule_of(causal() & window(100), 1024, 8)
     prediction = predict(schedule, SIZES)
-    keys, width = schedule.received_keys, 2 * 4 * (32 + 16)
+    keys, width = received_keys(schedule), 2 * 4 * (32 + 16)
     np.testing.assert_array_equal(prediction.forward.received, keys.sum(axis=1) * width * 2)
     np.testing.assert_array_equal(prediction.forward.sent, keys.sum(axis=0) * width * 2)
     expected = (2 * keys.sum(axis=1) + 4 * keys.sum(axis=0)) * width
@@ -118,7 +119,7 @@ def test_ranks_that_share_processors_take_the_time_of_all_work():
 def test_at_the_end_ranks_that_share_processors_have_one_each():
     """Causal parts of 4 ranks have work of 1, 3, 5 and 7: equal shares end after 2, 5, 7 and 9."""
     schedule = schedule_of(causal(), 1 << 14, 4)
-    unit = schedule.work.sum() / 16 * SIZES.forward_flops / 1e9
+    unit = schedule.work.sum() / 16 * SIZES.flops(False) / 1e9
     shared = predict(schedule, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward
     np.testing.assert_allclose(shared.time / unit, 9, rtol=1e-3)  # the tiles of the diagonal are whole
     assert shared.seconds.argmax() == 3

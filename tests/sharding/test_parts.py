@@ -10,7 +10,7 @@ from sharded_problems import run_parts
 from sightline import causal, documents, h, i, j, m, n, s, table, where
 from sightline.cpu import Cpu
 from sightline.problem import make_problem
-from sightline.sharding import part_of, shift
+from sightline.sharding.part import part_of, shift
 from sightline.streaming import Streaming
 from sightline.testing import assert_conforms
 from strategies import masks, scores

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sightline.errors import ParameterError, ShapeError
-from sightline.sharding import Shards, divide
+from sightline.sharding import Shards, check_shards, divide
 
 LENGTHS = [0, 1, 3, 4, 5, 17, 64, 100, 1023, 4096]
 RANKS = [1, 2, 3, 4, 7, 8, 33]
@@ -60,9 +60,10 @@ def test_lengths_of_a_caller_are_kept():
         (3, 3, 0),
         (3, 8, 0),
     ]
-    shards.check_lengths("key", [3, 0, 5], "contiguous")
+    assert check_shards("key", [3, 0, 5], "contiguous") == shards
+    assert check_shards("key", [4, 8], "zigzag") == divide(12, 2, "zigzag")
     with pytest.raises(ShapeError, match="key with"):
-        shards.check_lengths("key", [4, 0, 4], "contiguous")
+        check_shards("key", [8, 4], "zigzag")
 
 
 def test_an_unknown_layout_is_refused():

@@ -20,7 +20,7 @@ from ..cpu.runtime.thread_count import usable_processors
 from ..formula.expression import Expression
 from ..formula.library import causal, window
 from ..problem import Problem, make_problem
-from ..sharding import Hardware, PassCost, Prediction, ShardLayout, predict_problem
+from ..sharding import Hardware, Prediction, ShardLayout, predict_problem
 
 __all__ = ["CASES", "RankCase", "RankResult", "measure_ranks"]
 
@@ -113,10 +113,11 @@ def _rates(case: RankCase, n: int, alone: _Timing) -> tuple[float, float]:
 
 
 def _compare(case: RankCase, ranks: int, timing: _Timing, prediction: Prediction) -> list[RankResult]:
-    passes: dict[str, PassCost] = {"forward": prediction.forward, "backward": prediction.backward}
+    predicted = prediction.forward.time, prediction.backward.time
+    passes = zip(("forward", "backward"), timing.passes[case.name], predicted, timing.overhead, strict=True)
     return [
-        RankResult(case.name, ranks, name, measured, each.time + (extra if ranks > 1 else 0.0))
-        for (name, each), measured, extra in zip(passes.items(), timing.passes[case.name], timing.overhead, strict=True)
+        RankResult(case.name, ranks, name, measured, seconds + (overhead if ranks > 1 else 0.0))
+        for name, measured, seconds, overhead in passes
     ]
 
 

@@ -19,7 +19,7 @@ from .evaluate_array import evaluate
 from .expression import Expression, as_expression
 from .interval_arithmetic import Interval, compute_intervals
 
-__all__ = ["TileRanges", "count_pairs", "find_tile_ranges", "find_witness"]
+__all__ = ["TileRanges", "count_pairs", "find_runs", "find_tile_ranges", "find_witness"]
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -60,14 +60,27 @@ class TileRanges:
         row = ((b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)) * self.query_blocks + block
         return range(int(self.start[row]), int(self.start[row + 1]))
 
+    def count_tiles(self, selected: np.ndarray[Any, np.dtype[np.bool_]] | slice = slice(None)) -> Array:
+        """Return (query blocks, key blocks): in how many batches and heads the selected ranges cover each tile."""
+        counts = np.zeros((self.query_blocks, self.key_blocks + 1), np.int64)
+        row = np.repeat(np.arange(len(self.start) - 1), np.diff(self.start)) % max(self.query_blocks, 1)
+        np.add.at(counts, (row[selected], self.first[selected]), self._repeats)
+        np.add.at(counts, (row[selected], self.last[selected]), -self._repeats)
+        return np.cumsum(counts, axis=1, out=counts)[:, :-1]
+
+    @property
+    def _repeats(self) -> int:
+        """The number of batches and heads for which one entry of `batches` and `heads` stands."""
+        B, H, _, _ = self.extent
+        return (B // self.batches) * (H // self.heads) if B and H else 0
+
     @cached_property
     def tiles(self) -> dict[str, int]:
         """The numbers of empty, full and partial tiles over all batches and heads."""
         B, H, _, _ = self.extent
-        repeats = (B // self.batches) * (H // self.heads) if B and H else 0
         lengths = self.last - self.first
-        full = int(lengths[self.full].sum()) * repeats
-        partial = int(lengths[~self.full].sum()) * repeats
+        full = int(lengths[self.full].sum()) * self._repeats
+        partial = int(lengths[~self.full].sum()) * self._repeats
         return {"empty": B * H * self.query_blocks * self.key_blocks - full - partial, "full": full, "partial": partial}
 
 
@@ -174,6 +187,12 @@ def count_pairs(mask: Expression, extent: tuple[int, int, int, int]) -> int:
         for _, rows, columns, holds in _evaluate_tiles(mask, extent)
     )
     return allowed * (extent[0] // max(ranges.batches, 1)) * (extent[1] // max(ranges.heads, 1))
+
+
+def find_runs(flags: np.ndarray[Any, np.dtype[np.bool_]]) -> Iterator[tuple[int, int]]:
+    """Yield (first, last) of every run of True, which ends before `last`."""
+    edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
 def _evaluate_tiles(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Never, get_args
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from ..arrays import resolve_dtype
 from ..errors import ParameterError, ShapeError
 from ..migration import refuse_arguments
 from ..problem import NUM_OPERANDS
-from ..sharding import ShardLayout, Shards
+from ..sharding import ShardLayout, Shards, check_layout
 from ..statistics import Lse, Statistic, StatisticBase
 from ..validation import read_sinks, read_statistics, split_names
 from . import partial_results
@@ -145,7 +145,7 @@ def order(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Any:
     >>> order(8, 2, "zigzag")
     array([0, 1, 6, 7, 2, 3, 4, 5])
     """
-    _check_layout(layout)
+    check_layout(layout)
     if length % ranks:
         raise ShapeError(
             f"{length} positions on {ranks} devices",
@@ -169,14 +169,9 @@ def _refuse(unknown: dict[str, Any]) -> None:
         )
 
 
-def _check_layout(layout: Any) -> None:
-    if layout not in get_args(ShardLayout):
-        raise ParameterError(f"layout={layout!r}", '"contiguous" or "zigzag"', 'layout="zigzag" for a causal mask')
-
-
 def _read_axis(axis_name: Any, layout: Any) -> int:
     """Return the number of devices of the axis."""
-    _check_layout(layout)
+    check_layout(layout)
     try:
         return int(jax.lax.axis_size(axis_name))
     except (NameError, TypeError) as error:

@@ -16,14 +16,14 @@ from ..formula.expression import SYMBOLS, Apply, Expression, as_expression
 from ..formula.formula_checks import check_spans
 from ..formula.tables import Table
 from ..problem import Problem, parse, validate
-from ..sharding import Schedule, Shards, Span, find_schedule
+from ..sharding import Schedule, ShardLayout, Shards, find_schedule
 from ..validation import fold_scale
 from .options import example
 
 __all__ = ["ShardedProblem", "divide_equally"]
 
 
-def divide_equally(length: int, ranks: int, layout: str) -> Shards:
+def divide_equally(length: int, ranks: int, layout: ShardLayout) -> Shards:
     """Return the division of a sequence in which every rank has `length` positions.
 
     Raises
@@ -31,17 +31,14 @@ def divide_equally(length: int, ranks: int, layout: str) -> Shards:
     ShapeError
         The layout is "zigzag", and `length` is odd.
     """
-    if layout == "contiguous":
-        return Shards.from_lengths([length] * ranks)
-    half, rest = divmod(length, 2)
-    if rest:
+    if layout == "zigzag" and length % 2:
         raise ShapeError(
             f'{length} positions on each device, layout="zigzag"',
             "an even number, because a device has two parts of equal length",
             f"pad the sequence to {(length + 1) * ranks} positions, and hide the last ones with mask=",
         )
-    starts = [(rank * half, (2 * ranks - 1 - rank) * half) for rank in range(ranks)]
-    return Shards(tuple([tuple([Span(at, at + half, row * half) for row, at in enumerate(pair)]) for pair in starts]))
+    count = ranks if layout == "contiguous" else 2 * ranks
+    return Shards.from_bounds([length * ranks * part // count for part in range(count + 1)], layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +54,7 @@ class ShardedProblem:
     keys: Shards
 
     @classmethod
-    def of(cls, shards: Sequence[Any], ranks: int, layout: str, options: dict[str, Any]) -> ShardedProblem:
+    def of(cls, shards: Sequence[Any], ranks: int, layout: ShardLayout, options: dict[str, Any]) -> ShardedProblem:
         """Return the problem of which `shards` are the local query, key and value; `options` as in `parse`."""
         scale = options["scale"]
         if isinstance(scale, jax.Array):
@@ -112,10 +109,10 @@ class ShardedProblem:
         """Return the ranks whose queries of these spans see a key of the block."""
         if 0 in self.whole.extent:
             return []
-        size, count, pairs = len(self.queries.ranks), len(self.queries.ranks[0]), self.schedule.pairs
-        blocks = len(self.keys.ranks[0])
-        column = [(rank - distance) % size * blocks + index for rank in range(size)]
-        return [rank for rank in range(size) if any(pairs[rank * count + span, column[rank]] for span in spans)]
+        schedule, count = self.schedule, len(self.queries.ranks[0])
+        columns = np.roll(schedule.columns[:, index], distance)
+        rows = {rank: [rank * count + span for span in spans] for rank in range(schedule.size)}
+        return [rank for rank, own in rows.items() if schedule.pairs[own, columns[rank]].any()]
 
     def part_options(self, first_row: Any, first_key: Any, see: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments of `attention` for a part. Its first query and its first key may be traced."""

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
-from ..arrays import resolve_dtype
 from ..errors import ParameterError
 from ..formula.expression import Expression
-from ..formula.tile_ranges import find_tile_ranges
+from ..formula.tile_ranges import find_runs, find_tile_ranges
 from ..problem import Problem
+from ..statistics import itemsize
 
 __all__ = ["BlockSizes", "WorkItem", "choose_sizes", "find_work", "parse_bytes"]
 
-UNITS = {"": 1, "k": 1, "M": 2, "G": 3, "T": 4}
+UNITS = ("", "k", "M", "G", "T")
 MIN_POSITIONS = 64  # of a block of keys and of a range of queries
 SEARCH_ROWS = 256  # queries of a tile in the search for the queries that see a block
 MAX_PAIRS = 1 << 30  # of one work item, so that an interrupt is answered within seconds
@@ -52,7 +49,7 @@ def parse_bytes(limit: Any) -> int:
     size = 0
     if found is not None:
         number, unit, binary = found.groups()
-        size = int(float(number) * (1024 if binary else 1000) ** (UNITS[unit] if unit else 0))
+        size = int(float(number) * (1024 if binary else 1000) ** UNITS.index(unit))
     if size < 1:
         raise ParameterError(f"memory_limit={limit!r}", "bytes, or text with a unit", 'memory_limit="2 GB"')
     return size
@@ -74,7 +71,7 @@ def choose_sizes(problem: Problem, key_bytes: int, limit: int, output_in_memory:
         The limit leaves no room for `MIN_POSITIONS` keys and queries beside the sums of all queries.
     """
     heads = problem.B * problem.H
-    wide, narrow = (np.dtype(resolve_dtype(np, name)).itemsize for name in (problem.accumulator, problem.dtype))
+    wide, narrow = itemsize(problem.accumulator), itemsize(problem.dtype)
     sums = heads * problem.n * (problem.d_v * wide + 8)  # 8 bytes for the lse
     if output_in_memory and wide != narrow:
         sums += heads * problem.n * problem.d_v * narrow
@@ -97,27 +94,12 @@ def find_work(mask: Expression | None, extent: tuple[int, int, int, int], sizes:
     """Return the work items of a mask, in the order of their keys. A pair that is in no item is hidden."""
     _, _, n, m = extent
     items = []
-    for block, is_seen in enumerate(_seen_by_block(mask, extent, sizes.keys)):
+    ranges = find_tile_ranges(mask, extent, SEARCH_ROWS, sizes.keys)
+    for block, is_seen in enumerate(ranges.count_tiles().T > 0):
         keys = slice(block * sizes.keys, min((block + 1) * sizes.keys, m))
-        for first, last in _runs(is_seen):
+        for first, last in find_runs(is_seen):
             start, stop = first * SEARCH_ROWS, min(last * SEARCH_ROWS, n)
             count = math.ceil((stop - start) / sizes.queries)
             bounds = [start + (stop - start) * part // count for part in range(count + 1)]
             items += [WorkItem(slice(*rows), keys) for rows in pairwise(bounds)]
     return items
-
-
-def _seen_by_block(mask: Expression | None, extent: tuple[int, int, int, int], block_length: int) -> Any:
-    """Return (blocks of keys, tiles of queries) bool: True if a query of the tile may see a key of the block."""
-    ranges = find_tile_ranges(mask, extent, SEARCH_ROWS, block_length)
-    starts = np.zeros((ranges.key_blocks + 1, ranges.query_blocks), np.int32)
-    row = np.repeat(np.arange(len(ranges.start) - 1), np.diff(ranges.start)) % max(ranges.query_blocks, 1)
-    np.add.at(starts, (ranges.first, row), 1)
-    np.add.at(starts, (ranges.last, row), -1)
-    return starts.cumsum(axis=0)[:-1] > 0
-
-
-def _runs(flags: Any) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of every run of True."""
-    edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0))
-    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

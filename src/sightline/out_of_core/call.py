@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from os import PathLike
 from typing import Any
 
@@ -180,27 +182,21 @@ class _Run:
 
     def _blocks(self) -> Iterator[tuple[WorkItem, Any, Any]]:
         """Yield the remaining items with their keys and values. A thread reads the next block meanwhile."""
-        items = self.items[self.state.finished :]
-        blocks = list({item.keys.start: item.keys for item in items}.values())
+        blocks = [list(items) for _, items in groupby(self.items[self.state.finished :], lambda item: item.keys.start)]
         with ThreadPoolExecutor(1, thread_name_prefix="sightline-read") as reader:
-            following = self._read(reader, blocks, 0)
-            current, number = None, 0
-            for item in items:
-                if current is None or current[0] != item.keys:
-                    assert following is not None
-                    current = blocks[number], *following.result()
-                    number += 1
-                    following = self._read(reader, blocks, number)
-                yield item, *current[1:]
+            reads = (reader.submit(self._read, items[0].keys) for items in blocks)
+            following = next(reads, None)  # starts to read
+            for items in blocks:
+                assert following is not None
+                key, value = following.result()
+                following = next(reads, None)
+                for item in items:
+                    yield item, key, value
 
-    def _read(self, reader: ThreadPoolExecutor, blocks: list[slice], number: int) -> Future[Any] | None:
-        """Start to read a block of keys and values; None if there is no such block."""
-
-        def read(keys: slice) -> tuple[Any, Any]:
-            key, value = (np.array(self.sources[name][..., keys, :]) for name in ("key", "value"))
-            return key, value
-
-        return reader.submit(read, blocks[number]) if number < len(blocks) else None
+    def _read(self, keys: slice) -> tuple[Any, Any]:
+        """Return a block of keys and values."""
+        key, value = (np.array(self.sources[name][..., keys, :]) for name in ("key", "value"))
+        return key, value
 
     def _compute(self, item: WorkItem, key: Any, value: Any) -> None:
         """Compute one work item and merge it into the state."""
@@ -246,7 +242,7 @@ def _broadcast(parts: dict[str, Any], problem: Problem) -> list[Any]:
 def _key_bytes(key: Any, value: Any) -> int:
     """Return the bytes of one position of key and value."""
     positions = max(key.shape[-2], 1)
-    return sum(int(np.prod(x.shape)) // positions * np.dtype(x.dtype).itemsize for x in (key, value))
+    return sum(math.prod(x.shape) // positions * np.dtype(x.dtype).itemsize for x in (key, value))
 
 
 def _check_statistics(problem: Problem) -> None:

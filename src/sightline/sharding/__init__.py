@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from .cost_model import Hardware, Method, PassCost, Prediction, Sizes, predict, predict_problem
-from .part import part_of, shift
+from .cost_model import Hardware, Prediction, Sizes, predict, predict_problem
+from .part import part_of
 from .schedule import KeyBlock, Round, Schedule, find_schedule, key_block_length
-from .shards import ShardLayout, Shards, Span, divide
+from .shards import Method, ShardLayout, Shards, Span, check_layout, check_method, check_shards, divide, divide_heads
 
 __all__ = [
     "Hardware",
     "KeyBlock",
     "Method",
-    "PassCost",
     "Prediction",
     "Round",
     "Schedule",
@@ -19,11 +18,14 @@ __all__ = [
     "Shards",
     "Sizes",
     "Span",
+    "check_layout",
+    "check_method",
+    "check_shards",
     "divide",
+    "divide_heads",
     "find_schedule",
     "key_block_length",
     "part_of",
     "predict",
     "predict_problem",
-    "shift",
 ]

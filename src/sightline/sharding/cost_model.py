@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +18,11 @@ from ..errors import ParameterError
 from ..problem import Problem
 from ..statistics import itemsize
 from .schedule import Schedule, find_schedule, key_block_length
-from .shards import ShardLayout, divide
+from .shards import Method, ShardLayout, check_method, divide, divide_heads
 
-__all__ = ["Hardware", "Method", "PassCost", "Prediction", "Sizes", "predict", "predict_problem"]
+__all__ = ["Hardware", "PassCost", "Prediction", "Sizes", "predict", "predict_problem"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-Method = Literal["ring", "heads"]
 
 
 @dataclass(frozen=True)
@@ -83,15 +82,9 @@ class Sizes:
         sizes = itemsize(problem.dtype), itemsize(problem.accumulator)
         return cls(B, H, problem.G, problem.d_k, problem.d_v, *sizes)
 
-    @property
-    def forward_flops(self) -> int:
-        """The operations of a pair in the forward pass: a score and a weighted value."""
-        return 2 * (self.d_k + self.d_v)
-
-    @property
-    def backward_flops(self) -> int:
-        """The operations of a pair in the backward pass: the score again, dP, dQ, dK and dV."""
-        return 2 * (3 * self.d_k + 2 * self.d_v)
+    def flops(self, backward: bool) -> int:
+        """Return the operations of a pair: S and O in the forward pass; S, dP, dQ, dK and dV in the backward pass."""
+        return 2 * (3 * self.d_k + 2 * self.d_v) if backward else 2 * (self.d_k + self.d_v)
 
     @property
     def query_numbers(self) -> int:
@@ -169,19 +162,12 @@ def predict(schedule: Schedule, sizes: Sizes, hardware: Hardware | None = None, 
         `method` is another word, or `heads` has more ranks than key heads.
     """
     hardware = hardware or Hardware()
-    if method not in get_args(Method):
-        raise ParameterError(f"method={method!r}", '"ring" or "heads"', 'method="ring"')
+    check_method(method)
     if method == "heads":
-        if schedule.size > sizes.key_heads:
-            raise ParameterError(
-                f'method="heads" with {sizes.key_heads} key heads on {schedule.size} ranks',
-                "at least as many key heads as ranks",
-                'method="ring"',
-            )
-        passes = [_exchange(schedule, sizes, hardware, back) for back in (False, True)]
-        return Prediction(method, hardware, schedule.size * float(_head_shares(sizes, schedule.size).max()), *passes)
-    passes = [_ring(schedule, sizes, hardware, back) for back in (False, True)]
-    return Prediction(method, hardware, schedule.imbalance, *passes)
+        imbalance, predict_pass = schedule.size * float(_head_shares(sizes, schedule.size).max()), _exchange
+    else:
+        imbalance, predict_pass = schedule.imbalance, _ring
+    return Prediction(method, hardware, imbalance, *[predict_pass(schedule, sizes, hardware, x) for x in (False, True)])
 
 
 def predict_problem(
@@ -215,24 +201,18 @@ class _Step:
 
 def _steps(schedule: Schedule) -> Iterator[_Step]:
     """Yield the ranks' own blocks, and then the rounds of `Schedule.rounds` for all ranks at once."""
-    ranks = np.arange(schedule.size)
-    columns = np.full((schedule.size, max((block.index + 1 for block in schedule.blocks), default=0)), -1)
-    for column, block in enumerate(schedule.blocks):
-        columns[block.owner, block.index] = column
-    own = np.sum(
-        [np.zeros(schedule.size), *[_entries(schedule.pairs_by_rank, ranks, part) for part in columns.T]], axis=0
-    )
-    yield _Step(0, own, np.zeros(schedule.size), np.zeros(schedule.size))
+    none = np.zeros(schedule.size)
+    yield _Step(0, sum([_entries(schedule.pairs_by_rank, own) for own in schedule.columns.T], none), none, none)
     for distance in range(1, schedule.size):
-        for part in columns.T:
-            held = np.roll(part, distance)
-            pairs, received = (_entries(x, ranks, held) for x in (schedule.pairs_by_rank, schedule.needed_keys))
-            yield _Step(distance, pairs, received, np.roll(received, -distance))
+        for own in schedule.columns.T:
+            column = np.roll(own, distance)
+            received = _entries(schedule.needed_keys, column)
+            yield _Step(distance, _entries(schedule.pairs_by_rank, column), received, np.roll(received, -distance))
 
 
-def _entries(numbers: Array, ranks: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> Array:
-    """Return the number (ranks, blocks) of each rank with its block; 0 for a column of −1, which is no block."""
-    entries: Array = np.where(column >= 0, numbers[ranks, column], 0.0)
+def _entries(numbers: Array, column: np.ndarray[Any, Any]) -> Array:
+    """Return the entry of each rank in (ranks, blocks); 0 for a column of −1, which is no block."""
+    entries: Array = np.where(column >= 0, numbers[np.arange(len(column)), column], 0.0)
     return entries
 
 
@@ -243,7 +223,7 @@ def _ring(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bool) 
     A transfer begins when both ranks have begun the step, and a step ends when its transfers have ended.
     """
     block, gradient = sizes.key_numbers * sizes.itemsize, sizes.key_numbers * sizes.accumulator * backward
-    per_pair = sizes.backward_flops if backward else sizes.forward_flops
+    per_pair = sizes.flops(backward)
     begin, received, sent, largest = np.zeros((4, schedule.size))
     idle = _Step(0, *np.zeros((3, schedule.size)))
     previous = idle
@@ -290,7 +270,7 @@ def _exchange(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bo
 
     there, back = (results, inputs) if backward else (inputs, results)
     transfers = [(outgoing(there), incoming(there)), (incoming(back), outgoing(back))]
-    flops = schedule.work.sum() * (sizes.backward_flops if backward else sizes.forward_flops) * share
+    flops = schedule.work.sum() * sizes.flops(backward) * share
     seconds = flops / hardware.rate(backward)
     for sent, received in transfers:
         amount = np.maximum(sent, received).max() if ranks > 1 else 0.0
@@ -308,8 +288,7 @@ def _exchange(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bo
 
 def _head_shares(sizes: Sizes, ranks: int) -> Array:
     """Return (ranks,): the part of all heads that each rank computes."""
-    heads = sizes.key_heads * np.arange(ranks + 1) // ranks
-    shares: Array = np.diff(heads) / max(sizes.key_heads, 1)
+    shares: Array = np.diff(divide_heads(sizes.key_heads, ranks)) / max(sizes.key_heads, 1)
     return shares
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..cached_property import cached_property
 from ..formula.expression import Expression
 from ..formula.interval_arithmetic import compute_intervals
-from ..formula.tile_ranges import TileRanges, find_tile_ranges, make_box
+from ..formula.tile_ranges import find_tile_ranges, make_box
 from ..problem import Problem
 from ..statistics import itemsize
 from .shards import Shards, Span
@@ -102,15 +102,6 @@ class Schedule:
         counts: Array = (self.seen[1] - self.seen[0]).astype(np.float64)
         return counts
 
-    @cached_property
-    def received_keys(self) -> Array:
-        """(ranks, ranks): the number of keys that rank r receives from rank o, at [r, o]; 0 on the diagonal."""
-        counts = np.zeros((self.size, self.size))
-        for column, block in enumerate(self.blocks):
-            counts[:, block.owner] += self.needed_keys[:, column]
-        np.fill_diagonal(counts, 0)
-        return counts
-
     def needed_part(self, rank: int, block: KeyBlock) -> KeyBlock | None:
         """Return the keys of a block that the rank needs, or None if it needs none."""
         span = block.span.part(*self.seen[:, rank, self.column(block)].tolist())
@@ -118,20 +109,23 @@ class Schedule:
 
     def seeing_spans(self, rank: int, block: KeyBlock) -> Iterator[Span]:
         """Yield the rank's queries that may see a key of the block, a part of each of its spans."""
-        spans, column = range(*_spans_by_rank(self.queries)[rank].indices(len(self.pairs))), self.column(block)
-        for index, span in zip(spans, self.queries.ranks[rank], strict=True):
-            part = span.part(*self.seeing[:, index, column].tolist())
+        seeing = self.seeing[:, _spans_by_rank(self.queries)[rank], self.column(block)]
+        for span, bounds in zip(self.queries.ranks[rank], seeing.T.tolist(), strict=True):
+            part = span.part(*bounds)
             if len(part):
                 yield part
 
     def column(self, block: KeyBlock) -> int:
         """Return the index of a block in `blocks`."""
-        return self._first_column[block.owner] + block.index
+        return int(self.columns[block.owner, block.index])
 
     @cached_property
-    def _first_column(self) -> list[int]:
-        counts = [sum(block.owner == owner for block in self.blocks) for owner in range(self.size)]
-        return [sum(counts[:owner]) for owner in range(self.size)]
+    def columns(self) -> Indices:
+        """(ranks, most blocks of a rank): the index in `blocks` of each rank's blocks, −1 after the last one."""
+        columns = np.full((self.size, max((block.index + 1 for block in self.blocks), default=0)), -1)
+        for column, block in enumerate(self.blocks):
+            columns[block.owner, block.index] = column
+        return columns
 
     def own_parts(self, rank: int) -> Iterator[KeyBlock]:
         """Yield the keys of a rank's own blocks that its queries may see."""
@@ -142,20 +136,15 @@ class Schedule:
 
     def rounds(self, rank: int) -> list[Round]:
         """Return the rounds of transfers of a rank. All ranks have the same rounds, in the same order."""
-        most = max((block.index + 1 for block in self.blocks), default=0)
-        by_place = {(block.owner, block.index): block for block in self.blocks}
         rounds = []
         for distance in range(1, self.size):
             source, target = (rank - distance) % self.size, (rank + distance) % self.size
-            for index in range(most):
-                received, sent = by_place.get((source, index)), by_place.get((rank, index))
-                rounds.append(
-                    Round(
-                        distance,
-                        None if received is None else self.needed_part(rank, received),
-                        None if sent is None else self.needed_part(target, sent),
-                    )
-                )
+            for columns in self.columns.T:
+                parts = [
+                    self.needed_part(reader, self.blocks[columns[owner]]) if columns[owner] >= 0 else None
+                    for reader, owner in ((rank, source), (target, rank))
+                ]
+                rounds.append(Round(distance, *parts))
         return rounds
 
 
@@ -199,15 +188,16 @@ def _find_schedule(
     _, _, n, m = extent
     sizes = [max(MIN_TILE, -(-length // (MAX_TILES * MIN_TILE)) * MIN_TILE) for length in (n, m)]
     ranges = find_tile_ranges(mask, extent, *sizes)
-    full, partial = _count_tiles(ranges, ranges.full), _count_tiles(ranges, ~ranges.full)
     spans = [span for own in queries.ranks for span in own]
     rows, columns = _Pieces.of(spans, n, sizes[0]), _Pieces.of([block.span for block in blocks], m, sizes[1])
-    pieces = partial[np.ix_(rows.tile, columns.tile)]
+    tiles = np.ix_(rows.tile, columns.tile)
+    full = ranges.count_tiles(ranges.full)[tiles]
+    pieces = ranges.count_tiles(~ranges.full)[tiles].astype(np.float64)
     if mask is not None:
         _clear_hidden(pieces, mask, extent, rows, columns)
-    is_seen = (pieces > 0) | (full[np.ix_(rows.tile, columns.tile)] > 0)
+    is_seen = (pieces > 0) | (full > 0)
     pieces *= (1 + MIN_TILE / max(sizes)) / 2  # a kernel's tiles are small: about half of them are empty in a large one
-    pieces += full[np.ix_(rows.tile, columns.tile)]
+    pieces += full
     pieces *= rows.lengths[:, None] * columns.lengths
     pairs = columns.reduce_spans(np.add, rows.reduce_spans(np.add, pieces).T).T
     by_span, by_block = rows.reduce_spans(np.logical_or, is_seen), columns.reduce_spans(np.logical_or, is_seen.T)
@@ -228,18 +218,6 @@ def _cut(owner: int, spans: Sequence[Span], block_length: int) -> list[KeyBlock]
     cut = [span.cut(block_length) for span in spans]
     in_turn = [piece for group in zip_longest(*cut) for piece in group if piece is not None]
     return [KeyBlock(owner, index, piece) for index, piece in enumerate(in_turn)]
-
-
-def _count_tiles(ranges: TileRanges, kind: np.ndarray[Any, np.dtype[np.bool_]]) -> Array:
-    """Return (query blocks, key blocks): in how many batches and heads each tile is in the ranges of a kind."""
-    B, H, _, _ = ranges.extent
-    starts = np.zeros((ranges.query_blocks, ranges.key_blocks + 1))
-    row = np.repeat(np.arange(len(ranges.start) - 1), np.diff(ranges.start)) % max(ranges.query_blocks, 1)
-    np.add.at(starts, (row[kind], ranges.first[kind]), 1.0)
-    np.add.at(starts, (row[kind], ranges.last[kind]), -1.0)
-    repeats = (B // ranges.batches) * (H // ranges.heads) if B and H else 0
-    counts: Array = starts.cumsum(axis=1)[:, :-1] * repeats
-    return counts
 
 
 @dataclass(frozen=True, eq=False)

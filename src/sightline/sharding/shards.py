@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, get_args
+from itertools import accumulate, pairwise
+from typing import Any, Literal, get_args
 
 from ..errors import ParameterError, ShapeError
 
-__all__ = ["ShardLayout", "Shards", "Span", "divide"]
+__all__ = [
+    "Method",
+    "ShardLayout",
+    "Shards",
+    "Span",
+    "check_layout",
+    "check_method",
+    "check_shards",
+    "divide",
+    "divide_heads",
+]
 
+Method = Literal["ring", "heads"]
 ShardLayout = Literal["contiguous", "zigzag"]
 ALIGNMENT = 4  # spans begin at multiples of 4, because dropout counts the keys in groups of 4
 
@@ -67,17 +78,16 @@ class Shards:
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> Shards:
         """Return the division in which rank r holds the next `lengths[r]` positions."""
-        ends = [sum(lengths[: rank + 1]) for rank in range(len(lengths))]
-        return cls(tuple([(Span(end - own, end, 0),) for own, end in zip(lengths, ends, strict=True)]))
+        return cls.from_bounds([0, *accumulate(lengths)], "contiguous")
 
-    def check_lengths(self, name: str, lengths: Sequence[int], layout: ShardLayout) -> None:
-        """Raise ShapeError if the ranks' arrays do not have the lengths of this division."""
-        if tuple(lengths) != self.lengths:
-            raise ShapeError(
-                f"{name} with {list(lengths)} positions on the ranks, layout={layout!r}",
-                f"{list(self.lengths)} positions",
-                f"shard(x, layout={layout!r}) divides {self.length} positions so",
-            )
+    @classmethod
+    def from_bounds(cls, bounds: Sequence[int], layout: ShardLayout) -> Shards:
+        """Return the division into consecutive parts: R parts of "contiguous", 2R parts of "zigzag"."""
+        parts = list(pairwise(bounds))
+        if layout == "contiguous":
+            return cls(tuple([(Span(*part, 0),) for part in parts]))
+        pairs = list(zip(parts, reversed(parts), strict=True))[: len(parts) // 2]
+        return cls(tuple([(Span(*first, 0), Span(*last, first[1] - first[0])) for first, last in pairs]))
 
 
 def divide(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Shards:
@@ -96,13 +106,51 @@ def divide(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Shard
     ParameterError
         `layout` is another word.
     """
-    if layout not in get_args(ShardLayout):
-        raise ParameterError(f"layout={layout!r}", '"contiguous" or "zigzag"', 'layout="zigzag" for a causal mask')
+    check_layout(layout)
     count = ranks if layout == "contiguous" else 2 * ranks
     units = -(-length // ALIGNMENT)
     bounds = [min(ALIGNMENT * (-(-units * part // count)), length) for part in range(count + 1)]
-    parts = list(pairwise(bounds))
+    return Shards.from_bounds(bounds, layout)
+
+
+def check_shards(name: str, lengths: Sequence[int], layout: ShardLayout) -> Shards:
+    """Return the division whose ranks have these lengths. Raise ShapeError if the layout does not allow them."""
     if layout == "contiguous":
-        return Shards(tuple([(Span(*part, 0),) for part in parts]))
-    pairs = [(parts[rank], parts[count - 1 - rank]) for rank in range(ranks)]
-    return Shards(tuple([(Span(*first, 0), Span(*last, first[1] - first[0])) for first, last in pairs]))
+        return Shards.from_lengths(lengths)
+    shards = divide(sum(lengths), len(lengths), layout)
+    if tuple(lengths) != shards.lengths:
+        raise ShapeError(
+            f"{name} with {list(lengths)} positions on the ranks, layout={layout!r}",
+            f"{list(shards.lengths)} positions",
+            f"shard(x, layout={layout!r}) divides {shards.length} positions so",
+        )
+    return shards
+
+
+def divide_heads(key_heads: int, ranks: int) -> list[int]:
+    """Return the first key head of each rank, and then the number of key heads.
+
+    Raises
+    ------
+    ParameterError
+        There are fewer key heads than ranks.
+    """
+    if ranks > key_heads:
+        raise ParameterError(
+            f'method="heads" with {key_heads} key heads on {ranks} ranks',
+            "at least as many key heads as ranks",
+            'method="ring"',
+        )
+    return [key_heads * rank // ranks for rank in range(ranks + 1)]
+
+
+def check_method(method: Any) -> None:
+    """Raise ParameterError if a method is unknown."""
+    if method not in get_args(Method):
+        raise ParameterError(f"method={method!r}", '"ring" or "heads"', 'method="ring"')
+
+
+def check_layout(layout: Any) -> None:
+    """Raise ParameterError if a layout is unknown."""
+    if layout not in get_args(ShardLayout):
+        raise ParameterError(f"layout={layout!r}", '"contiguous" or "zigzag"', 'layout="zigzag" for a causal mask')

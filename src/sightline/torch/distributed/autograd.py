@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from ...errors import ParameterError
 from ...problem import Problem
 from ...sharding import Shards, find_schedule, key_block_length
-from ...statistics import Mean, Statistic, itemsize, unwrap_mean
+from ...statistics import Lse, Statistic, itemsize
 from .group import Group
-from .ring import Ring, Saved
-from .rows import is_per_query
+from .ring import ResultGradients, Ring, Saved
+from .rows import PER_QUERY
+from .shard import cut_spans
 
 __all__ = ["attention_by_ring"]
 
@@ -26,20 +27,16 @@ def attention_by_ring(
     group: Group, problem: Problem, shards: list[Shards], local: list[Tensor], threads: int | None
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Return the output of this rank's queries, and the arrays of each statistic."""
-    computed = [unwrap_mean(statistic) for statistic in problem.see]
-    per_query = tuple([statistic for statistic in computed if is_per_query(statistic)])
-    over_queries = tuple([statistic for statistic in computed if not is_per_query(statistic)])
+    per_query = tuple([statistic for statistic in problem.see if isinstance(statistic, PER_QUERY)])
+    over_queries = tuple([statistic for statistic in problem.see if not isinstance(statistic, PER_QUERY)])
     ring = _make_ring(group, replace(problem, see=per_query), shards, threads)
     tables = _learned_tables(problem)
     inputs = [*local, *([] if problem.sinks is None else [problem.sinks]), *tables.values()]
     _check_gradients(over_queries, inputs)
     output, lse, *arrays = _RingAttention.apply(ring, tuple(tables), *inputs)  # type: ignore[no-untyped-call]
-    rest, found = iter(arrays), iter(_statistics_of_keys(ring, local, lse, over_queries))
-    results = [_own_arrays(x, lse, rest, problem) if is_per_query(x) else [next(found)] for x in computed]
-    return output, [
-        [statistic.average(array, problem) for array in result] if isinstance(statistic, Mean) else result
-        for statistic, result in zip(problem.see, results, strict=True)
-    ]
+    own = iter([_round(each, lse, ring.dtype) for each in _split(arrays, per_query)])
+    found = iter(_statistics_of_keys(ring, local, lse, over_queries))
+    return output, [next(own) if isinstance(x, PER_QUERY) else [next(found)] for x in problem.see]
 
 
 def _make_ring(group: Group, problem: Problem, shards: list[Shards], threads: int | None) -> Ring:
@@ -67,21 +64,20 @@ def _statistics_of_keys(ring: Ring, local: list[Tensor], lse: Tensor, see: tuple
         return []
     spans = ring.schedule.keys.ranks[ring.group.rank]
     return [
-        torch.cat([x[..., span.start : span.stop] for span in spans], dim=-1) if statistic.name == "received" else x
+        cut_spans(x, spans, -1) if statistic.name == "received" else x
         for statistic, x in zip(see, ring.statistics_of_keys(local[0], local[1], lse.double(), see), strict=True)
     ]
 
 
-def _own_arrays(statistic: Statistic, lse: Tensor, rest: Iterator[Tensor], problem: Problem) -> list[Tensor]:
-    """Return the arrays of a per-query statistic in the accumulator's dtype."""
-    dtype = torch.float64 if problem.accumulator == "float64" else torch.float32
-    if statistic.name == "lse":
-        return [lse.to(dtype)]
-    return [array.to(dtype) if array.is_floating_point() else array for array in _take(rest, statistic)]
+def _round(arrays: list[Tensor], lse: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return the arrays of a per-query statistic in the accumulator's dtype; those of lse are []."""
+    return [array.to(dtype) if array.is_floating_point() else array for array in arrays or [lse]]
 
 
-def _take(rest: Iterator[Tensor], statistic: Statistic) -> list[Tensor]:
-    return [next(rest) for _ in statistic.fill_values]
+def _split(arrays: Sequence[Any], see: tuple[Statistic, ...]) -> list[list[Any]]:
+    """Return the arrays of each per-query statistic; [] for lse."""
+    rest = iter(arrays)
+    return [[] if isinstance(each, Lse) else [next(rest) for _ in each.fill_values] for each in see]
 
 
 def _learned_tables(problem: Problem) -> dict[int, Tensor]:
@@ -125,15 +121,10 @@ class _RingAttention(torch.autograd.Function):
         inputs, (output, lse, *arrays) = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
         query, key, value, *rest = inputs
         sinks = None if ring.problem.sinks is None else rest.pop(0)
-        saved_arrays, d_seen, at = [], [], 0
-        for statistic in ring.problem.see:
-            count = 0 if statistic.name == "lse" else len(statistic.fill_values)
-            saved_arrays.append(arrays[at : at + count])
-            d_seen.append(d_arrays[at] if count else None)
-            at += count
-        saved = Saved(query, key, value, sinks, output, lse, saved_arrays)
+        saved = Saved(query, key, value, sinks, output, lse, _split(arrays, ring.problem.see))
+        d_seen = [own[0] if own else None for own in _split(d_arrays, ring.problem.see)]
         d_output = torch.zeros_like(output) if d_output is None else d_output.contiguous()
-        found = ring.backward(saved, d_output, d_lse, d_seen, ctx.wanted_tables)
+        found = ring.backward(saved, ResultGradients(d_output, d_lse, d_seen), ctx.wanted_tables)
         gradients = [found.query, found.key, found.value, *([] if sinks is None else [found.sinks])]
         tables = [found.tables.get(index) for index in ctx.wanted_tables]
         gradients += [torch.zeros_like(x) if one is None else one for x, one in zip(rest, tables, strict=True)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...sharding import KeyBlock, Round, Schedule
@@ -76,20 +75,14 @@ class BlockExchange:
             if one.sent is not None:
                 for array in self.arrays:
                     transfers.send(array[..., one.sent.span.rows, :].contiguous(), target)
-            if one.received is not None:
-                buffers = [self._empty(array, one.received, array.dtype) for array in self.arrays]
-                for buffer in buffers:
-                    transfers.receive(buffer, source)
+            buffers = _receive(transfers, self.arrays, one.received, source)
         earlier = number - ROUNDS_UNTIL_RETURN
         if self.gradients is not None and 0 <= earlier < len(self._rounds):
             one = self._rounds[earlier]
             source, target = self._peers(one)
             for sums in self._sums.pop(earlier, ()):
                 transfers.send(sums, source)
-            if one.sent is not None:
-                returned = [self._empty(total, one.sent, total.dtype) for total in self.gradients]
-                for buffer in returned:
-                    transfers.receive(buffer, target)
+            returned = _receive(transfers, self.gradients, one.sent, target)
         transfers.start()
         return transfers, buffers, returned
 
@@ -107,6 +100,12 @@ class BlockExchange:
         rank, size = self.group.rank, self.group.size
         return (rank - one.distance) % size, (rank + one.distance) % size
 
-    @staticmethod
-    def _empty(like: Tensor, block: KeyBlock, dtype: torch.dtype) -> Tensor:
-        return like.new_empty((*like.shape[:-2], len(block.span), like.shape[-1]), dtype=dtype)
+
+def _receive(transfers: Transfers, arrays: Sequence[Tensor], block: KeyBlock | None, rank: int) -> list[Tensor]:
+    """Receive a block of each array from a rank. Return the buffers; [] if the block is None."""
+    if block is None:
+        return []
+    buffers = [x.new_empty((*x.shape[:-2], len(block.span), x.shape[-1])) for x in arrays]
+    for buffer in buffers:
+        transfers.receive(buffer, rank)
+    return buffers

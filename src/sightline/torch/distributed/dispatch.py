@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Never
+from dataclasses import replace
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from ...arrays import dtype_name
 from ...errors import ParameterError
 from ...migration import refuse_arguments
 from ...problem import Problem, make_problem
-from ...sharding import ShardLayout, Shards
-from ...statistics import Statistic
+from ...sharding import Method, ShardLayout, Shards, check_method, check_shards
+from ...statistics import Mean, Statistic, unwrap_mean
 from ...validation import (
     broadcast_inputs,
     check_arrays,
@@ -32,7 +33,6 @@ from .dtensor import local_tensors, to_dtensor
 from .group import Group
 from .heads import attention_by_heads
 from .rows import check_statistics
-from .shard import check_shards
 
 __all__ = ["attention"]
 
@@ -53,7 +53,7 @@ def attention(
     threads: int | None = None,
     group: Any = None,
     layout: ShardLayout = "contiguous",
-    method: Literal["ring", "heads"] = "ring",
+    method: Method = "ring",
     **unknown: Never,
 ) -> Any:
     """Compute exact attention over a sequence that is divided among the ranks of a process group.
@@ -128,14 +128,14 @@ def attention(
     problem = _whole_problem(query, key, value, shards, mask, score, given, options | {"seed": numbers[0][2]})
     check_statistics(problem.see)
     _check_dropout(problem, shards[1])
-    local = broadcast_inputs(named)
+    computed = replace(problem, see=tuple(map(unwrap_mean, problem.see)))
     run = attention_by_ring if method == "ring" else attention_by_heads
-    output, seen = run(ranks, problem, shards, local, threads)
+    output, seen = run(ranks, computed, shards, broadcast_inputs(named), threads)
     output = to_dtensor(problem.squeeze_heads(output, 2), placement)
     if see is None:
         return output
-    answers = tuple([_squeeze(problem, one, result) for one, result in zip(problem.see, seen, strict=True)])
-    return output, answers if names is None else dict(zip(names, answers, strict=True))
+    results = tuple([_build_result(problem, *each) for each in zip(problem.see, seen, strict=True)])
+    return output, results if names is None else dict(zip(names, results, strict=True))
 
 
 def _describe(
@@ -145,8 +145,7 @@ def _describe(
     check_arrays(named)
     broadcast_inputs(named)
     check_choice(None, threads)
-    if options["method"] not in ("ring", "heads"):
-        raise ParameterError(f"method={options['method']!r}", '"ring" or "heads"', 'method="ring"')
+    check_method(options["method"])
     formulas = {"mask": read_mask(mask), "score": read_score(score)}
     description = {name: describe_formula(formula) for name, formula in formulas.items()}
     for name, array in named.items():
@@ -162,9 +161,9 @@ def _describe(
     description["requires_grad of tables"] = _describe_gradients(tables)
     description |= {name: str(options[name]) for name in ("scale", "dropout", "seed", "layout", "method")}
     seed, dropout = options["seed"], read_dropout(options["dropout"])
-    seed = int(make_seed(None)) if seed is None and dropout else read_seed(seed, dropout)
-    query, key = named["query"], named["key"]
-    return (query.shape[-2], key.shape[-2], seed - 2**64 if seed >= 2**63 else seed), description
+    if seed is not None or not dropout:
+        seed = read_seed(seed, dropout)
+    return (named["query"].shape[-2], named["key"].shape[-2], int(make_seed(seed))), description
 
 
 def _describe_gradients(arrays: list[Any]) -> str:
@@ -213,9 +212,14 @@ def _check_dropout(problem: Problem, keys: Shards) -> None:
         )
 
 
-def _squeeze(problem: Problem, statistic: Statistic, result: Any) -> Any:
-    """Return a statistic without a head axis if the caller's arrays have none."""
+def _build_result(problem: Problem, statistic: Statistic, arrays: Sequence[Tensor]) -> Any:
+    """Return the result of a statistic from the arrays before a mean over heads or batches.
+
+    The result has no head axis if the caller's arrays have none.
+    """
+    if isinstance(statistic, Mean):
+        arrays = [statistic.average(array, problem) for array in arrays]
     axis = statistic.head_axis(len(problem.batch_shape))
-    if axis is None or not problem.heads_squeezed:
-        return statistic.build_result(list(result))
-    return statistic.build_result([problem.squeeze_heads(array, array.ndim - axis - 1) for array in result])
+    if axis is not None:
+        arrays = [problem.squeeze_heads(array, array.ndim - axis - 1) for array in arrays]
+    return statistic.build_result(arrays)

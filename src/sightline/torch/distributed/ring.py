@@ -23,7 +23,7 @@ from .group import Group
 from .rows import RowResults
 from .statistic_gradients import part_gradients, sink_weights
 
-__all__ = ["Ring", "RingGradients", "Saved"]
+__all__ = ["ResultGradients", "Ring", "RingGradients", "Saved"]
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,26 @@ class Saved:
     lse: Tensor
     statistics: list[list[Tensor]]  # the arrays of each per-query statistic; [] for lse
 
-    def rows(self, span: Span) -> tuple[Tensor, Tensor]:
-        """Return (output, lse) of a span."""
-        return self.output[..., span.rows, :], self.lse[..., span.rows]
+    def rows(self, span: Span) -> Saved:
+        """Return what belongs to the queries of a span."""
+        rows = span.rows
+        statistics = [[array[..., rows] for array in own] for own in self.statistics]
+        own = self.query[..., rows, :], self.key, self.value, self.sinks, self.output[..., rows, :], self.lse[..., rows]
+        return Saved(*own, statistics)
+
+
+@dataclass(frozen=True)
+class ResultGradients:
+    """The gradients of the results of the forward pass."""
+
+    output: Tensor
+    lse: Tensor | None
+    statistics: list[Tensor | None]  # of the first array of each per-query statistic
+
+    def rows(self, span: Span) -> ResultGradients:
+        """Return the gradients of the queries of a span."""
+        lse, *statistics = [None if x is None else x[..., span.rows] for x in (self.lse, *self.statistics)]
+        return ResultGradients(self.output[..., span.rows, :], lse, statistics)
 
 
 @dataclass
@@ -80,7 +97,8 @@ class Ring:
     @property
     def dtype(self) -> torch.dtype:
         """The accumulator's dtype."""
-        return torch.float64 if self.problem.accumulator == "float64" else torch.float32
+        dtype: torch.dtype = getattr(torch, self.problem.accumulator)
+        return dtype
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> RowResults:
         """Return output, lse and the per-query statistics of this rank's queries."""
@@ -88,7 +106,7 @@ class Ring:
         results = RowResults(output, self.problem.see)
         for block, (keys, values) in BlockExchange(self.group, self.schedule, (key, value)):
             for span in self.schedule.seeing_spans(self.group.rank, block):
-                part = self._part(span, block, query, keys, values)
+                part = self._part(span, block, query[..., span.rows, :], keys, values)
                 results.add(span.rows, dispatch.solve(part, None, self.threads), block.span.start)
         if sinks is not None:
             results.add_sinks(sinks)
@@ -100,7 +118,7 @@ class Ring:
         def tiles() -> Iterator[Tile]:
             for block, (keys,) in BlockExchange(self.group, self.schedule, (key,)):
                 for span in self.schedule.seeing_spans(self.group.rank, block):
-                    part = replace(self._part(span, block, query, keys, keys), see=(), dropout=0.0)
+                    part = self._part(span, block, query[..., span.rows, :], keys, keys).with_statistics()
                     for tile in streaming.tiles(streaming.TileOps(part), lse[..., span.rows]):
                         yield replace(tile, rows=_move(tile.rows, span), columns=_move(tile.columns, block.span))
 
@@ -113,15 +131,8 @@ class Ring:
             found.append(array)
         return found
 
-    def backward(
-        self,
-        saved: Saved,
-        d_output: Tensor,
-        d_lse: Tensor | None,
-        d_seen: list[Tensor | None],
-        wanted_tables: tuple[int, ...],
-    ) -> RingGradients:
-        """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_seen ∘ seen, summed over the ranks."""
+    def backward(self, saved: Saved, d_results: ResultGradients, wanted_tables: tuple[int, ...]) -> RingGradients:
+        """Return the gradients of Σ d_results ∘ results, summed over the ranks."""
         query, key, value = saved.query, saved.key, saved.value
         d_query, d_key, d_value = (torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in (query, key, value))
         found = RingGradients(d_query, d_key, d_value, {})
@@ -129,12 +140,12 @@ class Ring:
         for block, arrays in exchange:
             sums = [torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in arrays]
             for span in self.schedule.seeing_spans(self.group.rank, block):
-                given = saved, (d_output, d_lse), d_seen, wanted_tables
-                found.add(span, sums, self._differentiate(span, block, arrays, *given))
+                rows = saved.rows(span), d_results.rows(span)
+                found.add(span, sums, self._differentiate(span, block, arrays, *rows, wanted_tables))
             exchange.add_gradients(sums)
             del arrays, sums  # before memory for the next block is taken
         if saved.sinks is not None:
-            found.sinks = self._differentiate_sinks(saved, d_output, d_lse, d_seen)
+            found.sinks = self._differentiate_sinks(saved.sinks, saved, d_results)
         return found
 
     def _differentiate(
@@ -143,42 +154,33 @@ class Ring:
         block: KeyBlock,
         block_arrays: list[Tensor],
         saved: Saved,
-        d_results: tuple[Tensor, Tensor | None],
-        d_seen: list[Tensor | None],
+        d_results: ResultGradients,
         wanted_tables: tuple[int, ...],
     ) -> Gradients:
-        """Return the gradients of a span's queries on a block, from their final output and lse."""
+        """Return the gradients of a span's queries on a block; `saved` and `d_results` are those of the span."""
         part = self._part(span, block, saved.query, *block_arrays)
-        arrays = [[array[..., span.rows] for array in own] for own in saved.statistics]
-        gradients = [None if one is None else one[..., span.rows] for one in d_seen]
-        results = saved.rows(span)
-        added = part_gradients(part, block.span.start, results[1], saved.sinks, gradients, arrays)
-        d_output, d_lse = d_results[0][..., span.rows, :], d_results[1]
-        d_lse = None if d_lse is None else d_lse[..., span.rows]
+        added = part_gradients(part, block.span.start, saved.lse, saved.sinks, d_results.statistics, saved.statistics)
+        results, d_output, d_lse = (saved.output, saved.lse), d_results.output, d_results.lse
         kernel = dispatch.make_plan(part).kernel
         found = kernel.backward(part, d_output, d_lse, results, wanted_tables, self.threads, added)
-        if found is None:
-            found = streaming.backward(part, d_output, d_lse, (), results, added)
-        return found
+        return streaming.backward(part, d_output, d_lse, (), results, added) if found is None else found
 
-    def _differentiate_sinks(
-        self, saved: Saved, d_output: Tensor, d_lse: Tensor | None, d_seen: list[Tensor | None]
-    ) -> Tensor:
+    def _differentiate_sinks(self, sinks: Tensor, saved: Saved, d_results: ResultGradients) -> Tensor:
         """Return this rank's part of the gradient of the sinks, −Σ exp(sink − lse) δ over its queries."""
-        delta = torch.einsum("...d,...d->...", d_output.to(self.dtype), saved.output.to(self.dtype)).double()
-        delta = delta if d_lse is None else delta - d_lse
+        delta = torch.einsum("...d,...d->...", d_results.output.to(self.dtype), saved.output.to(self.dtype)).double()
+        delta = delta if d_results.lse is None else delta - d_results.lse
         part = replace(self.problem, query=saved.query, key=saved.key, value=saved.value, sinks=None)
-        added = part_gradients(part, 0, saved.lse, saved.sinks, d_seen, saved.statistics)
+        added = part_gradients(part, 0, saved.lse, sinks, d_results.statistics, saved.statistics)
         for term, sign in ((added.lse, -1.0), (added.weights_sum, 1.0)):
             if term is not None:
                 delta = delta + sign * term
-        sums = -(sink_weights(saved.sinks, saved.lse) * delta).sum(dim=-1)
+        sums = -(sink_weights(sinks, saved.lse) * delta).sum(dim=-1)
         return sums.reshape(-1, sums.shape[-1]).sum(dim=0)
 
     def _part(self, span: Span, block: KeyBlock, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """Return the problem of the queries of a span on a block of keys."""
-        rows, see = query[..., span.rows, :], self.problem.see
-        return part_of(self.problem, rows, key, value, first_row=span.start, first_key=block.span.start, see=see)
+        first = {"first_row": span.start, "first_key": block.span.start}
+        return part_of(self.problem, query, key, value, **first, see=self.problem.see)
 
 
 def _move(rows: slice, span: Span) -> slice:

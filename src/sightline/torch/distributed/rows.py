@@ -16,15 +16,10 @@ from ...errors import ParameterError
 from ...kernel import Result
 from ...statistics import Entropy, Lse, Mass, MaxScore, Pooled, Received, Statistic, TopK, unwrap_mean
 
-__all__ = ["RowResults", "check_statistics", "is_per_query"]
+__all__ = ["PER_QUERY", "RowResults", "check_statistics"]
 
-PER_QUERY = (Lse, Entropy, Mass, MaxScore, TopK)
-OVER_QUERIES = (Received, Pooled)
-
-
-def is_per_query(statistic: Statistic) -> bool:
-    """True if the statistic has an entry for every query, so that a rank computes it for its own queries."""
-    return isinstance(unwrap_mean(statistic), PER_QUERY)
+PER_QUERY = (Lse, Entropy, Mass, MaxScore, TopK)  # a rank computes them for its own queries
+OVER_QUERIES = (Received, Pooled)  # all queries add to their arrays
 
 
 def check_statistics(see: tuple[Statistic, ...]) -> None:

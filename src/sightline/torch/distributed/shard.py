@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...errors import ParameterError, ShapeError
-from ...sharding import ShardLayout, Shards, divide
+from ...sharding import ShardLayout, Shards, Span, check_shards, divide
 from .group import Group, Transfers
 
-__all__ = ["check_shards", "gather", "scatter", "send_to_all", "shard", "unshard"]
+__all__ = ["cut_spans", "gather", "join_shards", "scatter", "send_to_all", "shard", "unshard"]
 
 
 def shard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", axis: int = -2) -> Tensor:
@@ -44,8 +44,7 @@ def shard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", a
     """
     own = Group(group)
     check_axis(x, axis)
-    spans = divide(x.shape[axis], own.size, layout).ranks[own.rank]
-    return torch.cat([x.narrow(axis, span.start, len(span)) for span in spans], dim=axis)
+    return cut_spans(x, divide(x.shape[axis], own.size, layout).ranks[own.rank], axis)
 
 
 def unshard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", axis: int = -2) -> Tensor:
@@ -120,26 +119,35 @@ class _Scatter(torch.autograd.Function):
 def gather(x: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
     """Return the whole tensor from the shards of all ranks."""
     shapes = [(*x.shape[:axis], length, *x.shape[axis + 1 :]) for length in shards.lengths]
-    found = send_to_all(group, [x.contiguous()] * group.size, [x.new_empty(shape) for shape in shapes], "shards")
-    whole = x.new_empty((*x.shape[:axis], shards.length, *x.shape[axis + 1 :]))
-    for spans, part in zip(shards.ranks, found, strict=True):
-        for span in spans:
-            whole.narrow(axis, span.start, len(span)).copy_(part.narrow(axis, span.row, len(span)))
-    return whole
+    buffers = [x.new_empty(shape) for shape in shapes]
+    return join_shards(send_to_all(group, [x.contiguous()] * group.size, buffers, "shards"), shards, axis)
 
 
 def scatter(whole: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
     """Return the sum of this rank's shards of the whole tensors of all ranks, added in the order of the ranks."""
-    parts = [
-        torch.cat([whole.narrow(axis, span.start, len(span)) for span in spans], dim=axis).contiguous()
-        for spans in shards.ranks
-    ]
+    parts = [cut_spans(whole, spans, axis) for spans in shards.ranks]
     buffers = [torch.empty_like(parts[group.rank]) for _ in parts]
     found = send_to_all(group, parts, buffers, "gradients of shards")
     total = found[0].clone()
     for part in found[1:]:
         total += part
     return total
+
+
+def cut_spans(x: Tensor, spans: Sequence[Span], axis: int) -> Tensor:
+    """Return a rank's part of a tensor with the whole sequence, as a contiguous tensor."""
+    return torch.cat([x.narrow(axis, span.start, len(span)) for span in spans], dim=axis).contiguous()
+
+
+def join_shards(parts: Sequence[Tensor], shards: Shards, axis: int) -> Tensor:
+    """Return the tensor with the whole sequence from the parts of all ranks."""
+    shape = list(parts[0].shape)
+    shape[axis] = shards.length
+    whole = parts[0].new_empty(shape)
+    for spans, part in zip(shards.ranks, parts, strict=True):
+        for span in spans:
+            whole.narrow(axis, span.start, len(span)).copy_(part.narrow(axis, span.row, len(span)))
+    return whole
 
 
 def send_to_all(group: Group, parts: list[Tensor], buffers: list[Tensor], what: str) -> list[Tensor]:
@@ -153,12 +161,3 @@ def send_to_all(group: Group, parts: list[Tensor], buffers: list[Tensor], what: 
     buffers[group.rank] = parts[group.rank]
     transfers.wait()
     return buffers
-
-
-def check_shards(name: str, lengths: Sequence[int], layout: ShardLayout) -> Shards:
-    """Return the division whose ranks have these lengths; raise ShapeError if the layout does not allow them."""
-    if layout == "contiguous":
-        return Shards.from_lengths(lengths)
-    shards = divide(sum(lengths), len(lengths), layout)
-    shards.check_lengths(name, lengths, layout)
-    return shards

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
-from operator import add
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...problem import Problem
-from ...statistics import Entropy, StatisticGradients
-from ...statistics.base import BackwardContext
+from ...statistics import Entropy, StatisticGradients, statistic_gradients
 
 __all__ = ["part_gradients", "sink_weights"]
 
@@ -35,26 +31,16 @@ def part_gradients(
     sinks : the sinks of the whole problem
     d_seen : the gradient of each statistic's first array; None for 0
     """
-    terms = []
-    for statistic, gradient, own in zip(part.see, d_seen, arrays, strict=True):
-        if gradient is not None:
-            local = [*own[:1], *[where - first_key for where in own[1:]]]
-            context = BackwardContext(part, lse, lambda: iter(()), _refuse, gradient.double(), arrays=local)
-            one = statistic.backward(context)
-            if isinstance(statistic, Entropy) and sinks is not None:  # the keys' weights sum to 1 − sink
-                one = replace(one, weights_sum=one.weights_sum + gradient * sink_weights(sinks, lse))
-            terms.append(one)
-    sums: dict[str, Any] = {}
-    for name in ("weights", "scores", "lse", "weights_sum"):
-        found = [getattr(one, name) for one in terms if getattr(one, name) is not None]
-        sums[name] = reduce(add, found) if found else None
-    return StatisticGradients(**sums)
+    wide = [None if gradient is None else gradient.double() for gradient in d_seen]
+    local = [[*own[:1], *[where - first_key for where in own[1:]]] for own in arrays]
+    found = statistic_gradients(part, lse, lambda: iter(()), wide, saved=local)
+    for statistic, gradient in zip(part.see, wide, strict=True):
+        if isinstance(statistic, Entropy) and gradient is not None and sinks is not None:
+            # the weights of the keys sum to 1 − the weight of the sink
+            found = replace(found, weights_sum=found.weights_sum + gradient * sink_weights(sinks, lse))
+    return found
 
 
-def sink_weights(sinks: Any, lse: Tensor) -> Tensor:
+def sink_weights(sinks: Tensor, lse: Tensor) -> Tensor:
     """Return the weight exp(sink − lse) of each head's sink, (..., H, n)."""
     return torch.exp(sinks.double()[:, None] - lse)
-
-
-def _refuse(statistic: Any) -> Any:
-    raise AssertionError(f"{statistic} has saved arrays")
