@@ -107,6 +107,19 @@ def differentiate_some_results(group: Any, method: Any, read: list[str]) -> list
     return list(torch.autograd.grad(loss, shards))
 
 
+def differentiate_largest_scores(group: Any) -> bool:
+    """Check the gradient of the largest scores beside sinks so large that every weight underflows in float32.
+
+    The gradient of the score q · k / √d_k by q is k / √d_k; it has no rounding for d_k = 4.
+    """
+    whole = torch.randn(3, 1, 1, 8, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
+    query, key, value = (distributed.shard(x, group=group).requires_grad_() for x in whole)
+    options = {"sinks": torch.full((1,), 200.0), "see": sightline.max_score(), "group": group}
+    _, largest = distributed.attention(query, key, value, **options)
+    (gradient,) = torch.autograd.grad(largest.score.sum(), query)
+    return torch.equal(gradient[0, 0], whole[1][0, 0, largest.where[0, 0]] / 2)
+
+
 def differentiate_twice(group: Any) -> Tensor:
     """Return the second derivative, for this rank's shard, of Σ x³ of the whole tensor, added over the ranks."""
     x = torch.full((4, 2), 1.0 + dist.get_rank(group), requires_grad=True)

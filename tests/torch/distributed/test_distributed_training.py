@@ -16,6 +16,7 @@ import sightline
 from distributed_checks import (
     TRAINED_LENGTH,
     count_bytes,
+    differentiate_largest_scores,
     differentiate_some_results,
     differentiate_twice,
     finite_differences,
@@ -55,6 +56,10 @@ def test_losses_of_ranks_may_read_different_results(ranks, method, read):
     loss = sum(results[name].chunk(2, dim=-2)[rank].square().sum() for rank, name in enumerate(read))
     for shards, expected in zip(zip(*found, strict=True), torch.autograd.grad(loss, given), strict=True):
         torch.testing.assert_close(torch.cat(shards, dim=-2), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_largest_scores_beside_large_sinks_have_a_gradient(ranks):
+    assert ranks.run(differentiate_largest_scores, size=2) == [True, True]
 
 
 def test_unshard_has_a_second_derivative(ranks):
