@@ -115,7 +115,7 @@ def differentiate_largest_scores(group: Any) -> bool:
     whole = torch.randn(3, 1, 1, 8, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
     query, key, value = (distributed.shard(x, group=group).requires_grad_() for x in whole)
     options = {"sinks": torch.full((1,), 200.0), "see": sightline.max_score(), "group": group}
-    _, largest = distributed.attention(query, key, value, **options)
+    _, (largest,) = distributed.attention(query, key, value, **options)
     (gradient,) = torch.autograd.grad(largest.score.sum(), query)
     return torch.equal(gradient[0, 0], whole[1][0, 0, largest.where[0, 0]] / 2)
 
