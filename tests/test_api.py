@@ -1,5 +1,6 @@
 """Options of the public functions: names of statistics, the layout of axes, and arguments of other libraries."""
 
+from inspect import unwrap
 from operator import attrgetter
 
 import jax
@@ -134,7 +135,7 @@ def test_no_cure_stands_for_an_option():
 def test_the_options_are_those_of_the_functions():
     assert tuple(sightline.attention.__kwdefaults__) == OPTIONS
     for function, options in OPTIONS_OF.items():
-        assert tuple(attrgetter(function)(sightline).__kwdefaults__) == options
+        assert tuple(unwrap(attrgetter(function)(sightline)).__kwdefaults__) == options
 
 
 @pytest.mark.parametrize(("function", "name"), [("tiles", "dropout"), ("attention", "source")])
