@@ -16,7 +16,9 @@ from statistic_definitions import statistics, usable
 from strategies import DTYPES, Case, cases
 
 AVAILABLE = {"lse", "entropy", "max_score", "mass", "top_k", "received", "pooled"}
-DRAWN = settings(max_examples=2, phases=[Phase.generate])  # most drawn problems compile kernels on every rank
+FEW = settings(max_examples=2, phases=[Phase.generate])  # most drawn problems compile kernels on every rank
+MANY = settings(FEW, max_examples=60)
+DRAWN = pytest.mark.parametrize("drawn", [FEW, pytest.param(MANY, marks=pytest.mark.soak)], ids=["few", "many"])
 
 
 @st.composite
@@ -30,9 +32,10 @@ def divisions(draw, problem):
     return Division(size, layout, method, *uneven, draw(st.sampled_from([None, 8, 64])))
 
 
+@DRAWN
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_drawn_outputs(ranks, dtype):
-    @DRAWN
+def test_drawn_outputs(ranks, dtype, drawn):
+    @drawn
     @given(st.data(), cases(dtypes=(dtype,), largest=4000))
     def conforms(data, case):
         problem = case.make_problem()
@@ -41,9 +44,10 @@ def test_drawn_outputs(ranks, dtype):
     conforms()
 
 
+@DRAWN
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_drawn_statistics(ranks, dtype):
-    @DRAWN
+def test_drawn_statistics(ranks, dtype, drawn):
+    @drawn
     @given(st.data(), cases(dtypes=(dtype,), largest=4000))
     def conforms(data, case):
         problem = case.make_problem()
@@ -55,9 +59,10 @@ def test_drawn_statistics(ranks, dtype):
     conforms()
 
 
+@DRAWN
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_drawn_gradients(ranks, dtype):
-    @DRAWN
+def test_drawn_gradients(ranks, dtype, drawn):
+    @drawn
     @given(st.data(), cases(dtypes=(dtype,), largest=3000, hides=False, poison=False))
     def conforms(data, case):
         division = data.draw(divisions(case.make_problem()))
