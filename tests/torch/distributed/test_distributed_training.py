@@ -30,7 +30,10 @@ from sightline.errors import ParameterError
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_distributed.py"
 
 
-@pytest.mark.parametrize(("layout", "method"), [("contiguous", "ring"), ("zigzag", "ring"), ("zigzag", "heads")])
+@pytest.mark.parametrize(
+    ("layout", "method"),
+    [("contiguous", "ring"), ("zigzag", "ring"), pytest.param("zigzag", "heads", marks=pytest.mark.soak)],
+)
 def test_gradients_equal_finite_differences(ranks, layout, method):
     assert ranks.run(finite_differences, layout, method, size=2) == [True, True]
 
