@@ -429,11 +429,11 @@ def test_a_fault_in_the_gradient_is_seen(monkeypatch):
 
 
 PARTS = {
-    "an offset of one key too many": ("SYMBOLS[name] + first", "SYMBOLS[name] + first + (name == 'j')"),
-    "an offset of one query too few": ("SYMBOLS[name] + first", "SYMBOLS[name] + first - (name == 'i')"),
-    "heads that count from 0": ('for name, first in (("h", first_head), (', "for name, first in (("),
+    "an offset of one key too many": ("Offset(first,", "Offset(first + (name == 'j'),"),
+    "an offset of one query too few": ("Offset(first,", "Offset(first - (name == 'i'),"),
+    "heads that count from 0": ("if first_head:", "if False:"),
     "the part's own lengths": ('{"n": as_expression(problem.n), "m": as_expression(problem.m)}', "{}"),
-    "dropout of other keys": ("j + first_key)", "j)"),
+    "dropout of other keys": ("j + (first_key or 0))", "j)"),
 }
 
 

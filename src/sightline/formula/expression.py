@@ -32,6 +32,7 @@ __all__ = [
     "Constant",
     "Expression",
     "Lookup",
+    "Offset",
     "Parameter",
     "Symbol",
     "apply",
@@ -154,6 +155,19 @@ class Constant(Expression):
 
     def own_values(self) -> tuple[Any, ...]:
         return self.kind, repr(self.value)  # the kind tells 1 from True, and `repr` tells −0.0 from 0.0
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Offset(Constant):
+    """A constant that is an argument of the kernel whatever its value is, so that one kernel serves all offsets.
+
+    Offsets of different names are different nodes, even if their values are equal.
+    """
+
+    name: str = ""
+
+    def own_values(self) -> tuple[Any, ...]:
+        return *super().own_values(), self.name
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from ..cached_property import cached_property
-from .expression import Apply, Constant, Expression, Lookup, Parameter, intern, walk
+from .expression import Apply, Constant, Expression, Lookup, Offset, Parameter, intern, walk
 from .operators import Kind
 from .tables import Table
 
@@ -146,9 +146,9 @@ def _make_structure(formulas: tuple[Expression | None, ...]) -> Structure:
             if slot == len(tables):
                 tables.append(table)
             signature.append((slot, table.kind, *[index[id(argument)] for argument in node.arguments]))
-        elif kind is Constant and id(node) not in kept and _is_argument(cast(Constant, node)):
+        elif isinstance(node, Constant) and id(node) not in kept and _is_argument(node):
             signature.append(node.kind)
-            numbers.append(cast(Constant, node).value)
+            numbers.append(node.value)
         else:
             signature.append(node)
         index[id(node)] = len(index)
@@ -163,7 +163,7 @@ def _make_structure(formulas: tuple[Expression | None, ...]) -> Structure:
 
 def _kept_constants(nodes: list[Expression]) -> set[int]:
     """Return the ids of the constants that stay in the code because of an operator that reads them."""
-    if Constant not in [type(node) for node in nodes]:
+    if not any(isinstance(node, Constant) for node in nodes):
         return set()
     return {id(argument) for node in nodes if _keeps_constants(node) for argument in node.arguments}
 
@@ -201,7 +201,7 @@ _BUILT: dict[tuple[Any, ...], tuple[Expression | None, ...]] = {}  # the formula
 
 def _is_argument(constant: Constant) -> bool:
     """True if the value of a constant does not change the form of the code."""
-    return constant.kind != "bool" and constant.value not in CODE_CONSTANTS
+    return type(constant) is Offset or (constant.kind != "bool" and constant.value not in CODE_CONSTANTS)
 
 
 def _keeps_constants(node: Expression) -> bool:
