@@ -17,7 +17,7 @@ from strategies import DTYPES, Case, cases
 
 AVAILABLE = {"lse", "entropy", "max_score", "mass", "top_k", "received", "pooled"}
 FEW = settings(max_examples=2, phases=[Phase.generate])  # most drawn problems compile kernels on every rank
-MANY = settings(FEW, max_examples=60)
+MANY = settings(FEW, max_examples=20)
 DRAWN = pytest.mark.parametrize("drawn", [FEW, pytest.param(MANY, marks=pytest.mark.soak)], ids=["few", "many"])
 
 
