@@ -100,9 +100,8 @@ def differentiate_shard(
 ) -> tuple[list[Any], list[Any], Any]:
     """Return this rank's gradients of query, key and value, and its part of those of the tables and of the sinks."""
     rank = torch.distributed.get_rank(group)
-    tables = [to_torch(np.array(table.array)) for table in problem.tables]
-    tables = [x.requires_grad_() if x.is_floating_point() else x for x in tables]
-    sinks = None if problem.sinks is None else to_torch(np.array(problem.sinks)).requires_grad_()
+    tables = [_learned(table.array, problem) for table in problem.tables]
+    sinks = None if problem.sinks is None else _learned(problem.sinks, problem)
     posed = replace(problem.with_tables(tables), sinks=sinks, see=(sightline.lse(),))
     shards, (output, (lse,)) = call(group, posed, division, requires_grad=True)
     spans = division.shards("query", problem.n).ranks[rank]
@@ -114,6 +113,14 @@ def differentiate_shard(
     arrays = [to_numpy(next(found)) for _ in NAMES]
     own_tables = [_to_numpy(next(found)) if x.requires_grad else None for x in tables]
     return arrays, own_tables, None if sinks is None else _to_numpy(next(found))
+
+
+def _learned(array: Any, problem: Problem) -> Tensor:
+    """Return a tensor whose gradient, if it has one, is not rounded to fewer bits than the accumulator has."""
+    tensor = to_torch(np.array(array))
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.promote_types(tensor.dtype, getattr(torch, problem.accumulator))).requires_grad_()
 
 
 def _to_numpy(array: Any) -> Any:

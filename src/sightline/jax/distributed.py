@@ -132,6 +132,19 @@ def order(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Any:
     `x[..., order(n, R, "zigzag"), :]` puts the positions of an array into the order of the layout, and
     `y[..., np.argsort(order(n, R, "zigzag")), :]` puts a result into the order of the sequence.
 
+    Parameters
+    ----------
+    length : int
+        The number of positions of the whole sequence, n.
+    ranks : int
+        The number of devices of the axis, R.
+    layout : {"contiguous", "zigzag"}
+        As in `attention`.
+
+    Returns
+    -------
+    positions : (n,) int64
+
     Raises
     ------
     ShapeError
