@@ -66,8 +66,10 @@ def attention(
     ----------
     query : (..., H, n_r, d_k) float16, bfloat16, float32 or float64
         This rank's queries. A DTensor that is sharded along the positions works too.
-    key : (..., G, m_r, d_k), value : (..., G, m_r, d_v), the same dtype
-        This rank's keys and values. H is a multiple of G. The numbers n_r and m_r may differ from rank to rank.
+    key : (..., G, m_r, d_k), the same dtype
+        This rank's keys. H is a multiple of G. The numbers n_r and m_r may differ from rank to rank.
+    value : (..., G, m_r, d_v), the same dtype
+        This rank's values.
     mask, score, scale, sinks, dropout, seed, threads
         As in `sightline.attention`, and equal on every rank. A table has the entries of the whole sequence; `unshard`
         makes one from shards. The same seed drops the same weights for any number of ranks. Without a seed, rank 0
