@@ -22,7 +22,7 @@ from .statistics import StatisticGradients, itemsize
 __all__ = ["backward_in_parts", "needs_parts"]
 
 MAX_SUM_BYTES = 64 << 20  # of the splits' sums in one part
-MIN_SPLIT_BYTES = 2 * MAX_SUM_BYTES  # a problem whose sums have fewer bytes is not divided
+MIN_SPLIT_BYTES = 2 * MAX_SUM_BYTES  # smaller sums are not divided
 MAX_KEYS = 1 << 16  # of a part
 KEY_TILE = 1024  # of the search for the keys that a part sees
 
@@ -77,7 +77,7 @@ def backward_in_parts(
 
 
 def _bytes_per_query(problem: Problem) -> int:
-    """Return the bytes of one query's gradients in the sums of all splits."""
+    """Return how many bytes the sums of all splits need for the gradient of one query."""
     from .cpu.launch.arguments import TARGET_ITEMS
 
     splits = -(-TARGET_ITEMS // max(problem.G * problem.B, 1))

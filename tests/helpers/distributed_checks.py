@@ -42,8 +42,8 @@ def replicated(x: Tensor, group: Any) -> Tensor:
 def finite_differences(group: Any, layout: Any, method: Any) -> bool:
     """Check the gradients of shard → attention → unshard as a function of the whole tensors, tables and sinks.
 
-    Each rank adds its gradients to those of the whole output, so that the sum over the ranks is the number of ranks
-    times the gradient, and the mean is the gradient.
+    Every rank has the whole output, so each of R ranks counts it once. The gradients of all ranks sum to R times the
+    gradient of the function, and their mean is this gradient.
     """
     torch.manual_seed(0)
 

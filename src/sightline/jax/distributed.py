@@ -232,7 +232,7 @@ class _Exchange:
         return partial_results.start((*whole.batch_shape, *heads, rows), whole.d_v, self.dtype, sinks, self.see)
 
     def add_block(self, sums: list[Sums], distance: int, index: int) -> list[Sums]:
-        """Return the sums with one more block of keys: the block `index` of the rank `distance` before this one."""
+        """Return the sums after one more block of keys: block `index` of the rank `distance` before this one."""
         spans = self.problem.spans_for(distance, index)
         if not spans:
             return sums

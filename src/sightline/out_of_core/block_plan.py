@@ -68,7 +68,7 @@ def choose_sizes(problem: Problem, key_bytes: int, limit: int, output_in_memory:
     Raises
     ------
     ParameterError
-        The limit leaves no room for `MIN_POSITIONS` keys and queries beside the sums of all queries.
+        The limit is smaller than the sums of all queries and blocks of `MIN_POSITIONS` keys and queries.
     """
     heads = problem.B * problem.H
     wide, narrow = itemsize(problem.accumulator), itemsize(problem.dtype)

@@ -91,9 +91,9 @@ class Checkpoint:
 
 
 def digest(problem: Problem, sources: dict[str, Any], sizes: BlockSizes) -> str:
-    """Return a hash of everything that decides the state of a call.
+    """Return a hash of the arguments of a call. A saved state fits a call with the same hash.
 
-    Of query, key and value, shapes, dtypes and the first and last position are hashed, not all entries.
+    The hash reads shapes, dtypes, and the first and last position of query, key and value, but not all their entries.
     """
     found = hashlib.sha256()
     for part in _parts(problem, sources, sizes):

@@ -80,9 +80,13 @@ class Schedule:
         return len(self.queries.ranks)
 
     @cached_property
+    def _query_spans(self) -> list[slice]:
+        return _spans_by_rank(self.queries)
+
+    @cached_property
     def pairs_by_rank(self) -> Array:
         """(ranks, blocks): the number of pairs that each rank computes with each block."""
-        return np.stack([self.pairs[spans].sum(axis=0) for spans in _spans_by_rank(self.queries)])
+        return np.stack([self.pairs[spans].sum(axis=0) for spans in self._query_spans])
 
     @property
     def work(self) -> Array:
@@ -109,7 +113,7 @@ class Schedule:
 
     def seeing_spans(self, rank: int, block: KeyBlock) -> Iterator[Span]:
         """Yield the rank's queries that may see a key of the block, a part of each of its spans."""
-        seeing = self.seeing[:, _spans_by_rank(self.queries)[rank], self.column(block)]
+        seeing = self.seeing[:, self._query_spans[rank], self.column(block)]
         for span, bounds in zip(self.queries.ranks[rank], seeing.T.tolist(), strict=True):
             part = span.part(*bounds)
             if len(part):
@@ -155,7 +159,7 @@ def _spans_by_rank(shards: Shards) -> list[slice]:
 
 
 def key_block_length(problem: Problem) -> int:
-    """Return how many keys are sent at once: their keys and values have about `KEY_BYTES` in the accumulator's dtype.
+    """Return the number of keys in a block. Its keys and values have about `KEY_BYTES` in the accumulator's dtype.
 
     Larger blocks would need more memory. Smaller blocks would need more transfers, and more calls of the kernel.
     """
@@ -241,7 +245,7 @@ class _Pieces:
 
     @classmethod
     def of(cls, spans: Sequence[Span], length: int, size: int) -> _Pieces:
-        """Return the pieces of `length` positions in tiles of `size` positions."""
+        """Divide a sequence of `length` positions into tiles of `size` positions, and the tiles where a span ends."""
         starts, stops = (np.array([getattr(span, name) for span in spans], np.int64) for name in ("start", "stop"))
         edges = np.unique(np.concatenate([np.arange(0, length, size), starts, stops, [length]]))
         first, lengths = edges[:-1], np.diff(edges)

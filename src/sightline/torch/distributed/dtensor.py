@@ -21,8 +21,8 @@ def local_tensors(query: Any, key: Any, value: Any, group: Any) -> tuple[list[Te
     Raises
     ------
     ParameterError
-        An array is no tensor; some arrays are DTensors and others are not; or the DTensors differ in their placements,
-        are sharded along another axis than the positions, or along several axes of the mesh.
+        An array is not a tensor. Some arrays are DTensors and others are not. The DTensors have different placements.
+        They are sharded along another axis than the positions, or along several axes of the mesh.
     """
     arrays = [query, key, value]
     kinds = {isinstance(array, DTensor) for array in arrays}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem
-from ...statistics import Entropy, StatisticGradients, statistic_gradients
+from ...statistics import Entropy, MaxScore, StatisticGradients, statistic_gradients
 
 __all__ = ["part_gradients", "sink_weights"]
 
@@ -34,12 +34,13 @@ def part_gradients(
     wide = [None if gradient is None else gradient.double() for gradient in d_seen]
     local = [[*own[:1], *[where - first_key for where in own[1:]]] for own in arrays]
     found = statistic_gradients(part, lse, lambda: iter(()), wide, saved=local)
-    if sinks is not None:  # beside a large sink, the weight of the largest score may underflow
+    if sinks is not None and any(isinstance(one, MaxScore) for one in part.see):
+        # beside a large sink, the weight of the largest score may underflow
         beside = statistic_gradients(replace(part, sinks=sinks), lse, lambda: iter(()), wide, saved=local)
         found = replace(found, includes_zero_weights=beside.includes_zero_weights)
     for statistic, gradient in zip(part.see, wide, strict=True):
         if isinstance(statistic, Entropy) and gradient is not None and sinks is not None:
-            # the weights of the keys sum to 1 − the weight of the sink
+            # the weights of the keys and of the sink sum to 1, and `weights_sum` counts the keys alone
             found = replace(found, weights_sum=found.weights_sum + gradient * sink_weights(sinks, lse))
     return found
 
