@@ -1,5 +1,6 @@
 """Arrays read by generated code and by the Python functions that define their layouts: equal keys and addresses."""
 
+import ctypes
 import sys
 
 import ml_dtypes
@@ -16,7 +17,7 @@ import sightline
 from sightline import array_layouts
 from sightline.array_layouts import MAX_ARRAYS, MAX_AXES, find_in_python, parse, read_in_python
 from sightline.cpu.launch import python_functions
-from sightline.cpu.launch.python_functions import make_array_functions
+from sightline.cpu.launch.python_functions import READ_TENSOR_INDEX, make_array_functions
 from strategies import to_torch
 
 DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64"]
@@ -99,6 +100,47 @@ def test_arrays_that_only_the_full_dispatch_can_read(read, name):
     arrays = UNREADABLE[name]()
     assert read(*arrays) is None
     assert read_in_python(*arrays) is None
+
+
+CPU, CUDA, METAL, ROCM = 1, 2, 8, 10  # DLDeviceType
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu"),
+    [((CPU, 0), 0), ((CUDA, 0), 1), ((CUDA, 62), 63), ((ROCM, 3), 4), ((CUDA, 63), None), ((METAL, 0), None)],
+)
+def test_the_layout_names_the_gpu(device, gpu):
+    found = make_array_functions(array_layouts.tensors()._replace(exchange=exchange_on(*device)))[0](X)
+    if gpu is None:
+        assert found is None
+        return
+    (layout,), (on_cpu,) = parse(found[0]), parse(read_in_python(X)[0])
+    assert layout == on_cpu._replace(kind=on_cpu.kind | gpu << 2)
+    assert found[1] == X.data_ptr()
+
+
+def exchange_on(device_type, index):
+    """Return torch's exchange functions of DLPack, which describe every tensor as one on this device."""
+    name, words = b"dlpack_exchange_api", (ctypes.c_uint64 * 6)()
+    get, new = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    ctypes.memmove(words, get(array_layouts.tensors().exchange, name), ctypes.sizeof(words))
+    kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32))
+    original = kind(words[READ_TENSOR_INDEX])
+
+    def describe(array, tensor):
+        status = original(array, tensor)
+        tensor[2], tensor[3] = device_type, index  # the address of the data comes first
+        return status
+
+    changed = kind(describe)
+    words[READ_TENSOR_INDEX] = ctypes.cast(changed, ctypes.c_void_p).value
+    KEPT.append((words, changed, original))
+    return new(ctypes.addressof(words), name, None)
+
+
+KEPT = []  # what the generated functions read
 
 
 def test_gradients(read):

@@ -5,14 +5,15 @@
 `layouts` is a bytes object of 64-bit words. Equal layouts mean equal types, dtypes, shapes and strides. Each array has
 its head, then the length of each axis, then the stride of each axis in bytes:
 
-    head = itemsize · 2⁴⁸ + dtype · 2¹⁶ + number of axes · 2⁸ + requires_grad · 2 + is_tensor
+    head = itemsize · 2⁴⁸ + dtype · 2¹⁶ + number of axes · 2⁸ + gpu · 2² + requires_grad · 2 + is_tensor
 
-`dtype` is type_num · 2⁸ + byteorder for NumPy, and the struct DLDataType of DLPack for torch.
+`dtype` is type_num · 2⁸ + byteorder for NumPy, and the struct DLDataType of DLPack for torch. `gpu` is 1 + the index of
+the GPU whose memory holds the tensor, and 0 for an array in the processor's memory.
 
 The result is None, and the call needs the full dispatch, if one of the following holds. The type of an array is neither
-exactly NumPy's ndarray nor torch's Tensor or Parameter. A tensor is not in the processor's memory, has no strides, is a
-negative view, or has a dtype without a code in DLPack. torch itself must see the call: torch traces or transforms it,
-computes forward derivatives, or a mode is active.
+exactly NumPy's ndarray nor torch's Tensor or Parameter. A tensor is neither in the processor's memory nor in the memory
+of one of the first `MAX_GPUS` GPUs, has no strides, is a negative view, or has a dtype without a code in DLPack. torch
+itself must see the call: torch traces or transforms it, computes forward derivatives, or a mode is active.
 
 `run_or_find` looks a call up in the call cache too; see `find_in_python`.
 
@@ -33,6 +34,7 @@ import numpy as np
 __all__ = [
     "MAX_ARRAYS",
     "MAX_AXES",
+    "MAX_GPUS",
     "Layout",
     "NoTensor",
     "Tensors",
@@ -50,7 +52,8 @@ __all__ = [
 ]
 
 MAX_ARRAYS, MAX_AXES = 16, 8  # the most arrays, and the most axes of an array
-TENSOR_BIT, GRADIENT_BIT = 1, 2
+TENSOR_BIT, GRADIENT_BIT, GPU_SHIFT = 1, 2, 2
+MAX_GPUS = 63
 ANY_LENGTH = struct.pack("q", -1)
 
 
@@ -117,9 +120,10 @@ def _bytes_of(layouts: bytes, start: int) -> int:
     return 8 * (1 + 2 * layouts[start + 1])
 
 
-def make_kind(itemsize: int, dtype: int, requires_gradient: bool = False, is_tensor: bool = False) -> int:
+def make_kind(itemsize: int, dtype: int, requires_gradient: bool = False, is_tensor: bool = False, gpu: int = 0) -> int:
     """Return `Layout.kind`."""
-    return itemsize << 48 | dtype << 16 | requires_gradient * GRADIENT_BIT | is_tensor * TENSOR_BIT
+    flags = gpu << GPU_SHIFT | requires_gradient * GRADIENT_BIT | is_tensor * TENSOR_BIT
+    return itemsize << 48 | dtype << 16 | flags
 
 
 def read_in_python(*arrays: Any) -> tuple[Any, ...] | None:

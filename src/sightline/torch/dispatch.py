@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from .. import call_cache
 from ..array_adapters import ADAPTERS, BOOLEANS, ArrayAdapter
-from ..array_layouts import Layout, Tensors, make_kind, serve_tensors
+from ..array_layouts import MAX_GPUS, Layout, Tensors, make_kind, serve_tensors
 from ..call_request import Request, conditions_of
 from ..dispatch import KERNELS, make_plan, to_caller_layout
 from ..errors import DtypeError
@@ -191,7 +191,8 @@ def _build_formula(formula: Any, symbols: str) -> Any:
 
 def _read(tensor: Tensor) -> tuple[Layout, int] | None:
     """Return the layout and the address of a tensor; None if the call needs the full dispatch."""
-    if not tensor.is_cpu or tensor.dtype not in _DLPACK_CODES or tensor.is_neg():
+    gpu = 0 if tensor.is_cpu else 1 + tensor.get_device() if tensor.is_cuda else None
+    if gpu is None or gpu > MAX_GPUS or tensor.dtype not in _DLPACK_CODES or tensor.is_neg():
         return None
     size = tensor.dtype.itemsize
     dtype = 1 << 16 | 8 * size << 8 | _DLPACK_CODES[tensor.dtype]
@@ -199,7 +200,7 @@ def _read(tensor: Tensor) -> tuple[Layout, int] | None:
     try:
         strides = tuple([size * stride for stride in tensor.stride()])
         address = tensor.data_ptr()
-        layout = Layout(make_kind(size, dtype, needs_gradient, True), tuple(tensor.shape), strides)
+        layout = Layout(make_kind(size, dtype, needs_gradient, True, gpu), tuple(tensor.shape), strides)
         return (layout, address) if address else None
     except RuntimeError:  # tensors that are sparse, nested or opaque have no strides
         return None

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...array_layouts import GRADIENT_BIT, MAX_ARRAYS, MAX_AXES, TENSOR_BIT
+from ...array_layouts import GPU_SHIFT, GRADIENT_BIT, MAX_ARRAYS, MAX_AXES, MAX_GPUS, TENSOR_BIT
 from ..codegen.builder import Variable
 from ..codegen.python_function import PythonFunction
 from ..codegen.values import BOOL, BYTE, INT32, INT64, POINTER, VOID, Value
 
 __all__ = ["CONTEXT_FIELDS", "ArrayFunction", "ArrayReader"]
 
-DLPACK_CPU = 1  # DLDeviceType kDLCPU
+DLPACK_CPU, DLPACK_CUDA, DLPACK_ROCM = 1, 2, 10  # DLDeviceType kDLCPU, kDLCUDA and kDLROCM
 
 CONTEXT_FIELDS = {
     "none": POINTER,  # the object None
@@ -123,14 +123,18 @@ class ArrayFunction(PythonFunction):
         is_negative = self.is_true_method(self.given.at((index + self.first) * 8), "is_neg")
         # a tensor without memory has no address; only the full dispatch tells an empty tensor from one that lost it
         has_no_address = tensor.load(POINTER) == self.null()
-        self.return_none_if((status != 0) | (tensor.at(8).load(INT32) != DLPACK_CPU) | is_negative | has_no_address)
+        device, gpu = tensor.at(8).load(INT32), tensor.at(12).load(INT32).zero_extend(INT64) + 1
+        is_on_cpu, is_on_gpu = device == DLPACK_CPU, (device == DLPACK_CUDA) | (device == DLPACK_ROCM)
+        is_known = is_on_cpu | (is_on_gpu & (gpu <= MAX_GPUS))
+        self.return_none_if((status != 0) | ~is_known | is_negative | has_no_address)
         requires_gradient = Variable(self, BOOL, False)
         with self.if_then(self.grad_enabled.get()):
             requires_gradient.set(self.is_true_attribute(array, "requires_grad"))
         needs_gradient = requires_gradient.get()
         axes, dtype = tensor.at(16).load(INT32).to(INT64), tensor.at(20).load(INT32).zero_extend(INT64)
         unit = tensor.at(21).load(BYTE).zero_extend(INT64) >> 3
-        head = (unit << 48) | (dtype << 16) | needs_gradient.to(INT64) * GRADIENT_BIT | TENSOR_BIT
+        gpu = self.where(is_on_cpu, self.value(0, INT64), gpu)
+        head = (unit << 48) | (dtype << 16) | (gpu << GPU_SHIFT) | needs_gradient.to(INT64) * GRADIENT_BIT | TENSOR_BIT
         shape, strides = tensor.at(24).load(POINTER), tensor.at(32).load(POINTER)
         self.store(index, self.tensor_address(), head, axes, shape, strides, unit)
 

@@ -21,7 +21,7 @@ from ..kernels.launcher import Launcher
 from ..runtime.processor import HOST
 from ..runtime.python_function import make_function, python_library
 
-__all__ = ["launcher", "make_array_functions"]
+__all__ = ["READ_TENSOR_INDEX", "launcher", "make_array_functions"]
 
 READ_TENSOR_INDEX = 5  # of `dltensor_from_py_object_no_sync` among the words of DLPackExchangeAPI
 DLPACK_MAJOR_VERSION = 1
