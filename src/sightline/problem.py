@@ -27,20 +27,30 @@ from .errors import DeviceError
 from .formula import implied_mask
 from .formula.batch_axes import align_batch_axes
 from .formula.expression import Expression, parse_text
-from .formula.formula_checks import check_formulas
-from .formula.tables import Table
-from .formula.tensor_cache import TensorCache, to_device
+from .formula.formula_checks import check_formulas, is_valid_for_all_entries
+from .formula.tables import Table, bounds_key
+from .formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
 from .kv_cache import unpack_cache
 from .statistics import Statistic
 from .validation import Formula, check_device
 
-__all__ = ["NUM_OPERANDS", "Problem", "make_problem", "parse", "validate"]
+__all__ = [
+    "MAX_SMALL_FLOPS",
+    "MIN_COUNTED_QUERIES",
+    "NUM_OPERANDS",
+    "Problem",
+    "make_problem",
+    "parse",
+    "validate",
+]
 
 NUM_OPERANDS = 3  # query, key and value, the first arrays of every list of arguments
 
 Extent = tuple[int, int, int, int]
 
 _NORMALIZED = TensorCache(4096)
+MAX_SMALL_FLOPS = 2**31  # of a problem that is small on a GPU: 10 µs at 200 TFLOP/s
+MIN_COUNTED_QUERIES = 64  # fewer queries count as this number: reading the keys takes time too
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +116,12 @@ class Problem:
         """(B, H, n, m): the ranges of b, h, i and j."""
         return self.B, self.H, self.n, self.m
 
+    @property
+    def is_small_on_gpu(self) -> bool:
+        """True if a GPU is expected to need less time for all pairs of the problem than the host needs to plan it."""
+        rows = self.B * self.H * max(self.n, MIN_COUNTED_QUERIES)
+        return 2 * rows * self.m * (self.d_k + self.d_v) <= MAX_SMALL_FLOPS
+
     @cached_property
     def dtype(self) -> str:
         return arrays.dtype_name(self.query)
@@ -159,7 +175,7 @@ class Problem:
 
     def with_tables(self, tables: Sequence[Any]) -> Problem:
         """Return the problem with these arrays in its tables; the arrays are in the order of `self.tables`."""
-        new = {id(old): Table(array, old.axes) for old, array in zip(self.tables, tables, strict=True)}
+        new = {id(old): old.with_array(array) for old, array in zip(self.tables, tables, strict=True)}
         return self.map_formulas(lambda formula: formula.substitute({}, new))
 
     def map_formulas(self, change: Callable[[Expression], Expression]) -> Problem:
@@ -249,6 +265,21 @@ def validate(problem: Problem) -> Problem:
     """
     if problem.tables and problem.device == "meta":
         raise DeviceError("tables in a formula, query on meta", "arrays that hold numbers", "move the query off meta")
+    checked = _move_tables(problem)
+    checked = _with_unknown_entries(checked) or checked
+
+    def check_condition(condition: Expression) -> Expression:
+        """Return a statistic's condition after checking every table read in it."""
+        check_formulas(condition, None, problem.extent)
+        return condition
+
+    normalize = _normalize_with_tables if checked.tables else _normalize_without_tables
+    mask = normalize(checked.mask, checked.score, problem.extent)
+    return replace(checked, mask=mask, see=tuple(each.map_formulas(check_condition) for each in checked.see))
+
+
+def _move_tables(problem: Problem) -> Problem:
+    """Return the problem with its tables on the query's device."""
     moved: dict[int, Table] = {}
 
     def move_tables(formula: Expression) -> Expression:
@@ -256,19 +287,37 @@ def validate(problem: Problem) -> Problem:
         for table in formula.tables:
             if id(table) not in moved:
                 check_device("table", table.array, problem.query)
-                array = to_device(table.array, problem.query)
-                moved[id(table)] = Table(array, table.axes, table.batch_axes, table.origin)
+                moved[id(table)] = table.with_array(to_device(table.array, problem.query))
         return formula.substitute({}, moved) if formula.tables else formula
 
-    def check_condition(condition: Expression) -> Expression:
-        """Return a statistic's condition after checking every table read in it."""
-        check_formulas(condition, None, problem.extent)
-        return condition
+    return problem.map_formulas(move_tables)
 
-    checked = problem.map_formulas(move_tables)
-    normalize = _normalize_with_tables if checked.tables else _normalize_without_tables
-    mask = normalize(checked.mask, checked.score, problem.extent)
-    return replace(checked, mask=mask, see=tuple(each.map_formulas(check_condition) for each in checked.see))
+
+def _with_unknown_entries(problem: Problem) -> Problem | None:
+    """Return a small problem on a GPU with tables of unknown entries; None for other problems.
+
+    To read entries, the host waits for all work queued on the GPU. To compute every tile takes less time. The result is
+    None too if only the entries can show that the formulas are valid.
+    """
+    if not (problem.is_small_on_gpu and _waits_for_entries(problem)):
+        return None
+    unknown: dict[int, Table] = {}
+    formulas: list[Expression] = []
+
+    def forget_entries(formula: Expression) -> Expression:
+        for table in formula.tables:
+            if id(table) not in unknown:
+                unknown[id(table)] = table.with_unknown_entries()
+        formulas.append(formula.substitute({}, unknown))
+        return formulas[-1]
+
+    found = problem.map_formulas(forget_entries)
+    are_valid = [is_valid_for_all_entries(formula, problem.extent) for formula in formulas if formula.tables]
+    return found if are_valid and all(are_valid) else None
+
+
+def _waits_for_entries(problem: Problem) -> bool:
+    return not problem.device.startswith(UNVERSIONED_DEVICES)
 
 
 def _normalize(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:
@@ -294,8 +343,9 @@ def _normalize_with_tables(mask: Expression | None, score: Expression | None, ex
     texts = tuple(None if formula is None else formula.text for formula in (mask, score))
     # A table that mask and score share has one index, which occurs twice.
     indices = tuple([index[id(table)] for table in tables])
-    cache_key = (texts, indices, tuple([table.axes for table in tables]), extent)
-    found = _NORMALIZED.get(cache_key, [table.array for table in tables], join_masks)
+    tables_key, arrays = bounds_key(tables)
+    cache_key = (texts, indices, tuple([table.axes for table in tables]), tables_key, extent)
+    found = _NORMALIZED.get(cache_key, arrays, join_masks)
     return None if found is None else parse_text(found[0], [tables[k] for k in found[1]])
 
 

@@ -5,6 +5,7 @@ They find reads outside a table, whole numbers of 2⁵³ or more, and tables who
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
@@ -16,9 +17,10 @@ from .expression import MAX_EXACT_INTEGER, Apply, Expression, Lookup, walk
 from .interval_arithmetic import compute_intervals
 from .tile_ranges import find_witness, make_box
 
-__all__ = ["check_formulas", "check_spans"]
+__all__ = ["check_formulas", "check_spans", "is_valid_for_all_entries"]
 
 Extent = tuple[int, int, int, int]
+MAX_ASSUMED_INTEGER = MAX_EXACT_INTEGER // 2
 
 
 def check_formulas(mask: Expression | None, score: Expression | None, extent: Extent) -> None:
@@ -35,13 +37,50 @@ def check_formulas(mask: Expression | None, score: Expression | None, extent: Ex
             continue
         check_spans(formula, extent)
         bounds = compute_intervals(formula, make_box(extent))
+        too_large = _find_large_integer(formula, extent, bounds)
+        if too_large is not None:
+            raise FormulaError(f"{too_large} grows to 2⁵³ or beyond", "whole numbers below 2⁵³", "use floats: 1.0 * i")
         for node in walk(formula):
-            low, high = bounds[id(node)]
-            if node.kind == "int" and max(np.max(np.abs(low)), np.max(np.abs(high))) >= MAX_EXACT_INTEGER:
-                raise FormulaError(f"{node} grows to 2⁵³ or beyond", "whole numbers below 2⁵³", "use floats: 1.0 * i")
             if isinstance(node, Lookup):
                 for axis, index in enumerate(node.arguments):
                     _check_index(formula, node, axis, bounds[id(index)], allowed, extent)
+
+
+def is_valid_for_all_entries(formula: Expression, extent: Extent) -> bool:
+    """True if no entries of its tables can make the formula invalid: `Table.bounds` has the limits of all entries.
+
+    Every read must stay inside its table at all pairs, hidden pairs included, and no whole number may reach 2⁵³. Only
+    for the second condition, unknown entries are taken to be at most 2⁵² in absolute value: most tables of positions
+    and lengths have 64 bits.
+    """
+    bounds = compute_intervals(formula, make_box(extent))
+    if _find_large_integer(formula, extent, bounds) is not None:
+        return False
+    for node in walk(formula):
+        lengths = node.table.shape if isinstance(node, Lookup) else ()
+        for index, length in zip(node.arguments, lengths, strict=False):
+            low, high = bounds[id(index)]
+            if np.min(low) < 0 or np.max(high) >= length:
+                return False
+    return True
+
+
+def _find_large_integer(formula: Expression, extent: Extent, bounds: Mapping[int, Any]) -> Expression | None:
+    """Return a node whose whole number may reach 2⁵³; None if there is none. `bounds` has the interval of each node."""
+    if any(table.has_unknown_entries for table in formula.tables):
+        bounds = compute_intervals(formula, make_box(extent), read_table=_read_assumed_entries)
+    for node in walk(formula):
+        if node.kind == "int" and max(np.max(np.abs(end)) for end in bounds[id(node)]) >= MAX_EXACT_INTEGER:
+            return node
+    return None
+
+
+def _read_assumed_entries(node: Lookup, indices: list[Any]) -> tuple[Any, Any]:
+    """Return the interval of a table's entries; unknown integers are at most `MAX_ASSUMED_INTEGER`."""
+    interval = node.table.bounds.over(indices)
+    if node.kind == "int" and node.table.has_unknown_entries:
+        return tuple(np.clip(interval, -MAX_ASSUMED_INTEGER, MAX_ASSUMED_INTEGER))
+    return interval
 
 
 def check_spans(formula: Expression, extent: Extent) -> None:

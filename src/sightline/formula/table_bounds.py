@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import drop_repeats, min_max, to_numpy
 from ..cached_property import cached_property
 
-__all__ = ["TableBounds"]
+__all__ = ["TableBounds", "UnknownBounds"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Level = tuple[int, ...]  # per axis, log2 of the block's width
@@ -77,6 +77,18 @@ class TableBounds:
             steps = [w - v for w, v in zip(level, below, strict=True)]
             self.levels[level] = _reduce_blocks(low, steps, np.minimum), _reduce_blocks(high, steps, np.maximum)
         return self.levels[level]
+
+
+class UnknownBounds:
+    """The bounds of a table whose entries are not read: the same limits for every range of indices."""
+
+    def __init__(self, least: float, greatest: float) -> None:
+        self.over_all = least, greatest
+
+    def over(self, ranges: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Return (least, greatest) as `TableBounds.over` does."""
+        shape = np.broadcast_shapes(*[np.shape(end) for pair in ranges for end in pair])
+        return np.full(shape, self.over_all[0]), np.full(shape, self.over_all[1])
 
 
 def _reduce_blocks(values: Array, steps: Sequence[int], reduce: Any) -> Array:

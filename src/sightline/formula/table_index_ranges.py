@@ -8,6 +8,7 @@ import numpy as np
 
 from .expression import Expression, Lookup, walk
 from .interval_arithmetic import compute_intervals
+from .tables import bounds_key
 from .tensor_cache import TensorCache
 from .tile_ranges import make_box
 
@@ -29,8 +30,8 @@ def find_index_ranges(formula: Expression | None, extent: Extent) -> IndexRanges
         return 0.0, ()
     if not formula.tables:
         return _find_cached(formula, extent)
-    arrays = [table.array for table in formula.tables]
-    return _RANGES.get((formula.text, extent), arrays, lambda: _find(formula, extent))
+    tables_key, arrays = bounds_key(formula.tables)
+    return _RANGES.get((formula.text, tables_key, extent), arrays, lambda: _find(formula, extent))
 
 
 def _find(formula: Expression, extent: Extent) -> IndexRanges:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -15,15 +15,16 @@ from ..cached_property import cached_property
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Constant, Expression, Lookup, apply, as_expression, intern
 from .operators import Kind
-from .table_bounds import TableBounds
+from .table_bounds import TableBounds, UnknownBounds
 from .tensor_cache import TensorCache
 
 if TYPE_CHECKING:
     from .batch_axes import BatchAxes
 
-__all__ = ["Table", "TableRow", "learned_number", "table"]
+__all__ = ["Table", "TableRow", "bounds_key", "learned_number", "table"]
 
 _TABLE_BOUNDS = TensorCache(256)
+ENTRY_LIMITS = {"bool": (0.0, 1.0), "float": (-math.inf, math.inf)}  # the least and the greatest entry of a kind
 MAX_DOT_LENGTH = 256  # the products of a dot are written out in the generated code
 
 
@@ -76,6 +77,7 @@ class Table:
         self.array: Any = array
         self.axes, self.batch_axes = axes, batch_axes
         self.cache_state: tuple[int, int] | None = None  # the state of the `KVCache` whose positions these are
+        self.has_unknown_entries = False  # see `with_unknown_entries`
         self.origin = id(self) if origin is None else origin
         self.shape: tuple[int, ...] = tuple(array.shape)  # lengths may be symbols of torch.compile
         self.ndim = len(self.shape)
@@ -130,12 +132,26 @@ class Table:
         return tuple((axis, length) for axis, length in zip(self.axes or (), lengths, strict=False) if axis is not None)
 
     @cached_property
-    def bounds(self) -> TableBounds:
+    def bounds(self) -> TableBounds | UnknownBounds:
         """The object that finds the least and the greatest entry of the table over ranges of its indices.
 
         It keeps what it has computed, so the array must not change after the first access.
         """
+        if self.has_unknown_entries:
+            return UnknownBounds(*ENTRY_LIMITS.get(self.kind) or _integer_limits(self.array))
         return _TABLE_BOUNDS.get("bounds", [self.array], lambda: TableBounds(map_entries(to_host, self.array)))
+
+    def with_array(self, array: Any) -> Table:
+        """Return a table of another array of the same shape, whose entries are unknown if those of this table are."""
+        other = Table(array, self.axes, self.batch_axes, self.origin)
+        other.has_unknown_entries = self.has_unknown_entries
+        return other
+
+    def with_unknown_entries(self) -> Table:
+        """Return the table for a plan that must serve all entries of its dtype: `bounds` does not read the array."""
+        other = self.with_array(self.array)
+        other.has_unknown_entries = True
+        return other
 
     def __repr__(self) -> str:
         return f"table({'×'.join(map(str, self.shape))} {self.dtype})"
@@ -250,9 +266,24 @@ def table(array: Any) -> Table:
     return Table(array)
 
 
+def bounds_key(tables: Sequence[Table]) -> tuple[tuple[Any, ...], list[Any]]:
+    """Return a key and the arrays on which the bounds of these tables depend, for a `TensorCache`.
+
+    The bounds of a table with unknown entries depend on its shape and dtype, those of other tables on the array.
+    """
+    key = tuple([(table.shape, str(table.dtype)) if table.has_unknown_entries else None for table in tables])
+    return key, [table.array for table in tables if not table.has_unknown_entries]
+
+
 def learned_number(number: Any) -> Expression:
     """Return a tensor of one number as a read of a one-entry table, so that the number receives its gradient."""
     return Table(number.reshape(1))[0]
+
+
+def _integer_limits(array: Any) -> tuple[float, float]:
+    """Return the least and the greatest integer of the array's dtype."""
+    limits = np.iinfo(dtype_name(array))
+    return float(limits.min), float(limits.max)
 
 
 def _is_masked(array: Any) -> bool:

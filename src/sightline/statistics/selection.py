@@ -311,7 +311,8 @@ def _substitute(formula: Expression, symbols: dict[str, Expression], tables: dic
             axes = node.table.axes
             if axes is not None and any(axis in symbols for axis in axes):
                 remaining_axes = tuple([None if axis in symbols else axis for axis in axes])
-                tables[id(node.table)] = Table(node.table.array, remaining_axes)
+                table = Table(node.table.array, remaining_axes)
+                tables[id(node.table)] = table.with_unknown_entries() if node.table.has_unknown_entries else table
     return formula.substitute(symbols, tables)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ...formula.expression import SYMBOLS, Expression
+from ...formula.tables import bounds_key
 from ...formula.tensor_cache import TensorCache, retain
 from ...formula.tile_ranges import TileRanges, find_tile_ranges
 from ...problem import Problem
@@ -61,8 +62,8 @@ def make_schedule(problem: Problem, query_block: int, key_block: int, of_keys: b
     if problem.mask is None:
         return None
     mask = problem.mask
-    cache_key = (mask.text, problem.extent, query_block, key_block, of_keys, problem.device)
-    arrays = [table.array for table in mask.tables]
+    tables_key, arrays = bounds_key(mask.tables)
+    cache_key = (mask.text, tables_key, problem.extent, query_block, key_block, of_keys, problem.device)
     found = _SCHEDULES.get(cache_key, arrays, lambda: _build_schedule(mask, problem, query_block, key_block, of_keys))
     return retain(found, problem.query)
 
