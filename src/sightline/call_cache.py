@@ -38,7 +38,16 @@ if TYPE_CHECKING:
     from .cpu.launch.bound_call import BoundCall
     from .cpu.launch.launch_record import LaunchRecord
 
-__all__ = ["CachedCall", "KernelInputs", "answer", "insert"]
+__all__ = [
+    "CachedCall",
+    "CallResult",
+    "KernelInputs",
+    "ResultBuilder",
+    "answer",
+    "describe_statistics",
+    "insert",
+    "store",
+]
 
 # The least recently used call is dropped beyond this number. Direct calls that return one array do not count as uses.
 MAX_CACHED_CALLS = 256
@@ -81,7 +90,7 @@ def _find_any_key_length(entries: OrderedDict[Any, Any], request: Request) -> Ca
     call = _lookup(entries, without_key_length(request.key))
     if call is not None:
         call = copy(call)
-        _store(entries, request.key, call)
+        store(entries, request.key, call)
     return call
 
 
@@ -112,7 +121,7 @@ def _bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCa
     shape = (*query.shape[:-1], value.shape[-1])
     attach = None if member.attach is None else copy(member.attach)
     call = replace(member, bound_call=bound_call, shape=shape, attach=attach, record=None, num_runs=0)
-    _store(bound_calls(), _cache_key(request, bound_call), call)
+    store(bound_calls(), _cache_key(request, bound_call), call)
     return call
 
 
@@ -135,6 +144,9 @@ class CallResult(NamedTuple):
     arrays: Sequence[Any]
     is_lse_imprecise: bool
     seed: int
+
+
+Attacher = Callable[[Request, Any, Any, Any, CallResult], CallResult]
 
 
 @dataclass(frozen=True)
@@ -199,15 +211,51 @@ class CachedStatistic(NamedTuple):
 
 
 @dataclass
-class CachedCall:
-    """A call that only lacks its inputs.
+class ResultBuilder:
+    """How a cached call makes its results from the arrays that its kernels write.
 
     Parameters
     ----------
     adapter : the adapter of query, key, value and output
-    dtype : their dtype
-    inputs : the tables and numbers of the kernel; None if it has none
     statistics : the statistics
+    attach : function that joins the results to a graph of gradients; None for arrays without gradients
+        It takes the request, query, key, value and a `CallResult`, and returns the result with joined arrays.
+    """
+
+    adapter: ArrayAdapter
+    statistics: tuple[CachedStatistic, ...]
+    attach: Attacher | None
+
+    def join(self, request: Request, query: Any, key: Any, value: Any, result: CallResult) -> Any:
+        """Return (output, seen), joined to a graph of gradients if there is one."""
+        if self.attach is not None:
+            result = self.attach(request, query, key, value, result)
+        return result.output, self.build_seen(result) if self.statistics else ()
+
+    def build_seen(self, result: CallResult) -> tuple[Any, ...]:
+        """Return the result of each statistic."""
+        seen, arrays = [], iter(result.arrays)
+        for statistic, _, mean_axes in self.statistics:
+            if isinstance(statistic, Lse):
+                own = [self.adapter.finish_lse(result.lse, result.output)]
+            else:
+                own = list(islice(arrays, len(statistic.fill_values)))
+            if self.attach is not None and not statistic.is_differentiable:
+                own = [array.detach() for array in own]
+            if mean_axes is not None:
+                own = [average_over(array, mean_axes) for array in own]
+            seen.append(statistic.build_result(own))
+        return tuple(seen)
+
+
+@dataclass
+class CachedCall(ResultBuilder):
+    """A call that only lacks its inputs. The parameters besides those of `ResultBuilder`:
+
+    Parameters
+    ----------
+    dtype : the dtype of query, key, value and output
+    inputs : the tables and numbers of the kernel; None if it has none
     shape : the shape of the output in the layout of the caller's arrays
     needs_lse : True if a statistic or the backward pass reads lse
     statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in its order
@@ -215,24 +263,19 @@ class CachedCall:
     squeezed_axis : the axis of the heads in their arrays if the caller's arrays have no such axis; else None
     has_dropout : True if the call needs a seed
     keeps_lse : True if `join` reads lse, whether or not a statistic or the backward pass does
-    attach : function that joins the results to a graph of gradients; None for arrays without gradients
-        It takes the request, query, key, value and a `CallResult`, and returns the result with joined arrays.
     num_runs : how often `run` was called, up to `RUNS_BEFORE_RECORD`
     record : the record for direct calls; None if there is none
     """
 
-    adapter: ArrayAdapter
     dtype: Any
     bound_call: BoundCall
     inputs: KernelInputs | None
-    statistics: tuple[CachedStatistic, ...]
     shape: tuple[int, ...]
     needs_lse: bool
     statistic_dtypes: tuple[str, ...]
     bound_passes: tuple[Any, ...]
     squeezed_axis: int | None
     has_dropout: bool
-    attach: Attacher | None
     num_runs: int = 0
     record: LaunchRecord | None = None
     keeps_lse: ClassVar[bool] = False
@@ -290,12 +333,6 @@ class CachedCall:
         """Return output, lse or None, and the arrays of statistics."""
         return (results[0], results[1], results[2:]) if self.needs_lse else (results[0], None, results[1:])
 
-    def join(self, request: Request, query: Any, key: Any, value: Any, result: CallResult) -> Any:
-        """Return (output, seen), joined to a graph of gradients if there is one."""
-        if self.attach is not None:
-            result = self.attach(request, query, key, value, result)
-        return result.output, self.build_seen(result) if self.statistics else ()
-
     @property
     def needs_larger_record(self) -> bool:
         """True if the bound call now has memory for more tile ranges than the record has."""
@@ -314,7 +351,7 @@ class CachedCall:
             return
         record = self.bound_call.make_direct_record(threads, key.shape[-2], 1 + self.needs_lse)
         if record is not None:
-            _store(bound_calls(), request.key, replace(self, record=record))
+            store(bound_calls(), request.key, replace(self, record=record))
 
     def _compute_statistics(
         self,
@@ -348,23 +385,8 @@ class CachedCall:
         """Return `CallResult.arrays` from the forward kernel's outputs."""
         return [array for statistic in self.statistics for array in outputs[statistic.outputs]]
 
-    def build_seen(self, result: CallResult) -> tuple[Any, ...]:
-        """Return the result of each statistic."""
-        seen, arrays = [], iter(result.arrays)
-        for statistic, _, mean_axes in self.statistics:
-            if isinstance(statistic, Lse):
-                own = [self.adapter.finish_lse(result.lse, result.output)]
-            else:
-                own = list(islice(arrays, len(statistic.fill_values)))
-            if self.attach is not None and not statistic.is_differentiable:
-                own = [array.detach() for array in own]
-            if mean_axes is not None:
-                own = [average_over(array, mean_axes) for array in own]
-            seen.append(statistic.build_result(own))
-        return tuple(seen)
 
-
-def _describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], tuple[str, ...]]:
+def describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], tuple[str, ...]]:
     """Return the statistics of a problem, and the names of the dtypes of the forward kernel's outputs for them.
 
     These outputs are two of max_score, one of entropy, and one of each mass.
@@ -390,9 +412,6 @@ def _describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...],
     accumulator = problem.accumulator
     dtypes = (accumulator, "int64") * (MaxScore in kinds) + (accumulator,) * (next_mass - first_entropy)
     return tuple(described), dtypes
-
-
-Attacher = Callable[[Request, Any, Any, Any, CallResult], CallResult]
 
 
 def insert(
@@ -425,26 +444,26 @@ def insert(
     if inputs is None or len(passes) != sum(len(bound.indices) for bound in result.bound_passes):
         return
     output = problem.squeeze_heads(result.output, 2)
-    statistics, statistic_dtypes = _describe_statistics(problem)
+    statistics, statistic_dtypes = describe_statistics(problem)
     needs_lse = kind.keeps_lse or attach is not None or bool(passes)
     entry = kind(
         adapter,
+        statistics,
+        attach,
         output.dtype,
         bound_call,
         inputs if inputs.tables or inputs.numbers else None,
-        statistics,
         tuple(output.shape),
         needs_lse or any(isinstance(one.statistic, Lse) for one in statistics),
         statistic_dtypes,
         result.bound_passes,
         len(problem.batch_shape) if problem.heads_squeezed else None,
         problem.dropout > 0,
-        attach,
     )
-    _store(bound_calls(), request.key if passes else _cache_key(request, bound_call), entry)
+    store(bound_calls(), request.key if passes else _cache_key(request, bound_call), entry)
     shared_key = None if bound_call.family is None or passes else family_key(request.key)
     if shared_key is not None:
-        _store(call_families(), shared_key, entry)
+        store(call_families(), shared_key, entry)
 
 
 def _use_generated_functions() -> None:
@@ -456,7 +475,7 @@ def _use_generated_functions() -> None:
         array_layouts.use(*functions)
 
 
-def _store(entries: OrderedDict[Any, Any], key: tuple[Any, ...], call: CachedCall) -> None:
+def store(entries: OrderedDict[Any, Any], key: tuple[Any, ...], call: Any) -> None:
     """Store a call, and drop the least recently used calls beyond `MAX_CACHED_CALLS`."""
     entries[key] = call  # each operation on the dict is atomic, so that no thread waits for a lock
     while len(entries) > MAX_CACHED_CALLS:

@@ -47,6 +47,7 @@ class Result:
         the kernel provides none
     bound_passes : with `bound_call`, the `cpu.launch.weights_pass.BoundPass` objects that computed statistics of
         `problem.see`; the forward kernel computed the other statistics
+    recorded_call : a `gpu.launch.launch_binder.RecordedCall`, from which a bound call on a GPU can be made; or None
     """
 
     output: Any
@@ -54,6 +55,7 @@ class Result:
     seen: tuple[Any, ...] = ()
     bound_call: Any = None
     bound_passes: tuple[Any, ...] = ()
+    recorded_call: Any = None
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,10 @@ class Gradients:
     """The gradients of query, key, value and sinks, and a tuple with the gradient of each table of `Problem.tables`.
 
     `sinks`, or an element of `tables`, is None if that input has no gradient. `bound_call` is a
-    `cpu.launch.backward.BoundBackwardCall` that repeats the call; None if the kernel provides none. `bound_formulas`
-    are the formulas that it reads besides mask and score, those of `StatisticGradients.formulas`. `bound_sum` is a
-    `cpu.launch.bound_call.BoundCall` that repeats the sum over keys of the weights times the first of these formulas;
-    None if the call needed no such sum.
+    `cpu.launch.backward.BoundBackwardCall` that repeats the call; None if the kernel provides none.
+    `bound_formulas` are the formulas that it reads besides mask and score, those of `StatisticGradients.formulas`.
+    `bound_sum` is a `cpu.launch.bound_call.BoundCall` that repeats the sum over keys of the weights times the first
+    of these formulas; None if the call needed no such sum. `recorded_call` is that of `Result`.
     """
 
     query: Any
@@ -75,6 +77,7 @@ class Gradients:
     bound_call: Any = None
     bound_formulas: tuple[Expression, ...] = ()
     bound_sum: Any = None
+    recorded_call: Any = None
 
 
 @dataclass(frozen=True)

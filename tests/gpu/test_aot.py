@@ -48,13 +48,14 @@ class Case:
 
     def problem(self):
         dtype = getattr(torch, self.dtype)
-        query = torch.zeros(2, 8, 1 if self.work == "decode" else 1000, self.width, dtype=dtype)
-        key = torch.zeros(2, 2, 1000, self.width, dtype=dtype)
+        n, m = {"decode": (1, 1000)}.get(self.work, (100, 100) if "small" in self.work else (1000, 1000))
+        query = torch.zeros(2, 8, n, self.width, dtype=dtype)
+        key = torch.zeros(2, 2, m, self.width, dtype=dtype)
         return make_problem(query, key, key, see=STATISTICS.get(self.work, []), **FORMULAS[self.formula])
 
     def launch(self):
         problem = self.problem()
-        if self.work == "backward":
+        if "backward" in self.work:
             lse = torch.zeros(problem.query.shape[:-1], dtype=torch.float64)
             backward(problem, problem.query, None, (problem.query, lse), (), StatisticGradients(), self.target)
         else:
@@ -76,6 +77,8 @@ CASES = [
         *(("backward", "bfloat16", width, "causal") for width in (64, 128)),
         ("backward", "float32", 64, "causal"),
         *((work, "bfloat16", 64, "causal") for work in STATISTICS),
+        *(("small forward", "bfloat16", width, "causal") for width in (64, 256)),
+        *(("small backward", "bfloat16", width, "causal") for width in (64, 128)),
     ]
 ]
 
@@ -140,8 +143,8 @@ def active_driver():
 
 
 def forward_launch(stages):
-    """Return a small forward launch for sm_80."""
-    x = torch.ones(1, 1, 20, 128, dtype=torch.float16)
+    """Return a forward launch of small tiles for sm_80."""
+    x = torch.ones(1, 1, 20, 128, dtype=torch.float16).expand(64, 64, 20, 128)
     lse, sizes = torch.zeros(x.shape[:-1], dtype=torch.float64), Configuration(16, 16, warps=1, stages=stages)
     return next(forward_launches(make_problem(x, x, x), x, lse, "sm_80", sizes=sizes))
 

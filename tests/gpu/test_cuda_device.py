@@ -21,15 +21,15 @@ CASES = {
 }
 
 
-def arrays(grad=False, n=700):
+def arrays(grad=False, n=1500):
     torch.manual_seed(3)
     shape = (2, 4, n, 64)
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for _ in range(3)]
 
 
-def output_and_gradients(options):
+def output_and_gradients(options, n):
     """Return the output, lse, and the gradients of a fixed weighted sum of output and lse."""
-    given = arrays(grad=True)
+    given = arrays(grad=True, n=n)
     output, (norm,) = sightline.attention(*given, see=[lse()], kernel="triton", **options)
     torch.manual_seed(4)
     loss = (output * torch.randn_like(output)).sum() + norm.sum()
@@ -37,10 +37,11 @@ def output_and_gradients(options):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_run_gives_the_same_bits(name):
-    first = output_and_gradients(CASES[name])
+@pytest.mark.parametrize("n", [300, 1500], ids=["small", "large"])
+def test_every_run_gives_the_same_bits(name, n):
+    first = output_and_gradients(CASES[name], n)
     for _ in range(5):
-        assert all(torch.equal(x, y) for x, y in zip(first, output_and_gradients(CASES[name]), strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(first, output_and_gradients(CASES[name], n), strict=True))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dropped"])
@@ -67,6 +68,18 @@ def test_a_replayed_cuda_graph_reads_the_current_inputs():
     query.normal_()
     graph.replay()
     assert torch.equal(captured, sightline.attention(query, key, value, **options))
+
+
+def test_the_mask_of_a_small_problem_is_not_read():
+    given, visible = arrays(n=200), torch.rand(2, 1, 1, 200, device="cuda") < 0.7
+    expected = sightline.attention(*given, mask=visible, kernel="triton")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [sightline.attention(*given, mask=visible.clone(), kernel="triton") for _ in range(2)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(one, expected) for one in found)
 
 
 def test_streams_and_devices_give_the_same_bits():
@@ -106,6 +119,7 @@ def test_the_chosen_kernels():
 
 HOPPER = """
 import torch
+import sightline.problem
 from sightline import causal, softcap, window
 from sightline.gpu import Triton
 from sightline.gpu.tuning.selection import candidates, try_sizes
@@ -113,6 +127,7 @@ from sightline.problem import make_problem
 from sightline.testing import assert_conforms
 
 torch.manual_seed(5)
+sightline.problem.MAX_SMALL_FLOPS = -1  # small problems have another kernel
 for width in (64, 128):
     given = [torch.randn(1, 2, n, width, dtype=torch.bfloat16).to(DEVICE) for n in (300, 500, 500)]
     for options in ({}, {"mask": causal()}, {"mask": window(77), "score": softcap(20.0)}):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import sightline.problem
 from sample_problems import arrays
 from sightline import alibi, causal, documents, entropy, h, i, j, s, softcap, table, window
 from sightline.kernel import Result
@@ -25,6 +26,13 @@ from sightline.gpu.hopper import shared_memory_rings as rings
 from sightline.gpu.kernels import tile_ops
 from sightline.gpu.launch.forward import attention_launches, forward_launches
 from sightline.gpu.tuning.default_configurations import Configuration
+
+
+@pytest.fixture(autouse=True)
+def large(monkeypatch):
+    """Let no problem count as small, for which other kernels run."""
+    monkeypatch.setattr(sightline.problem, "MAX_SMALL_FLOPS", -1)
+
 
 SMALL = Configuration(rows=32, keys=16, warps=4, stages=2)  # so that small problems have several tiles
 SHAPES = {"shape": (2, 4, 75, 24), "groups": 2, "m": 83}

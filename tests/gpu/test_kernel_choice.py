@@ -21,6 +21,7 @@ def on_cuda(problem):
 
     class FakeCuda(torch.Tensor):
         device = torch.device("cuda:0")
+        is_cuda = True
 
     return replace(problem, query=problem.query.as_subclass(FakeCuda))
 
@@ -140,13 +141,14 @@ def test_another_formula_needs_a_new_compilation():
     assert compiled_for(mask=i >= j) != compiled_for(mask=i > j)
 
 
-def test_every_kernel_gets_its_own_sizes():
+def test_every_kernel_gets_its_own_sizes(monkeypatch):
     """192 keys fill the tiles of the dQ kernel (64 keys), but not the tiles of the dK and dV kernel (128 keys)."""
     pytest.importorskip("triton")
     from sightline.gpu.launch.arguments import to_operand
     from sightline.gpu.launch.backward import backward_launches
     from sightline.statistics import StatisticGradients
 
+    monkeypatch.setattr(sightline.problem, "MAX_SMALL_FLOPS", -1)
     x = torch.zeros(1, 2, 192, 128, dtype=torch.bfloat16)
     names = ("d_lse", "lse", "rows", "sums", "d_query", "d_key", "d_value")
     arrays = dict.fromkeys(names) | {name: to_operand(x) for name in ("output", "d_output")}
@@ -176,10 +178,11 @@ def test_tf32_is_used_only_on_a_gpu_that_has_it(monkeypatch, name, precision):
 
     from sightline.gpu.launch import arguments as launch_arguments
 
-    device = torch.device("cuda:0")
+    query = on_cuda(posed()).query
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName=name))
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=True))
-    assert launch_arguments._dot_precision(device) == precision
+    assert launch_arguments.dot_precision(query) == precision
+    assert launch_arguments.dot_precision(query.half()) == "ieee"
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))
-    assert launch_arguments._dot_precision(device) == "ieee"
+    assert launch_arguments.dot_precision(query) == "ieee"

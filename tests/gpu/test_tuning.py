@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-import sightline
+import sightline.problem
 from sightline import i, j
 from sightline.errors import KernelRefusedError, ParameterError
 from sightline.gpu import Triton
@@ -61,7 +61,8 @@ class FakeTriton(Triton):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The folder of the tuning cache, a new one for each test."""
+    """The folder of the tuning cache, a new one for each test. No problem counts as small."""
+    monkeypatch.setattr(sightline.problem, "MAX_SMALL_FLOPS", -1)
     monkeypatch.setenv(tuning_cache.CACHE_VARIABLE, str(tmp_path))
     tuning_cache.clear()
     yield tmp_path / "tuned"
@@ -240,6 +241,12 @@ def test_a_full_disk_is_an_error_that_names_the_folder(folder, when, monkeypatch
 def test_a_kernel_s_name_is_refused():
     with pytest.raises(ParameterError, match="kernel='triton'"):
         sightline.tune(*arrays(), kernel="triton")
+
+
+def test_small_problems_are_not_tuned(monkeypatch):
+    monkeypatch.undo()
+    with pytest.raises(ParameterError, match=r"a small problem, .* = \(1, 2, 40, 40\), whose launches are not tuned"):
+        tuned(FakeTriton())
 
 
 @pytest.mark.parametrize("choice", ["gradients", "specialised", "show"])

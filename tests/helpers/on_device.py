@@ -2,29 +2,36 @@
 
 from dataclasses import fields, is_dataclass, replace
 
+import pytest
 import torch
 
 from sightline.formula.expression import Expression
-from sightline.formula.tables import Table
+from sightline.gpu.refusals import MIN_TRITON_VERSION_BY_DTYPE
+from sightline.gpu.triton_version import triton_version
+from triton_interpreter import INTERPRETED
 
-__all__ = ["OnDevice", "moved"]
+__all__ = ["DEVICE", "OnDevice", "moved", "skip_unsupported"]
+
+DEVICE = "cpu" if INTERPRETED else "cuda"  # of the tensors that Triton kernels read in tests
 
 
 class OnDevice:
     """A kernel whose `run` and `backward` accept problems of CPU arrays."""
 
-    def __init__(self, kernel, device="cuda"):
+    def __init__(self, kernel, device=DEVICE):
         self.kernel, self.device = kernel, device
 
     def __getattr__(self, name):
         return getattr(self.kernel, name)
 
     def run(self, problem, threads=None):
-        return moved(self.kernel.run(self.move_problem(problem), threads), problem.query.device)
+        skip_unsupported(problem.dtype)
+        result = self.kernel.run(self.move_problem(problem), threads)
+        return moved(replace(result, recorded_call=None), problem.query.device)
 
     def backward(self, problem, *given):
         found = self.kernel.backward(self.move_problem(problem), *(moved(each, self.device) for each in given))
-        return moved(found, problem.query.device)
+        return None if found is None else moved(replace(found, recorded_call=None), problem.query.device)
 
     def move_problem(self, problem):
         """Return the problem with its arrays, and the tables of its formulas and statistics, on the device."""
@@ -34,12 +41,19 @@ class OnDevice:
         return replace(problem, **given, see=see)
 
 
+def skip_unsupported(dtype):
+    """Skip the test if the installed triton is too old for a dtype, as `Triton.refuses` reports."""
+    minimum = MIN_TRITON_VERSION_BY_DTYPE.get(dtype)
+    if minimum and triton_version() < minimum:
+        pytest.skip(f"triton {triton_version()} does not compile the kernels in {dtype}")
+
+
 def moved(value, device):
     """Return `value` with its tensors on a device, also in tuples, dataclasses and formulas."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, Expression):
-        return value.with_tables([Table(moved(table.array, device), table.axes) for table in value.tables])
+        return value.with_tables([table.with_array(moved(table.array, device)) for table in value.tables])
     if isinstance(value, tuple):
         parts = [moved(each, device) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

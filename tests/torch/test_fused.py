@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
 from sightline import i, j
+from sightline.cpu.runtime import compile
 from sightline.explanation import Explanation
 from sightline.kernel import choose
 from sightline.problem import make_problem
@@ -115,3 +116,25 @@ def test_torchs_kernels_return_nan_for_a_nan_value_with_weight_0(low):
         torch_output = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     assert torch_output.isnan().any()
     assert not sightline.attention(query, key, value).isnan().any()
+
+
+def test_a_repeated_call_goes_straight_to_torch(monkeypatch):
+    planned, make_problem = [], torch_dispatch.parse
+    monkeypatch.setattr(torch_dispatch, "FUSED", OnCpu("sm_90"))
+    monkeypatch.setattr(torch_dispatch, "_prefers_fused", lambda problem: True)
+    monkeypatch.setattr(torch_dispatch, "parse", lambda *x, **options: planned.append(x) or make_problem(*x, **options))
+    monkeypatch.setattr(compile, "_cache", compile.KernelCache())
+    for scale in (0.3, 0.5):
+        expected = torch.nn.functional.scaled_dot_product_attention(*half(), scale=scale)
+        for _ in range(3):
+            assert torch.equal(sightline.attention(*half(), scale=scale), expected)
+    assert len(planned) == 2
+    for _ in range(2):
+        output = sightline.attention(*half(grad=True))
+        assert output.requires_grad
+    assert len(planned) == 4, "whether gradients are deterministic may change"
+    grouped = half()[0], *[x[:, :2] for x in half()[1:]]
+    for _ in range(2):
+        found = sightline.attention(*grouped)
+    assert torch.equal(found, torch.nn.functional.scaled_dot_product_attention(*grouped, enable_gqa=True))
+    assert len(planned) == 5

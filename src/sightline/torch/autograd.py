@@ -192,7 +192,7 @@ def _differentiate(
     with operator.autocast_disabled(saved[0]):
         arrays = split_saved(call.statistics, results)
         found = operator.differentiate_results(problem, plan, d_results, saved, tables, call.threads, arrays)
-    if found.bound_call is not None:
+    if found.bound_call is not None or found.recorded_call is not None:
         call.keep(found, gradients, inputs, results)
     return operator.flatten_gradients(problem, found, tables)[: call.num_inputs]
 
@@ -248,7 +248,8 @@ def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: i
     attached = connect(call, results, inputs)
     if own_lse is not None:
         attached = *attached, own_lse
-    return replace(build_result(problem.see, attached), bound_call=result.bound_call, bound_passes=result.bound_passes)
+    joined = build_result(problem.see, attached)
+    return replace(result, output=joined.output, lse=joined.lse, seen=joined.seen)
 
 
 def without_tensors(problem: Problem) -> Problem:

@@ -22,7 +22,7 @@ from ..kernel import Kernel, Result, choose
 from ..problem import Problem, parse, validate
 from ..statistics import Statistic, solve_selections_separately
 from ..validation import fold_scale
-from . import operator
+from . import device_call, operator
 from .autograd import INTERCEPTIONS, attach_to_graph, is_intercepted, needs_gradients
 from .derivatives import Derivative, apply, is_transformed, refuse_tangents
 from .fused import Fused
@@ -76,7 +76,10 @@ def run(
     )
     problem = parse(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed, "see": see}))
     if kernel == FUSED.name or (kernel is None and not is_transformed() and _prefers_fused(problem)):
-        return to_caller_layout(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
+        result = choose((FUSED,), problem, FUSED.name).kernel.run(problem)
+        if request is not None:
+            device_call.insert_fused(request, caller_inputs, problem)
+        return to_caller_layout(problem, result)
     if _is_eager(problem):
         _check_memory({"query": problem.query, "key": problem.key, "value": problem.value})
         given = options["mask"], options["score"], *conditions_of(options["see"])
@@ -159,7 +162,9 @@ def _run_eager(
 
     result = solve_selections_separately(problem, run_kernel)
     if request is not None:
-        if not needs_gradients(problem):
+        if result.recorded_call is not None:
+            device_call.insert(request, formulas, caller_inputs, problem, result, kernel, threads)
+        elif not needs_gradients(problem):
             call_cache.insert(request, formulas, caller_inputs, problem, result)
         else:
             attach = GraphAttacher.of(request, formulas, caller_inputs, problem, kernel, threads)

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from ..cpu.launch.backward import BoundBackwardCall
     from ..cpu.launch.launch_record import LaunchRecord
 
-__all__ = ["GraphAttacher", "make_empty"]
+__all__ = ["MAX_BACKWARD_CALLS", "CachedGraphCall", "GraphAttacher", "make_empty"]
 
 NUM_READ = 6  # what the backward kernel reads besides the tables: query, key, value, output, d_output and lse
 MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
 
 
-class _CachedCall(GraphCall):
+class CachedGraphCall(GraphCall):
     """A call that the call cache ran."""
 
     def __init__(self, attacher: GraphAttacher, request: Request, result: CallResult) -> None:
@@ -52,7 +52,7 @@ class _CachedCall(GraphCall):
         return make_plan(problem, self.kernel)
 
     def tables(self) -> Sequence[Any]:
-        return self.request.tables
+        return [*self.request.tables, self.request.sinks]
 
     @property
     def statistics(self) -> Sequence[Statistic]:
@@ -60,6 +60,14 @@ class _CachedCall(GraphCall):
 
     def lse(self, results: Sequence[Tensor]) -> Any:
         return results[1] if self.own_lse is None else self.own_lse
+
+    def sinks(self, inputs: Sequence[Tensor]) -> Any:
+        """Return the sinks: the saved tensor if they are learned, else the array of the request."""
+        return inputs[-1] if self.attacher.has_learned_sinks else self.request.sinks
+
+
+class _HostGraphCall(CachedGraphCall):
+    """A call whose arrays are in the processor's memory."""
 
     def differentiate_bound(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
@@ -125,10 +133,6 @@ class _CachedCall(GraphCall):
         """Return the request for arrays at these addresses: those of `read_arrays`."""
         used = *addresses[:NUM_OPERANDS], *addresses[NUM_READ:]
         return self.request._replace(tables=given.tables, numbers=given.numbers, addresses=used)
-
-    def sinks(self, inputs: Sequence[Tensor]) -> Any:
-        """Return the sinks: the saved tensor if they are learned, else the array of the request."""
-        return inputs[-1] if self.attacher.has_learned_sinks else self.request.sinks
 
     def find(self, inputs: Sequence[Tensor], results: Sequence[Tensor], given: BackwardInputs) -> Any:
         """Return the result of `run_or_find` for the inputs, output, d_output, lse and the tables.
@@ -249,6 +253,7 @@ class GraphAttacher:
     num_inputs : how many inputs the graph has: query, key, value, the learned tables and the learned sinks
     squeezed_axis : the axis of the heads in the graph's results if the caller's arrays have no such axis; else None
     backward_calls : the bound calls of the backward pass by the layouts of the arrays that they read
+    graph_call : the class of the calls in the graph
     """
 
     @classmethod
@@ -260,10 +265,12 @@ class GraphAttacher:
         problem: Problem,
         kernel: str | None,
         threads: int | None,
+        graph_call: type[CachedGraphCall] | None = None,
     ) -> GraphAttacher | None:
         """Return the attacher of a call with gradients; None if the problem's inputs are not those of the caller.
 
-        `formulas` are those of the call, from `Request.formulas`.
+        `formulas` are those of the call, from `Request.formulas`. `graph_call` is the class of the calls in the graph,
+        by default that of arrays in the processor's memory.
         """
         inputs, wanted = trainable_inputs(problem)
         origins = [id(table) for table in structure_of(*formulas).tables]
@@ -278,6 +285,7 @@ class GraphAttacher:
         if not all(x is y for x, y in pairs):
             return None
         attacher = cls(problem, kernel, threads)
+        attacher.graph_call = graph_call or _HostGraphCall
         attacher.wanted_tables, attacher.learned_places = wanted, tuple(places)
         attacher.has_learned_sinks, attacher.num_inputs = has_learned_sinks, len(own)
         return attacher
@@ -285,6 +293,7 @@ class GraphAttacher:
     wanted_tables: tuple[int, ...] = ()
     learned_places: tuple[int, ...] = ()
     has_learned_sinks, num_inputs = False, NUM_OPERANDS
+    graph_call: type[CachedGraphCall] = _HostGraphCall
 
     def __init__(self, problem: Problem, kernel: str | None, threads: int | None) -> None:
         self.options = {"scale": problem.scale, "dropout": problem.dropout}
@@ -293,7 +302,7 @@ class GraphAttacher:
         self.squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
         self.kernel, self.threads = kernel, threads
         self.accumulator = getattr(torch, problem.accumulator)
-        self.backward_calls: dict[tuple[bytes, tuple[Any, ...]], _BackwardCall] = {}
+        self.backward_calls: dict[Any, Any] = {}
 
     def __copy__(self) -> GraphAttacher:
         """Return an attacher for calls with other lengths: the same options, and no bound backward calls."""
@@ -307,7 +316,7 @@ class GraphAttacher:
         if axis is not None:  # the graph has the head axis
             operands = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
             results, lse = tuple([x.unsqueeze(axis) for x in results]), lse[..., None, :]
-        call = _CachedCall(self, request, result._replace(lse=lse))
+        call = self.graph_call(self, request, result._replace(lse=lse))
         learned = [request.tables[place] for place in self.learned_places]
         if self.has_learned_sinks:
             learned.append(request.sinks)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import sightline.gpu
+import sightline.problem
 from on_device import OnDevice
 from sightline.gpu import Triton
 from sightline.gpu.codegen import jit_functions as formula_functions
@@ -41,9 +42,27 @@ FEW_KEYS = 32  # keys per split in decoding, so that small problems have several
 
 @pytest.fixture
 def triton_kernel(monkeypatch):
-    """Return the kernels in the interpreter or on the GPU; decoding has splits of FEW_KEYS keys."""
+    """Return the kernels in the interpreter or on the GPU.
+
+    Decoding has splits of FEW_KEYS keys, and no problem counts as small.
+    """
     monkeypatch.setattr(launch_forward, "MIN_KEYS_PER_SPLIT", FEW_KEYS)
+    monkeypatch.setattr(sightline.problem, "MAX_SMALL_FLOPS", -1)
     return Triton("interpreter") if INTERPRETED else OnDevice(Triton())
+
+
+@pytest.fixture
+def small_kernel(triton_kernel, monkeypatch):
+    """Return the kernels for tests whose problems are small, with tables on a device whose entries are not read."""
+    monkeypatch.setattr(sightline.problem, "MAX_SMALL_FLOPS", 2**31)
+    monkeypatch.setattr(sightline.problem, "_waits_for_entries", lambda _: True)
+    return triton_kernel
+
+
+@pytest.fixture(params=["small", "large"])
+def any_kernel(request, triton_kernel):
+    """Return the kernels twice, with the launches of small problems and with those of large problems."""
+    return request.getfixturevalue("small_kernel") if request.param == "small" else triton_kernel
 
 
 MODULES = (  # of kernels and launches; each module precedes the modules that import it

@@ -63,9 +63,9 @@ def by(kernel):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_named_problems(triton_kernel, name):
+def test_named_problems(any_kernel, name):
     dtype, shapes, options = PROBLEMS[name]
-    check(Case(*arrays(dtype=dtype, **shapes), options), "torch", by(triton_kernel))
+    check(Case(*arrays(dtype=dtype, **shapes), options), "torch", by(any_kernel))
 
 
 @pytest.mark.soak
@@ -213,7 +213,7 @@ def test_fewer_stages_where_memory_is_short():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_hidden_reaches_no_gradient(triton_kernel, bad, rng):
+def test_what_is_hidden_reaches_no_gradient(any_kernel, bad, rng):
     """NaN in the padding gives the same bits as zeros; gradients of queries without a visible key are 0."""
     x = [rng.normal(size=(2, 2, 40, 8)).astype(np.float32) for _ in range(4)]
     options = {"mask": padding(np.array([37, 0])), "score": softcap(5.0), "sinks": np.zeros(2, np.float32)}
@@ -223,20 +223,20 @@ def test_what_is_hidden_reaches_no_gradient(triton_kernel, bad, rng):
         for array in (k, v):
             array[0, :, 37:], array[1] = filler, filler
         problem = Case(q, k, v, options).as_torch().make_problem()
-        found.append(by(triton_kernel)(problem, to_torch(d_o), None, None))
+        found.append(by(any_kernel)(problem, to_torch(d_o), None, None))
     for clean, poisoned in ((getattr(g, name) for g in found) for name in (*NAMES, "sinks")):
         assert np.array_equal(to_numpy(clean), to_numpy(poisoned))
     assert not to_numpy(found[1].query)[1].any()
     assert not to_numpy(found[1].key)[0, :, 37:].any()
 
 
-def test_what_is_visible_reaches_its_gradients(triton_kernel, rng):
+def test_what_is_visible_reaches_its_gradients(any_kernel, rng):
     """NaN in a query, in a key, in a value, and NaN and ∞ in dO, each in a separate head."""
     q, k, v, d_o = (rng.normal(size=(1, 4, 40, 8)).astype(np.float32) for _ in range(4))
     q[0, 0, 17, 3] = k[0, 1, 17, 3] = v[0, 2, 17, 3] = d_o[0, 3, 17, 3] = np.nan
     d_o[0, 3, 19, 4] = np.inf
     problem = Case(q, k, v, {"mask": causal()}).as_torch().make_problem()
-    found = by(triton_kernel)(problem, to_torch(d_o), None, None)
+    found = by(any_kernel)(problem, to_torch(d_o), None, None)
     query, key, value = (to_numpy(getattr(found, name))[0] for name in NAMES)
     rows = [np.arange(40) == 17, np.arange(40) >= 17, np.arange(40) >= 17, np.isin(np.arange(40), [17, 19])]
     for head, odd in enumerate(rows):
@@ -251,13 +251,13 @@ def test_what_is_visible_reaches_its_gradients(triton_kernel, rng):
     assert np.array_equal(np.isposinf(value[3]), (column[0] <= 19) & (column[1] == 4))
 
 
-def test_a_key_of_weight_0_reaches_no_gradient_without_a_mask(triton_kernel, rng):
+def test_a_key_of_weight_0_reaches_no_gradient_without_a_mask(any_kernel, rng):
     """An infinite key with scores −∞, and the NaN of its value, act as if a mask hid them."""
     q, k, v, d_o = (rng.normal(size=(1, 2, 40, 8)).astype(np.float32) for _ in range(4))
     q[..., 0] = abs(q[..., 0]) + 1
     k[..., 9, 0], v[..., 9, 3] = -np.inf, np.nan
     found = [
-        by(triton_kernel)(Case(q, k, v, options).as_torch().make_problem(), to_torch(d_o), None, None)
+        by(any_kernel)(Case(q, k, v, options).as_torch().make_problem(), to_torch(d_o), None, None)
         for options in ({}, {"mask": j != 9})
     ]
     for name in NAMES:
@@ -267,11 +267,11 @@ def test_a_key_of_weight_0_reaches_no_gradient_without_a_mask(triton_kernel, rng
         assert not to_numpy(getattr(found[0], name))[..., 9, :].any()
 
 
-def test_weights_too_small_for_float16_are_no_0(triton_kernel):
+def test_weights_too_small_for_float16_are_no_0(any_kernel):
     """An infinite dO reaches dV through a weight of e^−18, which float16 rounds to 0."""
     q, k, v, d_o = (np.zeros((1, 1, 40, 4), np.float16) for _ in range(4))
     q[...], k[..., 5, :], d_o[..., 3, 1] = 1.0, 9.0, np.inf
-    found = by(triton_kernel)(Case(q, k, v).as_torch().make_problem(), to_torch(d_o), None, None)
+    found = by(any_kernel)(Case(q, k, v).as_torch().make_problem(), to_torch(d_o), None, None)
     assert np.isposinf(to_numpy(found.value)[..., 1]).all()
     assert not to_numpy(found.value)[..., [0, 2, 3]].any()
 

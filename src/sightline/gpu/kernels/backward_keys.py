@@ -138,8 +138,9 @@ def backward_keys(
         item = tl.program_id(0)
         position, block = item // blocks, item % blocks
         b, g, first = position // heads, position % heads, block * meta.keys
-        dk, dv = compute_block(args, b, g, first, block, formulas, False, meta)
-        tl.store(nonfinite_flags + item, has_nonfinite(dk) | has_nonfinite(dv))
+        dk, dv = compute_block(args, b, g, first, block, formulas, nonfinite_flags is None, meta)
+        if nonfinite_flags is not None:
+            tl.store(nonfinite_flags + item, has_nonfinite(dk) | has_nonfinite(dv))
         store_rows(dk, d_key, position, first, m, meta.d_k, meta.keys, meta.padded_d_k)
         store_rows(dv, d_value, position, first, m, meta.d_v, meta.keys, meta.padded_d_v)
     else:

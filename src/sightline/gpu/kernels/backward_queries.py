@@ -129,14 +129,15 @@ def backward_queries(
     """Compute dQ of a block of queries of a head, and add to the gradients of tables.
 
     If SUBBLOCKS is not 0, the kernel is its NaN-safe variant: each program recomputes dQ of some of the flagged blocks,
-    without the gradients of tables. It divides a flagged block into SUBBLOCKS blocks of `meta.rows` queries.
+    without the gradients of tables. It divides a flagged block into SUBBLOCKS blocks of `meta.rows` queries. Without
+    flags, every block is NaN-safe, and KINDS must be empty.
 
     Parameters
     ----------
     query, key, value, d_output : `tile_ops.Array`
     rows : the arrays that `backward_preprocess` writes
     d_query : (B, H, n, d_k), contiguous
-    nonfinite_flags : int32, one for each block: 1 if dQ of the block is not finite
+    nonfinite_flags : int32, one for each block: 1 if dQ of the block is not finite; or None
     batches, heads, SEQUENTIAL : numbers of batches and heads that have programs of their own
         If SEQUENTIAL, a program loops over the batches and heads that read the same table entries by lookups of kind
         "pair", since only one program may add to such an entry.
@@ -165,6 +166,8 @@ def backward_queries(
                 tl.debug_barrier()  # the next iteration reads sums that other threads wrote in this iteration
     else:
         location, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
-        dq = compute_block(args, location // H, location % H, block * meta.rows, block, formulas, KINDS, False, meta)
-        tl.store(nonfinite_flags + location * blocks + block, has_nonfinite(dq))
-        store_rows(dq, d_query, location, block * meta.rows, n, meta.d_k, meta.rows, meta.padded_d_k)
+        first, b, h = block * meta.rows, location // H, location % H
+        dq = compute_block(args, b, h, first, block, formulas, KINDS, nonfinite_flags is None, meta)
+        if nonfinite_flags is not None:
+            tl.store(nonfinite_flags + location * blocks + block, has_nonfinite(dq))
+        store_rows(dq, d_query, location, first, n, meta.d_k, meta.rows, meta.padded_d_k)

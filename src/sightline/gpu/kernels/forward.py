@@ -9,7 +9,8 @@ order of the block's schedule row.
 
 NaN and ∞ in V at a weight of 0 do not reach the output. The kernel flags the blocks whose output has NaN. The NaN-safe
 variant, launched next, recomputes the flagged blocks: it replaces NaN and ∞ in V by 0, and records where NaN, ∞ or −∞
-meets a weight other than 0. Finite inputs cost one check of the output, and one kernel launch that finds no flag.
+meets a weight other than 0. Finite inputs cost one check of the output, and one kernel launch that finds no flag. A
+launch costs more than the work of a small problem: there, one launch computes every block NaN-safe.
 Without mask, score formula and dropout, a weight is 0 where Q · K is −∞ or far below the running maximum. A weight that
 becomes 0 only when a later tile has a larger score has already added its row of V to the sum, NaN included.
 """
@@ -196,13 +197,13 @@ def forward(
     """Compute attention for one block of queries of a head.
 
     If SUBBLOCKS is not 0, the kernel is its NaN-safe variant: each program recomputes some of the flagged blocks. It
-    divides a flagged block into SUBBLOCKS blocks of `meta.rows` queries.
+    divides a flagged block into SUBBLOCKS blocks of `meta.rows` queries. Without flags, every block is NaN-safe.
 
     Parameters
     ----------
     query, key, value : `tile_ops.Array`
     output, lse : (B, H, n, d_v) and float64 (B, H, n), contiguous
-    nonfinite_flags : int32, one for each block: 1 if the output of the block has NaN
+    nonfinite_flags : int32, one for each block: 1 if the output of the block has NaN; or None
     blocks : number of blocks of queries in a head
         The last blocks of a head run first, since a causal mask gives them the most tiles.
     items : number of blocks of all heads
@@ -218,8 +219,9 @@ def forward(
         item = tl.program_id(0)
         position, block = item // blocks, blocks - 1 - item % blocks
         first = block * meta.rows
-        state = compute_block(args, position, first, block, formulas, len(seen[3]), False, meta)
-        tl.store(nonfinite_flags + item, tile_ops.has_nan(state.output))
+        state = compute_block(args, position, first, block, formulas, len(seen[3]), nonfinite_flags is None, meta)
+        if nonfinite_flags is not None:
+            tl.store(nonfinite_flags + item, tile_ops.has_nan(state.output))
         store(state, output, lse, sinks, position, first, n, H, unit, factor, meta)
         scale = tile_ops.scalar(scale, meta.accumulator)
         fused_statistics.store(state, seen, position, first, n, scale, formulas, meta)

@@ -21,7 +21,7 @@ from ..kernels.compile_time_constants import MetaParameters, padded_width
 from ..kernels.tile_ops import Array
 from ..tuning.default_configurations import Configuration
 
-__all__ = ["Operands", "to_operand"]
+__all__ = ["Operands", "dot_precision", "dropout_state", "prepare_sinks", "prepare_table", "to_operand"]
 
 MIN_SCALE = 2.0**-64  # kernels apply a smaller scale before the softmax, because lse / scale would overflow float32
 
@@ -48,7 +48,7 @@ class Operands:
             problem = replace(problem, score=SYMBOLS["s"])
         self.problem, self.sizes, self.extra_arrays = problem, sizes, arrays
         self.arrays = {name: to_operand(detach(getattr(problem, name))) for name in ("query", "key", "value")}
-        tables = [_prepare_table(table.array, problem.query) for table in collect_tables(problem, formulas)]
+        tables = [prepare_table(table.array, problem.query) for table in collect_tables(problem, formulas)]
         self.tables = tuple((table, *table.stride(), *table.shape) for table in tables)
         self.sources = render_sources(problem, formulas)
 
@@ -69,13 +69,14 @@ class Operands:
         formulas = {"tables": self.tables, "formulas": self.formula_functions(), "meta": self.meta()}
         return arguments | self.scale_arguments() | formulas
 
-    def block_arguments(self, blocks: int, items: int) -> dict[str, Any]:
+    def block_arguments(self, blocks: int, items: int, has_flags: bool = True) -> dict[str, Any]:
         """Return the arguments that a kernel with a NaN-safe variant needs besides the common arguments.
 
         `blocks` is the number of blocks of a head, and `items` the number of blocks of all heads. `nonfinite_flags` is
-        an uninitialised int32 array with one flag for each block, in which the kernel marks non-finite results.
+        an uninitialised int32 array with one flag for each block, in which the kernel marks non-finite results; None
+        if every block is NaN-safe.
         """
-        flags = self.problem.query.new_empty(items, dtype=torch.int32)
+        flags = self.problem.query.new_empty(items, dtype=torch.int32) if has_flags else None
         return {"blocks": blocks, "items": items, "nonfinite_flags": flags, "SUBBLOCKS": 0}
 
     def meta(self, sizes: Configuration | None = None) -> MetaParameters:
@@ -94,7 +95,7 @@ class Operands:
             even=problem.m % sizes.keys == 0,
             index_type=tl.int64 if needs_int64 else tl.int32,
             accumulator=tl.float64 if problem.accumulator == "float64" else tl.float32,
-            precision=_dot_precision(problem.query.device) if problem.dtype == "float32" else "ieee",
+            precision=dot_precision(problem.query),
             widens_operands=sizes.widens_operands,
         )
 
@@ -111,21 +112,33 @@ class Operands:
     def dropout_arguments(self) -> dict[str, Any]:
         """Return the arguments `dropout_state` and `dropout_scale`. The state is None if the problem has no dropout.
 
-        The state, which `tile_ops.dropout_mask` reads, is seven words: the low and the high 32 bits of the seed, the
-        largest random word that drops its weight, and `Problem.dropout_origin` with j in groups of 4 keys. Triton
-        compiles a kernel again for an integer that is 1, a multiple of 16, or of another width than before. So each
-        word is packed into an odd number of 42 bits.
         `dropout_scale` is the factor 1 / (1 − dropout) on weights that are not dropped; 0 if every weight is dropped.
         """
-        dropped, seed, dropout = threshold(self.problem) - 1, self.problem.seed, self.problem.dropout
-        b, h, i, j = self.problem.dropout_origin
-        words = (seed % 2**32, seed >> 32, dropped, b, h, i, j // 4) if dropped >= 0 else None
-        state = None if words is None else tuple([2**41 + 2 * word + 1 for word in words])
+        dropout = self.problem.dropout
+        state = dropout_state(self.problem, self.problem.seed)
         return {"dropout_state": state, "dropout_scale": 0.0 if dropout == 1 else 1 / (1 - dropout)}
 
     def sinks(self) -> Any:
-        """Return the sinks as (H,) float64, contiguous; None without sinks."""
-        return None if self.problem.sinks is None else detach(self.problem.sinks).to(torch.float64).contiguous()
+        """Return the sinks as `prepare_sinks` does; None without sinks."""
+        return None if self.problem.sinks is None else prepare_sinks(self.problem.sinks)
+
+
+def prepare_sinks(sinks: Any) -> Any:
+    """Return the sinks as (H,) float64, contiguous."""
+    return detach(sinks).to(torch.float64).contiguous()
+
+
+def dropout_state(problem: Problem, seed: int) -> tuple[int, ...] | None:
+    """Return what `tile_ops.dropout_mask` reads; None if no weight is dropped.
+
+    The state is seven words: the low and the high 32 bits of the seed, the largest random word that drops its weight,
+    and `Problem.dropout_origin` with j in groups of 4 keys. Triton compiles a kernel again for an integer that is 1, a
+    multiple of 16, or of another width than before. So each word is packed into an odd number of 42 bits.
+    """
+    dropped = threshold(problem) - 1
+    b, h, i, j = problem.dropout_origin
+    words = (seed % 2**32, seed >> 32, dropped, b, h, i, j // 4)
+    return tuple([2**41 + 2 * word + 1 for word in words]) if dropped >= 0 else None
 
 
 def to_operand(array: Any) -> Array:
@@ -147,21 +160,23 @@ def to_operand(array: Any) -> Array:
     return Array(array, tuple(lengths), tuple(strides), *array.stride()[-3:])
 
 
-def _dot_precision(device: Any) -> str:
+def dot_precision(query: Any) -> str:
     """Return "tf32" if torch's settings allow it for float32 products and the GPU supports it, else "ieee".
 
     Among AMD's GPUs only gfx942 has tf32, and Triton raises an error for tf32 on the others.
     """
+    if query.dtype is not torch.float32:
+        return "ieee"
     settings = torch.backends.cuda.matmul
     # torch 2.9 added fp32_precision. Reading allow_tf32 after fp32_precision was set raises an error.
     precision = getattr(settings, "fp32_precision", None)
     uses_tf32 = settings.allow_tf32 if precision is None else precision == "tf32"
-    if uses_tf32 and torch.version.hip is not None and device.type == "cuda":
-        uses_tf32 = torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx942")
+    if uses_tf32 and torch.version.hip is not None and query.is_cuda:
+        uses_tf32 = torch.cuda.get_device_properties(query.device).gcnArchName.startswith("gfx942")
     return "tf32" if uses_tf32 else "ieee"
 
 
-def _prepare_table(array: Any, like: Any) -> Any:
+def prepare_table(array: Any, like: Any) -> Any:
     """Return a table on the device of `like`, detached and not empty."""
     array = detach(to_device(array, like))
     if array.numel() == 0:  # kernels read an empty table at hidden pairs only, and ignore what they read

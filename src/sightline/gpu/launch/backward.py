@@ -22,12 +22,14 @@ from ..kernels.table_gradient import FIRST_SLOT_EXPONENT, MAX_ADDITIONS, SLOT_BI
 from ..tuning.default_configurations import Configuration
 from ..tuning.selection import architecture_of, select
 from .arguments import Operands, to_operand
-from .forward import NAN_SAFE_ROWS, nan_safe_launch
+from .forward import NAN_SAFE_ROWS, nan_safe_launch, small_sizes
+from .launch_binder import RecordedCall
 from .launcher import KernelLaunch
 from .schedule import make_schedule
 
 __all__ = ["backward", "backward_launches"]
 
+SMALL_KEY_WARPS = 8  # warps of the launch for keys of a small problem: with 4, the kernel of d 128 spills registers
 MAX_SLOTTED_ENTRIES = 2**22  # most entries of a table whose gradient is summed in slots, of 264 bytes for each entry
 
 
@@ -83,11 +85,18 @@ def backward(
     arrays = {"output": to_operand(output), "d_output": to_operand(detach(d_output).to(query.dtype)), "d_lse": d_lse}
     arrays |= {"lse": lse.contiguous(), "rows": rows, "sums": sums}
     arrays |= {"d_query": d_query, "d_key": d_key, "d_value": d_value}
+    done: list[tuple[KernelLaunch, Any]] = []
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         for launch in backward_launches(problem, arrays, lookups, statistic_gradients, architecture):
-            launch.launch()
+            done.append((launch, launch.launch()))
+    recorded = None
+    if not lookups and problem.sinks is None and d_lse is None and not statistic_gradients.formulas:
+        inputs = {"output": output, "d_output": arrays["d_output"].start, "lse": arrays["lse"]}
+        recorded = RecordedCall.of(problem, done, problem.tables, [d_query, d_key, d_value], inputs)
     d_sinks = None if problem.sinks is None else _sink_gradients(problem, lse, rows[2])
-    return Gradients(d_query, d_key, d_value, _finish_table_gradients(problem, lookups, sums), d_sinks)
+    return Gradients(
+        d_query, d_key, d_value, _finish_table_gradients(problem, lookups, sums), d_sinks, recorded_call=recorded
+    )
 
 
 def backward_launches(
@@ -100,10 +109,12 @@ def backward_launches(
     """Yield the launches of the backward pass.
 
     They compute, one after another: δ and the scaled lse; dQ; dQ, NaN-safe; dK and dV; dK and dV, NaN-safe. A NaN-safe
-    launch recomputes the blocks whose results in the previous launch are not finite. `arrays` has the kernels'
-    arguments output, d_output, d_lse, lse, rows, sums, d_query, d_key and d_value.
+    launch recomputes the blocks whose results in the previous launch are not finite. For a small problem the other
+    launches are NaN-safe themselves, except that of dQ beside gradients of tables. `arrays` has the kernels' arguments
+    output, d_output, d_lse, lse, rows, sums, d_query, d_key and d_value.
     """
     sizes = select("backward_queries", problem, architecture)
+    sizes = sizes if lookups or not problem.is_small_on_gpu else small_sizes(sizes)
     formulas = {  # by the names of the fields of `FormulaFunctions`
         "score_derivative_at": None if problem.score is None else derivative(problem.score),
         "d_weights_at": statistic_gradients.weights,
@@ -118,6 +129,7 @@ def backward_launches(
     common = operands.common_arguments() | {"d_output": arrays["d_output"], "rows": arrays["rows"]}
     yield from _query_launches(operands, common, arrays, lookups)
     sizes = select("backward_keys", problem, architecture)
+    sizes = small_sizes(sizes, SMALL_KEY_WARPS) if problem.is_small_on_gpu else sizes
     yield from _key_launches(operands, sizes, common | {"meta": operands.meta(sizes)}, arrays)
 
 
@@ -134,15 +146,17 @@ def _query_launches(
     pair_lookups = [lookup for lookup in lookups if lookup.kind == "pair"]
     batches = problem.B if all(lookup.is_owned_by("b") for lookup in pair_lookups) else 1
     heads = problem.H if all(lookup.is_owned_by("h") for lookup in pair_lookups) else 1
-    common |= operands.dropout_arguments() | operands.block_arguments(blocks, items)
+    has_flags = bool(lookups) or not problem.is_small_on_gpu
+    common |= operands.dropout_arguments() | operands.block_arguments(blocks, items, has_flags)
     common |= {"d_query": arrays["d_query"], "B": problem.B, "batches": batches, "heads": heads}
     common |= {"sums": None, "KINDS": (), "SEQUENTIAL": bool(pair_lookups)}
     formulas = common["formulas"]._replace(table_gradients_at=_combine_table_gradients(operands, len(lookups)))
     kinds = tuple(lookup.kind for lookup in lookups)
     arguments = common | {"formulas": formulas, "sums": arrays["sums"], "KINDS": kinds}
     yield KernelLaunch(backward_queries, batches * heads * blocks, arguments, sizes, operands.sources)
-    small_sizes = replace(sizes, rows=min(sizes.rows, NAN_SAFE_ROWS))
-    yield nan_safe_launch(backward_queries, common, operands, sizes, small_sizes)
+    if has_flags:
+        subblock_sizes = replace(sizes, rows=min(sizes.rows, NAN_SAFE_ROWS))
+        yield nan_safe_launch(backward_queries, common, operands, sizes, subblock_sizes)
 
 
 def _key_launches(
@@ -152,11 +166,13 @@ def _key_launches(
     blocks = -(-problem.m // sizes.keys)
     items = problem.B * problem.G * blocks
     schedule = make_schedule(problem, sizes.rows, sizes.keys, of_keys=True)
-    arguments = common | operands.dropout_arguments() | operands.block_arguments(blocks, items)
+    arguments = common | operands.dropout_arguments()
+    arguments |= operands.block_arguments(blocks, items, not problem.is_small_on_gpu)
     arguments |= {"schedule": schedule, "d_key": arrays["d_key"], "d_value": arrays["d_value"]}
     yield KernelLaunch(backward_keys, items, arguments, sizes, operands.sources)
-    small_sizes = replace(sizes, keys=min(sizes.keys, NAN_SAFE_ROWS))
-    yield nan_safe_launch(backward_keys, arguments, operands, sizes, small_sizes)
+    if not problem.is_small_on_gpu:
+        subblock_sizes = replace(sizes, keys=min(sizes.keys, NAN_SAFE_ROWS))
+        yield nan_safe_launch(backward_keys, arguments, operands, sizes, subblock_sizes)
 
 
 # -- tables and sinks --------------------------------------------------------------------------------------------------

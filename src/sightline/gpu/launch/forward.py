@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,19 +10,32 @@ import torch
 
 from ...kernel import Result
 from ...problem import Problem
+from ...statistics import Lse, unwrap_mean
 from ...streaming import Streaming
+from ..codegen.problem_source import collect_tables
 from ..kernels.decode import decode, merge_splits
 from ..kernels.forward import forward
 from ..tuning.default_configurations import Configuration
 from ..tuning.selection import architecture_of, select
 from .arguments import Operands
+from .launch_binder import RecordedCall
 from .launcher import KernelLaunch
 from .schedule import make_schedule
 from .statistics import FusedStatistics, compute_statistics
 
-__all__ = ["attention_launches", "decode_launches", "forward_launches", "nan_safe_launch", "run", "uses_decode"]
+__all__ = [
+    "attention_launches",
+    "decode_launches",
+    "forward_launches",
+    "nan_safe_launch",
+    "run",
+    "small_sizes",
+    "uses_decode",
+]
 
 NAN_SAFE_ROWS = 32  # most queries (or keys) of a tile in the NaN-safe launch, which recomputes flagged blocks only
+NAN_SAFE_WARPS = 4  # most warps of a NaN-safe launch
+SMALL_KEYS = 32  # most keys of a tile in a launch for a small problem: with 64, kernels of d 128 spill registers
 NAN_SAFE_PROGRAMS = 1024  # most programs of the NaN-safe launch; each program checks the flags of several blocks
 MAX_DECODE_QUERIES = 16  # most queries of a head that the decoding kernel serves
 MIN_KEYS_PER_SPLIT = 256  # fewest keys of a split, apart from rounding to tiles
@@ -38,13 +51,32 @@ def run(problem: Problem, architecture: str | None) -> Result:
     lse = problem.query.new_empty(rows, dtype=torch.float64)
     fused_statistics = FusedStatistics(problem)
     architecture = architecture or architecture_of(problem.query.device)
+    recorded = None
     if lse.numel():
         if problem.m == 0 or problem.d_v == 0:  # the kernels would have nothing to multiply
             return Streaming().run(problem)
+        launches = attention_launches(problem, output, lse, architecture, fused_statistics)
         with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
-            for launch in attention_launches(problem, output, lse, architecture, fused_statistics):
-                launch.launch()
-    return Result(output, lse, compute_statistics(problem, lse, fused_statistics, architecture) if problem.see else ())
+            recorded = record_forward(problem, fused_statistics, launches, output, lse)
+    seen = compute_statistics(problem, lse, fused_statistics, architecture) if problem.see else ()
+    return Result(output, lse, seen, recorded_call=recorded)
+
+
+def record_forward(
+    problem: Problem, fused_statistics: FusedStatistics, launches: Iterable[KernelLaunch], output: Any, lse: Any
+) -> RecordedCall | None:
+    """Run the launches. Return their record; None if other kernels must compute some statistics.
+
+    The results of the record are output, lse, and the arrays of every statistic except lse.
+    """
+    done = [(launch, launch.launch()) for launch in launches]
+    results = [output, lse]
+    for statistic in map(unwrap_mean, problem.see):
+        arrays = [] if isinstance(statistic, Lse) else fused_statistics.arrays_of(statistic)
+        if arrays is None:
+            return None
+        results += arrays
+    return RecordedCall.of(problem, done, collect_tables(problem, fused_statistics.formulas), results)
 
 
 def attention_launches(
@@ -64,18 +96,21 @@ def forward_launches(
     fused_statistics: FusedStatistics | None = None,
     sizes: Configuration | None = None,
 ) -> Iterator[KernelLaunch]:
-    """Yield the forward launch over all blocks of queries, and the NaN-safe launch.
+    """Yield the forward launch over all blocks of queries, and the NaN-safe launch unless the problem is small.
 
     The NaN-safe launch recomputes every block whose output has NaN, so that NaN in a row of V whose weight is 0 does
-    not reach the output. The tile sizes are `sizes`, or by default those that `select` returns for the problem.
+    not reach the output. For a small problem the forward launch itself is NaN-safe. The tile sizes are `sizes`, or by
+    default those that `select` returns for the problem.
     """
     sizes = sizes or select("forward", problem, architecture)
+    sizes = small_sizes(sizes) if problem.is_small_on_gpu else sizes
     on_hopper, sizes = sizes.specialised, replace(sizes, specialised=False)
     operands = Operands(problem, sizes, fused_statistics.formulas if fused_statistics else ())
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
     schedule = make_schedule(problem, sizes.rows, sizes.keys)
-    arguments = operands.common_arguments() | operands.dropout_arguments() | operands.block_arguments(blocks, items)
+    arguments = operands.common_arguments() | operands.dropout_arguments()
+    arguments |= operands.block_arguments(blocks, items, not problem.is_small_on_gpu)
     arguments |= {"output": output, "lse": lse, "schedule": schedule, "sinks": operands.sinks()}
     arguments |= {"seen": (None, None, None, ())}
     first_arguments = fused_statistics.arguments(operands, arguments) if fused_statistics else arguments
@@ -85,21 +120,29 @@ def forward_launches(
 
         launch = specialise(launch)
     yield launch
-    yield nan_safe_launch(forward, arguments, operands, sizes, replace(sizes, rows=min(sizes.rows, NAN_SAFE_ROWS)))
+    if not problem.is_small_on_gpu:
+        subblock_sizes = replace(sizes, rows=min(sizes.rows, NAN_SAFE_ROWS))
+        yield nan_safe_launch(forward, arguments, operands, sizes, subblock_sizes)
+
+
+def small_sizes(sizes: Configuration, warps: int = NAN_SAFE_WARPS) -> Configuration:
+    """Return the tile sizes of a launch that computes every block NaN-safe: a tile has fewer rows and keys."""
+    rows, keys = min(sizes.rows, NAN_SAFE_ROWS), min(sizes.keys, SMALL_KEYS)
+    return replace(sizes, rows=rows, keys=keys, warps=warps, stages=1, specialised=False)
 
 
 def nan_safe_launch(
-    kernel: Any, arguments: dict[str, Any], operands: Operands, sizes: Configuration, small_sizes: Configuration
+    kernel: Any, arguments: dict[str, Any], operands: Operands, sizes: Configuration, subblock_sizes: Configuration
 ) -> KernelLaunch:
     """Return the NaN-safe launch of a kernel, which recomputes each flagged block in smaller subblocks.
 
-    A flagged block has the tile sizes `sizes`, and a subblock the tile sizes `small_sizes`.
+    A flagged block has the tile sizes `sizes`, and a subblock the tile sizes `subblock_sizes`.
     """
-    small_sizes = replace(small_sizes, warps=min(sizes.warps, 4), stages=1)
-    subblocks = sizes.rows // small_sizes.rows * (sizes.keys // small_sizes.keys)
-    arguments = arguments | {"meta": operands.meta(small_sizes), "SUBBLOCKS": subblocks}
+    subblock_sizes = replace(subblock_sizes, warps=min(sizes.warps, NAN_SAFE_WARPS), stages=1)
+    subblocks = sizes.rows // subblock_sizes.rows * (sizes.keys // subblock_sizes.keys)
+    arguments = arguments | {"meta": operands.meta(subblock_sizes), "SUBBLOCKS": subblocks}
     programs = min(arguments["items"], NAN_SAFE_PROGRAMS)
-    return KernelLaunch(kernel, programs, arguments, small_sizes, operands.sources)
+    return KernelLaunch(kernel, programs, arguments, subblock_sizes, operands.sources)
 
 
 def uses_decode(problem: Problem) -> bool:

@@ -37,30 +37,33 @@ class KernelLaunch:
         """
         return {"num_warps": self.configuration.warps, "num_stages": stages, "enable_fp_fusion": False}
 
-    def launch(self) -> None:
+    def wrapped_arguments(self) -> dict[str, Any]:
+        """Return the arguments for a compiled kernel, with the compile-time constants as Triton takes them."""
+        metas = {name: x for name, x in self.arguments.items() if isinstance(x, MetaParameters)}
+        return self.arguments | {name: wrap_meta_parameters(meta) for name, meta in metas.items()}
+
+    def launch(self) -> Any:
         """Run the kernel on the current stream, with fewer stages if the configured number exceeds shared memory.
+
+        The result is the compiled kernel, and None in Triton's interpreter.
 
         Raises
         ------
         triton.OutOfResources
             The kernel does not fit even with one stage.
         """
-        arguments, stages = self.arguments, self.configuration.stages
-        if isinstance(self.kernel, JITFunction):  # Triton's interpreter needs no wrapped constants
-            metas = {name: x for name, x in arguments.items() if isinstance(x, MetaParameters)}
-            arguments = arguments | {name: wrap_meta_parameters(meta) for name, meta in metas.items()}
+        arguments = self.wrapped_arguments() if isinstance(self.kernel, JITFunction) else self.arguments
+        stages = self.configuration.stages
         if REDUCED_STAGES:
             stages = REDUCED_STAGES.get(self._memory_key(), stages)
         while True:
             try:
-                self.kernel[(self.programs,)](**arguments, **self.options(stages))
+                return self.kernel[(self.programs,)](**arguments, **self.options(stages))
             except OutOfResources:
                 if stages == 1:
                     raise
                 stages -= 1
                 REDUCED_STAGES[self._memory_key()] = stages
-            else:
-                return
 
     def _memory_key(self) -> Hashable:
         """Return the cache key of `REDUCED_STAGES`: launches with equal keys need the same shared memory."""

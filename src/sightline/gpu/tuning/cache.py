@@ -25,8 +25,16 @@ from ...problem import Problem
 from ...statistics import Entropy, Lse, Mass, MaxScore, Statistic, unwrap_mean
 
 __all__ = [
-    *("DRIVER_VERSION_FILES", "clear", "environment", "folder", "list_entries", "load", "prepare_folder"),
-    *("problem_key", "store"),
+    "DRIVER_VERSION_FILES",
+    "clear",
+    "environment",
+    "folder",
+    "list_entries",
+    "load",
+    "num_changes",
+    "prepare_folder",
+    "problem_key",
+    "store",
 ]
 
 CACHE_VARIABLE = "SIGHTLINE_CACHE"
@@ -122,8 +130,18 @@ def store(kernel: str, problem: Problem, device: str, entry: Mapping[str, Any]) 
 
 def clear() -> None:
     """Forget the configurations in memory, so that the next look-up reads the tuning files again."""
+    global _num_changes
     _load.cache_clear()
     _existing_folder.cache_clear()
+    _num_changes += 1
+
+
+_num_changes = 0
+
+
+def num_changes() -> int:
+    """Return how often `clear` was called in this process."""
+    return _num_changes
 
 
 @lru_cache(maxsize=1)

@@ -16,7 +16,16 @@ from ...problem import Problem
 from . import cache
 from .default_configurations import Configuration, default_configuration, shared_memory_of
 
-__all__ = ["Trial", "architecture_of", "candidates", "device_of", "parse_configuration", "select", "try_sizes"]
+__all__ = [
+    "Trial",
+    "architecture_of",
+    "candidates",
+    "device_of",
+    "parse_configuration",
+    "select",
+    "selection_version",
+    "try_sizes",
+]
 
 MAX_SIZE = 1024  # largest number in any field of a configuration that is read from a file
 MIN_TILE = 16  # fewest rows and fewest keys of a tile: the size of the smallest matrix product
@@ -54,6 +63,11 @@ def select(kernel: str, problem: Problem, architecture: str) -> Configuration:
         trial.requested.setdefault(kernel, found)
         trial.architectures.add(architecture)
     return found
+
+
+def selection_version() -> int | None:
+    """Return a number that changes when `select` may return other configurations; None during a trial."""
+    return cache.num_changes() if _trial.get() is None else None
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from ...accuracy import budget_used
 from ...arrays import to_numpy
 from ...errors import KernelRefusedError, ParameterError
 from ...kernel import Gradients, Result
-from ...problem import Problem, make_problem
+from ...problem import MAX_SMALL_FLOPS, MIN_COUNTED_QUERIES, Problem, make_problem
 from ...statistics import Statistic, arrays_of, solve_selections_separately
 from ...streaming import Streaming, backward
 from .. import Triton
@@ -144,8 +144,9 @@ def tune(
         The arrays are not on a GPU, Triton is not installed, or the kernels cannot serve the problem. The message has
         every reason with its cure.
     ParameterError
-        The folder of the cache is not writable; `kernel` is not a `Triton`; `timer` is not callable or returns no
-        number of seconds; `gradients`, `specialised` or `show` is not a bool.
+        The problem is small (`Problem.is_small_on_gpu`) and no decoding, so that its launches are not tuned; the
+        folder of the cache is not writable; `kernel` is not a `Triton`; `timer` is not callable or returns no number
+        of seconds; `gradients`, `specialised` or `show` is not a bool.
     SightlineError
         The errors of `attention`.
 
@@ -176,6 +177,14 @@ def tune(
             "the GPU kernels cannot be tuned for this problem: " + "; ".join(each.reason for each in reasons),
             "problems that the GPU kernels serve, with tensors on the GPU",
             "; ".join(each.cure for each in reasons),
+        )
+    from ..launch.forward import uses_decode  # loads triton, which `refuses` has found
+
+    if problem.is_small_on_gpu and not uses_decode(problem):
+        raise ParameterError(
+            f"a small problem, (B, H, n, m) = {problem.extent}, whose launches are not tuned",
+            f"decoding, or 2 · B · H · max(n, {MIN_COUNTED_QUERIES}) · m · (d_k + d_v) above {MAX_SMALL_FLOPS:,}",
+            "tune with the lengths of your long calls",
         )
     tuning_run = TuningRun(problem, kernel, _time_with_events if timer is None else timer, specialised)
     cache.prepare_folder()  # an error is raised now, not after minutes of measurements

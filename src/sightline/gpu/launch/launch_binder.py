@@ -1,0 +1,175 @@
+"""Bound launches: the launches of a call in a form that lacks only the addresses of arrays and the seed of dropout.
+
+the launches of a first call  →  RecordedCall  →  bind_launches  →  BoundLaunch, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from triton.runtime import JITFunction
+
+from ...formula.tables import Table
+from ...problem import Problem
+from ..kernels.tile_loop import Schedule
+from .arguments import dropout_state
+from .launcher import KernelLaunch
+
+__all__ = ["BoundLaunch", "LaunchBinder", "RecordedCall", "UnboundArgumentError"]
+
+# The kernels' arguments for arrays that a call allocates without filling them, unless these are inputs of the call.
+WRITTEN_ARGUMENTS = frozenset(
+    {"output", "lse", "nonfinite_flags", "split_output", "split_lse", "seen", "rows", "d_query", "d_key", "d_value"}
+)
+TUPLE_ARGUMENTS = ("tables", "dropout_state")  # the inputs that are tuples of inputs
+
+
+class RecordedCall(NamedTuple):
+    """The launches of a call.
+
+    launches : every launch, and what `KernelLaunch.launch` returned for it
+    inputs : the inputs of the call by the names of the kernels' arguments: a tensor, or a tuple of tensors or integers
+    tables : the tables whose arrays are the input "tables"
+    results : the arrays of the call's results
+    """
+
+    problem: Problem
+    launches: Sequence[tuple[KernelLaunch, Any]]
+    inputs: Mapping[str, Any]
+    tables: Sequence[Table]
+    results: Sequence[Any]
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        launches: Sequence[tuple[KernelLaunch, Any]],
+        tables: Sequence[Table],
+        results: Sequence[Any],
+        others: Mapping[str, Any] | None = None,
+    ) -> RecordedCall:
+        """Return the record of a call whose inputs are those of the problem, and `others`."""
+        inputs: dict[str, Any] = {"query": problem.query, "key": problem.key, "value": problem.value, **(others or {})}
+        inputs["tables"] = tuple([table.array for table in tables])
+        if problem.sinks is not None:
+            inputs["sinks"] = problem.sinks
+        state = dropout_state(problem, problem.seed) if problem.dropout else None
+        if state is not None:
+            inputs["dropout_state"] = state
+        return cls(problem, launches, inputs, tables, results)
+
+    @property
+    def is_compiled(self) -> bool:
+        """False if Triton's interpreter runs the kernels."""
+        return all(isinstance(launch.kernel, JITFunction) for launch, _ in self.launches)
+
+    @property
+    def flat_inputs(self) -> list[Any]:
+        """The inputs without tuples: tensors and integers."""
+        return [x for given in self.inputs.values() for x in (given if isinstance(given, tuple) else (given,))]
+
+
+class BoundLaunch(NamedTuple):
+    """One launch. `pack` takes the values of a call (see `LaunchBinder`) and `constants`: it returns the arguments."""
+
+    run: Callable[..., Any]
+    pack: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
+    constants: Sequence[Any]
+
+
+class UnboundArgumentError(Exception):
+    """An array is neither an input, nor allocated by the call, nor part of a schedule."""
+
+
+class LaunchBinder:
+    """Binds the launches of a recorded call.
+
+    The values of a call are numbered: first `RecordedCall.flat_inputs`, then the arrays that the call allocates. An
+    array is its address, or in Triton's interpreter the tensor itself.
+
+    Parameters
+    ----------
+    recorded : the call
+
+    Attributes
+    ----------
+    makers : functions that allocate the arrays of a call
+    schedules : the schedules that the launches read
+
+    Raises
+    ------
+    UnboundArgumentError
+        A launch reads an array that a run does not have.
+    """
+
+    def __init__(self, recorded: RecordedCall) -> None:
+        self.is_compiled = recorded.is_compiled
+        self.numbers: dict[str, int] = {}  # the number of the first value of each input
+        self.num_inputs = 0
+        for name, given in recorded.inputs.items():
+            self.numbers[name] = self.num_inputs
+            self.num_inputs += len(given) if isinstance(given, tuple) else 1
+        self.written: dict[int, int] = {}  # for each array that the call allocates its index in `makers`, by its id
+        self.makers: list[Callable[[], Any]] = []
+        self.schedules: list[Schedule] = []
+        self.constants: list[Any] = []  # of the launch that is being bound
+
+    def bind(self, launch: KernelLaunch, compiled: Any) -> BoundLaunch:
+        """Return the bound launch; `compiled` is what `KernelLaunch.launch` returned."""
+        self.constants = []
+        arguments = launch.wrapped_arguments() if self.is_compiled else launch.arguments
+        text = ", ".join([self._expression(name, arguments[name]) for name in launch.kernel.arg_names])
+        run = compiled[(launch.programs, 1, 1)] if self.is_compiled else launch.kernel[(launch.programs,)]
+        return BoundLaunch(run, _compile(f"lambda values, constants: ({text},)"), self.constants)
+
+    def _expression(self, name: str, value: Any) -> str:
+        """Return the Python expression of an argument, which reads the lists `values` and `constants`."""
+        if hasattr(value, "shape") and not isinstance(value, torch.Tensor):  # a descriptor, which holds an address
+            raise UnboundArgumentError(name)
+        if name in self.numbers and value is not None:
+            number = self.numbers[name]
+            if name in TUPLE_ARGUMENTS:
+                return self._tuple(value, [self._input(number + k, member) for k, member in enumerate(value)])
+            return self._input(number, value)
+        if isinstance(value, Schedule):
+            self.schedules.append(value)
+            if self.is_compiled:
+                value = value._replace(rows=value.rows.data_ptr(), ranges=value.ranges.data_ptr())
+        elif isinstance(value, torch.Tensor):
+            return f"values[{self.num_inputs + self._index_of_written(name, value)}]"
+        elif isinstance(value, tuple) and any(isinstance(x, torch.Tensor | tuple) for x in value):
+            return self._tuple(value, [self._expression(name, x) for x in value])
+        return self._constant(value)
+
+    def _input(self, number: int, value: Any) -> str:
+        """Return the expression of an input: an array, an integer, or a tuple that begins with the array."""
+        if not isinstance(value, tuple):
+            return f"values[{number}]"
+        return self._tuple(value, [f"values[{number}]", *map(self._constant, value[1:])])
+
+    def _constant(self, value: Any) -> str:
+        self.constants.append(value)
+        return f"constants[{len(self.constants) - 1}]"
+
+    def _tuple(self, value: tuple[Any, ...], parts: Sequence[str]) -> str:
+        """Return the expression of a tuple. The interpreter's kernels read the fields of named tuples by name."""
+        text = f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+        return text if self.is_compiled or type(value) is tuple else self._constant(type(value)) + text
+
+    def _index_of_written(self, name: str, array: Any) -> int:
+        if name not in WRITTEN_ARGUMENTS:
+            raise UnboundArgumentError(name)
+        if id(array) not in self.written:
+            self.written[id(array)] = len(self.makers)
+            # `empty_like` takes half the time of `torch.empty` with a dtype; the example has the memory of one number
+            example = array.new_empty(()).expand(array.shape)
+            self.makers.append(lambda: torch.empty_like(example))
+        return self.written[id(array)]
+
+
+@lru_cache(1024)
+def _compile(source: str) -> Any:
+    return eval(source)

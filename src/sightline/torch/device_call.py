@@ -1,0 +1,200 @@
+"""Cached calls of tensors on a GPU: a call that was met before goes straight to the launches of its kernels.
+
+    attention(q, k, v, mask=causal())  →  Request  →  DeviceCall  →  BoundCall  →  kernels
+
+The calls are entries of the call cache beside those of the CPU; see `call_cache`. A call is stored if its launches
+depend on the layouts of its arrays and on its formulas alone. So the entries of its tables must not have decided its
+plan: see `Table.with_unknown_entries`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention  # bound before `replacing` replaces it
+
+from .. import array_layouts
+from ..array_adapters import ADAPTERS
+from ..call_cache import CallResult, ResultBuilder, describe_statistics, store
+from ..call_request import Request
+from ..cpu.runtime.compile import bound_calls
+from ..formula.expression import Expression
+from ..gpu.tuning.selection import selection_version
+from ..kernel import Gradients, Result
+from ..problem import NUM_OPERANDS, Problem
+from .autograd import needs_gradients
+from .graph_attacher import MAX_BACKWARD_CALLS, CachedGraphCall, GraphAttacher
+
+if TYPE_CHECKING:
+    from ..gpu.launch.bound_call import BoundCall
+
+__all__ = ["DeviceCall", "FusedCall", "insert", "insert_fused"]
+
+BACKWARD_INPUTS = "query", "key", "value", "output", "d_output", "lse"  # what the backward kernels read besides tables
+NUM_AXES = 4  # of query, key and value, as torch's own kernels take them
+MAX_CALLS_BY_NUMBERS = 64  # calls that differ only in the numbers of their formulas: each has kernels of its own
+
+
+class _PythonEntry:
+    """An entry of the call cache that no generated code can run; see `cpu.kernels.direct_call`."""
+
+    direct_record: ClassVar[int] = 0
+    makers: ClassVar[tuple[Any, ...]] = ()
+
+
+class FusedCall(_PythonEntry):
+    """A call that torch's own kernels serve; see `fused`."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.scale, self.is_grouped = problem.scale, problem.group > 1
+
+    def run(self, request: Request, query: Tensor, key: Tensor, value: Tensor, threads: int | None) -> Any:
+        """Return (output, seen) of the call."""
+        return scaled_dot_product_attention(query, key, value, scale=self.scale, enable_gqa=self.is_grouped), ()
+
+
+class CallsByNumbers(_PythonEntry):
+    """The calls of one request with different numbers in their formulas. `calls` has them by these numbers.
+
+    `selection` is the `selection_version` of the calls.
+    """
+
+    def __init__(self, selection: int) -> None:
+        self.calls: dict[tuple[float, ...], DeviceCall] = {}
+        self.selection = selection
+
+    def run(self, request: Request, query: Tensor, key: Tensor, value: Tensor, threads: int | None) -> Any:
+        """Return (output, seen) of the call; None if the call needs the full dispatch."""
+        call = self.calls.get(request.numbers)
+        return None if call is None or selection_version() != self.selection else call.run(request, query, key, value)
+
+
+@dataclass
+class DeviceCall(ResultBuilder):
+    """A call that only lacks its inputs. The parameters besides those of `ResultBuilder`:
+
+    Parameters
+    ----------
+    bound_call : the launches
+    squeezed_axis : the axis of the heads in the results if the caller's arrays have no such axis; else None
+    """
+
+    bound_call: BoundCall
+    squeezed_axis: int | None
+
+    def run(self, request: Request, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        """Return (output, seen) of the call; None if the call needs the full dispatch."""
+        operands = query, key, value
+        inputs = self.bound_call.read_inputs(operands, request.addresses, request.tables, request.sinks)
+        if inputs is None:
+            return None
+        seed = request.seed or 0
+        if request.seed is None and self.bound_call.has_dropout and self.adapter.draw_seed is not None:
+            seed = self.adapter.draw_seed()
+        results = self.bound_call.run(inputs, seed)
+        if self.squeezed_axis is not None:
+            results = [array.squeeze(self.squeezed_axis) for array in results]
+        output, lse, *arrays = results
+        return self.join(request, query, key, value, CallResult(output, lse, arrays, False, seed))
+
+
+class _GraphCall(CachedGraphCall):
+    """A call of the cache in torch's graph."""
+
+    def differentiate_bound(
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> Sequence[Tensor] | None:
+        arrays, read = self.read_arrays(gradients, inputs, results)
+        call = None if read is None else self.attacher.backward_calls.get((selection_version(), read[0]))
+        given = None if call is None else call.read_inputs(arrays, read[1:], self.request.tables, None)
+        return None if call is None or given is None else call.run(given, self.seed)
+
+    def keep(
+        self,
+        found: Gradients,
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+    ) -> None:
+        from ..gpu.launch.bound_call import BoundCall  # loads triton, as each call of a kernel does
+
+        recorded, calls, selection = found.recorded_call, self.attacher.backward_calls, selection_version()
+        _, read = self.read_arrays(gradients, inputs, results)
+        if read is None or selection is None:
+            return
+        addresses = [recorded.inputs[name].data_ptr() for name in BACKWARD_INPUTS]
+        call = BoundCall.of(recorded, self.formulas, self.request.tables)
+        if call is not None and addresses == [*read[1 : 1 + len(addresses)]]:
+            if len(calls) >= MAX_BACKWARD_CALLS:
+                calls.clear()
+            calls[selection, read[0]] = call
+
+    def read_arrays(
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> tuple[tuple[Any, ...], Any]:
+        """Return what the backward kernels read besides tables, and the result of `array_layouts.read_arrays` for it.
+
+        The second result is None if the gradients need the full dispatch.
+        """
+        d_output, *others = gradients
+        arrays = (*inputs[:NUM_OPERANDS], results[0], d_output, self.lse(results))
+        is_bound = d_output is not None and d_output.dtype is results[0].dtype and len(inputs) == NUM_OPERANDS
+        if not is_bound or any(gradient is not None for gradient in others):
+            return arrays, None
+        return arrays, array_layouts.read_arrays(*arrays, *self.request.tables)
+
+
+def insert(
+    request: Request,
+    formulas: Sequence[Expression | None],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    problem: Problem,
+    result: Result,
+    kernel: str | None,
+    threads: int | None,
+) -> None:
+    """Store a call that Triton kernels served, if its launches can be repeated for the arrays of other requests.
+
+    Parameters
+    ----------
+    formulas : the formulas of the call, from `Request.formulas`
+    inputs : the caller's query, key and value
+    problem, result : the problem that was made from the formulas, and its result
+    kernel, threads : as in `attention`
+    """
+    from ..gpu.launch.bound_call import BoundCall  # loads triton, as each call of a kernel does
+
+    operands = problem.query, problem.key, problem.value
+    selection = selection_version()
+    if selection is None or any(x.data_ptr() != y for x, y in zip(operands, request.addresses, strict=False)):
+        return
+    attach = None
+    if needs_gradients(problem):
+        attach = GraphAttacher.of(request, formulas, inputs, problem, kernel, threads, _GraphCall)
+        if attach is None:
+            return
+    bound_call = BoundCall.of(result.recorded_call, formulas, request.tables)
+    if bound_call is None:
+        return
+    squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
+    statistics, _ = describe_statistics(problem)
+    variants: Any = bound_calls().get(request.key)
+    is_outdated = not isinstance(variants, CallsByNumbers) or variants.selection != selection
+    if is_outdated or len(variants.calls) >= MAX_CALLS_BY_NUMBERS:
+        variants = CallsByNumbers(selection)
+        store(bound_calls(), request.key, variants)
+    adapter = ADAPTERS[type(inputs[0])]
+    variants.calls[request.numbers] = DeviceCall(adapter, statistics, attach, bound_call, squeezed_axis)
+
+
+def insert_fused(request: Request, inputs: tuple[Tensor, Tensor, Tensor], problem: Problem) -> None:
+    """Store a call that torch's own kernels served, if it needs no gradients and the arrays were passed unchanged."""
+    operands = problem.query, problem.key, problem.value
+    # on AMD GPUs `fused.Fused.run` changes key and value
+    is_unchanged = all(x is y for x, y in zip(operands, inputs, strict=True)) and problem.query.ndim == NUM_AXES
+    if is_unchanged and not needs_gradients(problem) and torch.version.hip is None:
+        store(bound_calls(), request.key, FusedCall(problem))
