@@ -13,6 +13,7 @@ from sightline.bench import check, cuda, cuda_benchmarks, measure, workloads
 from sightline.bench.benchmarks import CAUSAL
 from sightline.bench.check import share_of_budget
 from sightline.bench.cuda import Cuda
+from sightline.bench.implementations import PreparedCall
 from sightline.bench.measure import Settings, run
 from sightline.bench.report import Entry, Finding
 from sightline.bench.workloads import BEST, Inputs, Planning, Target, Workload
@@ -123,6 +124,25 @@ def test_calls_are_timed_between_events():
     prepared.call = call
     assert device.time_calls(prepared, 3) >= 2e-3
     assert len(calls) == 1 + 3
+
+
+def test_the_time_of_short_calls_includes_the_host():
+    device, calls = make_device(), []
+    prepared = PreparedCall(lambda state: calls.append(state) or time.sleep(2e-3), lambda x: x, lambda: 7)
+    prepared.includes_host = True
+    device._record_events = None  # no events
+    assert 2e-3 <= device.time_calls(prepared, 3) < 2e-2
+    assert calls == [7] * 4
+
+
+def test_short_calls_are_measured_beside_torch():
+    group = next(each for each in cuda_benchmarks.BENCHMARKS if each.name == "short calls padding mask")
+    assert all(case.device == "cuda" and case.dtype == "bfloat16" for case in group.cases)
+    on_cpu = replace(group, cases=(replace(group.cases[0], device="cpu"),))
+    (result,) = run(on_cpu, Settings(make_device(), seconds=0.01, quick=True)).cases
+    assert result.failed is None
+    assert [entry.name for entry in result.entries if entry.seconds] == ["sightline", "torch"]
+    assert all(entry.budget <= 1 for entry in result.entries)
 
 
 def test_a_call_is_captured_as_a_graph_if_possible():

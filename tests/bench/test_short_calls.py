@@ -34,9 +34,10 @@ def test_there_are_nine_kinds_of_eight_shapes():
 
 
 @pytest.mark.parametrize("name", KIND)
-def test_both_contenders_are_right(name):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_contenders_are_right(name, dtype):
     """torch's dropout draws its own weights and is not checked."""
-    ours, peer = ShortCall(KIND[name], SHAPE).contenders(2)
+    ours, peer = ShortCall(KIND[name], SHAPE, dtype).contenders(2)
     assert ours.share_of_budget() <= 1
     assert (peer.share_of_budget is None) == (name == "training dropout")
     assert peer.share_of_budget is None or peer.share_of_budget() <= 1

@@ -82,11 +82,13 @@ class Cuda(Device):
 
         An untimed call and some flushes of the caches come first. While the device runs these, the host queues the
         timed calls, so the result is the device's time. The host's time is included only if a call waits for the
-        device.
+        device, or if `prepared.includes_host`.
         """
         time.sleep(self.pause)
         self.synchronize()
         prepared.call(prepared.setup())
+        if prepared.includes_host:
+            return self._time_on_host(prepared, repeats)
         for _ in range(HEAD_START_FLUSHES):
             self._flush()
         pairs = []
@@ -99,6 +101,16 @@ class Cuda(Device):
         return (
             float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3 / repeats
         )  # elapsed_time is in ms
+
+    def _time_on_host(self, prepared: PreparedCall, repeats: int) -> float:
+        """Return the host's seconds per call, from the first call until the device has finished the last."""
+        states = [prepared.setup() for _ in range(repeats)]
+        self.synchronize()
+        started = time.perf_counter()
+        for state in states:
+            prepared.call(state)
+        self.synchronize()
+        return (time.perf_counter() - started) / repeats
 
     def memory(self, prepared: PreparedCall) -> int | None:
         """Return the peak that torch's allocator counts; memory that a library allocates itself is not included."""

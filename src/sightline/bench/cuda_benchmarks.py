@@ -11,6 +11,7 @@ from typing import Any
 
 from ..statistics import Statistic, received
 from .benchmarks import CAUSAL, MAX_SECOND_PASS_SLOWDOWN, ROW_STATISTICS, THREE_STATISTICS, documents, window
+from .short_calls import CUDA_SHORT_CALLS
 from .workloads import BEST, Benchmark, Mask, Planning, Score, Target, ToTable, Workload
 
 __all__ = ["BENCHMARKS"]
@@ -123,4 +124,5 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         n=131072,
         targets=(Target("seconds", MAX_PLANNING_SECONDS, "new mask"),),
     ),
+    *CUDA_SHORT_CALLS,
 )

@@ -50,6 +50,7 @@ class PreparedCall:
     threads : number of threads that torch uses during the call
     close : the function that releases the contender's memory
     set_d_output : the function that replaces d_output; None for forward passes, and if the contender cannot replace it
+    includes_host : True if on a GPU the host's clock times consecutive calls, instead of CUDA's events
     """
 
     call: Callable[[Any], Any]
@@ -58,6 +59,7 @@ class PreparedCall:
     threads: int = 1
     close: Callable[[], None] = lambda: None
     set_d_output: Callable[[Any], Any] | None = None
+    includes_host: bool = False
 
 
 class Implementation(ABC):

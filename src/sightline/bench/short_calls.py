@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..api import attention
+from ..arrays import resolve_dtype
 from ..formula.library import padding
 from ..statistics import Statistic, entropy
 from .cases import Case, CaseContender, CaseGroup
@@ -24,6 +25,7 @@ from .implementations import PreparedCall, Results, name_results, to_float32
 from .workloads import CAUSAL, SEED, Inputs, Mask, Workload
 
 __all__ = [
+    "CUDA_SHORT_CALLS",
     "KINDS",
     "POOL_SIZE",
     "SHORT_CALLS",
@@ -118,7 +120,7 @@ def torch_functions() -> dict[str, Function]:
     scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
 
     def with_lengths(query: Any, key: Any, value: Any, lengths: Any) -> Any:
-        mask = torch.arange(key.shape[-2]) < lengths[:, None]
+        mask = torch.arange(key.shape[-2], device=lengths.device) < lengths[:, None]
         return scaled_dot_product_attention(query, key, value, mask[:, None, None])
 
     functions = _functions_with_signature_of_torch(scaled_dot_product_attention)
@@ -154,7 +156,7 @@ class Pool:
             self.workloads.append(workload)
             self.inputs.append(inputs)
             arrays = inputs.query, inputs.key, inputs.value, extra, inputs.d_output
-            self.arguments.append(arrays if on_numpy else _to_tensors(arrays, case.kind.training))
+            self.arguments.append(arrays if on_numpy else _to_tensors(arrays, case))
         self.position = 0
 
     def next(self) -> tuple[Any, ...]:
@@ -173,9 +175,10 @@ class Pool:
 def _draw(case: ShortCall, rng: np.random.Generator) -> tuple[Workload, Inputs, Array | None]:
     """Draw one problem of a case: the problem for the check, its inputs, and the extra argument of the call."""
     B, H, n, d = case.shape
+    dtype = resolve_dtype(np, case.dtype)
 
     def draw(*shape: int) -> Array:
-        return rng.standard_normal(shape, np.float32)
+        return rng.standard_normal(shape, np.float32).astype(dtype).astype(np.float32)
 
     query, key, value = (draw(B, H, n, d) for _ in range(3))
     d_output = draw(B, H, n, d) if case.kind.training else None
@@ -193,6 +196,7 @@ def _draw(case: ShortCall, rng: np.random.Generator) -> tuple[Workload, Inputs, 
         H=H,
         n=n,
         d_k=d,
+        dtype=case.dtype,
         mask=mask,
         bias=bias is not None,
         dropout=DROPOUT if case.kind.function == "dropout" else 0.0,
@@ -212,14 +216,21 @@ def _draw_lengths(rng: np.random.Generator, B: int, n: int) -> Array:
     return lengths
 
 
-def _to_tensors(arrays: tuple[Array | None, ...], training: bool) -> tuple[Any, ...]:
-    """Return the arrays as tensors. If `training`, the first three, query, key and value, require gradients."""
+def _to_tensors(arrays: tuple[Array | None, ...], case: ShortCall) -> tuple[Any, ...]:
+    """Return the arrays as tensors on the case's device, arrays of floats in its dtype.
+
+    In training the first three, query, key and value, require gradients.
+    """
     import torch
 
-    tensors = [None if array is None else torch.from_numpy(array) for array in arrays]
+    def convert(array: Array) -> Any:
+        dtype = getattr(torch, case.dtype) if array.dtype == np.float32 else None
+        return torch.from_numpy(array).to(case.device, dtype)
+
+    tensors = [None if array is None else convert(array) for array in arrays]
     for tensor in tensors[:3]:
         assert tensor is not None
-        tensor.requires_grad_(training)
+        tensor.requires_grad_(case.kind.training)
     return tuple(tensors)
 
 
@@ -228,10 +239,12 @@ def _to_tensors(arrays: tuple[Array | None, ...], training: bool) -> tuple[Any, 
 
 @dataclass(frozen=True)
 class ShortCall(Case):
-    """One kind of call at one shape (B, H, n, d), with as many keys as queries."""
+    """One kind of call at one shape (B, H, n, d), with as many keys as queries. `device` is torch's name of it."""
 
     kind: CallKind
     shape: tuple[int, int, int, int]
+    dtype: str = "float32"
+    device: str = "cpu"
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -251,7 +264,8 @@ class ShortCall(Case):
             is_peer = name == "torch"
             is_random = is_peer and self.kind.function == "dropout"  # torch draws the dropped weights itself
             check = None if is_random else partial(share_of_pool, call, pool, is_peer)
-            yield CaseContender(name, label, PreparedCall(call, to_float32, pool.next, threads), check, is_peer)
+            prepared = PreparedCall(call, to_float32, pool.next, threads, includes_host=True)
+            yield CaseContender(name, label, prepared, check, is_peer)
 
 
 def infer(function: Function, arguments: tuple[Any, ...]) -> Any:
@@ -308,15 +322,20 @@ def _known_seed(state: int) -> Iterator[int]:
         yield seed
 
 
-SHORT_CALLS = tuple(
-    CaseGroup(
-        name=f"short calls {kind.name}",
-        group="short calls",
-        description=", ".join(filter(None, ["B × H × n × d, float32", kind.description])),
-        cases=tuple(ShortCall(kind, shape) for shape in SHAPES),
-        packages=("torch",),
-        pip="torch",
-        peer="torch",
+def _make_groups(dtype: str, device: str) -> tuple[CaseGroup, ...]:
+    return tuple(
+        CaseGroup(
+            name=f"short calls {kind.name}",
+            group="short calls",
+            description=", ".join(filter(None, [f"B × H × n × d, {dtype}", kind.description])),
+            cases=tuple(ShortCall(kind, shape, dtype, device) for shape in SHAPES),
+            packages=("torch",),
+            pip="torch",
+            peer="torch",
+        )
+        for kind in KINDS
     )
-    for kind in KINDS
-)
+
+
+SHORT_CALLS = _make_groups("float32", "cpu")
+CUDA_SHORT_CALLS = _make_groups("bfloat16", "cuda")
