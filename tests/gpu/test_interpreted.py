@@ -1,7 +1,4 @@
-"""Runs the test files of `interpreted/` in a new process in which triton interprets the kernels.
-
-On a machine whose torch finds a GPU, pytest collects these files directly and runs them on the GPU.
-"""
+"""Runs the files of `interpreted/` in processes of their own: in Triton's interpreter, and with its compiler alone."""
 
 import os
 import subprocess
@@ -14,13 +11,27 @@ import torch
 
 FILES = sorted(Path(__file__).parent.glob("interpreted/test_*.py"))
 
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="pytest runs these files directly on the GPU"),
+]
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="pytest runs these files directly on the GPU")
-def test_interpreted():
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+
+def run_files(*options, **variables):
+    environment = os.environ | variables
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, FILES)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *map(str, FILES)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
+
+
+def test_interpreted():
+    run_files(TRITON_INTERPRET="1")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_every_kernel_compiles(target):
+    """Triton's interpreter accepts programs that its compiler refuses."""
+    run_files("-p", "compile_only", COMPILE_FOR=target)
