@@ -42,8 +42,8 @@ def replicated(x: Tensor, group: Any) -> Tensor:
 def finite_differences(group: Any, layout: Any, method: Any) -> bool:
     """Check the gradients of shard → attention → unshard as a function of the whole tensors, tables and sinks.
 
-    Every rank has the whole output, so each of R ranks counts it once. The gradients of all ranks sum to R times the
-    gradient of the function, and their mean is this gradient.
+    Each of the R ranks computes the loss of the whole output, so the total loss is R times the loss of one rank. The
+    mean of the ranks' gradients is therefore the gradient of the function.
     """
     torch.manual_seed(0)
 

@@ -49,9 +49,9 @@ def check_formulas(mask: Expression | None, score: Expression | None, extent: Ex
 def is_valid_for_all_entries(formula: Expression, extent: Extent) -> bool:
     """True if no entries of its tables can make the formula invalid: `Table.bounds` has the limits of all entries.
 
-    Every read must stay inside its table at all pairs, hidden pairs included, and no whole number may reach 2⁵³. Only
-    for the second condition, unknown entries are taken to be at most 2⁵² in absolute value: most tables of positions
-    and lengths have 64 bits.
+    There are two conditions. Every read stays inside its table, also at hidden pairs. No whole number reaches 2⁵³. The
+    second condition takes unknown entries to be at most 2⁵² in absolute value, because most tables of positions and
+    lengths have 64-bit integers.
     """
     bounds = compute_intervals(formula, make_box(extent))
     if _find_large_integer(formula, extent, bounds) is not None:

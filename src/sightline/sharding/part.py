@@ -54,7 +54,7 @@ def part_of(
     problem : the whole problem; its arrays are read for their shapes alone
     query, key, value : the arrays of the part, with a head axis and the batch axes of `problem`
     first_head, first_row, first_key : the positions h, i and j in `problem` of the part's first head, query and key;
-        None for all queries, or all keys
+        `first_row` is None if the part has all queries, and `first_key` is None if it has all keys
     see : the statistics of the part; their formulas are those of the whole problem
 
     Raises

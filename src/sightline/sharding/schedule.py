@@ -245,7 +245,7 @@ class _Pieces:
 
     @classmethod
     def of(cls, spans: Sequence[Span], length: int, size: int) -> _Pieces:
-        """Divide a sequence of `length` positions into tiles of `size` positions, and the tiles where a span ends."""
+        """Divide `length` positions into tiles of `size` positions. Divide a tile again where a span begins or ends."""
         starts, stops = (np.array([getattr(span, name) for span in spans], np.int64) for name in ("start", "stop"))
         edges = np.unique(np.concatenate([np.arange(0, length, size), starts, stops, [length]]))
         first, lengths = edges[:-1], np.diff(edges)

@@ -157,7 +157,7 @@ def insert(
     kernel: str | None,
     threads: int | None,
 ) -> None:
-    """Store a call that Triton kernels served, if its launches can be repeated for the arrays of other requests.
+    """Store a call of Triton kernels, if its launches can be repeated for other arrays.
 
     Parameters
     ----------

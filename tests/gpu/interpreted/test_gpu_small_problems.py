@@ -172,7 +172,7 @@ CALLS = {  # functions that return the options of a call with new tables
 
 @pytest.fixture
 def repeated(small_kernel, monkeypatch):
-    """Dispatch to the kernels. Return a list of the calls that the call cache repeated."""
+    """Let `attention` use these kernels. Return a list that gets an element for each repeated call."""
     kernel = small_kernel if INTERPRETED else small_kernel.kernel
     others = [other for other in sightline.dispatch.KERNELS if other.name not in ("triton", "cpu")]
     monkeypatch.setattr(sightline.dispatch, "KERNELS", (kernel, *others))

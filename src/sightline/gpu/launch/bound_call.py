@@ -47,9 +47,9 @@ class Inputs(NamedTuple):
 
 
 class BoundCall:
-    """The launches of a call, for arrays of the same layouts as those of the recorded call.
+    """The launches of a recorded call. They can run again for other arrays of the same layouts.
 
-    `of` makes it. `launches`, `makers` and `schedules` are those of `LaunchBinder`.
+    The class method `of` makes a bound call. `LaunchBinder` explains `launches`, `makers` and `schedules`.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ __all__ = ["BoundLaunch", "LaunchBinder", "RecordedCall", "UnboundArgumentError"
 WRITTEN_ARGUMENTS = frozenset(
     {"output", "lse", "nonfinite_flags", "split_output", "split_lse", "seen", "rows", "d_query", "d_key", "d_value"}
 )
-TUPLE_ARGUMENTS = ("tables", "dropout_state")  # the inputs that are tuples of inputs
+TUPLE_ARGUMENTS = ("tables", "dropout_state")  # each of these arguments holds several inputs
 
 
 class RecordedCall(NamedTuple):
@@ -73,7 +73,12 @@ class RecordedCall(NamedTuple):
 
 
 class BoundLaunch(NamedTuple):
-    """One launch. `pack` takes the values of a call (see `LaunchBinder`) and `constants`: it returns the arguments."""
+    """One launch of a kernel, without the values that change from call to call.
+
+    run : the function that launches the kernel
+    pack : (values, constants) → the arguments of `run`; the values are those of `LaunchBinder`
+    constants : what is the same in every call
+    """
 
     run: Callable[..., Any]
     pack: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
@@ -120,7 +125,7 @@ class LaunchBinder:
     def bind(self, launch: KernelLaunch, compiled: Any) -> BoundLaunch:
         """Return the bound launch; `compiled` is what `KernelLaunch.launch` returned."""
         self.constants = []
-        arguments = launch.wrapped_arguments() if self.is_compiled else launch.arguments
+        arguments = launch.kernel_arguments()
         text = ", ".join([self._expression(name, arguments[name]) for name in launch.kernel.arg_names])
         run = compiled[(launch.programs, 1, 1)] if self.is_compiled else launch.kernel[(launch.programs,)]
         return BoundLaunch(run, _compile(f"lambda values, constants: ({text},)"), self.constants)

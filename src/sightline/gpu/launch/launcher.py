@@ -37,8 +37,10 @@ class KernelLaunch:
         """
         return {"num_warps": self.configuration.warps, "num_stages": stages, "enable_fp_fusion": False}
 
-    def wrapped_arguments(self) -> dict[str, Any]:
-        """Return the arguments for a compiled kernel, with the compile-time constants as Triton takes them."""
+    def kernel_arguments(self) -> dict[str, Any]:
+        """Return the arguments as the kernel takes them: Triton's compiler needs wrapped compile-time constants."""
+        if not isinstance(self.kernel, JITFunction):  # Triton's interpreter
+            return self.arguments
         metas = {name: x for name, x in self.arguments.items() if isinstance(x, MetaParameters)}
         return self.arguments | {name: wrap_meta_parameters(meta) for name, meta in metas.items()}
 
@@ -52,8 +54,7 @@ class KernelLaunch:
         triton.OutOfResources
             The kernel does not fit even with one stage.
         """
-        arguments = self.wrapped_arguments() if isinstance(self.kernel, JITFunction) else self.arguments
-        stages = self.configuration.stages
+        arguments, stages = self.kernel_arguments(), self.configuration.stages
         if REDUCED_STAGES:
             stages = REDUCED_STAGES.get(self._memory_key(), stages)
         while True:
