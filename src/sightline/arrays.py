@@ -6,6 +6,7 @@ without importing torch.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = [
     "accumulator",
     "broadcast_to",
     "check_float_dtype",
+    "checksum",
     "convert",
     "detach",
     "device",
@@ -30,6 +32,7 @@ __all__ = [
     "is_strided",
     "layout",
     "map_entries",
+    "memory_layout",
     "min_max",
     "namespace",
     "resolve_dtype",
@@ -43,6 +46,7 @@ __all__ = [
 Array = Any  # an array of NumPy or of a framework; `validation` has checked its type
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+MAX_COMPARED_BYTES = 1 << 10  # the entries of a larger array are compared by a checksum of 32 bits
 
 
 def framework(array: Array) -> str:
@@ -163,9 +167,13 @@ def _convert(array: Array, like: Array) -> Array:
     host = to_numpy(array)
     if framework(like) in ("numpy", "jax"):
         return host
-    if not host.flags.writeable or any(stride < 0 for stride in host.strides):
-        host = host.copy()  # torch cannot share read-only memory or negative strides
-    return namespace(like).asarray(host, device=like.device)
+    # torch shares no memory that is read-only, runs backwards or has strides that are no whole numbers of entries
+    if not host.flags.writeable or any(stride < 0 or stride % host.itemsize for stride in host.strides):
+        host = host.copy()
+    xp = namespace(like)
+    if dtype_name(host) == "bfloat16":
+        return xp.asarray(host.view(np.int16), device=like.device).view(xp.bfloat16)
+    return xp.asarray(host, device=like.device)
 
 
 def to_example(array: Array) -> Array:
@@ -238,6 +246,22 @@ def layout(array: Array) -> tuple[int, tuple[int, ...]]:
         size = array.element_size()
         return array.data_ptr(), tuple(size * stride for stride in array.stride())
     return array.__array_interface__["data"][0], array.strides
+
+
+def memory_layout(array: Array) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Return (name of the dtype, shape, strides in bytes) of an array in CPU memory.
+
+    Code that was made for the memory layout of one array can read another array only if both layouts are equal.
+    """
+    return dtype_name(array), tuple(array.shape), layout(array)[1]
+
+
+def checksum(array: Array) -> bytes | int:
+    """Return a value that changes with the entries of a NumPy array: the bytes of a small array, else their CRC-32."""
+    array = drop_repeats(array)
+    if array.nbytes <= MAX_COMPARED_BYTES:
+        return bytes(array.tobytes())
+    return zlib.crc32(array.ravel(order="K").view(np.uint8))
 
 
 def empty(shape: tuple[int, ...], name: str, like: Array) -> Array:

@@ -7,6 +7,20 @@ call that was run a few times becomes direct if one thread is enough for its wor
 follows the description; see `cpu.kernels.direct_call`. Calls that differ only in lengths and strides form a family. A
 call of a family that was met before is bound for its lengths without the full dispatch: each step of a decoding loop
 has another number of keys.
+
+A repeated call takes from an earlier call what follows from the key: the kernel, the values of its bound arguments
+(lengths, strides, offsets of batches), and the checks of shapes, dtypes and options. The key has the type, dtype, shape
+and strides of every array of the call, tables, masks and sinks included, the structure of the formulas and the options.
+The rest is of the call itself:
+
+- the addresses of all arrays, of which `KernelInputs.bind` has checked that the kernel reads them with the memory
+  layouts that the key has; a table that the kernel cannot read as it is, is converted at each call;
+- numbers of formulas, seed, sinks, and the environment variable SIGHTLINE_CPU;
+- tile ranges, and the checks of indices and whole numbers, if they depend on entries of tables or on numbers.
+
+A family shares no lengths, so `CallFamily.bind` repeats each check that depends on lengths. A backward pass takes
+output and lse from its forward pass, so the entries of all tables must be the same in both: `torch.autograd` compares
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +39,7 @@ import numpy as np
 from . import array_layouts
 from .array_adapters import ADAPTERS, ArrayAdapter, addresses_of
 from .array_layouts import numpy_address
-from .arrays import dtype_name
+from .arrays import memory_layout
 from .call_request import WEIGHTS_STATISTICS, Description, Request, family_key, without_key_length
 from .cpu.runtime.compile import bound_calls, call_families
 from .formula.expression import Expression
@@ -55,7 +69,6 @@ RUNS_BEFORE_RECORD = 6  # a record for direct calls, and its buffer, are made fo
 FIRST_TABLE = NUM_OPERANDS  # index of the first table in `Request.addresses`
 # indices in `cpu.codegen.abi.FORWARD_CALL_FIELDS`, and how many fields there are
 QUERY_INDEX, KEY_INDEX, LSE_INDEX, SINKS_INDEX, SEED_INDEX, NUM_FIELDS = 0, 1, 4, 5, 6, 7
-DIRECT_TABLE_DTYPES = ("bool", "int32", "int64", "float32", "float64")  # other tables are converted at each call
 
 
 def answer(
@@ -171,6 +184,7 @@ class KernelInputs:
     ) -> KernelInputs | None:
         """Return the inputs of a call that was made for a request; None if it has other tables or numbers.
 
+        The result is also None if the call was bound for other memory layouts than those of the request's tables.
         `formulas` are those of the call, from `Request.formulas`.
         """
         origins = [id(table) for table in structure_of(*formulas).tables]
@@ -180,10 +194,16 @@ class KernelInputs:
             return None
         tables = tuple([origins.index(origin) for origin in bound_call.table_origins])
         number_indices = tuple([numbers.index(number) for number in needed])
-        is_direct = [dtype_name(request.tables[table]) in DIRECT_TABLE_DTYPES for table in tables]
+        converters: list[Callable[[Any], Any] | None] = []
+        for table, bound in zip(tables, bound_call.table_layouts, strict=True):
+            array = request.tables[table]
+            is_direct = memory_layout(array) == bound
+            if not is_direct and memory_layout(bound_call.convert_table(array)) != bound:
+                return None
+            converters.append(None if is_direct else bound_call.convert_table)
         same_order = tables == tuple(range(len(request.tables))) and number_indices == tuple(range(len(numbers)))
-        converters = tuple([None if direct else bound_call.convert_table for direct in is_direct])
-        return cls(tables, converters, number_indices, same_order and all(is_direct))
+        is_identity = same_order and not any(converters)
+        return cls(tables, tuple(converters), number_indices, is_identity)
 
     def of(self, request: Request) -> tuple[Sequence[Any], Sequence[int], tuple[float, ...]]:
         """Return the arrays that the kernel reads as its tables, their addresses, and the numbers of the kernel."""

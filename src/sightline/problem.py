@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
 
+import numpy as np
+
 from . import arrays, validation
 from .cached_property import cached_property
 from .errors import DeviceError
@@ -178,6 +180,18 @@ class Problem:
         new = {id(old): old.with_array(array) for old, array in zip(self.tables, tables, strict=True)}
         return self.map_formulas(lambda formula: formula.substitute({}, new))
 
+    def map_tables(self, change: Callable[[Any], Any]) -> Problem:
+        """Return the problem with new tables, `change` applied to their arrays. A table that is shared stays shared."""
+        changed: dict[int, Table] = {}
+
+        def rewrite(formula: Expression) -> Expression:
+            for table in formula.tables:
+                if id(table) not in changed:
+                    changed[id(table)] = table.with_array(change(table.array))
+            return formula.substitute({}, changed) if formula.tables else formula
+
+        return self.map_formulas(rewrite)
+
     def map_formulas(self, change: Callable[[Expression], Expression]) -> Problem:
         """Return the problem with `change` applied to mask, score and the conditions of the statistics."""
         mask = None if self.mask is None else change(self.mask)
@@ -279,18 +293,17 @@ def validate(problem: Problem) -> Problem:
 
 
 def _move_tables(problem: Problem) -> Problem:
-    """Return the problem with its tables on the query's device."""
-    moved: dict[int, Table] = {}
+    """Return the problem with its tables on the query's device.
 
-    def move_tables(formula: Expression) -> Expression:
-        """Return the formula with its tables on the query's device. A table that two formulas share stays shared."""
-        for table in formula.tables:
-            if id(table) not in moved:
-                check_device("table", table.array, problem.query)
-                moved[id(table)] = table.with_array(to_device(table.array, problem.query))
-        return formula.substitute({}, moved) if formula.tables else formula
+    An array of NumPy stays as it is if the query lies in host memory, also beside tensors: kernels for the CPU read the
+    caller's own memory, and torch cannot share the memory of some arrays.
+    """
 
-    return problem.map_formulas(move_tables)
+    def move(array: Any) -> Any:
+        check_device("table", array, problem.query)
+        return array if isinstance(array, np.ndarray) and problem.device == "cpu" else to_device(array, problem.query)
+
+    return problem.map_tables(move)
 
 
 def _with_unknown_entries(problem: Problem) -> Problem | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import framework, namespace, resolve_dtype
+from .arrays import convert, framework, namespace, resolve_dtype
 from .cached_property import cached_property
 from .dropout import keep_factor
 from .formula.derivative import derivative
@@ -35,6 +35,8 @@ class TileOps:
     """The array operations by which the forward and backward passes compute the tiles of one problem."""
 
     def __init__(self, problem: Problem, *others: Any) -> None:
+        if problem.framework != "numpy":
+            problem = problem.map_tables(lambda array: convert(array, problem.query))
         self.problem = problem
         self.xp = xp = namespace(problem.query)
         self.dtype = resolve_dtype(xp, problem.accumulator)

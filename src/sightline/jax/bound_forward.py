@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import layout
-from ..call_cache import DIRECT_TABLE_DTYPES
+from ..arrays import layout, memory_layout
 from ..cpu.launch.bound_call import BoundCall
 from ..formula.parameters import structure_of
 from ..problem import NUM_OPERANDS, Problem
@@ -52,7 +51,8 @@ class BoundForward:
         place = {id(array): NUM_OPERANDS + k for k, array in enumerate(inputs.tables)}
         tables = {table.origin: table.array for table in structure_of(problem.mask, problem.score).tables}
         read: list[Any] = [tables.get(origin) for origin in call.table_origins]
-        if not all(id(x) in place and str(x.dtype) in DIRECT_TABLE_DTYPES for x in read):
+        are_known = all(id(x) in place for x in read)
+        if not are_known or tuple(map(memory_layout, read)) != call.table_layouts:  # the call read a converted table
             return None
         key = SimpleNamespace(shape=inputs.key.shape)
         return cls(call, tuple([place[id(x)] for x in read]), tuple(call.number_words(call.numbers)), results, key)

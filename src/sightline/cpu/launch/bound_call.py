@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import layout
+from ...arrays import layout, memory_layout
 from ...cached_property import cached_property
 from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word
 from ..kernels.block import Block
@@ -100,6 +100,7 @@ class BoundCall:
     Attributes
     ----------
     table_origins : `Table.origin` of each table of the call that this object was made for
+    table_layouts : the `memory_layout` of each table, which the arguments hold: only tables with the same layout fit
     first_operands : the addresses of query, key and value in that call; for a backward call also output and d_output
     """
 
@@ -131,6 +132,7 @@ class BoundCall:
     ) -> None:
         self.processor, self.max_threads, self.numbers = processor, max_threads, arguments.numbers
         self.table_origins = arguments.table_origins
+        self.table_layouts = tuple(map(memory_layout, arguments.tables))
         self.first_operands = tuple([layout(array)[0] for array in arguments.arrays.values()])
         self.kernel = compile_kernel(spec, arguments, writer, processor)
         self.function: Any = _FUNCTION(self.kernel) if isinstance(self.kernel, int) else None  # None for an emulator
