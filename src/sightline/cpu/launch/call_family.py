@@ -8,12 +8,13 @@ call always searches for its tile ranges in generated code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...formula.expression import Constant, Expression, Lookup, Symbol, walk
 from ...formula.table_index_ranges import find_index_ranges
 from ..kernels.kernel_spec import KernelSpec
-from .arguments import KernelArguments, convert_table, extent_in_bytes
+from .arguments import KernelArguments, convert_table, extent_in_bytes, has_unit_stride
 
 if TYPE_CHECKING:
     from .bound_call import BoundCall
@@ -38,6 +39,7 @@ class CallFamily:
     ) -> None:
         self.spec, self.bind_arguments = spec, bind
         self.axes = [table.axes for table in arguments.problem_tables]
+        self.tables = [TableForm.of(table) for table in arguments.tables]
         self.extent = arguments.problem.extent
         self.arguments = arguments.without_arrays()
 
@@ -69,16 +71,60 @@ class CallFamily:
             return None
         lengths = dict(zip("bhij", extent, strict=True))
         tables = [convert_table(table) for table in tables]
-        for table, axes in zip(tables, self.axes, strict=True):
+        for table, axes, known in zip(tables, self.axes, self.tables, strict=True):
             spans = [lengths[name] if name else 0 for name in axes or ()]
             if any(span and length not in (1, span) for length, span in zip(table.shape, spans, strict=False)):
                 return None
-            if extent_in_bytes(table) >= MAX_INT32:
+            if extent_in_bytes(table) >= MAX_INT32 or not known.fits(table):
                 return None
         arguments = self.arguments.with_arrays(query, key, value, tables)
-        if not _are_indices_inside(arguments, lengths):
+        if not self.are_indices_inside(arguments):
             return None
         return self.bind_arguments(arguments)
+
+    def are_indices_inside(self, arguments: KernelArguments) -> bool:
+        """True if each index of the formulas stays inside its table.
+
+        The range of an index that is neither a symbol nor a constant depends on no length: `_has_simple_indices`. The
+        index stayed inside the first table of its place, so it stays inside each table that is as long. Where its range
+        depends on entries or numbers that have changed, the search for tile ranges checks it; see `tile_search`.
+        """
+        B, H, n, m = arguments.problem.extent
+        largest = {"b": B - 1, "h": H - 1, "i": n - 1, "j": m - 1, "n": n, "m": m}
+        for formula in arguments.formulas:
+            for node in walk(formula) if formula is not None else ():
+                if not isinstance(node, Lookup):
+                    continue
+                slot = node.table.slot  # type: ignore[attr-defined]
+                lengths = zip(arguments.tables[slot].shape, self.tables[slot].shape, strict=True)
+                for index, (length, known_length) in zip(node.arguments, lengths, strict=True):
+                    if isinstance(index, Symbol):
+                        is_inside = largest[index.name] < length
+                    elif isinstance(index, Constant):
+                        is_inside = index.value < length
+                    else:
+                        is_inside = known_length <= length
+                    if not is_inside:
+                        return False
+        return True
+
+
+@dataclass(frozen=True)
+class TableForm:
+    """What the kernel of a family knows of a table, and its shape in the problem of the family."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    has_adjacent_entries: bool  # see `KernelSpec.tile_lookups`
+
+    @classmethod
+    def of(cls, table: Any) -> TableForm:
+        return cls(str(table.dtype), table.shape, has_unit_stride(table))
+
+    def fits(self, table: Any) -> bool:
+        """True if the kernel can read a table, which may have other lengths and strides."""
+        other = TableForm.of(table)
+        return self.dtype == other.dtype and self.has_adjacent_entries == other.has_adjacent_entries
 
 
 def _has_simple_indices(formula: Expression) -> bool:
@@ -89,15 +135,3 @@ def _has_simple_indices(formula: Expression) -> bool:
         if isinstance(node, Lookup)
         for index in node.arguments
     )
-
-
-def _are_indices_inside(arguments: KernelArguments, lengths: dict[str, int]) -> bool:
-    """True if each index that is a symbol stays inside its table."""
-    for formula in arguments.formulas:
-        for node in walk(formula) if formula is not None else ():
-            if isinstance(node, Lookup):
-                shape = arguments.tables[node.table.slot].shape  # type: ignore[attr-defined]
-                for index, length in zip(node.arguments, shape, strict=True):
-                    if isinstance(index, Symbol) and lengths.get(index.name, 0) > length:
-                        return False
-    return True
