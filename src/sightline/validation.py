@@ -226,6 +226,8 @@ def read_sinks(sinks: Any, query: Any) -> Any:
         )
     arrays.check_float_dtype("sinks", sinks)
     check_device("sinks", sinks, query)
+    if isinstance(sinks, np.ndarray) and arrays.framework(query) == "torch":
+        sinks = sinks.copy()  # a backward pass reads them again, when the caller may have changed the array
     return arrays.convert(sinks, query)
 
 

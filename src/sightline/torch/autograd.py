@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
+from ..arrays import checksum, to_numpy
+from ..call_request import conditions_of
 from ..call_text import flatten_result
 from ..errors import ChangedTableError
 from ..kernel import Gradients, Plan, Result
@@ -116,7 +119,8 @@ class _DispatchedCall(GraphCall):
         return self.own_plan
 
     def tables(self) -> Sequence[Any]:
-        return [*[table.array for table in self.problem.tables], self.problem.sinks]
+        own = [table for condition in conditions_of(self.problem.see) for table in condition.tables]
+        return [*[table.array for table in (*self.problem.tables, *own)], self.problem.sinks]
 
     @property
     def statistics(self) -> Sequence[Statistic]:
@@ -171,13 +175,19 @@ def _with_contiguous_rows(d_output: Tensor | None) -> Tensor | None:
     return d_output
 
 
-def _versions(tables: Sequence[Any]) -> list[int]:
-    """Return how often torch changed each tensor in place.
+def _versions(tables: Sequence[Any]) -> list[Any]:
+    """Return a value for each table that changes if the table is written to.
 
-    torch itself checks the saved tensors, those that require a gradient. Inference tensors and NumPy arrays have no
-    such number.
+    torch counts the writes to a tensor, but neither those to an inference tensor nor those to an array of NumPy: their
+    entries are compared. torch itself checks the saved tensors, those that require a gradient.
     """
-    return [x._version for x in tables if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference())]
+    return [_version(x) for x in tables if isinstance(x, np.ndarray) or (isinstance(x, Tensor) and not x.requires_grad)]
+
+
+def _version(table: Any) -> Any:
+    if isinstance(table, np.ndarray):
+        return checksum(table)
+    return checksum(to_numpy(table)) if table.is_inference() and table.is_cpu else table._version
 
 
 def _differentiate(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +36,10 @@ class CachedGraphCall(GraphCall):
     """A call that the call cache ran."""
 
     def __init__(self, attacher: GraphAttacher, request: Request, result: CallResult) -> None:
+        if isinstance(request.sinks, np.ndarray):
+            request = request._replace(
+                sinks=request.sinks.copy()
+            )  # the caller may change them before the backward pass
         self.wanted_tables, self.num_inputs = attacher.wanted_tables, attacher.num_inputs
         self.attacher, self.request, self.seed = attacher, request, result.seed
         self.own_lse = None if attacher.has_statistics else result.lse

@@ -112,10 +112,13 @@ def _to_tensor(table: Table, query: Tensor) -> Tensor:
     if isinstance(table.array, Tensor):
         check_device("table", table.array, query)
         return table.array
+    tensor: Tensor
     if torch.compiler.is_compiling():
-        return torch.as_tensor(table.array, device=query.device)
-    tensor: Tensor = to_device(table.array, query)
-    return tensor
+        tensor = torch.as_tensor(table.array, device=query.device)
+    else:
+        tensor = to_device(table.array, query)
+    # a backward pass reads the entries again, when the caller may have changed the array
+    return tensor.clone() if torch.is_grad_enabled() else tensor
 
 
 def make_seed(seed: int | None) -> Tensor:
