@@ -44,7 +44,7 @@ MAX_MASK_AXES = 4  # b, h, i and j
 
 # `os.environ.get` takes a microsecond, because it encodes the name. On POSIX the dict that it reads is read directly.
 _environment: Any = getattr(os.environ, "_data", os.environ)
-_cpu_variable: Any = CPU_VARIABLE.encode() if b"PATH" in _environment else CPU_VARIABLE
+_cpu_variable: Any = CPU_VARIABLE.encode() if os.supports_bytes_environ else CPU_VARIABLE
 
 
 class Description(NamedTuple):
