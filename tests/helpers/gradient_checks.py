@@ -108,8 +108,10 @@ def of_stored_output(problem, d_output, d_lse, d_weights):
     return [(d_output, d_lse - change, d_weights) for change in changes]
 
 
-def check(case, framework="numpy", differentiate=by_streaming):
+def check(case, framework="numpy", differentiate=by_streaming, has_lse=True):
     """Check gradients of output and lse, and with streaming also of weights, in one framework or in several.
+
+    Without `has_lse`, the gradient of lse is 0. The tables are constants if `differentiate` returns no `tables`.
 
     The budget comes from the error of a plain computation. A second set of seeds adds to the plain error, since a sum
     of few terms may have no error by chance. Kernels read the output as stored, possibly in 16 bits, and the plain
@@ -122,7 +124,7 @@ def check(case, framework="numpy", differentiate=by_streaming):
         return
     seeds = seeds_of(problem)
     if not streams:
-        seeds = [(d_output.astype(problem.query.dtype), d_lse, 0 * d_weights) for d_output, d_lse, d_weights in seeds]
+        seeds = [(x.astype(problem.query.dtype), d_lse * has_lse, 0 * d_weights) for x, d_lse, d_weights in seeds]
     oracle, other = differentiated(problem, seeds, "float64", 0)
     plain = []
     for order in summation_orders(problem):
@@ -145,10 +147,11 @@ def judge(problem, found, oracle, plain, sizes):
     """Check the gradients, and which tables have a gradient."""
     floats = [k for k, entry in enumerate(problem.tables) if entry.kind == "float"]
     read = {id(x.table) for x in walk(problem.score) if isinstance(x, Lookup)} if problem.score is not None else set()
-    for k, entry in enumerate(problem.tables):
+    for k, entry in enumerate(problem.tables) if found.tables is not None else ():
         assert (found.tables[k] is not None) == (entry.kind == "float" and id(entry) in read)
     keys = [*NAMES, *floats, "sinks"]
-    answers = [found.query, found.key, found.value, *(found.tables[k] for k in floats), found.sinks]
+    tables = [None] * len(problem.tables) if found.tables is None else found.tables
+    answers = [found.query, found.key, found.value, *(tables[k] for k in floats), found.sinks]
     names = [*NAMES, *(f"table {k}" for k in floats), "sinks"]
     for what, key, answer, truth, *rough in itertools.zip_longest(names, keys, answers, oracle, *plain):
         if answer is not None:

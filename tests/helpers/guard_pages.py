@@ -4,8 +4,10 @@
 
 A guard page cannot be read or written. Query, key, value, tables, outputs and gradients are between two guard pages. In
 every second call an array ends at a guard page, and in the others it begins at one. Each problem runs the forward pass,
-the backward pass and a weights pass, and the problems have every dtype. With PAST, keys and values claim PAST more rows
-than they have, so that a test can check that the guard pages detect reads outside an array.
+the backward pass and a weights pass, and the problems have every dtype. COUNT calls of `repeated_calls` follow, each
+repeated until it is direct and then with other lengths; their tables, masks and sinks are between guard pages too. With
+PAST, keys and values of the problems claim PAST more rows than they have, so that a test can check that the guard pages
+detect reads outside an array.
 """
 
 import ctypes
@@ -15,13 +17,16 @@ import sys
 
 import ml_dtypes
 import numpy as np
+import torch
 from numpy.lib.stride_tricks import as_strided
 
 import sightline
+from repeated_calls import MEMORY, Repetition
 from sightline import b, h, i, j, s, table
 from sightline.cpu import Cpu
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import weights_pass as launch_weights_pass
+from sightline.cpu.runtime.compile import bound_calls, call_families
 from sightline.problem import make_problem
 from sightline.statistics import Pooled, Received, TopK
 from weights_pass_checks import compute_together
@@ -134,6 +139,13 @@ def main(seed, count, past=0):
             np.empty = original_empty
         del answer, d_output, d_lse, found, seen, problem
         memory.clear()
+    torch.set_num_threads(1)
+    for call in range(count):
+        for memory.at_end in (True, False):
+            Repetition(seed + call, dict.fromkeys(MEMORY, memory.copy)).check()
+            bound_calls().clear()
+            call_families().clear()
+            memory.clear()
     print("unharmed")
 
 
