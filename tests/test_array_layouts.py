@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 import sightline
 from sightline import array_layouts
 from sightline.array_layouts import MAX_ARRAYS, MAX_AXES, find_in_python, parse, read_in_python
+from sightline.cpu.kernels.array_reader import ARRAY_OFFSETS, DTYPE_OFFSETS
 from sightline.cpu.launch import python_functions
 from sightline.cpu.launch.python_functions import READ_TENSOR_INDEX, make_array_functions
 from strategies import to_torch
@@ -212,3 +213,20 @@ def test_errors_of_conditions_are_raised(read):
         with pytest.raises(KeyboardInterrupt):
             function(*([{}, (), ()] if function.__name__ == "run_or_find" else []), X)
     assert read(X) == read_in_python(X)
+
+
+@pytest.mark.parametrize("name", [*ARRAY_OFFSETS, *DTYPE_OFFSETS])
+def test_arrays_of_another_numpy_are_read_in_python(name, monkeypatch):
+    """If a field of NumPy's structs is at another place, no generated function reads it."""
+    offsets = ARRAY_OFFSETS if name in ARRAY_OFFSETS else DTYPE_OFFSETS
+    monkeypatch.setitem(offsets, name, offsets[name] + {"order": 1, "axes": 4, "number": 4}.get(name, 8))
+    assert make_array_functions(array_layouts.tensors()) is None
+
+
+def test_arrays_are_read_in_python_without_a_global_lock(monkeypatch):
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: 1)
+    python_functions._is_supported.cache_clear()
+    try:
+        assert make_array_functions(array_layouts.tensors()) is None
+    finally:
+        python_functions._is_supported.cache_clear()

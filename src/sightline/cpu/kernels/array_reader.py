@@ -14,7 +14,11 @@ from ..codegen.builder import Variable
 from ..codegen.python_function import PythonFunction
 from ..codegen.values import BOOL, BYTE, INT32, INT64, POINTER, VOID, Value
 
-__all__ = ["CONTEXT_FIELDS", "ArrayFunction", "ArrayReader"]
+__all__ = ["ARRAY_OFFSETS", "CONTEXT_FIELDS", "DTYPE_OFFSETS", "ArrayFunction", "ArrayReader"]
+
+# bytes from the head of the Python object to the fields of NumPy's structs PyArrayObject and PyArray_Descr
+ARRAY_OFFSETS = {"data": 0, "axes": 8, "shape": 16, "strides": 24, "dtype": 40}
+DTYPE_OFFSETS = {"order": 10, "number": 12, "itemsize": 24}
 
 DLPACK_CPU, DLPACK_CUDA, DLPACK_ROCM = 1, 2, 10  # DLDeviceType kDLCPU, kDLCUDA and kDLROCM
 
@@ -109,13 +113,18 @@ class ArrayFunction(PythonFunction):
 
     # -- arrays ----------------------------------------------------------------------------------------------------
     def read_ndarray(self, array: Value, index: Value) -> None:
-        """Read the struct PyArrayObject, and of the dtype's struct PyArray_Descr the number and the byte order."""
+        """Read the struct PyArrayObject, and the struct PyArray_Descr of its dtype."""
         body = array.at(self.context["head_size"])
-        axes = body.at(8).load(INT32).to(INT64)
-        dtype = body.at(40).load(POINTER).at(self.context["head_size"])
-        number, order = dtype.at(12).load(INT32).zero_extend(INT64), dtype.at(10).load(BYTE).zero_extend(INT64)
-        head = (dtype.at(24).load(INT64) << 48) | (((number << 8) | order) << 16)
-        self.store(index, body.load(POINTER), head, axes, body.at(16).load(POINTER), body.at(24).load(POINTER), 1)
+        data, shape, strides, dtype = (
+            body.at(ARRAY_OFFSETS[name]).load(POINTER) for name in ("data", "shape", "strides", "dtype")
+        )
+        body_of_dtype = dtype.at(self.context["head_size"])
+        order, number, itemsize = (
+            body_of_dtype.at(DTYPE_OFFSETS[name]).load(kind)
+            for name, kind in (("order", BYTE), ("number", INT32), ("itemsize", INT64))
+        )
+        head = (itemsize << 48) | (((number.zero_extend(INT64) << 8) | order.zero_extend(INT64)) << 16)
+        self.store(index, data, head, body.at(ARRAY_OFFSETS["axes"]).load(INT32).to(INT64), shape, strides, 1)
 
     def read_tensor(self, array: Value, index: Value) -> None:
         """Read the tensor's DLTensor, and whether the tensor requires a gradient."""

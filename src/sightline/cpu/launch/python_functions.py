@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import sysconfig
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from llvmlite import ir
 
 from ...array_layouts import MAX_ARRAYS, MAX_AXES, NoTensor, Tensors
 from ..codegen.python_function import PYTHON_API
-from ..kernels.array_reader import CONTEXT_FIELDS, ArrayReader
+from ..kernels.array_reader import ARRAY_OFFSETS, CONTEXT_FIELDS, DTYPE_OFFSETS, ArrayReader
 from ..kernels.direct_call import DIRECT_CONTEXT, DirectCall
 from ..kernels.launcher import Launcher
 from ..runtime.processor import HOST
@@ -33,7 +34,7 @@ def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
     `array_layouts.read_in_python` and `array_layouts.find_in_python` do the same, but run no call.
     """
     read_tensor = None if tensors.exchange is None else _exchange_function(tensors.exchange)
-    if not _is_supported() or (read_tensor is None and NoTensor not in tensors.types):
+    if not (_is_supported() and _has_known_structs()) or (read_tensor is None and NoTensor not in tensors.types):
         return None
     conditions = list(tensors.conditions)
     names = ["requires_grad", "is_neg", "direct_record", "makers"]
@@ -72,8 +73,33 @@ def launcher() -> Any:
 
 @cache
 def _is_supported() -> bool:
-    """True if this is CPython, and its C API has every function that the generated functions call."""
-    return sys.implementation.name == "cpython" and all(hasattr(python_library(), name) for name in PYTHON_API)
+    """True if this is CPython with a global lock, and its C API has every function that generated functions call."""
+    is_known = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+    return is_known and all(hasattr(python_library(), name) for name in PYTHON_API)
+
+
+def _has_known_structs() -> bool:
+    """True if NumPy's structs have the layout that `kernels.array_reader` reads. Else arrays are read in Python.
+
+    An address is followed only after it was found to be one of an array that is known.
+    """
+    array = np.zeros((5, 7), np.complex64)[::2, ::-3]  # a dtype whose alignment is not its size
+    body, of_dtype = (id(x) + object.__basicsize__ for x in (array, array.dtype))
+
+    def read(kind: Any, address: int) -> int:
+        return int(kind.from_address(address).value or 0)
+
+    data, shape, strides, dtype = (
+        read(ctypes.c_void_p, body + ARRAY_OFFSETS[name]) for name in ("data", "shape", "strides", "dtype")
+    )
+    is_known = (data, dtype) == (array.__array_interface__["data"][0], id(array.dtype)) and strides == shape + 16
+    if not is_known or read(ctypes.c_int32, body + ARRAY_OFFSETS["axes"]) != array.ndim:
+        return False
+    lengths = tuple([read(ctypes.c_int64, shape + 8 * k) for k in range(4)])  # the strides follow the lengths
+    kinds = {"order": ctypes.c_uint8, "number": ctypes.c_int32, "itemsize": ctypes.c_int64}
+    facts = tuple([read(kind, of_dtype + DTYPE_OFFSETS[name]) for name, kind in kinds.items()])
+    expected = ord(array.dtype.byteorder), array.dtype.num, array.itemsize
+    return lengths == (*array.shape, *array.strides) and facts == expected
 
 
 def _compile(writer: type[ArrayReader | DirectCall | Launcher], name: str, key: str) -> Any:
