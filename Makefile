@@ -29,7 +29,7 @@ test: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The site has an environment of its own, with every framework: the examples and commands of the pages run first.
 .venv-docs/done: pyproject.toml

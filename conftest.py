@@ -1,10 +1,8 @@
-"""Setup for tests and documentation: Keras's backend, a separate kernel cache, no files of libraries not installed."""
+"""Setup for tests and documentation: Keras's backend, a kernel cache of their own, no files of libraries not installed."""
 
-import atexit
 import os
-import shutil
-import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 
 collect_ignore = ["docs/conf.py", "docs/extensions"]  # for Sphinx, which only `make docs` installs
 if find_spec("transformers") is None:
@@ -19,11 +17,7 @@ if find_spec("tensorflow") is None:
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ.pop("SIGHTLINE_THREADS", None)
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # xdist workers use the folder of the process that started them
-    FOLDER, OWNER = tempfile.mkdtemp(prefix="sightline-tests-"), os.getpid()
-    os.environ["SIGHTLINE_CACHE"] = FOLDER
-
-    @atexit.register
-    def remove() -> None:
-        if os.getpid() == OWNER:  # not in a forked process
-            shutil.rmtree(FOLDER, ignore_errors=True)
+# Later runs load the kernels of earlier runs: the key of a kernel has a hash of the sources.
+KERNELS = Path(__file__).parent / ".pytest_cache" / "kernels"
+KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
+os.environ["SIGHTLINE_CACHE"] = str(KERNELS)

@@ -17,21 +17,22 @@ pytestmark = [
 ]
 
 
-def run_files(*options, **variables):
+def run(files, *options, **variables):
     environment = os.environ | variables
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *map(str, FILES)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *map(str, files)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
 
 
-def test_interpreted():
-    run_files(TRITON_INTERPRET="1")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_interpreted(file):
+    run([file], TRITON_INTERPRET="1")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_every_kernel_compiles(target):
     """Triton's interpreter accepts programs that its compiler refuses."""
-    run_files("-p", "compile_only", COMPILE_FOR=target)
+    run(FILES, "-p", "compile_only", COMPILE_FOR=target)
