@@ -66,9 +66,8 @@ __all__ = [
 # The least recently used call is dropped beyond this number. Direct calls that return one array do not count as uses.
 MAX_CACHED_CALLS = 256
 RUNS_BEFORE_RECORD = 6  # a record for direct calls, and its buffer, are made for a call that was run so often
+OPERANDS = ("query", "key", "value")  # the first arrays of `Request.addresses`
 FIRST_TABLE = NUM_OPERANDS  # index of the first table in `Request.addresses`
-# indices in `cpu.codegen.abi.FORWARD_CALL_FIELDS`, and how many fields there are
-QUERY_INDEX, KEY_INDEX, LSE_INDEX, SINKS_INDEX, SEED_INDEX, NUM_FIELDS = 0, 1, 4, 5, 6, 7
 
 
 def answer(
@@ -217,6 +216,9 @@ class KernelInputs:
         return arrays, addresses_of(arrays), tuple([numbers[number] for number in self.numbers])
 
 
+NO_INPUTS: tuple[Sequence[Any], Sequence[int], tuple[float, ...]] = (), (), ()  # of a call without formulas
+
+
 class CachedStatistic(NamedTuple):
     """A statistic of a cached call.
 
@@ -315,22 +317,18 @@ class CachedCall(ResultBuilder):
         adapter, bound = self.adapter, self.bound_call
         results, seed, sinks = [make() for make in self.makers], request.seed, None
         output, lse, outputs = self._divide(results)
-        output_address, lse_address = adapter.address(output), 0 if lse is None else ADAPTERS[type(lse)].address(lse)
-        words = [*request.addresses[:FIRST_TABLE], output_address, lse_address, 0, 0]
-        numbers: tuple[float, ...] = ()
-        tables: Sequence[Any] = ()
+        fields = dict(zip(OPERANDS, request.addresses, strict=False))
+        fields["output"] = adapter.address(output)
+        if lse is not None:
+            fields["lse"] = ADAPTERS[type(lse)].address(lse)
         if self.has_dropout:
             seed = adapter.draw_seed() if seed is None and adapter.draw_seed is not None else seed or 0
-            words[SEED_INDEX] = bound.signed_word(seed)
         if request.sinks is not None:
             sinks = bound.convert_sinks(request.sinks)
-            words[SINKS_INDEX] = numpy_address(sinks)
-        if self.inputs is not None:
-            tables, addresses, numbers = self.inputs.of(request)
-            words += addresses
-            if numbers:
-                words += bound.number_words(numbers)
-        words += [adapter.address(array) for array in outputs]
+            fields["sinks"] = numpy_address(sinks)
+        tables, addresses, numbers = NO_INPUTS if self.inputs is None else self.inputs.of(request)
+        written = [adapter.address(array) for array in outputs]
+        words = bound.make_words(fields, addresses, numbers, written, seed if self.has_dropout and seed else 0)
         keep_alive = query, key, value, results, sinks, tables
         status = bound.run(threads, words, numbers, key, keep_alive)
         if status is None or (status and self.statistics):
@@ -339,7 +337,7 @@ class CachedCall(ResultBuilder):
             self.prepare_direct_call(request, key, threads)
         if not (self.statistics or self.needs_lse):
             return output, ()
-        arrays = self._compute_statistics(outputs, words, numbers, len(tables), threads, query, keep_alive)
+        arrays = self._compute_statistics(outputs, fields, addresses, numbers, threads, query, keep_alive)
         if arrays is None:
             return None
         return self.join(request, query, key, value, CallResult(output, lse, arrays, bool(status), seed or 0))
@@ -376,24 +374,23 @@ class CachedCall(ResultBuilder):
     def _compute_statistics(
         self,
         outputs: Sequence[Any],
-        words: Sequence[int],
+        fields: dict[str, int],
+        tables: Sequence[int],
         numbers: tuple[float, ...],
-        num_tables: int,
         threads: int | None,
         query: Any,
         keep_alive: tuple[Any, ...],
     ) -> list[Any] | None:
         """Return `CallResult.arrays`; None for the full dispatch.
 
-        `outputs` are the forward kernel's arrays, and `words` are its words.
+        `outputs` are the forward kernel's arrays. `fields`, `tables` and `numbers` are those of its `make_words`.
         """
         if not self.bound_passes:
             return self._select(outputs)
-        operands = words[QUERY_INDEX], words[KEY_INDEX], words[LSE_INDEX]
-        tables = words[NUM_FIELDS : NUM_FIELDS + num_tables]
+        read = {name: fields[name] for name in ("query", "key", "lse")}
         found = [outputs[statistic.outputs] for statistic in self.statistics]
         for bound in self.bound_passes:
-            arrays = bound.run(threads, operands, tables, numbers, query, keep_alive)
+            arrays = bound.run(threads, read, tables, numbers, query, keep_alive)
             if arrays is None:
                 return None
             for index, own in zip(bound.indices, arrays, strict=True):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import layout, memory_layout
+from ..call_cache import OPERANDS
 from ..cpu.launch.bound_call import BoundCall
 from ..formula.parameters import structure_of
 from ..problem import NUM_OPERANDS, Problem
@@ -30,14 +31,12 @@ class BoundForward:
     Parameters
     ----------
     tables : for each table of the kernel, its index among the arguments
-    number_words : the words of the formulas' numbers
     results : the types of the results
     key : an object with the shape of key
     """
 
     call: BoundCall
     tables: tuple[int, ...]
-    number_words: tuple[int, ...]
     results: tuple[ArrayType, ...]
     key: Any
 
@@ -55,17 +54,11 @@ class BoundForward:
         if not are_known or tuple(map(memory_layout, read)) != call.table_layouts:  # the call read a converted table
             return None
         key = SimpleNamespace(shape=inputs.key.shape)
-        return cls(call, tuple([place[id(x)] for x in read]), tuple(call.number_words(call.numbers)), results, key)
+        return cls(call, tuple([place[id(x)] for x in read]), results, key)
 
     def make_record(self) -> LaunchRecord | None:
         """Return the record for generated code; None if the call has work for more than one thread."""
-        record = self.call.make_direct_record(None, self.key.shape[-2], 2)
-        if record is not None:
-            _, words, _ = record.buffer
-            first = self.call.words_at // 8 + len(self.call.call_fields) + len(self.tables)
-            for index, word in enumerate(self.number_words, first):
-                words[index] = word
-        return record
+        return self.call.make_direct_record(None, self.key.shape[-2], 2)
 
     def run(self, arguments: Sequence[int], results: Sequence[int], threads: int | None) -> bool:
         """Run the call on arrays at these addresses. Return False if it needs the full dispatch."""
@@ -75,7 +68,8 @@ class BoundForward:
             output = np.empty(kind.shape, kind.numpy_dtype)
             address = layout(output)[0]
         tables = [arguments[place] for place in self.tables]
-        words = [*arguments[:NUM_OPERANDS], address, results[PRECISE_LSE], 0, 0, *tables, *self.number_words]
+        fields = dict(zip(OPERANDS, arguments, strict=False)) | {"output": address, "lse": results[PRECISE_LSE]}
+        words = self.call.make_words(fields, tables, self.call.numbers)
         if self.call.run(threads, words, self.call.numbers, self.key, ()) is None:
             return False
         if output is not None:

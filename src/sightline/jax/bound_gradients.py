@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import accumulator, dtype_name, layout
-from ..cpu.launch.backward import BoundBackwardCall
+from ..cpu.launch.backward import OPERANDS, SUMS, BoundBackwardCall
 from ..cpu.launch.table_gradients import differentiate_sinks, sum_table_gradients
 from ..formula.parameters import structure_of
 from ..kernel import is_lse_precise
@@ -72,9 +72,10 @@ class BoundGradients:
         sums = [np.empty(shape, dtype) for shape in call.sum_shapes]
         table_sums, tables = call.make_table_sums(), [call.convert_table(inputs.tables[k]) for k in self.tables]
         operands = [*inputs[:NUM_OPERANDS], output, d_output, lse]
-        words = [*_addresses(operands), *(_addresses([d_lse]) if d_lse is not None else [0]), *_addresses(sums)]
-        words += [call.signed_word(inputs.seed), *_addresses(tables), *call.number_words(call.numbers)]
-        words += _addresses(table_sums)
+        fields = dict(zip((*OPERANDS, *SUMS), _addresses([*operands, *sums]), strict=True))
+        if d_lse is not None:
+            fields["d_lse"] = layout(d_lse)[0]
+        words = call.make_words(fields, _addresses(tables), call.numbers, _addresses(table_sums), inputs.seed)
         keep_alive = operands, d_lse, sums, table_sums, tables
         if call.run(threads, words, call.numbers, inputs.key, keep_alive) is None:
             return None

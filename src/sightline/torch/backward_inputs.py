@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..array_layouts import numpy_address
-from ..call_cache import FIRST_TABLE, KernelInputs
+from ..call_cache import OPERANDS, KernelInputs
 from ..call_request import Request, conditions_of
 from ..call_text import count_arrays, split_arrays
 from ..formula.parameters import structure_of
@@ -134,9 +134,10 @@ class WeightsSum:
         column = torch.empty((*output.shape[:-1], 1), dtype=output.dtype)
         sums = torch.empty(output.shape[:-1], dtype=torch.promote_types(output.dtype, torch.float32))
         own_sinks = None if sinks is None else self.call.convert_sinks(sinks)
-        sinks_address = 0 if own_sinks is None else numpy_address(own_sinks)
-        words = [*request.addresses[:FIRST_TABLE], column.data_ptr(), 0, sinks_address, 0]
-        words += [*addresses, *self.call.number_words(numbers), sums.data_ptr()]
+        fields = dict(zip(OPERANDS, request.addresses, strict=False)) | {"output": column.data_ptr()}
+        if own_sinks is not None:
+            fields["sinks"] = numpy_address(own_sinks)
+        words = self.call.make_words(fields, addresses, numbers, [sums.data_ptr()])
         status = self.call.run(threads, words, numbers, key, (request, column, sums, tables, own_sinks))
         if status != 0:
             return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import array_layouts
-from ..call_cache import CallResult, KernelInputs
+from ..call_cache import NO_INPUTS, CallResult, KernelInputs
 from ..call_request import Request
 from ..dispatch import make_plan
 from ..formula.parameters import structure_of
@@ -162,15 +162,14 @@ class _HostGraphCall(CachedGraphCall):
         """
         call, sums, inputs = bound.call, [make() for make in bound.makers], keep_alive[0]
         table_sums = call.make_table_sums()
-        seed = call.signed_word(self.seed) if self.seed else 0
-        d_lse_address = 0 if given.d_lse is None else given.d_lse.data_ptr()
-        words = [*addresses[:NUM_READ], d_lse_address, *[array.data_ptr() for array in sums], seed]
-        tables: Sequence[Any] = ()
-        numbers: tuple[float, ...] = ()
-        if bound.inputs is not None:
-            tables, table_addresses, numbers = bound.inputs.of(self.request_for(given, addresses))
-            words += [*table_addresses, *call.number_words(numbers)]
-        words += [array_layouts.numpy_address(array) for array in table_sums]
+        fields = dict(zip(call.read_fields, addresses, strict=False))
+        fields |= dict(zip(call.sum_fields, [array.data_ptr() for array in sums], strict=True))
+        if given.d_lse is not None:
+            fields["d_lse"] = given.d_lse.data_ptr()
+        request = self.request_for(given, addresses)
+        tables, table_addresses, numbers = NO_INPUTS if bound.inputs is None else bound.inputs.of(request)
+        outputs = [array_layouts.numpy_address(array) for array in table_sums]
+        words = call.make_words(fields, table_addresses, numbers, outputs, self.seed or 0)
         status = call.run(self.threads, words, numbers, inputs[1], (*keep_alive, given, sums, table_sums, tables))
         self.prepare_direct_call(bound, inputs[1].shape[-2])
         return None if status is None else (sums, table_sums)

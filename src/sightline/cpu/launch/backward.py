@@ -14,7 +14,7 @@ from ...formula.expression import Expression
 from ...kernel import Gradients, is_lse_precise
 from ...problem import Problem
 from ...statistics import Mass, StatisticGradients
-from ..codegen.abi import BACKWARD_CALL_FIELDS, call_words, signed_word
+from ..codegen.abi import BACKWARD_CALL_FIELDS
 from ..kernels.backward import Backward
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
 from ..runtime.processor import Processor
@@ -33,6 +33,8 @@ from .table_gradients import TableGradient, differentiate_sinks, find_table_grad
 
 __all__ = ["BoundBackwardCall", "backward"]
 
+OPERANDS = ("query", "key", "value", "output", "d_output", "lse")  # the arrays that the kernel reads besides the tables
+SUMS = ("d_query", "d_key", "d_value")  # the fields of `BoundBackwardCall.sum_shapes`
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
 
 
@@ -101,11 +103,12 @@ def backward(
     sums = [empty(shape, problem.accumulator, problem.query) for shape in call.sum_shapes]
     rows = problem.query.shape[:-1]
     lse, d_lse_rows = _broadcast_rows(saved[1], rows), None if d_lse is None else _broadcast_rows(d_lse, rows)
-    arrays = (*arguments.arrays.values(), output, d_output, lse, d_lse_rows, *sums)
+    arrays = arguments.arrays | {"output": output, "d_output": d_output, "lse": lse, "d_lse": d_lse_rows}
+    arrays |= dict(zip(SUMS, sums, strict=True))
+    fields = {name: layout(array)[0] for name, array in arrays.items() if array is not None}
     tables, outputs = ([x.ctypes.data for x in found] for found in (arguments.tables, table_sums))
-    words = [*(0 if array is None else layout(array)[0] for array in arrays), signed_word(problem.seed)]
-    words += call_words(tables, arguments.numbers, outputs)
-    keep_alive = (*arguments.keep_alive, *arrays, *table_sums, problem)
+    words = call.make_words(fields, tables, arguments.numbers, outputs, problem.seed)
+    keep_alive = (*arguments.keep_alive, arrays, *table_sums, problem)
     if call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True) is None:
         return None
     d_query, d_key, d_value = (xp.astype(x, problem.query.dtype, copy=False) for x in call.combine(sums))
@@ -137,7 +140,7 @@ class BoundBackwardCall(BoundCall):
     table_sums : shape and dtype of the sums that become the gradient of each table; they are 0 before the call
     """
 
-    call_fields = BACKWARD_CALL_FIELDS
+    call_fields, read_fields, sum_fields = BACKWARD_CALL_FIELDS, OPERANDS, SUMS
     num_operands, first_result = 6, 7  # the field between them, d_lse, is 0 in direct calls
 
     def __init__(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -109,12 +110,6 @@ class BoundCall:
     has_dynamic_key_length = False  # True if the call serves any number of keys
     family: CallFamily | None = None  # binds the call again for other lengths
     convert_table, convert_sinks = staticmethod(convert_table), staticmethod(convert_sinks)
-    signed_word = staticmethod(signed_word)
-
-    @staticmethod
-    def number_words(numbers: Sequence[float]) -> list[int]:
-        """Return the words of numbers of formulas."""
-        return call_words((), numbers, ())
 
     def __init__(
         self,
@@ -155,6 +150,30 @@ class BoundCall:
         self.words_at = 8 * (len(names) - len(self.call_fields))
         self.search_words = slice(len(self.call_fields), len(self.call_fields) + num_tables)
         self.write_search_words = struct.Struct(f"{num_tables}q").pack_into
+        self.no_fields, self.select_fields = dict.fromkeys(self.call_fields, 0), itemgetter(*self.call_fields)
+
+    def make_words(
+        self,
+        fields: dict[str, int],
+        tables: Sequence[int] = (),
+        numbers: Sequence[float] = (),
+        outputs: Sequence[int] = (),
+        seed: int = 0,
+    ) -> list[int]:
+        """Return the words of one call, in the order of the argument block.
+
+        Parameters
+        ----------
+        fields : the addresses of arrays by their names in `call_fields`; a field that is left out is 0
+        tables, outputs : the addresses of the tables and of the outputs that are no fields
+        numbers : the numbers of the formulas
+        seed : the seed of dropout
+        """
+        given = self.no_fields | fields
+        assert len(given) == len(self.no_fields), f"{fields.keys() - self.no_fields.keys()} are no fields"
+        if seed:
+            given["seed"] = signed_word(seed)
+        return [*self.select_fields(given), *(call_words(tables, numbers, outputs) if numbers else (*tables, *outputs))]
 
     def make_buffers(self) -> Buffers:
         blocks = [(self.template, self.block_fields, self.workspace)]
@@ -191,7 +210,7 @@ class BoundCall:
 
         Parameters
         ----------
-        words : the values of `call_fields`, then the `abi.call_words`
+        words : the result of `make_words`
         numbers : the numbers of the formulas
         key : the array of keys
         keep_alive : the arrays at the addresses among the words, which must stay alive while threads work
@@ -263,8 +282,10 @@ class BoundCall:
         return LaunchRecord(self, searches, words, num_results)
 
     def constant_words(self, threads: int | None, num_keys: int) -> Sequence[int] | None:
-        """Return the words of `call_fields` with 0 for each address and the seed; None if several threads work."""
-        return (0,) * len(self.call_fields) if self.max_threads == 1 or threads == 1 else None
+        """Return the words of a call with 0 for each address and the seed; None if several threads work."""
+        if self.max_threads > 1 and threads != 1:
+            return None
+        return self.make_words({}, (0,) * len(self.table_origins), self.numbers)
 
     def find_tile_ranges(self, buffers: Buffers, buffer: Buffer, words: Sequence[int]) -> tuple[Buffers, Buffer] | None:
         """Write the tile ranges of the call into the buffer, and return it; None if a check of the search fails.
@@ -308,10 +329,10 @@ def run_first(
     """Run a forward or decoding call for the problem of `arguments`, and return the result of `BoundCall.run`."""
     problem = arguments.problem
     sinks = None if problem.sinks is None else convert_sinks(problem.sinks)
-    operands = [layout(array)[0] for array in (*arguments.arrays.values(), output)]
-    words = [*operands, lse.ctypes.data, 0 if sinks is None else sinks.ctypes.data, signed_word(problem.seed)]
+    fields = {name: layout(array)[0] for name, array in (arguments.arrays | {"output": output}).items()}
+    fields |= {"lse": lse.ctypes.data, "sinks": 0 if sinks is None else sinks.ctypes.data}
     tables, addresses = ([array.ctypes.data for array in arrays] for arrays in (arguments.tables, outputs))
-    words += call_words(tables, arguments.numbers, addresses)
+    words = call.make_words(fields, tables, arguments.numbers, addresses, problem.seed)
     keep_alive = (*arguments.keep_alive, output, lse, sinks, *outputs)
     thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices
     return call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True)

@@ -29,7 +29,7 @@ from .statistics import FusedStatistics
 __all__ = ["can_decode", "decode"]
 
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 19  # with fewer multiplications a second thread costs more than it saves
-NUM_FORWARD_WORDS = len(FORWARD_CALL_FIELDS)
+SPLIT_WORDS = slice(len(FORWARD_CALL_FIELDS), len(DECODE_CALL_FIELDS))  # among the words of a call
 MAX_FEW_HEADS = 4  # up to this number of heads of all batches, splits of the keys keep more threads busy
 
 
@@ -130,9 +130,10 @@ class BoundDecodeCall(BoundCall):
         return num_keys * self.work_per_key < MIN_PARALLEL_MULTIPLICATIONS
 
     def constant_words(self, threads: int | None, num_keys: int) -> Sequence[int] | None:
-        if threads != 1 and not self.has_little_work(num_keys):
+        words = super().constant_words(1 if self.has_little_work(num_keys) else threads, num_keys)
+        if words is None:
             return None
-        return *(0,) * NUM_FORWARD_WORDS, *self.make_splits(num_keys)
+        return *words[: SPLIT_WORDS.start], *self.make_splits(num_keys), *words[SPLIT_WORDS.stop :]
 
     def run(
         self,
@@ -143,7 +144,7 @@ class BoundDecodeCall(BoundCall):
         keep_alive: tuple[Any, ...],
         is_first: bool = False,
     ) -> int | None:
-        """Run the kernel as `BoundCall.run` does, with `words` as for the forward kernel.
+        """Run the kernel as `BoundCall.run` does, with the splits for the number of keys.
 
         The result is None too if there are too few keys.
         """
@@ -155,5 +156,5 @@ class BoundDecodeCall(BoundCall):
             splits = self.splits = self.make_splits(num_keys)
         if self.has_little_work(num_keys):
             threads = 1
-        words = [*words[:NUM_FORWARD_WORDS], *splits, *words[NUM_FORWARD_WORDS:]]
+        words = [*words[: SPLIT_WORDS.start], *splits, *words[SPLIT_WORDS.stop :]]
         return super().run(threads, words, numbers, key, keep_alive, is_first)

@@ -25,7 +25,7 @@ class LaunchRecord:
     ----------
     call : the bound call
     searches : True if the tile ranges are found for each call, False if they are those of the first call
-    words : for direct calls, the words of `BoundCall.call_fields`; see `kernels.direct_call`
+    words : for direct calls, the words of the call with 0 in place of what each call gives; see `kernels.direct_call`
     num_results : for direct calls, how many results have their addresses among these words
 
     Attributes

@@ -12,7 +12,7 @@ from ...formula.derivative import score_tangent
 from ...formula.expression import Expression
 from ...kernel import Tangents, is_lse_precise
 from ...problem import Problem
-from ..codegen.abi import TANGENT_CALL_FIELDS, call_words, signed_word
+from ..codegen.abi import TANGENT_CALL_FIELDS
 from ..kernels.kernel_spec import KernelSpec
 from ..kernels.tangent import SCORE, Tangent
 from ..runtime.processor import Processor
@@ -55,9 +55,10 @@ def tangent(
         "output_tangent": output_tangent,
         "lse_tangent": lse_tangent,
     }
-    words = [0 if arrays.get(name) is None else layout(arrays[name])[0] for name in TANGENT_CALL_FIELDS[:-1]]
-    words += [signed_word(problem.seed)]
-    words += call_words([table.ctypes.data for table in arguments.tables], arguments.numbers, ())
+    fields = {name: layout(array)[0] for name, array in arrays.items() if array is not None}
+    words = call.make_words(
+        fields, [table.ctypes.data for table in arguments.tables], arguments.numbers, seed=problem.seed
+    )
     keep_alive = (*arguments.keep_alive, arrays, problem)
     if call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True) is None:
         return None

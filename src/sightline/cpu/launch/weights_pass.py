@@ -105,7 +105,7 @@ class BoundPass:
     def run(
         self,
         threads: int | None,
-        operands: Sequence[int],
+        fields: dict[str, int],
         tables: Sequence[int],
         numbers: tuple[float, ...],
         query: Any,
@@ -116,16 +116,16 @@ class BoundPass:
 
         Parameters
         ----------
-        operands : the addresses of query, key and lse
+        fields : the addresses of query, key and lse by these names
         tables, numbers : the addresses of the tables, and the numbers, of all formulas of the call
             The pass reads only the first of them, those of mask and score. Those of other formulas follow.
         query : an array in whose library, and on whose device, the outputs are allocated
         keep_alive, is_first : as in `BoundCall.run`
         """
         numbers = numbers[: len(self.call.numbers)]
-        inputs = *tables[: len(self.call.table_origins)], *self.call.number_words(numbers)
         arrays = [(zeros if is_zeroed else empty)(shape, dtype, query) for shape, dtype, is_zeroed in self.outputs]
-        words = [*operands, *inputs, *[layout(array)[0] for array in arrays]]
+        own_tables = tables[: len(self.call.table_origins)]
+        words = self.call.make_words(fields, own_tables, numbers, [layout(array)[0] for array in arrays])
         if self.call.run(threads, words, numbers, None, (keep_alive, arrays), is_first) is None:
             return None
         own = iter(arrays)
@@ -280,12 +280,10 @@ def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> 
     arguments, bound_pass = bound
     thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices
     lse = np.ascontiguousarray(to_numpy(lse), np.float64)
-    operands = [layout(arguments.arrays[name])[0] for name in ("query", "key")]
+    fields = {name: layout(arguments.arrays[name])[0] for name in ("query", "key")} | {"lse": lse.ctypes.data}
     tables = [table.ctypes.data for table in arguments.tables]
     keep_alive = (*arguments.keep_alive, lse)
-    return bound_pass.run(
-        threads, [*operands, lse.ctypes.data], tables, arguments.numbers, problem.query, keep_alive, is_first=True
-    )
+    return bound_pass.run(threads, fields, tables, arguments.numbers, problem.query, keep_alive, is_first=True)
 
 
 def run_alone(
