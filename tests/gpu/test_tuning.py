@@ -249,9 +249,9 @@ def test_small_problems_are_not_tuned(monkeypatch):
         tuned(FakeTriton())
 
 
-@pytest.mark.parametrize("choice", ["gradients", "specialised", "show"])
+@pytest.mark.parametrize("choice", ["gradients", "show"])
 def test_a_flag_must_be_a_bool(choice):
-    """The string "no" is true, so `specialised="no"` would try a kernel that could deadlock."""
+    """The string "no" is true, so `show="no"` would print."""
     with pytest.raises(ParameterError, match=f"{choice}='no'"):
         tune(*arrays(), **{"kernel": FakeTriton(), "show": False, choice: "no"})
 
@@ -287,7 +287,7 @@ def test_a_change_of_any_source_changes_the_hash(monkeypatch, tmp_path):
         shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(tuning_cache, "__file__", str(tmp_path / "gpu" / "tuning" / "cache.py"))
     before, folders = tuning_cache._hash_sources(), {path.parent for path in tmp_path.rglob("*.py")}
-    assert {"codegen", "kernels", "launch", "tuning", "hopper", "formula"} <= {folder.name for folder in folders}
+    assert {"codegen", "kernels", "launch", "tuning", "formula"} <= {folder.name for folder in folders}
     for folder in sorted(folders):
         next(iter(sorted(folder.glob("*.py")))).write_text("# changed")
         assert tuning_cache._hash_sources() != before
@@ -334,20 +334,3 @@ def test_candidates_fit_the_gpu():
     assert set(small) < set(large)
     assert Configuration(128, 128, 8, 4) not in large
     assert len(candidates("forward", make_problem(*[torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)] * 3), "gfx942")) > 1
-
-
-def test_the_specialised_kernel_is_a_candidate_on_hopper_if_requested_and_able():
-    half = [torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16) for _ in range(3)]
-    problem, dropping = make_problem(*half), make_problem(*half, dropout=0.5, seed=1)
-
-    def specialised(kernel, problem, requested=True):
-        return [sizes for sizes in candidates(kernel, problem, "sm_90", requested) if sizes.specialised]
-
-    tried = specialised("forward", problem)
-    assert tried
-    assert not specialised("forward", problem, requested=False)
-    assert not specialised("backward_keys", problem)
-    assert not specialised("forward", dropping)
-    with try_sizes({"forward": tried[0]}):
-        assert selection.select("forward", problem, "sm_90") == tried[0]
-        assert not selection.select("forward", dropping, "sm_90").specialised

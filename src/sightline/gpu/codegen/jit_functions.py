@@ -30,13 +30,11 @@ class FormulaFunctions(NamedTuple):
 
 
 @lru_cache(1024)
-def compile_function(source: str, name: str, language: str = "triton.language") -> Any:
+def compile_function(source: str, name: str) -> Any:
     """Return the function `name` of a generated module. `source` is the module's text.
 
-    The module imports `language` as `tl`. The text is added to `linecache`, from which Triton reads the source of a
-    function.
+    The text is added to `linecache`, from which Triton reads the source of a function.
     """
-    source = source.replace("import triton.language as tl", f"import {language} as tl")
     filename = f"<sightline {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module: dict[str, Any] = {"__name__": f"sightline.gpu.generated.{name}"}

@@ -104,7 +104,6 @@ def forward_launches(
     """
     sizes = sizes or select("forward", problem, architecture)
     sizes = small_sizes(sizes) if problem.is_small_on_gpu else sizes
-    on_hopper, sizes = sizes.specialised, replace(sizes, specialised=False)
     operands = Operands(problem, sizes, fused_statistics.formulas if fused_statistics else ())
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
@@ -114,12 +113,7 @@ def forward_launches(
     arguments |= {"output": output, "lse": lse, "schedule": schedule, "sinks": operands.sinks()}
     arguments |= {"seen": (None, None, None, ())}
     first_arguments = fused_statistics.arguments(operands, arguments) if fused_statistics else arguments
-    launch = KernelLaunch(forward, items, first_arguments, sizes, operands.sources)
-    if on_hopper:
-        from ..hopper.launch import specialise
-
-        launch = specialise(launch)
-    yield launch
+    yield KernelLaunch(forward, items, first_arguments, sizes, operands.sources)
     if not problem.is_small_on_gpu:
         subblock_sizes = replace(sizes, rows=min(sizes.rows, NAN_SAFE_ROWS))
         yield nan_safe_launch(forward, arguments, operands, sizes, subblock_sizes)
@@ -128,7 +122,7 @@ def forward_launches(
 def small_sizes(sizes: Configuration, warps: int = NAN_SAFE_WARPS) -> Configuration:
     """Return the tile sizes of a launch that computes every block NaN-safe: a tile has fewer rows and keys."""
     rows, keys = min(sizes.rows, NAN_SAFE_ROWS), min(sizes.keys, SMALL_KEYS)
-    return replace(sizes, rows=rows, keys=keys, warps=warps, stages=1, specialised=False)
+    return replace(sizes, rows=rows, keys=keys, warps=warps, stages=1)
 
 
 def nan_safe_launch(

@@ -132,8 +132,6 @@ class LaunchBinder:
 
     def _expression(self, name: str, value: Any) -> str:
         """Return the Python expression of an argument, which reads the lists `values` and `constants`."""
-        if hasattr(value, "shape") and not isinstance(value, torch.Tensor):  # a descriptor, which holds an address
-            raise UnboundArgumentError(name)
         if name in self.numbers and value is not None:
             number = self.numbers[name]
             if name in TUPLE_ARGUMENTS:

@@ -20,7 +20,6 @@ class Configuration:
     stages: int  # number of stages of the software pipeline that loads tiles of K and V
     # True if the kernel widens the operands before products, since Triton's interpreter cannot multiply bfloat16.
     widens_operands: bool = False
-    specialised: bool = False  # True for the kernel of `gpu.hopper`, whose warps are specialised
 
 
 def default_configuration(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,6 @@ __all__ = [
 MAX_SIZE = 1024  # largest number in any field of a configuration that is read from a file
 MIN_TILE = 16  # fewest rows and fewest keys of a tile: the size of the smallest matrix product
 MAX_TILE_KEYS = 128  # most keys of a tile: `classify_nonfinite` counts the keys of a tile in base 256
-HOPPER = "sm_90"
 WIDE_HEAD = 128  # a head with larger d_k or d_v needs more warps
 ROWS_PER_WARP = 16  # rows of the matrix product of one warp
 MAX_REGISTERS = 255  # most registers of a thread
@@ -57,7 +56,7 @@ def select(kernel: str, problem: Problem, architecture: str) -> Configuration:
     else:
         entry = cache.load(kernel, problem, device_of(problem, architecture))
         found = None if entry is None else parse_configuration(entry.get("configuration"))
-    if found is None or (found.specialised and not _can_specialise(problem)):
+    if found is None:
         found = default_configuration(architecture, kernel, problem.dtype, max(problem.d_k, problem.d_v))
     if trial is not None:
         trial.requested.setdefault(kernel, found)
@@ -130,12 +129,8 @@ def _name_of(device: Any) -> str:
     return str(torch.cuda.get_device_name(device))
 
 
-def candidates(kernel: str, problem: Problem, architecture: str, specialised: bool = False) -> list[Configuration]:
-    """Return the configurations that tuning tries: by an estimate, their tiles fit registers and shared memory.
-
-    With `specialised` the list includes configurations of the specialised forward kernel on Hopper, if that kernel can
-    serve the problem.
-    """
+def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configuration]:
+    """Return the configurations that tuning tries: by an estimate, their tiles fit registers and shared memory."""
     if architecture == "interpreter":
         widens_operands = default_configuration(architecture, "forward", problem.dtype, problem.d_k).widens_operands
         return [Configuration(rows, keys, 1, 1, widens_operands) for rows in (16, 32) for keys in (16, 32)]
@@ -150,19 +145,7 @@ def candidates(kernel: str, problem: Problem, architecture: str, specialised: bo
         for stages in ((1, 2) if architecture.startswith("gfx") else (2, 3, 4))
         if is_decode or crowded or outer >= ROWS_PER_WARP * warps
     ]
-    fitting = [sizes for sizes in found if _fits(kernel, sizes, problem, architecture)]
-    if specialised and kernel == "forward" and architecture == HOPPER and _can_specialise(problem):
-        from .. import hopper
-
-        fitting += [replace(sizes, specialised=True) for sizes in hopper.candidate_configurations(problem)]
-    return fitting
-
-
-def _can_specialise(problem: Problem) -> bool:
-    """Return True if the specialised Hopper kernel can serve a problem."""
-    from .. import hopper
-
-    return next(hopper.refuses(problem), None) is None
+    return [sizes for sizes in found if _fits(kernel, sizes, problem, architecture)]
 
 
 def _fits(kernel: str, sizes: Configuration, problem: Problem, architecture: str) -> bool:

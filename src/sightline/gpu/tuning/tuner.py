@@ -93,7 +93,6 @@ def tune(
     value: Any = None,
     *,
     gradients: bool = True,
-    specialised: bool = False,
     show: bool = True,
     timer: Timer | None = None,
     kernel: Triton | None = None,
@@ -121,9 +120,6 @@ def tune(
         As in `attention`.
     gradients : bool, default True
         Tune the backward kernels too.
-    specialised : bool, default False
-        On Hopper, also try the forward kernel with specialised warps. That kernel has never run on a GPU: a wrong
-        barrier would deadlock, and the process would have to be killed.
     show : bool, default True
         Show a progress bar while tuning, and print the table of results.
     timer : callable, optional
@@ -146,7 +142,7 @@ def tune(
     ParameterError
         The problem is small (`Problem.is_small_on_gpu`) and no decoding, so that its launches are not tuned; the
         folder of the cache is not writable; `kernel` is not a `Triton`; `timer` is not callable or returns no number
-        of seconds; `gradients`, `specialised` or `show` is not a bool.
+        of seconds; `gradients` or `show` is not a bool.
     SightlineError
         The errors of `attention`.
 
@@ -161,7 +157,7 @@ def tune(
         query, key, value = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         sightline.tune(query, key, value, mask=sightline.causal())
     """
-    for name, choice in (("gradients", gradients), ("specialised", specialised), ("show", show)):
+    for name, choice in (("gradients", gradients), ("show", show)):
         if not isinstance(choice, bool):
             raise ParameterError(f"{name}={choice!r}", "True or False", f"{name}=True")
     if timer is not None and not callable(timer):
@@ -186,7 +182,7 @@ def tune(
             f"decoding, or 2 · B · H · max(n, {MIN_COUNTED_QUERIES}) · m · (d_k + d_v) above {MAX_SMALL_FLOPS:,}",
             "tune with the lengths of your long calls",
         )
-    tuning_run = TuningRun(problem, kernel, _time_with_events if timer is None else timer, specialised)
+    tuning_run = TuningRun(problem, kernel, _time_with_events if timer is None else timer)
     cache.prepare_folder()  # an error is raised now, not after minutes of measurements
     import torch
 
@@ -203,12 +199,11 @@ def tune(
 class TuningRun:
     """The problem, the kernel and the arrays that all trials of one call of `tune` share."""
 
-    def __init__(self, problem: Problem, kernel: Triton, timer: Timer, specialised: bool = False) -> None:
+    def __init__(self, problem: Problem, kernel: Triton, timer: Timer) -> None:
         import torch
 
         detached = {name: getattr(problem, name).detach() for name in ("query", "key", "value")}
         self.problem, self.kernel, self.timer = replace(problem, **detached), kernel, timer
-        self.specialised = specialised
         self.architecture = kernel.architecture or architecture_of(problem.query.device)
         self.device = device_of(problem, self.architecture)
         generator = torch.Generator(device="cpu").manual_seed(0)
@@ -270,7 +265,7 @@ class TuningRun:
 
         `references` is (the expected result of `call`, the result of `call` with the default configurations).
         """
-        able = candidates(name, self.problem, self.architecture, self.specialised)
+        able = candidates(name, self.problem, self.architecture)
         sizes = [default, *(each for each in able if each != default)]
         times: dict[Configuration, float] = {}
         wrong = failed = 0
@@ -365,11 +360,11 @@ def _progress_bar(show: bool) -> Iterator[ProgressCallback]:
 
 def _format_row(tuned: TunedKernel) -> tuple[str, ...]:
     """Return the texts in the row of a kernel in the table that `Tuning` prints."""
-    sizes, name = tuned.best, tuned.kernel + (", specialised" if tuned.best.specialised else "")
+    sizes = tuned.best
     speedup = "none" if sizes == tuned.default else f"{tuned.before / tuned.after:.2f}×"
     tried = f"{tuned.tried}, {tuned.wrong} wrong, {tuned.failed} failed"
     times = (_format_time(tuned.after), _format_time(tuned.before))
-    return name, f"{sizes.rows} × {sizes.keys}", str(sizes.warps), str(sizes.stages), *times, speedup, tried
+    return tuned.kernel, f"{sizes.rows} × {sizes.keys}", str(sizes.warps), str(sizes.stages), *times, speedup, tried
 
 
 def _format_time(seconds: float) -> str:
