@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from sightline.formula.expression import Expression
-from sightline.gpu.refusals import MIN_TRITON_VERSION_BY_DTYPE
-from sightline.gpu.triton_version import triton_version
+from sightline.gpu.refusals import MIN_TRITON_VERSION_BY_DTYPE, triton_version
 from triton_interpreter import INTERPRETED
 
 __all__ = ["DEVICE", "OnDevice", "moved", "skip_unsupported"]

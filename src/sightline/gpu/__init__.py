@@ -39,7 +39,7 @@ class Triton(Kernel):
         return 1.0
 
     def sources(self, problem: Problem) -> dict[str, str]:
-        from .codegen.problem_source import render_sources
+        from .codegen.formula_functions import render_sources
 
         return render_sources(problem)
 

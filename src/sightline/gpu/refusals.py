@@ -10,7 +10,6 @@ from typing import Any
 from ..formula.expression import walk
 from ..kernel import Refusal
 from ..problem import Problem
-from .triton_version import triton_version
 
 __all__ = [
     "MAX_FORMULA_NODES",
@@ -82,6 +81,13 @@ def _size_refusals(problem: Problem) -> Iterator[Refusal]:
     num_nodes = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
     if num_nodes > MAX_FORMULA_NODES:
         yield Refusal(f"formulas of {num_nodes} nodes would take long to compile", "put computed values into a table")
+
+
+def triton_version() -> tuple[int, ...]:
+    """Return the version of the installed triton as (major, minor)."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @lru_cache

@@ -16,7 +16,7 @@ import sightline.gpu
 import sightline.problem
 from on_device import OnDevice
 from sightline.gpu import Triton
-from sightline.gpu.codegen import jit_functions as formula_functions
+from sightline.gpu.codegen import formula_functions
 from sightline.gpu.launch import forward as launch_forward
 from triton_interpreter import INTERPRETED, patch_interpreter
 

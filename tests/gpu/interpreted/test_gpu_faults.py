@@ -6,8 +6,7 @@ import pytest
 from sample_problems import arrays
 from sightline import dense, i, j, lse, padding, s, softcap
 from sightline.formula.tensor_cache import TensorCache
-from sightline.gpu.codegen import problem_source as formula_source
-from sightline.gpu.codegen import render_triton
+from sightline.gpu.codegen import formula_functions, render_triton
 from sightline.gpu.launch import schedule
 from sightline.testing import assert_conforms
 from strategies import Case
@@ -134,6 +133,6 @@ def test_a_fault_in_the_schedule_is_seen(triton_kernel, monkeypatch):
 
 def test_a_fault_in_the_text_is_seen(triton_kernel, monkeypatch):
     monkeypatch.setitem(render_triton.TRITON_RULES, "greater_equal", "{0} > {1}")
-    monkeypatch.setattr(formula_source, "_RENDERED", TensorCache(4))
+    monkeypatch.setattr(formula_functions, "_RENDERED", TensorCache(4))
     with pytest.raises(AssertionError, match=RED):
         check(triton_kernel, "masked")

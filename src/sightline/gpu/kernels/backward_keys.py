@@ -9,7 +9,6 @@ import triton.language as tl
 
 from . import tile_ops
 from .backward import KernelArguments, Pairs, ScoreParams, compute_d_scores, compute_weights, has_nonfinite, store_rows
-from .compile_time_constants import name_variants
 from .forward import classify_nonfinite, decode_nonfinite
 from .tile_loop import ScheduleRow, loop_over_tiles
 
@@ -95,7 +94,7 @@ def compute_block(args, b, g, first, row, formulas, NAN_SAFE: tl.constexpr, meta
 
 @triton.jit(
     do_not_specialize=["n", "m", "H", "group", "blocks", "items"],
-    repr=name_variants("backward_keys", "backward_keys_nan_safe"),
+    repr=tile_ops.name_variants("backward_keys", "backward_keys_nan_safe"),
 )
 def backward_keys(
     query,

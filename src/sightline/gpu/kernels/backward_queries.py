@@ -9,7 +9,6 @@ import triton.language as tl
 
 from . import tile_ops
 from .backward import KernelArguments, Pairs, ScoreParams, compute_d_scores, compute_weights, has_nonfinite, store_rows
-from .compile_time_constants import name_variants
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 __all__ = ["backward_queries"]
@@ -93,7 +92,7 @@ def compute_block(args, b, h, first, row, formulas, KINDS: tl.constexpr, NAN_SAF
 
 @triton.jit(
     do_not_specialize=["n", "m", "H", "group", "blocks", "items", "B", "batches", "heads"],
-    repr=name_variants("backward_queries", "backward_queries_nan_safe"),
+    repr=tile_ops.name_variants("backward_queries", "backward_queries_nan_safe"),
 )
 def backward_queries(
     query,

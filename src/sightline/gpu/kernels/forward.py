@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 
 from . import fused_statistics, tile_ops
-from .compile_time_constants import name_variants
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 __all__ = [
@@ -166,7 +165,8 @@ def compute_block(args, position, first, row, formulas, SUMS: tl.constexpr, NAN_
 
 
 @triton.jit(
-    do_not_specialize=["n", "m", "H", "group", "blocks", "items"], repr=name_variants("forward", "forward_nan_safe")
+    do_not_specialize=["n", "m", "H", "group", "blocks", "items"],
+    repr=tile_ops.name_variants("forward", "forward_nan_safe"),
 )
 def forward(
     query,

@@ -1,12 +1,13 @@
 """Device functions that the kernels share: loads of rows, scores, the running softmax, dropout.
 
-In every kernel `formulas` is a `codegen.jit_functions.FormulaFunctions`, and `meta` is a
-`compile_time_constants.MetaParameters`.
+In every kernel `formulas` is a `codegen.formula_functions.FormulaFunctions`, and `meta` is a `MetaParameters`.
 """
 
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
@@ -16,6 +17,36 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 NO_KEY = tl.constexpr(2147483647)  # larger than every key index
+
+
+@dataclass(frozen=True)
+class MetaParameters:
+    """Compile-time constants of one kernel. Kernels read a constant as `meta.rows`.
+
+    Lengths and strides are run-time arguments instead.
+    """
+
+    rows: int  # queries of a tile, a power of two
+    keys: int  # keys of a tile, a power of two, at most 128
+    d_k: int
+    d_v: int
+    padded_d_k: int  # the width of the tiles of Q and K: `launch.arguments.padded_width(d_k)`
+    padded_d_v: int
+    even: bool  # True if the problem's number of keys is a multiple of the tile size `keys`
+    index_type: Any  # integer type of the offsets within a tile
+    accumulator: Any  # float type of scores and sums
+    precision: str  # the precision of float32 products: "ieee" or "tf32"
+    widens_operands: bool  # True if tiles are widened to `accumulator`, as Triton's interpreter needs for bfloat16
+    max_score: bool = False  # True if the forward kernel also computes the largest score of each query and its key
+    entropy: bool = False  # True if the forward kernel also computes the entropy of each query
+
+
+def name_variants(plain: str, nan_safe: str) -> Callable[[Any], str]:
+    """Return the option `repr` of `triton.jit` for a kernel with two variants.
+
+    Profilers show the name `nan_safe` if SUBBLOCKS is not 0, else the name `plain`.
+    """
+    return lambda specialization: nan_safe if specialization.constants["SUBBLOCKS"] else plain
 
 
 class Array(NamedTuple):

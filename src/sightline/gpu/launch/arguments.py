@@ -15,10 +15,16 @@ from ...dropout import threshold
 from ...formula.expression import SYMBOLS
 from ...formula.tensor_cache import to_device
 from ...problem import Problem
-from ..codegen.jit_functions import FormulaFunctions, combine_functions, compile_function
-from ..codegen.problem_source import INT32_MAX, NamedFormula, collect_tables, render_sources
-from ..kernels.compile_time_constants import MetaParameters, padded_width
-from ..kernels.tile_ops import Array
+from ..codegen.formula_functions import (
+    INT32_MAX,
+    FormulaFunctions,
+    NamedFormula,
+    collect_tables,
+    combine_functions,
+    compile_function,
+    render_sources,
+)
+from ..kernels.tile_ops import Array, MetaParameters
 from ..tuning.default_configurations import Configuration
 
 __all__ = ["Operands", "dot_precision", "dropout_state", "prepare_sinks", "prepare_table", "to_operand"]
@@ -121,6 +127,11 @@ class Operands:
     def sinks(self) -> Any:
         """Return the sinks as `prepare_sinks` does; None without sinks."""
         return None if self.problem.sinks is None else prepare_sinks(self.problem.sinks)
+
+
+def padded_width(width: int) -> int:
+    """Return the width to which rows of `width` are padded for a matrix product: the next power of two, at least 16."""
+    return max(16, 1 << max(width - 1, 0).bit_length())
 
 
 def prepare_sinks(sinks: Any) -> Any:

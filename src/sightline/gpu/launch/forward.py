@@ -12,7 +12,7 @@ from ...kernel import Result
 from ...problem import Problem
 from ...statistics import Lse, unwrap_mean
 from ...streaming import Streaming
-from ..codegen.problem_source import collect_tables
+from ..codegen.formula_functions import collect_tables
 from ..kernels.decode import decode, merge_splits
 from ..kernels.forward import forward
 from ..tuning.default_configurations import Configuration

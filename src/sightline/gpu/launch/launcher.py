@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
+import triton.language as tl
 from triton.runtime import JITFunction
 from triton.runtime.errors import OutOfResources
 
-from ..kernels.compile_time_constants import MetaParameters, wrap_meta_parameters
+from ..kernels.tile_ops import MetaParameters
 from ..tuning.default_configurations import Configuration
 
 __all__ = ["REDUCED_STAGES", "KernelLaunch"]
@@ -42,7 +44,7 @@ class KernelLaunch:
         if not isinstance(self.kernel, JITFunction):  # Triton's interpreter
             return self.arguments
         metas = {name: x for name, x in self.arguments.items() if isinstance(x, MetaParameters)}
-        return self.arguments | {name: wrap_meta_parameters(meta) for name, meta in metas.items()}
+        return self.arguments | {name: _wrap(meta) for name, meta in metas.items()}
 
     def launch(self) -> Any:
         """Run the kernel on the current stream, with fewer stages if the configured number exceeds shared memory.
@@ -71,3 +73,12 @@ class KernelLaunch:
         query = self.arguments["query"].start
         constants = (self.arguments.get(name) for name in ("meta", "formulas", "SUBBLOCKS"))
         return self.kernel, self.configuration, query.dtype, query.device, *constants
+
+
+@lru_cache(1024)
+def _wrap(meta: MetaParameters) -> MetaParameters:
+    """Return `meta` with every field as a `tl.constexpr`.
+
+    Before version 3.9, Triton compiles numbers in a tuple as run-time arguments unless they are `tl.constexpr`.
+    """
+    return replace(meta, **{entry.name: tl.constexpr(getattr(meta, entry.name)) for entry in fields(meta)})

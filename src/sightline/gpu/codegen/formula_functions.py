@@ -1,12 +1,15 @@
-"""The source of the Triton functions for a problem's formulas, and the tables that the formulas read.
+"""The Triton functions of a problem's formulas: their source, the tables that they read, and the compiled functions.
 
-This module does not import triton.
+This module does not import triton; the source that it compiles does.
 """
 
 from __future__ import annotations
 
+import hashlib
+import linecache
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from ...arrays import layout
 from ...formula.expression import Expression
@@ -23,6 +26,24 @@ INT32_MAX = 2**31 - 1
 _RENDERED = TensorCache(1024)
 
 NamedFormula = tuple[str, Expression, bool]  # (name of the function, formula, True if the function takes scores)
+
+
+class FormulaFunctions(NamedTuple):
+    """The formulas of a kernel as functions of a block of pairs. A function is None if the problem lacks its formula.
+
+    `mask_at` takes the arguments (b, h, i, j, n, m, tables). Every other function takes a score before these arguments:
+    `score_at`, `score_derivative_at` and `table_gradients_at` take the scaled product s; `summands_at`, `d_weights_at`
+    and `d_scores_at` take the final score.
+    """
+
+    mask_at: Any = None  # returns True where the pair is visible
+    score_at: Any = None  # returns the final score
+    summands_at: Any = None  # returns a tuple: the factors f of the sums Σ P f in `fused_statistics`
+    score_derivative_at: Any = None  # returns d score / d s
+    d_weights_at: Any = None  # returns the term that statistics add to dP
+    d_scores_at: Any = None  # returns the term that statistics add to the gradient of the final score
+    # Returns a tuple: for each lookup (d score / d entry, index of the table entry), see `kernels.table_gradient`.
+    table_gradients_at: Any = None
 
 
 def render_sources(problem: Problem, others: Sequence[NamedFormula] = ()) -> dict[str, str]:
@@ -65,3 +86,25 @@ def _byte_extent(table: Table) -> float:
     """Return the bytes between the first and the last entry of a table. Strides can make them exceed its size."""
     strides = layout(table.array)[1]
     return float(sum(max(length - 1, 0) * abs(stride) for length, stride in zip(table.shape, strides, strict=True)))
+
+
+@lru_cache(1024)
+def compile_function(source: str, name: str) -> Any:
+    """Return the function `name` of a generated module. `source` is the module's text.
+
+    The text is added to `linecache`, from which Triton reads the source of a function.
+    """
+    filename = f"<sightline {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    module: dict[str, Any] = {"__name__": f"sightline.gpu.generated.{name}"}
+    exec(compile(source, filename, "exec"), module)
+    return module[name]
+
+
+def combine_functions(sources: Sequence[str], expressions: Sequence[str], name: str) -> Any:
+    """Return a Triton function `name` that takes scores and returns the tuple of `expressions`.
+
+    The expressions call functions that the texts in `sources` define.
+    """
+    body = f"@triton.jit\ndef {name}(s, b, h, i, j, n, m, tables):\n    return ({', '.join(expressions)},)\n"
+    return compile_function("\n\n".join([*sources, body]), name)
