@@ -11,14 +11,6 @@ from ..formula.expression import walk
 from ..kernel import Refusal
 from ..problem import Problem
 
-__all__ = [
-    "MAX_FORMULA_NODES",
-    "MAX_HEAD_WIDTH",
-    "MIN_TRITON_VERSION_BY_DTYPE",
-    "refuse_backward",
-    "refuse_forward",
-]
-
 MAX_HEAD_WIDTH = 256  # largest d_k and largest d_v: registers and shared memory hold tiles of both widths
 MAX_FORMULA_NODES = 400  # most nodes of mask and score together; the compiler gets about one line for each node
 MIN_TRITON_VERSION = (3, 5)  # the oldest triton that compiles the kernels

@@ -19,8 +19,6 @@ from ...formula.tensor_cache import TensorCache
 from ...problem import Problem
 from .render_triton import render
 
-__all__ = ["INT32_MAX", "NamedFormula", "collect_tables", "render_sources"]
-
 INT32_MAX = 2**31 - 1
 
 _RENDERED = TensorCache(1024)

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from ...formula.expression import Apply, Constant, Expression, Lookup, Symbol, walk
 from ...formula.operators import Kind, common_kind
 
-__all__ = ["TRITON_RULES", "render"]
-
 _INFIX = {
     "add": "+",
     "subtract": "-",

@@ -26,11 +26,6 @@ import triton.language as tl
 from . import table_gradient, tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
 
-__all__ = [
-    *("KernelArguments", "Pairs", "ScoreParams", "backward_preprocess", "compute_d_scores", "compute_weights"),
-    *("has_nonfinite", "store_rows"),
-]
-
 
 class KernelArguments(
     namedtuple(

@@ -12,8 +12,6 @@ from .backward import KernelArguments, Pairs, ScoreParams, compute_d_scores, com
 from .forward import classify_nonfinite, decode_nonfinite
 from .tile_loop import ScheduleRow, loop_over_tiles
 
-__all__ = ["backward_keys"]
-
 
 class Block(namedtuple("Block", "key value first b h query d_output params dropout_scale args")):
     """A block of rows of K and V that begins at key `first`, and a head of queries that attend to these keys."""

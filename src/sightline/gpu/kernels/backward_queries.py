@@ -11,8 +11,6 @@ from . import tile_ops
 from .backward import KernelArguments, Pairs, ScoreParams, compute_d_scores, compute_weights, has_nonfinite, store_rows
 from .tile_loop import ScheduleRow, loop_over_tiles
 
-__all__ = ["backward_queries"]
-
 
 class Block(
     namedtuple("Block", "query d_output inside lse delta location key value params dropout_scale dropout_state sums")

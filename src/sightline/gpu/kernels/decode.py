@@ -16,8 +16,6 @@ from . import tile_ops
 from .forward import Block, KernelArguments, State, compute_block, init, process_range, store
 from .tile_loop import ScheduleRow, loop_over_tiles
 
-__all__ = ["decode", "merge_splits"]
-
 UNROLL_FACTOR = tl.constexpr(8)  # splits whose loads `merge_splits` overlaps, instead of waiting for each load
 
 

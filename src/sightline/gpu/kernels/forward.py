@@ -26,11 +26,6 @@ import triton.language as tl
 from . import fused_statistics, tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
 
-__all__ = [
-    *("Block", "KernelArguments", "State", "classify_nonfinite", "compute_block", "decode_nonfinite", "forward"),
-    *("init", "process_range", "store"),
-]
-
 
 class KernelArguments(
     namedtuple("KernelArguments", "query key value n m H group sign scale unit schedule sinks dropout_state tables")

@@ -17,8 +17,6 @@ import triton.language as tl
 
 from . import tile_ops
 
-__all__ = ["init", "store", "update"]
-
 MIN_POWER = tl.constexpr(-2048.0)  # 2 to any smaller power is 0 in every dtype
 
 

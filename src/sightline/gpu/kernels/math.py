@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["real_quotient", "real_remainder", "square_root", "whole_quotient", "whole_remainder"]
-
 
 @triton.jit
 def whole_quotient(x, y):

@@ -20,8 +20,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["FIRST_SLOT_EXPONENT", "MAX_ADDITIONS", "SLOTS", "SLOT_BITS", "add"]
-
 MAX_ADDITIONS = 2**31  # most summands of one entry: with so many the entry's slots cannot overflow
 SLOT_BITS = 8  # number of exponents of float32 that share a slot
 SLOTS = tl.constexpr(33)  # number of slots of an entry: 32 for sums, and one that counts summands that are not finite

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["Schedule", "ScheduleRow", "loop_over_tiles"]
-
 
 class Schedule(NamedTuple):
     """The tiles that every block visits, as int32 arrays on the device; see `launch.schedule.encode_ranges`."""

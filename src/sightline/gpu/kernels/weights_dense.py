@@ -9,8 +9,6 @@ from . import tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
 from .weights_pass import compute_scores, load_block
 
-__all__ = ["dense_weights"]
-
 
 @triton.jit
 def store_range(_, first, last, block, formulas, OUTPUT_KIND: tl.constexpr, meta, PARTIAL: tl.constexpr):

@@ -20,8 +20,6 @@ import triton.language as tl
 
 from . import tile_ops
 
-__all__ = ["Block", "combine", "compute_scores", "load_block", "reduce"]
-
 
 class Block(namedtuple("Block", "query key location lse scale unit tables extra")):
     """A block of queries, and the key head that they attend to.

@@ -11,8 +11,6 @@ from . import tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
 from .weights_pass import combine, compute_scores, load_block, reduce
 
-__all__ = ["pooled"]
-
 
 class CellSpan(NamedTuple):
     """The queries, or the keys, whose weights one Triton program pools.

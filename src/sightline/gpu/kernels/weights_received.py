@@ -11,8 +11,6 @@ from . import tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
 from .weights_pass import combine, reduce
 
-__all__ = ["received"]
-
 
 class Block(namedtuple("Block", "key first b h query lse n m H sign scale unit tables")):
     """A block of keys that begins at key `first` of a head, and the arguments needed to load queries and their lse."""

@@ -9,8 +9,6 @@ from . import tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
 from .weights_pass import compute_scores, load_block
 
-__all__ = ["top_k"]
-
 
 @triton.jit
 def rank_weights(s, block):

@@ -27,8 +27,6 @@ from ..codegen.formula_functions import (
 from ..kernels.tile_ops import Array, MetaParameters
 from ..tuning.default_configurations import Configuration
 
-__all__ = ["Operands", "dot_precision", "dropout_state", "prepare_sinks", "prepare_table", "to_operand"]
-
 MIN_SCALE = 2.0**-64  # kernels apply a smaller scale before the softmax, because lse / scale would overflow float32
 
 

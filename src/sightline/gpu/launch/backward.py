@@ -27,8 +27,6 @@ from .launch_binder import RecordedCall
 from .launcher import KernelLaunch
 from .schedule import make_schedule
 
-__all__ = ["backward", "backward_launches"]
-
 SMALL_KEY_WARPS = 8  # warps of the launch for keys of a small problem: with 4, the kernel of d 128 spills registers
 MAX_SLOTTED_ENTRIES = 2**22  # most entries of a table whose gradient is summed in slots, of 264 bytes for each entry
 

@@ -21,8 +21,6 @@ from ...formula.tensor_cache import retain, to_device
 from .arguments import dot_precision, dropout_state, prepare_sinks, prepare_table
 from .launch_binder import LaunchBinder, RecordedCall, UnboundArgumentError
 
-__all__ = ["BoundCall"]
-
 ALIGNMENT = 16  # bytes; Triton compiles other kernels for arrays that are not so aligned
 
 

@@ -23,16 +23,6 @@ from .launcher import KernelLaunch
 from .schedule import make_schedule
 from .statistics import FusedStatistics, compute_statistics
 
-__all__ = [
-    "attention_launches",
-    "decode_launches",
-    "forward_launches",
-    "nan_safe_launch",
-    "run",
-    "small_sizes",
-    "uses_decode",
-]
-
 NAN_SAFE_ROWS = 32  # most queries (or keys) of a tile in the NaN-safe launch, which recomputes flagged blocks only
 NAN_SAFE_WARPS = 4  # most warps of a NaN-safe launch
 SMALL_KEYS = 32  # most keys of a tile in a launch for a small problem: with 64, kernels of d 128 spill registers

@@ -18,8 +18,6 @@ from ..kernels.tile_loop import Schedule
 from .arguments import dropout_state
 from .launcher import KernelLaunch
 
-__all__ = ["BoundLaunch", "LaunchBinder", "RecordedCall", "UnboundArgumentError"]
-
 # The kernels' arguments for arrays that a call allocates without filling them, unless these are inputs of the call.
 WRITTEN_ARGUMENTS = frozenset(
     {"output", "lse", "nonfinite_flags", "split_output", "split_lse", "seen", "rows", "d_query", "d_key", "d_value"}

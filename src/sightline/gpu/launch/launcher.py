@@ -14,8 +14,6 @@ from triton.runtime.errors import OutOfResources
 from ..kernels.tile_ops import MetaParameters
 from ..tuning.default_configurations import Configuration
 
-__all__ = ["REDUCED_STAGES", "KernelLaunch"]
-
 # By `KernelLaunch._memory_key`: the number of stages that fits shared memory, for kernels whose configured number does
 # not.
 REDUCED_STAGES: dict[Hashable, int] = {}

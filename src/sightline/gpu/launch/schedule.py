@@ -14,8 +14,6 @@ from ...formula.tile_ranges import TileRanges, find_tile_ranges
 from ...problem import Problem
 from ..kernels.tile_loop import Schedule
 
-__all__ = ["encode_ranges", "make_schedule", "swap_queries_and_keys"]
-
 _SCHEDULES = TensorCache(64)
 # The rows of a head in a schedule are padded to a multiple of this number: Triton compiles one kernel for all integers
 # and addresses that are multiples of 16.

@@ -15,8 +15,6 @@ from ...streaming import compute_statistics as compute_by_streaming
 from .arguments import Operands
 from .weights_pass import run_weights_pass
 
-__all__ = ["FusedStatistics", "compute_statistics"]
-
 
 class FusedStatistics:
     """The statistics that the forward kernel computes, and their output arrays; see `kernels.fused_statistics`."""

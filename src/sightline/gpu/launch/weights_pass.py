@@ -24,8 +24,6 @@ from .arguments import Operands
 from .launcher import KernelLaunch
 from .schedule import make_schedule
 
-__all__ = ["MAX_TOP_K", "allocate_outputs", "can_serve", "run_weights_pass", "statistic_launch"]
-
 MAX_TOP_K = 128  # largest k of `top_k`, whose kernel keeps the k largest weights of each query of a block in registers
 MAX_TOP_K_ENTRIES = 2048  # most entries in all lists of largest weights of a block of queries
 MAX_PROGRAM_CELLS = (16, 64)  # most (rows, columns) of cells that one program of `pooled` computes

@@ -24,19 +24,6 @@ from ...errors import ParameterError
 from ...problem import Problem
 from ...statistics import Entropy, Lse, Mass, MaxScore, Statistic, unwrap_mean
 
-__all__ = [
-    "DRIVER_VERSION_FILES",
-    "clear",
-    "environment",
-    "folder",
-    "list_entries",
-    "load",
-    "num_changes",
-    "prepare_folder",
-    "problem_key",
-    "store",
-]
-
 CACHE_VARIABLE = "SIGHTLINE_CACHE"
 DRIVER_VERSION_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 MAX_CACHED_LOOKUPS = 4096  # most look-ups whose results are held in memory; a result may be that there is no entry

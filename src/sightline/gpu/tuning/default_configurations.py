@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Configuration", "default_configuration", "shared_memory_of"]
-
 # KiB of shared memory for a block of threads, by the prefix of the architecture's name
 SHARED_MEMORY_KIB = {"sm_80": 163, "sm_8": 99, "sm_90": 227, "sm_10": 227, "sm_12": 99, "gfx": 64}
 

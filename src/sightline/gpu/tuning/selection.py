@@ -16,17 +16,6 @@ from ...problem import Problem
 from . import cache
 from .default_configurations import Configuration, default_configuration, shared_memory_of
 
-__all__ = [
-    "Trial",
-    "architecture_of",
-    "candidates",
-    "device_of",
-    "parse_configuration",
-    "select",
-    "selection_version",
-    "try_sizes",
-]
-
 MAX_SIZE = 1024  # largest number in any field of a configuration that is read from a file
 MIN_TILE = 16  # fewest rows and fewest keys of a tile: the size of the smallest matrix product
 MAX_TILE_KEYS = 128  # most keys of a tile: `classify_nonfinite` counts the keys of a tile in base 256

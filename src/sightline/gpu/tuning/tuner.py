@@ -34,8 +34,6 @@ from . import cache
 from .default_configurations import Configuration
 from .selection import architecture_of, candidates, device_of, try_sizes
 
-__all__ = ["TunedKernel", "Tuning", "tune"]
-
 MAX_COMPARED_ROWS = 256  # most rows of a head of a result that are compared with the expected result
 FINALISTS, ROUNDS = 3, 5  # configurations that are timed again at the end, and how often each of them is timed
 MIN_SPEEDUP = 1.02  # least speedup over the default for which a configuration is saved; a smaller speedup may be noise
