@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from .call_text import CallText
-from .formula.expression import SYMBOLS, Expression, Lookup, as_expression, intern, walk
+from .formula.expression import SYMBOLS, Expression, Indices, Lookup, as_expression, intern
 from .formula.tables import Table
 from .problem import Problem
 from .statistics import Statistic
@@ -49,7 +49,7 @@ def join_text(
     place = {id(array): k for k, array in enumerate(old)}
     tables: dict[int, Table] = {}
 
-    def read(table: Table, indices: tuple[Expression, ...]) -> Expression:
+    def read(table: Table, indices: Indices) -> Expression:
         """Return the read of the joined table for a read of the table of one element."""
         k = place[id(table.array)]
         if k not in tables:
@@ -60,19 +60,11 @@ def join_text(
             tables[k] = Table(new[k], axes)
         return intern(Lookup(tables[k], (element, *indices) if is_mapped[k] else indices))
 
-    def rewrite(formula: Expression) -> Expression:
-        built: dict[int, Expression] = {}
-        for node in walk(formula):
-            arguments = tuple([built[id(argument)] for argument in node.arguments])
-            if isinstance(node, Lookup):
-                built[id(node)] = read(node.table, arguments)
-            else:
-                symbol = next((name for name in symbols if node is SYMBOLS[name]), None)
-                built[id(node)] = node.rebuild(arguments, {}) if symbol is None else symbols[symbol]
-        return built[id(formula)]
+    def join(formula: Expression) -> Expression:
+        return formula.rewrite(symbols, read)
 
-    mask, score = (None if formula is None else rewrite(formula) for formula in text.formulas(old))
-    see = tuple([change(statistic).map_formulas(rewrite) for statistic in text.statistics(old)])
+    mask, score = (None if formula is None else join(formula) for formula in text.formulas(old))
+    see = tuple([change(statistic).map_formulas(join) for statistic in text.statistics(old)])
     joined, found = CallText.of(replace(problem, mask=mask, score=score, see=see))
     if [id(table.array) for table in found] != list(map(id, new)):
         raise RuntimeError("the joined formulas read their tables in another order")

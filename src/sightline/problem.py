@@ -28,7 +28,7 @@ from .cached_property import cached_property
 from .errors import DeviceError
 from .formula import implied_mask
 from .formula.batch_axes import align_batch_axes
-from .formula.expression import Expression, parse_text
+from .formula.expression import Expression, parse_text, table_lookup
 from .formula.formula_checks import check_formulas, is_valid_for_all_entries
 from .formula.tables import Table, bounds_key
 from .formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
@@ -178,19 +178,13 @@ class Problem:
     def with_tables(self, tables: Sequence[Any]) -> Problem:
         """Return the problem with these arrays in its tables; the arrays are in the order of `self.tables`."""
         new = {id(old): old.with_array(array) for old, array in zip(self.tables, tables, strict=True)}
-        return self.map_formulas(lambda formula: formula.substitute({}, new))
+        lookup = table_lookup(lambda old: new[id(old)])
+        return self.map_formulas(lambda formula: formula.rewrite(lookup=lookup))
 
     def map_tables(self, change: Callable[[Any], Any]) -> Problem:
         """Return the problem with new tables, `change` applied to their arrays. A table that is shared stays shared."""
-        changed: dict[int, Table] = {}
-
-        def rewrite(formula: Expression) -> Expression:
-            for table in formula.tables:
-                if id(table) not in changed:
-                    changed[id(table)] = table.with_array(change(table.array))
-            return formula.substitute({}, changed) if formula.tables else formula
-
-        return self.map_formulas(rewrite)
+        lookup = table_lookup(lambda table: table.with_array(change(table.array)))
+        return self.map_formulas(lambda formula: formula.rewrite(lookup=lookup) if formula.tables else formula)
 
     def map_formulas(self, change: Callable[[Expression], Expression]) -> Problem:
         """Return the problem with `change` applied to mask, score and the conditions of the statistics."""
@@ -314,14 +308,11 @@ def _with_unknown_entries(problem: Problem) -> Problem | None:
     """
     if not (problem.is_small_on_gpu and _waits_for_entries(problem)):
         return None
-    unknown: dict[int, Table] = {}
+    lookup = table_lookup(Table.with_unknown_entries)
     formulas: list[Expression] = []
 
     def forget_entries(formula: Expression) -> Expression:
-        for table in formula.tables:
-            if id(table) not in unknown:
-                unknown[id(table)] = table.with_unknown_entries()
-        formulas.append(formula.substitute({}, unknown))
+        formulas.append(formula.rewrite(lookup=lookup))
         return formulas[-1]
 
     found = problem.map_formulas(forget_entries)

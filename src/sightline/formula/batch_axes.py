@@ -14,7 +14,7 @@ from typing import Any
 
 from ..arrays import broadcast_to, drop_repeats, namespace
 from ..errors import ShapeError
-from .expression import SYMBOLS, Expression, Lookup, as_expression, intern, walk
+from .expression import SYMBOLS, Expression, Indices, Lookup, as_expression, intern
 from .tables import Table
 
 __all__ = ["BatchAxes", "align_batch_axes", "merge_leading_axes"]
@@ -94,21 +94,19 @@ def align_batch_axes(formula: Expression, batch_shape: tuple[int, ...], tables: 
     ShapeError
         The leading axes of an array do not broadcast to the batch axes.
     """
-    nodes = walk(formula)
-    if not any(isinstance(node, Lookup) and node.table.batch_axes is not None for node in nodes):
+    if all(table.batch_axes is None for table in formula.tables):
         return formula
-    built: dict[int, Expression] = {}
-    for node in nodes:
-        arguments = tuple([built[id(argument)] for argument in node.arguments])
-        if isinstance(node, Lookup) and node.table.batch_axes is not None:
-            index = _aligned_index(node.table, batch_shape)
-            if id(node.table) not in tables:
-                name = "b" if index is SYMBOLS["b"] else None
-                tables[id(node.table)] = Table(node.table.array, (name, "h", "i", "j"), node.table.batch_axes)
-            built[id(node)] = intern(Lookup(tables[id(node.table)], (index, *arguments[1:])))
-        else:
-            built[id(node)] = node.rebuild(arguments, {})
-    return built[id(formula)]
+
+    def lookup(table: Table, indices: Indices) -> Expression:
+        if table.batch_axes is None:
+            return intern(Lookup(table, indices))
+        index = _aligned_index(table, batch_shape)
+        if id(table) not in tables:
+            name = "b" if index is SYMBOLS["b"] else None
+            tables[id(table)] = Table(table.array, (name, "h", "i", "j"), table.batch_axes)
+        return intern(Lookup(tables[id(table)], (index, *indices[1:])))
+
+    return formula.rewrite(lookup=lookup)
 
 
 def _aligned_index(table: Table, batch_shape: tuple[int, ...]) -> Expression:

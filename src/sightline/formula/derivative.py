@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any, cast
 
-from .expression import SYMBOLS, Apply, Expression, Lookup, apply, as_expression, intern, walk, where
+from .expression import SYMBOLS, Apply, Expression, Lookup, apply, as_expression, fold, intern, walk, where
 from .tables import Table
 
 __all__ = ["DERIVATIVE_RULES", "derivative", "score_tangent"]
@@ -21,14 +21,13 @@ def derivative(formula: Expression, variable: Expression = SYMBOLS["s"]) -> Expr
     Conditions and whole numbers count as constants. At a kink of min or max the derivative is that of the argument
     that is returned, the first one if both are equal. The derivative of abs at 0 is 0, that of floor and ceil is 0.
     """
-    derivatives: dict[int, Expression] = {}
-    for node in walk(formula):
-        derivatives[id(node)] = ONE if node is variable else ZERO
-        if isinstance(node, Apply) and node.kind == "float":
-            inner = [derivatives[id(a)] for a in node.arguments]
-            if any(term is not ZERO for term in inner):
-                derivatives[id(node)] = DERIVATIVE_RULES[node.operator](node, *inner)
-    return derivatives[id(formula)]
+
+    def visit(node: Expression, inner: list[Expression]) -> Expression:
+        if isinstance(node, Apply) and node.kind == "float" and any(term is not ZERO for term in inner):
+            return DERIVATIVE_RULES[node.operator](node, *inner)
+        return ONE if node is variable else ZERO
+
+    return fold(visit, formula)
 
 
 def score_tangent(score: Expression | None, tangents: Mapping[Table, Any]) -> Expression | None:

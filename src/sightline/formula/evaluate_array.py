@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import convert, framework, namespace, to_numpy
 from ..errors import FormulaError
-from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
+from .expression import Apply, Constant, Expression, Lookup, Symbol, fold
 from .operators import Kind, common_kind
 
 __all__ = ["ARRAY_RULES", "evaluate", "evaluate_dense"]
@@ -35,29 +35,24 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
     def cast(value: Any, kind: Kind) -> Any:
         return value if value.dtype == dtypes[kind] else xp.astype(value, dtypes[kind])
 
-    values: dict[int, Any] = {}
-    for node in walk(formula):
+    def visit(node: Expression, inputs: list[Any]) -> Any:
         if isinstance(node, Symbol):
             value = symbols[node.name]
-            values[id(node)] = cast(value if hasattr(value, "dtype") else xp.asarray(value, **device_option), node.kind)
-        elif isinstance(node, Constant):
-            values[id(node)] = xp.asarray(node.value, dtype=dtypes[node.kind], **device_option)
-        elif isinstance(node, Lookup):
+            return cast(value if hasattr(value, "dtype") else xp.asarray(value, **device_option), node.kind)
+        if isinstance(node, Constant):
+            return xp.asarray(node.value, dtype=dtypes[node.kind], **device_option)
+        if isinstance(node, Lookup):
             source = convert(node.table.array, like)
             if 0 in source.shape:  # only hidden pairs read an empty table, and for a hidden pair any number is correct
                 source = xp.zeros([max(length, 1) for length in source.shape], dtype=source.dtype, **device_option)
-            index = tuple(
-                xp.clip(values[id(a)], 0, length - 1) for a, length in zip(node.arguments, source.shape, strict=True)
-            )
-            values[id(node)] = cast(source[index], node.kind)
-        elif isinstance(node, Apply):
-            operand_kind = common_kind(node)
-            inputs = [
-                values[id(a)] if node.operator == "where" and k == 0 else cast(values[id(a)], operand_kind)
-                for k, a in enumerate(node.arguments)
-            ]
-            values[id(node)] = ARRAY_RULES[node.operator](xp, *inputs)
-    return values[id(formula)]
+            index = tuple(xp.clip(x, 0, length - 1) for x, length in zip(inputs, source.shape, strict=True))
+            return cast(source[index], node.kind)
+        assert isinstance(node, Apply)
+        operand_kind, first = common_kind(node), 1 if node.operator == "where" else 0  # the condition is not converted
+        operands = [*inputs[:first], *[cast(x, operand_kind) for x in inputs[first:]]]
+        return ARRAY_RULES[node.operator](xp, *operands)
+
+    return fold(visit, formula)
 
 
 def evaluate_dense(formula: Expression, extent: tuple[int, int, int, int], s: Any = None) -> Any:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from ..cached_property import cached_property
 from ..errors import FormulaError
@@ -43,6 +43,9 @@ __all__ = [
     "walk",
     "where",
 ]
+
+Result = TypeVar("Result")
+Indices = tuple["Expression", ...]
 
 OPERATORS_ON_CONDITIONS = {"add": "logical_or", "multiply": "logical_and"}
 MAX_EXACT_INTEGER = 2**53  # bounds of whole numbers are float64, which is not exact for larger integers
@@ -96,31 +99,44 @@ class Expression(OperatorMethods, EvaluationMethods):
 
     def with_tables(self, tables: Sequence[Table]) -> Expression:
         """Return the formula with `tables` in place of its own tables, in the order of `self.tables`."""
-        return self.substitute({}, {id(old): new for old, new in zip(self.tables, tables, strict=True)})
+        new = {id(old): table for old, table in zip(self.tables, tables, strict=True)}
+        return self.rewrite(lookup=table_lookup(lambda old: new[id(old)]))
 
     def with_scores(self, scores: Expression) -> Expression:
         """Return the formula with `scores` in place of s."""
-        return self.substitute({"s": scores}, {})
+        return self.rewrite({"s": scores})
 
-    def substitute(self, symbols: dict[str, Expression], tables: dict[int, Table]) -> Expression:
-        """Return the formula with some symbols and tables replaced.
+    def rewrite(
+        self,
+        symbols: Mapping[str, Expression] | None = None,
+        lookup: Callable[[Table, Indices], Expression] | None = None,
+        constant: Callable[[Constant], Expression] | None = None,
+    ) -> Expression:
+        """Return the formula with other expressions for some of its symbols, lookups or constants.
 
-        `symbols` has a new expression for the name of a symbol, and `tables` a new table for the id of an old table.
+        Parameters
+        ----------
+        symbols : the new expression of each symbol that is replaced, by the name of the symbol
+        lookup : (table, indices) → the new expression of a lookup; the indices are rewritten already
+        constant : the constant → its new expression
         """
-        built: dict[int, Expression] = {}
-        for node in walk(self):
-            if isinstance(node, Symbol) and node.name in symbols:
-                built[id(node)] = symbols[node.name]
-            else:
-                built[id(node)] = node.rebuild(tuple([built[id(a)] for a in node.arguments]), tables)
-        return built[id(self)]
+        symbols = symbols or {}
+
+        def visit(node: Expression, arguments: list[Expression]) -> Expression:
+            if isinstance(node, Symbol):
+                return symbols.get(node.name, node)
+            if isinstance(node, Apply):
+                return intern(Apply(node.operator, tuple(arguments), node.kind))
+            if isinstance(node, Lookup):
+                indices = tuple(arguments)
+                return lookup(node.table, indices) if lookup else intern(Lookup(node.table, indices))
+            return constant(node) if constant and isinstance(node, Constant) else node
+
+        return fold(visit, self)
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
     def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
         raise NotImplementedError(f"{type(self).__name__} has no text form")
-
-    def rebuild(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
-        return self
 
     def own_values(self) -> tuple[Any, ...]:
         """Return what distinguishes this node from other nodes of its class with the same arguments."""
@@ -199,9 +215,6 @@ class Apply(Expression):
     def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
         return [self.operator, *(number[id(a)] for a in self.arguments)]
 
-    def rebuild(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
-        return intern(Apply(self.operator, arguments, self.kind))
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lookup(Expression):
@@ -219,9 +232,6 @@ class Lookup(Expression):
 
     def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
         return ["lookup", slot[id(self.table)], *(number[id(a)] for a in self.arguments)]
-
-    def rebuild(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
-        return intern(Lookup(replacement.get(id(self.table), self.table), arguments))
 
 
 _INTERNED: dict[tuple[Any, ...], weakref.ref[Expression]] = {}
@@ -370,6 +380,29 @@ def walk(*roots: Expression) -> list[Expression]:
                 done[id(argument)] = argument
             done[id(stack.pop())] = node
     return list(done.values())
+
+
+def fold(visit: Callable[[Expression, list[Result]], Result], formula: Expression) -> Result:
+    """Return the result of the formula, where the result of a node is `visit(node, results of its arguments)`."""
+    results: dict[int, Result] = {}
+    for node in walk(formula):
+        results[id(node)] = visit(node, [results[id(argument)] for argument in node.arguments])
+    return results[id(formula)]
+
+
+def table_lookup(change: Callable[[Table], Table]) -> Callable[[Table, Indices], Expression]:
+    """Return the argument `lookup` of `rewrite` that puts the table `change(table)` in place of each table.
+
+    `change` is called once for each table, so formulas that share a table still share it if they get the same `lookup`.
+    """
+    changed: dict[int, Table] = {}
+
+    def lookup(table: Table, indices: Indices) -> Expression:
+        if id(table) not in changed:
+            changed[id(table)] = change(table)
+        return intern(Lookup(changed[id(table)], indices))
+
+    return lookup
 
 
 def parse_text(text: str, tables: Sequence[Table]) -> Expression:

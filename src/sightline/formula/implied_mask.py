@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from ..arrays import device
-from .expression import Apply, Constant, Expression, Lookup, as_expression, walk, where
+from .expression import Apply, Constant, Expression, Lookup, as_expression, fold, where
 from .interval_arithmetic import Interval, compute_intervals
 from .tile_ranges import make_box
 
@@ -25,26 +25,25 @@ def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Ex
     The result is None if no node of the score shows that it is −∞ somewhere.
     """
     bounds = compute_intervals(score, make_box(extent))
-    conditions: dict[int, Expression | None] = {}
-    for node in walk(score):
-        hidden = [conditions[id(a)] for a in node.arguments]
+
+    def visit(node: Expression, hidden: list[Expression | None]) -> Expression | None:
         operator = node.operator if isinstance(node, Apply) else None
-        condition: Expression | None = None
         if isinstance(node, Constant):
-            condition = as_expression(True) if node.value == -math.inf else None
-        elif isinstance(node, Lookup) and node.kind == "float":
-            condition = node == -math.inf if _may_be_hidden(node, bounds[id(node)]) else None
-        elif operator in ("add", "minimum"):
-            condition = _either(*hidden)
-        elif operator == "subtract":
-            condition = hidden[0]
-        elif operator == "maximum" and hidden[0] is not None and hidden[1] is not None:
-            condition = hidden[0] & hidden[1]
-        elif operator == "where" and any(part is not None for part in hidden[1:]):
+            return as_expression(True) if node.value == -math.inf else None
+        if isinstance(node, Lookup) and node.kind == "float":
+            return node == -math.inf if _may_be_hidden(node, bounds[id(node)]) else None
+        if operator in ("add", "minimum"):
+            return _either(*hidden)
+        if operator == "subtract":
+            return hidden[0]
+        if operator == "maximum" and hidden[0] is not None and hidden[1] is not None:
+            return hidden[0] & hidden[1]
+        if operator == "where" and any(part is not None for part in hidden[1:]):
             yes, no = (as_expression(False) if part is None else part for part in hidden[1:])
-            condition = where(node.arguments[0], yes, no) if "s" not in node.arguments[0].free_symbols else None
-        conditions[id(node)] = condition
-    return conditions[id(score)]
+            return where(node.arguments[0], yes, no) if "s" not in node.arguments[0].free_symbols else None
+        return None
+
+    return fold(visit, score)
 
 
 def _may_be_hidden(node: Lookup, interval: Interval) -> bool:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from ..cached_property import cached_property
-from .expression import Apply, Constant, Expression, Lookup, Offset, Parameter, intern, walk
+from .expression import Apply, Constant, Expression, Indices, Lookup, Offset, Parameter, intern, walk
 from .operators import Kind
 from .tables import Table
 
@@ -156,7 +156,7 @@ def _make_structure(formulas: tuple[Expression | None, ...]) -> Structure:
     key = (*signature, *roots)
     built = _BUILT.get(key)
     if built is None:
-        built = _build(formulas, nodes, kept)
+        built = _build(formulas, kept)
         _store(_BUILT, key, built)
     return Structure(built, tuple(tables), tuple(numbers))
 
@@ -168,24 +168,21 @@ def _kept_constants(nodes: list[Expression]) -> set[int]:
     return {id(argument) for node in nodes if _keeps_constants(node) for argument in node.arguments}
 
 
-def _build(
-    formulas: tuple[Expression | None, ...], nodes: list[Expression], kept: set[int]
-) -> tuple[Expression | None, ...]:
-    """Return the formulas with parameters in place of tables and numbers; `nodes` are their `walk`."""
+def _build(formulas: tuple[Expression | None, ...], kept: set[int]) -> tuple[Expression | None, ...]:
+    """Return the formulas with parameters in place of tables and numbers."""
     slots: dict[int, int] = {}
-    built: dict[int, Expression] = {}
-    num_numbers = 0
-    for node in nodes:
-        arguments = tuple([built[id(argument)] for argument in node.arguments])
-        if isinstance(node, Lookup):
-            slot = slots.setdefault(id(node.table), len(slots))
-            built[id(node)] = intern(Lookup(cast(Any, _table_parameter(slot, node.kind)), arguments))
-        elif isinstance(node, Constant) and _is_argument(node) and id(node) not in kept:
-            built[id(node)] = intern(Parameter(num_numbers, node.kind))
-            num_numbers += 1
-        else:
-            built[id(node)] = node.rebuild(arguments, {})
-    return tuple([None if formula is None else built[id(formula)] for formula in formulas])
+    numbers: dict[int, int] = {}
+
+    def lookup(table: Table, indices: Indices) -> Expression:
+        slot = slots.setdefault(id(table), len(slots))
+        return intern(Lookup(cast(Any, _table_parameter(slot, table.kind)), indices))
+
+    def constant(node: Constant) -> Expression:
+        if id(node) in kept or not _is_argument(node):
+            return node
+        return intern(Parameter(numbers.setdefault(id(node), len(numbers)), node.kind))
+
+    return tuple([None if formula is None else formula.rewrite({}, lookup, constant) for formula in formulas])
 
 
 def _store(entries: dict[Any, Any], key: Any, value: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
+from .expression import Apply, Constant, Expression, Lookup, Symbol, fold
 from .operators import OPERATORS
 from .tables import Table
 
@@ -18,13 +18,15 @@ NOT_ASSOCIATIVE = {"subtract", "divide", "floor_divide", "remainder", "power"}
 def format_formula(formula: Expression) -> str:
     """Return the formula as one line of text. A single table is named t; several are named t₁, t₂, and so on."""
     names = _table_names(formula.tables)
-    formatted: dict[int, tuple[str, int]] = {}  # by a node's id: its text, and the precedence of its outermost operator
-    for node in walk(formula):
-        text, precedence = _format_node(node, [formatted[id(a)] for a in node.arguments], names)
-        formatted[id(node)] = (
-            (text, precedence) if len(text) <= MAX_PART_LENGTH else (text[: MAX_PART_LENGTH - 1] + "…", ATOM_PRECEDENCE)
-        )
-    return formatted[id(formula)][0]
+
+    def visit(node: Expression, parts: list[tuple[str, int]]) -> tuple[str, int]:
+        """Return the text of the node, and the precedence of its outermost operator."""
+        text, precedence = _format_node(node, parts, names)
+        if len(text) > MAX_PART_LENGTH:
+            return text[: MAX_PART_LENGTH - 1] + "…", ATOM_PRECEDENCE
+        return text, precedence
+
+    return fold(visit, formula)[0]
 
 
 def _table_names(tables: tuple[Table, ...]) -> dict[int, str]:

@@ -147,6 +147,15 @@ class Table:
         other.has_unknown_entries = self.has_unknown_entries
         return other
 
+    def without_axes(self, *symbols: str) -> Table:
+        """Return the table with axes of any length in place of those that must span the range of one of the symbols."""
+        axes = tuple([None if axis in symbols else axis for axis in self.axes or ()])
+        if axes == (self.axes or ()):
+            return self
+        other = Table(self.array, axes)
+        other.has_unknown_entries = self.has_unknown_entries
+        return other
+
     def with_unknown_entries(self) -> Table:
         """Return the table for a plan that must serve all entries of its dtype: `bounds` does not read the array."""
         other = self.with_array(self.array)

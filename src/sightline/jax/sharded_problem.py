@@ -12,7 +12,7 @@ import numpy as np
 
 from ..cached_property import cached_property
 from ..errors import ShapeError, TableError
-from ..formula.expression import SYMBOLS, Apply, Expression, as_expression
+from ..formula.expression import SYMBOLS, Apply, Expression, as_expression, table_lookup
 from ..formula.formula_checks import check_spans
 from ..formula.tables import Table
 from ..problem import Problem, parse, validate
@@ -89,7 +89,7 @@ class ShardedProblem:
                 return None
             whole = replace(whole, mask=reduce(lambda x, y: x & y, known), score=None)
         try:
-            return validate(whole.map_formulas(_to_host)).mask
+            return validate(whole.map_tables(np.asarray)).mask
         except TableError:
             if all(map(_is_known, formulas)):
                 raise
@@ -118,14 +118,11 @@ class ShardedProblem:
         """Return the arguments of `attention` for a part. Its first query and its first key may be traced."""
         symbols = {"n": as_expression(self.whole.n), "m": as_expression(self.whole.m)}
         symbols |= {name: SYMBOLS[name] + Table(first[None])[0] for name, first in (("i", first_row), ("j", first_key))}
-        tables: dict[int, Table] = {}
+        lookup = table_lookup(lambda table: table.without_axes("i", "j"))  # those of the whole sequence
 
         def shift(formula: Expression) -> Expression:
             """Return the formula of the whole problem as a formula of the part, whose i and j count from 0."""
-            for table in formula.tables:
-                if id(table) not in tables:
-                    tables[id(table)] = _without_positions(table)
-            return formula.substitute(symbols, tables)
+            return formula.rewrite(symbols, lookup)
 
         whole = self.whole
         return {
@@ -139,12 +136,6 @@ class ShardedProblem:
         }
 
 
-def _without_positions(table: Table) -> Table:
-    """Return the table with the axes of the whole sequence as axes of any length."""
-    axes = None if table.axes is None else tuple([None if axis in ("i", "j") else axis for axis in table.axes])
-    return Table(table.array, axes)
-
-
 def _conjuncts(mask: Expression) -> list[Expression]:
     if isinstance(mask, Apply) and mask.operator == "logical_and":
         return [each for argument in mask.arguments for each in _conjuncts(argument)]
@@ -155,9 +146,3 @@ def _is_known(formula: Expression) -> bool:
     """True if the entries of every table are known before the program runs."""
     arrays = [table.array for table in formula.tables]
     return not any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in arrays)
-
-
-def _to_host(formula: Expression) -> Expression:
-    """Return the formula with its tables as NumPy arrays."""
-    tables = {id(table): Table(np.asarray(table.array), table.axes) for table in formula.tables}
-    return formula.substitute({}, tables)

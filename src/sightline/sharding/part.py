@@ -31,7 +31,7 @@ def shift(
             symbols[name] = SYMBOLS[name] + intern(Offset(first, "int", name=name))
     if first_head:
         symbols["h"] = SYMBOLS["h"] + first_head
-    return formula.substitute(symbols, {}) if symbols.keys() & formula.free_symbols else formula
+    return formula.rewrite(symbols) if symbols.keys() & formula.free_symbols else formula
 
 
 def part_of(

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import framework, namespace, take
 from ..errors import ParameterError
-from ..formula.expression import SYMBOLS, Constant, Expression, Lookup, intern, walk
+from ..formula.expression import SYMBOLS, Constant, Expression, intern, table_lookup
 from ..formula.tables import Table
 from .base import BackwardContext, ForwardContext, Outer, StatisticBase, StatisticGradients, Tile
 
@@ -295,25 +295,9 @@ def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | N
         query = take(query, positions, -2) if span is None else query[..., span[0] : span[1], :]
         symbols["i"] = Table(positions)[SYMBOLS["i"]]
         symbols["n"] = intern(Constant(problem.n, "int"))
-    tables: dict[int, Table] = {}
+    lookup = table_lookup(lambda table: table.without_axes(*symbols))
     restricted = replace(problem, query=query, key=key, value=value, sinks=sinks)
-    return restricted.map_formulas(lambda formula: _substitute(formula, symbols, tables))
-
-
-def _substitute(formula: Expression, symbols: dict[str, Expression], tables: dict[int, Table]) -> Expression:
-    """Return the formula with other expressions for some symbols.
-
-    A table's promise to span an axis is dropped if that axis is substituted. `tables` maps the id of each such table to
-    the new table.
-    """
-    for node in walk(formula):
-        if isinstance(node, Lookup) and id(node.table) not in tables:
-            axes = node.table.axes
-            if axes is not None and any(axis in symbols for axis in axes):
-                remaining_axes = tuple([None if axis in symbols else axis for axis in axes])
-                table = Table(node.table.array, remaining_axes)
-                tables[id(node.table)] = table.with_unknown_entries() if node.table.has_unknown_entries else table
-    return formula.substitute(symbols, tables)
+    return restricted.map_formulas(lambda formula: formula.rewrite(symbols, lookup))
 
 
 def _key_heads(of_queries: list[int]) -> list[int]:

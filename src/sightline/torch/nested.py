@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MaskError, ParameterError, ShapeError
-from ..formula.expression import SYMBOLS, Expression, Lookup, apply, walk
+from ..formula.expression import SYMBOLS, Expression, apply, table_lookup
 from ..formula.tables import Table
 from ..statistics import Entropy, Lse, Mass, Statistic
 from ..validation import read_mask, read_score, read_statistics
@@ -179,11 +179,6 @@ def _dense_array_error() -> MaskError:
 
 def _rewrite(formula: Expression, symbols: dict[str, Expression]) -> Expression:
     """Return the formula of the packed call."""
-    tables: dict[int, Table] = {}
-    for node in walk(formula):
-        if isinstance(node, Lookup) and node.table.axes is not None:
-            if "i" in node.table.axes or "j" in node.table.axes:
-                raise _dense_array_error()
-            axes = tuple([None if axis == "b" else axis for axis in node.table.axes])
-            tables[id(node.table)] = Table(node.table.array, axes)
-    return formula.substitute(symbols, tables)
+    if any(axis in ("i", "j") for table in formula.tables for axis in table.axes or ()):
+        raise _dense_array_error()
+    return formula.rewrite(symbols, table_lookup(lambda table: table.without_axes("b")))

@@ -48,7 +48,7 @@ def encode_ranges(ranges: TileRanges) -> tuple[Any, Any]:
 
 def swap_queries_and_keys(mask: Expression) -> Expression:
     """Return the transposed mask: i and j are swapped, and so are n and m."""
-    return mask.substitute({name: SYMBOLS[other] for name, other in zip("ijnm", "jimn", strict=True)}, {})
+    return mask.rewrite({name: SYMBOLS[other] for name, other in zip("ijnm", "jimn", strict=True)})
 
 
 def make_schedule(problem: Problem, query_block: int, key_block: int, of_keys: bool = False) -> Schedule | None:
