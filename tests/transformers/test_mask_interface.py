@@ -111,11 +111,21 @@ def test_scattered_padding_is_a_table():
 
 def test_a_mask_function_with_unsupported_operations_gives_a_dense_mask():
     def odd(b, h, q, k):
-        return (q - k).remainder(3).bool() & (k <= q)
+        return (torch.erf(q - k) < 0.5) & (k <= q)
 
     mask = sightline_mask(2, KEYS, KEYS, mask_function=odd)
     assert not isinstance(mask, FormulaMask)
     assert torch.equal(mask, masking_utils.sdpa_mask(2, KEYS, KEYS, mask_function=odd, allow_is_causal_skip=False))
+
+
+def test_an_own_mask_function_gives_a_formula():
+    hidden = torch.arange(KEYS) % 5 == 0
+
+    def own(b, h, q, k):
+        return (q - k).remainder(3).bool() & (k <= q) & ~hidden[k]
+
+    mask = sightline_mask(2, 4, KEYS, 7, mask_function=own)
+    np.testing.assert_array_equal(dense_of(mask), mask.dense().expand(mask.shape).numpy())
 
 
 def test_tensor_operations_on_a_mask_run_on_the_dense_mask():

@@ -18,9 +18,10 @@ from transformers.masking_utils import (
 )
 
 from ..arrays import to_numpy
-from ..formula.expression import SYMBOLS, Constant, Expression
+from ..errors import SightlineError
+from ..formula.expression import SYMBOLS, Expression, as_expression
+from ..formula.from_function import to_formula
 from ..formula.tables import Table
-from .mask_tracer import trace_mask_function
 
 __all__ = ["FormulaMask", "sightline_mask"]
 
@@ -133,10 +134,14 @@ def sightline_mask(
         if formula is None:
             return None if allow_is_bidirectional_skip else make_dense()
     else:
-        row, column = _position_formulas(query_start, kv_offset, kv_length - q_length)
-        formula = trace_mask_function(mask_function, b, Constant(0, "int"), row, column)
-        if formula is None:
+        try:
+            formula = to_formula(mask_function, "mask", "b h i j")
+        except SightlineError:  # formulas cannot express the function
             return make_dense()
+        if formula.kind != "bool":
+            return make_dense()
+        row, column = _position_formulas(query_start, kv_offset, kv_length - q_length)
+        formula = formula.rewrite({"h": as_expression(0), "i": row, "j": column})  # one mask serves all heads
         formula = formula if padding is None else formula & padding
     shape = (batch_size, 1, q_length, kv_length)
     return FormulaMask(formula, shape, device, make_dense, query_start, kv_offset)
