@@ -1,4 +1,4 @@
-"""Setup for tests and documentation: Keras's backend, a kernel cache of their own, no files of libraries not installed."""
+"""Setup for tests and documentation: Keras's backend, their own kernel cache, no files of libraries not installed."""
 
 import os
 from importlib.util import find_spec
