@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import groupby
 from os import PathLike
 from typing import Any
@@ -15,20 +15,21 @@ import numpy as np
 
 from .. import arrays
 from ..dispatch import solve
-from ..errors import DtypeError, ParameterError, ShapeError
+from ..errors import DtypeError, ParameterError
 from ..lse_merge import merge
 from ..problem import Problem, make_problem
 from ..sharding import part_of
 from ..statistics import Lse, Statistic
 from ..validation import broadcast_inputs, check_choice, split_names
-from .block_plan import BlockSizes, WorkItem, choose_sizes, find_work, parse_bytes
-from .checkpoint import Checkpoint, State, digest
+from .arguments import hash_arguments, hash_block
+from .block_plan import WorkItem, choose_sizes, find_work, parse_bytes
+from .checkpoint import NOTHING_READ, Checkpoint, State
+from .output import check_output, open_output
 from .progress_bar import Progress, report_progress
 
 __all__ = ["attention_from_disk"]
 
 SECONDS_BETWEEN_SAVES = 60.0
-COPY_ELEMENTS = 1 << 20  # of the output that are converted at once
 
 
 def attention_from_disk(
@@ -66,15 +67,17 @@ def attention_from_disk(
     see : lse(), or a list or dict of it, optional
         Other statistics are refused.
     output : path, or array (..., H, n, d_v) of the inputs' dtype, optional
-        Where the output is written: the path of a new file in NumPy's format .npy, or an array such as a numpy.memmap.
-        The default is a new array in memory.
+        Where the output is written: the path of a file in NumPy's format .npy, or an array such as a numpy.memmap. The
+        default is a new array in memory. The file gets its room on the disk before the work. It is written at the end,
+        and a call that stops early leaves no new file.
     memory_limit : int or str, default "2 GB"
         The bytes that the call may use beside its arguments. The limit contains the sums of all queries, which are
         always in memory: n · H · (d_v + 2) · 4 bytes, or n · H · (d_v + 1) · 8 bytes for float64.
     checkpoint : path of a folder, optional
         The folder in which the state is saved every minute and when the call stops early, for example by Ctrl-C. A
         second call with the same arguments continues from there and gives the same bits as an uninterrupted call. When
-        the call finishes, the state is removed.
+        the call finishes, the state is removed. The state needs twice the room of the sums on the disk. A second call
+        hashes the query, and the keys and values that the first one has used, so changed entries are found.
     progress : bool or function (finished, total), optional
         True shows a progress bar on stderr; the default shows one if stderr is a terminal.
 
@@ -89,8 +92,11 @@ def attention_from_disk(
     SightlineError
         Every error of `attention`.
     ParameterError
-        The memory limit is too small, `see` has another statistic than lse, the checkpoint is one of other arguments or
-        no folder, or the output is read-only or the file of an input.
+        The memory limit is too small, `see` has another statistic than lse, the checkpoint is one of other arguments,
+        damaged or no folder, the output is read-only or the file of an input, or another call uses the checkpoint or
+        the file of the output.
+    OSError
+        A disk has no room for the output or the state. The error is raised before the work.
 
     References
     ----------
@@ -112,20 +118,22 @@ def attention_from_disk(
     problem = make_problem(*_stand_ins(sources), **options, see=statistics)
     _check_statistics(problem)
     sizes = choose_sizes(problem, _key_bytes(key, value), parse_bytes(memory_limit), output is None)
-    _check_output(output, sources)
-    saved = None if checkpoint is None else Checkpoint(checkpoint, digest(problem, sources, sizes))
-    run = _Run(problem, sources, sizes, saved, threads)
-    target = _open_output(problem, output)
-    with report_progress(progress) as report:
-        try:
-            for finished, total in run.steps():
-                report(finished, total)
-            result = run.write(target)
-        except BaseException:
-            run.save()
-            raise
-    if saved is not None:
-        saved.remove()
+    check_output(output, problem, sources)
+    run = _Run(problem, sources, find_work(problem.mask, problem.extent, sizes), threads)
+    with ExitStack() as stack:
+        if checkpoint is not None:
+            arguments = hash_arguments(problem, sources, run.items)
+            run.resume(stack.enter_context(Checkpoint(checkpoint, arguments, len(run.items))))
+        with open_output(output, problem) as write, report_progress(progress) as report:
+            try:
+                for finished, total in run.steps():
+                    report(finished, total)
+                result = write(run.state.output)
+            except BaseException:
+                run.save()
+                raise
+        if run.checkpoint is not None:
+            run.checkpoint.remove()
     if see is None:
         return result
     lse = problem.squeeze_heads(run.state.lse, 1).astype(problem.accumulator)
@@ -136,25 +144,33 @@ def attention_from_disk(
 class _Run:
     """The work items of one call, and its state."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        sources: dict[str, Any],
-        sizes: BlockSizes,
-        checkpoint: Checkpoint | None,
-        threads: int | None,
-    ) -> None:
-        self.problem, self.sources, self.checkpoint, self.threads = problem, sources, checkpoint, threads
-        self.items = find_work(problem.mask, problem.extent, sizes)
-        loaded = None if checkpoint is None else checkpoint.load()
-        self.state = _initial_state(problem) if loaded is None else loaded
+    def __init__(self, problem: Problem, sources: dict[str, Any], items: list[WorkItem], threads: int | None) -> None:
+        self.problem, self.sources, self.items, self.threads = problem, sources, items, threads
+        self.blocks = [list(block) for _, block in groupby(enumerate(items), lambda item: item[1].keys.start)]
+        self.state = _initial_state(problem)
+        self.checkpoint: Checkpoint | None = None
+        self.read = {-1: NOTHING_READ}  # by number of a block: the hashes of this block and of those before it
         self.merged: tuple[int, Any, Any] | None = None  # the item that is being stored, its output and its lse
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Continue from the state of a checkpoint, and save states there.
+
+        The blocks that the finished items have read are read again, because they may have changed since.
+        """
+        self.checkpoint = checkpoint
+        checkpoint.load(self.state)
+        for number in range(self._blocks_read()):
+            self._read(number)
+        hashes = zip(("key", "value"), self.read[self._blocks_read() - 1], self.state.read, strict=True)
+        changed = [name for name, now, before in hashes if now != before]
+        if changed:
+            checkpoint.refuse(changed)
 
     def steps(self) -> Iterator[tuple[int, int]]:
         """Compute the work items that remain. Yield (finished, total) at the start and after each item."""
         yield self.state.finished, len(self.items)
         saved_at = time.monotonic()
-        for item, key, value in self._blocks():
+        for item, key, value in self._remaining():
             self._compute(item, key, value)
             yield self.state.finished, len(self.items)
             if time.monotonic() - saved_at > SECONDS_BETWEEN_SAVES:
@@ -165,37 +181,34 @@ class _Run:
         """Save the state if the call has a checkpoint."""
         self._store()
         if self.checkpoint is not None:
+            self.state.read = self.read[self._blocks_read() - 1]
             self.checkpoint.save(self.state)
 
-    def write(self, target: Any) -> Any:
-        """Write the output to `target`, or return it as a new array if `target` is None."""
-        problem, output = self.problem, self.problem.squeeze_heads(self.state.output, 2)
-        dtype = np.dtype(arrays.resolve_dtype(np, problem.dtype))
-        if target is None:
-            return output.astype(dtype, copy=False)
-        step = max(COPY_ELEMENTS // max(problem.B * problem.H * problem.d_v, 1), 1)
-        for start in range(0, problem.n, step):
-            target[..., start : start + step, :] = output[..., start : start + step, :].astype(dtype)
-        if isinstance(target, np.memmap):
-            target.flush()
-        return target
+    def _blocks_read(self) -> int:
+        """Return the number of blocks that the finished items have read."""
+        return sum(block[0][0] < self.state.finished for block in self.blocks)
 
-    def _blocks(self) -> Iterator[tuple[WorkItem, Any, Any]]:
+    def _remaining(self) -> Iterator[tuple[WorkItem, Any, Any]]:
         """Yield the remaining items with their keys and values. A thread reads the next block meanwhile."""
-        blocks = [list(items) for _, items in groupby(self.items[self.state.finished :], lambda item: item.keys.start)]
+        numbers = [k for k, block in enumerate(self.blocks) if block[-1][0] >= self.state.finished]
         with ThreadPoolExecutor(1, thread_name_prefix="sightline-read") as reader:
-            reads = (reader.submit(self._read, items[0].keys) for items in blocks)
+            reads = (reader.submit(self._read, number) for number in numbers)
             following = next(reads, None)  # starts to read
-            for items in blocks:
+            for number in numbers:
                 assert following is not None
                 key, value = following.result()
                 following = next(reads, None)
-                for item in items:
-                    yield item, key, value
+                for index, item in self.blocks[number]:
+                    if index >= self.state.finished:
+                        yield item, key, value
 
-    def _read(self, keys: slice) -> tuple[Any, Any]:
+    def _read(self, number: int) -> tuple[Any, Any]:
         """Return a block of keys and values."""
+        keys = self.blocks[number][0][1].keys
         key, value = (np.array(self.sources[name][..., keys, :]) for name in ("key", "value"))
+        if self.checkpoint is not None:
+            before = self.read[number - 1]
+            self.read[number] = hash_block(before[0], key), hash_block(before[1], value)
         return key, value
 
     def _compute(self, item: WorkItem, key: Any, value: Any) -> None:
@@ -259,39 +272,3 @@ def _initial_state(problem: Problem) -> State:
     if problem.sinks is not None:
         lse[...] = np.asarray(arrays.to_numpy(problem.sinks), np.float64)[:, None]
     return State(np.zeros((*shape, problem.d_v), problem.accumulator), lse)
-
-
-def _check_output(output: Any, sources: dict[str, Any]) -> None:
-    """Raise ParameterError if the output is a read-only array, or the path of a file that an input reads."""
-    if isinstance(output, np.ndarray) and not output.flags.writeable:
-        raise ParameterError("output is a read-only array", "an array to write to", 'numpy.load(path, mmap_mode="r+")')
-    if not isinstance(output, str | PathLike) or not os.path.exists(output):
-        return
-    for name, array in sources.items():
-        file = _find_file(array)
-        if file is not None and os.path.exists(file) and os.path.samefile(file, output):
-            raise ParameterError(f"output={str(output)!r}, the file of {name}", "another file", 'output="output.npy"')
-
-
-def _find_file(array: Any) -> Any:
-    """Return the path of the file that an array or the base of a view maps; None if there is none."""
-    while array is not None and getattr(array, "filename", None) is None:
-        array = getattr(array, "base", None)
-    return None if array is None else array.filename
-
-
-def _open_output(problem: Problem, output: Any) -> Any:
-    """Return the array that receives the output; None for a new array in memory."""
-    if output is None:
-        return None
-    whole = (*problem.batch_shape, problem.H, problem.n, problem.d_v)
-    shape = problem.squeeze_heads(np.broadcast_to(np.zeros(()), whole), 2).shape
-    dtype = np.dtype(arrays.resolve_dtype(np, problem.dtype))
-    if isinstance(output, str | PathLike):
-        return np.lib.format.open_memmap(output, mode="w+", dtype=dtype, shape=shape)
-    if not hasattr(output, "dtype") or output.dtype != dtype:
-        given = getattr(output, "dtype", type(output).__name__)
-        raise DtypeError(f"output of {given}", f"a path, or an array of {dtype}", 'output="output.npy"')
-    if tuple(output.shape) != tuple(shape):
-        raise ShapeError(f"output of shape {tuple(output.shape)}", f"{tuple(shape)}", 'output="output.npy"')
-    return output
