@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Never
 
 from . import arrays, call_cache, streaming
+from .array_kinds import is_array
 from .arrays import swap_heads
 from .call_request import describe
 from .dispatch import KERNELS, solve, to_caller_layout
@@ -110,7 +111,7 @@ def attention(
     """
     if positional or unknown:
         refuse_arguments("attention", positional, unknown)
-    if not (score is None or isinstance(score, Expression)) and hasattr(score, "dtype"):
+    if not (score is None or isinstance(score, Expression)) and is_array(score):
         read_score(score)  # raises an error: only `attend` takes arrays
     if layout == "BHND" and not isinstance(see, dict):
         return attend(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)

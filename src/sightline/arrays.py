@@ -6,6 +6,7 @@ without importing torch.
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
@@ -51,7 +52,8 @@ MAX_COMPARED_BYTES = 1 << 10  # the entries of a larger array are compared by a 
 
 def framework(array: Array) -> str:
     """Return the name of the package that defines the array's type: "numpy", "torch", ..."""
-    if hasattr(array, "requires_grad"):  # torch.compile cannot trace the bases of torch.nn.Parameter
+    torch = sys.modules.get("torch")  # torch.compile cannot trace the bases of torch.nn.Parameter
+    if torch is not None and isinstance(array, torch.Tensor):
         return "torch"
     for base in type(array).__mro__:
         package = base.__module__.partition(".")[0]

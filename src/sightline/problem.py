@@ -239,6 +239,7 @@ def parse(
     validation.check_arrays(named)
     heads_squeezed = query.ndim < 4
     query, key, value = validation.broadcast_inputs(named)
+    lengths = query.shape[-2], key.shape[-2]
     formula = validation.read_score(score)
     if getattr(scale, "requires_grad", False):
         formula, scale = validation.fold_scale(formula, scale)
@@ -252,13 +253,13 @@ def parse(
         query,
         key,
         value,
-        mask=_conjoin(align(validation.read_mask(mask)), length_mask),
+        mask=_conjoin(align(validation.read_mask(mask, lengths)), length_mask),
         score=align(formula),
         sinks=validation.read_sinks(sinks, query),
         scale=validation.read_scale(scale, query),
         dropout=validation.read_dropout(dropout),
         seed=validation.read_seed(seed, dropout),
-        see=tuple([statistic.map_formulas(align) for statistic in validation.read_statistics(see)]),
+        see=tuple([statistic.map_formulas(align) for statistic in validation.read_statistics(see, lengths)]),
         heads_squeezed=heads_squeezed,
     )
     for statistic in problem.see:

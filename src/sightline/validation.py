@@ -13,9 +13,11 @@ from typing import Any, Literal
 import numpy as np
 
 from . import arrays
+from .array_kinds import check_kind, check_memory, is_array
 from .errors import DeviceError, DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from .formula import from_function, library
 from .formula.block_masks import is_block_mask
+from .formula.causal_bias import causal_bias_formula, is_causal_bias
 from .formula.expression import SYMBOLS, Expression, walk
 from .formula.tables import learned_number
 from .statistics import Statistic, StatisticBase
@@ -48,13 +50,18 @@ Layout = Literal["BHND", "BNHD"]
 MAX_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # for each accumulator's dtype
 
 
-def read_mask(mask: Formula) -> Expression | None:
+def read_mask(mask: Formula, lengths: tuple[int, int] | None = None) -> Expression | None:
     """Return the mask as an expression; None if `mask` is None.
 
-    A mask is given as a formula, a FlexAttention mask_mod or a boolean array, which `library.dense` converts.
+    A mask is given as a formula, a FlexAttention mask_mod, a CausalBias of torch or a boolean array, which
+    `library.dense` converts. `lengths` is (n, m), and None if the sequences of the call have several lengths.
     """
     if mask is None:
         return None
+    if is_causal_bias(mask):
+        return causal_bias_formula(mask, lengths)
+    if is_array(mask):
+        check_kind("mask", mask)
     if not isinstance(mask, Expression | bool) and hasattr(mask, "dtype") and tuple(getattr(mask, "shape", ())):
         if arrays.dtype_name(mask) not in ("bool", "bool_"):
             raise MaskError(
@@ -87,6 +94,8 @@ def read_score(score: Formula) -> Expression | None:
     """Return the score, a formula or a FlexAttention score_mod, as an expression; None if `score` is None."""
     if score is None:
         return None
+    if is_array(score):
+        check_kind("score", score)
     if not isinstance(score, Expression) and tuple(getattr(score, "shape", ())) and not is_block_mask(score):
         raise FormulaError(
             f"score is a {type(score).__name__} of shape {tuple(score.shape)}",
@@ -132,21 +141,8 @@ def to_heads_first(layout: Any, query: Any, key: Any, value: Any) -> tuple[Any, 
 def check_arrays(named: dict[str, Any]) -> None:
     """Raise unless query, key and value are plain float arrays of one framework, one dtype and one device."""
     for name, array in named.items():
-        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-            raise DtypeError(f"{name} is a {type(array).__name__}", "arrays", f"{name}=numpy.asarray({name})")
+        check_kind(name, array)
         arrays.check_float_dtype(name, array)
-        if getattr(array, "is_nested", False):
-            raise DtypeError(
-                f"{name} is a nested tensor",
-                "plain arrays; attention takes nested tensors in the jagged layout, and explain and tiles do not",
-                f"pass {name}.values() and mask=sightline.documents(lengths=...)",
-            )
-        if not arrays.is_strided(array):
-            raise DtypeError(
-                f"{name} is masked or sparse",
-                "plain arrays",
-                f"hide entries with mask=, and pass {name}.data or {name}.to_dense()",
-            )
     kinds = {name: arrays.framework(array) for name, array in named.items()}
     if len(set(kinds.values())) > 1 or not arrays.is_known(named["query"]):
         raise DeviceError(
@@ -218,8 +214,9 @@ def _broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 def read_sinks(sinks: Any, query: Any) -> Any:
     if sinks is None:
         return None
-    if not hasattr(sinks, "dtype"):
+    if not is_array(sinks):
         sinks = np.asarray(sinks)
+    check_kind("sinks", sinks)
     if tuple(sinks.shape) != (query.shape[-3],):
         raise ShapeError(
             f"sinks of shape {tuple(sinks.shape)}", f"(H,) = ({query.shape[-3]},)", "one logit per query head"
@@ -301,13 +298,14 @@ def read_seed(seed: Any, dropout: float) -> int:
     return int(seed)
 
 
-def read_statistics(see: Any) -> tuple[Statistic, ...]:
+def read_statistics(see: Any, lengths: tuple[int, int] | None = None) -> tuple[Statistic, ...]:
+    """Return the statistics of `see`, with their conditions as expressions; `lengths` is that of `read_mask`."""
     listed = tuple(see) if isinstance(see, Sequence) and not isinstance(see, str) else (see,)
     for entry in listed:
         if not isinstance(entry, StatisticBase):
             allowed = "a list of statistics, or a dict from names to statistics"
             raise ParameterError(f"see={see!r}", allowed, _suggest_statistic(entry))
-    return tuple([statistic.map_formulas(read_mask) for statistic in listed])
+    return tuple([statistic.map_formulas(lambda condition: read_mask(condition, lengths)) for statistic in listed])
 
 
 def _suggest_statistic(entry: Any) -> str:
@@ -339,9 +337,11 @@ def check_threads(name: str, number: Any) -> None:
 def check_device(what: str, array: Any, query: Any) -> None:
     """Raise DeviceError if the array has the query's framework but lies on another device than the query.
 
-    An array of another framework raises nothing, because it is converted to the query's device later.
+    An array of another framework is converted to the query's device later. If it has no memory, it raises DtypeError.
     """
-    if arrays.framework(array) == arrays.framework(query) and arrays.device(array) != arrays.device(query):
+    if arrays.framework(array) != arrays.framework(query):
+        check_memory(what, array)
+    elif arrays.device(array) != arrays.device(query):
         raise DeviceError(
             f"{what} on {arrays.device(array)}, query on {arrays.device(query)}", "one device", f"move the {what}"
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..array_kinds import check_class, is_array
 from ..arrays import to_numpy
 from ..errors import MaskError, ParameterError, ShapeError
 from .batch_axes import merge_leading_axes
@@ -407,8 +408,9 @@ def _is_integer(value: Any) -> bool:
 
 def _broadcast_table(array: Any) -> Table:
     """Return a table whose axes stand for the last of b, h, i, j. All axes before the last three stand for b."""
-    if not hasattr(array, "shape"):
+    if not is_array(array):
         array = np.asarray(array)
+    check_class("a table", array)  # before the first read of an attribute
     if array.ndim > 4:
         return merge_leading_axes(array)
     return Table(array, axes=tuple("bhij"[4 - array.ndim :]))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
-from ..arrays import dtype_name, is_strided, map_entries, to_host
+from ..array_kinds import check_kind, is_array
+from ..arrays import dtype_name, map_entries, to_host
 from ..cached_property import cached_property
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Constant, Expression, Lookup, apply, as_expression, intern
@@ -48,8 +48,8 @@ class Table:
     ShapeError
         The array has no axes, or is a list of lists of unequal lengths.
     DtypeError
-        The array is masked or sparse, or its dtype is not bool, a signed integer of up to 64 bits, an unsigned integer
-        of up to 32 bits, float16, bfloat16, float32 or float64.
+        The array is of a kind that cannot be read, such as a masked or a sparse array, or its dtype is not bool, a
+        signed integer of up to 64 bits, an unsigned integer of up to 32 bits, float16, bfloat16, float32 or float64.
     """
 
     def __init__(
@@ -61,19 +61,16 @@ class Table:
     ) -> None:
         if isinstance(array, Table):
             array = array.array
-        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+        if not is_array(array):
             try:
                 array = np.asarray(array)
             except ValueError as error:
                 raise ShapeError(
                     "a table of lists of unequal lengths", "a rectangular array", "pad the lists"
                 ) from error
-        if _is_masked(array):
-            raise DtypeError("a masked array as a table", "plain arrays", "fill it: array.filled(0)")
+        check_kind("a table", array)
         if isinstance(array, np.ndarray):
             array = np.asarray(array)
-        elif not is_strided(array):
-            raise DtypeError("a sparse tensor as a table", "dense arrays", "table(array.to_dense())")
         self.array: Any = array
         self.axes, self.batch_axes = axes, batch_axes
         self.cache_state: tuple[int, int] | None = None  # the state of the `KVCache` whose positions these are
@@ -263,7 +260,8 @@ def table(array: Any) -> Table:
     ShapeError
         The array has no axes, or is a list of lists of unequal lengths.
     DtypeError
-        The array is masked or sparse, or has a dtype that formulas cannot read.
+        The array is of a kind that cannot be read, such as a masked or a sparse array, or has a dtype that formulas
+        cannot read.
 
     Examples
     --------
@@ -293,14 +291,6 @@ def _integer_limits(array: Any) -> tuple[float, float]:
     """Return the least and the greatest integer of the array's dtype."""
     limits = np.iinfo(dtype_name(array))
     return float(limits.min), float(limits.max)
-
-
-def _is_masked(array: Any) -> bool:
-    """True if the array is a masked array of NumPy. `numpy.ma` is loaded if there is such an array, and not otherwise.
-
-    An import here would be the first of `numpy.ma`, while a fork in another thread may copy the import's lock.
-    """
-    return isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ()))
 
 
 def _table_kind(array: Any) -> Kind:

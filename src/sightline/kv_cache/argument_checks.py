@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..array_kinds import check_kind, is_array
 from ..arrays import check_float_dtype, framework, to_numpy
 from ..errors import DtypeError, ParameterError, ShapeError
 
@@ -14,7 +15,9 @@ __all__ = ["check_array", "check_count", "check_lengths", "to_integers", "unsque
 
 def check_array(name: str, array: Any) -> None:
     """Raise unless the array is a plain float array of NumPy or torch that requires no gradient."""
-    if framework(array) not in ("numpy", "torch") or not hasattr(array, "dtype") or hasattr(array, "mask"):
+    if is_array(array):
+        check_kind(name, array)
+    if not is_array(array) or framework(array) not in ("numpy", "torch"):
         cure = f"{name}=numpy.asarray({name})"
         if framework(array) == "jax":
             cure += "; programs of JAX keep key and value in arrays of fixed length, and pass mask=j < length"

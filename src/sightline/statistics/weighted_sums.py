@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..arrays import broadcast_to, check_float_dtype, convert, device, dtype_name, framework, is_strided, namespace
-from ..errors import DeviceError, DtypeError, ShapeError
+from ..array_kinds import check_kind
+from ..arrays import broadcast_to, check_float_dtype, convert, device, dtype_name, framework, namespace
+from ..errors import DeviceError, ShapeError
 from .base import Outer
 from .selection import Statistic
 
@@ -90,11 +91,6 @@ def weighted_sum(x: Any) -> Statistic:
     ----------
     Abnar and Zuidema, "Quantifying Attention Flow in Transformers", 2020, section 3 (attention rollout).
     """
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise DtypeError(f"weighted_sum(x) of a {type(x).__name__}", "an array of floats", "x=numpy.asarray(x)")
+    check_kind("x of weighted_sum(x)", x)
     check_float_dtype("x of weighted_sum(x)", x)
-    if not is_strided(x):
-        raise DtypeError(
-            "weighted_sum(x) of a masked or sparse array", "plain arrays", "pass x.filled(0) or x.to_dense()"
-        )
     return WeightedSum(x)

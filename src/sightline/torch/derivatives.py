@@ -32,7 +32,7 @@ from . import batching, operator
 from .operator_schema import OperatorArguments
 from .tangents import tangents as compute_tangents
 
-__all__ = ["Derivative", "apply", "is_transformed", "refuse_old_vmap", "refuse_tangents"]
+__all__ = ["Derivative", "apply", "is_transformed", "refuse_functionalize", "refuse_old_vmap", "refuse_tangents"]
 
 
 def is_transformed() -> bool:
@@ -52,6 +52,17 @@ def refuse_tangents() -> None:
             "forward derivatives of attention inside a compiled function",
             "forward derivatives in eager mode",
             "torch.func.jvp outside of torch.compile",
+        )
+
+
+def refuse_functionalize() -> None:
+    """Raise KernelRefusedError inside torch.func.functionalize: torch has no rule for autograd functions there."""
+    levels = _C._functorch.get_interpreter_stack() or ()
+    if any(level.key() == _C._functorch.TransformType.Functionalize for level in levels):
+        raise KernelRefusedError(
+            "attention inside torch.func.functionalize",
+            "the other transforms of torch.func, such as vmap, grad and jvp",
+            "call attention outside of torch.func.functionalize, or in a function for torch.compile",
         )
 
 

@@ -12,10 +12,11 @@ from torch.nn import Parameter
 
 from .. import call_cache
 from ..array_adapters import ADAPTERS, BOOLEANS, ArrayAdapter
+from ..array_kinds import check_class, check_memory, refuse_subclass
 from ..array_layouts import MAX_GPUS, Layout, Tensors, make_kind, serve_tensors
 from ..call_request import Request, conditions_of
 from ..dispatch import KERNELS, make_plan, to_caller_layout
-from ..errors import DtypeError
+from ..errors import SightlineError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tensor_reads import torch_mode
 from ..kernel import Kernel, Result, choose
@@ -24,7 +25,7 @@ from ..statistics import Statistic, solve_selections_separately
 from ..validation import fold_scale
 from . import device_call, operator
 from .autograd import INTERCEPTIONS, attach_to_graph, is_intercepted, needs_gradients
-from .derivatives import Derivative, apply, is_transformed, refuse_tangents
+from .derivatives import Derivative, apply, is_transformed, refuse_functionalize, refuse_tangents
 from .fused import Fused
 from .graph_attacher import GraphAttacher, make_empty
 from .nested import is_nested, pack, unpack
@@ -60,6 +61,8 @@ def run(
     request : Request, optional
         The request to the call cache; None if the call cannot be cached.
     """
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        check_class(name, array)
     if is_nested(query, key, value):
         return unpack(query, *run(*pack(query, key, value, options), kernel, threads))
     caller_inputs = query, key, value
@@ -81,7 +84,8 @@ def run(
             device_call.insert_fused(request, caller_inputs, problem)
         return to_caller_layout(problem, result)
     if _is_eager(problem):
-        _check_memory({"query": problem.query, "key": problem.key, "value": problem.value})
+        for name, array in _tensors(problem):
+            check_memory(name, array)
         given = options["mask"], options["score"], *conditions_of(options["see"])
         return _run_eager(validate(problem), caller_inputs, seed, kernel, threads, request, given)
     return to_caller_layout(
@@ -93,20 +97,14 @@ def _is_eager(problem: Problem) -> bool:
     """True if no part of torch except autograd must see the call, and every tensor is a plain tensor with data."""
     if torch.compiler.is_compiling() or is_intercepted() or problem.device == "meta":
         return False
-    tables = [table.array for table in problem.tables if isinstance(table.array, Tensor)]
-    tensors = [problem.query, problem.key, problem.value, *tables]
-    return all(type(x) in (Tensor, Parameter) for x in tensors)
+    return all(type(array) in (Tensor, Parameter) for _, array in _tensors(problem))
 
 
-def _check_memory(named: dict[str, Any]) -> None:
-    """Raise DtypeError if a tensor has entries but no memory, as after `untyped_storage().resize_(0)`."""
-    for name, array in named.items():
-        if array.is_cpu and array.numel() > 0 and array.data_ptr() == 0:
-            raise DtypeError(
-                f"{name} of shape {tuple(array.shape)} has no memory",
-                "tensors whose entries are in memory",
-                f"restore the storage of {name}, or pass {name}.clone()",
-            )
+def _tensors(problem: Problem) -> list[tuple[str, Tensor]]:
+    """Return pairs of the name and the tensor for every tensor of a problem. Tables may also be arrays of NumPy."""
+    named = [("query", problem.query), ("key", problem.key), ("value", problem.value), ("sinks", problem.sinks)]
+    named += [("a table", table.array) for table in problem.tables]
+    return [(name, array) for name, array in named if isinstance(array, Tensor)]
 
 
 def _prefers_fused(problem: Problem) -> bool:
@@ -122,14 +120,29 @@ def _prefers_fused(problem: Problem) -> bool:
 
 
 def _run_operator(problem: Problem, seed: int | None, kernel: str | None, threads: int | None) -> Result:
-    """Return the result of the registered operator."""
+    """Return the result of the registered operator.
+
+    Raises
+    ------
+    DtypeError
+        A tensor is of a class that does not compute the operator.
+    """
     seed_tensor = make_seed(None if seed is None else problem.seed) if problem.dropout else None
     arguments = OperatorArguments.from_problem(problem, seed_tensor, kernel, threads)
     if is_transformed():
+        refuse_functionalize()
         derivative, tensors = Derivative.of(arguments)
         return build_result(problem.see, apply(derivative, *tensors))
     refuse_tangents()
-    return build_result(problem.see, operator.attention(*arguments))
+    if torch.compiler.is_compiling() or is_intercepted():
+        return build_result(problem.see, operator.attention(*arguments))
+    try:
+        return build_result(problem.see, operator.attention(*arguments))
+    except SightlineError:
+        raise
+    except Exception as error:  # classes of tensors raise errors of every kind
+        refuse_subclass(_tensors(problem), error)
+        raise
 
 
 def _build_conditions(statistic: Any) -> Any:

@@ -9,11 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..api import attend
+from ..array_kinds import check_class, check_kind
 from ..errors import MaskError, ShapeError
+from ..formula.causal_bias import causal_bias_formula, is_causal_bias
 from ..formula.expression import Expression
 from ..formula.library import causal, dense
+from .nested import check_nested, is_nested
 
-__all__ = ["align_mask", "convert_arguments", "scaled_dot_product_attention"]
+__all__ = ["align_mask", "check_operands", "convert_arguments", "read_causal_bias", "scaled_dot_product_attention"]
 
 CAUSAL = causal()
 
@@ -39,7 +42,8 @@ def scaled_dot_product_attention(
     value : (..., G, S, E_v), the dtype of query
     attn_mask : tensor broadcastable to (..., H, L, S), optional
         A bool entry is True where the query attends to the key. Float entries are logits that are added to the scaled
-        scores; −∞ hides the key. A float mask may require gradients.
+        scores; −∞ hides the key. A float mask may require gradients. A CausalBias of torch.nn.attention.bias is the
+        mask that it stands for; its lengths must be L and S.
     dropout_p : float, default 0
         The probability that a weight is dropped. As in torch, weights are dropped in training and evaluation alike.
         Each call draws one seed from torch's generator.
@@ -75,9 +79,13 @@ def scaled_dot_product_attention(
     tensor([[1.0000, 0.0000],
             [0.3302, 0.6698]])
     """
-    query, key, value, mask, score, scale, without_batch = convert_arguments(
-        query, key, value, attn_mask, is_causal, scale, enable_gqa
-    )
+    try:
+        query, key, value, mask, score, scale, without_batch = convert_arguments(
+            query, key, value, attn_mask, is_causal, scale, enable_gqa
+        )
+    except Exception:
+        check_operands(query, key, value)  # the error of an array that has no shape, for example
+        raise
     output: Tensor = attend(query, key, value, mask, score, scale, dropout=dropout_p)
     return output[0] if without_batch else output
 
@@ -103,16 +111,16 @@ def convert_arguments(
         heads = query.shape[-3]
         if not (heads == key.shape[-3] == value.shape[-3]):
             query, key, value = _expand_heads(query, key, value)
-    if attn_mask is not None and not isinstance(attn_mask, Tensor):
-        raise MaskError(
-            "attn_mask is " + ("a formula" if isinstance(attn_mask, Expression) else f"a {type(attn_mask).__name__}"),
-            "a torch tensor",
-            "sightline.attention(query, key, value, mask=...) for formulas and NumPy arrays",
-        )
     mask: Any = CAUSAL if is_causal else None
     score: Any = None
-    if attn_mask is not None:
+    if attn_mask is not None and type(attn_mask) is not Tensor and is_causal_bias(attn_mask):
+        formula = read_causal_bias(attn_mask, query, key)
+        mask = formula if mask is None else mask & formula
+    elif attn_mask is not None:
+        if type(attn_mask) is not Tensor:
+            _check_mask_kind(attn_mask)
         if not (attn_mask.is_floating_point() or attn_mask.dtype is torch.bool):
+            _check_mask_kind(attn_mask)
             raise MaskError(
                 f"attn_mask is a tensor of {str(attn_mask.dtype).removeprefix('torch.')}",
                 "booleans, True attends, or floats that are added to the scores",
@@ -129,6 +137,22 @@ def convert_arguments(
     return query, key, value, mask, score, scale, without_batch
 
 
+def read_causal_bias(bias: Any, query: Tensor, key: Tensor) -> Expression:
+    """Return the formula of a CausalBias for query and key; raise ShapeError if it has other lengths."""
+    return causal_bias_formula(bias, None if is_nested(query, key) else (query.shape[-2], key.shape[-2]))
+
+
+def _check_mask_kind(attn_mask: Any) -> None:
+    """Raise an error if `attn_mask` is no tensor, or of a kind that cannot be read."""
+    if not isinstance(attn_mask, Tensor):
+        raise MaskError(
+            "attn_mask is " + ("a formula" if isinstance(attn_mask, Expression) else f"a {type(attn_mask).__name__}"),
+            "a torch tensor",
+            "sightline.attention(query, key, value, mask=...) for formulas and NumPy arrays",
+        )
+    check_kind("attn_mask", attn_mask)
+
+
 def _complete_axes(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
@@ -139,6 +163,18 @@ def _complete_axes(
     if query.shape[-1] == key.shape[-1] == 0:
         query, key, scale = functional.pad(query, (0, 1)), functional.pad(key, (0, 1)), 1.0
     return query, key, value, scale
+
+
+def check_operands(query: Any, key: Any, value: Any) -> None:
+    """Raise the library's error if query, key or value is of a kind that cannot be read."""
+    named = {"query": query, "key": key, "value": value}
+    for name, array in named.items():
+        check_class(name, array)
+    if is_nested(*named.values()):
+        check_nested(named)
+    else:
+        for name, array in named.items():
+            check_kind(name, array)
 
 
 def align_mask(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import MaskError, ParameterError
+from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression
-from ..formula.library import causal, dense
+from ..formula.library import causal
 from ..formula.tables import Table
 from ..positions import rotary
 from ..recording import Kind
 from ..statistics import weights as weights_of
 from ..validation import to_float
-from .functional import align_mask
+from .functional import check_operands
 from .hooks import attend
+from .layer_inputs import check_array_mask, check_inputs, project, read_mask, read_tensors
+from .nested import is_nested
 
 __all__ = ["MultiHeadAttention", "ScaledDotProductAttention", "SelfAttention"]
 
@@ -85,7 +87,7 @@ class ScaledDotProductAttention(nn.Module):
         value : (..., G, m, d_v), or (B, m, d_v)
         mask : bool or numbers, broadcastable to the scores (..., H, n, m) or (B, n, m), or a formula, optional
             `mask_means` defines the meaning of an array. A formula is True where the query attends to the key,
-            independent of `mask_means`.
+            independent of `mask_means`. A CausalBias of torch.nn.attention.bias is the formula that it stands for.
 
         Returns
         -------
@@ -99,9 +101,10 @@ class ScaledDotProductAttention(nn.Module):
         SightlineError
             The errors of `sightline.attention`.
         """
+        if not (type(query) is type(key) is type(value) is Tensor) or is_nested(query, key, value):
+            check_operands(query, key, value)
         if mask is not None and not isinstance(mask, Expression):
-            allowed = mask != 0 if self.mask_means == "attend" else mask == 0
-            mask = dense(align_mask(allowed, query, key, value))
+            mask = read_mask(mask, self.mask_means == "ignore", query, key, value)
         dropout = self.dropout if self.training else 0.0
         kind: Kind = "self" if query.shape[-2] == key.shape[-2] else "cross"
         output, (weights,) = attend(
@@ -174,14 +177,19 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., n, heads · d_v) for x (..., n, d_model), in the dtype of the projections."""
-        query, key, value = (
-            projection(x).reshape(*x.shape[:-1], self.heads, -1).transpose(-2, -3)
-            for projection in (self.query, self.key, self.value)
-        )
+        check_inputs(x=x)
+        query, key, value = project(self._project, x=x)
         if self.rope:
             query, key = rotary(query), rotary(key)
         output, _ = attend(self, query, key, value, mask=causal() if self.causal else None)
         return output.transpose(-2, -3).flatten(-2)
+
+    def _project(self, x: Tensor) -> list[Tensor]:
+        """Return query, key and value (..., heads, n, d)."""
+        return [
+            projection(x).reshape(*x.shape[:-1], self.heads, -1).transpose(-2, -3)
+            for projection in (self.query, self.key, self.value)
+        ]
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, rope={self.rope}, causal={self.causal}"
@@ -263,17 +271,22 @@ class MultiHeadAttention(nn.MultiheadAttention):
         SightlineError
             The errors of `sightline.attention`.
         """
+        check_inputs(query=query, key=key, value=value)
         for name, array in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
-            _check_array_mask(name, array)
+            check_array_mask(name, array)
         kind: Kind = "self" if query is key else "cross"
         batched = query.ndim == 3
         if not batched:
             query, key, value = (x[None] for x in (query, key, value))
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        queries, keys, values = self._project(query, key, value)
+        queries, keys, values = project(self._project, query=query, key=key, value=value)
         extra = keys.shape[-2] - key.shape[1]  # keys of bias_k and add_zero_attn, which no mask hides
-        formulas = self._make_formulas(attn_mask, key_padding_mask, is_causal, key.shape[1], extra)
+        formulas = read_tensors(
+            lambda mask, padding: self._make_formulas(mask, padding, is_causal, key.shape[1], extra),
+            attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
+        )
         output, seen = attend(
             self,
             queries,
@@ -332,25 +345,3 @@ class MultiHeadAttention(nn.MultiheadAttention):
             else:
                 mask = lookup if mask is None else mask & lookup
         return {"mask": mask, "score": score}
-
-
-def _check_array_mask(name: str, array: Any) -> None:
-    """Raise MaskError unless the mask is None or a tensor of booleans or floats."""
-    if array is None:
-        return
-    if not isinstance(array, Tensor):
-        raise MaskError(
-            f"{name} is " + ("a formula" if isinstance(array, Expression) else f"a {type(array).__name__}"),
-            "a torch tensor, True hides",
-            f"{name}=torch.as_tensor(~mask.array(n, m)) for a formula, or is_causal=True for causal()"
-            if isinstance(array, Expression)
-            else f"{name}=torch.as_tensor(array)",
-        )
-    if not (array.is_floating_point() or array.dtype is torch.bool):
-        zeros_and_ones = f"{name}=mask == 0 if it holds zeros and ones, and 1 attends"
-        lengths = "; key_padding_mask=torch.arange(m) >= lengths[:, None] if it holds lengths"
-        raise MaskError(
-            f"{name} is a tensor of {str(array.dtype).removeprefix('torch.')}",
-            "booleans, True hides, or floats that are added to the scores",
-            zeros_and_ones + lengths * (name == "key_padding_mask"),
-        )

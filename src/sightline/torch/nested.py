@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ..errors import MaskError, ParameterError, ShapeError
+from ..formula.causal_bias import is_causal_bias
 from ..formula.expression import SYMBOLS, Expression, apply, table_lookup
 from ..formula.tables import Table
 from ..statistics import Entropy, Lse, Mass, Statistic
 from ..validation import read_mask, read_score, read_statistics
 
-__all__ = ["is_nested", "pack", "unpack"]
+__all__ = ["check_nested", "is_nested", "pack", "unpack"]
 
 STATISTICS = Lse, Entropy, Mass  # one number for each query
 
@@ -48,7 +49,7 @@ def pack(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any
     ParameterError
         A statistic is neither lse, entropy nor mass.
     """
-    _check({"query": query, "key": key, "value": value})
+    check_nested({"query": query, "key": key, "value": value})
     of_query, of_key = _Packing.of(query), _Packing.of(key)
     symbols = {
         "b": of_query.read(of_query.sequence.clamp(min=0), "i"),
@@ -58,6 +59,8 @@ def pack(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any
         "m": of_key.read(of_key.length, "j"),
     }
     mask, score = options["mask"], options["score"]
+    if is_causal_bias(mask):
+        read_mask(mask)  # raises an error: its lengths are those of one sequence
     if any(hasattr(formula, "dtype") and not isinstance(formula, Expression) for formula in (mask, score)):
         raise _dense_array_error()
     mask, score = read_mask(mask), read_score(score)
@@ -121,7 +124,7 @@ class _Packing:
         return Table(entries, axes=(symbol,))[SYMBOLS[symbol]]
 
 
-def _check(named: dict[str, Any]) -> None:
+def check_nested(named: dict[str, Any]) -> None:
     """Raise ShapeError unless the three are jagged tensors whose sequences fit together."""
     layouts = {
         name: ("jagged" if x.layout is torch.jagged else "strided nested") if is_nested(x) else "dense"

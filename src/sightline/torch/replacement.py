@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 from torch.backends import mha
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import SightlineError
+from ..formula.causal_bias import is_causal_bias
 from ..formula.library import bias
 from ..kernel import choose
 from ..problem import make_problem
 from ..streaming import Streaming
 from .dispatch import kernels
-from .functional import convert_arguments, scaled_dot_product_attention
+from .functional import check_operands, convert_arguments, scaled_dot_product_attention
 from .fused import Fused
 from .nested import is_nested
 
@@ -43,7 +46,8 @@ class ReplacedCall(NamedTuple):
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
     device: torch.device
-    mask: tuple[torch.Size, torch.dtype] | None
+    mask: tuple[Any, ...] | None  # shape and dtype; lengths and variant of a CausalBias
+    kinds: tuple[Any, ...]  # the class and the layout of each tensor
     is_causal: bool
     has_dropout: bool
     enable_gqa: bool
@@ -54,10 +58,15 @@ class ReplacedCall(NamedTuple):
         """Return the description of a call with these arguments."""
         query, key, value, attn_mask, dropout_p, is_causal, _, enable_gqa = arguments
         mask = None if attn_mask is None else (attn_mask.shape, attn_mask.dtype)
+        if is_causal_bias(attn_mask):
+            mask = (attn_mask.seq_len_q, attn_mask.seq_len_kv), attn_mask.variant
         tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
         needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         shapes = query.shape, key.shape, value.shape
-        return cls(shapes, query.dtype, query.device, mask, is_causal, dropout_p > 0, enable_gqa, needs_gradients)
+        kinds = tuple([(type(x), x.layout) for x in tensors])
+        return cls(
+            shapes, query.dtype, query.device, mask, kinds, is_causal, dropout_p > 0, enable_gqa, needs_gradients
+        )
 
     def __str__(self) -> str:
         shapes = zip(("query", "key", "value"), self.shapes, strict=True)
@@ -107,8 +116,9 @@ def _format_counts(counts: Counter[str]) -> list[str]:
     return lines + [f"  and {others} other kinds of calls"] * (others > 0)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(kind: Any) -> str:
+    """Return the name of a dtype or of a variant of CausalBias."""
+    return f"CausalBias {kind.name}" if hasattr(kind, "name") else str(kind).removeprefix("torch.")
 
 
 _lock = threading.Lock()
@@ -192,10 +202,13 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    if not _active or not all(map(_is_plain, (query, key, value) if attn_mask is None else arguments[:4])):
+    tensors = (query, key, value) if attn_mask is None else arguments[:4]
+    if not _active or not all(map(_is_tensor, tensors)):
         return torch_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
     if torch.compiler.is_compiling():
         return scaled_dot_product_attention(*arguments)
+    if not is_causal_bias(attn_mask) and has_torch_function(tensors):
+        return _ask_classes(tensors, arguments)
     call = ReplacedCall.of(arguments)
     if call not in _reasons:
         if len(_reasons) >= MAX_CACHED_REASONS:
@@ -213,21 +226,38 @@ def _attend(
             return output
     for replacement in _active:
         replacement.left[call, reason] += 1
+    if is_causal_bias(attn_mask):
+        return _ask_classes(tensors, arguments)
     return torch_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
 
 
-def _is_plain(array: Any) -> bool:
+def _ask_classes(tensors: Sequence[Any], arguments: Arguments) -> Tensor:
+    """Return the result of the `__torch_function__` of the tensors' classes.
+
+    Each of them gets the function that torch.nn.functional has now, with which CausalBias compares it. The default of
+    `__torch_function__` calls the function again, then without asking the classes.
+    """
+    output: Tensor = handle_torch_function(_attend, tensors, *arguments)
+    return output
+
+
+def _is_tensor(array: Any) -> bool:
     """True for tensors. torch.fx traces with other objects, and torch's errors name the arguments that are wrong.
 
-    False for nested tensors of the older, strided layout, which have no shape.
+    False for tensors without a shape: uninitialized parameters, and nested tensors of the older, strided layout.
     """
-    return isinstance(array, Tensor) and not (array.is_nested and array.layout is torch.strided)
+    return (
+        isinstance(array, Tensor)
+        and not isinstance(array, UninitializedTensorMixin)
+        and not (array.is_nested and array.layout is torch.strided)
+    )
 
 
 def _reason_to_leave(arguments: Arguments) -> str | None:
     """Return why torch should compute the call; None if a generated kernel can."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     try:
+        check_operands(query, key, value)
         *operands, mask, score, scale, _ = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         if is_nested(*operands):
             return None  # a generated kernel computes the packed values

@@ -1,0 +1,110 @@
+"""Inputs of the layers: the errors for kinds of tensors that a layer cannot read, and arrays of masks as formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..array_kinds import check_kind, check_memory, refuse_subclass
+from ..arrays import check_float_dtype, dtype_name
+from ..errors import DtypeError, MaskError
+from ..formula.causal_bias import is_causal_bias
+from ..formula.expression import Expression
+from ..formula.library import dense
+from .autograd import is_intercepted
+from .functional import align_mask, read_causal_bias
+
+__all__ = ["check_array_mask", "check_inputs", "project", "read_mask", "read_tensors"]
+
+Projected = TypeVar("Projected")
+
+
+def check_inputs(**inputs: Any) -> None:
+    """Raise DtypeError unless the named inputs of a layer's projections are tensors of kinds that torch can project."""
+    for name, array in inputs.items():
+        if not isinstance(array, Tensor):
+            raise DtypeError(f"{name} is a {type(array).__name__}", "a tensor of torch", f"torch.as_tensor({name})")
+        if type(array) is not Tensor or array.layout is not torch.strided or array.is_nested:
+            check_kind(name, array)
+
+
+def project(projections: Callable[..., Projected], **inputs: Tensor) -> Projected:
+    """Return projections(*inputs). Raise DtypeError if the kind of an input explains an error of torch."""
+    try:
+        return projections(*inputs.values())
+    except Exception as error:  # classes of tensors raise errors of every kind
+        for name, array in inputs.items():
+            check_kind(name, array)
+            check_float_dtype(name, array)
+        _refuse_tensors(inputs, error)
+        raise
+
+
+def read_tensors(function: Callable[..., Projected], **tensors: Any) -> Projected:
+    """Return function(*tensors). Raise DtypeError if a tensor has no memory, or its class explains an error."""
+    if not torch.compiler.is_compiling() and not is_intercepted():
+        for name, tensor in tensors.items():
+            if type(tensor) is Tensor:
+                check_memory(name, tensor)  # torch itself would read at the address 0
+    try:
+        return function(*tensors.values())
+    except Exception as error:  # as above
+        _refuse_tensors(tensors, error)
+        raise
+
+
+def _refuse_tensors(tensors: Mapping[str, Tensor | None], error: Exception) -> None:
+    """Raise DtypeError if a tensor has no memory, or if its class explains the error."""
+    if not is_intercepted():
+        for name, tensor in tensors.items():
+            if type(tensor) is Tensor:
+                check_memory(name, tensor)
+        refuse_subclass(list(tensors.items()), error)
+
+
+def read_mask(mask: Any, hides: bool, query: Tensor, key: Tensor, value: Tensor) -> Expression:
+    """Return the formula of a mask that is an array or a CausalBias of torch.
+
+    `hides` is True if the entries of an array that are not 0 hide the key.
+    """
+    if is_causal_bias(mask):
+        return read_causal_bias(mask, query, key)
+    check_kind("mask", mask)
+    array = mask if isinstance(mask, Tensor) else np.asarray(mask)
+    if not getattr(array.dtype, "name", dtype_name(array)).startswith(("bool", "int", "uint", "float", "bfloat")):
+        raise MaskError(
+            f"mask is an array of {dtype_name(array)}",
+            "booleans or real numbers, or a formula",
+            "mask=array of True and False",
+        )
+    compare: Any = np.equal if hides else np.not_equal
+    if isinstance(array, Tensor):
+        compare = torch.eq if hides else torch.ne
+    return dense(align_mask(read_tensors(lambda mask: compare(mask, 0), mask=array), query, key, value))
+
+
+def check_array_mask(name: str, array: Any) -> None:
+    """Raise MaskError or DtypeError unless a mask that hides is None, or a readable tensor of booleans or floats."""
+    if array is None:
+        return
+    if not isinstance(array, Tensor):
+        raise MaskError(
+            f"{name} is " + ("a formula" if isinstance(array, Expression) else f"a {type(array).__name__}"),
+            "a torch tensor, True hides",
+            f"{name}=torch.as_tensor(~mask.array(n, m)) for a formula, or is_causal=True for causal()"
+            if isinstance(array, Expression)
+            else f"{name}=torch.as_tensor(array)",
+        )
+    check_kind(name, array)
+    if not (array.is_floating_point() or array.dtype is torch.bool):
+        zeros_and_ones = f"{name}=mask == 0 if it holds zeros and ones, and 1 attends"
+        lengths = "; key_padding_mask=torch.arange(m) >= lengths[:, None] if it holds lengths"
+        raise MaskError(
+            f"{name} is a tensor of {str(array.dtype).removeprefix('torch.')}",
+            "booleans, True hides, or floats that are added to the scores",
+            zeros_and_ones + lengths * (name == "key_padding_mask"),
+        )
