@@ -18,6 +18,7 @@ import pytest
 
 import constant_kernels
 from constant_kernels import called, constant, kernel, number_of
+from sightline.cache_folder import CACHE_VARIABLE
 from sightline.cpu.runtime import compile, disk_cache
 from sightline.cpu.runtime.machine import host
 
@@ -49,7 +50,7 @@ define void @apply(ptr %arguments) {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of a disk cache for one test. No kernel is in memory, and no error is recorded."""
-    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(tmp_path / "kernels"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "kernels"))
     monkeypatch.setattr(disk_cache, "_errors", [])
     monkeypatch.setattr(disk_cache, "_write_budget", {})
     monkeypatch.setattr(compile, "counts", type(compile.counts)())
@@ -97,7 +98,7 @@ define void @apply(ptr %arguments) {
 def test_kernels_share_a_part(folder, monkeypatch, is_on_disk):
     """The common part is compiled once, and each part is a file on disk."""
     if not is_on_disk:
-        monkeypatch.setenv(disk_cache.CACHE_VARIABLE, "off")
+        monkeypatch.setenv(CACHE_VARIABLE, "off")
     common = compile.Part("caller", lambda: CALLER)
 
     def compute(number):
@@ -124,7 +125,7 @@ def test_few_common_parts_stay_in_memory(folder, monkeypatch):
 
 
 def test_one_thread_compiles_and_all_get_the_kernel(folder, monkeypatch):
-    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, "off")
+    monkeypatch.setenv(CACHE_VARIABLE, "off")
     written = []
 
     def write():
@@ -190,7 +191,7 @@ print(out.tobytes().hex()[:64], dict(compile.counts), disk_cache.state().error)
 
 
 def started(folder, *arguments, seed="0", program=PROGRAM, **options):
-    environment = os.environ | {disk_cache.CACHE_VARIABLE: str(folder), "PYTHONHASHSEED": seed}
+    environment = os.environ | {CACHE_VARIABLE: str(folder), "PYTHONHASHSEED": seed}
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.Popen(
         command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
@@ -313,7 +314,7 @@ def test_sources_newer_than_the_process_keep_nothing(folder, monkeypatch):
 def test_the_folder_is_ours_alone(folder):
     old = os.umask(0)
     try:
-        os.environ[disk_cache.CACHE_VARIABLE] = str(folder / "deeper")
+        os.environ[CACHE_VARIABLE] = str(folder / "deeper")
         kernel(1)
     finally:
         os.umask(old)
@@ -356,7 +357,7 @@ def behind_somebody_elses_link(folder, monkeypatch):
     link = folder.parent / "link"
     link.symlink_to(folder.parent)
     give_away(link, monkeypatch)
-    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(link / folder.name))
+    monkeypatch.setenv(CACHE_VARIABLE, str(link / folder.name))
     return "belongs to another user"
 
 
@@ -412,7 +413,7 @@ def test_code_that_others_may_have_written_is_not_run(doubt, folder, monkeypatch
 def test_our_own_link_may_point_to_a_missing_folder(folder, monkeypatch):
     link = folder.parent / "link"
     link.symlink_to(folder)
-    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(link))
+    monkeypatch.setenv(CACHE_VARIABLE, str(link))
     kernel(1)
     assert len(files(folder)) == 1
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -423,7 +424,7 @@ def test_our_own_link_and_a_shared_folder_with_the_sticky_bit_are_fine(folder, m
     forget(monkeypatch)
     folder.parent.chmod(0o1777)
     (folder.parent / "link").symlink_to(folder)
-    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(folder.parent / "link"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(folder.parent / "link"))
     kernel(1)
     assert compile.counts == {"compiled": 1, "read": 1}
 
@@ -434,7 +435,7 @@ def test_our_own_link_and_a_shared_folder_with_the_sticky_bit_are_fine(folder, m
 @pytest.mark.parametrize("setting", ["off", "OFF", "kernels", "/dev/null/kernels", "/proc/sightline"])
 def test_calls_work_without_a_disk(setting, folder, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, setting)
+    monkeypatch.setenv(CACHE_VARIABLE, setting)
     assert number_of(kernel(1)) == 1
     forget(monkeypatch)
     assert number_of(kernel(1)) == 1
@@ -459,12 +460,24 @@ def test_a_full_disk_breaks_nothing(tmp_path):
 def test_the_default_is_the_users_cache_folder(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, "")
+    monkeypatch.setenv(CACHE_VARIABLE, "")
     empty = disk_cache.state().folder
-    monkeypatch.delenv(disk_cache.CACHE_VARIABLE)
+    monkeypatch.delenv(CACHE_VARIABLE)
     for found in (empty, disk_cache.state().folder):
         assert tmp_path in found.parents
         assert found.name == "sightline"
+
+
+def test_a_user_without_a_home_folder(folder, monkeypatch, tmp_path):
+    """A container may run under a number that has no name and no home folder."""
+    for name in ("HOME", "XDG_CACHE_HOME", CACHE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.chdir(tmp_path)
+    assert number_of(kernel(1)) == 1
+    assert disk_cache.state().folder is None
+    assert "no home folder" in disk_cache.state().error
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_folder_is_bounded_and_the_oldest_files_are_deleted(folder, monkeypatch):

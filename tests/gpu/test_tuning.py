@@ -15,6 +15,7 @@ import torch
 
 import sightline.problem
 from sightline import i, j
+from sightline.cache_folder import CACHE_VARIABLE
 from sightline.errors import KernelRefusedError, ParameterError
 from sightline.gpu import Triton
 from sightline.gpu.tuning import cache as tuning_cache
@@ -63,7 +64,7 @@ class FakeTriton(Triton):
 def folder(tmp_path, monkeypatch):
     """The folder of the tuning cache, a new one for each test. No problem counts as small."""
     monkeypatch.setattr(sightline.problem, "MAX_SMALL_FLOPS", -1)
-    monkeypatch.setenv(tuning_cache.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     tuning_cache.clear()
     yield tmp_path / "tuned"
     tuning_cache.clear()
@@ -169,7 +170,7 @@ def test_the_table_says_why_nothing_is_saved_and_what_failed(monkeypatch):
     assert "nothing saved: no configuration was" in str(slow)
     assert "forward: first error: RuntimeError: out of resource" in str(slow)
     assert len(repr(slow).splitlines()) == 1, "an interactive prompt shows one line, not the printed table again"
-    monkeypatch.setenv(tuning_cache.CACHE_VARIABLE, "off")
+    monkeypatch.setenv(CACHE_VARIABLE, "off")
     assert "nothing saved: SIGHTLINE_CACHE=off" in str(tuned(FakeTriton({("forward", candidate_list()[0]): 0.5})))
 
 
@@ -182,7 +183,7 @@ def test_an_unknown_argument_is_reported_for_tune():
 
 
 def test_nothing_is_saved_when_the_cache_is_off(monkeypatch):
-    monkeypatch.setenv(tuning_cache.CACHE_VARIABLE, "off")
+    monkeypatch.setenv(CACHE_VARIABLE, "off")
     (found,) = tuned(FakeTriton({("forward", candidate_list()[0]): 0.5})).found
     assert found.best == candidate_list()[0]
     assert found.path is None
@@ -216,13 +217,34 @@ def test_a_damaged_file_is_ignored(damage):
 
 @pytest.mark.parametrize("path", ["/dev/null/x", "/" + "x" * 5000, "~no user of that name/x", "no/absolute/path"])
 def test_an_unusable_folder_affects_no_call_and_is_an_error_before_tuning(path, monkeypatch):
-    monkeypatch.setenv(tuning_cache.CACHE_VARIABLE, path)
+    monkeypatch.setenv(CACHE_VARIABLE, path)
     tuning_cache.clear()
     assert selected() == DEFAULT
+    assert tuning_cache.list_entries() == []
     kernel = FakeTriton()
-    with pytest.raises(ParameterError, match=tuning_cache.CACHE_VARIABLE):
+    with pytest.raises(ParameterError, match=CACHE_VARIABLE):
         tuned(kernel)
     assert not kernel.ran
+
+
+@pytest.mark.skipif(os.name != "posix", reason="home folders of POSIX")
+def test_without_a_home_folder_nothing_is_saved(tmp_path, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", CACHE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.chdir(tmp_path)
+    tuning_cache.clear()
+    assert selected() == DEFAULT
+    assert tuning_cache.list_entries() == []
+    with pytest.raises(ParameterError, match="no home folder"):
+        tuned(FakeTriton())
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_empty_file_of_the_driver(tmp_path, monkeypatch):
+    (tmp_path / "version").touch()
+    monkeypatch.setattr(tuning_cache, "DRIVER_VERSION_FILES", (tmp_path / "version",))
+    assert tuning_cache.environment.__wrapped__()["driver"] == ""
 
 
 @pytest.mark.parametrize("when", ["before tuning", "after tuning"])

@@ -15,9 +15,9 @@ import time
 
 import numpy as np
 
-__all__ = ["measure_seconds"]
+from ..cache_folder import CACHE_VARIABLE
 
-CACHE_VARIABLE = "SIGHTLINE_CACHE"  # environment variable: "off", or the folder of the disk cache of compiled kernels
+__all__ = ["measure_seconds"]
 
 
 def measure_seconds(n: int, d: int, processes: int) -> dict[str, list[float]]:

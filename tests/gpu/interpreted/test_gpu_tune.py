@@ -9,6 +9,7 @@ import torch
 import sightline.problem
 from on_device import DEVICE, OnDevice
 from sightline import i, j
+from sightline.cache_folder import CACHE_VARIABLE
 from sightline.gpu import Triton
 from sightline.gpu.tuning import cache as tuning_cache
 from sightline.gpu.tuning.selection import _trial, candidates, select, try_sizes
@@ -27,7 +28,7 @@ def large(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(tuning_cache.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     tuning_cache.clear()
     yield
     tuning_cache.clear()

@@ -1,7 +1,6 @@
 """The disk cache: object code, one file per kernel, in a folder that no other user can write to.
 
-SIGHTLINE_CACHE=off disables the disk cache. SIGHTLINE_CACHE=/a/folder selects the folder. By default the folder is the
-user's cache folder.
+The environment variable SIGHTLINE_CACHE selects the folder, or disables the cache; see `sightline.cache_folder`.
 
 A file consists of  MAGIC · sha256(name · code) · code.  The file name is the hash of everything that determines the
 code, so a file is never changed, only replaced by an equal file. A file is written under a temporary name and then
@@ -24,12 +23,12 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from ...cache_folder import cache_folder
 from ...errors import name_file
 
-__all__ = ["CACHE_VARIABLE", "State", "file_name", "read", "state", "write"]
+__all__ = ["State", "file_name", "read", "state", "write"]
 
 IMPORT_TIME = time.time()  # a source file that changed later may differ from the imported code
-CACHE_VARIABLE = "SIGHTLINE_CACHE"
 MAX_FOLDER_BYTES = 256 << 20  # if the folder is larger, its least recently used files are deleted
 MAGIC = b"sightline kernel 1\n"
 KERNEL_SUFFIX, PARTIAL_SUFFIX = ".kernel", ".part"  # endings of complete files and of files being written
@@ -45,7 +44,7 @@ _write_budget: dict[Path, int] = {}  # bytes that may be written before the fold
 
 
 class UntrustedError(OSError):
-    """A setting, folder or file that the cache must not use, for example because another user may have written it."""
+    """A folder or file that the cache must not use, for example because another user may have written it."""
 
 
 @dataclass(frozen=True)
@@ -160,20 +159,10 @@ def source_hash() -> str:
 
 
 def _folder() -> Path:
-    """Return the folder of the cache; raise UntrustedError if the disk cache is off or the setting is invalid."""
-    setting = os.environ.get(CACHE_VARIABLE, "").strip()
-    if setting.lower() == "off":
-        raise UntrustedError(f"{CACHE_VARIABLE}=off")
+    """Return the folder of the cache. Raise OSError if the disk cache is off or cannot be used."""
+    path = cache_folder()
     if not hasattr(os, "geteuid"):
         raise UntrustedError("this system does not report the owner of a file")
-    if setting:
-        path = Path(os.path.expanduser(setting))
-    else:
-        from platformdirs import user_cache_path
-
-        path = user_cache_path("sightline", appauthor=False)
-    if not path.is_absolute():
-        raise UntrustedError(f"{CACHE_VARIABLE}={setting} is neither off nor an absolute path")
     return path
 
 

@@ -1,7 +1,6 @@
 """The cache on disk of configurations that `sightline.tune` found: one small JSON file for each kernel of a problem.
 
-The files are in the folder `tuned` of the user's cache folder, or of the folder that the environment variable
-SIGHTLINE_CACHE names by an absolute path; SIGHTLINE_CACHE=off disables the cache. A file's name is the hash of its key:
+The files are in the subfolder `tuned` of the folder of `sightline.cache_folder`. A file's name is the hash of its key:
 the kernel, the device and its driver, the versions of torch and Triton, the sources of the kernels, and the structure
 of the problem. A file is written under a temporary name and then renamed, so that several processes may write and read
 at once. Files hold data, no code. A file with unexpected content is ignored.
@@ -20,24 +19,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ...cache_folder import CACHE_VARIABLE, cache_folder, cache_setting
 from ...errors import ParameterError
 from ...problem import Problem
 from ...statistics import Entropy, Lse, Mass, MaxScore, Statistic, unwrap_mean
 
-CACHE_VARIABLE = "SIGHTLINE_CACHE"
 DRIVER_VERSION_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 MAX_CACHED_LOOKUPS = 4096  # most look-ups whose results are held in memory; a result may be that there is no entry
 
 
 def folder() -> Path | None:
-    """Return the folder of the cache; None if SIGHTLINE_CACHE is "off" or not an absolute path."""
-    setting = os.environ.get(CACHE_VARIABLE, "").strip()
-    if setting:
-        path = Path(os.path.expanduser(setting))
-        return path / "tuned" if path.is_absolute() and setting.lower() != "off" else None
-    from platformdirs import user_cache_path
-
-    return user_cache_path("sightline", appauthor=False) / "tuned"
+    """Return the folder of the cache; None if there is none, for example because SIGHTLINE_CACHE is "off"."""
+    try:
+        return cache_folder() / "tuned"
+    except OSError:
+        return None
 
 
 def problem_key(kernel: str, problem: Problem) -> str:
@@ -58,8 +54,10 @@ def load(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None
 
 def list_entries() -> list[dict[str, Any]]:
     """Return every cache entry, for any device, whose driver, versions and sources are those of this process."""
-    path, entries = folder(), []
-    for file in sorted(path.glob("*.json")) if path is not None else ():
+    path, files, entries = folder(), [], []
+    with contextlib.suppress(OSError):  # the folder cannot be read
+        files = sorted(path.glob("*.json")) if path is not None else []
+    for file in files:
         entry = _read(file)
         if entry and isinstance(key := entry.get("for"), dict) and environment().items() <= key.items():
             entries.append(entry)
@@ -72,14 +70,13 @@ def prepare_folder() -> Path | None:
     Raises
     ------
     ParameterError
-        The folder is not writable, its disk is full, or SIGHTLINE_CACHE is neither "off" nor an absolute path.
+        The folder is not writable, its disk is full, or `cache_folder` finds no folder.
     """
-    path = folder()
+    path = None
+    if cache_setting() == "off":
+        return None
     try:
-        if path is None:
-            if os.environ.get(CACHE_VARIABLE, "").strip().lower() != "off":
-                raise NotADirectoryError("the setting is neither off nor an absolute path")
-            return None
+        path = cache_folder() / "tuned"
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"0")
@@ -149,10 +146,10 @@ def _load(folder: Path, kernel: str, problem_key: str, device: str) -> Mapping[s
 
 
 def _unwritable(path: Path | None, error: OSError) -> ParameterError:
-    """Return the error that reports that configurations cannot be saved in the folder `path`."""
-    setting = os.environ.get(CACHE_VARIABLE, "").strip()
+    """Return the error that reports that configurations cannot be saved in the folder `path`, or in no folder."""
+    where = "" if path is None else f" in {path}"
     return ParameterError(
-        f"{CACHE_VARIABLE}={setting or 'unset'}: results cannot be saved in {path}: {error}",
+        f"{CACHE_VARIABLE}={cache_setting() or 'unset'}: results cannot be saved{where}: {error}",
         "the absolute path of a writable folder on a disk with free space, or off",
         f"{CACHE_VARIABLE}=off to save nothing",
     )
@@ -190,7 +187,7 @@ def environment() -> dict[str, str]:
     found = {"driver": "", "sources": _hash_sources()}
     for path in DRIVER_VERSION_FILES:
         with contextlib.suppress(OSError):
-            found["driver"] = path.read_text().splitlines()[0]
+            found["driver"] = path.read_text(errors="replace").partition("\n")[0]
     for name in ("torch", "triton"):
         try:
             found[name] = import_module(name).__version__  # the distributions that install it have various names

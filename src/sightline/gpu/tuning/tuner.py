@@ -24,6 +24,7 @@ import numpy as np
 
 from ...accuracy import budget_used
 from ...arrays import to_numpy
+from ...cache_folder import CACHE_VARIABLE
 from ...errors import KernelRefusedError, ParameterError
 from ...kernel import Gradients, Result
 from ...problem import MAX_SMALL_FLOPS, MIN_COUNTED_QUERIES, Problem, make_problem
@@ -81,7 +82,7 @@ class Tuning:
         if not self.found:
             return "nothing saved: no kernel runs for this problem, which has no products"
         if any(tuned.best != tuned.default for tuned in self.found):
-            return f"nothing saved: {cache.CACHE_VARIABLE}=off"
+            return f"nothing saved: {CACHE_VARIABLE}=off"
         return f"nothing saved: no configuration was {MIN_SPEEDUP:g} times as fast as the default"
 
 
