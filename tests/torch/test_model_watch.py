@@ -75,10 +75,11 @@ def test_watch_contexts_exit_in_any_order(transformer, x):
     before = type(layer.self_attn), transformer.encoder.use_nested_tensor
     first, second = watch(transformer.encoder, [LSE]), watch(transformer.encoder, [LSE])
     seen = first.__enter__(), second.__enter__()
-    first.__exit__(None, None, None)
     with torch.no_grad():
         transformer.encoder(x)
-    assert [len(recording) for recording in seen] == [0, 1]
+        first.__exit__(None, None, None)
+        transformer.encoder(x)
+    assert [len(recording) for recording in seen] == [1, 2]
     second.__exit__(None, None, None)
     assert (type(layer.self_attn), transformer.encoder.use_nested_tensor) == before
     assert not hooks._ORIGINALS
@@ -228,3 +229,28 @@ def test_the_recording_prints_as_a_table(seen):
     assert lines[1].split() == ["layer", "kind", "step", "queries", "keys", "heads", "results"]
     assert lines[2].split() == ["decoder.0", "self", "0", "2", "from", "2", "4", "2", "lse()", "1×2×6"]
     assert repr(Seen()) == "Seen: 0 calls of 0 layers"
+
+
+# -- nothing recorded --------------------------------------------------------------------------------------------------
+
+
+def make_layer():
+    return nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+
+
+def test_a_watch_that_recorded_nothing_raises():
+    model, message = make_layer(), r"1 attention layers \(self_attn\) that recorded no call: none of them ran"
+    with pytest.raises(ParameterError, match=message), watch(model, see=[LSE]):
+        model.linear1(torch.zeros(1, 3, 8))
+
+
+def test_a_watch_of_a_model_compiled_before_names_the_compilation():
+    model = make_layer()
+    model.compile(backend="eager")
+    with pytest.raises(ParameterError, match="the model is compiled"), watch(model, see=[LSE]):
+        model.linear1(torch.zeros(1, 3, 8))
+
+
+def test_an_error_inside_an_empty_watch_is_kept():
+    with pytest.raises(ZeroDivisionError), watch(make_layer(), see=[LSE]):
+        raise ZeroDivisionError

@@ -113,10 +113,11 @@ def test_watch_contexts_exit_in_any_order():
     batch, original = make_inputs(model, "no"), state(model)
     first, second = watch(model, [sightline.lse()]), watch(model, [sightline.lse()])
     seen = first.__enter__(), second.__enter__()
-    first.__exit__(None, None, None)
     with torch.no_grad():
         model(**batch.inputs)
-    assert [len(one) for one in seen] == [0, 2]
+        first.__exit__(None, None, None)
+        model(**batch.inputs)
+    assert [len(one) for one in seen] == [2, 4]
     second.__exit__(None, None, None)
     assert state(model) == original
 
@@ -283,3 +284,17 @@ def test_unsupported_models_and_arguments_are_refused():
     for options in ({"see": []}, {"see": "lse"}, {"layers": [9]}, {"layers": "none"}, {"heads": [0.5]}):
         with pytest.raises(ParameterError), watch(model, **{"see": [sightline.lse()], **options}):
             pass
+
+
+def test_a_model_that_switched_to_another_implementation_raises():
+    """`generate` of Whisper switches to eager attention for return_token_timestamps=True."""
+    model = make_model("Llama")
+    inputs = make_inputs(model, "right").inputs
+
+    def run_eager():
+        model.set_attn_implementation("eager")
+        model(**inputs)
+
+    message = "switched to attn_implementation='eager'"
+    with torch.no_grad(), pytest.raises(ParameterError, match=message), watch(model, [sightline.lse()]):
+        run_eager()

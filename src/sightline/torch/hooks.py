@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
@@ -22,7 +22,15 @@ from ..errors import ParameterError
 from ..recording import Call, Kind, Seen, map_arrays, select_names
 from ..statistics import Statistic
 
-__all__ = ["Watcher", "attend", "check_module", "record_calls", "restore_on_exit", "select_modules"]
+__all__ = [
+    "Watcher",
+    "attend",
+    "check_module",
+    "explain_missing_calls",
+    "record_calls",
+    "restore_on_exit",
+    "select_modules",
+]
 
 
 class Watcher:
@@ -86,13 +94,17 @@ def record_calls(
     tokens: Any,
     cross_layers: Collection[str] = (),
     recorder: Any = None,
+    *,
+    explain: Callable[[], tuple[str, str]],
 ) -> Iterator[Seen]:
     """Record the calls of these modules (by path) in the yielded `Seen` while the context lasts.
+
+    `explain` returns what the model did instead of a call that was recorded, and the cure.
 
     Raises
     ------
     ParameterError
-        At the exit: the tokens do not fit the recorded calls.
+        At the exit: no call was recorded, or the tokens do not fit the recorded calls.
     """
     seen = Seen(tokens=tokens)
     watcher = Watcher(see, heads, seen, {module: name for name, module in modules.items()}, cross_layers, recorder)
@@ -101,7 +113,27 @@ def record_calls(
             _WATCHERS[module] = (*_WATCHERS.get(module, ()), watcher)
             exit_stack.callback(_remove_watcher, module, watcher)
         yield seen
+        if not seen.calls:
+            what, cure = explain()
+            raise ParameterError(
+                f"a watch of {len(modules)} attention layers ({', '.join(islice(modules, 3))}"
+                + (", ...)" if len(modules) > 3 else ")")
+                + f" that recorded no call: {what}",
+                "a model that calls one of these layers in the `with` block",
+                cure,
+            )
     seen.check_tokens()
+
+
+def explain_missing_calls(model: nn.Module) -> tuple[str, str]:
+    """Return why a watch of the model recorded no call, as far as the model shows it, and the cure."""
+    compiled = [module for module in model.modules() if getattr(module, "_compiled_call_impl", None) is not None]
+    if compiled or hasattr(model, "_orig_mod"):
+        return (
+            "the model is compiled, and compiled code calls no watcher",
+            'call the model in `with torch.compiler.set_stance("force_eager"):`, or watch it before torch.compile',
+        )
+    return "none of them ran", "run the model inside the `with` block; layers= selects layers that run"
 
 
 def _remove_watcher(module: nn.Module, watcher: Watcher) -> None:

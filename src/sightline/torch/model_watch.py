@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from torch import nn
 
 from ..errors import ParameterError
 from ..recording import Seen, Tokens
 from ..statistics import Statistic
-from .hooks import check_module, record_calls, restore_on_exit, select_modules
+from .hooks import check_module, explain_missing_calls, record_calls, restore_on_exit, select_modules
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 
 __all__ = ["watch"]
@@ -57,7 +58,7 @@ def watch(
     ParameterError
         `model` is not a module or has no attention layer, `layers` matches no layer, `see` is not a nonempty list of
         statistics, or `heads` or `tokens` has the wrong type. The call of a layer raises the error for a head that the
-        layer does not have.
+        layer does not have, and the exit that for a watch that recorded no call.
 
     Examples
     --------
@@ -96,4 +97,5 @@ def watch(
                     module.__class__ = MultiHeadAttention  # the same parameters and state
                 # A module with a hook has no fast path.
                 exit_stack.callback(module.register_forward_pre_hook(lambda *_: None).remove)
-        yield exit_stack.enter_context(record_calls(modules, see, heads, tokens))
+        explain = partial(explain_missing_calls, model)
+        yield exit_stack.enter_context(record_calls(modules, see, heads, tokens, explain=explain))

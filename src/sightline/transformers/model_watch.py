@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import ParameterError
 from ..recording import Seen, Tokens
 from ..statistics import Statistic
-from ..torch.hooks import check_module, record_calls, restore_on_exit, select_modules
+from ..torch.hooks import check_module, explain_missing_calls, record_calls, restore_on_exit, select_modules
 from .attention_interface import NAME
 from .token_labels import Tokenizer, TokenRecorder
 
@@ -67,7 +68,7 @@ def watch(
         `model` is not a module, its attention does not use transformers' attention interface, `layers` matches no
         layer, `see` is not a nonempty list of statistics, or `heads`, `tokens` or `tokenizer` has the wrong type. The
         call of a layer raises the error for a head that the layer does not have, and the exit that for `tokens` of a
-        wrong length.
+        wrong length, or for a watch that recorded no call.
 
     Examples
     --------
@@ -106,7 +107,22 @@ def watch(
         recorder = _token_recorder(models, tokenizer) if tokens is None else None
         if recorder is not None:
             exit_stack.enter_context(recorder.record())
-        yield exit_stack.enter_context(record_calls(modules, see, heads, tokens, cross_layers, recorder))
+        explain = partial(_explain_missing_calls, model)
+        recording = record_calls(modules, see, heads, tokens, cross_layers, recorder, explain=explain)
+        yield exit_stack.enter_context(recording)
+
+
+def _explain_missing_calls(model: nn.Module) -> tuple[str, str]:
+    """Return why a watch of the model recorded no call, and the cure: the model may have changed its attention."""
+    used = {config._attn_implementation for config in _collect_configurations(model)} - {NAME, None}
+    if not used:
+        return explain_missing_calls(model)
+    return (
+        f"the model has switched to attn_implementation={', '.join(map(repr, sorted(used)))}, as `generate` of Whisper "
+        "does for return_token_timestamps=True",
+        "leave out the argument that asks the model for its own weights, such as output_attentions or "
+        "return_token_timestamps; the watch records them",
+    )
 
 
 def _token_recorder(models: list[PreTrainedModel], tokenizer: Any) -> TokenRecorder | None:
