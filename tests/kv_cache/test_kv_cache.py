@@ -517,7 +517,7 @@ def full():
         (lambda: KVCache(dtype="int8"), DtypeError, "int8"),
         (lambda: KVCache().key, ParameterError, "nothing was appended"),
         (lambda: KVCache().append([1.0], X), DtypeError, "key is a list"),
-        (lambda: KVCache().append(X, np.ma.array(X)), DtypeError, "MaskedArray"),
+        (lambda: KVCache().append(X, np.ma.array(X)), DtypeError, "a masked array of NumPy"),
         (lambda: KVCache().append(X.astype(int), X), DtypeError, "int64"),
         (lambda: KVCache().append(X, X.astype(np.float64)), DtypeError, "key of float32, value of float64"),
         (lambda: KVCache().append(X, X[:, :, :4]), ShapeError, "give one value to a key"),

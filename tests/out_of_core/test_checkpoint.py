@@ -404,6 +404,7 @@ def test_a_file_system_without_locks_is_used_without(refusal, whole, tmp_path, m
     assert output.tobytes() == whole.tobytes()
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX warns if an earlier test has loaded it
 def test_a_fork_that_lives_on_does_not_keep_the_lock(whole, tmp_path):
     """The fork has a copy of the descriptor that holds the lock."""
     forked, ended = [], multiprocessing.get_context("fork").Event()

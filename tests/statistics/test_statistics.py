@@ -408,7 +408,12 @@ ERRORS = {
         ParameterError,
         "step other than 0",
     ),
-    "masked rows": (lambda: sightline.weighted_sum(np.ma.ones((4, 1))), DtypeError, "masked or sparse", "filled(0)"),
+    "masked rows": (
+        lambda: sightline.weighted_sum(np.ma.ones((4, 1))),
+        DtypeError,
+        "a masked array of NumPy",
+        "filled(0)",
+    ),
     "another way": (lambda: sightline.received("median"), ParameterError, "'median'", '"sum"'),
     "the last 0": (lambda: sightline.received(last=0), ParameterError, "last=0", "None for all"),
     "a mask of numbers": (lambda: attend(sightline.mass(i - j)), MaskError, "which is a number", "!= 0"),
@@ -446,7 +451,7 @@ ERRORS = {
     "rows that are a list": (
         lambda: sightline.weighted_sum([1.0]),
         DtypeError,
-        "weighted_sum(x) of a list",
+        "x of weighted_sum(x) is a list",
         "numpy.asarray",
     ),
     "rows of integers": (lambda: sightline.weighted_sum(np.ones((4, 1), int)), DtypeError, "dtype int64", "cast"),
