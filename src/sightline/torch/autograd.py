@@ -32,9 +32,12 @@ __all__ = [
     "INTERCEPTIONS",
     "GraphCall",
     "attach_to_graph",
+    "check_versions",
     "connect",
     "is_intercepted",
     "needs_gradients",
+    "table_versions",
+    "tables_of",
     "trainable_inputs",
     "with_saved_tables",
     "without_tensors",
@@ -119,8 +122,7 @@ class _DispatchedCall(GraphCall):
         return self.own_plan
 
     def tables(self) -> Sequence[Any]:
-        own = [table for condition in conditions_of(self.problem.see) for table in condition.tables]
-        return [*[table.array for table in (*self.problem.tables, *own)], self.problem.sinks]
+        return [*tables_of(self.problem), self.problem.sinks]
 
     @property
     def statistics(self) -> Sequence[Statistic]:
@@ -133,7 +135,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: GraphCall, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        ctx.versions = _versions(call.tables())
+        ctx.versions = table_versions(call.tables())
         ctx.save_for_backward(*inputs, *call.results_to_save(results))
         ctx.set_materialize_grads(False)
         return results
@@ -141,12 +143,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         call, saved = ctx.call, ctx.saved_tensors
-        if ctx.versions != _versions(call.tables()):
-            raise ChangedTableError(
-                "a mask, a bias or a table of a formula was changed in place between forward and backward pass",
-                "tables with the entries of the forward pass",
-                "clone the array before the forward pass, or change it after the backward pass",
-            )
+        check_versions(ctx.versions, call.tables())
         inputs, results = saved[: call.num_inputs], saved[call.num_inputs :]
         refuse_old_vmap(gradients)
         has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
@@ -175,13 +172,29 @@ def _with_contiguous_rows(d_output: Tensor | None) -> Tensor | None:
     return d_output
 
 
-def _versions(tables: Sequence[Any]) -> list[Any]:
+def tables_of(problem: Problem) -> list[Any]:
+    """Return the arrays that the formulas of a problem read, those of its statistics included."""
+    own = [table for condition in conditions_of(problem.see) for table in condition.tables]
+    return [table.array for table in (*problem.tables, *own)]
+
+
+def table_versions(tables: Sequence[Any]) -> list[Any]:
     """Return a value for each table that changes if the table is written to.
 
     torch counts the writes to a tensor, but neither those to an inference tensor nor those to an array of NumPy: their
     entries are compared. torch itself checks the saved tensors, those that require a gradient.
     """
     return [_version(x) for x in tables if isinstance(x, np.ndarray) or (isinstance(x, Tensor) and not x.requires_grad)]
+
+
+def check_versions(versions: Sequence[Any], tables: Sequence[Any]) -> None:
+    """Raise ChangedTableError unless `table_versions(tables)` still are `versions`."""
+    if versions != table_versions(tables):
+        raise ChangedTableError(
+            "a mask, a bias or a table of a formula was changed in place between forward and backward pass",
+            "tables with the entries of the forward pass",
+            "clone the array before the forward pass, or change it after the backward pass",
+        )
 
 
 def _version(table: Any) -> Any:

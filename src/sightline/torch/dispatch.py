@@ -31,7 +31,7 @@ from .graph_attacher import GraphAttacher, make_empty
 from .nested import is_nested, pack, unpack
 from .operator_schema import OperatorArguments, build_result, make_seed
 
-__all__ = ["kernels", "run"]
+__all__ = ["apply_autocast", "kernels", "run"]
 
 FUSED = Fused()
 TABLE_READS = torch_mode()
@@ -66,7 +66,7 @@ def run(
     if is_nested(query, key, value):
         return unpack(query, *run(*pack(query, key, value, options), kernel, threads))
     caller_inputs = query, key, value
-    query, key, value = (_apply_autocast(array) for array in (query, key, value))
+    query, key, value = (apply_autocast(array) for array in (query, key, value))
     formulas = {"mask": _build_formula(options["mask"], "bhij"), "score": _build_formula(options["score"], "sbhij")}
     seed = options["seed"]
     if isinstance(options["scale"], Tensor) and is_transformed():
@@ -186,7 +186,7 @@ def _run_eager(
     return to_caller_layout(problem, result)
 
 
-def _apply_autocast(array: Any) -> Any:
+def apply_autocast(array: Any) -> Any:
     """Under torch.autocast, cast the array to autocast's dtype, as torch's attention does; float64 stays."""
     if not isinstance(array, Tensor) or array.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return array

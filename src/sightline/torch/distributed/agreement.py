@@ -6,45 +6,78 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...arrays import to_numpy
+from ...arrays import dtype_name, to_numpy
 from ...errors import RankError
 from ...formula.expression import Expression
+from ...formula.tables import Table
+from ...validation import to_float
 from .group import Group
 
-__all__ = ["agree", "describe_array", "describe_formula"]
+__all__ = ["agree", "describe_array", "describe_formula", "describe_number", "describe_shard", "needs_gradient"]
 
 DIGEST_WORDS = 2
 
 
 def describe_array(array: Any) -> str:
     """Return dtype, shape and a digest of the entries of an array."""
-    own = array.detach().cpu() if isinstance(array, Tensor) else array
-    if isinstance(own, Tensor) and own.dtype == torch.bfloat16:
-        own = own.float()
-    numbers = to_numpy(own)
-    digest = hashlib.blake2b(numbers.tobytes(), digest_size=8).hexdigest()
-    return f"{numbers.dtype}{list(numbers.shape)} with the digest {digest}"
+    array = array if hasattr(array, "dtype") else np.asarray(array)
+    entries = to_numpy(array)
+    if dtype_name(array) == "bfloat16":  # `to_numpy` widens tensors alone
+        entries = entries.astype(np.float32)
+    return f"{dtype_name(array)}{list(array.shape)} with the digest {_digest(entries.tobytes())}"
+
+
+def describe_shard(name: str, x: Tensor, axis: int) -> dict[str, str]:
+    """Return the description of a tensor whose length on the axis of the positions may differ from rank to rank."""
+    shape: list[Any] = list(x.shape)
+    shape[axis] = "positions"
+    kind = f"{dtype_name(x)}{shape} on {x.device.type}"
+    return {name: kind, f"requires_grad of {name}": str(needs_gradient(x))}
+
+
+def needs_gradient(array: Any) -> bool:
+    """True if torch records a graph and the array requires a gradient."""
+    return torch.is_grad_enabled() and bool(getattr(array, "requires_grad", False))
+
+
+def describe_number(number: Any) -> str:
+    """Return a number with all its digits; "None" for None."""
+    return "None" if number is None else repr(to_float(number.detach() if isinstance(number, Tensor) else number))
 
 
 def describe_formula(formula: Expression | None) -> str:
-    """Return the text of a formula and the descriptions of its tables."""
+    """Return a formula, the digest of its text, and the descriptions of its tables.
+
+    The printed formula has rounded numbers and ends after some hundred characters. Its text has neither limit.
+    """
     if formula is None:
         return "None"
-    tables = [describe_array(table.array) for table in formula.tables]
-    return f"{formula!r}" + (f" with {'; '.join(tables)}" if tables else "")
+    tables = [_describe_table(table) for table in formula.tables]
+    return f"{formula!r} with the digest {_digest(formula.text.encode())}" + "".join([f"; {one}" for one in tables])
 
 
-def agree(group: Group, describe: Callable[[], tuple[tuple[int, ...], dict[str, str]]], device: Any) -> list[list[int]]:
+def _describe_table(table: Table) -> str:
+    """Return the description of a table's array, and what the axes of a dense array stand for."""
+    batch = "" if table.batch_axes is None else f" of the batch axes {list(table.batch_axes.shape)}"
+    return describe_array(table.array) + (f" for {table.axes}{batch}" if table.axes else "")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def agree(group: Group, describe: Callable[[], tuple[tuple[int, ...], dict[str, str]]], like: Any) -> list[list[int]]:
     """Return the numbers that the ranks passed, (ranks, numbers), if they agree on everything else.
 
     Parameters
     ----------
     describe : function that returns (numbers, description)
         The numbers may differ from rank to rank. The description of the call, by name, must be equal on all ranks.
-    device : the device of the tensors that are exchanged
+    like : a tensor on the device of the tensors that are exchanged; any other object stands for the CPU
 
     Raises
     ------
@@ -64,7 +97,8 @@ def agree(group: Group, describe: Callable[[], tuple[tuple[int, ...], dict[str, 
     words = [int.from_bytes(digest[k : k + 8], "little", signed=True) for k in range(0, len(digest), 8)]
     own = torch.zeros(1 + DIGEST_WORDS + 4, dtype=torch.int64)
     own[: 1 + DIGEST_WORDS + len(numbers)] = torch.tensor([failure is not None, *words, *numbers])
-    found = [row.tolist() for row in group.exchange(own.to(device), "the description of the call")]
+    own = own.to(like.device if isinstance(like, Tensor) else "cpu")
+    found = [row.tolist() for row in group.exchange(own, "the description of the call")]
     if any(row[0] or row[: 1 + DIGEST_WORDS] != found[0][: 1 + DIGEST_WORDS] for row in found):
         _raise_difference(group, failure, description)
     return [row[1 + DIGEST_WORDS :] for row in found]
@@ -72,7 +106,8 @@ def agree(group: Group, describe: Callable[[], tuple[tuple[int, ...], dict[str, 
 
 def _raise_difference(group: Group, failure: Exception | None, description: dict[str, str]) -> None:
     """Raise the error of this rank, or an error that says what another rank does differently."""
-    answers = group.exchange_objects((None if failure is None else f"{failure}", description))
+    own = None if failure is None else f"{failure}", description
+    answers = group.exchange_objects(own, "the descriptions that differ")
     if failure is not None:
         raise failure
     for rank, (text, _) in enumerate(answers):

@@ -13,6 +13,8 @@ from ...errors import ParameterError
 from ...problem import Problem
 from ...sharding import Shards, find_schedule, key_block_length
 from ...statistics import Lse, Statistic, itemsize
+from ..autograd import check_versions, table_versions, tables_of
+from ..operator import autocast_disabled
 from .group import Group
 from .ring import ResultGradients, Ring, Saved
 from .rows import PER_QUERY
@@ -97,6 +99,7 @@ class _RingAttention(torch.autograd.Function):
         output = results.output.to(query.dtype)
         arrays = [array for own in results.statistics for array in own]
         ctx.ring, ctx.wanted_tables = ring, wanted_tables
+        ctx.versions = table_versions(tables_of(ring.problem))
         ctx.save_for_backward(*inputs, output, results.lse, *arrays)
         ctx.num_inputs = len(inputs)
         ctx.set_materialize_grads(False)
@@ -105,7 +108,8 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Any, ...]:
-        with torch.no_grad():
+        check_versions(ctx.versions, tables_of(ctx.ring.problem))
+        with torch.no_grad(), autocast_disabled(ctx.saved_tensors[0]):
             gradients = _RingAttention.differentiate(ctx, *d_results)
         if torch.is_grad_enabled():  # with create_graph=True
             sources = [*ctx.saved_tensors[: ctx.num_inputs], *[x for x in d_results if x is not None]]

@@ -9,7 +9,6 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from ...arrays import dtype_name
 from ...errors import ParameterError
 from ...migration import refuse_arguments
 from ...problem import Problem, make_problem
@@ -26,10 +25,12 @@ from ...validation import (
     read_statistics,
     split_names,
 )
+from ..dispatch import apply_autocast
+from ..operator import autocast_disabled
 from ..operator_schema import make_seed
-from .agreement import agree, describe_array, describe_formula
+from .agreement import agree, describe_array, describe_formula, describe_number, describe_shard, needs_gradient
 from .autograd import attention_by_ring
-from .dtensor import local_tensors, to_dtensor
+from .dtensor import check_tensors, local_tensors, to_dtensor
 from .group import Group
 from .heads import attention_by_heads
 from .rows import check_statistics
@@ -113,7 +114,8 @@ def attention(
     Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3.
     Jacobs et al., "DeepSpeed Ulysses", 2023, section 3, for method="heads".
     """
-    (query, key, value), group, placement = local_tensors(query, key, value, group)
+    arrays, group, placement = local_tensors(query, key, value, group)
+    query, key, value = map(apply_autocast, arrays)
     ranks = Group(group)
     names, statistics = split_names(see)
     given: Any = () if statistics is None else statistics
@@ -123,16 +125,18 @@ def attention(
     def describe() -> tuple[tuple[int, ...], dict[str, str]]:
         if positional or unknown:
             refuse_arguments("torch.distributed.attention", positional, unknown)
+        check_tensors(named)
         return _describe(named, mask, score, given, options, threads)
 
-    numbers = agree(ranks, describe, query.device if isinstance(query, Tensor) else "cpu")
+    numbers = agree(ranks, describe, query)
     shards = [check_shards(name, [row[k] for row in numbers], layout) for k, name in enumerate(("queries", "keys"))]
     problem = _whole_problem(query, key, value, shards, mask, score, given, options | {"seed": numbers[0][2]})
     check_statistics(problem.see)
     _check_dropout(problem, shards[1])
     computed = replace(problem, see=tuple(map(unwrap_mean, problem.see)))
     run = attention_by_ring if method == "ring" else attention_by_heads
-    output, seen = run(ranks, computed, shards, broadcast_inputs(named), threads)
+    with autocast_disabled(query):
+        output, seen = run(ranks, computed, shards, broadcast_inputs(named), threads)
     output = to_dtensor(problem.squeeze_heads(output, 2), placement)
     if see is None:
         return output
@@ -151,25 +155,21 @@ def _describe(
     formulas = {"mask": read_mask(mask), "score": read_score(score)}
     description = {name: describe_formula(formula) for name, formula in formulas.items()}
     for name, array in named.items():
-        shape = [*array.shape[:-2], "positions", array.shape[-1]]
-        description[name] = f"{dtype_name(array)}{shape} on {array.device.type}"
-        description[f"requires_grad of {name}"] = str(array.requires_grad and torch.is_grad_enabled())
+        description |= describe_shard(name, array, -2)
     parsed = read_statistics(see)
     description["see"] = "; ".join([_describe_statistic(statistic) for statistic in parsed])
     sinks = options["sinks"]
     description["sinks"] = "None" if sinks is None else describe_array(sinks)
-    description["requires_grad of sinks"] = _describe_gradients([sinks])
+    description |= {name: describe_number(options[name]) for name in ("scale", "dropout")}
     tables = [table.array for formula in formulas.values() if formula is not None for table in formula.tables]
-    description["requires_grad of tables"] = _describe_gradients(tables)
-    description |= {name: str(options[name]) for name in ("scale", "dropout", "seed", "layout", "method")}
+    for name, arrays in {"sinks": [sinks], "scale": [options["scale"]], "tables": tables}.items():
+        description[f"requires_grad of {name}"] = str([needs_gradient(array) for array in arrays])
+    description |= {name: str(options[name]) for name in ("layout", "method")}
     seed, dropout = options["seed"], read_dropout(options["dropout"])
     if seed is not None or not dropout:
         seed = read_seed(seed, dropout)
+    description["seed"] = str(seed)
     return (named["query"].shape[-2], named["key"].shape[-2], int(make_seed(seed))), description
-
-
-def _describe_gradients(arrays: list[Any]) -> str:
-    return str([bool(getattr(array, "requires_grad", False)) and torch.is_grad_enabled() for array in arrays])
 
 
 def _describe_statistic(statistic: Statistic) -> str:
@@ -221,6 +221,8 @@ def _build_result(problem: Problem, statistic: Statistic, arrays: Sequence[Tenso
     """
     if isinstance(statistic, Mean):
         arrays = [statistic.average(array, problem) for array in arrays]
+    if not statistic.is_differentiable:
+        arrays = [array.detach() for array in arrays]
     axis = statistic.head_axis(len(problem.batch_shape))
     if axis is not None:
         arrays = [problem.squeeze_heads(array, array.ndim - axis - 1) for array in arrays]

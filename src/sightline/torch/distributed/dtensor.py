@@ -10,31 +10,34 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...errors import ParameterError
 
-__all__ = ["local_tensors", "to_dtensor"]
+__all__ = ["check_tensors", "local_tensors", "to_dtensor"]
 
 Placement = tuple[Any, tuple[Any, ...], tuple[int, ...]] | None  # mesh, placements, and the shape except d_v
 
 
-def local_tensors(query: Any, key: Any, value: Any, group: Any) -> tuple[list[Tensor], Any, Placement]:
+def check_tensors(named: dict[str, Any]) -> None:
+    """Raise ParameterError if an array is not a tensor."""
+    for name, array in named.items():
+        if not isinstance(array, Tensor):
+            raise ParameterError(f"{name} is a {type(array).__name__}", "a tensor of torch", "torch.as_tensor(array)")
+
+
+def local_tensors(query: Any, key: Any, value: Any, group: Any) -> tuple[list[Any], Any, Placement]:
     """Return (query, key and value of this rank, the group, the placement of the output; None for plain tensors).
 
     Raises
     ------
     ParameterError
-        An array is not a tensor. Some arrays are DTensors and others are not. The DTensors have different placements.
-        They are sharded along another axis than the positions, or along several axes of the mesh.
+        Some arrays are DTensors and others are not. The DTensors have different placements. They are sharded along
+        another axis than the positions, or along several axes of the mesh.
     """
     arrays = [query, key, value]
     kinds = {isinstance(array, DTensor) for array in arrays}
-    if foreign := {type(array).__name__ for array in arrays if not isinstance(array, Tensor)}:
-        raise ParameterError(
-            f"query, key or value is a {' and a '.join(sorted(foreign))}", "tensors of torch", "torch.as_tensor(array)"
-        )
     if kinds == {False}:
         return arrays, group, None
     if len(kinds) > 1:
         raise ParameterError(
-            "DTensors and plain tensors", "three of one kind", "DTensor.from_local(x, mesh, [Shard(-2)])"
+            "DTensors and other arrays", "three of one kind", "DTensor.from_local(x, mesh, [Shard(-2)])"
         )
     if len({(array.device_mesh, array.placements) for array in arrays}) > 1:
         raise ParameterError("DTensors of different placements", "one placement", "redistribute them to Shard(-2)")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class Group:
             )
         self.handle: Any = dist.group.WORLD if given is None else given
         self.size, self.rank = dist.get_world_size(self.handle), dist.get_rank(self.handle)
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._global = dist.get_process_group_ranks(self.handle)
 
     def global_rank(self, rank: int) -> int:
@@ -68,21 +70,41 @@ class Group:
         """Return the tensors that all ranks passed, in the order of the ranks. All have the same shape and dtype."""
         found = [torch.empty_like(own) for _ in range(self.size)]
         found[self.rank] = own
-        others = [rank for rank in range(self.size) if rank != self.rank]
         transfers = Transfers(self, what)
-        for rank in others:
+        for rank in self._others:
             transfers.send(own, rank)
-        for rank in others:
+        for rank in self._others:
             transfers.receive(found[rank], rank)
         transfers.start()
         transfers.wait()
         return found
 
-    def exchange_objects(self, own: Any) -> list[Any]:
+    def exchange_objects(self, own: Any, what: str) -> list[Any]:
         """Return the objects that all ranks passed, in the order of the ranks."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own, group=self.handle)
+        with self.naming_failures(what, self._others):
+            dist.all_gather_object(found, own, group=self.handle)
         return found
+
+    def reduce(self, array: Tensor, how: str, what: str) -> None:
+        """Replace an array by the sum of the arrays of all ranks, or by their maximum if `how` is "max"."""
+        operation = dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM
+        with self.naming_failures(what, self._others):
+            dist.all_reduce(array, op=operation, group=self.handle)
+
+    @contextmanager
+    def naming_failures(self, what: str, peers: Sequence[int]) -> Iterator[None]:
+        """Raise RankError if an exchange of `what` with the ranks `peers` fails or takes too long."""
+        try:
+            yield
+        except RuntimeError as error:
+            names, reason = ", ".join(map(str, sorted(set(peers)))), str(error).strip().splitlines()[0]
+            raise RankError(
+                f"rank {self.rank} exchanged {what} with rank {names} of {self.size}, and it failed: {reason}",
+                "ranks that live and answer within the group's timeout",
+                f"read the log of rank {names}: it died, stalled, or gave up because of another rank, "
+                "which it then names",
+            ) from error
 
 
 class Transfers:
@@ -112,10 +134,8 @@ class Transfers:
     def start(self) -> None:
         """Start all transfers."""
         if self._operations:
-            try:
+            with self.group.naming_failures(self.what, self._peers):
                 self._works = dist.batch_isend_irecv(self._operations)
-            except RuntimeError as error:
-                raise self._failure(self._peers, error) from error
 
     def wait(self) -> None:
         """Return when all transfers have ended. Raise RankError if one of them fails or takes too long."""
@@ -123,17 +143,5 @@ class Transfers:
         if len(self._works) != len(peers):  # NCCL joins the transfers
             peers = [self._peers] * len(self._works)
         for work, concerned in zip(self._works, peers, strict=True):
-            try:
+            with self.group.naming_failures(self.what, concerned):
                 work.wait()
-            except RuntimeError as error:
-                raise self._failure(concerned, error) from error
-
-    def _failure(self, peers: Sequence[int], error: RuntimeError) -> RankError:
-        names = ", ".join(map(str, sorted(set(peers))))
-        reason = str(error).strip().splitlines()[0]
-        return RankError(
-            f"rank {self.group.rank} exchanged {self.what} with rank {names} of {self.group.size}, and it failed: "
-            f"{reason}",
-            "ranks that live and answer within the group's timeout",
-            f"read the log of rank {names}: it died, stalled, or gave up because of another rank, which it then names",
-        )

@@ -42,7 +42,9 @@ def attention_by_heads(
     part = part_of(problem, *whole, first_head=first, see=problem.see)
     part = replace(part, sinks=None if problem.sinks is None else problem.sinks[first:last])
     plan = dispatch.make_plan(part)
-    result = attach_to_graph(part, plan, None, threads, dispatch.solve(part, None, threads))
+    with torch.no_grad():
+        result = plan.kernel.run(part, threads)
+    result = attach_to_graph(part, plan, None, threads, result)
     answers = [arrays_of(answer) for answer in result.seen]
     places: dict[str, _Exchange | _Gather] = {
         "received": _Exchange(group, axis, query_heads, keys),

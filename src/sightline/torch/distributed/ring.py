@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ... import dispatch, streaming
@@ -108,8 +107,7 @@ class Ring:
             for span in self.schedule.seeing_spans(self.group.rank, block):
                 part = self._part(span, block, query[..., span.rows, :], keys, values)
                 results.add(span.rows, dispatch.solve(part, None, self.threads), block.span.start)
-        if sinks is not None:
-            results.add_sinks(sinks)
+        results.finish(sinks)
         return results
 
     def statistics_of_keys(self, query: Tensor, key: Tensor, lse: Tensor, see: tuple[Statistic, ...]) -> list[Any]:
@@ -126,8 +124,7 @@ class Ring:
         results = accumulate_statistics(self.problem.with_statistics(*see), lse, tiles)
         for statistic, result in zip(see, results, strict=True):
             (array,) = arrays_of(result)
-            how = getattr(statistic, "how", "sum")
-            dist.all_reduce(array, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=self.group.handle)
+            self.group.reduce(array, getattr(statistic, "how", "sum"), f"the statistic {statistic!r}")
             found.append(array)
         return found
 

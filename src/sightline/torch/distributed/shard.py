@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import ParameterError, ShapeError
 from ...sharding import ShardLayout, Shards, Span, check_shards, divide
+from .agreement import agree, describe_shard
 from .group import Group, Transfers
 
 __all__ = ["cut_spans", "gather", "join_shards", "scatter", "send_to_all", "shard", "unshard"]
@@ -67,14 +68,18 @@ def unshard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous",
         The shards do not have the lengths that `shard` gives them, or `x` has no such axis. With layout="contiguous"
         all lengths are allowed.
     RankError
-        Another rank died or did not answer within the group's timeout.
+        The shards of the ranks differ in dtype, in another length than that of the positions, or in `requires_grad`;
+        or another rank passed other arguments, died or did not answer within the group's timeout.
     """
     own = Group(group)
-    check_axis(x, axis)
-    axis %= x.ndim
-    lengths = [int(row[0]) for row in own.exchange(torch.tensor([x.shape[axis]], device=x.device), "lengths of shards")]
-    shards = check_shards("shards", lengths, layout)
-    whole: Tensor = _Unshard.apply(x, own, shards, axis)  # type: ignore[no-untyped-call]
+
+    def describe() -> tuple[tuple[int, ...], dict[str, str]]:
+        check_axis(x, axis)
+        return (x.shape[axis],), {"layout": str(layout)} | describe_shard("x", x, axis)
+
+    numbers = agree(own, describe, x)
+    shards = check_shards("shards", [row[0] for row in numbers], layout)
+    whole: Tensor = _Unshard.apply(x, own, shards, axis % x.ndim)  # type: ignore[no-untyped-call]
     return whole
 
 
