@@ -13,8 +13,8 @@ import numpy as np
 from rich.console import Console
 
 import sightline
-from sightline.problem import make_problem
-from sightline.sharding import predict_problem
+from sightline.partition.cost_model import predict_problem
+from sightline.problem.problem import make_problem
 from sightline.view import plotting
 
 FOLDER = Path(__file__).parents[1] / "docs" / "distributed"

@@ -22,7 +22,7 @@ from rich.table import Table
 
 import sightline
 from sightline import i, j, table
-from sightline.bench.peak_memory import peak_memory
+from sightline.cli.bench.peak_memory import peak_memory
 
 TOKENS, WIDTH = 1 << 20, 64
 WINDOW, FIRST_TOKENS, DOCUMENTS = 4096, 16, 24

@@ -90,7 +90,7 @@ def test_every_picture_of_tiles_is_drawn(example, tmp_path):
 
 @pytest.mark.example("million_tokens")
 def test_long_attention_is_measured(example, monkeypatch):
-    monkeypatch.setattr("sightline.bench.peak_memory.MAX_TRIES", 1)
+    monkeypatch.setattr("sightline.cli.bench.peak_memory.MAX_TRIES", 1)
     check_lengths(example.main(1024), 1024)
 
 

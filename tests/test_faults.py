@@ -11,7 +11,7 @@ from fault_planting import Fault, broken, plant
 from gradient_checks import by_cpu, reference_gradients
 from gradient_checks import check as check_gradients
 from sharded_problems import assert_covers, needed_pairs, run_parts
-from sightline import h, i, j, s, streaming, table, testing
+from sightline import h, i, j, s, table, testing
 from sightline.cpu import Cpu
 from sightline.cpu.codegen import operand_tiles, register_tile
 from sightline.cpu.kernels import (
@@ -30,9 +30,11 @@ from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import table_gradients
 from sightline.cpu.runtime.machine import host
 from sightline.formula import interval_arithmetic as bounds
-from sightline.problem import make_problem
-from sightline.sharding import divide, part, schedule
-from sightline.streaming import Streaming
+from sightline.partition import part, schedule
+from sightline.partition.shards import divide
+from sightline.problem.problem import make_problem
+from sightline.reference import streaming
+from sightline.reference.streaming import Streaming
 from sightline.testing import assert_conforms
 from statistic_definitions import check as check_statistics
 from strategies import Case
@@ -411,7 +413,7 @@ def test_a_wrong_interval_is_seen(monkeypatch):
 def test_a_fault_in_the_gradient_is_seen(monkeypatch):
     """A derivative rule with the wrong sign disagrees with finite differences of the reference."""
     from sightline.formula import derivative
-    from sightline.reference import compute_stages
+    from sightline.reference.definition import compute_stages
 
     rng = np.random.default_rng(6)
     q, k, v, d_output = (rng.normal(size=(1, 1, 5, 3)) for _ in range(4))

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 import sightline
 from fault_planting import broken
 from sightline import attention, causal, documents, explain, i, j, padding, table
-from sightline.accuracy import compute_baseline, term_sizes
-from sightline.arrays import to_numpy
+from sightline.arrays.operations import to_numpy
 from sightline.errors import ParameterError, ShapeError, TableError
 from sightline.formula import interval_arithmetic as bounds
 from sightline.formula import library, tile_ranges
 from sightline.formula.tile_ranges import find_tile_ranges
-from sightline.problem import make_problem
-from sightline.reference import compute_stages
+from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import compute_baseline, term_sizes
+from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
 from strategies import to_torch
 

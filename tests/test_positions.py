@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sightline.arrays import dtype_name, to_numpy
+from sightline.arrays.operations import dtype_name, to_numpy
 from sightline.errors import DtypeError, ParameterError, ShapeError
 from sightline.positions import rotary, sinusoidal
 from sightline.testing import assert_within_budget

@@ -5,8 +5,8 @@ import pytest
 
 import sightline.data
 from sightline import padding, weights
-from sightline.accuracy import compute_baseline
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import compute_baseline
 from sightline.testing import assert_conforms, assert_within_budget
 from strategies import ON_HOST
 

@@ -4,7 +4,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from .api import attention, explain, tiles
+from .api.functions import attention, explain, tiles
+from .api.out_of_core import attention_from_disk
+from .api.tangent import attention_tangent
 from .cpu.runtime.thread_count import threads
 from .formula.expression import SYMBOLS, Expression, where
 from .formula.library import (
@@ -22,11 +24,9 @@ from .formula.library import (
 )
 from .formula.passes import PASSES
 from .formula.tables import Table, table
-from .forward_derivative import attention_tangent
 from .gpu.tuning.tuner import tune
 from .kv_cache import KVCache
-from .lse_merge import merge
-from .out_of_core import attention_from_disk
+from .partition.lse_merge import merge
 from .statistics import entropy, lse, mass, max_score, pooled, received, scores, top_k, weighted_sum, weights
 
 __all__ = [

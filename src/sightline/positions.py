@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .arrays import accumulator, check_float_dtype, convert, dtype_name, namespace, resolve_dtype
+from .arrays.operations import accumulator, check_float_dtype, convert, dtype_name, namespace, resolve_dtype
 from .errors import DtypeError, ParameterError, ShapeError
-from .validation import to_float
+from .problem.validation import to_float
 
 __all__ = ["rotary", "sinusoidal"]
 

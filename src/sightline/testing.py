@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .accuracy import budget_used, compute_baseline, term_sizes
-from .arrays import dtype_name, to_numpy
-from .kernel import Result
-from .problem import Problem
-from .reference import compute_stages
+from .arrays.operations import dtype_name, to_numpy
+from .problem.kernel import Result
+from .problem.problem import Problem
+from .reference.accuracy import budget_used, compute_baseline, term_sizes
+from .reference.definition import compute_stages
 from .statistics import Lse, Weights
 
 __all__ = ["LAYOUTS", "assert_conforms", "assert_within_budget", "with_guards"]

@@ -15,18 +15,18 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from sightline import __version__, attention, padding, weights
-from sightline.accuracy import compute_baseline
 from sightline.cli import head_patterns, main
 from sightline.cli.demo_command import budget_shares, compare_times, describe_times, largest_differences
 from sightline.cli.explain_command import explain
 from sightline.cli.info_command import PACKAGES, SAMPLES, TORCH_VARIABLES, support, torch_threads
+from sightline.cli.walkthrough import walk_through
 from sightline.data import NAMES, load
-from sightline.dispatch import KERNELS
+from sightline.dispatch.kernel_list import KERNELS
 from sightline.errors import ParameterError
 from sightline.gpu.tuning.cache import DRIVER_VERSION_FILES
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import compute_baseline
 from sightline.testing import assert_within_budget
-from sightline.walkthrough import walk_through
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from sightline.cpu.codegen import math as codegen_math
 from sightline.cpu.codegen.render_llvm import LLVM_RULES
 from sightline.cpu.runtime.machine import host
 from sightline.formula.operators import OPERATORS
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 
 

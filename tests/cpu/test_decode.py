@@ -13,7 +13,7 @@ from sightline.cpu.kernels.kernel_spec import min_decode_keys
 from sightline.cpu.launch import decode as launch_decode
 from sightline.cpu.launch import forward as launch_forward
 from sightline.cpu.runtime.processor import HOST
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms, with_guards
 from statistic_definitions import check as check_statistics
 from strategies import DTYPES

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 import sightline
 from sample_calls import KINDS, all_bits, arrays, bits, draw_inputs
-from sightline import array_layouts, call_cache, i, j, table
-from sightline.cpu.kernels.direct_call import DirectCall
-from sightline.cpu.launch import python_functions
+from sightline import i, j, table
+from sightline.arrays import layouts as array_layouts
+from sightline.cpu.calls import python_functions
+from sightline.cpu.calls.direct_call import DirectCall
+from sightline.dispatch import call_cache
 from sightline.errors import SightlineError
 from sightline.testing import with_guards
 from strategies import to_torch

@@ -283,11 +283,12 @@ def test_what_decides_the_code_decides_the_file(change, folder, monkeypatch):
 
 
 def test_a_change_of_any_source_changes_the_hash(tmp_path, monkeypatch):
-    """The hash covers every folder below cpu/ and formula/, and dropout.py, whose constants are in the kernels."""
+    """The hash covers every folder below cpu/ and formula/, and reference/dropout.py, whose constants are in the kernels."""
     package = Path(disk_cache.__file__).parents[2]
     for folder in ("cpu", "formula"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(package / "dropout.py", tmp_path)
+    (tmp_path / "reference").mkdir()
+    shutil.copy(package / "reference" / "dropout.py", tmp_path / "reference")
     monkeypatch.setattr(disk_cache, "__file__", str(tmp_path / "cpu" / "runtime" / "disk_cache.py"))
     monkeypatch.setattr(disk_cache, "IMPORT_TIME", math.inf)
     folders = {path.parent for path in tmp_path.rglob("*.py")}

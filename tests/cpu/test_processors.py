@@ -37,7 +37,7 @@ from sightline.cpu.runtime.machine import (
 )
 from sightline.cpu.runtime.processor import Processor
 from sightline.errors import ParameterError
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import DTYPES, cases
 from weights_pass_checks import check_everything

@@ -12,7 +12,7 @@ from sightline.cpu.launch import product_rates
 from sightline.cpu.launch.product_rates import machine_for, prefers_widening
 from sightline.cpu.runtime.machine import host
 from sightline.cpu.runtime.processor import HOST, Processor
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 from sightline.statistics import received, top_k
 from sightline.testing import assert_conforms
 

@@ -14,7 +14,7 @@ from sightline.cpu.kernels.tile_search import SEARCH_FIELDS
 from sightline.cpu.launch.arguments import prepare
 from sightline.cpu.launch.tile_search import BoundSearch
 from sightline.cpu.runtime.processor import HOST
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 
 RNG = np.random.default_rng(3)
 IDS = np.sort(RNG.integers(0, 5, (2, 1000)), axis=1)

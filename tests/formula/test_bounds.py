@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sightline
 from sightline import causal, documents, i, j, padding, prefix, s, table, where, window
-from sightline.arrays import namespace
+from sightline.arrays.operations import namespace
 from sightline.errors import MaskError
 from sightline.formula.evaluate_array import ARRAY_RULES
 from sightline.formula.expression import SYMBOLS, apply, walk

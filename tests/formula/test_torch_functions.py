@@ -15,11 +15,11 @@ from sightline import i, j, s
 from sightline.cpu import Cpu
 from sightline.errors import FormulaError
 from sightline.formula.derivative import derivative
-from sightline.problem import make_problem
-from sightline.reference import Reference
-from sightline.streaming import Streaming
+from sightline.problem.problem import make_problem
+from sightline.problem.validation import read_mask, read_score
+from sightline.reference.definition import Reference
+from sightline.reference.streaming import Streaming
 from sightline.testing import assert_conforms, assert_within_budget
-from sightline.validation import read_mask, read_score
 
 ROWS, COLUMNS = 9, 11
 X, Y = i * 0.5 - 2, j - 5  # a float and an integer, with positive and negative values

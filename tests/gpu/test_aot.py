@@ -14,7 +14,7 @@ import torch
 
 from sightline import attention, causal, entropy, pooled, received, softcap, top_k, window
 from sightline.errors import ParameterError
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 from sightline.statistics import StatisticGradients
 
 pytest.importorskip("triton")

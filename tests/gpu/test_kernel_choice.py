@@ -8,12 +8,12 @@ import torch
 
 import sightline
 from sightline import b, causal, h, i, j, s
-from sightline.dispatch import KERNELS
+from sightline.dispatch.kernel_list import KERNELS
 from sightline.errors import ParameterError
 from sightline.gpu import Triton
 from sightline.gpu.refusals import MAX_FORMULA_NODES, MAX_HEAD_WIDTH
-from sightline.kernel import choose
-from sightline.problem import make_problem
+from sightline.problem.kernel import choose
+from sightline.problem.problem import make_problem
 
 
 def on_cuda(problem):
@@ -148,7 +148,7 @@ def test_every_kernel_gets_its_own_sizes(monkeypatch):
     from sightline.gpu.launch.backward import backward_launches
     from sightline.statistics import StatisticGradients
 
-    monkeypatch.setattr(sightline.problem, "MAX_SMALL_FLOPS", -1)
+    monkeypatch.setattr(sightline.problem.problem, "MAX_SMALL_FLOPS", -1)
     x = torch.zeros(1, 2, 192, 128, dtype=torch.bfloat16)
     names = ("d_lse", "lse", "rows", "sums", "d_query", "d_key", "d_value")
     arrays = dict.fromkeys(names) | {name: to_operand(x) for name in ("output", "d_output")}

@@ -9,7 +9,7 @@ from sightline import alibi, causal, documents, h, i, j, m, n, padding, relative
 from sightline.formula.operators import OPERATORS
 from sightline.gpu import Triton
 from sightline.gpu.codegen.render_triton import TRITON_RULES
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 
 GOLDEN = Path(__file__).parent / "golden"
 FORMULAS = {
@@ -63,7 +63,7 @@ def test_rendering_loads_neither_triton_nor_torch():
     code = """
 import sys, numpy as np, sightline
 from sightline.gpu import Triton
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 x = np.zeros((1, 1, 4, 4))
 assert "tl.load" in Triton().sources(make_problem(x, x, x, score=sightline.alibi(1)))["score_at"]
 assert not {"triton", "torch"} & set(sys.modules)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-import sightline.problem
+import sightline.problem.problem
 from sightline import i, j
 from sightline.cache_folder import CACHE_VARIABLE
 from sightline.errors import KernelRefusedError, ParameterError
@@ -23,8 +23,8 @@ from sightline.gpu.tuning import selection
 from sightline.gpu.tuning.default_configurations import Configuration, default_configuration
 from sightline.gpu.tuning.selection import candidates, try_sizes
 from sightline.gpu.tuning.tuner import MIN_SPEEDUP, tune
-from sightline.problem import make_problem
-from sightline.streaming import Streaming, backward
+from sightline.problem.problem import make_problem
+from sightline.reference.streaming import Streaming, backward
 
 MASK = i >= j
 DEFAULT = default_configuration("interpreter", "forward", "float32", 8)
@@ -63,7 +63,7 @@ class FakeTriton(Triton):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """The folder of the tuning cache, a new one for each test. No problem counts as small."""
-    monkeypatch.setattr(sightline.problem, "MAX_SMALL_FLOPS", -1)
+    monkeypatch.setattr(sightline.problem.problem, "MAX_SMALL_FLOPS", -1)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     tuning_cache.clear()
     yield tmp_path / "tuned"

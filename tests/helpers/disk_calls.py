@@ -5,7 +5,7 @@ import pytest
 
 import sightline
 from sightline import i, j, table
-from sightline.out_of_core import block_plan
+from sightline.api.out_of_core import block_plan
 
 N = 700
 SIZES = block_plan.BlockSizes(keys=64, queries=100)

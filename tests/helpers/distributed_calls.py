@@ -14,10 +14,11 @@ from torch import Tensor
 import sightline
 import sightline.torch.distributed as distributed
 from distributed_ranks import Ranks
-from sightline.arrays import to_numpy
-from sightline.kernel import Gradients, Result
-from sightline.problem import Problem
-from sightline.sharding import Shards, divide, schedule
+from sightline.arrays.operations import to_numpy
+from sightline.partition import schedule
+from sightline.partition.shards import Shards, divide
+from sightline.problem.kernel import Gradients, Result
+from sightline.problem.problem import Problem
 from sightline.statistics import arrays_of
 from sightline.torch.distributed import autograd
 from sightline.torch.distributed.shard import cut_spans

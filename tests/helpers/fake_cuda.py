@@ -3,8 +3,8 @@
 import time
 from contextlib import contextmanager
 
-from sightline.bench import cuda_benchmarks
-from sightline.bench.workloads import Workload
+from sightline.cli.bench import cuda_benchmarks
+from sightline.cli.bench.workloads import Workload
 
 WORKLOADS = {workload.name: workload for workload in cuda_benchmarks.BENCHMARKS if isinstance(workload, Workload)}
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sightline import streaming
 from sightline.cpu.codegen import operand_tiles, register_tile
 from sightline.cpu.kernels import (
     backward,
@@ -24,6 +23,7 @@ from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import forward as launch_forward
 from sightline.cpu.launch import table_gradients
 from sightline.cpu.launch import weights_pass as launch_weights_pass
+from sightline.reference import streaming
 
 PLACES = {  # for each module: the modules and the names through which its classes are looked up
     forward: [(launch_forward, "Forward")],

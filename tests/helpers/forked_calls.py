@@ -27,7 +27,7 @@ def main(seed, count, *packages):
     import sightline
     from sightline import b, h, i, j, s, table
     from sightline.cpu import Cpu
-    from sightline.problem import make_problem
+    from sightline.problem.problem import make_problem
 
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     rng = np.random.default_rng(seed)

@@ -7,16 +7,16 @@ import numpy as np
 import torch
 
 from sightline import weights
-from sightline.accuracy import dense_attention, gradient_term_sizes, summation_orders
-from sightline.arrays import dtype_name, to_numpy
+from sightline.arrays.operations import dtype_name, to_numpy
 from sightline.cpu import Cpu
-from sightline.dropout import keep_factor
 from sightline.formula.derivative import derivative
 from sightline.formula.evaluate_array import evaluate_dense
 from sightline.formula.expression import Lookup, walk
-from sightline.reference import backward as reference_backward
-from sightline.reference import compute_stages
-from sightline.streaming import backward as streaming_backward
+from sightline.reference.accuracy import dense_attention, gradient_term_sizes, summation_orders
+from sightline.reference.definition import backward as reference_backward
+from sightline.reference.definition import compute_stages
+from sightline.reference.dropout import keep_factor
+from sightline.reference.streaming import backward as streaming_backward
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, to_torch
 
@@ -95,7 +95,7 @@ def reference_gradients(problem, d_output, **extra):
 
 
 def by_definition(problem, d_output, d_lse, d_weights):
-    """The gradients of query, key and value by `sightline.reference`."""
+    """The gradients of query, key and value by `sightline.reference.definition`."""
     found = reference_gradients(problem, d_output, d_lse=d_lse, d_weights=d_weights)
     return found.query, over_groups(found.key, problem), over_groups(found.value, problem)
 
@@ -116,7 +116,7 @@ def check(case, framework="numpy", differentiate=by_streaming, has_lse=True):
     The budget comes from the error of a plain computation. A second set of seeds adds to the plain error, since a sum
     of few terms may have no error by chance. Kernels read the output as stored, possibly in 16 bits, and the plain
     computation has it unrounded, so the effect of this rounding is added. In float64, the oracle has the same rounding
-    as the plain computation and the same functions of torch, so the gradients of `sightline.reference` count as plain.
+    as the plain computation and the same functions of torch, so the gradients of `reference.definition` count as plain.
     """
     streams = differentiate is by_streaming
     problem = case.make_problem(see=[weights()] if streams else [])

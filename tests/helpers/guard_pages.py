@@ -27,7 +27,7 @@ from sightline.cpu import Cpu
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import weights_pass as launch_weights_pass
 from sightline.cpu.runtime.compile import bound_calls, call_families
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 from sightline.statistics import Pooled, Received, TopK
 from weights_pass_checks import compute_together
 

@@ -8,7 +8,7 @@ import numpy as np
 
 import sightline
 from sightline.cpu import Cpu
-from sightline.kernel import Result
+from sightline.problem.kernel import Result
 
 if hasattr(jax, "enable_x64"):
     enable_x64 = jax.enable_x64

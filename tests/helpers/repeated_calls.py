@@ -15,12 +15,13 @@ import torch
 
 import sightline
 from gradient_checks import check as check_gradients
-from sightline import b, call_cache, h, i, j, m, n, s, table, where
-from sightline.accuracy import compute_baseline, term_sizes
-from sightline.arrays import to_numpy
+from sightline import b, h, i, j, m, n, s, table, where
+from sightline.arrays.operations import to_numpy
+from sightline.dispatch import call_cache
 from sightline.errors import SightlineError
-from sightline.kernel import Gradients
-from sightline.reference import compute_stages
+from sightline.problem.kernel import Gradients
+from sightline.reference.accuracy import compute_baseline, term_sizes
+from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
 from strategies import Case, to_torch
 

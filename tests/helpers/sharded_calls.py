@@ -28,7 +28,7 @@ from sample_calls import draw_inputs
 from sightline import h, i, j, lse, s, table
 from sightline.errors import ParameterError, ShapeError, SightlineError
 from sightline.jax import distributed, partial_results, sharded_problem
-from sightline.kernel import Gradients, Result
+from sightline.problem.kernel import Gradients, Result
 from sightline.testing import assert_conforms
 from strategies import Case
 

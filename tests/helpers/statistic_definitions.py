@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 import sightline
-from sightline.accuracy import dense_attention, summation_orders
-from sightline.arrays import dtype_name, namespace, to_numpy
+from sightline.arrays.operations import dtype_name, namespace, to_numpy
 from sightline.formula.evaluate_array import evaluate_dense
-from sightline.problem import Problem
-from sightline.reference import compute_stages
+from sightline.problem.problem import Problem
+from sightline.reference.accuracy import dense_attention, summation_orders
+from sightline.reference.definition import compute_stages
 from sightline.statistics import arrays_of, solve_selections_separately
 from sightline.testing import assert_within_budget
 from strategies import Case, generators, masks

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import sightline
 from sightline import b, h, i, j, m, n, s, table, where
-from sightline.dispatch import KERNELS
-from sightline.problem import Problem, make_problem
+from sightline.dispatch.kernel_list import KERNELS
+from sightline.problem.problem import Problem, make_problem
 from sightline.testing import LAYOUTS
 
 ON_HOST = tuple(kernel for kernel in KERNELS if kernel.name != "triton")  # kernels for arrays of the host

@@ -4,8 +4,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from sightline.accuracy import dense_attention, summation_orders
-from sightline.arrays import dtype_name, to_numpy
+from sightline.arrays.operations import dtype_name, to_numpy
 from sightline.cpu.launch.weights_pass import (
     bind_passes,
     has_nonfinite,
@@ -16,7 +15,8 @@ from sightline.cpu.launch.weights_pass import (
     weights,
 )
 from sightline.cpu.runtime.processor import HOST
-from sightline.reference import compute_stages
+from sightline.reference.accuracy import dense_attention, summation_orders
+from sightline.reference.definition import compute_stages
 from sightline.statistics import Pooled, Received, TopK
 from sightline.testing import assert_within_budget
 

@@ -14,8 +14,8 @@ from fault_planting import broken
 from sample_calls import draw_inputs
 from sightline import h, i, j, s, table
 from sightline.jax import array_operations, dispatch
-from sightline.kernel import Result
-from sightline.problem import make_problem
+from sightline.problem.kernel import Result
+from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import cases
 

@@ -13,8 +13,8 @@ import pytest
 import sightline
 from fault_planting import broken
 from sightline import b, h, i, j, s, table
-from sightline.call_request import machine_setting
-from sightline.cpu.kernels import xla_direct_call, xla_handler
+from sightline.cpu.calls import xla_direct_call, xla_handler
+from sightline.dispatch.call_request import machine_setting
 from sightline.jax import direct_entries, dot_product_attention, primitives, target
 from sightline.jax.host_calls import parse_call
 

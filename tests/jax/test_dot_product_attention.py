@@ -12,7 +12,7 @@ import sightline
 from sightline import b, h, i, j, s, table
 from sightline.errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError, SightlineError
 from sightline.jax import dot_product_attention
-from sightline.kernel import Gradients, Result
+from sightline.problem.kernel import Gradients, Result
 from sightline.testing import assert_conforms
 from strategies import Case
 

@@ -15,10 +15,10 @@ import torch
 import sightline
 from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
-from sightline.call_text import CallText
+from sightline.dispatch.call_text import CallText
 from sightline.errors import FormulaError, ParameterError, ShapeError, SightlineError
 from sightline.jax import batching, dispatch, host_calls
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 from strategies import to_torch
 
 B, H, N, D = 2, 4, 20, 8

@@ -7,11 +7,12 @@ import pytest
 import jax_kernel
 import sightline
 from fault_planting import broken
-from sightline import b, call_join, i, j, lse, s, table
-from sightline.cpu.kernels import xla_handler
+from sightline import b, i, j, lse, s, table
+from sightline.cpu.calls import xla_handler
+from sightline.dispatch import call_join
 from sightline.errors import SightlineError
 from sightline.jax import batching, primitives, target
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 
 BATCHING = {

@@ -10,11 +10,11 @@ import pytest
 keras = pytest.importorskip("keras")
 
 from keras_tensors import numbers, tensor
-from sightline.accuracy import compute_baseline
 from sightline.errors import ParameterError, ShapeError
 from sightline.keras import ScaledDotProductAttention
-from sightline.problem import make_problem
-from sightline.reference import compute_stages
+from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import compute_baseline
+from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # raised by Keras

@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import sightline
 from fault_planting import broken
 from sightline import KVCache, i, j
-from sightline.accuracy import compute_baseline, term_sizes
-from sightline.arrays import framework, to_numpy
+from sightline.arrays.operations import framework, to_numpy
 from sightline.errors import DeviceError, DtypeError, FormulaError, ParameterError, ShapeError, TableError
-from sightline.problem import make_problem
-from sightline.reference import compute_stages
+from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import compute_baseline, term_sizes
+from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, to_torch
 
@@ -669,7 +669,7 @@ class AgainstLists(RuleBasedStateMachine):
             values = np.array([value for _, value in rows]).reshape(-1, G, 2)
             mean = values.sum(0)[:, None] / max(len(rows), 1)
             terms = np.abs(values).sum(0)[:, None] / max(len(rows), 1)
-            found = sightline.arrays.dtype_name(query)
+            found = sightline.arrays.operations.dtype_name(query)
             assert_within_budget(output[b].astype(DTYPES[found]), mean, mean.astype(DTYPES[found]), terms=terms)
 
     @invariant()
@@ -756,6 +756,6 @@ def test_every_fault_is_found(fault, monkeypatch):
             monkeypatch.setattr(cache, name, getattr(made, name))
     else:
         cache = broken(cache, before, after)
-        monkeypatch.setattr(sys.modules["sightline.problem"], "unpack_cache", cache.unpack_cache)
+        monkeypatch.setattr(sys.modules["sightline.problem.problem"], "unpack_cache", cache.unpack_cache)
     with pytest.raises((AssertionError, ValueError), match=r"budget|broadcast|shape"):
         check_cache(cache.KVCache())

@@ -12,15 +12,15 @@ from torch.autograd import gradcheck, gradgradcheck
 import sightline
 from fault_planting import broken
 from sightline import h, i, j, s, table
-from sightline.accuracy import dense_attention, gradient_term_sizes, summation_orders
-from sightline.arrays import to_numpy
+from sightline.arrays.operations import to_numpy
 from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
+from sightline.reference.accuracy import dense_attention, gradient_term_sizes, summation_orders
 from sightline.statistics import arrays_of, matrix, per_key, per_query, selection
 from sightline.testing import assert_within_budget
 from statistic_definitions import EQUAL_WEIGHTS, Dense, check, check_equal_weights, defined, parts, statistics, usable
 from strategies import DTYPES, ON_HOST, cases
 
-streaming = sys.modules["sightline.streaming"]
+streaming = sys.modules["sightline.reference.streaming"]
 EXAMPLES = {"reference": 2, "streaming": 6, "cpu": 2}  # examples per dtype; most examples of "cpu" compile a kernel
 
 
@@ -229,7 +229,7 @@ def check_gradients(statistic, kernel="streaming"):
     rng = np.random.default_rng(1)
     arrays = [rng.normal(size=size).astype(np.float32) for size in ((2, 4, 31, 8), (2, 2, 600, 8), (2, 2, 600, 1))]
     options = {"mask": i * 30 >= j, "score": 4 * np.tanh(s / 4), "sinks": np.linspace(-1, 1, 4, dtype=np.float32)}
-    problem = sightline.problem.make_problem(*arrays, **options, see=[statistic])
+    problem = sightline.problem.problem.make_problem(*arrays, **options, see=[statistic])
     seed = torch.tensor(rng.normal(size=statistic.outputs(problem)[0][0]))
 
     def leaves(dtype):
@@ -237,7 +237,7 @@ def check_gradients(statistic, kernel="streaming"):
 
     def plain_gradients(dtype, order):
         tensors = leaves(dtype)
-        posed = sightline.problem.make_problem(*tensors, **options)
+        posed = sightline.problem.problem.make_problem(*tensors, **options)
         _, lse, weights = dense_attention(posed, str(dtype).removeprefix("torch."), order)
         found = defined(statistic, Dense(weights, weights, lse, posed))[0]
         gradients = torch.autograd.grad((found * seed.to(dtype)).sum(), [*tensors[:2], weights])
@@ -313,7 +313,7 @@ def test_equal_bits_in_every_call_and_for_any_number_of_threads(kernel, long_pro
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_several_tiles(kernel, long_problem):
     *arrays, options = long_problem
-    check(kernel.run, sightline.problem.make_problem(*arrays, **options, see=every_statistic(700)))
+    check(kernel.run, sightline.problem.problem.make_problem(*arrays, **options, see=every_statistic(700)))
 
 
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
@@ -481,7 +481,7 @@ def test_explain_shows_the_memory_of_statistics(long_problem):
 
 
 def test_a_large_matrix_can_be_forced():
-    problem = sightline.problem.make_problem(LARGE, LARGE, LARGE, see=[sightline.weights(insist=True)])
+    problem = sightline.problem.problem.make_problem(LARGE, LARGE, LARGE, see=[sightline.weights(insist=True)])
     assert sightline.explain(LARGE, LARGE, LARGE, see=problem.see).memory > 4 << 30
 
 
@@ -564,7 +564,7 @@ def test_every_fault_in_streaming_is_found(fault, long_problem):
     *arrays, options = long_problem
     kernel = broken(streaming, *STREAMING[fault]).Streaming()
     with pytest.raises(AssertionError, match=RED):
-        check(kernel.run, sightline.problem.make_problem(*arrays, **options, see=every_statistic(700)))
+        check(kernel.run, sightline.problem.problem.make_problem(*arrays, **options, see=every_statistic(700)))
 
 
 @pytest.mark.parametrize("fault", STATISTICS)
@@ -572,7 +572,7 @@ def test_every_fault_in_a_statistic_is_found(fault, long_problem):
     *arrays, options = long_problem
     module, before, after, make = STATISTICS[fault]
     for target, lines in ((module, ()), (broken(module, before, after), (before,))):
-        problem = sightline.problem.make_problem(*arrays, **options, see=[make(target)])
+        problem = sightline.problem.problem.make_problem(*arrays, **options, see=[make(target)])
         if not lines:
             check(ON_HOST[1].run, problem)
             continue

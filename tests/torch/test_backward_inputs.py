@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sightline
 from fault_planting import broken
-from sightline import call_cache, i, j, s, table
+from sightline import i, j, s, table
+from sightline.dispatch import call_cache
 from sightline.statistics import per_query
 from sightline.torch import autograd, backward_inputs, graph_attacher
 

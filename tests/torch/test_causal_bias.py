@@ -7,10 +7,10 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sightline
-from sightline.accuracy import compute_baseline, term_sizes
 from sightline.errors import DtypeError, ShapeError
-from sightline.problem import make_problem
-from sightline.reference import compute_stages
+from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import compute_baseline, term_sizes
+from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
 from sightline.torch import ScaledDotProductAttention, replacing, scaled_dot_product_attention
 

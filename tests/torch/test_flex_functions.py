@@ -12,9 +12,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention,
 import sightline
 from flex_functions import MASKS, SCORES, SHAPES, B, D, H, N, Tensors
 from gradient_checks import NAMES, differentiated
-from sightline.accuracy import compute_baseline, gradient_term_sizes, term_sizes
-from sightline.problem import make_problem
-from sightline.reference import compute_stages
+from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import compute_baseline, gradient_term_sizes, term_sizes
+from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
 
 CASES = [("mask", name) for name in MASKS] + [("score", name) for name in SCORES]

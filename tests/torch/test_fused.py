@@ -9,9 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sightline
 from sightline import i, j
 from sightline.cpu.runtime import compile
-from sightline.explanation import Explanation
-from sightline.kernel import choose
-from sightline.problem import make_problem
+from sightline.dispatch.explanation import Explanation
+from sightline.problem.kernel import choose
+from sightline.problem.problem import make_problem
 from sightline.torch import dispatch as torch_dispatch
 from sightline.torch.fused import RULES, Fused
 from stub_kernel import Choosy

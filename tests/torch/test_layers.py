@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
 from sightline import i, j
-from sightline.accuracy import compute_baseline
 from sightline.errors import MaskError, ParameterError, ShapeError
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import compute_baseline
 from sightline.testing import assert_within_budget
 from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, functional
 

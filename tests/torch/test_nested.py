@@ -8,10 +8,10 @@ from torch.nn import functional
 
 import sightline
 from sightline import b, h, i, j, m, n, s, table
-from sightline.accuracy import compute_baseline
 from sightline.errors import DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
-from sightline.problem import make_problem
-from sightline.reference import compute_stages
+from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import compute_baseline
+from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
 from sightline.torch import scaled_dot_product_attention
 
@@ -137,14 +137,14 @@ def test_only_the_tiles_of_the_sequences_are_computed():
     lengths = [64] * 64
     x = torch.nested.nested_tensor_from_jagged(torch.zeros(1, 4096, 4), offsets_of(lengths), jagged_dim=2)
     scores = []
-    original = sightline.streaming.TileOps.masked
+    original = sightline.reference.streaming.TileOps.masked
 
     def masked(ops, s, *rest):
         scores.append(s.numel())
         return original(ops, s, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sightline.streaming.TileOps, "masked", masked)
+        patch.setattr(sightline.reference.streaming.TileOps, "masked", masked)
         sightline.attention(x, x, x, kernel="streaming")
     assert sum(scores) < 4096**2 / 2
 

@@ -16,12 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
 from sightline import bias, h, i, j, m, n, s, table, where
-from sightline.accuracy import compute_baseline, dense_attention, gradient_term_sizes
-from sightline.call_text import to_text
+from sightline.dispatch.call_text import to_text
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
 from sightline.formula.tables import Table
-from sightline.problem import make_problem, parse
-from sightline.reference import compute_stages
+from sightline.problem.problem import make_problem, parse
+from sightline.reference.accuracy import compute_baseline, dense_attention, gradient_term_sizes
+from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
 from sightline.torch import kernels, scaled_dot_product_attention
 from sightline.torch.operator import attention as attention_operator
@@ -612,7 +612,7 @@ def test_eager_calls_pass_the_problem_and_no_text(monkeypatch):
 def test_streaming_gradients_use_the_saved_output_and_lse(monkeypatch):
     x = [torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3)]
     output = sightline.attention(*x, kernel="reference")
-    monkeypatch.setattr(sys.modules["sightline.streaming"], "forward", None)
+    monkeypatch.setattr(sys.modules["sightline.reference.streaming"], "forward", None)
     found = torch.autograd.grad(output.sin().sum(), x)
     expected = torch.autograd.grad(torch.softmax(x[0] @ x[1].mT / 2, -1).matmul(x[2]).sin().sum(), x)
     for one, other in zip(found, expected, strict=True):

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from sightline.accuracy import budget_used
 from sightline.errors import ParameterError
+from sightline.reference.accuracy import budget_used
 from sightline.testing import assert_within_budget
 
 pytest.importorskip("transformers")

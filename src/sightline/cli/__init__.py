@@ -102,7 +102,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from ..walkthrough import MASKS, MAX_MERGES, TEXT
+    from .walkthrough import MASKS, MAX_MERGES, TEXT
 
     explain = commands.add_parser(
         "explain",
@@ -175,8 +175,8 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    from ..walkthrough import TEXT, walk_through
     from .explain_command import explain, write_figures
+    from .walkthrough import TEXT, walk_through
 
     text = " ".join(options.text) if options.text else TEXT  # words without quotes are one text
 

@@ -15,16 +15,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ..bench.benchmarks import select
-from ..bench.cuda import Cuda
-from ..bench.device import Cpu, Device
-from ..bench.measure import Settings, run
-from ..bench.peaks import UNITS
-from ..bench.ratio_summary import RatioSummary
-from ..bench.report import SERIES_MEASURES, CaseResult, Finding, Point, Report, Verdict, format_amount, format_duration
-from ..bench.workloads import Benchmark, Target, Workload
 from ..cpu.runtime.thread_count import usable_processors
 from ..errors import ParameterError
+from .bench.benchmarks import select
+from .bench.cuda import Cuda
+from .bench.device import Cpu, Device
+from .bench.measure import Settings, run
+from .bench.peaks import UNITS
+from .bench.ratio_summary import RatioSummary
+from .bench.report import SERIES_MEASURES, CaseResult, Finding, Point, Report, Verdict, format_amount, format_duration
+from .bench.workloads import Benchmark, Target, Workload
 from .bench_tables import (
     case_table,
     format_ratio,
@@ -71,7 +71,7 @@ def bench(options: argparse.Namespace) -> int:
     if options.json:
         console.print(f"Wrote {report.save(options.json)}")
     if options.figures:
-        from ..bench.figures import draw
+        from .bench.figures import draw
 
         for path in draw(report, Path(options.figures)):
             console.print(f"Wrote {path}")

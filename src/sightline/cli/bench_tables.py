@@ -11,9 +11,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..bench.ratio_summary import summarise
-from ..bench.report import SERIES_MEASURES, CaseResult, Entry, Finding, Verdict, format_amount, format_duration
-from ..bench.workloads import Target
+from .bench.ratio_summary import summarise
+from .bench.report import SERIES_MEASURES, CaseResult, Entry, Finding, Verdict, format_amount, format_duration
+from .bench.workloads import Target
 from .console import table
 
 __all__ = [

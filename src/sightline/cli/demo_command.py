@@ -17,12 +17,12 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from ..accuracy import budget_used, compute_baseline, term_sizes
-from ..api import attention, explain
+from ..api.functions import attention, explain
 from ..data import Activations, Layer, load
 from ..formula.expression import Expression
 from ..formula.library import padding
-from ..problem import make_problem
+from ..problem.problem import make_problem
+from ..reference.accuracy import budget_used, compute_baseline, term_sizes
 from ..statistics import lse, weights
 from . import head_patterns
 from .console import key_value_table, make_console, note, progress, section, table, weight_map

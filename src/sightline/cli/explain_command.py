@@ -13,7 +13,6 @@ from rich.text import Text
 
 from ..formula.expression import Expression
 from ..view.picture import formula_picture
-from ..walkthrough import Walkthrough
 from .console import (
     ELLIPSIS,
     make_console,
@@ -27,6 +26,7 @@ from .console import (
     visible_indices,
 )
 from .token_tables import print_tokens
+from .walkthrough import Walkthrough
 
 __all__ = ["explain", "write_figures"]
 

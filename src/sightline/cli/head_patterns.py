@@ -16,8 +16,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from ..api import attention
-from ..arrays import to_numpy
+from ..api.functions import attention
+from ..arrays.operations import to_numpy
 from ..data import load
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
-from ..arrays import resolve_dtype
+from ..arrays.operations import resolve_dtype
 from ..cpu.runtime import disk_cache, thread_count
-from ..dispatch import KERNELS
+from ..dispatch.kernel_list import KERNELS
 from ..formula.library import alibi, causal
 from ..gpu.tuning import cache
-from ..kernel import Kernel
-from ..problem import Problem, make_problem
+from ..problem.kernel import Kernel
+from ..problem.problem import Problem, make_problem
 from ..statistics import weights
 from .console import key_value_table, make_console, note, section, table
 

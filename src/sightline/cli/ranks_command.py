@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from ..bench.rank_scaling import RankResult, measure_ranks
-from ..bench.report import format_amount, format_duration
 from ..cpu.runtime.thread_count import usable_processors
 from ..errors import MissingExtraError
+from .bench.rank_scaling import RankResult, measure_ranks
+from .bench.report import format_amount, format_duration
 from .bench_tables import format_ratio
 from .console import key_value_table, make_console, note, section, table
 

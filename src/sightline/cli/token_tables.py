@@ -8,9 +8,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from ..byte_pair_encoding import apply_merges, learn_merges
-from ..walkthrough import Walkthrough
+from .byte_pair_encoding import apply_merges, learn_merges
 from .console import ELLIPSIS, note, section, shorten, table, visible_indices
+from .walkthrough import Walkthrough
 
 __all__ = ["print_tokens"]
 

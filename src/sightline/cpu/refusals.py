@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 
 from ..formula.expression import walk
-from ..kernel import Refusal
-from ..problem import Problem
+from ..problem.kernel import Refusal
+from ..problem.problem import Problem
 
 __all__ = ["MAX_FORMULA_NODES", "MAX_HEAD_WIDTH", "refuse_backward", "refuse_forward"]
 

@@ -12,7 +12,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-from ..arrays import broadcast_to, drop_repeats, namespace
+from ..arrays.operations import broadcast_to, drop_repeats, namespace
 from ..errors import ShapeError
 from .expression import SYMBOLS, Expression, Indices, Lookup, as_expression, intern
 from .tables import Table

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import to_numpy
+from ..arrays.operations import to_numpy
 from .expression import SYMBOLS, Expression
 from .interval_arithmetic import compute_intervals
 from .tables import Table

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
-from ..arrays import to_numpy
+from ..arrays.operations import to_numpy
 from ..errors import FormulaError
 from .expression import Constant, Expression, apply, as_expression, is_compiling, where
 from .tables import Table

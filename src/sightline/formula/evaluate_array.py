@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import convert, framework, namespace, to_numpy
+from ..arrays.operations import convert, framework, namespace, to_numpy
 from ..errors import FormulaError
 from .expression import Apply, Constant, Expression, Lookup, Symbol, fold
 from .operators import Kind, common_kind

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import to_numpy
+from ..arrays.operations import to_numpy
 from ..errors import FormulaError, ShapeError, TableError
 from .expression import MAX_EXACT_INTEGER, Apply, Expression, Lookup, walk
 from .interval_arithmetic import compute_intervals

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import framework
+from ..arrays.operations import framework
 from ..errors import FormulaError, SightlineError
 from .block_masks import block_formula, is_block_mask
 from .expression import SYMBOLS, Expression, as_expression

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from ..arrays import device
+from ..arrays.operations import device
 from .expression import Apply, Constant, Expression, Lookup, as_expression, fold, where
 from .interval_arithmetic import Interval, compute_intervals
 from .tile_ranges import make_box

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..array_kinds import check_class, is_array
-from ..arrays import to_numpy
+from ..arrays.kinds import check_class, is_array
+from ..arrays.operations import to_numpy
 from ..errors import MaskError, ParameterError, ShapeError
 from .batch_axes import merge_leading_axes
 from .expression import SYMBOLS, Expression, Lookup, apply, as_expression, intern, is_compiling

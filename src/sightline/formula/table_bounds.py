@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import drop_repeats, min_max, to_numpy
+from ..arrays.operations import drop_repeats, min_max, to_numpy
 from ..cached_property import cached_property
 
 __all__ = ["TableBounds", "UnknownBounds"]

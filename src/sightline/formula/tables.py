@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
-from ..array_kinds import check_kind, is_array
-from ..arrays import dtype_name, map_entries, to_host
+from ..arrays.kinds import check_kind, is_array
+from ..arrays.operations import dtype_name, map_entries, to_host
 from ..cached_property import cached_property
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Constant, Expression, Lookup, apply, as_expression, intern

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import convert, framework
+from ..arrays.operations import convert, framework
 
 __all__ = ["TensorCache", "identity", "retain", "to_device"]
 
@@ -68,7 +68,7 @@ class TensorCache:
 
 
 def to_device(array: Any, like: Any) -> Any:
-    """Convert an array as `arrays.convert` does. Copies of small NumPy arrays on the device are cached."""
+    """Convert an array as `arrays.operations.convert` does. Copies of small NumPy arrays on the device are cached."""
     is_on_device = framework(like) == "torch" and like.device.type not in UNVERSIONED_DEVICES
     if not is_on_device or not isinstance(array, np.ndarray) or array.nbytes > MAX_HASHED_BYTES:
         return convert(array, like)
@@ -108,7 +108,7 @@ def identity(array: Any) -> Hashable:
 
 
 def _convert_outside_inference(array: Any, like: Any) -> Any:
-    """Convert as `arrays.convert` does, to a tensor that calls outside torch.inference_mode may use as well."""
+    """Convert as `arrays.operations.convert` does, to a tensor for use outside torch.inference_mode too."""
     with _framework_of(like).inference_mode(False):
         return convert(array, like)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import namespace
+from ..arrays.operations import namespace
 from ..cached_property import cached_property
 from .evaluate_array import evaluate
 from .expression import Expression, as_expression

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..errors import ParameterError
-from ..kernel import Gradients, Kernel, Refusal, Result
-from ..problem import Problem
+from ..problem.kernel import Gradients, Kernel, Refusal, Result
+from ..problem.problem import Problem
 from ..statistics import StatisticGradients
 from .refusals import refuse_backward, refuse_forward
 

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from ..formula.expression import walk
-from ..kernel import Refusal
-from ..problem import Problem
+from ..problem.kernel import Refusal
+from ..problem.problem import Problem
 
 MAX_HEAD_WIDTH = 256  # largest d_k and largest d_v: registers and shared memory hold tiles of both widths
 MAX_FORMULA_NODES = 400  # most nodes of mask and score together; the compiler gets about one line for each node

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import resolve_dtype
-from ..call_text import count_arrays
-from ..dropout import MULTIPLIERS, ROUNDS, WEYL, threshold
+from ..arrays.operations import resolve_dtype
+from ..dispatch.call_text import count_arrays
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
-from ..problem import NUM_OPERANDS, Problem
+from ..problem.problem import NUM_OPERANDS, Problem
+from ..reference.dropout import MULTIPLIERS, ROUNDS, WEYL, threshold
 from ..statistics import (
     Entropy,
     Lse,

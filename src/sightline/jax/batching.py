@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from ..call_join import join_text
+from ..dispatch.call_join import join_text
 from ..statistics import Mean
 from .options import CallOptions
 

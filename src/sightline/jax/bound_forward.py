@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import layout, memory_layout
-from ..call_cache import OPERANDS
+from ..arrays.operations import layout, memory_layout
 from ..cpu.launch.bound_call import BoundCall
+from ..dispatch.call_cache import OPERANDS
 from ..formula.parameters import structure_of
-from ..problem import NUM_OPERANDS, Problem
+from ..problem.problem import NUM_OPERANDS, Problem
 from .result_indices import LSE, OUTPUT, PRECISE_LSE
 
 if TYPE_CHECKING:
-    from ..cpu.launch.launch_record import LaunchRecord
+    from ..cpu.calls.launch_record import LaunchRecord
     from .bound_gradients import Inputs
     from .host_calls import ArrayType
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import accumulator, dtype_name, layout
+from ..arrays.operations import accumulator, dtype_name, layout
 from ..cpu.launch.backward import OPERANDS, SUMS, BoundBackwardCall
 from ..cpu.launch.table_gradients import differentiate_sinks, sum_table_gradients
 from ..formula.parameters import structure_of
-from ..kernel import is_lse_precise
-from ..problem import NUM_OPERANDS, Problem
+from ..problem.kernel import is_lse_precise
+from ..problem.problem import NUM_OPERANDS, Problem
 from .result_indices import LSE, OUTPUT
 
 __all__ = ["BoundGradients", "Inputs"]

@@ -1,4 +1,4 @@
-"""The entries by which generated code runs repeated forward passes; see `cpu.kernels.xla_direct_call`."""
+"""The entries by which generated code runs repeated forward passes; see `cpu.calls.xla_direct_call`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..call_request import machine_setting
-from ..cpu.kernels.xla_direct_call import ENTRY_FIELDS
+from ..cpu.calls.xla_direct_call import ENTRY_FIELDS
+from ..dispatch.call_request import machine_setting
 from .host_calls import ForwardCall, HostCall
 from .result_indices import LSE, OUTPUT
 
 if TYPE_CHECKING:
+    from ..cpu.calls.launch_record import LaunchRecord
     from ..cpu.launch.bound_call import BoundCall
-    from ..cpu.launch.launch_record import LaunchRecord
     from .bound_forward import BoundForward
 
 __all__ = ["DirectEntries"]

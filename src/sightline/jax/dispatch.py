@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..call_text import CallText, split_arrays
-from ..dispatch import KERNELS, to_caller_layout
+from ..dispatch.call_text import CallText, split_arrays
+from ..dispatch.explanation import Explanation
+from ..dispatch.kernel_list import KERNELS, to_caller_layout
 from ..errors import ParameterError, ShapeError
-from ..explanation import Explanation
 from ..formula.expression import Expression
 from ..formula.formula_checks import check_spans
 from ..gpu import Triton
-from ..kernel import Kernel, Plan, Refusal, Result, choose
-from ..problem import Problem, parse
+from ..problem.kernel import Kernel, Plan, Refusal, Result, choose
+from ..problem.problem import Problem, parse
+from ..problem.validation import fold_scale, read_seed
 from ..statistics import solve_selections_separately
-from ..validation import fold_scale, read_seed
 from .options import CallOptions
 from .primitives import attention
 from .result_indices import FIRST_ARRAY, LSE

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import resolve_dtype
+from ..arrays.operations import resolve_dtype
 from ..errors import ParameterError, ShapeError
-from ..migration import refuse_arguments
-from ..problem import NUM_OPERANDS
-from ..sharding import ShardLayout, Shards, check_layout
+from ..partition.shards import ShardLayout, Shards, check_layout
+from ..problem.migration import refuse_arguments
+from ..problem.problem import NUM_OPERANDS
+from ..problem.validation import read_sinks, read_statistics, split_names
 from ..statistics import Lse, Statistic, StatisticBase
-from ..validation import read_sinks, read_statistics, split_names
 from . import partial_results
 from .dispatch import run
 from .functional import read_array

@@ -14,8 +14,8 @@ from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, walk
 from ..formula.from_function import to_formula
 from ..formula.tables import table
+from ..problem.validation import read_mask
 from ..statistics import lse
-from ..validation import read_mask
 from .dispatch import run
 
 __all__ = ["attend_by_position", "dot_product_attention"]

@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import call_cache
-from ..arrays import resolve_dtype
+from ..arrays.operations import resolve_dtype
 from ..cached_property import cached_property
-from ..call_cache import CachedCall, CallResult
-from ..call_request import Description, conditions_of, has_cached_kinds, machine_setting
-from ..call_text import CallText, count_arrays, flatten_result, locate_arrays
-from ..dispatch import differentiate, make_plan, push_forward
+from ..dispatch import call_cache
+from ..dispatch.call_cache import CachedCall, CallResult
+from ..dispatch.call_request import Description, conditions_of, has_cached_kinds, machine_setting
+from ..dispatch.call_text import CallText, count_arrays, flatten_result, locate_arrays
+from ..dispatch.kernel_list import differentiate, make_plan, push_forward
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..kernel import Result, Tangents
-from ..problem import NUM_OPERANDS, Problem, validate
+from ..problem.kernel import Result, Tangents
+from ..problem.problem import NUM_OPERANDS, Problem, validate
 from ..statistics import Statistic
 from .bound_forward import BoundForward
 from .bound_gradients import BoundGradients, Inputs

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..call_text import CallText, count_arrays, find_differentiable_results
-from ..problem import NUM_OPERANDS, Problem
+from ..dispatch.call_text import CallText, count_arrays, find_differentiable_results
+from ..problem.problem import NUM_OPERANDS, Problem
 from .result_indices import FIRST_ARRAY
 
 __all__ = ["CallOptions", "example"]

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..errors import KernelRefusedError
-from ..problem import NUM_OPERANDS
+from ..problem.problem import NUM_OPERANDS
 from .array_operations import attend, gradients, tangents
 from .batching import batch
 from .host_calls import ArrayType, BackwardCall, ForwardCall, HostCall, TangentCall

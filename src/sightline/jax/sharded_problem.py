@@ -15,9 +15,10 @@ from ..errors import ShapeError, TableError
 from ..formula.expression import SYMBOLS, Apply, Expression, as_expression, table_lookup
 from ..formula.formula_checks import check_spans
 from ..formula.tables import Table
-from ..problem import Problem, parse, validate
-from ..sharding import Schedule, ShardLayout, Shards, find_schedule
-from ..validation import fold_scale
+from ..partition.schedule import Schedule, find_schedule
+from ..partition.shards import ShardLayout, Shards
+from ..problem.problem import Problem, parse, validate
+from ..problem.validation import fold_scale
 from .options import example
 
 __all__ = ["ShardedProblem", "divide_equally"]

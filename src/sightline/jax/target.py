@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import llvmlite.binding as llvm
 
-from ..cpu.kernels.xla_handler import CALLBACK, CLOSE, INSTALL, MAX_BUFFERS, build_module
+from ..cpu.calls.xla_handler import CALLBACK, CLOSE, INSTALL, MAX_BUFFERS, build_module
 from ..cpu.runtime.machine import CPU_VARIABLE
 from ..cpu.runtime.processor import HOST
 from ..errors import MissingExtraError

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from ..api import attention
+from ..api.functions import attention
 from ..statistics import weights
 from .attention_mask import AttentionMask
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch import differentiate, make_plan
+from ..dispatch.kernel_list import differentiate, make_plan
 from ..errors import KernelRefusedError, MissingExtraError
-from ..problem import Problem, make_problem
+from ..problem.problem import Problem, make_problem
 from ..statistics import weights
 from .attention_mask import AttentionMask
 

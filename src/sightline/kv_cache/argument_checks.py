@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..array_kinds import check_kind, is_array
-from ..arrays import check_float_dtype, framework, to_numpy
+from ..arrays.kinds import check_kind, is_array
+from ..arrays.operations import check_float_dtype, framework, to_numpy
 from ..errors import DtypeError, ParameterError, ShapeError
 
 __all__ = ["check_array", "check_count", "check_lengths", "to_integers", "unsqueeze_to_4d"]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays import FLOATS, device, dtype_name, framework, to_numpy
+from ..arrays.operations import FLOATS, device, dtype_name, framework, to_numpy
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import dtype_name, namespace, resolve_dtype
+from ..arrays.operations import dtype_name, namespace, resolve_dtype
 
 __all__ = ["allocate", "grow", "reorder_batch", "write"]
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from ..arrays import accumulator, dtype_name, namespace, resolve_dtype
+from ..arrays.operations import accumulator, dtype_name, namespace, resolve_dtype
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..problem.problem import Problem
     from .selection import Statistic
 
 __all__ = [

@@ -10,7 +10,7 @@ from .matrix import Matrix
 from .selection import Mean, Statistic, unwrap_mean
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..problem.problem import Problem
 
 __all__ = ["computed_statistic", "dispatch_statistics"]
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..arrays import convert, dtype_name, framework, namespace
+from ..arrays.operations import convert, dtype_name, framework, namespace
 from ..errors import ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, where
 from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, Outer, StatisticGradients, Tile, itemsize
 from .selection import Statistic
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..problem.problem import Problem
 
 __all__ = ["Matrix", "Pooled", "Scores", "Weights", "cell_lengths", "pooled", "scores", "weights"]
 

@@ -11,7 +11,7 @@ from .base import BackwardContext, ForwardContext, Outer, StatisticGradients, Ti
 from .selection import Statistic
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..problem.problem import Problem
 
 __all__ = ["Received", "received"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import namespace, resolve_dtype
+from ..arrays.operations import namespace, resolve_dtype
 from ..errors import MaskError, ParameterError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Expression, where
@@ -17,7 +17,7 @@ from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, Outer, Stat
 from .selection import Statistic
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..problem.problem import Problem
 
 __all__ = [
     "Entropy",

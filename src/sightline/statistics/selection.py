@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import framework, namespace, take
+from ..arrays.operations import framework, namespace, take
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Constant, Expression, intern, table_lookup
 from ..formula.tables import Table
 from .base import BackwardContext, ForwardContext, Outer, StatisticBase, StatisticGradients, Tile
 
 if TYPE_CHECKING:
-    from ..kernel import Result
-    from ..problem import Problem
+    from ..problem.kernel import Result
+    from ..problem.problem import Problem
 
 __all__ = ["Mean", "Selection", "Statistic", "average_over", "restrict", "solve_selections_separately", "unwrap_mean"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..array_kinds import check_kind
-from ..arrays import broadcast_to, check_float_dtype, convert, device, dtype_name, framework, namespace
+from ..arrays.kinds import check_kind
+from ..arrays.operations import broadcast_to, check_float_dtype, convert, device, dtype_name, framework, namespace
 from ..errors import DeviceError, ShapeError
 from .base import Outer
 from .selection import Statistic
 
 if TYPE_CHECKING:
-    from ..kernel import Result
-    from ..problem import Problem
+    from ..problem.kernel import Result
+    from ..problem.problem import Problem
 
 __all__ = ["WeightedSum", "weighted_sum"]
 

@@ -16,12 +16,12 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from ..arrays import checksum, to_numpy
-from ..call_request import conditions_of
-from ..call_text import flatten_result
+from ..arrays.operations import checksum, to_numpy
+from ..dispatch.call_request import conditions_of
+from ..dispatch.call_text import flatten_result
 from ..errors import ChangedTableError
-from ..kernel import Gradients, Plan, Result
-from ..problem import Problem
+from ..problem.kernel import Gradients, Plan, Result
+from ..problem.problem import Problem
 from ..statistics import Statistic
 from . import operator
 from .backward_inputs import arrays_to_save, split_saved

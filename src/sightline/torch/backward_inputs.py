@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..array_layouts import numpy_address
-from ..call_cache import OPERANDS, KernelInputs
-from ..call_request import Request, conditions_of
-from ..call_text import count_arrays, split_arrays
+from ..arrays.layouts import numpy_address
+from ..dispatch.call_cache import OPERANDS, KernelInputs
+from ..dispatch.call_request import Request, conditions_of
+from ..dispatch.call_text import count_arrays, split_arrays
 from ..formula.parameters import structure_of
-from ..problem import Problem
+from ..problem.problem import Problem
 from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
 
 if TYPE_CHECKING:

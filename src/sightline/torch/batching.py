@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..call_join import join_text
-from ..call_text import CallText, count_arrays
-from ..problem import Problem
+from ..dispatch.call_join import join_text
+from ..dispatch.call_text import CallText, count_arrays
+from ..problem.problem import Problem
 from ..statistics import Mean, Statistic, unwrap_mean
 
 if TYPE_CHECKING:

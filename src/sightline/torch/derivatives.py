@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ..call_text import CallText, find_differentiable_results
+from ..dispatch.call_text import CallText, find_differentiable_results
 from ..errors import KernelRefusedError
-from ..problem import NUM_OPERANDS
+from ..problem.problem import NUM_OPERANDS
 from . import batching, operator
 from .operator_schema import OperatorArguments
 from .tangents import tangents as compute_tangents

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention  # bound before `replacing` replaces it
 
-from .. import array_layouts
-from ..array_adapters import ADAPTERS
-from ..call_cache import CallResult, ResultBuilder, describe_statistics, store
-from ..call_request import Request
+from ..arrays import layouts as array_layouts
+from ..arrays.adapters import ADAPTERS
 from ..cpu.runtime.compile import bound_calls
+from ..dispatch.call_cache import CallResult, ResultBuilder, describe_statistics, store
+from ..dispatch.call_request import Request
 from ..formula.expression import Expression
 from ..gpu.tuning.selection import selection_version
-from ..kernel import Gradients, Result
-from ..problem import NUM_OPERANDS, Problem
+from ..problem.kernel import Gradients, Result
+from ..problem.problem import NUM_OPERANDS, Problem
 from .autograd import needs_gradients
 from .graph_attacher import MAX_BACKWARD_CALLS, CachedGraphCall, GraphAttacher
 
@@ -40,7 +40,7 @@ MAX_CALLS_BY_NUMBERS = 64  # calls that differ only in the numbers of their form
 
 
 class _PythonEntry:
-    """An entry of the call cache that no generated code can run; see `cpu.kernels.direct_call`."""
+    """An entry of the call cache that no generated code can run; see `cpu.calls.direct_call`."""
 
     direct_record: ClassVar[int] = 0
     makers: ClassVar[tuple[Any, ...]] = ()
@@ -136,7 +136,7 @@ class _GraphCall(CachedGraphCall):
     def read_arrays(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[tuple[Any, ...], Any]:
-        """Return what the backward kernels read besides tables, and the result of `array_layouts.read_arrays` for it.
+        """Return what the backward kernels read besides tables, and the result of `arrays.layouts.read_arrays` for it.
 
         The second result is None if the gradients need the full dispatch.
         """

@@ -10,19 +10,19 @@ import torch
 from torch import _C, Tensor
 from torch.nn import Parameter
 
-from .. import call_cache
-from ..array_adapters import ADAPTERS, BOOLEANS, ArrayAdapter
-from ..array_kinds import check_class, check_memory, refuse_subclass
-from ..array_layouts import MAX_GPUS, Layout, Tensors, make_kind, serve_tensors
-from ..call_request import Request, conditions_of
-from ..dispatch import KERNELS, make_plan, to_caller_layout
+from ..arrays.adapters import ADAPTERS, BOOLEANS, ArrayAdapter
+from ..arrays.kinds import check_class, check_memory, refuse_subclass
+from ..arrays.layouts import MAX_GPUS, Layout, Tensors, make_kind, serve_tensors
+from ..dispatch import call_cache
+from ..dispatch.call_request import Request, conditions_of
+from ..dispatch.kernel_list import KERNELS, make_plan, to_caller_layout
 from ..errors import SightlineError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tensor_reads import torch_mode
-from ..kernel import Kernel, Result, choose
-from ..problem import Problem, parse, validate
+from ..problem.kernel import Kernel, Result, choose
+from ..problem.problem import Problem, parse, validate
+from ..problem.validation import fold_scale
 from ..statistics import Statistic, solve_selections_separately
-from ..validation import fold_scale
 from . import device_call, operator
 from .autograd import INTERCEPTIONS, attach_to_graph, is_intercepted, needs_gradients
 from .derivatives import Derivative, apply, is_transformed, refuse_functionalize, refuse_tangents

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..api import attend
-from ..array_kinds import check_class, check_kind
+from ..api.functions import attend
+from ..arrays.kinds import check_class, check_kind
 from ..errors import MaskError, ShapeError
 from ..formula.causal_bias import causal_bias_formula, is_causal_bias
 from ..formula.expression import Expression
@@ -99,7 +99,7 @@ def convert_arguments(
     scale: float | None,
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Any, Any, float | None, bool]:
-    """Return (query, key, value, mask, score, scale) of `api.attend`, and whether a batch axis was added."""
+    """Return (query, key, value, mask, score, scale) of `api.functions.attend`, and whether a batch axis was added."""
     ndim = query.ndim
     if not ndim == key.ndim == value.ndim or query.shape[-1] == 0:
         query, key, value, scale = _complete_axes(query, key, value, scale)

@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention  # bound before `replacing` replaces it
 
 from ..gpu.tuning.selection import architecture_of
-from ..kernel import Kernel, Refusal, Result
-from ..problem import Problem
+from ..problem.kernel import Kernel, Refusal, Result
+from ..problem.problem import Problem
 from .autograd import needs_gradients
 
 __all__ = ["RULES", "Fused", "Rule"]

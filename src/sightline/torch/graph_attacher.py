@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import array_layouts
-from ..call_cache import NO_INPUTS, CallResult, KernelInputs
-from ..call_request import Request
-from ..dispatch import make_plan
+from ..arrays import layouts as array_layouts
+from ..dispatch.call_cache import NO_INPUTS, CallResult, KernelInputs
+from ..dispatch.call_request import Request
+from ..dispatch.kernel_list import make_plan
 from ..formula.parameters import structure_of
-from ..kernel import Gradients, Plan
-from ..problem import NUM_OPERANDS, Problem, make_problem
+from ..problem.kernel import Gradients, Plan
+from ..problem.problem import NUM_OPERANDS, Problem, make_problem
 from ..statistics import Statistic, unwrap_mean
 from .autograd import GraphCall, connect, trainable_inputs, with_saved_tables, without_tensors
 from .backward_inputs import BackwardInputs, WeightsSum, read_inputs
 
 if TYPE_CHECKING:
+    from ..cpu.calls.launch_record import LaunchRecord
     from ..cpu.launch.backward import BoundBackwardCall
-    from ..cpu.launch.launch_record import LaunchRecord
 
 __all__ = ["MAX_BACKWARD_CALLS", "CachedGraphCall", "GraphAttacher", "make_empty"]
 
@@ -211,7 +211,7 @@ class _HostGraphCall(CachedGraphCall):
 
 @dataclass(frozen=True)
 class _BackwardCall:
-    """A bound call of the backward pass, an entry for `array_layouts.run_or_find`.
+    """A bound call of the backward pass, an entry for `arrays.layouts.run_or_find`.
 
     key : its key in `GraphAttacher.backward_calls`
     inputs : its tables and numbers; None if it has none

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..api import attend as sightline_attend
+from ..api.functions import attend as sightline_attend
 from ..errors import ParameterError
 from ..recording import Call, Kind, Seen, map_arrays, select_names
 from ..statistics import Statistic

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..array_kinds import check_kind, check_memory, refuse_subclass
-from ..arrays import check_float_dtype, dtype_name
+from ..arrays.kinds import check_kind, check_memory, refuse_subclass
+from ..arrays.operations import check_float_dtype, dtype_name
 from ..errors import DtypeError, MaskError
 from ..formula.causal_bias import is_causal_bias
 from ..formula.expression import Expression

@@ -13,9 +13,9 @@ from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import causal
 from ..formula.tables import Table
 from ..positions import rotary
+from ..problem.validation import to_float
 from ..recording import Kind
 from ..statistics import weights as weights_of
-from ..validation import to_float
 from .functional import check_operands
 from .hooks import attend
 from .layer_inputs import check_array_mask, check_inputs, project, read_mask, read_tensors

@@ -17,8 +17,8 @@ from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.causal_bias import is_causal_bias
 from ..formula.expression import SYMBOLS, Expression, apply, table_lookup
 from ..formula.tables import Table
+from ..problem.validation import read_mask, read_score, read_statistics
 from ..statistics import Entropy, Lse, Mass, Statistic
-from ..validation import read_mask, read_score, read_statistics
 
 __all__ = ["check_nested", "is_nested", "pack", "unpack"]
 

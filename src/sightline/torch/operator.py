@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import streaming
-from ..call_text import count_arrays, flatten_result, split_arrays
-from ..dispatch import differentiate, make_plan, push_forward, solve
-from ..kernel import Gradients, Plan, Tangents
-from ..problem import NUM_OPERANDS, Problem
+from ..dispatch.call_text import count_arrays, flatten_result, split_arrays
+from ..dispatch.kernel_list import differentiate, make_plan, push_forward, solve
+from ..problem.kernel import Gradients, Plan, Tangents
+from ..problem.problem import NUM_OPERANDS, Problem
+from ..reference import streaming
 from .operator_schema import SCHEMA, OperatorArguments
 
 __all__ = [
@@ -168,7 +168,7 @@ def differentiate_results(
     """Return the gradients of query, key, value, the tables of the problem at `table_indices`, and the sinks.
 
     `d_results` are the gradients of the results in the order of `flatten_result`, None for 0. Without `plan` and
-    `saved`, the gradients can be differentiated again. `saved_arrays` is that of `dispatch.differentiate`.
+    `saved`, the gradients can be differentiated again. `saved_arrays` is that of `dispatch.kernel_list.differentiate`.
     """
     d_output, d_lse = d_results[:2]
     if d_output is None:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call_text import CallText, split_arrays
+from ..dispatch.call_text import CallText, split_arrays
 from ..formula.expression import Expression
 from ..formula.tables import Table
 from ..formula.tensor_cache import to_device
-from ..kernel import Result
-from ..problem import Problem, validate
+from ..problem.kernel import Result
+from ..problem.problem import Problem, validate
+from ..problem.validation import check_device
 from ..statistics import Statistic
-from ..validation import check_device
 
 __all__ = [
     "SCHEMA",

@@ -21,9 +21,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..errors import SightlineError
 from ..formula.causal_bias import is_causal_bias
 from ..formula.library import bias
-from ..kernel import choose
-from ..problem import make_problem
-from ..streaming import Streaming
+from ..problem.kernel import choose
+from ..problem.problem import make_problem
+from ..reference.streaming import Streaming
 from .dispatch import kernels
 from .functional import check_operands, convert_arguments, scaled_dot_product_attention
 from .fused import Fused

@@ -17,7 +17,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from ..arrays import to_numpy
+from ..arrays.operations import to_numpy
 from ..errors import SightlineError
 from ..formula.expression import SYMBOLS, Expression, as_expression
 from ..formula.from_function import to_formula

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import to_numpy
+from ..arrays.operations import to_numpy
 from ..errors import ShapeError
 from . import plotting
 from .heatmaps import pooled

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import namespace
+from ..arrays.operations import namespace
 from ..errors import ParameterError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import to_numpy
+from ..arrays.operations import to_numpy
 from ..errors import MissingExtraError, ParameterError, name_file
 
 __all__ = [

@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import MaskError, ParameterError
 from ..formula.expression import Expression
 from ..formula.tile_ranges import find_tile_ranges
-from ..validation import read_mask
+from ..problem.validation import read_mask
 from . import plotting
 from .picture import validate_extent
 

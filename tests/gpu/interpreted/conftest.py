@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sightline.gpu
-import sightline.problem
+import sightline.problem.problem
 from on_device import OnDevice
 from sightline.gpu import Triton
 from sightline.gpu.codegen import formula_functions
@@ -47,15 +47,15 @@ def triton_kernel(monkeypatch):
     Decoding has splits of FEW_KEYS keys, and no problem counts as small.
     """
     monkeypatch.setattr(launch_forward, "MIN_KEYS_PER_SPLIT", FEW_KEYS)
-    monkeypatch.setattr(sightline.problem, "MAX_SMALL_FLOPS", -1)
+    monkeypatch.setattr(sightline.problem.problem, "MAX_SMALL_FLOPS", -1)
     return Triton("interpreter") if INTERPRETED else OnDevice(Triton())
 
 
 @pytest.fixture
 def small_kernel(triton_kernel, monkeypatch):
     """Return the kernels for tests whose problems are small, with tables on a device whose entries are not read."""
-    monkeypatch.setattr(sightline.problem, "MAX_SMALL_FLOPS", 2**31)
-    monkeypatch.setattr(sightline.problem, "_waits_for_entries", lambda _: True)
+    monkeypatch.setattr(sightline.problem.problem, "MAX_SMALL_FLOPS", 2**31)
+    monkeypatch.setattr(sightline.problem.problem, "_waits_for_entries", lambda _: True)
     return triton_kernel
 
 

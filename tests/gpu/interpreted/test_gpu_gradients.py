@@ -16,7 +16,7 @@ import sightline.gpu.launch.backward  # loads the modules that faults are plante
 from gradient_checks import NAMES, check
 from sample_problems import arrays
 from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s, scores, softcap, table, weights, window
-from sightline.arrays import to_numpy
+from sightline.arrays.operations import to_numpy
 from sightline.gpu.kernels import table_gradient
 from sightline.gpu.launch.arguments import to_operand
 from sightline.gpu.launch.launcher import KernelLaunch
@@ -25,7 +25,7 @@ from sightline.statistics import statistic_gradients
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, Case, cases, to_torch
 
-streaming = sys.modules["sightline.streaming"]
+streaming = sys.modules["sightline.reference.streaming"]
 
 PROBLEMS = {
     "plain": ("float16", {"shape": (1, 2, 20, 24)}, {}),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sightline
-import sightline.dispatch
+import sightline.dispatch.kernel_list
 import sightline.gpu.launch.backward  # loads the modules that faults are planted in
 from on_device import DEVICE
 from sample_problems import arrays
@@ -20,7 +20,7 @@ from sightline.gpu.launch.bound_call import BoundCall
 from sightline.gpu.tuning import cache
 from sightline.gpu.tuning.default_configurations import Configuration
 from sightline.gpu.tuning.selection import try_sizes
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import Case
 from triton_interpreter import INTERPRETED
@@ -174,8 +174,8 @@ CALLS = {  # functions that return the options of a call with new tables
 def repeated(small_kernel, monkeypatch):
     """Let `attention` use these kernels. Return a list that gets an element for each repeated call."""
     kernel = small_kernel if INTERPRETED else small_kernel.kernel
-    others = [other for other in sightline.dispatch.KERNELS if other.name not in ("triton", "cpu")]
-    monkeypatch.setattr(sightline.dispatch, "KERNELS", (kernel, *others))
+    others = [other for other in sightline.dispatch.kernel_list.KERNELS if other.name not in ("triton", "cpu")]
+    monkeypatch.setattr(sightline.dispatch.kernel_list, "KERNELS", (kernel, *others))
     monkeypatch.setattr(runtime, "_cache", runtime.KernelCache())
     found, run = [], BoundCall.run
 
@@ -298,7 +298,7 @@ def test_tuning_changes_the_kernels_of_repeated_calls(repeated):
 
 
 def test_a_large_problem_whose_tables_decide_its_plan_is_not_stored(repeated, monkeypatch):
-    monkeypatch.setattr(sightline.problem, "MAX_SMALL_FLOPS", -1)
+    monkeypatch.setattr(sightline.problem.problem, "MAX_SMALL_FLOPS", -1)
     for name, stored in (("padding", False), ("causal", True)):
         for seed in range(2):
             results(tensors(seed=seed), CALLS[name](np.random.default_rng(seed)))

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 import sightline
 from sample_problems import arrays
 from sightline import causal, h, i, j, s, softcap, table, where, window
-from sightline.arrays import to_numpy
+from sightline.arrays.operations import to_numpy
 from sightline.gpu.launch import weights_pass as launch_weights_pass
 from sightline.gpu.launch.schedule import make_schedule
 from sightline.gpu.launch.weights_pass import MAX_TOP_K
-from sightline.reference import compute_stages
+from sightline.reference.definition import compute_stages
+from sightline.reference.streaming import Streaming
 from sightline.statistics import arrays_of
-from sightline.streaming import Streaming
 from statistic_definitions import EQUAL_WEIGHTS, check, check_equal_weights, parts, statistics, usable
 from strategies import DTYPES, Case, cases
 
@@ -221,7 +221,7 @@ def test_the_schedule_of_keys_is_that_of_queries_turned(heads):
     """The schedule of keys has exactly the tiles of the schedule of queries."""
     x = torch.zeros(1, 3, 70, 4), torch.zeros(1, 3, 150, 4)
     mask = (j <= 2 * i) & (j >= i // 2 - (h * 9 if heads else 5)) & (i != 40)
-    problem = sightline.problem.make_problem(x[0], x[1], x[1], mask=mask)
+    problem = sightline.problem.problem.make_problem(x[0], x[1], x[1], mask=mask)
     found = []
     for of_keys in (False, True):
         rows, runs, _, head = (to_numpy(x) for x in make_schedule(problem, 16, 32, of_keys))

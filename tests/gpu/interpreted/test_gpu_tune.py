@@ -6,14 +6,14 @@ from importlib import import_module
 import pytest
 import torch
 
-import sightline.problem
+import sightline.problem.problem
 from on_device import DEVICE, OnDevice
 from sightline import i, j
 from sightline.cache_folder import CACHE_VARIABLE
 from sightline.gpu import Triton
 from sightline.gpu.tuning import cache as tuning_cache
 from sightline.gpu.tuning.selection import _trial, candidates, select, try_sizes
-from sightline.problem import make_problem
+from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from triton_interpreter import INTERPRETED
 
@@ -23,7 +23,7 @@ KERNEL = Triton("interpreter") if INTERPRETED else Triton()
 @pytest.fixture(autouse=True)
 def large(monkeypatch):
     """Let no problem count as small: small problems are not tuned."""
-    monkeypatch.setattr(sightline.problem, "MAX_SMALL_FLOPS", -1)
+    monkeypatch.setattr(sightline.problem.problem, "MAX_SMALL_FLOPS", -1)
 
 
 @pytest.fixture(autouse=True)
@@ -89,10 +89,10 @@ def test_the_bench_times_the_kernel_itself(monkeypatch):
     if not INTERPRETED:
         pytest.skip("on a GPU the bench itself runs")
     from fake_cuda import WORKLOADS, Runtime
-    from sightline.bench import cuda
-    from sightline.bench.measure import Settings, run
+    from sightline.cli.bench import cuda
+    from sightline.cli.bench.measure import Settings, run
 
-    dispatch = import_module("sightline.dispatch")
+    dispatch = import_module("sightline.dispatch.kernel_list")
     ours = [KERNEL if isinstance(kernel, Triton) else kernel for kernel in dispatch.KERNELS]
     monkeypatch.setattr(dispatch, "KERNELS", tuple(ours))
     for name, size in {"MATRIX_SIZE": 64, "COPY_BYTES": 1 << 16, "FLUSH_BYTES": 1 << 10}.items():

@@ -1,11 +1,11 @@
-"""The random words of dropout, on vectors: Philox 4x32-10, as in `sightline.dropout`.
+"""The random words of dropout, on vectors: Philox 4x32-10, as in `sightline.reference.dropout`.
 
 A word is in the low half of a 64-bit lane, so that the product of two words is one multiplication.
 """
 
 from __future__ import annotations
 
-from ...dropout import MULTIPLIERS, ROUNDS, WEYL
+from ...reference.dropout import MULTIPLIERS, ROUNDS, WEYL
 from .builder import Builder
 from .values import Value
 

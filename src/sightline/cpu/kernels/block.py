@@ -19,7 +19,7 @@ from llvmlite import ir
 
 from ...formula.expression import Expression
 from ...formula.parameters import TableParameter
-from ...kernel import MAX_LSE
+from ...problem.kernel import MAX_LSE
 from ..codegen.abi import LoadedArguments
 from ..codegen.builder import Builder, Variable
 from ..codegen.formats import FloatFormat, format_of

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from ...arrays import detach, empty, layout, map_entries, to_numpy
-from ...dropout import threshold
+from ...arrays.operations import detach, empty, layout, map_entries, to_numpy
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
 from ...formula.parameters import TableParameter, structure_of
 from ...formula.table_index_ranges import find_index_ranges
 from ...formula.tile_ranges import TileRanges, find_tile_ranges
-from ...problem import Problem
+from ...problem.problem import Problem
+from ...reference.dropout import threshold
 from ..codegen.abi import pack, signed_word
 from ..kernels.block import Block
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import convert, detach, empty, layout, namespace, to_numpy
+from ...arrays.operations import convert, detach, empty, layout, namespace, to_numpy
 from ...formula.expression import Expression
-from ...kernel import Gradients, is_lse_precise
-from ...problem import Problem
+from ...problem.kernel import Gradients, is_lse_precise
+from ...problem.problem import Problem
 from ...statistics import Mass, StatisticGradients
 from ..codegen.abi import BACKWARD_CALL_FIELDS
 from ..kernels.backward import Backward

@@ -3,7 +3,7 @@
 The bound arguments follow from the structure of the call: shapes, strides, dtypes, and formulas without their tables
 and numbers. So a repeated call needs no planning. The tile ranges of the first call are bound too; a call whose mask
 reads a table, or has other numbers than the first call, searches for its tile ranges in generated code.
-`sightline.call_cache` decides which calls may share a bound call.
+`sightline.dispatch.call_cache` decides which calls may share a bound call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import layout, memory_layout
+from ...arrays.operations import layout, memory_layout
 from ...cached_property import cached_property
+from ..calls.launch_record import FLAGS, LaunchRecord
+from ..calls.python_functions import launcher
 from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word
 from ..kernels.block import Block
 from ..kernels.kernel_spec import CACHE_LINE_BYTES, KernelSpec, round_up
@@ -26,8 +28,6 @@ from ..runtime.processor import HOST, Processor
 from ..runtime.thread_count import thread_count
 from .arguments import KernelArguments, compile_kernel, convert_sinks, convert_table
 from .call_family import CallFamily
-from .launch_record import FLAGS, LaunchRecord
-from .python_functions import launcher
 from .tile_search import BoundSearch
 
 __all__ = ["BoundCall", "run_first"]
@@ -257,7 +257,7 @@ class BoundCall:
 
     @cached_property
     def launch(self) -> Any:
-        """The function of `kernels.launcher`; None if it cannot run this call."""
+        """The function of `calls.launcher`; None if it cannot run this call."""
         return launcher() if self.processor is HOST else None
 
     @cached_property

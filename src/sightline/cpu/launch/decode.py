@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...problem import Problem
+from ...problem.problem import Problem
 from ..codegen.abi import DECODE_CALL_FIELDS, FORWARD_CALL_FIELDS
 from ..kernels.decode import MAX_ROWS_PER_ITEM, UNROLL, Decode
 from ..kernels.kernel_spec import (

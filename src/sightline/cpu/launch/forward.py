@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import convert, empty
-from ...kernel import Result
-from ...problem import Problem
+from ...arrays.operations import convert, empty
+from ...problem.kernel import Result
+from ...problem.problem import Problem
 from ..kernels.forward import Forward
 from ..kernels.kernel_spec import KernelSpec
 from ..runtime.processor import Processor

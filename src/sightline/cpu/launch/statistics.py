@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import convert
-from ...problem import Problem
+from ...arrays.operations import convert
+from ...problem.problem import Problem
+from ...reference.streaming import Streaming
 from ...statistics import Entropy, Mass, MaxScore, Statistic, unwrap_mean
 from ...statistics.computation import computed_statistic, dispatch_statistics
-from ...streaming import Streaming
 from ..runtime.processor import Processor
 from . import weights_pass
 

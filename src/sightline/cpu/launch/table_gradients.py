@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...arrays import convert, detach, dtype_name, namespace, resolve_dtype
+from ...arrays.operations import convert, detach, dtype_name, namespace, resolve_dtype
 from ...formula.expression import SYMBOLS, Lookup, walk
-from ...problem import Problem
+from ...problem.problem import Problem
 
 __all__ = ["TableGradient", "differentiate_sinks", "find_table_gradients", "sink_weights", "sum_table_gradients"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import convert, detach, empty, layout, to_numpy
+from ...arrays.operations import convert, detach, empty, layout, to_numpy
 from ...formula.derivative import score_tangent
 from ...formula.expression import Expression
-from ...kernel import Tangents, is_lse_precise
-from ...problem import Problem
+from ...problem.kernel import Tangents, is_lse_precise
+from ...problem.problem import Problem
 from ..codegen.abi import TANGENT_CALL_FIELDS
 from ..kernels.kernel_spec import KernelSpec
 from ..kernels.tangent import SCORE, Tangent

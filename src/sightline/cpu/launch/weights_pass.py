@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...arrays import convert, empty, layout, namespace, resolve_dtype, to_numpy
+from ...arrays.operations import convert, empty, layout, namespace, resolve_dtype, to_numpy
 from ...cached_property import cached_property
-from ...kernel import MAX_LSE
-from ...problem import Problem
+from ...problem.kernel import MAX_LSE
+from ...problem.problem import Problem
 from ...statistics import Pooled, Received, Statistic, TopK, Weights
 from ...statistics.matrix import cell_lengths
 from ..codegen.abi import WEIGHTS_CALL_FIELDS

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from functools import cache
 
 from ...errors import ParameterError
-from ...validation import check_threads
+from ...problem.validation import check_threads
 
 __all__ = ["MAX_THREADS", "THREADS_VARIABLE", "resolve_thread_count", "thread_count", "threads", "usable_processors"]
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ...arrays import layout
+from ...arrays.operations import layout
 from ...formula.expression import Expression
 from ...formula.table_index_ranges import find_index_ranges
 from ...formula.tables import Table
 from ...formula.tensor_cache import TensorCache
-from ...problem import Problem
+from ...problem.problem import Problem
 from .render_triton import render
 
 INT32_MAX = 2**31 - 1

@@ -275,7 +275,7 @@ def _unpack_word(number):
 
 @triton.jit
 def dropout_mask(dropout_state, location, first, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Return a matrix (ROWS, KEYS) that is True where dropout keeps the weight; see `sightline.dropout`.
+    """Return a matrix (ROWS, KEYS) that is True where dropout keeps the weight; see `sightline.reference.dropout`.
 
     `dropout_state` is that of `Operands.dropout_arguments`. `first` is the first key, a multiple of 4.
     """

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ...arrays import detach
-from ...dropout import threshold
+from ...arrays.operations import detach
 from ...formula.expression import SYMBOLS
 from ...formula.tensor_cache import to_device
-from ...problem import Problem
+from ...problem.problem import Problem
+from ...reference.dropout import threshold
 from ..codegen.formula_functions import (
     INT32_MAX,
     FormulaFunctions,

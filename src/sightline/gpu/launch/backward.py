@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ...arrays import convert, detach, namespace
+from ...arrays.operations import convert, detach, namespace
 from ...formula.derivative import derivative
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
-from ...kernel import Gradients, Refusal
-from ...problem import Problem
+from ...problem.kernel import Gradients, Refusal
+from ...problem.problem import Problem
 from ...statistics import StatisticGradients
 from ..kernels.backward import backward_preprocess
 from ..kernels.backward_keys import backward_keys

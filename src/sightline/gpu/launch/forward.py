@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ...kernel import Result
-from ...problem import Problem
+from ...problem.kernel import Result
+from ...problem.problem import Problem
+from ...reference.streaming import Streaming
 from ...statistics import Lse, unwrap_mean
-from ...streaming import Streaming
 from ..codegen.formula_functions import collect_tables
 from ..kernels.decode import decode, merge_splits
 from ..kernels.forward import forward

@@ -13,7 +13,7 @@ import torch
 from triton.runtime import JITFunction
 
 from ...formula.tables import Table
-from ...problem import Problem
+from ...problem.problem import Problem
 from ..kernels.tile_loop import Schedule
 from .arguments import dropout_state
 from .launcher import KernelLaunch

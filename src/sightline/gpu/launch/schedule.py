@@ -11,7 +11,7 @@ from ...formula.expression import SYMBOLS, Expression
 from ...formula.tables import bounds_key
 from ...formula.tensor_cache import TensorCache, retain
 from ...formula.tile_ranges import TileRanges, find_tile_ranges
-from ...problem import Problem
+from ...problem.problem import Problem
 from ..kernels.tile_loop import Schedule
 
 _SCHEDULES = TensorCache(64)

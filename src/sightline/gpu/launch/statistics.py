@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ...problem import Problem
+from ...problem.problem import Problem
+from ...reference.streaming import TileOps
+from ...reference.streaming import compute_statistics as compute_by_streaming
 from ...statistics import Entropy, Mass, MaxScore, Statistic, unwrap_mean
 from ...statistics.computation import dispatch_statistics
-from ...streaming import TileOps
-from ...streaming import compute_statistics as compute_by_streaming
 from .arguments import Operands
 from .weights_pass import run_weights_pass
 

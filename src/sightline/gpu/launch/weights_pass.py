@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...problem import Problem
+from ...problem.problem import Problem
 from ...statistics import Mean, Pooled, Received, Scores, Statistic, TopK, Weights
 from ...statistics.base import ForwardContext
 from ..kernels.weights_dense import dense_weights

@@ -21,7 +21,7 @@ from typing import Any
 
 from ...cache_folder import CACHE_VARIABLE, cache_folder, cache_setting
 from ...errors import ParameterError
-from ...problem import Problem
+from ...problem.problem import Problem
 from ...statistics import Entropy, Lse, Mass, MaxScore, Statistic, unwrap_mean
 
 DRIVER_VERSION_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))

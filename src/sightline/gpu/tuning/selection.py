@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from ...problem import Problem
+from ...problem.problem import Problem
 from . import cache
 from .default_configurations import Configuration, default_configuration, shared_memory_of
 

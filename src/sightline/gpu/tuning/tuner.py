@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from ...accuracy import budget_used
-from ...arrays import to_numpy
+from ...arrays.operations import to_numpy
 from ...cache_folder import CACHE_VARIABLE
 from ...errors import KernelRefusedError, ParameterError
-from ...kernel import Gradients, Result
-from ...problem import MAX_SMALL_FLOPS, MIN_COUNTED_QUERIES, Problem, make_problem
+from ...problem.kernel import Gradients, Result
+from ...problem.problem import MAX_SMALL_FLOPS, MIN_COUNTED_QUERIES, Problem, make_problem
+from ...reference.accuracy import budget_used
+from ...reference.streaming import Streaming, backward
 from ...statistics import Statistic, arrays_of, solve_selections_separately
-from ...streaming import Streaming, backward
 from .. import Triton
 from . import cache
 from .default_configurations import Configuration

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arrays import dtype_name, to_numpy
+from ...arrays.operations import dtype_name, to_numpy
 from ...errors import RankError
 from ...formula.expression import Expression
 from ...formula.tables import Table
-from ...validation import to_float
+from ...problem.validation import to_float
 from .group import Group
 
 __all__ = ["agree", "describe_array", "describe_formula", "describe_number", "describe_shard", "needs_gradient"]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...errors import ParameterError
-from ...problem import Problem
-from ...sharding import Shards, find_schedule, key_block_length
+from ...partition.schedule import find_schedule, key_block_length
+from ...partition.shards import Shards
+from ...problem.problem import Problem
 from ...statistics import Lse, Statistic, itemsize
 from ..autograd import check_versions, table_versions, tables_of
 from ..operator import autocast_disabled

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...sharding import KeyBlock, Round, Schedule
+from ...partition.schedule import KeyBlock, Round, Schedule
 from .group import Group, Transfers
 
 __all__ = ["BlockExchange"]

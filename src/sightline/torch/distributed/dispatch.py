@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ...errors import ParameterError
-from ...migration import refuse_arguments
-from ...problem import Problem, make_problem
-from ...sharding import Method, ShardLayout, Shards, check_method, check_shards
-from ...statistics import Mean, Statistic, unwrap_mean
-from ...validation import (
+from ...partition.shards import Method, ShardLayout, Shards, check_method, check_shards
+from ...problem.migration import refuse_arguments
+from ...problem.problem import Problem, make_problem
+from ...problem.validation import (
     broadcast_inputs,
     check_arrays,
     check_choice,
@@ -25,6 +24,7 @@ from ...validation import (
     read_statistics,
     split_names,
 )
+from ...statistics import Mean, Statistic, unwrap_mean
 from ..dispatch import apply_autocast
 from ..operator import autocast_disabled
 from ..operator_schema import make_seed

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch
-from ...problem import Problem
-from ...sharding import Shards, divide_heads, part_of
+from ...dispatch import kernel_list as dispatch
+from ...partition.part import part_of
+from ...partition.shards import Shards, divide_heads
+from ...problem.problem import Problem
 from ...statistics import arrays_of
 from ..autograd import attach_to_graph
 from .group import Group

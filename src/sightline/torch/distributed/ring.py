@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch, streaming
-from ...kernel import Gradients
-from ...problem import Problem
-from ...sharding import KeyBlock, Schedule, Span, part_of
+from ...dispatch import kernel_list as dispatch
+from ...partition.part import part_of
+from ...partition.schedule import KeyBlock, Schedule
+from ...partition.shards import Span
+from ...problem.kernel import Gradients
+from ...problem.problem import Problem
+from ...reference import streaming
 from ...statistics import Statistic, Tile, accumulate_statistics, arrays_of
 from .block_exchange import BlockExchange
 from .group import Group

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ParameterError
-from ...kernel import Result
+from ...problem.kernel import Result
 from ...statistics import Entropy, Lse, Mass, MaxScore, Pooled, Received, Statistic, TopK, unwrap_mean
 
 __all__ = ["PER_QUERY", "RowResults", "check_statistics"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ParameterError, ShapeError
-from ...sharding import ShardLayout, Shards, Span, check_shards, divide
+from ...partition.shards import ShardLayout, Shards, Span, check_shards, divide
 from .agreement import agree, describe_shard
 from .group import Group, Transfers
 

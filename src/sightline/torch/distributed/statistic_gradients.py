@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...problem import Problem
+from ...problem.problem import Problem
 from ...statistics import Entropy, MaxScore, StatisticGradients, statistic_gradients
 
 __all__ = ["part_gradients", "sink_weights"]

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import to_numpy
+from ...arrays.operations import to_numpy
 from ...errors import DtypeError, ParameterError, ShapeError
-from ...labels import labels_by_entry
+from ...problem.labels import labels_by_entry
 from ..heatmaps import pooled
 from .storage import BASE64_RATIO, MAP_LEVELS, choose_levels
 

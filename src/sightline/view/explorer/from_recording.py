@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import to_numpy
+from ...arrays.operations import to_numpy
 from ...errors import ParameterError
 from .data import (
     PAGE_BYTES,

@@ -1,0 +1,347 @@
+"""The public functions `attention`, `explain` and `tiles`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Never
+
+from ..arrays import operations as arrays
+from ..arrays.kinds import is_array
+from ..arrays.operations import swap_heads
+from ..dispatch import call_cache
+from ..dispatch.call_request import describe
+from ..dispatch.explanation import Explanation
+from ..dispatch.kernel_list import KERNELS, solve, to_caller_layout
+from ..formula.expression import Expression, is_compiling
+from ..formula.library import bias
+from ..kv_cache import KVCache, as_arrays
+from ..partition.cost_model import Hardware, predict_problem
+from ..partition.shards import Method, ShardLayout
+from ..problem.kernel import choose
+from ..problem.migration import refuse_arguments
+from ..problem.problem import make_problem
+from ..problem.validation import Layout, check_choice, fold_scale, read_score, split_names, to_heads_first
+from ..reference import streaming
+from ..reference.streaming import Streaming
+from ..statistics import Statistic, StatisticBase, Tile
+
+__all__ = ["attention", "explain", "tiles"]
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any = None,
+    *positional: Any,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    see: Statistic | Sequence[Statistic] | dict[str, Statistic] | None = None,
+    kernel: str | None = None,
+    threads: int | None = None,
+    layout: Layout = "BHND",
+    **unknown: Never,
+) -> Any:
+    """Compute exact scaled dot-product attention, softmax(score(Q Kᵀ · scale) + M) V.
+
+    Parameters
+    ----------
+    query : (..., H, n, d_k) float16, bfloat16, float32 or float64
+        An array of NumPy, torch, JAX or any other library with the array API. torch's nested tensors work too.
+    key : (..., G, m, d_k), the same dtype
+        H is a multiple of G. Query head h attends to key head h // (H / G).
+    value : (..., G, m, d_v), the same dtype
+        The leading axes of query, key and value broadcast. Arrays without a head axis, (n, d) or (B, n, d), work too.
+        Any strides are allowed. A `KVCache` can replace key and value: attention(query, cache).
+    mask : formula, function (b, h, i, j) or boolean array, optional
+        True attends. A hidden key never changes the output, even if its value is NaN or ∞.
+    score : formula or function (s, b, h, i, j), optional
+        The new score, in logits, computed from the scaled score s. A score of −∞ hides the pair.
+    scale : float, default 1/√d_k
+        A torch tensor of one number that requires a gradient is a learned scale: it receives its gradient.
+    sinks : (H,) floats, optional
+        One extra logit for each head. The logit takes part in the softmax, but has no row of V (Xiao et al., "Efficient
+        streaming language models with attention sinks", 2024; OpenAI, gpt-oss model card, 2025).
+    dropout : float, default 0
+        The probability that a weight is dropped. The weights that are kept are divided by 1 − dropout.
+    seed : int, required with dropout for NumPy arrays
+        The same seed drops the same weights with every kernel. For torch tensors the default is a seed from torch's
+        generator.
+    see : list of statistics, or dict from names to statistics, or one statistic, optional
+        Statistics of the weights to return, for example `[lse(), top_k(5), received().mean("heads")]`.
+    kernel : str, optional
+        The only kernel to use: "cpu", "streaming" or "reference"; on a GPU also "triton" or "fused" (torch's own).
+    threads : int, optional
+        The number of threads of a generated kernel. The default is the first of these that is set: the value of
+        `sightline.threads`, the environment variable SIGHTLINE_THREADS, torch's setting if torch is loaded. If none is
+        set, the kernel uses every usable processor.
+    layout : {"BHND", "BNHD"}
+        The order of the axes of query, key, value and output. With "BNHD" they are (..., n, H, d), positions before
+        heads, and no array is copied. A KVCache and the statistics keep their axes (..., H, n).
+
+    Returns
+    -------
+    output : (..., H, n, d_v), the dtype of the inputs
+        The output of a query without a visible key is 0.
+    seen : tuple, or dict if `see` is a dict; only if `see` is given
+        The result of each statistic of `see`: an array, or a named tuple of arrays.
+
+    Raises
+    ------
+    SightlineError
+        Every error of `sightline.problem.problem.make_problem` and of `sightline.problem.kernel.choose`.
+    UnknownArgumentError
+        An argument that `attention` does not have. For arguments of other libraries, such as `is_causal`, the message
+        says what to write.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, equation 1.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> from sightline import i, j
+    >>> x = np.eye(3, dtype=np.float32)
+    >>> sightline.attention(x, x, x, mask=i >= j).round(2)
+    array([[1.  , 0.  , 0.  ],
+           [0.36, 0.64, 0.  ],
+           [0.26, 0.26, 0.47]], dtype=float32)
+    """
+    if positional or unknown:
+        refuse_arguments("attention", positional, unknown)
+    if not (score is None or isinstance(score, Expression)) and is_array(score):
+        read_score(score)  # raises an error: only `attend` takes arrays
+    if layout == "BHND" and not isinstance(see, dict):
+        return attend(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)
+    query, key, value = to_heads_first(layout, query, key, value)
+    names, statistics = split_names(see)
+    by_position = layout != "BHND"
+    answer = attend(
+        query, key, value, mask, score, scale, sinks, dropout, seed, statistics, kernel, threads, by_position
+    )
+    output, seen = (answer, ()) if see is None else answer
+    output = swap_heads(output) if by_position else output
+    if see is None:
+        return output
+    return output, seen if names is None else dict(zip(names, seen, strict=True))
+
+
+def attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    see: Statistic | Sequence[Statistic] | None = None,
+    kernel: str | None = None,
+    threads: int | None = None,
+    by_position: bool = False,
+) -> Any:
+    """Do what `attention` does for arrays with the heads before the positions.
+
+    `score` may also be an array (..., n, m), the bias that is added to the scores. `by_position` is True if the arrays
+    are views of arrays with the positions before the heads; compiled programs of JAX then make no copies.
+    """
+    if isinstance(see, StatisticBase):
+        see = (see,)
+    if scale is not None and getattr(scale, "requires_grad", False) and not is_compiling():
+        score, scale = fold_scale(score, scale)
+    plain_arrays = key, value, mask
+    if value is None and type(key) is KVCache:
+        plain_arrays = as_arrays(query, key, mask, score, see, sinks is not None)
+    description = describe(query, plain_arrays[2], score, scale, sinks, dropout, seed, see, kernel, threads)
+    request = None
+    if description is not None:
+        answer, request = call_cache.answer(description, query, *plain_arrays[:2], sinks, seed, threads)
+        if answer is not None:
+            return answer[0] if see is None else answer
+    if request is not None:
+        key, value, _ = plain_arrays
+        formulas = mask, score, *_ = request.formulas()
+    elif hasattr(score, "dtype"):
+        score = bias(score)
+    check_choice(kernel, threads)
+    options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
+    options |= {"see": () if see is None else [see] if isinstance(see, Statistic) else see}
+    framework = arrays.framework(query)
+    if framework == "torch":
+        from ..torch.dispatch import run  # a plain import, because torch.compile can trace one
+
+        answer = run(query, key, value, options, kernel, threads, request)
+    elif framework == "jax":
+        from ..jax import dispatch as jax_dispatch
+
+        answer = jax_dispatch.run(query, key, value, options, kernel, threads, by_position)
+    else:
+        problem = make_problem(query, key, value, **options)
+        result = solve(problem, kernel, threads)
+        answer = to_caller_layout(problem, result)
+        if request is not None:
+            call_cache.insert(request, formulas, (query, key, value), problem, result)
+    output, seen = answer
+    return output if see is None else (output, seen)
+
+
+def explain(
+    query: Any,
+    key: Any,
+    value: Any = None,
+    *positional: Any,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    see: Statistic | Sequence[Statistic] | dict[str, Statistic] | None = None,
+    kernel: str | None = None,
+    threads: int | None = None,
+    layout: Layout = "BHND",
+    source: bool = False,
+    ranks: int | None = None,
+    shards: ShardLayout = "contiguous",
+    method: Method = "ring",
+    flops: float | None = None,
+    bandwidth: float | None = None,
+    **unknown: Never,
+) -> Explanation:
+    """Explain what `attention` would do with the same arguments, without running a kernel.
+
+    Parameters
+    ----------
+    query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads, layout
+        As in `attention`.
+    source : bool, default False
+        Include the generated code: LLVM assembly for arrays on the CPU, Triton functions for tensors on a GPU.
+    ranks : int, optional
+        Predict the cost of the call over this number of ranks, as `sightline.torch.distributed` computes it. The arrays
+        are those of the whole call. They may be stand-ins without memory, such as `np.broadcast_to(np.float32(0),
+        shape)`.
+    shards : "contiguous" or "zigzag", default "contiguous"
+        How the sequences are divided among the ranks.
+    method : "ring" or "heads", default "ring"
+        Whether the ranks exchange blocks of keys or heads.
+    flops, bandwidth : float, optional
+        Operations per second of one rank, by default 400e12. Bytes per second that a rank sends, and at the same time
+        receives, by default 50e9.
+
+    Returns
+    -------
+    Explanation
+        `print` shows the formulas, the chosen kernel, the reasons why the other kernels were not chosen, the numbers of
+        empty, full and partial tiles, FLOPs, bytes, and the memory of this call and of the dense computation. With
+        `ranks`, a table shows what a rank computes, sends, receives and holds, and the predicted time. The fields have
+        the same information.
+
+    Raises
+    ------
+    SightlineError
+        Every error of `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x = np.eye(3, dtype=np.float32)
+    >>> sightline.explain(x, x, x, mask=sightline.causal(), kernel="streaming").kernel
+    'streaming'
+    """
+    if positional or unknown:
+        refuse_arguments("explain", positional, unknown)
+    check_choice(kernel, threads)
+    query, key, value = to_heads_first(layout, query, key, value)
+    given = query
+    if arrays.framework(query) == "jax":  # compiled programs run the kernel for NumPy arrays
+        query, key, value = (arrays.to_example(x) for x in (query, key, value))
+    problem = make_problem(
+        query,
+        key,
+        value,
+        mask=mask,
+        score=score,
+        scale=scale,
+        sinks=sinks,
+        dropout=dropout,
+        seed=seed or 0,
+        see=split_names(see)[1] or (),
+    )
+    prediction = None
+    if ranks is not None:
+        given_rates = {name: x for name, x in (("flops", flops), ("bandwidth", bandwidth)) if x is not None}
+        prediction = predict_problem(problem, ranks, shards, method, Hardware(**given_rates))
+    if arrays.framework(given) == "jax":
+        from ..jax.dispatch import explain as explain_jax
+
+        return replace(explain_jax(given, problem, kernel, source), prediction=prediction)
+    kernels = KERNELS
+    if problem.framework == "torch":
+        from ..torch.dispatch import kernels as with_torch
+
+        kernels = with_torch()
+    explanation = Explanation.of(problem, choose(kernels, problem, kernel), source)
+    return replace(explanation, prediction=prediction)
+
+
+def tiles(
+    query: Any,
+    key: Any,
+    value: Any = None,
+    *positional: Any,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    layout: Layout = "BHND",
+    **unknown: Never,
+) -> Iterator[Tile]:
+    """Yield the normalised weights tile by tile, for problems whose n × m weights do not fit into memory.
+
+    Parameters
+    ----------
+    query, key, value, mask, score, scale, sinks, layout
+        As in `attention`.
+
+    Yields
+    ------
+    Tile
+        `rows` is a slice of the queries, `columns` a slice of the keys. `weights` and the final `scores` have the shape
+        (..., H, rows, columns) and the accumulator's dtype; `lse` has the shape (..., H, rows) and is float64. The
+        arrays have no head axis if the query has none. Tiles come in ascending order of their rows, and tiles of the
+        same rows in ascending order of their columns. A pair that is in no tile has weight 0. Only one tile and the lse
+        are in memory at a time. Tiles have no gradient.
+
+    Raises
+    ------
+    SightlineError
+        Every error of `attention`, before the first tile.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x = np.eye(3, dtype=np.float32)
+    >>> [tile.weights.sum().round(2) for tile in sightline.tiles(x, x, x, mask=sightline.causal())]
+    [np.float32(3.0)]
+    """
+    if positional or unknown:
+        refuse_arguments("tiles", positional, unknown)
+    query, key, value = to_heads_first(layout, query, key, value)
+    problem = make_problem(query, key, value, mask=mask, score=score, scale=scale, sinks=sinks)
+    plain_arrays = {name: arrays.detach(getattr(problem, name)) for name in ("query", "key", "value")}
+    problem = replace(problem, **plain_arrays)
+    lse = Streaming().run(problem).lse  # this lse comes from the same scores as the tiles
+    ops = streaming.TileOps(problem)
+
+    def each() -> Iterator[Tile]:
+        for tile in streaming.tiles(ops, lse):
+            weights, scores = (problem.squeeze_heads(arrays.detach(array), 2) for array in (tile.weights, tile.scores))
+            yield Tile(tile.rows, tile.columns, weights, scores, problem.squeeze_heads(tile.lse, 1))
+
+    return each()

@@ -1,0 +1,274 @@
+"""The public function `attention_from_disk`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import groupby
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from ...arrays import operations as arrays
+from ...dispatch.kernel_list import solve
+from ...errors import DtypeError, ParameterError
+from ...partition.lse_merge import merge
+from ...partition.part import part_of
+from ...problem.problem import Problem, make_problem
+from ...problem.validation import broadcast_inputs, check_choice, split_names
+from ...statistics import Lse, Statistic
+from .arguments import hash_arguments, hash_block
+from .block_plan import WorkItem, choose_sizes, find_work, parse_bytes
+from .checkpoint import NOTHING_READ, Checkpoint, State
+from .output import check_output, open_output
+from .progress_bar import Progress, report_progress
+
+__all__ = ["attention_from_disk"]
+
+SECONDS_BETWEEN_SAVES = 60.0
+
+
+def attention_from_disk(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    see: Statistic | Sequence[Statistic] | dict[str, Statistic] | None = None,
+    output: Any = None,
+    memory_limit: int | str = "2 GB",
+    checkpoint: str | PathLike[str] | None = None,
+    progress: Progress = None,
+    threads: int | None = None,
+) -> Any:
+    """Compute `attention` for keys and values that are larger than memory.
+
+    Keys and values are read once, in blocks that fit `memory_limit`; one thread reads the next block while the current
+    one is computed. A block is computed only for the queries that can see one of its keys, and a block that no query
+    sees is not read. The results of the blocks are merged exactly, by the formula of `merge`.
+
+    Parameters
+    ----------
+    query : (..., H, n, d_k)
+        numpy.memmap, a NumPy array, or any array whose slices numpy.asarray accepts, such as a dataset of h5py.
+    key : (..., G, m, d_k), the same dtype
+    value : (..., G, m, d_v), the same dtype
+    mask, score, scale, sinks, dropout, seed, threads
+        As in `attention`. Formulas count i and j from the start of the whole arrays.
+    see : lse(), or a list or dict of it, optional
+        Other statistics are refused.
+    output : path, or array (..., H, n, d_v) of the inputs' dtype, optional
+        Where the output is written: the path of a file in NumPy's format .npy, or an array such as a numpy.memmap. The
+        default is a new array in memory. The file gets its room on the disk before the work. It is written at the end,
+        and a call that stops early leaves no new file.
+    memory_limit : int or str, default "2 GB"
+        The bytes that the call may use beside its arguments. The limit contains the sums of all queries, which are
+        always in memory: n · H · (d_v + 2) · 4 bytes, or n · H · (d_v + 1) · 8 bytes for float64.
+    checkpoint : path of a folder, optional
+        The folder in which the state is saved every minute and when the call stops early, for example by Ctrl-C. A
+        second call with the same arguments continues from there and gives the same bits as an uninterrupted call. When
+        the call finishes, the state is removed. The state needs twice the room of the sums on the disk. A second call
+        hashes the query, and the keys and values that the first one has used, so changed entries are found.
+    progress : bool or function (finished, total), optional
+        True shows a progress bar on stderr; the default shows one if stderr is a terminal.
+
+    Returns
+    -------
+    output : (..., H, n, d_v), the dtype of the inputs
+        An array, `output` itself, or a numpy.memmap of the new file.
+    seen : tuple, or dict if `see` is a dict; only if `see` is given
+
+    Raises
+    ------
+    SightlineError
+        Every error of `attention`.
+    ParameterError
+        The memory limit is too small, `see` has another statistic than lse, the checkpoint is one of other arguments,
+        damaged or no folder, the output is read-only or the file of an input, or another call uses the checkpoint or
+        the file of the output.
+    OSError
+        A disk has no room for the output or the state. The error is raised before the work.
+
+    References
+    ----------
+    Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> from sightline import i, j
+    >>> x = np.random.default_rng(0).normal(size=(1000, 16))
+    >>> output = sightline.attention_from_disk(x, x, x, mask=(i >= j) & (i - j < 256), memory_limit="600 kB")
+    >>> bool(np.allclose(output, sightline.attention(x, x, x, mask=(i >= j) & (i - j < 256))))
+    True
+    """
+    check_choice(None, threads)
+    names, statistics = split_names(() if see is None else see)
+    sources = {"query": query, "key": key, "value": value}
+    options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
+    problem = make_problem(*_stand_ins(sources), **options, see=statistics)
+    _check_statistics(problem)
+    sizes = choose_sizes(problem, _key_bytes(key, value), parse_bytes(memory_limit), output is None)
+    check_output(output, problem, sources)
+    run = _Run(problem, sources, find_work(problem.mask, problem.extent, sizes), threads)
+    with ExitStack() as stack:
+        if checkpoint is not None:
+            arguments = hash_arguments(problem, sources, run.items)
+            run.resume(stack.enter_context(Checkpoint(checkpoint, arguments, len(run.items))))
+        with open_output(output, problem) as write, report_progress(progress) as report:
+            try:
+                for finished, total in run.steps():
+                    report(finished, total)
+                result = write(run.state.output)
+            except BaseException:
+                run.save()
+                raise
+        if run.checkpoint is not None:
+            run.checkpoint.remove()
+    if see is None:
+        return result
+    lse = problem.squeeze_heads(run.state.lse, 1).astype(problem.accumulator)
+    seen = tuple([lse for _ in problem.see])
+    return result, seen if names is None else dict(zip(names, seen, strict=True))
+
+
+class _Run:
+    """The work items of one call, and its state."""
+
+    def __init__(self, problem: Problem, sources: dict[str, Any], items: list[WorkItem], threads: int | None) -> None:
+        self.problem, self.sources, self.items, self.threads = problem, sources, items, threads
+        self.blocks = [list(block) for _, block in groupby(enumerate(items), lambda item: item[1].keys.start)]
+        self.state = _initial_state(problem)
+        self.checkpoint: Checkpoint | None = None
+        self.read = {-1: NOTHING_READ}  # by number of a block: the hashes of this block and of those before it
+        self.merged: tuple[int, Any, Any] | None = None  # the item that is being stored, its output and its lse
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Continue from the state of a checkpoint, and save states there.
+
+        The blocks that the finished items have read are read again, because they may have changed since.
+        """
+        self.checkpoint = checkpoint
+        checkpoint.load(self.state)
+        for number in range(self._blocks_read()):
+            self._read(number)
+        hashes = zip(("key", "value"), self.read[self._blocks_read() - 1], self.state.read, strict=True)
+        changed = [name for name, now, before in hashes if now != before]
+        if changed:
+            checkpoint.refuse(changed)
+
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """Compute the work items that remain. Yield (finished, total) at the start and after each item."""
+        yield self.state.finished, len(self.items)
+        saved_at = time.monotonic()
+        for item, key, value in self._remaining():
+            self._compute(item, key, value)
+            yield self.state.finished, len(self.items)
+            if time.monotonic() - saved_at > SECONDS_BETWEEN_SAVES:
+                self.save()
+                saved_at = time.monotonic()
+
+    def save(self) -> None:
+        """Save the state if the call has a checkpoint."""
+        self._store()
+        if self.checkpoint is not None:
+            self.state.read = self.read[self._blocks_read() - 1]
+            self.checkpoint.save(self.state)
+
+    def _blocks_read(self) -> int:
+        """Return the number of blocks that the finished items have read."""
+        return sum(block[0][0] < self.state.finished for block in self.blocks)
+
+    def _remaining(self) -> Iterator[tuple[WorkItem, Any, Any]]:
+        """Yield the remaining items with their keys and values. A thread reads the next block meanwhile."""
+        numbers = [k for k, block in enumerate(self.blocks) if block[-1][0] >= self.state.finished]
+        with ThreadPoolExecutor(1, thread_name_prefix="sightline-read") as reader:
+            reads = (reader.submit(self._read, number) for number in numbers)
+            following = next(reads, None)  # starts to read
+            for number in numbers:
+                assert following is not None
+                key, value = following.result()
+                following = next(reads, None)
+                for index, item in self.blocks[number]:
+                    if index >= self.state.finished:
+                        yield item, key, value
+
+    def _read(self, number: int) -> tuple[Any, Any]:
+        """Return a block of keys and values."""
+        keys = self.blocks[number][0][1].keys
+        key, value = (np.array(self.sources[name][..., keys, :]) for name in ("key", "value"))
+        if self.checkpoint is not None:
+            before = self.read[number - 1]
+            self.read[number] = hash_block(before[0], key), hash_block(before[1], value)
+        return key, value
+
+    def _compute(self, item: WorkItem, key: Any, value: Any) -> None:
+        """Compute one work item and merge it into the state."""
+        state, rows = self.state, item.queries
+        query = np.asarray(self.sources["query"][..., rows, :])
+        operands = _broadcast({"query": query, "key": key, "value": value}, self.problem)
+        part = part_of(self.problem, *operands, first_row=rows.start, first_key=item.keys.start)
+        result = solve(part, None, self.threads)
+        output = result.output.astype(state.output.dtype, copy=False)
+        self.merged = state.finished, *merge([(state.output[..., rows, :], state.lse[..., rows]), (output, result.lse)])
+        self._store()
+
+    def _store(self) -> None:
+        """Store the merged rows. An interrupt may stop this at any point, and `save` then repeats it."""
+        if self.merged is None:
+            return
+        number, output, lse = self.merged
+        rows = self.items[number].queries
+        self.state.output[..., rows, :], self.state.lse[..., rows] = output, lse
+        self.state.finished = number + 1
+        self.merged = None
+
+
+def _stand_ins(sources: dict[str, Any]) -> list[Any]:
+    """Return arrays with the shapes and dtypes of the sources that take no memory."""
+    found = []
+    for name, array in sources.items():
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")) or arrays.framework(array) in ("torch", "jax"):
+            raise DtypeError(
+                f"{name} is a {type(array).__module__}.{type(array).__name__}",
+                "numpy.memmap, or an array whose slices numpy.asarray accepts",
+                f"numpy.memmap of a file, or sightline.attention for {name} in memory",
+            )
+        found.append(np.broadcast_to(np.zeros((), array.dtype), tuple(array.shape)))
+    return found
+
+
+def _broadcast(parts: dict[str, Any], problem: Problem) -> list[Any]:
+    """Return parts of query, key and value with a head axis and the batch axes of the problem."""
+    return [arrays.broadcast_to(x, (*problem.batch_shape, *x.shape[-3:])) for x in broadcast_inputs(parts)]
+
+
+def _key_bytes(key: Any, value: Any) -> int:
+    """Return the bytes of one position of key and value."""
+    positions = max(key.shape[-2], 1)
+    return sum(math.prod(x.shape) // positions * np.dtype(x.dtype).itemsize for x in (key, value))
+
+
+def _check_statistics(problem: Problem) -> None:
+    if any(type(statistic) is not Lse for statistic in problem.see):
+        raise ParameterError(
+            f"see={list(problem.see)!r}", "lse() alone, for keys on disk", "see=[sightline.lse()], or attention"
+        )
+
+
+def _initial_state(problem: Problem) -> State:
+    """Return the state before the first key: sinks take part in the softmax, but have no row of V."""
+    shape = (*problem.batch_shape, problem.H, problem.n)
+    lse = np.full(shape, -np.inf)
+    if problem.sinks is not None:
+        lse[...] = np.asarray(arrays.to_numpy(problem.sinks), np.float64)[:, None]
+    return State(np.zeros((*shape, problem.d_v), problem.accumulator), lse)

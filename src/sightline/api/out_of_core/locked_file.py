@@ -1,0 +1,189 @@
+"""Files that one call at a time writes, with room for all their bytes before the work begins."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from typing import IO, Any
+
+import numpy as np
+
+from ...errors import ParameterError, name_file
+
+try:
+    import fcntl
+except ImportError:  # a system without POSIX has no such locks
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["LockedFile", "reserve"]
+
+NOT_SUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # by this file system
+
+
+class LockedFile:
+    """A file that is open for reading and writing, and that no other call opens until it is closed.
+
+    The system releases the lock when the process ends, however it ends. A file system without locks is used without.
+
+    Parameters
+    ----------
+    path : of the file, which is created if it does not exist
+    argument : the argument of the call that named the file
+
+    Raises
+    ------
+    ParameterError
+        Another call has locked the file, in this process or in another one.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], argument: str) -> None:
+        self.path, self.argument = os.path.realpath(os.fspath(path)), argument
+        self._open()
+
+    def _open(self) -> None:
+        while True:
+            self.existed = os.path.exists(self.path)
+            self.file: IO[bytes] = open(self.path, "r+b", buffering=0, opener=_open_or_create)  # noqa: SIM115
+            try:
+                self._lock()
+                if self.is_in_place():
+                    self.first_size = os.fstat(self.file.fileno()).st_size
+                    return
+            except BaseException:
+                self.file.close()
+                raise
+            self.file.close()  # another call has removed the file between `open` and the lock
+
+    def _lock(self) -> None:
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ParameterError(
+                f"{self.argument}: another call uses {self.path}",
+                "one call at a time",
+                f"wait until the other call has finished, or give another {self.argument}",
+            ) from error
+        except OSError as error:
+            if error.errno not in NOT_SUPPORTED:
+                raise
+
+    def is_in_place(self) -> bool:
+        """Return False if the file has been removed or another file has its name."""
+        try:
+            return os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def allocate(self, size: int) -> None:
+        """Give the first `size` bytes room on the disk. The bytes of an existing file keep their values.
+
+        Raises
+        ------
+        OSError
+            The disk has no room, or a file may not be so large.
+        """
+        reserve(self.file, 0, size, self.path, self.argument)
+
+    def write(self, offset: int, values: Any) -> None:
+        """Write the bytes of a contiguous array, or bytes."""
+        data = _bytes_of(values)
+        with name_file(self.path):
+            self.file.seek(offset)
+            while data:
+                data = data[self.file.write(data) :]
+
+    def read(self, offset: int, values: Any) -> bool:
+        """Read the bytes of a contiguous array, and return True; return False if the file ends before."""
+        data = _bytes_of(values)
+        with name_file(self.path):
+            self.file.seek(offset)
+            while data:
+                count = self.file.readinto(data)  # type: ignore[attr-defined]
+                if not count:
+                    return False
+                data = data[count:]
+        return True
+
+    def truncate(self, size: int) -> None:
+        """Cut the file after `size` bytes."""
+        os.ftruncate(self.file.fileno(), size)
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        with name_file(self.path):
+            os.fsync(self.file.fileno())
+
+    def restore_size(self) -> None:
+        """Return the file to its first size; remove a file that did not exist."""
+        if self.existed:
+            self.truncate(self.first_size)
+        else:
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove the file. Another file of its name stays."""
+        if self.is_in_place():
+            os.unlink(self.path)
+
+    def close(self) -> None:
+        """Release the lock and close the file.
+
+        A forked process and a memory map of the file have copies of the descriptor. They would keep the lock.
+        """
+        if fcntl is not None and not self.file.closed:
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_UN)
+            except OSError as error:
+                if error.errno not in NOT_SUPPORTED:
+                    raise
+        self.file.close()
+
+
+def reserve(file: IO[bytes], start: int, size: int, path: str, what: str) -> None:
+    """Give `size` bytes from `start` on room on the disk, so that writing them later does not meet a full disk.
+
+    A file system that cannot allocate is asked only whether it has so many bytes free.
+
+    Raises
+    ------
+    OSError
+        The disk has no room, or a file may not be so large. The message has the bytes needed and the bytes free.
+    """
+    free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
+    try:
+        if _allocate(file, start, size):
+            return
+        held = os.fstat(file.fileno()).st_blocks * 512
+        if size - held > free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        needed = f"{what} needs {size:,} bytes and {free:,} bytes are free; free some, or choose another disk"
+        raise OSError(error.errno, f"{error.strerror}: {needed}", path) from error
+
+
+def _allocate(file: IO[bytes], start: int, size: int) -> bool:
+    """Return False if the system or the file system cannot allocate."""
+    if not hasattr(os, "posix_fallocate"):
+        return False
+    try:
+        if size:
+            os.posix_fallocate(file.fileno(), start, size)
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
+        return False
+    return True
+
+
+def _open_or_create(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT, 0o666)
+
+
+def _bytes_of(values: Any) -> memoryview:
+    if isinstance(values, np.ndarray):
+        assert values.flags.c_contiguous
+        values = values.reshape(-1).view(np.uint8)
+    return memoryview(values)

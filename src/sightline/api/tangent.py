@@ -1,0 +1,159 @@
+"""The public function `attention_tangent`: the forward derivative of attention on NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..arrays.operations import check_float_dtype, framework
+from ..dispatch.kernel_list import make_plan, push_forward
+from ..errors import DtypeError, ParameterError, ShapeError
+from ..formula.expression import SYMBOLS
+from ..formula.tables import Table
+from ..problem.kernel import Tangents
+from ..problem.problem import Problem, make_problem
+from ..problem.validation import broadcast_inputs, check_choice, read_scale, read_score
+
+__all__ = ["attention_tangent"]
+
+OPERANDS = ("query", "key", "value")
+TRANSFORMS = {"torch": "torch.func.jvp", "jax": "jax.jvp"}
+
+
+def attention_tangent(
+    query: Any,
+    key: Any,
+    value: Any,
+    tangents: Mapping[str | Table, Any],
+    *,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    kernel: str | None = None,
+    threads: int | None = None,
+) -> tuple[Any, Any]:
+    """Return (output, tangent): attention, and its derivative in the direction of the inputs' tangents.
+
+    With P = softmax(S), S the final scores and Ṡ their tangent, the tangent of the output is
+
+        (P ∘ Ṡ) V + P V̇ − rowsum(P ∘ Ṡ) ∘ output.
+
+    The memory is O(n). Tensors of torch have forward derivatives by `torch.func.jvp`, arrays of JAX by `jax.jvp`.
+
+    Parameters
+    ----------
+    query, key, value, mask, score, scale, sinks, dropout, seed, kernel, threads
+        As in `attention`; query, key and value are NumPy arrays.
+    tangents : mapping
+        The tangents by name: "query", "key", "value" and "sinks" have an array of the input's shape, "scale" has a
+        number, and a `Table` of floats that the score reads has an array of its shape. The other inputs have tangent 0.
+
+    Returns
+    -------
+    output, tangent : (..., n, d_v) in the dtype of query
+
+    Raises
+    ------
+    ParameterError
+        `tangents` names an unknown input, an input that is not given, or a table that the score does not read.
+    ShapeError, DtypeError
+        A tangent has not the shape of its input, or no floats; or query is no NumPy array.
+    SightlineError
+        The errors of `attention`.
+
+    References
+    ----------
+    Griewank and Walther, "Evaluating Derivatives", 2008, chapter 3 (forward mode). Lu and Song, "Simplifying,
+    Stabilizing and Scaling Continuous-Time Consistency Models", 2024, appendix F (of attention).
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x = np.eye(2)
+    >>> output, tangent = sightline.attention_tangent(x, x, x, {"value": np.ones((2, 2))})
+    >>> tangent  # the rows of the weights sum to 1
+    array([[1., 1.],
+           [1., 1.]])
+    """
+    library = framework(query)
+    if library != "numpy":
+        cure = TRANSFORMS.get(library, "numpy.asarray(query)")
+        raise DtypeError(f"attention_tangent of a query of {library}", "NumPy arrays", cure)
+    if not isinstance(tangents, Mapping):
+        raise ParameterError(
+            f"tangents is a {type(tangents).__name__}", "a mapping from inputs to tangents", '{"query": array}'
+        )
+    check_choice(kernel, threads)
+    given = {name: _read_tangent(name, tangent) for name, tangent in tangents.items()}
+    if "scale" in given:
+        score, scale, learned = _fold_scale(query, score, scale)
+        given[learned] = _check_tangent("scale", given.pop("scale"), ())[None]
+    options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
+    problem = make_problem(query, key, value, **options)
+    plan = make_plan(problem, kernel)
+    result = plan.kernel.run(problem, threads)
+    directions = _read_tangents(problem, given, {"query": query, "key": key, "value": value, "sinks": sinks})
+    tangent, _ = push_forward(problem, plan, directions, (result.output, result.lse), threads)
+    output, tangent = (problem.squeeze_heads(x, 2) for x in (result.output, tangent))
+    return output, tangent
+
+
+def _fold_scale(query: Any, score: Any, scale: Any) -> tuple[Any, float, Table]:
+    """Return the score that includes the scale, 1.0 as the scale, and the table with the scale."""
+    own = Table(np.asarray([read_scale(scale, query)]))
+    formula, scaled = read_score(score), SYMBOLS["s"] * own[0]
+    return scaled if formula is None else formula.with_scores(scaled), 1.0, own
+
+
+def _read_tangents(problem: Problem, given: dict[Any, Any], inputs: Mapping[str, Any]) -> Tangents:
+    """Return the tangents in the layout of the problem's arrays."""
+    tables: list[Any] = [None] * len(problem.tables)
+    slots = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
+    operands: dict[str, Any] = {}
+    for name, array in given.items():
+        source = inputs.get(name) if isinstance(name, str) else None
+        if isinstance(name, Table) and name.origin in slots and name.kind == "float":
+            slot = slots[name.origin]
+            tangent = _check_tangent(repr(name), array, name.shape)
+            tables[slot] = np.broadcast_to(tangent, problem.tables[slot].shape)
+        elif source is None:
+            raise ParameterError(
+                f"a tangent of {name!r}",
+                '"query", "key", "value", "scale", given "sinks", or a table of floats (up to four axes) of the score',
+                'tangents={"query": array}; masks have no tangents',
+            )
+        else:
+            operands[str(name)] = _check_tangent(str(name), array, np.shape(source))
+    sinks = operands.pop("sinks", None)
+    filled = {name: operands.get(name, np.zeros((), problem.query.dtype)) for name in OPERANDS}
+    filled = {name: np.broadcast_to(x.astype(problem.query.dtype), inputs[name].shape) for name, x in filled.items()}
+    query, key, value = (
+        array if name in operands else None for name, array in zip(OPERANDS, broadcast_inputs(filled), strict=True)
+    )
+    return Tangents(query, key, value, tuple(tables), sinks)
+
+
+def _check_tangent(name: str, array: Any, shape: tuple[int, ...]) -> Any:
+    """Return the tangent, or raise the error of a wrong shape or dtype."""
+    if array.shape != tuple(shape):
+        raise ShapeError(
+            f"a tangent of {name} of shape {array.shape}",
+            f"the input's shape {tuple(shape)}",
+            "numpy.broadcast_to(tangent, shape)",
+        )
+    return array
+
+
+def _read_tangent(name: Any, tangent: Any) -> Any:
+    """Return the tangent as a NumPy array of floats; a Python number is one."""
+    array = np.asarray(float(tangent)) if isinstance(tangent, int | float) else tangent
+    if not isinstance(array, np.ndarray | np.generic) or isinstance(array, np.ma.MaskedArray):
+        kind = type(tangent).__name__
+        raise DtypeError(f"a tangent of {name} that is a {kind}", "NumPy arrays of floats", "numpy.asarray(tangent)")
+    check_float_dtype(f"the tangent of {name}", array)
+    return np.asarray(array)

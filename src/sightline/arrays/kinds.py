@@ -1,0 +1,181 @@
+"""Kinds of arrays: the errors for arrays whose entries this library cannot read.
+
+Each array of a call passes `check_kind` where it enters: query, key and value in `validation.check_arrays`, sinks in
+`validation.read_sinks`, and masks, biases and tables where a `Table` is made of them. Shapes, dtypes and devices are
+checked elsewhere.
+
+A subclass of torch's Tensor may compute attention by itself, so `check_kind` accepts it. `refuse_subclass` has the
+error for one that does not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import DtypeError
+from .operations import framework
+
+__all__ = ["check_class", "check_kind", "check_memory", "is_array", "refuse_subclass"]
+
+
+class Kind(NamedTuple):
+    """A kind of arrays that cannot be read. `{x}` in `cure` stands for the array's name."""
+
+    description: str
+    cure: str
+
+
+MASKED_ARRAY = Kind("a masked array of NumPy", "hide entries with mask=, and pass {x}.filled(0)")
+SPARSE_JAX = Kind("a sparse array of JAX", "{x}.todense()")
+# classes of torch by name; a subclass of one counts too
+TORCH_CLASSES = {
+    "UninitializedTensorMixin": Kind(
+        "an uninitialized parameter, which has no entries", "call the lazy module once before its parameters are used"
+    ),
+    "MaskedTensor": Kind("a masked tensor of torch", "hide entries with mask=, and pass {x}.get_data()"),
+    "CausalBias": Kind(
+        "a CausalBias of torch, which has no entries",
+        "pass it as mask= of sightline.attention, or as attn_mask= of sightline.torch.scaled_dot_product_attention",
+    ),
+}
+# what to do with a tensor of a class of torch that does not compute this library's operator
+CLASS_CURES = {
+    "DTensor": "sightline.torch.distributed.attention, or {x}.to_local()",
+    "FakeTensor": "make all tensors of the call by one FakeTensorMode",
+    "FunctionalTensor": "call attention inside the FunctionalTensorMode of {x}",
+}
+READABLE = ("__array__", "__array_interface__", "__dlpack__")  # NumPy reads an object that has one of these
+
+
+def is_array(value: Any) -> bool:
+    """True for tensors of torch, and for other objects with shape and dtype."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):  # some have no shape, or raise an error at its read
+        return True
+    return hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def check_kind(name: str, array: Any) -> None:
+    """Raise DtypeError unless the array has shape and dtype, and is of a kind that can be read; `name` names it."""
+    if type(array) is not np.ndarray:
+        check_class(name, array)
+        _refuse(name, _find_kind(array))
+
+
+def check_class(name: str, array: Any) -> None:
+    """Raise DtypeError if the array is a tensor of torch whose class cannot be read, whatever its layout."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor) and type(array) not in (torch.Tensor, torch.nn.Parameter):
+        _refuse(name, _find_class(array, torch.compiler.is_compiling()))
+
+
+def _refuse(name: str, kind: Kind | None) -> None:
+    if kind is not None:
+        cure = kind.cure.format(x=_argument(name))
+        raise DtypeError(f"{name} is {kind.description}", "plain arrays, with entries in memory", cure)
+
+
+def _argument(name: str) -> str:
+    return name if name.isidentifier() else "array"
+
+
+def _find_class(tensor: Any, is_compiling: bool) -> Kind | None:
+    """Return the kind of a tensor whose class cannot be read; None for all others."""
+    if is_compiling:  # torch.compile cannot trace the bases of some classes
+        return TORCH_CLASSES.get(type(tensor).__name__)
+    for base in type(tensor).__mro__:
+        if base.__name__ in TORCH_CLASSES and base.__module__.startswith("torch."):
+            return TORCH_CLASSES[base.__name__]
+    try:
+        _ = tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
+    except Exception as error:  # that of the class's own __torch_function__
+        return Kind(f"a {type(tensor).__name__}, which has no shape and dtype: {error}", "pass a plain tensor")
+    return None
+
+
+def _find_kind(array: Any) -> Kind | None:
+    """Return the kind of an array that cannot be read, without regard to the classes of torch; None for all others."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _find_layout(torch, array)
+    if not is_array(array):
+        return Kind(f"a {type(array).__name__}", "{x}=numpy.asarray({x})")
+    source = framework(array)
+    if (
+        source == "numpy"
+    ):  # `numpy.ma` is loaded if there is a masked array; an import here might be its first, in a fork
+        is_masked = isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ()))
+        return MASKED_ARRAY if is_masked else None
+    if source == "jax":
+        return None if isinstance(array, sys.modules["jax"].Array) else SPARSE_JAX
+    if any(hasattr(array, method) for method in READABLE):
+        return None
+    return Kind(f"a {type(array).__name__}, which NumPy cannot read", "pass a plain array of its entries")
+
+
+def _find_layout(torch: Any, tensor: Any) -> Kind | None:
+    """Return the kind of a tensor that is nested, quantized or not strided; None for all others."""
+    if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
+        return None
+    layout = str(tensor.layout)
+    if tensor.is_nested:
+        return Kind(
+            "a nested tensor" if "jagged" in layout else "a nested tensor in the strided layout",
+            "attention takes query, key and value nested with layout=torch.jagged, and formulas as masks; for other "
+            "arguments and functions pass {x}.values() and mask=sightline.documents(lengths=...)",
+        )
+    if tensor.is_quantized:
+        return Kind(f"a quantized tensor, {tensor.dtype}", "{x}.dequantize()")
+    return Kind(f"a {'sparse ' * ('sparse' in layout)}tensor in the layout {layout}", "{x}.to_dense()")
+
+
+def check_memory(name: str, array: Any) -> None:
+    """Raise DtypeError if an array is a torch tensor whose entries are neither on a device nor in its own memory."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor) or not array.numel():
+        return
+    if not (array.is_cpu or array.is_meta):
+        return
+    with suppress(Exception):  # tensors that wrap others have no storage; their classes raise errors of every kind
+        if array.is_cpu and array.detach().data_ptr():
+            return
+    what = f"{name} of shape {tuple(array.shape)} has no memory"
+    if torch._C._functorch.is_functorch_wrapped_tensor(array):
+        what += ", because the transform of torch.func that made it has ended"
+    elif array.is_meta:
+        what += ", because it is a meta tensor"
+    elif torch._is_functional_tensor(array):
+        what += ", because it is a functional tensor, which wraps another one"
+    elif type(array) not in (torch.Tensor, torch.nn.Parameter):
+        what += f", because it is a {type(array).__name__}, which wraps other tensors"
+    raise DtypeError(
+        what,
+        "tensors whose entries are in memory",
+        f"restore the storage of {_argument(name)}, or pass a plain copy of its entries",
+    )
+
+
+def refuse_subclass(named: Sequence[tuple[str, Any]], error: Exception) -> None:
+    """Raise DtypeError from the error of torch's operator, if one of the tensors is of a subclass that has caused it.
+
+    Parameters
+    ----------
+    named : pairs of a name and a tensor, or None in place of a tensor
+    error : the error that torch, or the class of a tensor, raised
+    """
+    torch = sys.modules["torch"]
+    for name, tensor in named:
+        if tensor is not None and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            kind = type(tensor).__name__
+            reason = str(error).strip().partition("\n")[0]
+            cure = CLASS_CURES.get(kind, "pass the plain tensors that {x} holds")
+            raise DtypeError(
+                f"{name} is a {kind}, with which torch does not compute attention: {type(error).__name__}: {reason}",
+                "tensors, and tensors of classes that compute torch.ops.sightline.attention",
+                cure.format(x=_argument(name)),
+            ) from error

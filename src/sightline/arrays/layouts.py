@@ -1,0 +1,211 @@
+"""Layouts of arrays, which are part of the keys of the call cache, and the addresses of the arrays.
+
+    read_arrays(query, key, value, ...)  →  (layouts, address of query, address of key, address of value, ...)
+
+`layouts` is a bytes object of 64-bit words. Equal layouts mean equal types, dtypes, shapes and strides. Each array has
+its head, then the length of each axis, then the stride of each axis in bytes:
+
+    head = itemsize · 2⁴⁸ + dtype · 2¹⁶ + number of axes · 2⁸ + gpu · 2² + requires_grad · 2 + is_tensor
+
+`dtype` is type_num · 2⁸ + byteorder for NumPy, and the struct DLDataType of DLPack for torch. `gpu` is 1 + the index of
+the GPU whose memory holds the tensor, and 0 for an array in the processor's memory.
+
+The result is None, and the call needs the full dispatch, if one of the following holds. The type of an array is neither
+exactly NumPy's ndarray nor torch's Tensor or Parameter. A tensor is neither in the processor's memory nor in the memory
+of one of the first `MAX_GPUS` GPUs, has no strides, is a negative view, or has a dtype without a code in DLPack. torch
+itself must see the call: torch traces or transforms it, computes forward derivatives, or a mode is active.
+
+`run_or_find` looks a call up in the call cache too; see `find_in_python`.
+
+The functions of this module define the results. `cpu.calls.python_functions` replaces `read_arrays` and `run_or_find`
+by generated code, which does the same in a third of the time, and which may run the call that it found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = [
+    "MAX_ARRAYS",
+    "MAX_AXES",
+    "MAX_GPUS",
+    "Layout",
+    "NoTensor",
+    "Tensors",
+    "find_in_python",
+    "make_kind",
+    "numpy_address",
+    "parse",
+    "read_arrays",
+    "read_in_python",
+    "run_or_find",
+    "serve_tensors",
+    "tensors",
+    "use",
+    "without_key_length",
+]
+
+MAX_ARRAYS, MAX_AXES = 16, 8  # the most arrays, and the most axes of an array
+TENSOR_BIT, GRADIENT_BIT, GPU_SHIFT = 1, 2, 2
+MAX_GPUS = 63
+ANY_LENGTH = struct.pack("q", -1)
+
+
+class Layout(NamedTuple):
+    """The layout of one array. `kind` is its head without the number of axes; strides are in bytes."""
+
+    kind: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return self.kind >> 48
+
+    @property
+    def requires_gradient(self) -> bool:
+        return bool(self.kind & GRADIENT_BIT)
+
+
+class Tensors(NamedTuple):
+    """How tensors of torch are read.
+
+    Parameters
+    ----------
+    types : the two types of tensors
+    read : function (tensor) that returns its `Layout` and its address; None if the call needs the full dispatch
+    conditions : functions without arguments; if the result of one is true, torch must see the call
+    is_grad_enabled : function without arguments; if its result is false, no tensor requires a gradient
+    exchange : the capsule with DLPack's exchange functions of tensors; None if this torch has none
+    """
+
+    types: tuple[type, type]
+    read: Callable[[Any], tuple[Layout, int] | None]
+    conditions: Sequence[Callable[[], Any]]
+    is_grad_enabled: Callable[[], bool]
+    exchange: Any
+
+
+def parse(layouts: bytes) -> list[Layout]:
+    """Return the layout of each array from the result of `read_arrays`."""
+    words, found = iter(struct.unpack(f"{len(layouts) // 8}q", layouts)), []
+    for head in words:
+        axes = head >> 8 & 0xFF
+        shape, strides = tuple(islice(words, axes)), tuple(islice(words, axes))
+        found.append(Layout(head - (axes << 8), shape, strides))
+    return found
+
+
+def without_key_length(layouts: bytes) -> bytes:
+    """Return the layouts with −1 in place of m, the length of the last axis but one of the second and third array.
+
+    The layouts are returned unchanged if the two lengths differ, so that the full dispatch raises the error.
+    """
+    key = _bytes_of(layouts, 0)
+    value = key + _bytes_of(layouts, key)
+    first, second = (start + 8 * (layouts[start + 1] - 1) for start in (key, value))
+    if layouts[first : first + 8] != layouts[second : second + 8]:
+        return layouts
+    return b"".join((layouts[:first], ANY_LENGTH, layouts[first + 8 : second], ANY_LENGTH, layouts[second + 8 :]))
+
+
+def _bytes_of(layouts: bytes, start: int) -> int:
+    """Return the length in bytes of the layout at byte `start`. Its second byte is the number of axes."""
+    return 8 * (1 + 2 * layouts[start + 1])
+
+
+def make_kind(itemsize: int, dtype: int, requires_gradient: bool = False, is_tensor: bool = False, gpu: int = 0) -> int:
+    """Return `Layout.kind`."""
+    flags = gpu << GPU_SHIFT | requires_gradient * GRADIENT_BIT | is_tensor * TENSOR_BIT
+    return itemsize << 48 | dtype << 16 | flags
+
+
+def read_in_python(*arrays: Any) -> tuple[Any, ...] | None:
+    """Return the layouts and addresses of the arrays; None if the call needs the full dispatch, see the module."""
+    types = {type(array) for array in arrays}
+    if len(arrays) > MAX_ARRAYS or not types <= {np.ndarray, *_tensors.types}:
+        return None
+    if types != {np.ndarray} and any(condition() for condition in _tensors.conditions):
+        return None
+    words: list[int] = []
+    addresses = []
+    for array in arrays:
+        found = _read_ndarray(array) if type(array) is np.ndarray else _tensors.read(array)
+        if found is None or len(found[0].shape) > MAX_AXES:
+            return None
+        (kind, shape, strides), address = found
+        words += [kind | len(shape) << 8, *shape, *strides]
+        addresses.append(address)
+    return struct.pack(f"{len(words)}q", *words), *addresses
+
+
+def find_in_python(
+    entries: Mapping[Any, Any], structure: Any, numbers: tuple[float, ...], *arrays: Any
+) -> tuple[Any, ...] | None:
+    """Return the entry with the key (layouts, structure), or None; then None, and the result of `read_arrays`.
+
+    `numbers` are the numbers of the call's formulas, for a function that runs the call. Such a function returns the
+    output of the call, or a tuple of several results in place of the second None.
+    """
+    found = read_arrays(*arrays)
+    return None if found is None else (entries.get((found[0], structure)), None, *found)
+
+
+def _read_ndarray(array: Any) -> tuple[Layout, int]:
+    dtype = array.dtype
+    kind = make_kind(dtype.itemsize, dtype.num << 8 | ord(dtype.byteorder))
+    return Layout(kind, array.shape, array.strides), numpy_address(array)
+
+
+_pointer_at = ctypes.c_void_p.from_address
+_HEAD = object.__basicsize__
+
+
+def _header_address(array: Any) -> int:
+    """Return the address of a NumPy array's first entry: the field `data` of PyArrayObject in NumPy's C API.
+
+    The field follows the head of the Python object. This read takes a quarter of the time that `__array_interface__`
+    takes.
+    """
+    return _pointer_at(id(array) + _HEAD).value or 0
+
+
+def _interface_address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+_probe = np.zeros(1)
+numpy_address = _header_address if _header_address(_probe) == _interface_address(_probe) else _interface_address
+
+
+def serve_tensors(tensors: Tensors) -> None:
+    """Read tensors of torch from now on."""
+    global _tensors
+    _tensors = tensors
+    use(read_in_python, find_in_python)
+
+
+def tensors() -> Tensors:
+    """Return how tensors of torch are read."""
+    return _tensors
+
+
+def use(reader: Callable[..., tuple[Any, ...] | None], finder: Callable[..., Any]) -> None:
+    """Replace `read_arrays` and `run_or_find` by functions that do the same in less time."""
+    global read_arrays, run_or_find
+    read_arrays, run_or_find = reader, finder
+
+
+class NoTensor:
+    """The type of tensors before torch is served: no array has it."""
+
+
+_tensors = Tensors((NoTensor, NoTensor), lambda _: None, (), lambda: False, None)
+read_arrays: Callable[..., tuple[Any, ...] | None] = read_in_python
+run_or_find: Callable[..., Any] = find_in_python

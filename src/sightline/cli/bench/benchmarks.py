@@ -1,0 +1,253 @@
+"""The named benchmarks for a CPU. A benchmark's targets are limits for its measured quantities.
+
+Tests run small versions of the benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from ...errors import ParameterError
+from ...formula.expression import SYMBOLS
+from ...statistics import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
+from .jax_cases import JAX_CASES
+from .models import MODELS
+from .overheads import OVERHEADS
+from .short_calls import SHORT_CALLS
+from .tangents import TANGENTS
+from .workloads import CAUSAL, SEED, Benchmark, FirstCall, Mask, Series, Target, ToTable, Workload
+
+__all__ = [
+    "BENCHMARKS",
+    "CAUSAL",
+    "MAX_SECOND_PASS_SLOWDOWN",
+    "ROW_STATISTICS",
+    "THREE_STATISTICS",
+    "documents",
+    "select",
+    "window",
+]
+
+
+def window(width: int) -> Mask:
+    """Return a causal window mask of `width` keys.
+
+    For n < 1,024 the window is width · n / 4096 keys wide, so that it hides keys in small versions too.
+    """
+
+    def make_function(n: int, to_table: ToTable) -> Callable[..., Any]:
+        reach = width if n >= 1024 else max(width * n // 4096, 2)
+        return lambda b, h, i, j: (i >= j) & (i - j < reach)
+
+    return Mask(f"causal window {width:,}", make_function)
+
+
+def documents(count: int) -> Mask:
+    """Return a mask of `count` documents, which allows the pairs whose query and key are in the same document.
+
+    The lengths of the documents are drawn uniformly from 0.5 to 1.5 times their mean.
+    """
+
+    def make_function(n: int, to_table: ToTable) -> Callable[..., Any]:
+        ends = np.cumsum(np.random.default_rng(SEED).uniform(0.5, 1.5, count))
+        ids = to_table(np.searchsorted(ends / ends[-1], (np.arange(n) + 0.5) / n))
+        return lambda b, h, i, j: ids[i] == ids[j]
+
+    return Mask(f"{count} documents", make_function)
+
+
+# peers with a forward pass in float32, and in 16 bits
+FLOAT32_PEERS = ("torch", "flex", "onnxruntime", "openvino", "jax", "zentorch", "vllm")
+SIXTEEN_BIT_PEERS = ("torch", "flex", "openvino", "jax", "zentorch", "vllm")
+
+
+def share(limit: float) -> Target:
+    return Target("share", limit)
+
+
+def faster(peer: str, limit: float) -> Target:
+    return Target("faster", limit, peer)
+
+
+def _forward(name: str, *targets: Target, baselines: tuple[str, ...] = FLOAT32_PEERS, **sizes: Any) -> Workload:
+    return Workload(name=name, targets=targets, baselines=baselines, **sizes)
+
+
+def _backward(name: str, *targets: Target, **sizes: Any) -> Workload:
+    return Workload(name=f"backward {name}", targets=targets, passes="backward", baselines=("torch", "jax"), **sizes)
+
+
+def _decode(**sizes: Any) -> Workload:
+    """Return a decoding problem: one query per sequence, a long cache of K and V, four query heads per key head.
+
+    Memory bandwidth limits its speed.
+    """
+    shape = {"H": 32, "G": 8, "n": 1, "m": 8192, "d_k": 128}
+    name = f"decode {sizes['dtype']}"
+    return Workload(name=name, targets=(share(0.75),), peak="read", baselines=SIXTEEN_BIT_PEERS, **(shape | sizes))
+
+
+def _see(name: str, *see: Statistic, limit: float, **sizes: Any) -> Workload:
+    """Return a forward pass with statistics, compared with the pass without statistics and with dense computations."""
+    targets, baselines = (Target("slower", limit, "without statistics"),), ("without statistics", "dense", "mha")
+    return Workload(name=f"see {name}", see=see, targets=targets, baselines=baselines, **sizes)
+
+
+i, j = SYMBOLS["i"], SYMBOLS["j"]
+ROW_STATISTICS = {  # the statistics that the forward kernel computes in its own pass
+    "lse": lse(),
+    "max_score": max_score(),
+    "entropy": entropy(),
+    "mass": mass(abs(i - j) < 64),
+}
+THREE_STATISTICS = ("max_score", "entropy", "mass")
+MAX_FUSED_SLOWDOWN = 1.15  # limit of the time with statistics that the forward kernel computes over the time without
+MAX_SECOND_PASS_SLOWDOWN = (
+    1.7  # limit of the time with statistics of a second pass, which repeats Q Kᵀ and the exponential, over without
+)
+MAX_SHARED_PASS_SLOWDOWN = 1.9  # the same for received, top_k and pooled together, which share the second pass
+BF16 = {"dtype": "bfloat16", "peak": "bfloat16"}
+ONE_THREAD = ("one thread",)
+MEMORY_LENGTHS = tuple(2**k for k in range(16, 21))
+WINDOW_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+LENGTHS = (1024, 2048, 4096, 8192)
+LONG_LENGTHS = (32768, 65536, 131072)
+
+BENCHMARKS: tuple[Benchmark, ...] = (
+    _forward(
+        "forward float32 d64",
+        share(0.90),
+        faster("torch", 1.25),
+        faster("onnxruntime", 1.05),
+        baselines=(*FLOAT32_PEERS, "mha"),
+    ),
+    _forward("forward float32 d128", share(0.92), faster("openvino", 1.05), d_k=128),
+    _forward("forward float32 causal n1024", faster("torch", 1.6), mask=CAUSAL, n=1024),
+    _forward("forward float32 causal n4096", faster("torch", 1.45), mask=CAUSAL),
+    _forward(
+        "forward bfloat16 d64",
+        share(0.80),
+        faster("torch", 2.2),
+        faster("openvino", 1.1),
+        baselines=SIXTEEN_BIT_PEERS,
+        **BF16,
+    ),
+    _forward(
+        "forward bfloat16 d128",
+        share(0.86),
+        faster("torch", 2.2),
+        faster("openvino", 1.1),
+        baselines=SIXTEEN_BIT_PEERS,
+        d_k=128,
+        **BF16,
+    ),
+    _forward("forward float16 d64", faster("torch", 1.9), baselines=SIXTEEN_BIT_PEERS, dtype="float16"),
+    _backward("float32 d64", share(0.93), faster("torch", 1.35)),
+    _backward("float32 d128", share(0.93), faster("torch", 1.24), d_k=128),
+    _backward("float32 causal", faster("torch", 1.4), mask=CAUSAL),
+    _backward("bfloat16 d64", share(0.70), faster("torch", 1.7), **BF16),
+    Workload(
+        name="both n3001 d80", targets=(faster("torch", 1.3),), passes="forward and backward", H=6, n=3001, d_k=80
+    ),
+    _forward("forward window 256", faster("torch", 20), faster("flex", 4), mask=window(256)),
+    _forward("forward 16 documents n8192", faster("torch", 10), mask=documents(16), n=8192),
+    _forward(
+        "forward dropout 0.1",
+        faster("torch", 7),
+        Target("slower", 1.35, "without dropout"),
+        dropout=0.1,
+        baselines=("torch", "without dropout"),
+    ),
+    _forward("forward d_v 32", faster("torch", 3), d_v=32),
+    _forward("forward d_v 128", faster("torch", 3), d_v=128),
+    # n is 2,048 here: the bias, torch's weights and their two gradients are (1, H, n, n), half a GiB each at n 4,096
+    Workload(name="both bias n2048", targets=(faster("torch", 2.5),), passes="forward and backward", n=2048, bias=True),
+    _decode(dtype="float32"),
+    # B is 2 here: K and V of a single bfloat16 sequence would fit the last-level cache of the processor
+    _decode(dtype="bfloat16", B=2),
+    _forward(
+        "overhead",
+        faster("torch", 1.0),
+        Target("seconds", 1e-5, "numpy"),
+        n=16,
+        peak="",
+        baselines=("torch", "numpy", "zentorch", "vllm"),
+    ),
+    FirstCall(name="first call", targets=(Target("seconds", 0.3, "compiled"), Target("seconds", 0.03, "from disk"))),
+    Workload(name="threads forward", targets=(Target("efficiency", 0.95, "one thread"),), baselines=ONE_THREAD),
+    Workload(
+        name="threads backward",
+        targets=(Target("efficiency", 0.95, "one thread"),),
+        baselines=ONE_THREAD,
+        passes="backward",
+    ),
+    Series(
+        name="growth window 256",
+        axis="n",
+        points=tuple(Workload(name=f"n {n}", H=1, n=n, mask=window(256), baselines=()) for n in MEMORY_LENGTHS),
+        targets=(Target("spread", 1.15), Target("extra", 0.05)),
+    ),
+    *(_see(name, statistic, limit=MAX_FUSED_SLOWDOWN) for name, statistic in ROW_STATISTICS.items()),
+    _see("three of rows", *(ROW_STATISTICS[name] for name in THREE_STATISTICS), limit=MAX_FUSED_SLOWDOWN),
+    _see("received", received(), limit=MAX_SECOND_PASS_SLOWDOWN, peak=""),
+    _see("top_k 8", top_k(8), limit=MAX_SECOND_PASS_SLOWDOWN, peak=""),
+    _see("pooled 256", pooled(256, 256), limit=MAX_SECOND_PASS_SLOWDOWN, peak=""),
+    _see("three of a second pass", received(), top_k(8), pooled(32, 32), limit=MAX_SHARED_PASS_SLOWDOWN, peak=""),
+    Series(
+        name="growth pooled 512",
+        axis="n",
+        points=tuple(
+            Workload(name=f"n {n}", H=1, n=n, mask=window(4096), see=(pooled(512, 512),), baselines=())
+            for n in LONG_LENGTHS
+        ),
+        targets=(Target("spread", 1.15), Target("growth", 1.15 * LONG_LENGTHS[-1] / LONG_LENGTHS[0])),
+    ),
+    Series(
+        name="cost by length",
+        axis="n",
+        points=tuple(Workload(name=f"n {n}", n=n, mask=window(256), baselines=("torch", "flex")) for n in LENGTHS),
+    ),
+    Series(
+        name="cost by area",
+        axis="allowed",
+        points=tuple(Workload(name=f"w {w}", mask=window(w), baselines=("torch", "flex")) for w in WINDOW_WIDTHS),
+    ),
+    *SHORT_CALLS,
+    *OVERHEADS,
+    *MODELS,
+    *JAX_CASES,
+    *TANGENTS,
+)
+
+
+def select(
+    benchmarks: Sequence[Benchmark], only: Sequence[str] = (), dtype: str | None = None
+) -> tuple[Benchmark, ...]:
+    """Return the benchmarks that `only` and `dtype` select.
+
+    A benchmark is selected if its name contains or matches one of the patterns in `only` and its dtype is `dtype`. If
+    `only` is empty, every name is selected. If `dtype` is None, every dtype is selected.
+
+    Raises
+    ------
+    ParameterError
+        No benchmark is selected.
+    """
+
+    def fits(benchmark: Benchmark) -> bool:
+        matches_name = any(word in benchmark.name or fnmatchcase(benchmark.name, word) for word in only)
+        return (matches_name or not only) and (dtype is None or getattr(benchmark, "dtype", "float32") == dtype)
+
+    found = tuple(benchmark for benchmark in benchmarks if fits(benchmark))
+    if not found:
+        filters = " or ".join(only) + (f" in {dtype}" if dtype else "")
+        raise ParameterError(
+            f"no problem called {filters}",
+            "names from `sightline bench --list` with the same --device, or patterns of names",
+            f'--only "{benchmarks[0].name}"',
+        )
+    return found

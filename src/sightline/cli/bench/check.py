@@ -1,0 +1,204 @@
+"""Check results against the float64 definition, within the rounding-error budget of `sightline.testing`.
+
+A problem too large for a dense computation is checked in samples. Of the output, random rows of the first and the last
+head are checked; the sample has all keys that the mask allows for any of these rows. Of the gradients, the whole last
+head is checked, because the gradient of a key sums over all queries whose d_output is not 0
+(`Inputs.with_sampled_d_output`); the check computes the gradients in chunks of queries. A sample keeps the i, j and h
+of the whole problem, because formulas and dropout read them. `statistic_check` checks the statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ...arrays.operations import resolve_dtype
+from ...formula.library import bias
+from ...problem.problem import Problem
+from ...reference import definition as reference
+from ...reference.accuracy import budget_used, compute_baseline, dense_attention, gradient_term_sizes, term_sizes
+from ...reference.dropout import keep_factor
+from ...statistics import Received, Statistic
+from .statistic_check import ExpectedStatistic, SampledPositions, WeightMatrix, queries_to_check
+from .workloads import SEED, Inputs, Workload, evaluate_at
+
+__all__ = ["SampledProblem", "sample", "share_of_budget"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SAMPLED_ROWS = 64  # number of queries that are checked in each sampled head
+GRADIENT_CHUNK_ROWS = 1024  # number of queries in a chunk, whose gradients are computed at once
+INPUT_NAMES = ("query", "key", "value")
+
+
+@dataclass(frozen=True, eq=False)
+class SampledProblem(Problem):
+    """Some heads, queries and keys of a problem, with their positions in the whole problem."""
+
+    heads: Array
+    rows: Array
+    columns: Array
+
+    def positions(self, xp: Any, rows: slice, columns: slice) -> tuple[Any, Any, Any, Any]:
+        """Return b, h, i and j of the whole problem."""
+
+        def at(array: Any, *shape: int) -> Any:
+            return xp.reshape(xp.asarray(array, dtype=xp.int64), shape)
+
+        b = at(np.arange(self.B), *self.batch_shape, 1, 1, 1)
+        h, i = at(self.heads, self.H, 1, 1), at(self.rows[rows], -1, 1)
+        return b, h, i, at(self.columns[columns], -1)
+
+
+def share_of_budget(workload: Workload, inputs: Inputs, results: dict[str, Any]) -> float:
+    """Return the largest share of a rounding-error budget that any of the results uses; correct results use at most 1.
+
+    Parameters
+    ----------
+    results : the contender's results by name, as `implementations.Results`
+        "output" is (B, H, n, d_v). Backward passes add the gradients "query", "key", "value" and, with a bias, "bias".
+        These arrays are float32 and hold numbers of the workload's dtype. The repr of each statistic of `see` names
+        the tuple of that statistic's arrays.
+    """
+    kind = resolve_dtype(np, workload.dtype)
+    shape = (workload.B, workload.H, workload.n, workload.d_v)
+    if results["output"].shape != shape:
+        raise ValueError(f"the output has the shape {results['output'].shape}, expected {shape}")
+    problem = sample(workload, inputs)
+    shares = [_output_share(problem, results["output"][:, problem.heads][:, :, problem.rows].astype(kind))]
+    if workload.passes == "forward":
+        shares += [_expected_statistic(workload, inputs, each).share(results[repr(each)]) for each in workload.see]
+    else:
+        for name, (truth, rough, size) in _expected_gradients(workload, inputs).items():
+            shares.append(budget_used(results[name][:, -1:].astype(kind), truth, rough, size))  # only the last head
+    return max(shares)
+
+
+def sample(workload: Workload, inputs: Inputs, queries: Array | None = None, heads: int = 2) -> SampledProblem:
+    """Return a part of a workload as a problem: some queries of the last head, and of the first if `heads` is 2.
+
+    The queries are the given ones; if `queries` is None, `SAMPLED_ROWS` random queries are taken.
+    """
+    rng, kind = np.random.default_rng(SEED), resolve_dtype(np, workload.dtype)
+    head_indices = np.unique([0, workload.H - 1] if heads > 1 else [workload.H - 1])
+    i = np.sort(rng.choice(workload.n, min(SAMPLED_ROWS, workload.n), replace=False)) if queries is None else queries
+    mask, b, j = workload.formula, np.arange(workload.B)[:, None, None, None], np.arange(workload.m)
+    if mask is not None:
+        allowed = evaluate_at(mask, workload.n, workload.m, b=b, h=head_indices[:, None, None], i=i[:, None], j=j)
+        shape = (workload.B, head_indices.size, i.size, j.size)
+        j = np.flatnonzero(np.broadcast_to(allowed, shape).any((0, 1, 2)))
+    group = workload.H // workload.G
+    key, value = (array[:, head_indices // group][:, :, j].astype(kind) for array in (inputs.key, inputs.value))
+    score = workload.score_formula if inputs.bias is None else bias(inputs.bias.astype(kind))
+    return SampledProblem(
+        inputs.query[:, head_indices][:, :, i].astype(kind),
+        key,
+        value,
+        mask=mask,
+        score=score,
+        sinks=None,
+        scale=float(1 / np.sqrt(workload.d_k)),
+        dropout=workload.dropout,
+        seed=workload.seed,
+        see=(),
+        heads_squeezed=False,
+        heads=head_indices,
+        rows=i,
+        columns=j,
+    )
+
+
+def _reference_stages(problem: SampledProblem) -> reference.Stages:
+    """Return the stages of attention, scores to output, that the float64 definition computes on a sample."""
+    rows, columns = slice(0, problem.n), slice(0, problem.m)
+    at = dict(zip("bhij", problem.positions(np, rows, columns), strict=True))
+
+    def value(formula: Any, **more: Any) -> Any:
+        return evaluate_at(formula, problem.n, problem.m, **at, **more)
+
+    return reference.forward(
+        problem.query,
+        problem.key,
+        problem.value,
+        scale=problem.scale,
+        score=lambda scaled: scaled if problem.score is None else value(problem.score, s=scaled),
+        allowed=True if problem.mask is None else value(problem.mask),
+        keep=keep_factor(problem, np, rows, columns, np.float64),
+    )
+
+
+def _output_share(problem: SampledProblem, output: Array) -> float:
+    stages = _reference_stages(problem)
+    return budget_used(output, stages.output, compute_baseline(problem).output, term_sizes(problem, stages.weights))
+
+
+@lru_cache(maxsize=8)  # all contenders of a workload share one computation of a statistic
+def _expected_statistic(workload: Workload, inputs: Inputs, statistic: Statistic) -> ExpectedStatistic:
+    rows, heads = queries_to_check(statistic, workload, SAMPLED_ROWS), 1 if isinstance(statistic, Received) else 2
+    problem = sample(workload, inputs, rows, heads)
+    stages, at = _reference_stages(problem), SampledPositions(workload, problem.heads, problem.rows, problem.columns)
+    return ExpectedStatistic.of(statistic, WeightMatrix(at, stages.weights, stages.masked, stages.lse), problem)
+
+
+@lru_cache(maxsize=2)  # all contenders of a workload share one computation of the gradients
+def _expected_gradients(workload: Workload, inputs: Inputs) -> dict[str, tuple[Array, Array, Array]]:
+    """Return for each input, by name, (true gradients, rough gradients, sizes of the summed terms) of the last head.
+
+    The first axis of the rough gradients is the order of summation.
+    """
+    assert inputs.d_output is not None
+    assert workload.G == workload.H  # so the gradient of a key head sums over one query head only
+    orders = 0, 1  # the other orders of summation are loops, which take minutes at a benchmark's lengths
+    n, m = workload.n, workload.m
+    shapes = {"query": (n, workload.d_k), "key": (m, workload.d_k), "value": (m, workload.d_v)}
+    shapes |= {"bias": (n, m)} if workload.bias else {}
+    wide: dict[Any, Any] = {"truth": np.float64, **dict.fromkeys(orders, np.float32), "size": np.float64}
+    sums = {
+        name: {kind: np.zeros((workload.B, 1, *shape), dtype) for kind, dtype in wide.items()}
+        for name, shape in shapes.items()
+    }
+    contributing = np.flatnonzero(inputs.d_output[:, -1].any((0, -1)))  # queries whose d_output is not 0
+    for rows in np.array_split(contributing, -(-contributing.size // GRADIENT_CHUNK_ROWS)):
+        problem = sample(workload, inputs, rows, heads=1)
+        seed = inputs.d_output[:, problem.heads][:, :, rows]
+        sizes = gradient_term_sizes(problem, seed, stages=_reference_stages(problem))
+        parts: dict[Any, dict[str, Array]] = {"truth": _differentiate(problem, list(shapes), seed, "float64", 0)}
+        parts |= {order: _differentiate(problem, list(shapes), seed, problem.dtype, order) for order in orders}
+        parts["size"] = {name: sizes[0 if name == "bias" else name] for name in shapes}  # the bias is the only table
+        targets: dict[str, Any] = {"query": rows, "bias": slice(None)}  # the bias gradient of a chunk has all n rows
+        for kind, gradients in parts.items():
+            for name, part in gradients.items():
+                sums[name][kind][..., targets.get(name, problem.columns), :] += part[:, -1:]
+    narrow = resolve_dtype(np, workload.dtype)
+    return {
+        name: (of["truth"], np.stack([of[order].astype(narrow) for order in orders]), of["size"])
+        for name, of in sums.items()
+    }
+
+
+def _differentiate(
+    problem: SampledProblem, names: Sequence[str], seed: Array, dtype: str, order: int
+) -> dict[str, Array]:
+    """Return the gradients of the named inputs by torch.autograd, through the dense computation rounded to `dtype`.
+
+    `seed` is d_output, and `order` is the order of summation of the dense computation.
+    """
+    import torch
+
+    wide = torch.float64 if dtype == "float64" else getattr(torch, problem.accumulator)
+
+    def leaf(array: Array) -> Any:
+        return torch.from_numpy(np.asarray(array, np.float32)).to(wide).requires_grad_()
+
+    arrays = {name: leaf(getattr(problem, name)) for name in INPUT_NAMES}
+    tables = {"bias": leaf(problem.tables[0].array)} if "bias" in names else {}
+    differentiated = problem.with_tables(list(tables.values())) if tables else problem
+    output, _, _ = dense_attention(replace(differentiated, **arrays), dtype, order)
+    d_output = torch.from_numpy(seed).to(output.dtype)
+    leaves = arrays | tables
+    gradients = torch.autograd.grad(output, [leaves[name] for name in names], d_output)
+    return {name: gradient.numpy() for name, gradient in zip(names, gradients, strict=True)}

@@ -1,0 +1,103 @@
+"""Statistics computed with torch from the dense (B, H, n, m) matrix of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...statistics import Pooled
+from .implementations import Implementation, PreparedCall, prepare_with_autograd, to_tensor
+from .workloads import Inputs, Workload
+
+__all__ = ["WEIGHT_STATISTICS", "Dense", "dense_statistics", "has_uneven_cells"]
+
+StatisticFunction = Callable[[Any, Any], Any]  # a function (scores, weights) → statistic; both arrays are (B, H, n, m)
+
+
+def _mass(statistic: Any, workload: Workload, device: str) -> StatisticFunction:
+    counted = to_tensor(np.array(statistic.mask.array(workload.n, workload.m)), workload.dtype, device)
+    return lambda s, p: (p * counted).sum(-1)
+
+
+def _entropy(statistic: Any, workload: Workload, device: str) -> StatisticFunction:
+    import torch
+
+    return lambda s, p: torch.special.entr(p).sum(-1)
+
+
+def _received(statistic: Any, workload: Workload, device: str) -> StatisticFunction:
+    return {"sum": lambda s, p: p.sum(-2), "mean": lambda s, p: p.mean(-2), "max": lambda s, p: p.amax(-2)}[
+        statistic.how
+    ]
+
+
+def _pooled(statistic: Any, workload: Workload, device: str) -> StatisticFunction:
+    def cells(p: Any) -> Any:
+        return p.unflatten(-1, (statistic.across, -1)).unflatten(-3, (statistic.down, -1))
+
+    if statistic.how == "max":
+        return lambda s, p: cells(p).amax((-3, -1))
+    return lambda s, p: cells(p).mean((-3, -1))
+
+
+WEIGHT_STATISTICS: dict[str, Callable[[Any, Workload, str], StatisticFunction]] = {
+    "entropy": _entropy,
+    "mass": _mass,
+    "top_k": lambda statistic, workload, device: lambda s, p: tuple(p.topk(statistic.k)),
+    "received": _received,
+    "pooled": _pooled,
+}
+SCORE_STATISTICS: dict[str, Callable[[Any, Workload, str], StatisticFunction]] = {
+    "lse": lambda statistic, workload, device: lambda s, p: s.logsumexp(-1),
+    "max_score": lambda statistic, workload, device: lambda s, p: tuple(s.max(-1)),
+}
+
+
+def dense_statistics(workload: Workload, device: str = "cpu") -> Sequence[StatisticFunction]:
+    """Return for each of the workload's statistics a function that computes it from dense scores and weights."""
+    makers = WEIGHT_STATISTICS | SCORE_STATISTICS
+    return [makers[statistic.name](statistic, workload, device) for statistic in workload.see]
+
+
+def has_uneven_cells(workload: Workload) -> bool:
+    """True if a pooled statistic of the workload has cells of different sizes, or pools only a part (`within`).
+
+    The dense computation forms the cells by a reshape, which needs equal cells that cover the whole matrix of weights.
+    """
+    grids = [statistic for statistic in workload.see if isinstance(statistic, Pooled)]
+    return any(grid.within is not None or workload.n % grid.down or workload.m % grid.across for grid in grids)
+
+
+class Dense(Implementation):
+    """A contender: softmax(Q Kᵀ / √d_k) V in torch with dense matrices, and statistics of these matrices."""
+
+    name, label, packages, pip = "dense", "torch, dense", ("torch",), "torch"
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Refuse backward passes, score formulas, dropout, biases, grouped heads, and pooled cells of unequal sizes."""
+        grouped = workload.G != workload.H
+        if workload.passes != "forward" or workload.score or workload.dropout or workload.bias or grouped:
+            return "not implemented"
+        return "only cells of equal size" if has_uneven_cells(workload) else None
+
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+        import torch
+
+        statistics, scale, hidden = dense_statistics(workload, self.device), workload.d_k**-0.5, None
+        if workload.formula is not None:
+            hidden = ~to_tensor(np.array(workload.formula.array(workload.n, workload.m)), "bool", self.device)
+
+        def forward(query: Any, key: Any, value: Any, _: Any) -> Any:
+            scores = (query * scale) @ key.mT
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, -torch.inf)
+            weights = scores.softmax(-1)
+            output = weights @ value
+            return (output, [compute(scores, weights) for compute in statistics]) if statistics else output
+
+        return prepare_with_autograd(workload, inputs, forward, threads, self.device)

@@ -1,0 +1,286 @@
+"""Figures of a benchmark report: the roofline, the peers' times over Sightline's, and the cost of a series."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...view import plotting
+from .report import PAGE, Entry, Finding, Point, Report, format_amount, format_duration
+
+__all__ = ["cost", "draw", "ratios", "roofline"]
+
+PEER_STYLES = {  # (colour, marker) of each contender; the colours of Okabe and Ito suit every kind of colour vision
+    "sightline": (plotting.BLUE, "o"),
+    "torch": (plotting.ORANGE, "s"),
+    "flex": ("#cc79a7", "D"),
+    "onnxruntime": ("#009e73", "^"),
+    "openvino": ("#e69f00", "v"),
+    "jax": ("#56b4e9", "P"),
+    "zentorch": ("#f0e442", "*"),
+    "vllm": ("#999999", "h"),
+    "mha": ("#7f7f7f", "X"),
+    "flash": (plotting.ORANGE, "s"),
+    "cudnn": ("#009e73", "^"),
+    "efficient": ("#e69f00", "v"),
+}
+GREY, LIGHT_GREY = "#555555", "#e6e6e6"
+MIN_AXIS_RATIO = 30.0  # least ratio of the largest number to the smallest number on a logarithmic axis
+CEILINGS = {"bfloat16": "bfloat16 dot", "float32": "float32 FMA", "matmul": "bfloat16 matmul"}
+BANDWIDTHS = {"read": "read", "copy": "copied"}  # label of a bandwidth, by the name of its peak
+ROOFLINE_PEERS = ("torch", "cudnn")  # the peers that the roofline draws; a line joins a peer's dot and Sightline's
+
+
+def draw(report: Report, folder: Path) -> list[Path]:
+    """Write every figure for which the report has findings, and return the paths of the files."""
+    figures: dict[str, Any] = {}
+    if any(finding.best for finding in _compared_findings(report)):
+        figures["roofline"] = roofline(report)
+    if _compared_findings(report):
+        figures["ratios"] = ratios(report)
+    for finding in report.findings:
+        if len(finding.points) > 1:
+            figures[finding.name.replace(" ", "-")] = cost(finding)
+    folder.mkdir(parents=True, exist_ok=True)
+    return [plotting.save(figure, folder / f"{name}.png") for name, figure in figures.items()]
+
+
+def _compared_findings(report: Report) -> list[Finding]:
+    """Return the report's findings that have times of Sightline and of at least one other contender in PEER_STYLES."""
+    timed = [f for f in report.findings if f.entry("sightline")]
+    return [f for f in timed if any(entry.name in PEER_STYLES and entry.seconds for entry in f.entries[1:])]
+
+
+# -- the roofline --------------------------------------------------------------------------------------------------
+
+
+def roofline(report: Report) -> Any:
+    """Draw FLOP/s against FLOPs per byte with the device's measured limits; at the right, each share of the peak.
+
+    Source: Williams, Waterman and Patterson, "Roofline", 2009.
+    """
+    findings = [finding for finding in _compared_findings(report) if finding.best]
+    figure = plotting.new_figure(11.5, max(4.6, 1.6 + 0.27 * len(findings)))
+    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    _draw_ceilings(left, report, findings)
+    dots = []
+    for finding in findings:
+        x = finding.flops / finding.bytes_moved
+        rates = {entry.name: finding.flops / entry.median for entry in finding.entries if entry.seconds}
+        dots.append((x, rates["sightline"]))
+        for name in rates.keys() & ROOFLINE_PEERS:
+            colour, marker = PEER_STYLES[name]
+            left.plot([x, x], [rates[name], rates["sightline"]], color=LIGHT_GREY, linewidth=1, zorder=1)
+            left.plot(x, rates[name], marker, color=colour, markersize=4, zorder=2, alpha=0.8)
+        left.plot(x, rates["sightline"], "o", color=plotting.BLUE, markersize=6.5, zorder=3, alpha=0.9)
+    left.set_title("FLOP/s against FLOPs per byte of inputs and outputs", loc="left", fontsize=9)
+    _draw_shares(right, findings)
+    figure.suptitle(f"Exact attention and the machine's measured peaks, {report.device}", fontsize=11)
+    figure.draw_without_rendering()  # this computes the positions of the dots, which the numbers beside them need
+    _number_dots(left, dots)
+    return figure
+
+
+def _number_dots(axis: Any, dots: Sequence[tuple[float, float]]) -> None:
+    """Number the dots of the roofline. A number is put at the nearest place that overlaps no dot and no other number.
+
+    Places are in points.
+    """
+    positions = [np.array(axis.transData.transform(dot)) * (72 / axis.figure.dpi) for dot in dots]
+    taken = list(positions)
+    angles = np.linspace(0, 2 * np.pi, 16, endpoint=False)
+    shifts = [np.array([r * np.cos(a), r * np.sin(a)]) for r in (10, 16, 23, 31, 40, 50) for a in angles]
+    for number, (dot, position) in enumerate(zip(dots, positions, strict=True), 1):
+        free = (x for x in shifts if min(np.hypot(*(position + x - other)) for other in taken) >= 9)
+        shift = next(free, shifts[0])
+        taken.append(position + shift)
+        line = {"arrowstyle": "-", "color": plotting.BLUE, "linewidth": 0.4, "shrinkA": 4, "shrinkB": 3}
+        text = {"xytext": tuple(shift), "textcoords": "offset points", "ha": "center", "va": "center"}
+        arrow = line if np.hypot(*shift) > 11 else None
+        axis.annotate(str(number), dot, color=plotting.BLUE, fontsize=7, arrowprops=arrow, zorder=5, **text)
+
+
+def _draw_ceilings(axis: Any, report: Report, findings: Sequence[Finding]) -> None:
+    peaks = report.peaks
+    bandwidth = next((name for name in BANDWIDTHS if name in peaks), None)
+    read = peaks[bandwidth] if bandwidth else None
+    intensities = [finding.flops / finding.bytes_moved for finding in findings]
+    low, high = min(intensities) / 3, max(intensities) * 3
+    for name, label in CEILINGS.items():
+        if name in peaks:
+            ridge = peaks[name] / read if read else low
+            xs = [x for x in (low, ridge, high) if x >= low]
+            axis.plot(xs, [min(peaks[name], x * (read or np.inf)) for x in xs], color=GREY, linewidth=1.1, zorder=0)
+            label = f"{label} {format_amount(peaks[name], 'FLOP/s')}"
+            at = max(ridge, low) * 1.2, peaks[name]
+            axis.annotate(label, at, xytext=(0, 4), textcoords="offset points", **LABEL_STYLE)
+    if bandwidth and read:
+        label = f"{BANDWIDTHS[bandwidth]} {format_amount(read, 'B/s')}"
+        axis.annotate(label, (low * 1.6, low * read), **LABEL_STYLE)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlim(low, high)
+    axis.set_xlabel("FLOPs per byte", fontsize=9)
+    axis.yaxis.set_major_formatter(lambda value, _: format_amount(value, "FLOP/s"))
+    axis.tick_params(labelsize=8)
+    axis.grid(color=LIGHT_GREY, linewidth=0.6)
+    plotting.hide_upper_spines(axis)
+
+
+LABEL_STYLE: dict[str, Any] = {"fontsize": 8, "color": GREY}
+
+
+def _draw_shares(axis: Any, findings: Sequence[Finding]) -> None:
+    for row, finding in enumerate(findings):
+        for entry in finding.entries:
+            share = finding.share(entry)
+            if entry.name in PEER_STYLES and share:
+                _draw_dot(axis, share, row, entry, "sightline")
+        limits = [v.target.limit for v in finding.verdicts if v.target.measure == "share"]
+        if limits:
+            axis.plot([limits[0]] * 2, [row - 0.36, row + 0.36], color="black", linewidth=1.4, zorder=4)
+    axis.set_xlim(0, 1.05)
+    axis.set_title("share of the peak; bars are targets", loc="left", fontsize=9)
+    _label_rows(axis, [f"{finding.name}  {number}" for number, finding in enumerate(findings, 1)])
+    _add_legend(axis.figure, {entry.name: entry for finding in findings for entry in finding.entries if entry.seconds})
+
+
+# -- ratios --------------------------------------------------------------------------------------------------------
+
+
+def ratios(report: Report) -> Any:
+    """Draw every peer's time over Sightline's, one row per problem. A bar in a peer's colour is a target."""
+    findings = _compared_findings(report)
+    figure = plotting.new_figure(8.6, 1.5 + 0.3 * max(len(findings), 3))
+    axis = figure.subplots()
+    axis.axvline(1, color=plotting.BLUE, linewidth=1.2, zorder=1)
+    values = [1.0]
+    for row, finding in enumerate(findings):
+        ours = finding.entry("sightline")
+        assert ours is not None
+        for entry in finding.entries[1:]:
+            if entry.name in PEER_STYLES and entry.seconds:
+                values.append(ours.speedup_over(entry))
+                _draw_dot(axis, values[-1], row, entry)
+        for verdict in finding.verdicts:
+            if verdict.target.measure == "faster" and verdict.target.implementation in PEER_STYLES:
+                colour = PEER_STYLES[verdict.target.implementation][0]
+                values.append(verdict.target.limit)
+                axis.plot([values[-1]] * 2, [row - 0.36, row + 0.36], color=colour, linewidth=2, zorder=2)
+    axis.set_xscale("log")
+    axis.set_xlim(min(values) / 1.3, max(values) * 1.3)
+    _set_decade_ticks(axis.xaxis, lambda value: f"{value:g}×")
+    axis.set_xlabel("time over Sightline's", fontsize=9)
+    _label_rows(axis, [finding.name for finding in findings])
+    _add_legend(figure, {entry.name: entry for finding in findings for entry in finding.entries[1:] if entry.seconds})
+    figure.suptitle("Time of other libraries over Sightline's; bars are targets", fontsize=11)
+    return figure
+
+
+# -- cost ----------------------------------------------------------------------------------------------------------
+
+
+def cost(finding: Finding) -> Any:
+    """Draw the time and the memory of a series against the coordinate of its points.
+
+    If the coordinate is n, the time is per token. If it is the share of allowed pairs, the time is per call.
+    """
+    figure = plotting.new_figure(9.2, 4.3)
+    time, memory = figure.subplots(1, 2)
+    names = {entry.name: entry for point in finding.points for entry in point.entries if entry.seconds}
+    by_length = finding.axis == "n"
+    for name, entry in names.items():
+        _draw_line(time, finding, name, entry, lambda e, p: e.median / (p.n if by_length else 1) if e.seconds else None)
+        _draw_line(memory, finding, name, entry, _extra_bytes)
+    _format_axes(time, finding, "time per token" if by_length else "time per call", format_duration, 10)
+    _format_axes(memory, finding, "memory beyond inputs and outputs", lambda value: format_amount(value, "B"), 2)
+    figure.suptitle(f"Cost by {'length' if by_length else 'allowed pairs'}: {finding.description}", fontsize=10)
+    return figure
+
+
+def _extra_bytes(entry: Entry, point: Point) -> float | None:
+    """Return the bytes of memory that a call uses beyond its inputs and outputs; None if the memory was not measured.
+
+    The result is at least one page of memory, since a logarithmic axis has no 0.
+    """
+    return None if entry.memory is None else max(entry.memory - point.outputs, PAGE)
+
+
+def _draw_line(
+    axis: Any, finding: Finding, name: str, entry: Entry, of: Callable[[Entry, Point], float | None]
+) -> None:
+    dots = [(p.coordinate, of(e, p)) for p in finding.points for e in p.entries if e.name == name]
+    shown = [(x, y) for x, y in dots if y is not None]
+    if not shown:
+        return
+    colour, marker = PEER_STYLES.get(name, (GREY, "o"))
+    axis.plot(*zip(*shown, strict=True), marker + "-", color=colour, markersize=5, linewidth=1.4)
+    x, y = shown[-1]
+    axis.annotate(entry.label, (x, y), xytext=(7, 0), textcoords="offset points", va="center", color=colour, fontsize=9)
+
+
+def _format_axes(axis: Any, finding: Finding, title: str, label: Callable[[float], str], base: int) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=base)
+    low, high = axis.get_ylim()
+    if high / low < MIN_AXIS_RATIO:  # a wider axis shows nearly constant numbers as nearly constant
+        middle = (low * high) ** 0.5
+        axis.set_ylim(middle / MIN_AXIS_RATIO**0.5, middle * MIN_AXIS_RATIO**0.5)
+    points = [point.coordinate for point in finding.points]
+    axis.set_xlim(points[0] / 1.2, points[-1] * max(points[-1] / points[0], 4) ** 0.38)  # leaves space for labels
+    named = [f"{at:,.0f}" if finding.axis == "n" else f"{at:.0%}" if at > 0.095 else f"{at:.1%}" for at in points]
+    axis.set_xticks(points, named, rotation=30, ha="right")
+    axis.minorticks_off()
+    if base == 10:
+        _set_decade_ticks(axis.yaxis, label)
+    else:
+        axis.yaxis.set_major_formatter(lambda value, _: label(value))
+    axis.set_xlabel("tokens" if finding.axis == "n" else "pairs the mask allows", fontsize=9)
+    axis.set_title(title, loc="left", fontsize=9)
+    axis.tick_params(labelsize=8)
+    axis.grid(axis="y", color=LIGHT_GREY, linewidth=0.7)
+    plotting.hide_upper_spines(axis)
+
+
+# -- parts of figures ----------------------------------------------------------------------------------------------
+
+
+def _set_decade_ticks(axis: Any, label: Callable[[float], str]) -> None:
+    """Set labelled ticks at 1, 2 and 5 of every decade."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: label(value))
+
+
+def _draw_dot(axis: Any, x: float, row: float, entry: Entry, first: str = "") -> None:
+    colour, marker = PEER_STYLES[entry.name]
+    size, order = (7, 3) if entry.name == first else (5, 2)
+    face = "white" if entry.wrong else colour  # a dot is hollow if the results exceed the rounding-error budget
+    axis.plot(x, row, marker, color=colour, markerfacecolor=face, markersize=size, zorder=order, alpha=0.9)
+
+
+def _label_rows(axis: Any, names: Iterable[str]) -> None:
+    names = list(names)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    axis.tick_params(axis="y", length=0)
+    axis.tick_params(labelsize=8)
+    axis.grid(axis="y", color=LIGHT_GREY, linewidth=0.6)
+    plotting.hide_upper_spines(axis)
+    axis.spines["left"].set_visible(False)
+
+
+def _add_legend(figure: Any, entries: dict[str, Entry]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = []
+    for name in (name for name in entries if name in PEER_STYLES):
+        colour, marker = PEER_STYLES[name]
+        style: dict[str, Any] = {"linestyle": "", "color": colour, "marker": marker, "markersize": 5}
+        handles.append(Line2D([], [], label=entries[name].label, **style))
+    figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=8, frameon=False)

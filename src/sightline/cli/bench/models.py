@@ -1,0 +1,295 @@
+"""The group "models": whole models of transformers with Sightline's attention, beside the same models with torch's.
+
+Three copies of a model are called in turn: one with `attn_implementation="sightline"`, one with "sdpa", and one that
+`watch` records with see=[entropy()]. Tokens are random, since the time does not depend on them. Every call gets a batch
+of other tokens as new tensors.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...arrays.operations import to_numpy
+from ...reference.accuracy import budget_used
+from ...statistics import entropy
+from .cases import Case, CaseContender, CaseGroup
+from .implementations import PreparedCall
+from .model_builders import copy_with_attention, encoder_folder, make_decoder, make_encoder
+from .workloads import SEED
+
+__all__ = ["MODELS", "EncoderCase", "GenerationCase", "ModelCase", "TrainingCase"]
+
+Arrays = dict[str, Any]  # NumPy arrays by name; the last axis is a row, whose errors are compared with the row's size
+Batch = dict[str, Any]  # the arguments of a model, by name
+References = dict[bytes, tuple[Arrays, Arrays]]  # (true results, plain results) by the generated tokens as bytes
+
+POOL_SIZE = 4  # number of batches that the calls of a contender use in rotation
+SMALL_LENGTH, SMALL_NEW_TOKENS = 8, 3  # limits of the lengths in a small version
+CONTENDERS = (  # name, label, attention implementation, is the model watched
+    ("sightline", "Sightline", "sightline", False),
+    ("watched", "watched", "sightline", True),
+    ("sdpa", "sdpa", "sdpa", False),
+)
+
+
+@dataclass(frozen=True)
+class ModelCase(Case):
+    """One use of a model on a batch of texts.
+
+    Parameters
+    ----------
+    name : name in tables
+    lengths : the number of tokens of each text; shorter texts are padded
+    is_small : True for tiny models
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    is_small: bool = False
+    pads_left: ClassVar[bool] = False
+    exact_attention: ClassVar[str] = "eager"  # the attention implementation that computes the true results in float64
+
+    @abstractmethod
+    def make_model(self) -> Any:
+        """Return the model. Contenders use copies of it."""
+
+    @abstractmethod
+    def make_call(self, model: Any) -> Callable[[Batch], Any]:
+        """Return the function of a batch that is timed."""
+
+    @abstractmethod
+    def compute(self, model: Any, batch: Batch) -> Arrays:
+        """Return the arrays that are checked, as the model computes them."""
+
+    def compute_reference(self, model: Any, batch: Batch, found: Arrays) -> Arrays:
+        """Return what a model of transformers computes in place of `found`, the arrays of a contender."""
+        return self.compute(model, batch)
+
+    def select_recorded(self, seen: Any, batch: Batch) -> Arrays:
+        """Return the arrays of a recording that are checked; by default none."""
+        return {}
+
+    def small(self) -> ModelCase:
+        unequal = len(set(self.lengths)) > 1
+        lengths = tuple(min(n, SMALL_LENGTH - index * unequal) for index, n in enumerate(self.lengths[:4]))
+        return replace(self, lengths=lengths, is_small=True)
+
+    def contenders(self, threads: int) -> Iterator[CaseContender]:
+        model = self.make_model()
+        batches = [self.make_batch(index, model.config.vocab_size) for index in range(POOL_SIZE)]
+        references: References = {}
+        for name, label, implementation, is_watched in CONTENDERS:
+            copied = copy_with_attention(model, implementation)
+            contender = ModelContender(self, copied, is_watched, batches, references)
+            prepared = PreparedCall(contender.call, lambda _: {}, contender.next, threads, contender.close)
+            yield CaseContender(name, label, prepared, contender.share_of_budget, is_peer=name == "sdpa")
+
+    def make_batch(self, index: int, vocabulary: int) -> Batch:
+        """Return a batch of random tokens, with the lengths in another order for each index."""
+        import torch
+
+        rng = np.random.default_rng([SEED, index])
+        lengths = rng.permutation(self.lengths)
+        positions = np.arange(lengths.max())
+        is_token = (positions[::-1] if self.pads_left else positions) < lengths[:, None]
+        tokens = np.where(is_token, rng.integers(3, vocabulary, is_token.shape), 0)
+        return {"input_ids": torch.from_numpy(tokens), "attention_mask": torch.from_numpy(is_token.astype(np.int64))}
+
+
+class ModelContender:
+    """A copy of a model that is called on batches in rotation, and recorded if `is_watched` is True."""
+
+    def __init__(
+        self, case: ModelCase, model: Any, is_watched: bool, batches: list[Batch], references: References
+    ) -> None:
+        self.case, self.model, self.batches, self.references, self.position = case, model, batches, references, 0
+        self.call, self.exit_stack, self.seen = case.make_call(model), ExitStack(), None
+        if is_watched:
+            watch = import_module("sightline.transformers").watch
+            self.seen = self.exit_stack.enter_context(watch(model, see=[entropy()]))
+        self.close = self.exit_stack.close
+
+    def next(self) -> Batch:
+        """Return the next batch, as new tensors, and empty the recording."""
+        if self.seen is not None:
+            self.seen.calls.clear()
+        self.position = (self.position + 1) % len(self.batches)
+        return {name: tensor.clone() for name, tensor in self.batches[self.position].items()}
+
+    def share_of_budget(self) -> float:
+        """Return the largest share of the rounding-error budget that the results for the first batch use.
+
+        The true results are those of transformers' model in float64. The error of its eager model sets the budget.
+        """
+        batch, case = self.batches[0], self.case
+        if self.seen is not None:
+            self.seen.calls.clear()
+        found = case.compute(self.model, batch)
+        if self.seen is not None:
+            found |= case.select_recorded(self.seen, batch)
+        truth, rough = self._compute_references(found)
+        return max(budget_used(found[name], truth[name], rough[name]) for name in truth if name in found)
+
+    def _compute_references(self, found: Arrays) -> tuple[Arrays, Arrays]:
+        """Return what models of transformers compute in place of `found`: in float64, and in float32 by plain steps.
+
+        The contenders of a case share the results, unless they generated different tokens.
+        """
+        key = found["tokens"].tobytes() if "tokens" in found else b""
+        if key not in self.references:
+            model, batch = self.case.make_model(), self.batches[0]
+            exact = copy_with_attention(model, self.case.exact_attention).double()
+            models = exact, copy_with_attention(model, "eager")
+            truth, rough = (self.case.compute_reference(each, batch, found) for each in models)
+            self.references[key] = truth, rough
+        return self.references[key]
+
+
+class EncoderCase(ModelCase):
+    """The states of an encoder."""
+
+    def make_model(self) -> Any:
+        return make_encoder(self.is_small)
+
+    def make_call(self, model: Any) -> Callable[[Batch], Any]:
+        import torch
+
+        def call(batch: Batch) -> Any:
+            with torch.no_grad():
+                return model(**batch)
+
+        return call
+
+    def compute(self, model: Any, batch: Batch) -> Arrays:
+        """Return the states of all tokens that are not padding, and for an eager model the entropies of its weights."""
+        is_token = to_numpy(batch["attention_mask"]) > 0
+        is_eager = model.config._attn_implementation == "eager"
+        output = self.make_call(model)(batch | {"output_attentions": is_eager})
+        arrays = {"states": to_numpy(output.last_hidden_state)[is_token]}
+        if is_eager:
+            weights = np.stack([to_numpy(layer) for layer in output.attentions])
+            entropies = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1)
+            arrays["entropy"] = _of_tokens(entropies, is_token)
+        return arrays
+
+    def select_recorded(self, seen: Any, batch: Batch) -> Arrays:
+        entropies = np.stack([to_numpy(of_layer) for of_layer in seen["entropy"]])
+        return {"entropy": _of_tokens(entropies, to_numpy(batch["attention_mask"]) > 0)}
+
+
+def _of_tokens(entropies: Any, is_token: Any) -> Any:
+    """Return entropies (layers, B, H, n) as (tokens, layers, H), without those of padding."""
+    return entropies.transpose(1, 3, 0, 2)[is_token]
+
+
+@dataclass(frozen=True)
+class GenerationCase(ModelCase):
+    """Greedy generation by the decoder, with a cache of keys and values. Prompts are padded on the left."""
+
+    new_tokens: int = 32
+    pads_left: ClassVar[bool] = True
+    exact_attention: ClassVar[str] = "sdpa"  # the eager one in float64 gives NaN for a query that sees no key
+
+    def make_model(self) -> Any:
+        return make_decoder(self.is_small)
+
+    def small(self) -> ModelCase:
+        return replace(super().small(), new_tokens=SMALL_NEW_TOKENS)  # type: ignore[call-arg]
+
+    def make_call(self, model: Any) -> Callable[[Batch], Any]:
+        def call(batch: Batch) -> Any:
+            return model.generate(**batch, max_new_tokens=self.new_tokens, do_sample=False)
+
+        return call
+
+    def compute(self, model: Any, batch: Batch) -> Arrays:
+        """Return the logits of all steps, and the tokens of prompts and answers."""
+        output = self.make_call(model)(batch | {"output_logits": True, "return_dict_in_generate": True})
+        return {"logits": np.stack([to_numpy(step) for step in output.logits], 1), "tokens": to_numpy(output.sequences)}
+
+    def compute_reference(self, model: Any, batch: Batch, found: Arrays) -> Arrays:
+        """Return the logits of one forward pass on the contender's tokens."""
+        import torch
+
+        tokens = torch.from_numpy(found["tokens"])[:, :-1]
+        new = torch.ones(len(tokens), self.new_tokens - 1, dtype=torch.int64)
+        mask = torch.cat([batch["attention_mask"], new], 1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
+        return {"logits": to_numpy(logits[:, -self.new_tokens :])}
+
+
+class TrainingCase(ModelCase):
+    """One training step of the decoder: forward pass, backward pass and AdamW."""
+
+    def make_model(self) -> Any:
+        return make_decoder(self.is_small)
+
+    def make_call(self, model: Any) -> Callable[[Batch], Any]:
+        import torch
+
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+        def call(batch: Batch) -> Any:
+            loss = model(**batch, labels=batch["input_ids"]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return call
+
+    def compute(self, model: Any, batch: Batch) -> Arrays:
+        """Return the loss, and the gradient of each parameter as one row, for the parameters before any step."""
+        import torch
+
+        model.load_state_dict(self.make_model().state_dict())
+        parameters = dict(model.named_parameters())
+        loss = model(**batch, labels=batch["input_ids"]).loss
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        rows = {name: to_numpy(gradient).reshape(-1) for name, gradient in zip(parameters, gradients, strict=True)}
+        return rows | {"loss": to_numpy(loss.detach()).reshape(1)}
+
+
+MIXED_LENGTHS = tuple(8 + 120 * k // 31 for k in range(32))  # from 8 to 128 tokens
+
+
+def _group(name: str, description: str, *cases: ModelCase) -> CaseGroup:
+    pip = '"sightline-attention[transformers]"'
+    return CaseGroup(
+        name=f"models {name}",
+        group="models",
+        description=description,
+        cases=cases,
+        packages=("torch", "transformers"),
+        pip=pip,
+        peer="sdpa",
+    )
+
+
+MODELS = (
+    _group(
+        "encoder",
+        ("all-MiniLM-L6-v2" if encoder_folder() else "random weights") + ", 6 layers, 12 heads on 384",
+        EncoderCase("1 short sentence", (12,)),
+        EncoderCase("4 short, padded", (6, 8, 9, 12)),
+        EncoderCase("32 mixed, padded", MIXED_LENGTHS),
+        EncoderCase("1 × 512 tokens", (512,)),
+    ),
+    _group(
+        "decoder",
+        "Llama, random weights, 4 layers, 8 heads on 256",
+        GenerationCase("generate 32 after 512", (512,)),
+        GenerationCase("generate 32, 4 prompts", (20, 35, 50, 64)),
+        TrainingCase("train 4 × 128", (128,) * 4),
+    ),
+)

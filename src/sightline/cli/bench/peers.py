@@ -1,0 +1,335 @@
+"""The peers on a CPU: attention of other libraries, one small class for each peer.
+
+`sightline bench` lists peers that are not installed as missing. All peers get the same numbers as Sightline and the
+same number of threads. Conversion to a peer's preferred layout is not timed. If a peer has no option for a mask, it
+gets the mask as a dense array.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...arrays.operations import resolve_dtype
+from .dense_statistics import WEIGHT_STATISTICS, Dense, dense_statistics, has_uneven_cells
+from .implementations import Implementation, PreparedCall, name_results, prepare_with_autograd, to_tensor, to_tensor_on
+from .vllm_peer import Vllm
+from .workloads import Inputs, Workload
+from .zentorch_peer import Zentorch
+
+__all__ = ["PEERS"]
+
+OPENVINO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's names of Sightline's dtypes
+
+
+def dense_mask(workload: Workload) -> Any:
+    """Return the workload's mask as a bool array (1, 1, n, m), True for allowed pairs.
+
+    The array has one batch and one head, since the masks of the benchmarks do not read b or h.
+    """
+    assert workload.formula is not None
+    return np.array(workload.formula.array(workload.n, workload.m)[None, None])  # a writable copy, as torch requires
+
+
+class Torch(Implementation):
+    """torch.nn.functional.scaled_dot_product_attention, which gets a mask other than the causal one as a bool array."""
+
+    name, label, packages, pip = "torch", "torch", ("torch",), "torch"
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Return None: torch computes every workload."""
+        return None
+
+    def reference_workload(self, workload: Workload) -> Workload | None:
+        """Return the workload; None if it has dropout, since torch's own generator chooses the dropped weights."""
+        return None if workload.dropout else workload
+
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+        import torch
+
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        mask = torch.from_numpy(dense_mask(workload)) if workload.needs_mask_array else None
+        given = {"dropout_p": workload.dropout, "is_causal": workload.is_causal, "enable_gqa": workload.G != workload.H}
+        options: dict[str, Any] = given if any(given.values()) else {}
+
+        def forward(query: Any, key: Any, value: Any, bias: Any) -> Any:
+            added = mask if bias is None else bias
+            return sdpa(query, key, value, **options) if added is None else sdpa(query, key, value, added, **options)
+
+        return prepare_with_autograd(workload, inputs, forward, threads)
+
+
+class Flex(Implementation):
+    """torch's FlexAttention, compiled. The compilation needs a C++ compiler."""
+
+    name, label, packages, pip, note = "flex", "FlexAttention", ("torch",), "torch", "its compilation is not timed"
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Refuse backward passes, dropout and biases."""
+        if workload.passes != "forward":
+            return "no backward pass on CPUs"
+        if workload.dropout or workload.bias:
+            return "no dropout" if workload.dropout else "no bias with a gradient"
+        return None
+
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        to_table = to_tensor_on(self.device)
+        torch.compiler.reset()  # drop the code compiled for earlier workloads
+        options: dict[str, Any] = {"enable_gqa": True} if workload.G != workload.H else {}
+        if workload.mask is not None:
+            allows = workload.mask.make_function(workload.n, to_table)
+            options["block_mask"] = create_block_mask(allows, None, None, workload.n, workload.m, device=self.device)
+        if workload.score is not None:
+            options["score_mod"] = workload.score.make_function(workload.H, to_table)
+        compiled = torch.compile(flex_attention)
+
+        def forward(query: Any, key: Any, value: Any, _: Any) -> Any:
+            return compiled(query, key, value, **options)
+
+        return prepare_with_autograd(workload, inputs, forward, threads, self.device)
+
+
+class MultiHead(Implementation):
+    """torch.nn.MultiheadAttention with identity projections, which add four products of (n, H d) by (H d, H d).
+
+    Statistics are computed from the weights that the layer returns.
+    """
+
+    name, label, packages, pip = "mha", "nn.MultiheadAttention", ("torch",), "torch"
+    note = "the times include its four projections, here identities"
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Refuse all but plain forward passes, statistics of scores, and pooled cells of unequal sizes.
+
+        A plain forward pass has no mask, dropout or bias, and its queries, keys and V have one shape.
+        """
+        is_plain = workload.passes == "forward" and workload.mask is None and not (workload.dropout or workload.bias)
+        shapes_fit = workload.G == workload.H and workload.d_k == workload.d_v and workload.n == workload.m
+        if not (is_plain and shapes_fit):
+            return "only plain forward passes"
+        if any(statistic.name not in WEIGHT_STATISTICS for statistic in workload.see):
+            return "it returns weights, not scores"
+        return "only cells of equal size" if has_uneven_cells(workload) else None
+
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+        import torch
+
+        kind, width = getattr(torch, workload.dtype), workload.H * workload.d_k
+        layer = torch.nn.MultiheadAttention(width, workload.H, bias=False, batch_first=True, dtype=kind).eval()
+        with torch.no_grad():
+            layer.in_proj_weight.copy_(torch.eye(width).repeat(3, 1))
+            layer.out_proj.weight.copy_(torch.eye(width))
+        arrays = [to_tensor(merge_heads(x), workload.dtype) for x in (inputs.query, inputs.key, inputs.value)]
+        statistics = dense_statistics(workload)
+
+        def call(_: Any) -> Any:
+            with torch.inference_mode():
+                output, weights = layer(*arrays, need_weights=bool(statistics), average_attn_weights=False)
+                return (output, [compute(None, weights) for compute in statistics]) if statistics else output
+
+        def results(result: Any) -> dict[str, Any]:
+            named = name_results(workload, result)
+            return named | {"output": split_heads(named["output"], workload)}
+
+        return PreparedCall(call, results, threads=threads)
+
+
+class OnnxRuntime(Implementation):
+    """ONNX Runtime's MultiHeadAttention in a model of one operator.
+
+    A mask other than the causal one is added to the scores as a bias of 0 and −∞.
+    """
+
+    name, label, packages, pip = "onnxruntime", "ONNX Runtime", ("onnxruntime", "onnx"), "onnxruntime onnx"
+    has_arena = True
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Refuse backward passes, dropout, dtypes other than float32, and grouped heads."""
+        if workload.passes != "forward" or workload.dropout:
+            return "only inference"
+        if workload.dtype != "float32":
+            return f"no {workload.dtype} on CPUs"
+        return "no grouped heads" if workload.G != workload.H else None
+
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+        import onnxruntime
+
+        settings = onnxruntime.SessionOptions()
+        settings.intra_op_num_threads, settings.inter_op_num_threads = threads, 1
+        session = onnxruntime.InferenceSession(self.model(workload), settings, providers=["CPUExecutionProvider"])
+        feed = {"query": merge_heads(inputs.query), "key": merge_heads(inputs.key), "value": merge_heads(inputs.value)}
+        if workload.bias:
+            feed["bias"] = inputs.bias
+        elif workload.needs_mask_array:
+            feed["bias"] = np.where(dense_mask(workload), np.float32(0), np.float32(-np.inf))
+        return PreparedCall(
+            lambda _: session.run(None, feed)[0], lambda out: {"output": split_heads(out, workload)}, threads=threads
+        )
+
+    def model(self, workload: Workload) -> bytes:
+        """Return the ONNX model of one operator, serialised."""
+        from onnx import TensorProto, helper
+
+        B, H, n, m = workload.extent
+        shapes = {"query": [B, n, H * workload.d_k], "key": [B, m, H * workload.d_k], "value": [B, m, H * workload.d_v]}
+        names = list(shapes)
+        if workload.bias or workload.needs_mask_array:
+            shapes["bias"] = [1, H if workload.bias else 1, n, m]
+            names += ["", "", "bias"]  # "" omits inputs 3 and 4: the bias of the projections, and the padding mask
+        tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+        output = helper.make_tensor_value_info("output", TensorProto.FLOAT, [B, n, H * workload.d_v])
+        options = {"domain": "com.microsoft", "num_heads": H, "unidirectional": int(workload.is_causal)}
+        node = helper.make_node("MultiHeadAttention", names, ["output"], **options)
+        versions = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+        graph = helper.make_graph([node], "attention", tensors, [output])
+        serialised: bytes = helper.make_model(graph, opset_imports=versions, ir_version=8).SerializeToString()
+        return serialised
+
+
+class OpenVino(Implementation):
+    """OpenVINO's ScaledDotProductAttention (opset 13) with the workload's dtype as inference precision."""
+
+    name, label, packages, pip = "openvino", "OpenVINO", ("openvino",), "openvino"
+    has_arena = True
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Refuse backward passes, dropout, float64 and grouped heads."""
+        if workload.passes != "forward" or workload.dropout:
+            return "only inference"
+        if workload.dtype not in OPENVINO_DTYPES:
+            return f"no {workload.dtype}"
+        return "no grouped heads" if workload.G != workload.H else None
+
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+        import openvino
+
+        kind = getattr(openvino.Type, OPENVINO_DTYPES[workload.dtype])
+        settings = {"INFERENCE_PRECISION_HINT": OPENVINO_DTYPES[workload.dtype], "PERFORMANCE_HINT": "LATENCY"}
+        settings["INFERENCE_NUM_THREADS"] = str(threads)
+        request = openvino.Core().compile_model(self.model(workload, kind), "CPU", settings).create_infer_request()
+        input_tensors: list[Any] = []
+        for array in (inputs.query, inputs.key, inputs.value):
+            bits = array if workload.dtype == "float32" else to_16_bit_words(array, workload.dtype)
+            input_tensors.append((bits, openvino.Tensor(bits, list(array.shape), kind)))
+        if workload.bias:
+            input_tensors.append((inputs.bias, openvino.Tensor(inputs.bias, shared_memory=True)))
+        elif workload.needs_mask_array:
+            input_tensors.append((None, openvino.Tensor(dense_mask(workload))))
+        for index, (_, array) in enumerate(input_tensors):
+            request.set_input_tensor(index, array)
+
+        def results(_: Any) -> dict[str, Any]:
+            output = request.get_output_tensor(0)
+            dtypes = {name: dtype for dtype, name in OPENVINO_DTYPES.items()}
+            return {"output": widen_to_float32(output.data, dtypes[output.element_type.to_string()])}
+
+        call = partial(request.infer, share_outputs=True)
+        return PreparedCall(lambda _: call(), results, threads=threads, close=input_tensors.clear)
+
+    def model(self, workload: Workload, kind: Any) -> Any:
+        """Return the OpenVINO model of one operator; `kind` is OpenVINO's type of the arrays."""
+        import openvino
+        from openvino import opset13
+
+        B, H, n, m = workload.extent
+        shapes = [[B, H, n, workload.d_k], [B, H, m, workload.d_k], [B, H, m, workload.d_v]]
+        parameters, added = [opset13.parameter(shape, kind) for shape in shapes], {}
+        if workload.bias or workload.needs_mask_array:
+            added_kind = kind if workload.bias else openvino.Type.boolean
+            parameters.append(opset13.parameter([1, H if workload.bias else 1, n, m], added_kind))
+            added["attention_mask"] = parameters[-1]
+        node = opset13.scaled_dot_product_attention(*parameters[:3], causal=workload.is_causal, **added)
+        return openvino.Model([node], parameters, "attention")
+
+
+class Jax(Implementation):
+    """jax.nn.dot_product_attention compiled by jax.jit, with gradients by jax.vjp."""
+
+    name, label, packages, pip = "jax", "JAX", ("jax",), "jax"
+    has_arena = True
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Refuse dropout, float16, d_v ≠ d_k, and forward and backward passes timed as one call."""
+        if workload.dropout or workload.dtype == "float16":
+            return "no dropout" if workload.dropout else "no float16 on CPUs"
+        if workload.d_k != workload.d_v:
+            return "needs d_v = d_k"
+        return "not implemented" if workload.passes == "forward and backward" else None
+
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+        os.environ.setdefault("NPROC", str(threads))  # XLA reads NPROC when a process first uses jax
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        import jax
+
+        def to_jax_layout(array: Any) -> Any:
+            return jax.numpy.asarray(array.swapaxes(1, 2), dtype=workload.dtype)
+
+        def from_jax_layout(array: Any) -> Any:
+            return np.asarray(array, np.float32).swapaxes(1, 2)
+
+        arrays = [to_jax_layout(x) for x in (inputs.query, inputs.key, inputs.value)]
+        options: dict[str, Any] = {"is_causal": workload.is_causal}
+        if workload.needs_mask_array:
+            options["mask"] = jax.numpy.asarray(dense_mask(workload))
+        if workload.bias:
+            options["bias"] = jax.numpy.asarray(inputs.bias, dtype=workload.dtype)
+
+        def attend(*given: Any) -> Any:
+            return jax.nn.dot_product_attention(*given, **options)
+
+        if workload.passes == "forward":
+            run = jax.jit(attend)
+
+            def output(out: Any) -> dict[str, Any]:
+                return {"output": from_jax_layout(out)}
+
+            return PreparedCall(lambda _: run(*arrays).block_until_ready(), output, threads=threads)
+        seed = to_jax_layout(inputs.d_output)
+        forward_pass = jax.jit(lambda *given: jax.vjp(attend, *given))
+        backward_pass = jax.jit(lambda vjp_function, d: vjp_function(d))
+
+        def gradients(forward_result: Any) -> Any:
+            output, vjp_function = forward_result
+            return output, *jax.block_until_ready(backward_pass(vjp_function, seed))
+
+        def results(arrays: Any) -> dict[str, Any]:
+            return dict(zip(("output", "query", "key", "value"), map(from_jax_layout, arrays), strict=True))
+
+        return PreparedCall(gradients, results, lambda: jax.block_until_ready(forward_pass(*arrays)), threads)
+
+
+PEERS: dict[str, Implementation] = {
+    peer.name: peer
+    for peer in (Torch(), Flex(), OnnxRuntime(), OpenVino(), Jax(), Zentorch(), Vllm(), MultiHead(), Dense())
+}
+
+
+# -- layouts --------------------------------------------------------------------------------------------------------
+
+
+def merge_heads(array: Any) -> Any:
+    """Return an array (B, H, n, d) as a contiguous array (B, n, H d)."""
+    B, H, n, d = array.shape
+    return np.ascontiguousarray(array.swapaxes(1, 2)).reshape(B, n, H * d)
+
+
+def split_heads(array: Any, workload: Workload) -> Any:
+    """Return an array (B, n, H d_v) as an array (B, H, n, d_v)."""
+    return array.reshape(workload.B, workload.n, workload.H, workload.d_v).swapaxes(1, 2)
+
+
+def to_16_bit_words(array: Any, dtype: str) -> Any:
+    """Return float32 numbers rounded to a 16-bit dtype, with their bits as a uint16 array."""
+    return array.astype(resolve_dtype(np, dtype)).view(np.uint16)
+
+
+def widen_to_float32(array: Any, dtype: str) -> Any:
+    """Return a float32 copy of an array. The array holds numbers of `dtype`, possibly as the bits of another dtype."""
+    kind = resolve_dtype(np, dtype)
+    return (array if array.dtype == kind else array.view(kind)).astype(np.float32)

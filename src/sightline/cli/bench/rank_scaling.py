@@ -1,0 +1,202 @@
+"""Measure attention over several processes of one thread each, and hold the cost model against the measured times.
+
+One process measures the rates of the forward and the backward pass of each mask. An exchange of plain arrays between
+all processes measures the bandwidth, and attention over a short sequence the time of a call that computes almost
+nothing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...cpu.runtime.thread_count import usable_processors
+from ...formula.expression import Expression
+from ...formula.library import causal, window
+from ...partition.cost_model import Hardware, Prediction, predict_problem
+from ...partition.shards import ShardLayout
+from ...problem.problem import Problem, make_problem
+
+__all__ = ["CASES", "RankCase", "RankResult", "measure_ranks"]
+
+RANKS = (1, 2, 4)
+HEADS, WIDTH, WINDOW = 4, 64, 512
+EXCHANGED = 4 << 20  # bytes that each process sends to the next one, to measure the bandwidth
+SHORT = 64  # positions of the sequence of a call that computes almost nothing
+
+
+@dataclass(frozen=True)
+class RankCase:
+    """A mask and a division of the sequence."""
+
+    name: str
+    layout: ShardLayout
+    width: int | None = None  # of the window
+
+    def mask(self) -> Expression:
+        """Return the mask."""
+        return causal() if self.width is None else causal() & window(self.width)
+
+    def problem(self, n: int) -> Problem:
+        """Return the whole problem, with arrays that have no memory."""
+        x = np.broadcast_to(np.float32(0), (1, HEADS, n, WIDTH))
+        return make_problem(x, x, x, mask=self.mask())
+
+
+CASES = (
+    RankCase("causal, contiguous", "contiguous"),
+    RankCase("causal, zigzag", "zigzag"),
+    RankCase(f"window {WINDOW}, contiguous", "contiguous", WINDOW),
+)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """The seconds of one pass of a case: measured, and predicted by the cost model."""
+
+    case: str
+    ranks: int
+    name: str  # of the pass
+    measured: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        """The measured over the predicted seconds."""
+        return self.measured / self.predicted
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """The seconds of a group of processes: (forward, backward) of each case, of a short call, and of an exchange."""
+
+    passes: dict[str, tuple[float, float]]
+    overhead: tuple[float, float]
+    bandwidth: float
+    latency: float
+
+
+def measure_ranks(
+    n: int = 16384, repeats: int = 3, ranks: Sequence[int] = RANKS
+) -> tuple[list[RankResult], dict[str, Hardware]]:
+    """Return the results of every case, number of ranks and pass, and the rates of each case in the largest group.
+
+    Parameters
+    ----------
+    n : the length of the sequence
+    repeats : the number of timed runs; the fastest counts, since a disturbance only makes a run slower
+    ranks : the numbers of processes
+    """
+    alone = _run_group(1, n, repeats)
+    results, hardware = [], {case.name: Hardware() for case in CASES}
+    for size in ranks:
+        timing = alone if size == 1 else _run_group(size, n, repeats)
+        for case in CASES:
+            forward, backward = _rates(case, n, alone)
+            own = Hardware(forward, timing.bandwidth, timing.latency, min(size, usable_processors()), backward)
+            prediction = predict_problem(case.problem(n), size, case.layout, hardware=own)
+            results += _compare(case, size, timing, prediction)
+            hardware[case.name] = own
+    return results, hardware
+
+
+def _rates(case: RankCase, n: int, alone: _Timing) -> tuple[float, float]:
+    """Return the operations per second of one process in the forward and in the backward pass of a case."""
+    whole = predict_problem(case.problem(n), 1, case.layout)
+    forward, backward = alone.passes[case.name]
+    return float(whole.forward.flops.sum() / forward), float(whole.backward.flops.sum() / backward)
+
+
+def _compare(case: RankCase, ranks: int, timing: _Timing, prediction: Prediction) -> list[RankResult]:
+    predicted = prediction.forward.time, prediction.backward.time
+    passes = zip(("forward", "backward"), timing.passes[case.name], predicted, timing.overhead, strict=True)
+    return [
+        RankResult(case.name, ranks, name, measured, seconds + (overhead if ranks > 1 else 0.0))
+        for name, measured, seconds, overhead in passes
+    ]
+
+
+def _run_group(size: int, n: int, repeats: int) -> _Timing:
+    """Start the processes of a group and return the timing of its first one."""
+    from torch import multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        answers = multiprocessing.get_context("spawn").SimpleQueue()
+        store = (Path(folder) / "store").as_uri()
+        multiprocessing.spawn(_work, (size, store, n, repeats, answers), nprocs=size)  # type: ignore[attr-defined, no-untyped-call]
+        timing: _Timing = answers.get()
+        return timing
+
+
+def _work(rank: int, size: int, store: str, n: int, repeats: int, answers: Any) -> None:
+    """Run one process of a group."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    try:
+        passes = {case.name: _time_case(case, n, repeats) for case in CASES}
+        overhead = _time_case(CASES[0], SHORT * size, repeats)
+        seconds = [_time_exchange(rank, size, count, repeats) for count in (1, EXCHANGED)] if size > 1 else [0.0, 1.0]
+        bandwidth = EXCHANGED / max(seconds[1] - seconds[0], 1e-9)
+        if rank == 0:
+            answers.put(_Timing(passes, overhead, bandwidth, seconds[0]))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _time_case(case: RankCase, n: int, repeats: int) -> tuple[float, float]:
+    """Return the seconds of the slowest process in the forward and in the backward pass, in the fastest run."""
+    import torch
+    import torch.distributed as dist
+
+    from ...torch.distributed import attention, shard
+
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, HEADS, n, WIDTH, generator=generator) for _ in range(3)]
+    query, key, value = (shard(x, layout=case.layout).requires_grad_() for x in whole)
+    found = []
+    for _ in range(repeats + 1):  # the first run compiles the kernels
+        forward, output = _time(attention, query, key, value, mask=case.mask(), layout=case.layout, threads=1)
+        backward, _ = _time(output.backward, torch.ones_like(output))
+        seconds = torch.tensor([forward, backward], dtype=torch.float64)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        found.append(seconds.tolist())
+    forward, backward = np.min(found[1:], axis=0)
+    return float(forward), float(backward)
+
+
+def _time_exchange(rank: int, size: int, count: int, repeats: int) -> float:
+    """Return the least seconds in which every process sends `count` bytes to the next one."""
+    import torch
+    import torch.distributed as dist
+
+    sent, received = torch.zeros(count, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8)
+
+    def exchange() -> None:
+        operations = [
+            dist.P2POp(dist.isend, sent, (rank + 1) % size),
+            dist.P2POp(dist.irecv, received, (rank - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return float(min([_time(exchange)[0] for _ in range(4 * repeats + 1)]))
+
+
+def _time(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[float, Any]:
+    """Return the seconds and the result of a call, which all processes of the group begin together."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    started = time.perf_counter()
+    result = function(*arguments, **options)
+    return time.perf_counter() - started, result

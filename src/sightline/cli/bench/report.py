@@ -1,0 +1,308 @@
+"""The results of a benchmark run: times, ratios, verdicts, and the JSON file that stores them.
+
+`cli.bench_command` prints the results, and `figures` draws them. Times are medians over rounds. The ratio of two
+contenders is the median over the rounds of their ratio in a round, since a disturbance of a round affects both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ...errors import name_file
+from .peaks import UNITS
+from .ratio_summary import RatioSummary, summarise
+from .workloads import BEST, Target
+
+__all__ = [
+    "PAGE",
+    "SERIES_MEASURES",
+    "CaseResult",
+    "Entry",
+    "Finding",
+    "Point",
+    "Report",
+    "Verdict",
+    "format_amount",
+    "format_duration",
+]
+
+PAGE = 4096  # size of a page of memory in bytes
+SERIES_MEASURES = ("spread", "growth", "extra")  # quantities that are computed from all points of a series
+LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "transformers", "onnxruntime", "openvino", "jax")
+
+
+@dataclass
+class Entry:
+    """The results of one contender on one workload."""
+
+    name: str
+    label: str
+    seconds: list[float] = field(default_factory=list)  # seconds per call, one number per round
+    first_seconds: float | None = None  # seconds of preparation and first call with compilation; None without a call
+    memory: int | None = None  # peak bytes of a call beyond those in use before it, with its outputs; None if unknown
+    budget: float | None = None  # share of the rounding-error budget that the results use; None if not checked
+    skip_reason: str | None = None  # why the contender has no times; None if it has times
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def wrong(self) -> bool:
+        return self.budget is not None and not self.budget <= 1
+
+    def speedup_over(self, other: Entry) -> float:
+        """Return the other contender's time over this contender's time."""
+        return statistics.median(y / x for x, y in zip(self.seconds, other.seconds, strict=True))
+
+    def excess_over(self, other: Entry) -> float:
+        """Return the seconds of this contender minus those of the other contender."""
+        return statistics.median(x - y for x, y in zip(self.seconds, other.seconds, strict=True))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target and the measured quantity that it limits; `value` is None if the quantity was not measured."""
+
+    target: Target
+    value: float | None
+
+    @property
+    def reached(self) -> bool | None:
+        return None if self.value is None else self.target.is_met(self.value)
+
+
+@dataclass
+class Point:
+    """The results of one point of a series."""
+
+    coordinate: float  # n, or the share of pairs that the mask allows
+    n: int
+    outputs: int  # bytes of the output and the statistics together
+    entries: list[Entry]  # the contenders' results, Sightline's first
+
+    @property
+    def extra_bytes(self) -> int | None:
+        """The peak bytes of Sightline's call beyond its inputs and outputs; None if they were not measured."""
+        used = self.entries[0].memory
+        return None if used is None else max(used - self.outputs, 0)
+
+
+@dataclass
+class CaseResult:
+    """The results of one case of a group."""
+
+    name: str
+    entries: list[Entry] = field(default_factory=list)  # the contenders' results, Sightline's first
+    failed: str | None = None  # why there are no times: Sightline's output is wrong or missing; None if there are times
+    wrong: bool = False  # True if Sightline's output is wrong
+    refused: bool = False  # True if Sightline refuses the case on this host, which is not an error
+
+    def entry(self, name: str) -> Entry | None:
+        """Return the results of the contender called `name`; None if it has no times or is not in the case."""
+        return next((entry for entry in self.entries if entry.name == name and entry.seconds), None)
+
+    def ratio(self, entry: Entry, peer: str) -> float | None:
+        """Return the peer's time over the contender's time; None if either has no times."""
+        other = self.entry(peer)
+        return entry.speedup_over(other) if entry.seconds and other is not None else None
+
+
+@dataclass
+class Finding:
+    """The results of one benchmark."""
+
+    name: str
+    description: str
+    entries: list[Entry] = field(default_factory=list)  # the contenders' results, Sightline's first; [] for a series
+    points: list[Point] = field(default_factory=list)  # the points of a series; [] for other benchmarks
+    cases: list[CaseResult] = field(default_factory=list)  # the cases of a group; [] for other benchmarks
+    verdicts: list[Verdict] = field(default_factory=list)
+    flops: int = 0  # FLOPs of one call; 0 if no peak is given
+    bytes_moved: int = 0  # bytes of the inputs and outputs of one call
+    peak: str = ""  # name of the peak in a share of the peak; "" for no share
+    threads: int = 1
+    axis: str = ""  # coordinate of the points of a series: "n" or "allowed"; "" for other benchmarks
+    failed: str | None = None  # why there are no times: Sightline's output is wrong or missing; None if there are times
+    wrong: bool = False  # True if Sightline's output is wrong
+    refused: bool = False  # True if Sightline refuses the workload on this host, which is not an error
+    best: float | None = None  # highest rate of the peak in the run, in `unit`; None if the peak was not measured
+    published: str = ""  # a published figure to print, with its source; "" for none
+    peers: tuple[str, ...] = ()  # names of the contenders that are other libraries
+    group: str = ""  # name of the benchmarks that are summarised together; "" unless the finding has cases
+    subtracted: str = ""  # name of a contender of the cases whose time is subtracted from Sightline's; "" for none
+
+    @property
+    def unit(self) -> str:
+        """The unit of a contender's rate: "B/s" if the peak is a bandwidth, else "FLOP/s"."""
+        return UNITS.get(self.peak, "FLOP/s")
+
+    @property
+    def work(self) -> int:
+        """The FLOPs of a call; if the peak is a bandwidth, the bytes that the call moves."""
+        return self.bytes_moved if self.unit == "B/s" else self.flops
+
+    def entry(self, name: str) -> Entry | None:
+        """Return the results of the contender called `name`; None if it has no times or is not in the finding."""
+        return next((entry for entry in self.entries if entry.name == name and entry.seconds), None)
+
+    def target_entry(self, target: Target) -> Entry | None:
+        """Return the results of the contender that a target names; None if that contender has no times.
+
+        `BEST` names the fastest peer whose results are not wrong.
+        """
+        if target.implementation != BEST:
+            return self.entry(target.implementation)
+        timed = [entry for entry in map(self.entry, self.peers) if entry is not None and not entry.wrong]
+        return min(timed, key=lambda entry: entry.median, default=None)
+
+    def share(self, entry: Entry) -> float | None:
+        """Return the contender's rate over the measured peak; None if the rate or the peak is unknown."""
+        if not (self.best and entry.seconds and self.work):
+            return None
+        return self.work / entry.median / self.best
+
+    def evaluate(self, targets: Iterable[Target]) -> None:
+        """Set `verdicts` by comparing the measurements with the targets. A target for a share needs `best`."""
+        self.verdicts = [Verdict(target, None if self.failed else self._measure(target)) for target in targets]
+
+    def _measure(self, target: Target) -> float | None:
+        ours, other = self.entry("sightline"), self.target_entry(target)
+        if target.measure == "seconds":
+            return other.median if other else None
+        if target.measure == "share":
+            return self.share(ours) if ours else None
+        if target.measure in SERIES_MEASURES:
+            measures = {"spread": self._time_spread, "growth": self._memory_growth, "extra": self._extra_share}
+            return measures[target.measure]()
+        if ours is None or other is None:
+            return None
+        if target.measure == "slower":
+            return other.speedup_over(ours)
+        if target.measure == "efficiency":
+            return ours.speedup_over(other) / self.threads if self.threads > 1 else None
+        return ours.speedup_over(other)
+
+    def _time_spread(self) -> float | None:
+        """Return the largest of Sightline's times per token over the smallest; None for fewer than two times."""
+        times = [point.entries[0].median / point.n for point in self.points if point.entries[0].seconds]
+        return max(times) / min(times) if len(times) > 1 else None
+
+    def _memory_growth(self) -> float | None:
+        """Return `extra_bytes` of the last point over `extra_bytes` of the first, each at least a page.
+
+        None if there are fewer than two points or the bytes of either point are unknown.
+        """
+        extra = [point.extra_bytes for point in self.points]
+        if len(extra) < 2 or extra[0] is None or extra[-1] is None:
+            return None
+        return max(extra[-1], PAGE) / max(extra[0], PAGE)
+
+    def _extra_share(self) -> float | None:
+        """Return the largest `extra_bytes` of a point over the bytes of its outputs; None if they are unknown."""
+        shares = [point.extra_bytes / point.outputs for point in self.points if point.extra_bytes is not None]
+        return max(shares, default=None)
+
+
+@dataclass
+class Report:
+    """The results of a whole benchmark run."""
+
+    threads: int
+    seconds: float  # timing budget of one problem, in seconds
+    quick: bool
+    peaks: dict[str, float]
+    findings: list[Finding] = field(default_factory=list)
+    device: str = ""  # description of the device that was measured
+    machine: dict[str, Any] = field(default_factory=dict)  # properties of the device that times depend on
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    @property
+    def failed(self) -> bool:
+        """True if in any benchmark Sightline's output was wrong or Sightline raised an error."""
+        cases = (case for finding in self.findings for case in finding.cases)
+        results: list[Finding | CaseResult] = [*self.findings, *cases]
+        return any(result.failed and not result.refused for result in results)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return [verdict for finding in self.findings for verdict in finding.verdicts]
+
+    @property
+    def groups(self) -> dict[str, list[RatioSummary]]:
+        """The summaries of the ratios of every group of cases, by the group's name."""
+        groups = dict.fromkeys(finding.group for finding in self.findings if finding.cases)
+        return {group: summarise([f for f in self.findings if f.group == group]) for group in groups}
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report as JSON with the times of every round, and return the path.
+
+        An existing file is replaced atomically.
+        """
+        document = asdict(self)
+        for finding, saved in zip(self.findings, document["findings"], strict=True):
+            for verdict, row in zip(finding.verdicts, saved["verdicts"], strict=True):
+                row["reached"] = verdict.reached
+            for entry, row in zip(finding.entries, saved["entries"], strict=True):
+                row["median"] = entry.median if entry.seconds else None
+                row["share"] = finding.share(entry)
+            for case, row in zip(finding.cases, saved["cases"], strict=True):
+                for entry, saved_entry in zip(case.entries, row["entries"], strict=True):
+                    saved_entry["median"] = entry.median if entry.seconds else None
+                    is_peer = entry.name in finding.peers
+                    saved_entry["ratio"] = None if is_peer else case.ratio(entry, finding.peers[0])
+        document["groups"] = {group: list(map(asdict, summaries)) for group, summaries in self.groups.items()}
+        document["machine"] = machine() | self.machine
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        with name_file(part):
+            part.write_text(json.dumps(document, indent=1, default=str) + "\n")
+        os.replace(part, path)
+        return path
+
+
+def machine() -> dict[str, Any]:
+    """Return what times depend on: the host's properties, and the version of each library, None if not installed."""
+    properties: dict[str, Any] = {"processors": os.cpu_count(), "machine": platform.machine(), "sightline": __version__}
+    for name in LIBRARIES:
+        try:
+            properties[name] = version(name)
+        except PackageNotFoundError:
+            properties[name] = None
+    return properties
+
+
+def format_duration(seconds: float) -> str:
+    """Return a number of seconds as text, with three digits and the unit s, ms, µs or ns."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)):
+        if seconds >= size or unit == "ns":
+            return f"{_three_digits(seconds / size)} {unit}"
+    raise AssertionError
+
+
+def format_amount(value: float, unit: str) -> str:
+    """Return a number of FLOP/s, B/s or B as text, with three digits, a prefix and the unit.
+
+    The prefixes are powers of 1024 for B and powers of 1000 for other units.
+    """
+    step, prefixes = (1024, ("", "Ki", "Mi", "Gi")) if unit == "B" else (1000, ("", "k", "M", "G", "T"))
+    power = 0
+    while abs(value) >= step and power < len(prefixes) - 1:
+        value, power = value / step, power + 1
+    return f"{_three_digits(value)} {prefixes[power]}{unit}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

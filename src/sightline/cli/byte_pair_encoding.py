@@ -1,0 +1,143 @@
+"""Byte-pair encoding: merges that are learned from one text, and the tokens that the merges give.
+
+The algorithm (Gage, 1994; Sennrich et al., "Neural machine translation of rare words with subword units", 2016,
+Algorithm 1) starts with one token for each character. A step counts all pairs of adjacent tokens within a word, and
+joins every occurrence of the most frequent pair to one token. Among equally frequent pairs, the pair that occurs first
+in the text is joined. The steps end if no pair occurs twice, or after a given number of merges.
+
+As in SentencePiece (Kudo and Richardson, 2018), a word contains the space before it, and a space is put before the
+text. The tokens' pieces of text in a row are therefore the space and the text. Characters are Unicode code points,
+which are neither normalised nor changed.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+__all__ = ["Merge", "Tokenization", "apply_merges", "learn_merges", "printable"]
+
+# A word has at most one white-space character, its first. Further white space makes words of its own.
+WORD = re.compile(r"\s+(?!\S)|\s?\S+")
+
+Word = tuple[str, ...]  # the pieces of one word
+
+
+@dataclass(frozen=True)
+class Merge:
+    """One step: every occurrence of adjacent tokens with the pieces `parts` becomes one token."""
+
+    parts: tuple[str, ...]
+    count: int  # number of places of the text at which the parts are adjacent, before the step
+    length: int  # number of tokens of the text after the step
+
+    @property
+    def piece(self) -> str:
+        return "".join(self.parts)
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """The tokens of a text: their pieces of text, the merges that gave the tokens, and the number of every piece."""
+
+    pieces: tuple[str, ...]
+    merges: tuple[Merge, ...]
+    vocabulary: dict[str, int]
+
+    @property
+    def text(self) -> str:
+        """The text that was tokenized: the pieces in a row, without the space that was put before the text."""
+        return "".join(self.pieces)[1:]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The tokens as numbers."""
+        return tuple(self.vocabulary[piece] for piece in self.pieces)
+
+
+def learn_merges(text: str, max_merges: int) -> Tokenization:
+    """Return the tokens of the text after at most `max_merges` merges, each of the most frequent pair.
+
+    Examples
+    --------
+    >>> from sightline.cli.byte_pair_encoding import learn_merges
+    >>> found = learn_merges("low lower lowest", max_merges=4)
+    >>> [(merge.parts, merge.count) for merge in found.merges]
+    [((' ', 'l'), 3), ((' l', 'o'), 3), ((' lo', 'w'), 3), ((' low', 'e'), 2)]
+    >>> found.pieces
+    (' low', ' lowe', 'r', ' lowe', 's', 't')
+    """
+    words, merges = _split_words(text), list[Merge]()
+    while len(merges) < max_merges:
+        pairs = Counter(chain.from_iterable(map(pairwise, words)))
+        if not pairs or max(pairs.values()) < 2:
+            break
+        pair = max(pairs, key=pairs.__getitem__)  # the first of the largest, in the order of the text
+        words = [_merge_word(word, pair) for word in words]
+        merges.append(Merge(pair, pairs[pair], sum(map(len, words))))
+    return _collect(words, merges)
+
+
+def apply_merges(text: str, merges: Sequence[tuple[str, ...]]) -> Tokenization:
+    """Return the tokens of the text after the given merges, in their order. A merge may join more than two tokens."""
+    words, steps = _split_words(text), list[Merge]()
+    for parts in merges:
+        count = sum(_count(word, parts) for word in words)
+        words = [_merge_word(word, parts) for word in words]
+        steps.append(Merge(parts, count, sum(map(len, words))))
+    return _collect(words, steps)
+
+
+def _collect(words: Sequence[Word], merges: Sequence[Merge]) -> Tokenization:
+    """Return the tokenization. Characters get the first numbers, in the order of Unicode, then every merge gets one."""
+    pieces = tuple(chain.from_iterable(words))
+    entries = dict.fromkeys([*sorted(set("".join(pieces))), *(merge.piece for merge in merges)])
+    return Tokenization(pieces, tuple(merges), {piece: number for number, piece in enumerate(entries)})
+
+
+def _split_words(text: str) -> list[Word]:
+    """Return the words of the text, with a space put before the text, as tuples of characters."""
+    return [tuple(word) for word in WORD.findall(" " + text)]
+
+
+def _count(word: Word, parts: tuple[str, ...]) -> int:
+    """Return at how many places of the word the parts are adjacent."""
+    return sum(word[start : start + len(parts)] == parts for start in range(len(word)))
+
+
+def _merge_word(word: Word, parts: tuple[str, ...]) -> Word:
+    """Return the word, with every occurrence of the parts joined to one piece, from the left."""
+    result: list[str] = []
+    start = 0
+    while start < len(word):
+        length = len(parts) if word[start : start + len(parts)] == parts else 1
+        result.append("".join(word[start : start + length]))
+        start += length
+    return tuple(result)
+
+
+def printable(piece: str) -> str:
+    r"""Return the piece with ␣ for a space, ◌ under a lone combining mark, and escapes for invisible characters.
+
+    Examples
+    --------
+    >>> from sightline.cli.byte_pair_encoding import printable
+    >>> printable(" the"), printable("\n"), printable("\u0301")
+    ('␣the', '\\n', '◌́')
+    """
+    shown = []
+    for index, character in enumerate(piece):
+        kind = unicodedata.category(character)
+        if character == " ":
+            shown.append("␣")
+        elif kind[0] in "CZ":  # control, format, surrogate, unassigned; separators
+            shown.append(character.encode("unicode_escape").decode("ascii"))
+        elif kind[0] == "M" and (index == 0 or unicodedata.category(piece[index - 1])[0] in "CZ"):
+            shown.append("◌" + character)
+        else:
+            shown.append(character)
+    return "".join(shown)

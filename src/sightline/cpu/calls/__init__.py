@@ -1,0 +1,1 @@
+"""Generated functions that run a repeated call: for Python, and for XLA."""

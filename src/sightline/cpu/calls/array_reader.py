@@ -1,0 +1,200 @@
+"""A generated function that reads arrays of NumPy and torch, and that Python calls as a function of C.
+
+`sightline.arrays.layouts.read_in_python` is the definition: the function returns the same. It reads NumPy's arrays by
+the structs of NumPy's C API, and tensors by the exchange functions of DLPack 1.3 (`DLPackExchangeAPI`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...arrays.layouts import GPU_SHIFT, GRADIENT_BIT, MAX_ARRAYS, MAX_AXES, MAX_GPUS, TENSOR_BIT
+from ..codegen.builder import Variable
+from ..codegen.python_function import PythonFunction
+from ..codegen.values import BOOL, BYTE, INT32, INT64, POINTER, VOID, Value
+
+__all__ = ["ARRAY_OFFSETS", "CONTEXT_FIELDS", "DTYPE_OFFSETS", "ArrayFunction", "ArrayReader"]
+
+# bytes from the head of the Python object to the fields of NumPy's structs PyArrayObject and PyArray_Descr
+ARRAY_OFFSETS = {"data": 0, "axes": 8, "shape": 16, "strides": 24, "dtype": 40}
+DTYPE_OFFSETS = {"order": 10, "number": 12, "itemsize": 24}
+
+DLPACK_CPU, DLPACK_CUDA, DLPACK_ROCM = 1, 2, 10  # DLDeviceType kDLCPU, kDLCUDA and kDLROCM
+
+CONTEXT_FIELDS = {
+    "none": POINTER,  # the object None
+    "true": POINTER,  # the object True
+    "head_size": INT64,  # bytes of the head of a Python object
+    "ndarray": POINTER,  # the type of NumPy's arrays
+    "tensor": POINTER,  # the types of tensors, or a type that no array has
+    "parameter": POINTER,
+    "read_tensor": POINTER,  # the function `dltensor_from_py_object_no_sync`
+    "requires_grad": POINTER,  # the names of attributes, as Python objects
+    "is_neg": POINTER,
+    "is_grad_enabled": POINTER,  # a Python function without arguments
+    "num_conditions": INT64,
+    "conditions": POINTER,  # Python functions without arguments; if the result of one is true, tensors are not read
+}
+
+
+class ArrayFunction(PythonFunction):
+    """Builds a function whose arguments from number `first` on are arrays, and which reads these arrays."""
+
+    def __init__(self, module: Any, name: str, fields: Mapping[str, Any], first: int) -> None:
+        super().__init__(module, name, fields)
+        self.first, self.num_arrays = first, self.count - first
+        self.words = self.alloca_array(INT64, MAX_ARRAYS * (1 + 2 * MAX_AXES))
+        self.addresses = self.alloca_array(POINTER, MAX_ARRAYS)
+        self.tensor = self.alloca_array(INT64, 6)  # a DLTensor
+        self.num_words = Variable(self, INT64, 0)
+        self.grad_enabled = Variable(self, BOOL, False)
+
+    def read_arrays(self) -> None:
+        """Store the words of all layouts, and all addresses. Return None if the call needs the full dispatch."""
+        self.return_none_if(self.num_arrays > MAX_ARRAYS)
+        self.check_types()
+        with self.loop(0, self.num_arrays) as index:
+            array = self.array(index)
+            with self.if_else(self.type_of(array) == self.context["ndarray"]) as (yes, no):
+                with yes:
+                    self.read_ndarray(array, index)
+                with no:
+                    self.read_tensor(array, index)
+
+    def array(self, index: Any) -> Value:
+        return self.argument(index + self.first)
+
+    def make_layouts(self) -> Value:
+        """Return the words of all layouts as a new bytes object."""
+        return self.call("PyBytes_FromStringAndSize", POINTER, self.words, self.num_words.get() * 8)
+
+    def make_tuple(self, *objects: Value) -> Value:
+        """Return a new tuple with these objects and the addresses. The tuple takes over the references of the objects.
+
+        If there is no memory for the tuple, the generated function returns, and Python raises MemoryError.
+        """
+        result = self.call("PyTuple_New", POINTER, self.num_arrays + len(objects))
+        with self.if_then(result == self.null()):
+            self.return_(result)
+        for place, member in enumerate(objects):
+            self.call("PyTuple_SetItem", INT32, result, self.value(place, INT64), member)
+        with self.loop(0, self.num_arrays) as index:
+            number = self.call("PyLong_FromVoidPtr", POINTER, self.addresses.at(index * 8).load(POINTER))
+            self.call("PyTuple_SetItem", INT32, result, index + len(objects), number)
+        return result
+
+    def type_of(self, array: Value) -> Value:
+        """Return the type of a Python object: the last field of the object's head."""
+        return array.at(self.context["head_size"] - 8).load(POINTER)
+
+    # -- conditions ------------------------------------------------------------------------------------------------
+    def check_types(self) -> None:
+        """Return None if an array is neither NumPy's nor torch's, or if torch must see a call with its tensors."""
+        has_tensor = Variable(self, BOOL, False)
+        with self.loop(0, self.num_arrays) as index:
+            kind = self.type_of(self.array(index))
+            is_tensor = (kind == self.context["tensor"]) | (kind == self.context["parameter"])
+            self.return_none_if(~(is_tensor | (kind == self.context["ndarray"])))
+            has_tensor.set(has_tensor.get() | is_tensor)
+        with self.if_then(has_tensor.get()):
+            with self.loop(0, self.context["num_conditions"]) as index:
+                self.return_none_if(self.is_true_result(self.context["conditions"].at(index * 8).load(POINTER)))
+            self.grad_enabled.set(self.is_true_result(self.context["is_grad_enabled"]))
+
+    def is_true_result(self, function: Value) -> Value:
+        """True if the Python function returns an object that is true. Return with Python's error if it raises one.
+
+        A signal handler may run in the function and raise KeyboardInterrupt.
+        """
+        answer = self.call("PyObject_CallNoArgs", POINTER, function)
+        self.return_null_if(answer == self.null())
+        return self.is_true(answer) != 0
+
+    # -- arrays ----------------------------------------------------------------------------------------------------
+    def read_ndarray(self, array: Value, index: Value) -> None:
+        """Read the struct PyArrayObject, and the struct PyArray_Descr of its dtype."""
+        body = array.at(self.context["head_size"])
+        data, shape, strides, dtype = (
+            body.at(ARRAY_OFFSETS[name]).load(POINTER) for name in ("data", "shape", "strides", "dtype")
+        )
+        body_of_dtype = dtype.at(self.context["head_size"])
+        order, number, itemsize = (
+            body_of_dtype.at(DTYPE_OFFSETS[name]).load(kind)
+            for name, kind in (("order", BYTE), ("number", INT32), ("itemsize", INT64))
+        )
+        head = (itemsize << 48) | (((number.zero_extend(INT64) << 8) | order.zero_extend(INT64)) << 16)
+        self.store(index, data, head, body.at(ARRAY_OFFSETS["axes"]).load(INT32).to(INT64), shape, strides, 1)
+
+    def read_tensor(self, array: Value, index: Value) -> None:
+        """Read the tensor's DLTensor, and whether the tensor requires a gradient."""
+        tensor, status = self.tensor, self.describe_tensor(array)
+        is_negative = self.is_true_method(self.given.at((index + self.first) * 8), "is_neg")
+        # a tensor without memory has no address; only the full dispatch tells an empty tensor from one that lost it
+        has_no_address = tensor.load(POINTER) == self.null()
+        device, gpu = tensor.at(8).load(INT32), tensor.at(12).load(INT32).zero_extend(INT64) + 1
+        is_on_cpu, is_on_gpu = device == DLPACK_CPU, (device == DLPACK_CUDA) | (device == DLPACK_ROCM)
+        is_known = is_on_cpu | (is_on_gpu & (gpu <= MAX_GPUS))
+        self.return_none_if((status != 0) | ~is_known | is_negative | has_no_address)
+        requires_gradient = Variable(self, BOOL, False)
+        with self.if_then(self.grad_enabled.get()):
+            requires_gradient.set(self.is_true_attribute(array, "requires_grad"))
+        needs_gradient = requires_gradient.get()
+        axes, dtype = tensor.at(16).load(INT32).to(INT64), tensor.at(20).load(INT32).zero_extend(INT64)
+        unit = tensor.at(21).load(BYTE).zero_extend(INT64) >> 3
+        gpu = self.where(is_on_cpu, self.value(0, INT64), gpu)
+        head = (unit << 48) | (dtype << 16) | (gpu << GPU_SHIFT) | needs_gradient.to(INT64) * GRADIENT_BIT | TENSOR_BIT
+        shape, strides = tensor.at(24).load(POINTER), tensor.at(32).load(POINTER)
+        self.store(index, self.tensor_address(), head, axes, shape, strides, unit)
+
+    def describe_tensor(self, array: Value) -> Value:
+        """Write the DLTensor of a tensor to `self.tensor`. The result is not 0 if that is not possible."""
+        status = self.call(self.context["read_tensor"], INT32, array, self.tensor)
+        self.clear_error_if(status != 0)
+        return status
+
+    def tensor_address(self) -> Value:
+        """Return the address of the first entry of the tensor that was described last."""
+        return self.tensor.load(POINTER).at(self.tensor.at(40).load(INT64))
+
+    def is_true_attribute(self, array: Value, name: str) -> Value:
+        """True if the attribute is the object True."""
+        return self.is_true_object(self.call("PyObject_GetAttr", POINTER, array, self.context[name]))
+
+    def is_true_method(self, array: Value, name: str) -> Value:
+        """True if the method without arguments returns the object True. `array` is the address of the argument."""
+        one, no_names = self.value(1, INT64), self.null()
+        return self.is_true_object(
+            self.call("PyObject_VectorcallMethod", POINTER, self.context[name], array, one, no_names)
+        )
+
+    def is_true_object(self, answer: Value) -> Value:
+        self.return_null_if(answer == self.null())
+        self.call("Py_DecRef", VOID, answer)
+        return answer == self.context["true"]
+
+    def store(
+        self, index: Value, address: Value, head: Value, axes: Value, shape: Value, strides: Value, unit: Any
+    ) -> None:
+        """Store the words of an array. `shape` and `strides` are addresses, and `unit` is the unit of the strides."""
+        self.return_none_if(axes > MAX_AXES)
+        self.addresses.at(index * 8).store(address)
+        start = self.num_words.get()
+        self.words.at(start * 8).store(head | (axes << 8))
+        with self.loop(0, axes) as axis:
+            at = start + axis + 1
+            self.words.at(at * 8).store(shape.at(axis * 8).load(INT64))
+            self.words.at((at + axes) * 8).store(strides.at(axis * 8).load(INT64) * unit)
+        self.num_words.set(start + axes * 2 + 1)
+
+
+class ArrayReader(ArrayFunction):
+    """Builds the function. Its arguments are the arrays."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        super().__init__(module, name, CONTEXT_FIELDS, 0)
+
+    def build(self) -> None:
+        """Build the function."""
+        self.read_arrays()
+        self.finish(self.make_tuple(self.make_layouts()))

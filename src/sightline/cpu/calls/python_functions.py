@@ -1,0 +1,120 @@
+"""The generated functions that Python calls as functions of C.
+
+See `calls.array_reader`, `calls.direct_call` and `calls.launcher`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import sysconfig
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from ...arrays.layouts import MAX_ARRAYS, MAX_AXES, NoTensor, Tensors
+from ..codegen.python_function import PYTHON_API
+from ..runtime.processor import HOST
+from ..runtime.python_function import make_function, python_library
+from .array_reader import ARRAY_OFFSETS, CONTEXT_FIELDS, DTYPE_OFFSETS, ArrayReader
+from .direct_call import DIRECT_CONTEXT, DirectCall
+from .launcher import Launcher
+
+__all__ = ["READ_TENSOR_INDEX", "launcher", "make_array_functions"]
+
+READ_TENSOR_INDEX = 5  # of `dltensor_from_py_object_no_sync` among the words of DLPackExchangeAPI
+DLPACK_MAJOR_VERSION = 1
+
+
+def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
+    """Return `read_arrays` and `run_or_find` in generated code; None if this Python or this torch cannot be served.
+
+    `arrays.layouts.read_in_python` and `arrays.layouts.find_in_python` do the same, but run no call.
+    """
+    read_tensor = None if tensors.exchange is None else _exchange_function(tensors.exchange)
+    if not (_is_supported() and _has_known_structs()) or (read_tensor is None and NoTensor not in tensors.types):
+        return None
+    conditions = list(tensors.conditions)
+    names = ["requires_grad", "is_neg", "direct_record", "makers"]
+    addresses = np.array([id(condition) for condition in conditions], np.int64)
+    values = {
+        "none": id(None),
+        "true": id(True),
+        "head_size": object.__basicsize__,
+        "ndarray": id(np.ndarray),
+        "tensor": id(tensors.types[0]),
+        "parameter": id(tensors.types[1]),
+        "read_tensor": read_tensor or 0,
+        **{name: id(name) for name in names},
+        "is_grad_enabled": id(tensors.is_grad_enabled),
+        "num_conditions": len(conditions),
+        "conditions": addresses.ctypes.data,
+        "float": id(float),
+    }
+    context = np.array([values[name] for name in DIRECT_CONTEXT], np.int64)  # it begins with `CONTEXT_FIELDS`
+    limits, keep_alive = f"{MAX_ARRAYS} {MAX_AXES}", (tensors, conditions, names, addresses)
+    assert list(DIRECT_CONTEXT)[: len(CONTEXT_FIELDS)] == list(CONTEXT_FIELDS)
+    return (
+        make_function(_compile(ArrayReader, "sightline_read_arrays", limits), "read_arrays", context, keep_alive),
+        make_function(_compile(DirectCall, "sightline_run_or_find", limits), "run_or_find", context, keep_alive),
+    )
+
+
+@cache
+def launcher() -> Any:
+    """Return the function `launch` of `calls.launcher`; None if this Python cannot be served."""
+    if not _is_supported():
+        return None
+    context = np.array([id(None)], np.int64)
+    return make_function(_compile(Launcher, "sightline_launch", ""), "launch", context, ())
+
+
+@cache
+def _is_supported() -> bool:
+    """True if this is CPython with a global lock, and its C API has every function that generated functions call."""
+    is_known = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+    return is_known and all(hasattr(python_library(), name) for name in PYTHON_API)
+
+
+def _has_known_structs() -> bool:
+    """True if NumPy's structs have the layout that `calls.array_reader` reads. Else arrays are read in Python.
+
+    An address is followed only after it was found to be one of an array that is known.
+    """
+    array = np.zeros((5, 7), np.complex64)[::2, ::-3]  # a dtype whose alignment is not its size
+    body, of_dtype = (id(x) + object.__basicsize__ for x in (array, array.dtype))
+
+    def read(kind: Any, address: int) -> int:
+        return int(kind.from_address(address).value or 0)
+
+    data, shape, strides, dtype = (
+        read(ctypes.c_void_p, body + ARRAY_OFFSETS[name]) for name in ("data", "shape", "strides", "dtype")
+    )
+    is_known = (data, dtype) == (array.__array_interface__["data"][0], id(array.dtype)) and strides == shape + 16
+    if not is_known or read(ctypes.c_int32, body + ARRAY_OFFSETS["axes"]) != array.ndim:
+        return False
+    lengths = tuple([read(ctypes.c_int64, shape + 8 * k) for k in range(4)])  # the strides follow the lengths
+    kinds = {"order": ctypes.c_uint8, "number": ctypes.c_int32, "itemsize": ctypes.c_int64}
+    facts = tuple([read(kind, of_dtype + DTYPE_OFFSETS[name]) for name, kind in kinds.items()])
+    expected = ord(array.dtype.byteorder), array.dtype.num, array.itemsize
+    return lengths == (*array.shape, *array.strides) and facts == expected
+
+
+def _compile(writer: type[ArrayReader | DirectCall | Launcher], name: str, key: str) -> Any:
+    def build() -> Any:
+        module = ir.Module(name)
+        writer(module, name).build()
+        return module
+
+    return HOST.kernel(key, name, build)
+
+
+def _exchange_function(capsule: Any) -> int | None:
+    """Return the address of the exchange function that describes a tensor; None if its version is not known."""
+    get = python_library().PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    words = (ctypes.c_uint64 * (READ_TENSOR_INDEX + 1)).from_address(get(capsule, b"dlpack_exchange_api"))
+    major = words[0] & 0xFFFFFFFF
+    return int(words[READ_TENSOR_INDEX]) or None if major == DLPACK_MAJOR_VERSION else None

@@ -1,0 +1,165 @@
+"""Generated code by which XLA runs repeated forward passes without Python.
+
+An entry describes a forward pass that was run before: the text of its call, and the record of a bound call. The code
+finds the entry by a hash of the text that XLA passes, compares the whole text, writes the addresses of XLA's arrays
+into the record's argument block, and runs the kernel. The caller runs the call in Python if there is no such entry, if
+another thread uses the record, if the search for tile ranges fails, or if the kernel sets `nonfinite_flag`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from ...problem.problem import NUM_OPERANDS
+from ..codegen.abi import FORWARD_CALL_FIELDS
+from ..codegen.builder import Builder, Variable
+from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, INT64, POINTER, Value
+from .launcher import RecordCode
+
+__all__ = ["ENTRY_FIELDS", "XlaDirectCall", "build_install"]
+
+ENTRY_FIELDS: dict[str, Any] = {
+    "text": POINTER,
+    "length": INT64,  # of the text, in bytes
+    "setting": POINTER,  # the value of the environment variable when the entry was made; null if it was not set
+    "record": POINTER,
+    "num_arguments": INT64,
+    "num_tables": INT64,
+    "tables": POINTER,  # for each table of the kernel, its index among the arguments
+    "num_rows": INT64,  # queries of all heads and batches
+    "is_lse_wide": INT64,  # 1 if the result lse is float64, 0 if it is float32
+    "scratch": POINTER,  # where the kernel writes its output if the result has heads after positions; else null
+    "batches": INT64,
+    "heads": INT64,
+    "queries": INT64,
+    "row_bytes": INT64,  # of one row of the output
+}
+SLOTS = "sightline_xla_slots"  # a variable of the module: the address of an entry for each hash
+NUM_SLOTS = 1024
+PRIME = 0x100000001B3  # of the hash FNV-1a, which is applied to words of 8 bytes
+OUTPUT, LSE, PRECISE_LSE = range(3)  # the results of the custom call
+OUTPUT_WORD, LSE_WORD = (list(FORWARD_CALL_FIELDS).index(name) for name in ("output", "lse"))
+
+
+class XlaDirectCall:
+    """Builds the code.
+
+    Parameters
+    ----------
+    builder : the function
+    variable : the name of the environment variable on which the choice of a kernel depends
+    """
+
+    def __init__(self, builder: Builder, variable: Value) -> None:
+        self.builder, self.variable = builder, variable
+
+    def run(self, text: Value, length: Value, buffers: Value) -> Value:
+        """Run the call, and return true if its results are valid. `buffers` has the addresses of all arrays."""
+        builder, is_done = self.builder, Variable(self.builder, BOOL, False)
+        slot = slot_of(builder, text, length)
+        self.entry = Value(builder, builder.irbuilder.load_atomic(slot.raw, "acquire", 8, typ=POINTER))
+        self.buffers = buffers
+        with builder.if_then(self.entry != builder.null()), builder.if_then(self.is_entry_of(text, length)):
+            record = RecordCode(builder, self.field("record"))
+            with builder.if_then(record.exchange_busy(1) == 0):
+                self.write_words(record)
+                record.clear_workspace()
+                with builder.if_then(record.find_tile_ranges()):
+                    is_done.set(record.run_kernel(holds_lock=False) < 2)
+                with builder.if_then(is_done.get()):
+                    self.write_results()
+                record.exchange_busy(0)
+        return is_done.get()
+
+    def field(self, name: str) -> Value:
+        return self.entry.at(8 * list(ENTRY_FIELDS).index(name)).load(ENTRY_FIELDS[name], 8)
+
+    def is_entry_of(self, text: Value, length: Value) -> Value:
+        """True if the entry has this text, and the environment variable has not changed."""
+        builder, is_equal = self.builder, Variable(self.builder, BOOL, False)
+        with builder.if_then(self.field("length") == length):
+            difference = builder.call("memcmp", INT32, self.field("text"), text, length)
+            own, current = self.field("setting"), builder.call("getenv", POINTER, self.variable)
+            is_unset = (own == builder.null()) | (current == builder.null())
+            is_equal.set((difference == 0) & (own == current))
+            with builder.if_then((difference == 0) & ~is_unset):
+                is_equal.set(builder.call("strcmp", INT32, own, current) == 0)
+        return is_equal.get()
+
+    def write_words(self, record: RecordCode) -> None:
+        """Write the addresses of the arrays into the argument block. The other words never change."""
+        builder, words = self.builder, record.field("words")
+        for operand in range(NUM_OPERANDS):
+            words.at(8 * operand).store(self.buffers.at(8 * operand).load(INT64))
+        words.at(8 * OUTPUT_WORD).store(self.result(OUTPUT))
+        with builder.if_then(self.field("scratch") != builder.null()):
+            words.at(8 * OUTPUT_WORD).store(self.field("scratch"))
+        words.at(8 * LSE_WORD).store(self.result(PRECISE_LSE))
+        tables, places = words.at(record.field("first_table") * 8), self.field("tables")
+        with builder.loop(0, self.field("num_tables")) as index:
+            place = places.at(index * 8).load(INT64)
+            tables.at(index * 8).store(self.buffers.at(place * 8).load(INT64))
+
+    def result(self, index: int) -> Value:
+        """Return the address of a result."""
+        return self.buffers.at((self.field("num_arguments") + index) * 8).load(POINTER)
+
+    def write_results(self) -> None:
+        """Write lse from the float64 lse, and the output from the scratch memory if it is there."""
+        builder, precise, lse = self.builder, self.result(PRECISE_LSE), self.result(LSE)
+        is_wide = self.field("is_lse_wide") == 1
+        with builder.loop(0, self.field("num_rows")) as row:
+            number = precise.at(row * 8).load(DOUBLE)
+            with builder.if_else(is_wide) as (yes, no):
+                with yes:
+                    lse.at(row * 8).store(number)
+                with no:
+                    lse.at(row * 4).store(number.to(FLOAT))
+        with builder.if_then(self.field("scratch") != builder.null()):
+            self.copy_rows()
+
+    def copy_rows(self) -> None:
+        """Copy the output from (batches, heads, queries, width) to (batches, queries, heads, width)."""
+        builder, scratch, output = self.builder, self.field("scratch"), self.result(OUTPUT)
+        heads, queries, row_bytes = self.field("heads"), self.field("queries"), self.field("row_bytes")
+        with builder.loop(0, self.field("batches")) as batch:
+            first = batch * heads * queries
+            with builder.loop(0, heads) as head, builder.loop(0, queries) as query:
+                source = scratch.at((first + head * queries + query) * row_bytes)
+                target = output.at((first + query * heads + head) * row_bytes)
+                builder.call("memcpy", POINTER, target, source, row_bytes)
+
+
+def slot_of(builder: Builder, text: Value, length: Value) -> Value:
+    """Return the address of the slot for a text."""
+    hashed = Variable(builder, INT64, builder.value(0, INT64) + length)
+    with builder.loop(0, length // 8) as index:
+        hashed.set((hashed.get() ^ text.at(index * 8).load(INT64)) * PRIME)
+    found = hashed.get()
+    index = (found ^ (found >> 32)) & (NUM_SLOTS - 1)
+    return _slots(builder).at(index * 8)
+
+
+def _slots(builder: Builder) -> Value:
+    """Return the address of the first slot."""
+    variable = builder.module.globals.get(SLOTS)
+    if variable is None:
+        kind = ir.ArrayType(INT64, NUM_SLOTS)
+        variable = ir.GlobalVariable(builder.module, kind, SLOTS)
+        variable.initializer, variable.linkage, variable.align = ir.Constant(kind, None), "internal", 64
+    return Value(builder, builder.irbuilder.bitcast(variable, POINTER))
+
+
+def build_install(module: Any, name: str) -> None:
+    """Build the function that stores an entry: void f(address of the entry).
+
+    An older entry with the same hash is replaced. Entries must live as long as the process.
+    """
+    builder = Builder(module, name)
+    entry = builder.arguments[0]
+    text, length = (entry.at(8 * list(ENTRY_FIELDS).index(field)) for field in ("text", "length"))
+    slot = slot_of(builder, text.load(POINTER), length.load(INT64))
+    builder.atomic_exchange(slot, Value(builder, builder.irbuilder.ptrtoint(entry.raw, INT64)))
+    builder.finish()

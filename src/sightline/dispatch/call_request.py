@@ -1,0 +1,263 @@
+"""Requests. A request is a call in the form that the call cache looks up.
+
+    describe(...)  →  Description  →  run_or_find(...)  →  Request
+
+The key of a request has everything that the dispatch depends on: the layouts of all arrays, and the structure. Layouts
+are shapes, strides and dtypes. The structure is the formulas without their numbers and tables, and the options. The key
+never has contents of arrays, so new tables at each call are as fast as the same ones. A call has no request, and goes
+through the full dispatch, if one of the following holds. It needs statistics that no kernel computes, or selections of
+statistics. Its scale is an array. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself
+must see the call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..arrays import layouts as array_layouts
+from ..arrays.adapters import ADAPTERS, BOOLEANS
+from ..cpu.kernels.kernel_spec import min_decode_keys
+from ..cpu.runtime.machine import CPU_VARIABLE
+from ..formula import from_function, library
+from ..formula.expression import Expression, is_compiling
+from ..formula.parameters import structure_of
+from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights, unwrap_mean
+from ..statistics.computation import computed_statistic
+
+__all__ = [
+    "Description",
+    "Request",
+    "conditions_of",
+    "describe",
+    "family_key",
+    "has_cached_kinds",
+    "machine_setting",
+    "without_key_length",
+]
+
+# the statistics of cached calls: the forward kernel computes some, and a weights pass each of the others
+FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Mass), (Received, Pooled, TopK, Weights)
+MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
+MAX_MASK_AXES = 4  # b, h, i and j
+
+# `os.environ.get` takes a microsecond, because it encodes the name. On POSIX the dict that it reads is read directly.
+_environment: Any = getattr(os.environ, "_data", os.environ)
+_cpu_variable: Any = CPU_VARIABLE.encode() if os.supports_bytes_environ else CPU_VARIABLE
+
+
+class Description(NamedTuple):
+    """A call without its layouts.
+
+    structure : the formulas without their numbers and tables, and the options
+    mask, score : the formulas; `mask` may be a boolean array, and `score` an array of biases
+    see : the statistics
+    tables : the arrays of the tables in the order of `Structure.tables`: those of the mask first, then those of the
+        score, then those of the conditions of `see`
+    numbers : the numbers of the formulas
+    arrays : the tables, and then the sinks if there are any
+    """
+
+    structure: tuple[Any, ...]
+    mask: Any
+    score: Any
+    see: tuple[Statistic, ...]
+    tables: tuple[Any, ...]
+    numbers: tuple[float, ...]
+    arrays: tuple[Any, ...]
+
+
+def _new_description(*members: Any) -> Description:
+    """Return `Description(*members)` in half the time."""
+    return tuple.__new__(Description, members)
+
+
+class Request(NamedTuple):
+    """A call in the form in which the cache looks it up and runs it.
+
+    key : the layouts of query, key, value and `Description.arrays`, and the structure
+    addresses : the addresses of these arrays
+    mask, score, see, tables, numbers : as in `Description`
+    sinks, seed : as in `attention`
+    """
+
+    key: tuple[Any, ...]
+    addresses: tuple[int, ...]
+    mask: Any
+    score: Any
+    see: tuple[Statistic, ...]
+    tables: tuple[Any, ...]
+    numbers: tuple[float, ...]
+    sinks: Any
+    seed: int | None
+
+    def formulas(self) -> tuple[Expression | None, ...]:
+        """Return mask, score and the conditions of `see` as formulas. Their tables are `tables`, in the same order."""
+        mask = library.dense(self.mask) if type(self.mask) in ADAPTERS else self.mask
+        score = library.bias(self.score) if type(self.score) in ADAPTERS else self.score
+        return mask, score, *conditions_of(self.see)
+
+
+def describe(
+    query: Any,
+    mask: Any,
+    score: Any,
+    scale: Any,
+    sinks: Any,
+    dropout: Any,
+    seed: Any,
+    see: Any,
+    kernel: Any,
+    threads: Any,
+) -> Description | None:
+    """Return the description of a call with these arguments; None if the call cannot be cached (see the module)."""
+    # This check comes before `ADAPTERS` is read: the first trace adds torch's adapter, and torch.compile fails if a
+    # second trace of the call takes another path.
+    if is_compiling():
+        return None
+    adapter = ADAPTERS.get(type(query))
+    if adapter is None:
+        return None
+    options: tuple[Any, ...]
+    if scale is seed is see is kernel is threads is None and type(dropout) is float and dropout == 0:
+        options = None, 0.0, None, None, machine_setting(), None
+        statistics: tuple[Statistic, ...] = ()
+    else:
+        described = (None, ()) if see is None else _describe_statistics(see)
+        if described is None or not _are_valid(scale, dropout, seed, kernel, threads, adapter.draw_seed is not None):
+            return None
+        statistics_key, statistics = described
+        options = scale, dropout, kernel, threads, machine_setting(), statistics_key
+    if mask is None and score is None and sinks is None and not (statistics and conditions_of(statistics)):
+        return _new_description((options,), None, None, statistics, (), (), ())
+    return _describe_formulas(options, mask, score, statistics, sinks)
+
+
+def machine_setting() -> Any:
+    """Return the value of the environment variable SIGHTLINE_CPU."""
+    return _environment.get(_cpu_variable)
+
+
+def _are_valid(scale: Any, dropout: Any, seed: Any, kernel: Any, threads: Any, draws_seed: bool) -> bool:
+    """True if the key may have these options.
+
+    Only exact types and no zeros are accepted, because in a key True equals 1 and −0.0 equals 0.0.
+    """
+    return (
+        (scale is None or (type(scale) is float and scale != 0))
+        and type(dropout) is float
+        and (0 <= dropout < 1 if seed is not None or draws_seed else dropout == 0)
+        and (seed is None or (type(seed) is int and 0 <= seed < 2**64))
+        and (kernel is None or type(kernel) is str)
+        and (threads is None or type(threads) is int)
+    )
+
+
+def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ...]] | None:
+    """Return the classes and parameters of the statistics, and the statistics; None if one is not of cached calls."""
+    if type(see) is not list:
+        return None
+    key: list[Any] = []
+    for statistic in see:
+        kind = type(statistic)
+        if kind is Mean and computed_statistic(statistic) is not statistic:
+            key += kind, statistic.over_heads, statistic.over_batch
+            statistic = statistic.of
+            kind = type(statistic)
+        key.append(kind)
+        if kind in WEIGHTS_STATISTICS:
+            parameters = [getattr(statistic, name) for name in kind.__match_args__]
+            key += [*map(type, parameters), *parameters]
+        elif kind not in FORWARD_STATISTICS or (kind is Mass and not isinstance(statistic.mask, Expression)):
+            return None
+    try:
+        hash(tuple(key))
+    except TypeError:  # a list as a parameter; the full dispatch raises an error
+        return None
+    return tuple(key), tuple(see)
+
+
+def has_cached_kinds(see: Sequence[Statistic]) -> bool:
+    """True if every statistic is one of cached calls."""
+    return _describe_statistics(list(see)) is not None
+
+
+def conditions_of(see: Sequence[Statistic]) -> list[Expression]:
+    """Return the formulas of the statistics `mass` among these."""
+    statistics = map(unwrap_mean, see)
+    return [statistic.mask for statistic in statistics if type(statistic) is Mass]
+
+
+def _describe_formulas(
+    options: tuple[Any, ...], mask: Any, score: Any, see: tuple[Statistic, ...], sinks: Any
+) -> Description | None:
+    """Return the description of a call with formulas or sinks; None if the call cannot be cached."""
+    has_arrays = type(mask) in ADAPTERS, type(score) in ADAPTERS
+    tables: tuple[Any, ...] = ()
+    key: tuple[Any, ...] | None = ()
+    numbers: tuple[float, ...] = ()
+    if has_arrays[0]:
+        if not (0 < mask.ndim <= MAX_MASK_AXES and mask.dtype in BOOLEANS):
+            return None  # the full dispatch merges the leading axes, or raises an error
+        tables = (mask,)
+    elif not (mask is None or isinstance(mask, Expression)):
+        if not callable(mask):
+            return None
+        mask = from_function.to_formula(mask, "mask", "b h i j")
+    if has_arrays[1]:
+        if not 0 < score.ndim <= MAX_MASK_AXES:
+            return None
+    elif not (score is None or isinstance(score, Expression)):
+        if not callable(score):
+            return None
+        score = from_function.to_formula(score, "score", "s b h i j")
+    conditions = conditions_of(see)
+    formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score, *conditions
+    if any(formula is not None for formula in formulas):
+        structure = structure_of(*formulas)
+        key, numbers = structure.key, structure.numbers
+        if key is None:
+            return None  # the full dispatch changes the indices of the tables
+        if structure.tables:
+            tables += tuple([table.array for table in structure.tables])
+    if has_arrays[1]:
+        place = len(tables)
+        if conditions:
+            place = has_arrays[0] + (0 if formulas[0] is None else len(structure_of(formulas[0]).tables))
+        tables = (*tables[:place], score, *tables[place:])
+    arrays = tables if sinks is None else (*tables, sinks)
+    return _new_description((options, has_arrays, sinks is None, key), mask, score, see, tables, numbers, arrays)
+
+
+def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return the key of the call's family: the key without lengths and strides; None if the call has no family.
+
+    A call has a family only if its three arrays have four axes and equal batch axes. The choice of a kernel depends on
+    the number of queries if that number is small, and on whether there are many keys. Both facts are part of the key.
+    """
+    layouts, structure = key
+    arrays = array_layouts.parse(layouts)
+    query, keys, values = [array.shape for array in arrays[:3]]
+    if not (len(query) == len(keys) == len(values) == 4 and query[0] == keys[0] == values[0] and keys[2] == values[2]):
+        return None
+    sizes = query[1], keys[1], values[1], query[3], keys[3], values[3], query[0]
+    choice = min(query[2], MAX_SMALL_LENGTH), keys[2] >= min_decode_keys(query[2])
+    lengths = arrays[-1].shape if _has_sinks(structure) else ()  # other lengths of sinks are errors
+    return sizes, choice, lengths, *map(_without_lengths, arrays), structure
+
+
+def _has_sinks(structure: tuple[Any, ...]) -> bool:
+    """True if the last of `Description.arrays` are sinks; see `_describe_formulas`."""
+    return len(structure) > 1 and not structure[2]
+
+
+def _without_lengths(layout: array_layouts.Layout) -> tuple[Any, ...]:
+    has_unit_stride = layout.strides[-1:] == (layout.itemsize,)
+    return layout.kind, tuple([length == 1 for length in layout.shape]), has_unit_stride
+
+
+def without_key_length(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the key without m, the length of the key sequence, for a call that serves every m."""
+    layouts, structure = key
+    return array_layouts.without_key_length(layouts), structure

@@ -1,0 +1,159 @@
+"""The class of what `sightline.explain` returns: the numbers of an attention call, which `str` prints as a page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..formula.tile_ranges import find_tile_ranges
+from ..partition.cost_model import Prediction
+from ..problem.kernel import Plan
+from ..problem.problem import Problem
+from ..statistics import itemsize
+
+__all__ = ["Explanation"]
+
+TILE = (64, 64)  # the counted tiles have 64 queries and 64 keys; the tiles of a kernel may be larger
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The kernel of an attention call, the reasons for the choice of that kernel, and the cost of the call.
+
+    `bytes_read_and_written`, `memory` and `dense_memory` are in bytes. `flops` and `dense_flops` count a multiplication
+    and an addition as two operations. The prefix `dense_` means attention that stores all n × m weights. `prediction`
+    has the cost of the call over several ranks.
+    """
+
+    shape: str
+    formulas: tuple[str, ...]
+    kernel: str
+    description: str
+    refusals: dict[str, tuple[str, ...]]  # for every kernel, the reasons why it cannot serve the problem
+    reasons: dict[str, str]  # for every kernel that can serve the problem and explains its cost, the explanation
+    backward_refusals: tuple[str, ...]  # why streaming computes the gradients; () if no input requires a gradient
+    forced: bool  # True if the caller named the kernel
+    tiles: dict[str, int]  # the numbers of empty, full and partial tiles
+    flops: int
+    dense_flops: int
+    bytes_read_and_written: int
+    memory: int
+    dense_memory: int
+    sources: dict[str, str]
+    prediction: Prediction | None = None  # the cost of the call over several ranks, if their number was given
+
+    @classmethod
+    def of(cls, problem: Problem, plan: Plan, source: bool = False, device: str = "") -> Explanation:
+        """Return the explanation of a plan, with the generated code if `source` is true.
+
+        `device` is the name of the device that has the arrays; by default the device of the problem.
+        """
+        B, H, n, m = problem.extent
+        tiles = find_tile_ranges(problem.mask, problem.extent, *TILE).tiles
+        total = sum(tiles.values())
+        share = (tiles["full"] + tiles["partial"]) / total if total else 0.0
+        dense = 2 * B * H * n * m * (problem.d_k + problem.d_v)
+        rows = B * (H * n * (problem.d_k + problem.d_v) + problem.G * m * (problem.d_k + problem.d_v))
+        width = itemsize(problem.dtype)
+        seen = sum(math.prod(shape) * itemsize(dtype) for s in problem.see for shape, dtype in s.outputs(problem))
+        return cls(
+            shape=f"{B} × {H} heads on {problem.G}, {n:,} queries on {m:,} keys, d_k {problem.d_k}, d_v {problem.d_v}, "
+            f"{problem.dtype} on {device or problem.device}",
+            formulas=_formula_lines(problem),
+            kernel=plan.kernel.name,
+            description=plan.kernel.description,
+            refusals={name: tuple(map(str, reasons)) for name, reasons in plan.refusals.items()},
+            reasons={
+                kernel.name: reason
+                for kernel in plan.kernels
+                if not plan.refusals[kernel.name] and (reason := kernel.cost_reason(problem))
+            },
+            backward_refusals=tuple(map(str, plan.backward_refusals)),
+            forced=plan.forced,
+            tiles=tiles,
+            flops=round(dense * share),
+            dense_flops=dense,
+            bytes_read_and_written=rows * width + seen,
+            memory=rows * width + B * H * n * itemsize(problem.accumulator) + seen,
+            dense_memory=rows * width + 2 * B * H * n * m * width + seen,
+            sources=plan.kernel.sources(problem) if source else {},
+        )
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        total = max(sum(self.tiles.values()), 1)
+        candidates = [name for name, reasons in self.refusals.items() if not reasons]
+        share = ", ".join(f"{count:,} {kind} ({count / total:.1%})" for kind, count in self.tiles.items())
+        lines = [
+            ("problem", self.shape),
+            *(("", formula) for formula in self.formulas),
+            ("kernel", f"{self.kernel}: {self.description}" + (" (asked for by name)" if self.forced else "")),
+            *([] if self.forced else [("", f"the cheapest that can: {', '.join(candidates)}")]),
+            *([] if self.forced else [("", f"{name}: {reason}") for name, reason in self.reasons.items()]),
+            *((f"not {name}", "; ".join(reasons)) for name, reasons in self.refusals.items() if reasons),
+            *([("gradients", f"by streaming: {'; '.join(self.backward_refusals)}")] if self.backward_refusals else []),
+            ("tiles", f"{share}, each {TILE[0]} × {TILE[1]}"),
+            ("FLOPs", f"{_format(self.flops, 1000, '')} of the dense form's {_format(self.dense_flops, 1000, '')}"),
+            ("bytes", f"{_format(self.bytes_read_and_written, 1024, 'B')} read and written at least"),
+            ("memory", f"{_format(self.memory, 1024, 'B')}; the dense form {_format(self.dense_memory, 1024, 'B')}"),
+        ]
+        page = [f"{name:<14}{text}" for name, text in lines]
+        if self.prediction is not None:
+            page += _prediction_lines(self.prediction)
+        return "\n".join([*page, *(f"\n{name}\n\n{text}" for name, text in self.sources.items())])
+
+
+def _formula_lines(problem: Problem) -> tuple[str, ...]:
+    lines = [f"scale {problem.scale:.6g}"]
+    if problem.score is not None:
+        lines.append(f"score {problem.score}")
+    if problem.mask is not None:
+        lines.append(f"mask  {problem.mask}")
+    lines += [f"{entry} is t in its formula" for entry in problem.tables[:1] if len(problem.tables) == 1]
+    if problem.sinks is not None:
+        lines.append("sinks, one per head")
+    if problem.dropout:
+        lines.append(f"dropout {problem.dropout}, seed {problem.seed}")
+    return tuple(lines)
+
+
+def _prediction_lines(prediction: Prediction) -> list[str]:
+    """Return the table of a prediction: for each pass, the smallest number of a rank, the mean and the largest."""
+    hardware, passes = prediction.hardware, (prediction.forward, prediction.backward)
+    speed = (
+        f"{_format(hardware.flops, 1000, 'FLOP/s')} and {_format(hardware.bandwidth, 1000, 'B/s')} each way per rank"
+    )
+    both = ", ".join(
+        f"{each.efficiency:.1%} {name}" for each, name in zip(passes, ("forward", "backward"), strict=True)
+    )
+    heading = "".join(f"{name:<33}" for name in ("forward", "backward"))
+    rows: list[tuple[str, list[str]]] = [("", ["least", "mean", "most"] * 2)]
+    for name, step, unit in (("flops", 1000, ""), ("sent", 1024, "B"), ("received", 1024, "B"), ("held", 1024, "B")):
+        numbers = [f(getattr(each, name)) for each in passes for f in (np.min, np.mean, np.max)]
+        rows.append(("FLOPs" if name == "flops" else name, [_format(float(x), step, unit) for x in numbers]))
+    seconds = [f(each.seconds) for each in passes for f in (np.min, np.mean, np.max)]
+    rows.append(("time", [_format_seconds(float(x)) for x in seconds]))
+    return [
+        f"{'ranks':<14}{prediction.ranks:,} by {prediction.method}, imbalance {prediction.imbalance:.2f}",
+        f"{'':<14}{speed}, {_format_seconds(hardware.latency)} latency",
+        f"{'efficiency':<14}{prediction.efficiency:.1%} of the even share without transfers: {both}",
+        f"{'':<14}{heading}".rstrip(),
+        *(f"{name:<14}{''.join(f'{cell:<11}' for cell in cells)}".rstrip() for name, cells in rows),
+    ]
+
+
+def _format_seconds(seconds: float) -> str:
+    step = next((name for name in ((1.0, "s"), (1e-3, "ms")) if seconds >= name[0]), (1e-6, "µs"))
+    return f"{seconds / step[0]:.3g} {step[1]}"
+
+
+def _format(amount: float, step: int, unit: str) -> str:
+    prefixes = ["", "k", "M", "G", "T", "P"] if step == 1000 else ["", "Ki", "Mi", "Gi", "Ti", "Pi"]
+    power = 0
+    while round(amount, 1) >= 999.5 and power < len(prefixes) - 1:
+        amount, power = amount / step, power + 1
+    return f"{amount:.3g} {prefixes[power]}{unit}".rstrip()

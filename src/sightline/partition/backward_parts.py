@@ -1,0 +1,100 @@
+"""The backward pass of a long problem in parts, so that its memory beside the gradients does not grow with n.
+
+The CPU's backward kernel divides the keys into splits, and each split has its own sum of the queries' gradients. With
+few heads and many queries these sums are larger than all other arrays, so the queries are divided too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..arrays.operations import detach, empty
+from ..formula.tile_ranges import find_runs, find_tile_ranges
+from ..problem.kernel import Gradients, Kernel, is_lse_precise
+from ..problem.problem import Problem
+from ..statistics import StatisticGradients, itemsize
+from .part import part_of
+
+__all__ = ["backward_in_parts", "needs_parts"]
+
+MAX_SUM_BYTES = 64 << 20  # of the splits' sums in one part
+MIN_SPLIT_BYTES = 2 * MAX_SUM_BYTES  # smaller sums are not divided
+MAX_KEYS = 1 << 16  # of a part
+KEY_TILE = 1024  # of the search for the keys that a part sees
+
+
+def needs_parts(problem: Problem, kernel: Kernel, wanted_tables: Collection[int], added: StatisticGradients) -> bool:
+    """True if the backward pass runs in parts: its sums are large, and its gradients are sums over parts.
+
+    Gradients of tables and of statistics other than lse are computed for the whole problem at once. So are gradients
+    in float16 and bfloat16, because each part would round them.
+    """
+    if kernel.name != "cpu" or wanted_tables or added.formulas or problem.dtype != problem.accumulator:
+        return False
+    return problem.n * _bytes_per_query(problem) > MIN_SPLIT_BYTES
+
+
+def backward_in_parts(
+    problem: Problem,
+    kernel: Kernel,
+    d_output: Any,
+    d_lse: Any,
+    saved: tuple[Any, Any],
+    threads: int | None,
+    added: StatisticGradients,
+) -> Gradients | None:
+    """Return the gradients as `Kernel.backward` returns them, without gradients of tables.
+
+    The parts and their order depend on the problem alone, so the result has equal bits for any number of threads.
+    """
+    from ..cpu.launch.table_gradients import differentiate_sinks
+
+    if not is_lse_precise(saved[1], problem.accumulator):
+        return None
+    arrays = [detach(array) for array in (problem.query, problem.key, problem.value)]
+    d_arrays = [empty(tuple(array.shape), problem.accumulator, array) for array in arrays]
+    for array in d_arrays:
+        array[...] = 0
+    output, lse, d_lse = saved[0], saved[1], added.add_to_d_lse(d_lse)
+    for rows, keys in _parts(problem):
+        spans = (rows, keys, keys)
+        operands = [array[..., span, :] for array, span in zip(arrays, spans, strict=True)]
+        part = part_of(problem, *operands, first_row=rows.start, first_key=keys.start)
+        d_rows = None if d_lse is None else d_lse[..., rows]
+        own_saved = output[..., rows, :], lse[..., rows]
+        found = kernel.backward(part, d_output[..., rows, :], d_rows, own_saved, (), threads, StatisticGradients())
+        if found is None:
+            return None
+        for array, span, term in zip(d_arrays, spans, (found.query, found.key, found.value), strict=True):
+            array[..., span, :] += term
+    sinks = None if problem.sinks is None else differentiate_sinks(problem.sinks, d_output, d_lse, output, lse)
+    d_query, d_key, d_value = d_arrays
+    return Gradients(d_query, d_key, d_value, tables=tuple([None for _ in problem.tables]), sinks=sinks)
+
+
+def _bytes_per_query(problem: Problem) -> int:
+    """Return how many bytes the sums of all splits need for the gradient of one query."""
+    from ..cpu.launch.arguments import TARGET_ITEMS
+
+    splits = -(-TARGET_ITEMS // max(problem.G * problem.B, 1))
+    return splits * problem.B * problem.H * problem.d_k * itemsize(problem.accumulator) if splits > 1 else 0
+
+
+def _parts(problem: Problem) -> Iterator[tuple[slice, slice]]:
+    """Yield queries and the keys that some of them see. Pairs that are in no part are hidden."""
+    count = max(MAX_SUM_BYTES // _bytes_per_query(problem) // KEY_TILE, 1) * KEY_TILE
+    ranges = find_tile_ranges(problem.mask, problem.extent, count, KEY_TILE)
+    for block in range(ranges.query_blocks):
+        rows = slice(block * count, min((block + 1) * count, problem.n))
+        is_seen = np.zeros(ranges.key_blocks, bool)
+        for b, h in np.ndindex(ranges.batches, ranges.heads):
+            for entry in ranges.row(b, h, block):
+                is_seen[ranges.first[entry] : ranges.last[entry]] = True
+        for first, last in find_runs(is_seen):
+            start, stop = first * KEY_TILE, min(last * KEY_TILE, problem.m)
+            for keys in pairwise([*range(start, stop, MAX_KEYS), stop]):
+                yield rows, slice(*keys)

@@ -1,0 +1,294 @@
+"""Which keys each rank needs, and how many pairs it computes with them.
+
+Every rank computes the same schedule from the mask, so no rank asks another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain, pairwise, zip_longest
+from typing import Any
+
+import numpy as np
+
+from ..cached_property import cached_property
+from ..formula.expression import Expression
+from ..formula.interval_arithmetic import compute_intervals
+from ..formula.tile_ranges import find_tile_ranges, make_box
+from ..problem.problem import Problem
+from ..statistics import itemsize
+from .shards import Shards, Span
+
+__all__ = ["KeyBlock", "Round", "Schedule", "find_schedule", "key_block_length"]
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+MIN_TILE, MAX_TILES = 64, 2048  # positions of a tile of the search, at least; tiles along a sequence, at most
+KEY_BYTES, MIN_KEYS = 8 << 20, 256  # the size of a block of keys and values, about; its number of keys, at least
+MAX_PIECES_AT_ONCE = 1 << 16  # pieces whose bounds are computed together; the number limits the memory
+
+
+@dataclass(frozen=True)
+class KeyBlock:
+    """Consecutive keys that are sent at once. They are the `index`-th block of their owner's shard."""
+
+    owner: int
+    index: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Round:
+    """The transfers of one round, as one rank sees them.
+
+    At distance t, rank r receives block k from rank r − t and sends its own block k to rank r + t, modulo the number
+    of ranks. A transfer that the mask makes needless is None.
+    """
+
+    distance: int
+    received: KeyBlock | None
+    sent: KeyBlock | None
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The blocks of keys that each rank needs.
+
+    queries, keys : the division of the queries and of the keys
+    blocks : every block of keys, in the order of their owners and indices
+    pairs : (spans of queries, blocks), the number of pairs that are computed, over all batches and heads; an estimate
+        for long sequences. The spans are those of all ranks, in order. An entry is 0 only if the mask hides every pair.
+    seeing : (2, spans of queries, blocks), the first query of each span that may see a key of the block, and the
+        position after the last one; 0 if none does
+    seen : (2, ranks, blocks), the first key of each block that a query of the rank may see, and the position after the
+        last one; 0 if there is none
+    """
+
+    queries: Shards
+    keys: Shards
+    blocks: tuple[KeyBlock, ...]
+    pairs: Array
+    seeing: Indices
+    seen: Indices
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.queries.ranks)
+
+    @cached_property
+    def _query_spans(self) -> list[slice]:
+        return _spans_by_rank(self.queries)
+
+    @cached_property
+    def pairs_by_rank(self) -> Array:
+        """(ranks, blocks): the number of pairs that each rank computes with each block."""
+        return np.stack([self.pairs[spans].sum(axis=0) for spans in self._query_spans])
+
+    @property
+    def work(self) -> Array:
+        """(ranks,): the number of pairs that each rank computes."""
+        work: Array = self.pairs_by_rank.sum(axis=1)
+        return work
+
+    @property
+    def imbalance(self) -> float:
+        """The work of the most loaded rank over the mean work; 1 if no rank has work."""
+        mean = float(self.work.mean())
+        return float(self.work.max()) / mean if mean else 1.0
+
+    @cached_property
+    def needed_keys(self) -> Array:
+        """(ranks, blocks): the number of keys of each block that each rank needs."""
+        counts: Array = (self.seen[1] - self.seen[0]).astype(np.float64)
+        return counts
+
+    def needed_part(self, rank: int, block: KeyBlock) -> KeyBlock | None:
+        """Return the keys of a block that the rank needs, or None if it needs none."""
+        span = block.span.part(*self.seen[:, rank, self.column(block)].tolist())
+        return replace(block, span=span) if len(span) else None
+
+    def seeing_spans(self, rank: int, block: KeyBlock) -> Iterator[Span]:
+        """Yield the rank's queries that may see a key of the block, a part of each of its spans."""
+        seeing = self.seeing[:, self._query_spans[rank], self.column(block)]
+        for span, bounds in zip(self.queries.ranks[rank], seeing.T.tolist(), strict=True):
+            part = span.part(*bounds)
+            if len(part):
+                yield part
+
+    def column(self, block: KeyBlock) -> int:
+        """Return the index of a block in `blocks`."""
+        return int(self.columns[block.owner, block.index])
+
+    @cached_property
+    def columns(self) -> Indices:
+        """(ranks, most blocks of a rank): the index in `blocks` of each rank's blocks, −1 after the last one."""
+        columns = np.full((self.size, max((block.index + 1 for block in self.blocks), default=0)), -1)
+        for column, block in enumerate(self.blocks):
+            columns[block.owner, block.index] = column
+        return columns
+
+    def own_parts(self, rank: int) -> Iterator[KeyBlock]:
+        """Yield the keys of a rank's own blocks that its queries may see."""
+        for block in self.blocks:
+            part = self.needed_part(rank, block) if block.owner == rank else None
+            if part is not None:
+                yield part
+
+    def rounds(self, rank: int) -> list[Round]:
+        """Return the rounds of transfers of a rank. All ranks have the same rounds, in the same order."""
+        rounds = []
+        for distance in range(1, self.size):
+            source, target = (rank - distance) % self.size, (rank + distance) % self.size
+            for columns in self.columns.T:
+                parts = [
+                    self.needed_part(reader, self.blocks[columns[owner]]) if columns[owner] >= 0 else None
+                    for reader, owner in ((rank, source), (target, rank))
+                ]
+                rounds.append(Round(distance, *parts))
+        return rounds
+
+
+def _spans_by_rank(shards: Shards) -> list[slice]:
+    """Return the slice of each rank's spans among the spans of all ranks."""
+    ends = np.cumsum([0, *map(len, shards.ranks)]).tolist()
+    return [slice(*pair) for pair in pairwise(ends)]
+
+
+def key_block_length(problem: Problem) -> int:
+    """Return the number of keys in a block. Its keys and values have about `KEY_BYTES` in the accumulator's dtype.
+
+    Larger blocks would need more memory. Smaller blocks would need more transfers, and more calls of the kernel.
+    """
+    B, _, _, _ = problem.extent
+    key_bytes = B * problem.G * (problem.d_k + problem.d_v) * itemsize(problem.accumulator)
+    return max(MIN_KEYS, KEY_BYTES // max(key_bytes, 1) // 64 * 64)
+
+
+def find_schedule(
+    mask: Expression | None, extent: tuple[int, int, int, int], queries: Shards, keys: Shards, block_length: int
+) -> Schedule:
+    """Return the schedule of a mask.
+
+    Parameters
+    ----------
+    mask : the mask of the whole problem; None if every pair is allowed
+    extent : (B, H, n, m) of the whole problem
+    queries, keys : the division of the n queries and of the m keys
+    block_length : the largest number of keys in a block
+    """
+    if mask is not None and mask.tables:
+        return _find_schedule(mask, extent, queries, keys, block_length)
+    return _find_cached(mask, extent, queries, keys, block_length)
+
+
+def _find_schedule(
+    mask: Expression | None, extent: tuple[int, int, int, int], queries: Shards, keys: Shards, block_length: int
+) -> Schedule:
+    blocks = tuple(chain.from_iterable([_cut(owner, spans, block_length) for owner, spans in enumerate(keys.ranks)]))
+    _, _, n, m = extent
+    sizes = [max(MIN_TILE, -(-length // (MAX_TILES * MIN_TILE)) * MIN_TILE) for length in (n, m)]
+    ranges = find_tile_ranges(mask, extent, *sizes)
+    spans = [span for own in queries.ranks for span in own]
+    rows, columns = _Pieces.of(spans, n, sizes[0]), _Pieces.of([block.span for block in blocks], m, sizes[1])
+    tiles = np.ix_(rows.tile, columns.tile)
+    full = ranges.count_tiles(ranges.full)[tiles]
+    pieces = ranges.count_tiles(~ranges.full)[tiles].astype(np.float64)
+    if mask is not None:
+        _clear_hidden(pieces, mask, extent, rows, columns)
+    is_seen = (pieces > 0) | (full > 0)
+    pieces *= (1 + MIN_TILE / max(sizes)) / 2  # a kernel's tiles are small: about half of them are empty in a large one
+    pieces += full
+    pieces *= rows.lengths[:, None] * columns.lengths
+    pairs = columns.reduce_spans(np.add, rows.reduce_spans(np.add, pieces).T).T
+    by_span, by_block = rows.reduce_spans(np.logical_or, is_seen), columns.reduce_spans(np.logical_or, is_seen.T)
+    by_rank = np.stack([by_span[own].any(axis=0) for own in _spans_by_rank(queries)])
+    seeing, seen = rows.find_ends(by_block.T), columns.find_ends(by_rank.T).swapaxes(1, 2)
+    return Schedule(queries, keys, blocks, pairs, seeing, seen)
+
+
+_find_cached = lru_cache(64)(_find_schedule)
+
+
+def _cut(owner: int, spans: Sequence[Span], block_length: int) -> list[KeyBlock]:
+    """Return the blocks of a rank's spans: the first block of each span, then the second of each, and so on.
+
+    Under a causal mask, a block of the first span of a zigzag is much work for some ranks, and a block of the last span
+    for the others. In turn they keep the ranks in step, since a rank waits for the ranks with which it exchanges.
+    """
+    cut = [span.cut(block_length) for span in spans]
+    in_turn = [piece for group in zip_longest(*cut) for piece in group if piece is not None]
+    return [KeyBlock(owner, index, piece) for index, piece in enumerate(in_turn)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Pieces:
+    """The tiles of a sequence, cut where a span begins or ends.
+
+    first, last : (pieces,), the first and the last position of each piece
+    lengths : (pieces,), the number of positions of each piece
+    tile : (pieces,), the tile that has the piece
+    is_cut : (pieces,), whether the piece is a part of its tile alone
+    begin, end : (spans,), the pieces of each span, from `begin` to before `end`
+    """
+
+    first: Indices
+    last: Indices
+    lengths: Array
+    tile: Indices
+    is_cut: np.ndarray[Any, np.dtype[np.bool_]]
+    begin: Indices
+    end: Indices
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], length: int, size: int) -> _Pieces:
+        """Divide `length` positions into tiles of `size` positions. Divide a tile again where a span begins or ends."""
+        starts, stops = (np.array([getattr(span, name) for span in spans], np.int64) for name in ("start", "stop"))
+        edges = np.unique(np.concatenate([np.arange(0, length, size), starts, stops, [length]]))
+        first, lengths = edges[:-1], np.diff(edges)
+        tile = first // size
+        is_cut = lengths < np.minimum(size, length - tile * size)
+        begin, end = np.searchsorted(edges, starts), np.searchsorted(edges, stops)
+        return cls(first, edges[1:] - 1, lengths.astype(np.float64), tile, is_cut, begin, end)
+
+    def reduce_spans(self, operation: np.ufunc, values: Any) -> Any:
+        """Return (spans, ...), an array (pieces, ...) reduced over the pieces of each span; 0 for no piece."""
+        padded = np.concatenate([values, np.zeros_like(values, shape=(1, *values.shape[1:]))])  # at the index `end`
+        if not len(self.begin):
+            return padded[:0]
+        order = np.argsort(self.begin, kind="stable")  # then `reduceat` reads no piece between two spans
+        bounds = np.stack([self.begin[order], self.end[order]], axis=1)
+        found = np.empty_like(values, shape=(len(order), *values.shape[1:]))
+        found[order] = operation.reduceat(padded, bounds.ravel(), axis=0)[::2]
+        found[self.begin == self.end] = 0
+        return found
+
+    def find_ends(self, is_seen: Any) -> Indices:
+        """Return (2, spans, ...): the first seen position of each span, and the position after the last one.
+
+        Both are 0 if there is none. `is_seen` is (pieces, ...).
+        """
+        shape = (-1, *(1,) * (is_seen.ndim - 1))
+        first, last = (ends.reshape(shape) for ends in (self.first, self.last))
+        never = np.iinfo(np.int64).max
+        firsts = self.reduce_spans(np.minimum, np.where(is_seen, first, never))
+        stops = self.reduce_spans(np.maximum, np.where(is_seen, last + 1, 0))
+        return np.stack([np.where(firsts == never, 0, firsts), stops])
+
+
+def _clear_hidden(
+    pieces: Array, mask: Expression, extent: tuple[int, int, int, int], rows: _Pieces, columns: _Pieces
+) -> None:
+    """Set the entries of cut pieces to 0 where bounds prove that the mask hides every pair. The tiles are partial.
+
+    Without this, a tile on the border of two ranks would make a rank need the whole block of its neighbour.
+    """
+    at = np.argwhere((pieces > 0) & (rows.is_cut[:, None] | columns.is_cut))
+    for chunk in np.array_split(at, -(-len(at) // MAX_PIECES_AT_ONCE)) if len(at) else ():
+        row, column = chunk.T
+        box = make_box(extent, i=(rows.first[row], rows.last[row]), j=(columns.first[column], columns.last[column]))
+        _, high = compute_intervals(mask, box)[id(mask)]
+        pieces[row, column] *= np.broadcast_to(high, row.shape) != 0

@@ -1,0 +1,1 @@
+"""What is asked, the checked arguments of one call, and what a kernel answers."""

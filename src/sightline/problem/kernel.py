@@ -1,0 +1,220 @@
+"""The base class of kernels, and the choice of a kernel for a problem.
+
+The methods `refuses` and `refuses_backward` of a kernel yield every reason why the kernel cannot serve a problem, each
+with its cure. `choose` takes the cheapest kernel that yields no reason. No other place says what a kernel can do:
+`choose`, `explain`, `sightline info` and the tests call `refuses` and `refuses_backward`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays.operations import to_numpy
+from ..errors import KernelRefusedError, ParameterError
+from ..formula.expression import Expression
+from ..statistics import StatisticGradients
+from .problem import Problem
+
+__all__ = ["MAX_LSE", "Gradients", "Kernel", "Plan", "Refusal", "Result", "Tangents", "choose", "is_lse_precise"]
+
+MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above this lse, adjacent floats of the dtype differ by 1 or more
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A reason why a kernel cannot serve a problem, and what the caller can change so that it can (`cure`)."""
+
+    reason: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.cure})"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a forward pass.
+
+    output : (*batch_shape, H, n, d_v), the dtype of the query
+    lse : (*batch_shape, H, n) float64, because weights that are computed from the lse inherit its error
+    seen : the result of each statistic of `problem.see`
+    bound_call : a `cpu.launch.bound_call.BoundCall` that repeats the call for other arrays of the same layout; None if
+        the kernel provides none
+    bound_passes : with `bound_call`, the `cpu.launch.weights_pass.BoundPass` objects that computed statistics of
+        `problem.see`; the forward kernel computed the other statistics
+    recorded_call : a `gpu.launch.launch_binder.RecordedCall`, from which a bound call on a GPU can be made; or None
+    """
+
+    output: Any
+    lse: Any
+    seen: tuple[Any, ...] = ()
+    bound_call: Any = None
+    bound_passes: tuple[Any, ...] = ()
+    recorded_call: Any = None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of query, key, value and sinks, and a tuple with the gradient of each table of `Problem.tables`.
+
+    `sinks`, or an element of `tables`, is None if that input has no gradient. `bound_call` is a
+    `cpu.launch.backward.BoundBackwardCall` that repeats the call; None if the kernel provides none.
+    `bound_formulas` are the formulas that it reads besides mask and score, those of `StatisticGradients.formulas`.
+    `bound_sum` is a `cpu.launch.bound_call.BoundCall` that repeats the sum over keys of the weights times the first
+    of these formulas; None if the call needed no such sum. `recorded_call` is that of `Result`.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    tables: tuple[Any, ...]
+    sinks: Any
+    bound_call: Any = None
+    bound_formulas: tuple[Expression, ...] = ()
+    bound_sum: Any = None
+    recorded_call: Any = None
+
+
+@dataclass(frozen=True)
+class Tangents:
+    """The tangents of a problem's inputs. A tangent has the shape of its input; None stands for a tangent that is 0.
+
+    `tables` has a tangent for each table of `Problem.tables`.
+    """
+
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    tables: tuple[Any, ...] = ()
+    sinks: Any = None
+
+
+class Kernel(ABC):
+    """One way to compute attention. A new kernel is a subclass, listed in `dispatch.kernel_list.KERNELS`."""
+
+    name: str
+    description: str
+
+    @abstractmethod
+    def refuses(self, problem: Problem) -> Iterator[Refusal]:
+        """Yield every reason why this kernel cannot serve the problem; nothing if the kernel can serve it."""
+
+    @abstractmethod
+    def cost(self, problem: Problem) -> float:
+        """Return the kernel's relative cost. `choose` takes the cheapest of the kernels that do not refuse."""
+
+    def cost_reason(self, problem: Problem) -> str:
+        """Return why the kernel has this cost, as text; "" if the kernel gives no reason."""
+        return ""
+
+    @abstractmethod
+    def run(self, problem: Problem, threads: int | None = None) -> Result:
+        """Compute the output, the lse and the statistics of the problem."""
+
+    def sources(self, problem: Problem) -> dict[str, str]:
+        """Return the code that this kernel generates for the problem, by name; {} if the kernel generates no code."""
+        return {}
+
+    def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
+        """Yield every reason why this kernel has no backward pass for the problem.
+
+        If there is a reason, the streaming kernel computes the gradients. `wanted_tables` are the indices in
+        `Problem.tables` of the tables whose gradients are requested. If it is None, the gradients of every table of
+        floats are requested.
+        """
+        yield Refusal(f"{self.name} has no backward pass", "leave kernel=None")
+
+    def backward(
+        self,
+        problem: Problem,
+        d_output: Any,
+        d_lse: Any,
+        saved: tuple[Any, Any],
+        wanted_tables: Collection[int],
+        threads: int | None = None,
+        statistic_gradients: StatisticGradients | None = None,
+    ) -> Gradients | None:
+        """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse, or None if the kernel cannot compute them.
+
+        The kernel cannot compute them if `refuses_backward` yields a reason, or if a gradient turns out NaN or ∞.
+
+        Parameters
+        ----------
+        d_output, d_lse : the gradients of output and lse, in their shapes; d_lse is None if the gradient of lse is 0
+        saved : (output, lse) of `run`
+        wanted_tables : the indices in `Problem.tables` of the tables whose gradients are requested
+        statistic_gradients : the terms that the statistics' gradients add to the gradients of weights, scores and lse
+        """
+        return None
+
+    def tangent(
+        self, problem: Problem, tangents: Tangents, saved: tuple[Any, Any], threads: int | None = None
+    ) -> tuple[Any, Any] | None:
+        """Return the tangents of output and lse for tangents of the inputs; None if the kernel cannot compute them.
+
+        The kernel cannot compute them if it has no code for that, or if a tangent turns out NaN or ∞. `saved` is
+        (output, lse) of `run`.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernel that `choose` took for a call, and the refusals of every kernel that it compared."""
+
+    kernel: Kernel
+    refusals: dict[str, tuple[Refusal, ...]]  # the refusals of every compared kernel, by the kernel's name
+    forced: bool  # True if the caller named the kernel
+    kernels: Sequence[Kernel] = ()  # the kernels that were compared
+    # Reasons why streaming computes the gradients instead of `kernel`; () if no input requires a gradient.
+    backward_refusals: tuple[Refusal, ...] = ()
+
+
+def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = None) -> Plan:
+    """Return the plan with the cheapest kernel that does not refuse; with the kernel named `forced` if it is given.
+
+    Raises
+    ------
+    ParameterError
+        `forced` is not the name of a kernel.
+    KernelRefusedError
+        The kernel named `forced` refuses. The message holds every reason with its cure.
+    """
+    refusals = {kernel.name: tuple(kernel.refuses(problem)) for kernel in kernels}
+    if forced is None:
+        candidates = [kernel for kernel in kernels if not refusals[kernel.name]]
+        kernel = min(candidates, key=lambda kernel: kernel.cost(problem))
+    elif forced not in refusals:
+        names = ", ".join(map(repr, refusals))
+        raise ParameterError(f"kernel={forced!r}", f"one of {names}, or None", "leave kernel=None to have one chosen")
+    elif refusals[forced]:
+        raise KernelRefusedError(
+            f"kernel={forced!r} cannot serve this problem: " + "; ".join(r.reason for r in refusals[forced]),
+            "problems it serves; sightline.explain(...) names kernels that serve this one",
+            "; ".join(r.cure for r in refusals[forced]) + "; or leave kernel=None",
+        )
+    else:
+        kernel = next(kernel for kernel in kernels if kernel.name == forced)
+    inputs = [problem.query, problem.key, problem.value, problem.sinks, *(table.array for table in problem.tables)]
+    needs_gradients = any(getattr(x, "requires_grad", False) for x in inputs)
+    return Plan(
+        kernel,
+        refusals,
+        forced is not None,
+        kernels,
+        tuple(kernel.refuses_backward(problem)) if needs_gradients else (),
+    )
+
+
+def is_lse_precise(lse: Any, accumulator: str) -> bool:
+    """True if every finite |lse| is at most `MAX_LSE`, so that the weights exp(score − lse) of a query sum to 1.
+
+    Above `MAX_LSE` the scores of the backward pass are rounded differently from the scores that made the lse.
+    """
+    magnitudes = np.abs(to_numpy(lse))
+    return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) <= MAX_LSE[accumulator])

@@ -1,0 +1,361 @@
+"""The problem: the checked arguments of one attention call.
+
+The shape legend, used everywhere:
+
+    B    batch: the product of the lengths of all leading axes; `b` counts their entries together, in C order
+    H    number of query heads     G    number of key/value heads
+    n    number of queries         m    number of keys
+    d_k  width of query and key    d_v  width of value
+
+    query (..., H, n, d_k)    key (..., G, m, d_k)    value (..., G, m, d_v)    output (..., H, n, d_v)
+
+H is a multiple of G, and query head h reads key head h // (H / G). Leading axes are broadcast. Arrays without a head
+axis, (n, d_k) or (B, n, d_k), are accepted too. This module and `sightline.problem.validation` raise every input error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+
+from ..arrays import operations as arrays
+from ..cached_property import cached_property
+from ..errors import DeviceError
+from ..formula import implied_mask
+from ..formula.batch_axes import align_batch_axes
+from ..formula.expression import Expression, parse_text, table_lookup
+from ..formula.formula_checks import check_formulas, is_valid_for_all_entries
+from ..formula.tables import Table, bounds_key
+from ..formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
+from ..kv_cache import unpack_cache
+from ..statistics import Statistic
+from . import validation
+from .validation import Formula, check_device
+
+__all__ = [
+    "MAX_SMALL_FLOPS",
+    "MIN_COUNTED_QUERIES",
+    "NUM_OPERANDS",
+    "Problem",
+    "make_problem",
+    "parse",
+    "validate",
+]
+
+NUM_OPERANDS = 3  # query, key and value, the first arrays of every list of arguments
+
+Extent = tuple[int, int, int, int]
+
+_NORMALIZED = TensorCache(4096)
+MAX_SMALL_FLOPS = 2**31  # of a problem that is small on a GPU: 10 µs at 200 TFLOP/s
+MIN_COUNTED_QUERIES = 64  # fewer queries count as this number: reading the keys takes time too
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The arguments of one attention call. `make_problem` makes a problem and checks it.
+
+    `query`, `key` and `value` all have the broadcast leading axes `batch_shape` and a head axis.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    mask: Expression | None
+    score: Expression | None
+    sinks: Any | None
+    scale: float
+    dropout: float
+    seed: int
+    see: tuple[Statistic, ...]
+    heads_squeezed: bool  # True if the caller's arrays have no head axis
+    # (b, h, i, j) of the first batch, head, query and key in dropout's counter; the last is a multiple of 4
+    dropout_origin: Extent = field(default=(0, 0, 0, 0), kw_only=True)
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        return tuple(self.query.shape[:-3])
+
+    @property
+    def B(self) -> int:
+        return math.prod(self.batch_shape)
+
+    @property
+    def H(self) -> int:
+        return cast(int, self.query.shape[-3])  # `int` would turn a symbol of torch.compile into a number
+
+    @property
+    def G(self) -> int:
+        return cast(int, self.key.shape[-3])
+
+    @property
+    def group(self) -> int:
+        """The number of query heads that share a key head."""
+        return self.H // self.G if self.G else 1
+
+    @property
+    def n(self) -> int:
+        return cast(int, self.query.shape[-2])
+
+    @property
+    def m(self) -> int:
+        return cast(int, self.key.shape[-2])
+
+    @property
+    def d_k(self) -> int:
+        return cast(int, self.query.shape[-1])
+
+    @property
+    def d_v(self) -> int:
+        return cast(int, self.value.shape[-1])
+
+    @property
+    def extent(self) -> Extent:
+        """(B, H, n, m): the ranges of b, h, i and j."""
+        return self.B, self.H, self.n, self.m
+
+    @property
+    def is_small_on_gpu(self) -> bool:
+        """True if a GPU is expected to need less time for all pairs of the problem than the host needs to plan it."""
+        rows = self.B * self.H * max(self.n, MIN_COUNTED_QUERIES)
+        return 2 * rows * self.m * (self.d_k + self.d_v) <= MAX_SMALL_FLOPS
+
+    @cached_property
+    def dtype(self) -> str:
+        return arrays.dtype_name(self.query)
+
+    @property
+    def accumulator(self) -> str:
+        return arrays.accumulator(self.dtype)
+
+    @cached_property
+    def framework(self) -> str:
+        return arrays.framework(self.query)
+
+    @cached_property
+    def device(self) -> str:
+        return arrays.device(self.query)
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables that the mask or the score reads; a table that both read occurs once."""
+        found = {id(t): t for f in (self.mask, self.score) if f is not None for t in f.tables}
+        return tuple(found.values())
+
+    @property
+    def score_table_indices(self) -> tuple[int, ...]:
+        """The index in `tables` of each table that the score reads, in the order of `score.tables`."""
+        index = {id(table): k for k, table in enumerate(self.tables)}
+        return () if self.score is None else tuple([index[id(table)] for table in self.score.tables])
+
+    def with_statistics(self, *see: Statistic, value: Any = None) -> Problem:
+        """Return the problem with these statistics alone, without dropout, and with another `value` if one is given."""
+        return replace(self, see=see, value=self.value if value is None else value, dropout=0.0, seed=0)
+
+    def positions(self, xp: Any, rows: slice, columns: slice) -> tuple[Any, Any, Any, Any]:
+        """Return b, h, i, j of a tile as int64 arrays that broadcast to (*batch_shape, H, rows, columns)."""
+        options = {"dtype": xp.int64}
+        if "torch" in xp.__name__:
+            options["device"] = self.query.device
+        b = xp.reshape(xp.arange(self.B, **options), (*self.batch_shape, 1, 1, 1))
+        h = xp.reshape(xp.arange(self.H, **options), (self.H, 1, 1))
+        i = xp.reshape(xp.arange(rows.start, rows.stop, **options), (-1, 1))
+        return b, h, i, xp.arange(columns.start, columns.stop, **options)
+
+    def squeeze_heads(self, array: Any, trailing: int) -> Any:
+        """Return the array without its head axis if the caller's arrays have no head axis, else the array unchanged.
+
+        The head axis follows the batch axes. `trailing` is the number of axes after the head axis.
+        """
+        if not self.heads_squeezed:
+            return array
+        return array.reshape((*array.shape[: -trailing - 1], *array.shape[array.ndim - trailing :]))
+
+    def with_tables(self, tables: Sequence[Any]) -> Problem:
+        """Return the problem with these arrays in its tables; the arrays are in the order of `self.tables`."""
+        new = {id(old): old.with_array(array) for old, array in zip(self.tables, tables, strict=True)}
+        lookup = table_lookup(lambda old: new[id(old)])
+        return self.map_formulas(lambda formula: formula.rewrite(lookup=lookup))
+
+    def map_tables(self, change: Callable[[Any], Any]) -> Problem:
+        """Return the problem with new tables, `change` applied to their arrays. A table that is shared stays shared."""
+        lookup = table_lookup(lambda table: table.with_array(change(table.array)))
+        return self.map_formulas(lambda formula: formula.rewrite(lookup=lookup) if formula.tables else formula)
+
+    def map_formulas(self, change: Callable[[Expression], Expression]) -> Problem:
+        """Return the problem with `change` applied to mask, score and the conditions of the statistics."""
+        mask = None if self.mask is None else change(self.mask)
+        score = None if self.score is None else change(self.score)
+        return replace(self, mask=mask, score=score, see=tuple([each.map_formulas(change) for each in self.see]))
+
+
+def make_problem(query: Any, key: Any, value: Any = None, **options: Any) -> Problem:
+    """Return the problem that these arguments of `sightline.attention` describe, after every check of the arguments.
+
+    Raises
+    ------
+    DtypeError
+        An array is not float16, bfloat16, float32 or float64, or the arrays differ in dtype.
+    DeviceError
+        The arrays come from different frameworks or lie on different devices.
+    ShapeError
+        The shapes do not fit the shape legend at the top of this module.
+    MaskError
+        The mask is not a condition, or the score is a condition.
+    FormulaError
+        A formula has no meaning.
+    TableError
+        A formula reads outside its table.
+    ParameterError
+        scale is outside the range of the accumulator's dtype, dropout is outside [0, 1], dropout has no seed, or `see`
+        holds an object that is no statistic, or a statistic that does not fit the problem.
+    """
+    return validate(parse(query, key, value, **options))
+
+
+def parse(
+    query: Any,
+    key: Any,
+    value: Any = None,
+    *,
+    mask: Formula = None,
+    score: Formula = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    see: Sequence[Statistic] = (),
+) -> Problem:
+    """Return the problem after every check that needs only shapes, dtypes and parameters, not the entries of arrays.
+
+    `parse` is the first half of `make_problem`. torch.compile traces it, so it uses only plain Python.
+    """
+    key, value, length_mask = unpack_cache(query, key, value, mask, score, see, sinks is not None)
+    named = {"query": query, "key": key, "value": value}
+    validation.check_arrays(named)
+    heads_squeezed = query.ndim < 4
+    query, key, value = validation.broadcast_inputs(named)
+    lengths = query.shape[-2], key.shape[-2]
+    formula = validation.read_score(score)
+    if getattr(scale, "requires_grad", False):
+        formula, scale = validation.fold_scale(formula, scale)
+    tables: dict[int, Table] = {}
+
+    def align(formula: Any) -> Any:
+        """Return the formula with its dense arrays broadcast to the batch axes; None for None."""
+        return None if formula is None else align_batch_axes(formula, tuple(query.shape[:-3]), tables)
+
+    problem = Problem(
+        query,
+        key,
+        value,
+        mask=_conjoin(align(validation.read_mask(mask, lengths)), length_mask),
+        score=align(formula),
+        sinks=validation.read_sinks(sinks, query),
+        scale=validation.read_scale(scale, query),
+        dropout=validation.read_dropout(dropout),
+        seed=validation.read_seed(seed, dropout),
+        see=tuple([statistic.map_formulas(align) for statistic in validation.read_statistics(see, lengths)]),
+        heads_squeezed=heads_squeezed,
+    )
+    for statistic in problem.see:
+        statistic.check(problem, (*problem.batch_shape, problem.H), problem.n)
+    return problem
+
+
+def validate(problem: Problem) -> Problem:
+    """Return the problem with its tables on the query's device and its formulas normalized.
+
+    `validate` checks every table read of the formulas. It is the second half of `make_problem`.
+    """
+    if problem.tables and problem.device == "meta":
+        raise DeviceError("tables in a formula, query on meta", "arrays that hold numbers", "move the query off meta")
+    checked = _move_tables(problem)
+    checked = _with_unknown_entries(checked) or checked
+
+    def check_condition(condition: Expression) -> Expression:
+        """Return a statistic's condition after checking every table read in it."""
+        check_formulas(condition, None, problem.extent)
+        return condition
+
+    normalize = _normalize_with_tables if checked.tables else _normalize_without_tables
+    mask = normalize(checked.mask, checked.score, problem.extent)
+    return replace(checked, mask=mask, see=tuple(each.map_formulas(check_condition) for each in checked.see))
+
+
+def _move_tables(problem: Problem) -> Problem:
+    """Return the problem with its tables on the query's device.
+
+    An array of NumPy stays as it is if the query lies in host memory, also beside tensors: kernels for the CPU read the
+    caller's own memory, and torch cannot share the memory of some arrays.
+    """
+
+    def move(array: Any) -> Any:
+        check_device("table", array, problem.query)
+        return array if isinstance(array, np.ndarray) and problem.device == "cpu" else to_device(array, problem.query)
+
+    return problem.map_tables(move)
+
+
+def _with_unknown_entries(problem: Problem) -> Problem | None:
+    """Return a small problem on a GPU with tables of unknown entries; None for other problems.
+
+    To read entries, the host waits for all work queued on the GPU. To compute every tile takes less time. The result is
+    None too if only the entries can show that the formulas are valid.
+    """
+    if not (problem.is_small_on_gpu and _waits_for_entries(problem)):
+        return None
+    lookup = table_lookup(Table.with_unknown_entries)
+    formulas: list[Expression] = []
+
+    def forget_entries(formula: Expression) -> Expression:
+        formulas.append(formula.rewrite(lookup=lookup))
+        return formulas[-1]
+
+    found = problem.map_formulas(forget_entries)
+    are_valid = [is_valid_for_all_entries(formula, problem.extent) for formula in formulas if formula.tables]
+    return found if are_valid and all(are_valid) else None
+
+
+def _waits_for_entries(problem: Problem) -> bool:
+    return not problem.device.startswith(UNVERSIONED_DEVICES)
+
+
+def _normalize(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:
+    """Check every table read of mask and score. Return the mask that also hides the pairs whose score is −∞."""
+    check_formulas(mask, score, extent)
+    hidden = None if score is None else implied_mask.hidden_condition(score, extent)
+    return mask if hidden is None else _conjoin(mask, ~hidden)
+
+
+_normalize_without_tables = lru_cache(4096)(_normalize)  # formulas are interned, so they are keys
+
+
+def _normalize_with_tables(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:
+    """Return `_normalize(mask, score, extent)`, cached by the contents of tables on a device: see `tensor_cache`."""
+    tables = [table for formula in (mask, score) if formula is not None for table in formula.tables]
+    index = {id(table): k for k, table in enumerate(tables)}
+
+    def join_masks() -> tuple[str, list[int]] | None:
+        """Return the joined mask as its text and the indices of the tables that it reads."""
+        joined = _normalize(mask, score, extent)
+        return None if joined is None else (joined.text, [index[id(table)] for table in joined.tables])
+
+    texts = tuple(None if formula is None else formula.text for formula in (mask, score))
+    # A table that mask and score share has one index, which occurs twice.
+    indices = tuple([index[id(table)] for table in tables])
+    tables_key, arrays = bounds_key(tables)
+    cache_key = (texts, indices, tuple([table.axes for table in tables]), tables_key, extent)
+    found = _NORMALIZED.get(cache_key, arrays, join_masks)
+    return None if found is None else parse_text(found[0], [tables[k] for k in found[1]])
+
+
+def _conjoin(mask: Expression | None, other: Expression | None) -> Expression | None:
+    if mask is None or other is None:
+        return other if mask is None else mask
+    return mask & other

@@ -1,0 +1,351 @@
+"""Checks and conversions of the arguments of attention, one function for each argument.
+
+`sightline.problem.problem` explains the letters of the shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import FunctionType
+from typing import Any, Literal
+
+import numpy as np
+
+from ..arrays import operations as arrays
+from ..arrays.kinds import check_kind, check_memory, is_array
+from ..errors import DeviceError, DtypeError, FormulaError, MaskError, ParameterError, ShapeError
+from ..formula import from_function, library
+from ..formula.block_masks import is_block_mask
+from ..formula.causal_bias import causal_bias_formula, is_causal_bias
+from ..formula.expression import SYMBOLS, Expression, walk
+from ..formula.tables import learned_number
+from ..statistics import Statistic, StatisticBase
+
+__all__ = [
+    "Formula",
+    "Layout",
+    "broadcast_inputs",
+    "check_arrays",
+    "check_choice",
+    "check_device",
+    "check_threads",
+    "fold_scale",
+    "read_dropout",
+    "read_mask",
+    "read_scale",
+    "read_score",
+    "read_seed",
+    "read_sinks",
+    "read_statistics",
+    "scalar_formula",
+    "split_names",
+    "to_float",
+    "to_heads_first",
+]
+
+Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
+Layout = Literal["BHND", "BNHD"]
+
+MAX_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # for each accumulator's dtype
+
+
+def read_mask(mask: Formula, lengths: tuple[int, int] | None = None) -> Expression | None:
+    """Return the mask as an expression; None if `mask` is None.
+
+    A mask is given as a formula, a FlexAttention mask_mod, a CausalBias of torch or a boolean array, which
+    `library.dense` converts. `lengths` is (n, m), and None if the sequences of the call have several lengths.
+    """
+    if mask is None:
+        return None
+    if is_causal_bias(mask):
+        return causal_bias_formula(mask, lengths)
+    if is_array(mask):
+        check_kind("mask", mask)
+    if not isinstance(mask, Expression | bool) and hasattr(mask, "dtype") and tuple(getattr(mask, "shape", ())):
+        if arrays.dtype_name(mask) not in ("bool", "bool_"):
+            raise MaskError(
+                f"mask is an array of {arrays.dtype_name(mask)}",
+                "a condition, True attends: a formula or a boolean array",
+                "mask=array != 0 if it holds zeros and ones; score=sightline.bias(array) if it is added to the scores",
+            )
+        return library.dense(mask)
+    if isinstance(mask, str | list | tuple):
+        raise MaskError(
+            f"mask is a {type(mask).__name__}",
+            "a condition, True attends: a formula or a boolean array",
+            "mask=sightline.causal(), or numpy.asarray(mask) of True and False",
+        )
+    expression = from_function.to_formula(mask, "mask", "b h i j")
+    if expression.kind != "bool":
+        raise MaskError(
+            f"mask is {expression}, which is a number",
+            "a condition, True attends",
+            f"compare the number, as in ({expression}) != 0; to add a number to the scores, write score=s + ...",
+        )
+    if any(node is SYMBOLS["s"] for node in walk(expression)):
+        raise MaskError(
+            f"mask {expression} reads the score s", "conditions on b, h, i and j", "score=where(condition, s, -inf)"
+        )
+    return expression
+
+
+def read_score(score: Formula) -> Expression | None:
+    """Return the score, a formula or a FlexAttention score_mod, as an expression; None if `score` is None."""
+    if score is None:
+        return None
+    if is_array(score):
+        check_kind("score", score)
+    if not isinstance(score, Expression) and tuple(getattr(score, "shape", ())) and not is_block_mask(score):
+        raise FormulaError(
+            f"score is a {type(score).__name__} of shape {tuple(score.shape)}",
+            "a formula or a function (s, b, h, i, j)",
+            "score=sightline.bias(array) adds it to the scores; score=s + table(array)[h, i - j] reads it by index",
+        )
+    expression = from_function.to_formula(score, "score", "s b h i j")
+    if expression.kind == "bool":
+        raise MaskError(f"score is {expression}, a condition", "a number", "pass conditions as mask=")
+    return expression
+
+
+def to_heads_first(layout: Any, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Return query, key and value with their axes in the order (..., heads, positions, width), as views.
+
+    A `KVCache` in place of key and value has this order already.
+
+    Raises
+    ------
+    ParameterError
+        `layout` is neither "BHND" nor "BNHD".
+    ShapeError
+        An array of the layout "BNHD" has no head axis.
+    """
+    if layout == "BHND":
+        return query, key, value
+    if layout != "BNHD":
+        raise ParameterError(
+            f"layout={layout!r}", '"BHND" for (B, H, n, d), or "BNHD" for (B, n, H, d)', 'layout="BNHD"'
+        )
+    given = {"query": query} if value is None else {"query": query, "key": key, "value": value}
+    shapes = {name: tuple(getattr(array, "shape", ())) for name, array in given.items()}
+    if any(len(shape) < 4 for shape in shapes.values()):
+        raise ShapeError(
+            f'layout="BNHD" with {_format_items(shapes)}',
+            "arrays (B, n, H, d), with a batch axis and a head axis",
+            "add the missing axis, as in query[None], or leave layout out for arrays without heads",
+        )
+    swapped = {name: arrays.swap_heads(array) for name, array in given.items()}
+    return swapped["query"], swapped.get("key", key), swapped.get("value", value)
+
+
+def check_arrays(named: dict[str, Any]) -> None:
+    """Raise unless query, key and value are plain float arrays of one framework, one dtype and one device."""
+    for name, array in named.items():
+        check_kind(name, array)
+        arrays.check_float_dtype(name, array)
+    kinds = {name: arrays.framework(array) for name, array in named.items()}
+    if len(set(kinds.values())) > 1 or not arrays.is_known(named["query"]):
+        raise DeviceError(
+            _format_items(kinds),
+            "query, key and value all from NumPy, torch or JAX, or from one library with the array API",
+            "convert the arrays first",
+        )
+    for what, error, describe in (("dtype", DtypeError, arrays.dtype_name), ("device", DeviceError, arrays.device)):
+        found = {name: describe(array) for name, array in named.items()}
+        if len(set(found.values())) > 1:
+            verb = "cast" if what == "dtype" else "move"
+            raise error(
+                f"{what} of {_format_items(found)}", f"one {what} for all", f"{verb} key and value to query's {what}"
+            )
+
+
+def broadcast_inputs(named: dict[str, Any]) -> list[Any]:
+    """Return query, key and value with a head axis and with equal leading axes."""
+    shapes = {name: tuple(array.shape) for name, array in named.items()}
+
+    def refuse(what: str, cure: str) -> ShapeError:
+        given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        legend = "query (..., H, n, d_k), key (..., G, m, d_k), value (..., G, m, d_v), or all without heads"
+        return ShapeError(f"{what}: {given}", legend, cure)
+
+    axes = {len(shape) for shape in shapes.values()}
+    if min(axes) < 2:
+        raise refuse("fewer than two axes", "give each array at least (positions, width)")
+    if len(axes) > 1 and min(axes) < 4:
+        raise refuse("different numbers of axes", "give all three a head axis and a batch axis")
+    if max(axes) < 4:
+        named = {name: array[..., None, :, :] for name, array in named.items()}
+    q, k, v = (tuple(array.shape) for array in named.values())
+    if q[-1] != k[-1]:
+        raise refuse(f"query is {q[-1]} wide and key {k[-1]}", "project both to the same d_k")
+    if q[-1] == 0:
+        raise refuse("d_k is 0", "give query and key at least one component")
+    if k[-2] != v[-2]:
+        raise refuse(f"{k[-2]} keys and {v[-2]} values", "give one value for every key")
+    if k[-3] != v[-3]:
+        raise refuse(f"{k[-3]} key heads and {v[-3]} value heads", "give key and value the same heads")
+    if (k[-3] == 0 and q[-3] != 0) or (k[-3] and q[-3] % k[-3]):
+        cure = "make H a multiple of G; heads come before positions: query.swapaxes(-3, -2)"
+        raise refuse(f"{q[-3]} query heads cannot share {k[-3]} key heads evenly", cure)
+    if q[:-3] == k[:-3] == v[:-3]:
+        return list(named.values())
+    try:
+        batch_shape = _broadcast_shapes(q[:-3], k[:-3], v[:-3])
+    except ValueError:
+        raise refuse("leading axes that do not broadcast", "make them equal, or 1") from None
+    return [arrays.broadcast_to(x, (*batch_shape, *x.shape[-3:])) for x in named.values()]
+
+
+def _broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape to which the shapes broadcast by NumPy's rules. Raise ValueError if they do not broadcast.
+
+    Lengths may be symbols of torch.compile.
+    """
+    joined: list[int] = []
+    for axis in range(-max(map(len, shapes)), 0):
+        lengths = [shape[axis] for shape in shapes if len(shape) >= -axis]
+        wide = [length for length in lengths if length != 1]
+        if any(length != wide[0] for length in wide):
+            raise ValueError(f"lengths {lengths}")
+        joined.append(wide[0] if wide else 1)
+    return tuple(joined)
+
+
+def read_sinks(sinks: Any, query: Any) -> Any:
+    if sinks is None:
+        return None
+    if not is_array(sinks):
+        sinks = np.asarray(sinks)
+    check_kind("sinks", sinks)
+    if tuple(sinks.shape) != (query.shape[-3],):
+        raise ShapeError(
+            f"sinks of shape {tuple(sinks.shape)}", f"(H,) = ({query.shape[-3]},)", "one logit per query head"
+        )
+    arrays.check_float_dtype("sinks", sinks)
+    check_device("sinks", sinks, query)
+    if isinstance(sinks, np.ndarray) and arrays.framework(query) == "torch":
+        sinks = sinks.copy()  # a backward pass reads them again, when the caller may have changed the array
+    return arrays.convert(sinks, query)
+
+
+def scalar_formula(what: str, array: Any) -> Expression:
+    """Return a learned number, a tensor with one entry, as an expression that passes gradients to the tensor."""
+    if math.prod(array.shape) != 1:
+        raise ParameterError(
+            f"{what} of shape {tuple(array.shape)}", "one number", f"score=s * table({what})[h] for one number per head"
+        )
+    return learned_number(array)
+
+
+def fold_scale(score: Any, scale: Any) -> tuple[Expression, float]:
+    """Return a score that includes a learned scale, and 1.0 as the scale.
+
+    The learned scale becomes a table of one entry, which has a gradient.
+
+    `score` is that of `attention`, or an array of biases.
+    """
+    formula = library.bias(score) if hasattr(score, "dtype") else read_score(score)
+    scaled = SYMBOLS["s"] * scalar_formula("scale", scale)
+    return scaled if formula is None else formula.with_scores(scaled), 1.0
+
+
+def to_float(number: Any) -> float:
+    """Return the number as a Python float; NaN if `number` is no real number or exceeds the range of floats.
+
+    `float` would also read texts, True and False.
+    """
+    if isinstance(number, bool | str | bytes | bytearray):
+        return math.nan
+    # torch.compile cannot trace `hasattr` of a number that is a symbol
+    if not isinstance(number, int | float) and hasattr(number, "dtype") and not _is_real(arrays.dtype_name(number)):
+        return math.nan
+    try:
+        return float(number)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _is_real(dtype_name: str) -> bool:
+    return dtype_name.startswith(("int", "uint", "float", "bfloat"))
+
+
+def read_scale(scale: Any, query: Any) -> float:
+    if scale is None:
+        return 1 / math.sqrt(query.shape[-1])
+    value = to_float(scale)
+    largest = MAX_SCALE[arrays.accumulator(arrays.dtype_name(query))]
+    if not abs(value) <= largest:
+        raise ParameterError(
+            f"scale={scale!r}", f"a finite number, at most ±{largest:.2g}", "leave scale=None for 1/√d_k"
+        )
+    return value
+
+
+def read_dropout(dropout: Any) -> float:
+    value = to_float(dropout)
+    if not 0 <= value <= 1:
+        raise ParameterError(f"dropout={dropout!r}", "a probability from 0 to 1", "dropout=0.1 drops a tenth")
+    return value
+
+
+def read_seed(seed: Any, dropout: float) -> int:
+    if seed is None and dropout == 0:
+        return 0
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= seed.__index__() < 2**64:
+        raise ParameterError(
+            f"seed={seed!r} with dropout={dropout}", "a whole number from 0 to 2⁶⁴ − 1", "for example seed=0"
+        )
+    return int(seed)
+
+
+def read_statistics(see: Any, lengths: tuple[int, int] | None = None) -> tuple[Statistic, ...]:
+    """Return the statistics of `see`, with their conditions as expressions; `lengths` is that of `read_mask`."""
+    listed = tuple(see) if isinstance(see, Sequence) and not isinstance(see, str) else (see,)
+    for entry in listed:
+        if not isinstance(entry, StatisticBase):
+            allowed = "a list of statistics, or a dict from names to statistics"
+            raise ParameterError(f"see={see!r}", allowed, _suggest_statistic(entry))
+    return tuple([statistic.map_formulas(lambda condition: read_mask(condition, lengths)) for statistic in listed])
+
+
+def _suggest_statistic(entry: Any) -> str:
+    """Return the cure for an entry of `see` that is no statistic."""
+    if isinstance(entry, FunctionType) and entry.__module__.startswith("sightline."):
+        return f"call the function: see=[sightline.{entry.__name__}(...)]"
+    return "see=[sightline.lse(), sightline.weights()]"
+
+
+def split_names(see: Any) -> tuple[tuple[str, ...] | None, Any]:
+    """Return (names, statistics) of a dict of statistics; (None, see) if `see` is no dict."""
+    return (tuple(see), list(see.values())) if isinstance(see, dict) else (None, see)
+
+
+def check_choice(kernel: Any, threads: Any) -> None:
+    """Raise ParameterError unless `kernel` is text or None, and `threads` is None or a whole number of at least 1."""
+    if kernel is not None and not isinstance(kernel, str):
+        raise ParameterError(f"kernel={kernel!r}", "a kernel's name, or None", 'kernel="cpu"')
+    if threads is not None:
+        check_threads("threads", threads)
+
+
+def check_threads(name: str, number: Any) -> None:
+    """Raise ParameterError unless the number of threads is a whole number from 1 to 2³¹ − 1."""
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
+        raise ParameterError(f"{name}={number!r}", "a whole number of at least 1", f"{name}=1")
+
+
+def check_device(what: str, array: Any, query: Any) -> None:
+    """Raise DeviceError if the array has the query's framework but lies on another device than the query.
+
+    An array of another framework is converted to the query's device later. If it has no memory, it raises DtypeError.
+    """
+    if arrays.framework(array) != arrays.framework(query):
+        check_memory(what, array)
+    elif arrays.device(array) != arrays.device(query):
+        raise DeviceError(
+            f"{what} on {arrays.device(array)}, query on {arrays.device(query)}", "one device", f"move the {what}"
+        )
+
+
+def _format_items(found: dict[str, Any]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in found.items())

@@ -1,0 +1,417 @@
+"""The streaming kernel: attention by tiles in plain array operations, in O(n) memory.
+
+The kernel serves NumPy, every device of torch, every dtype and every formula; and the forward pass of other libraries
+with the array API. The forward pass keeps a running maximum and a running sum for each query (Milakov and Gimelshein,
+2018; Dao et al., "FlashAttention", 2022, algorithm 1). The backward pass computes the weights again from the saved lse
+("FlashAttention", algorithm 4). The forward and the backward pass use plain operations on new arrays, so torch can
+differentiate them to any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+
+from ..arrays.operations import convert, framework, namespace, resolve_dtype
+from ..cached_property import cached_property
+from ..formula.derivative import derivative
+from ..formula.evaluate_array import evaluate
+from ..formula.expression import Lookup, walk
+from ..formula.tile_ranges import TileRanges, find_tile_ranges
+from ..problem.kernel import Gradients, Kernel, Refusal, Result
+from ..problem.problem import Problem
+from ..statistics import StatisticGradients, Tile, accumulate_statistics, statistic_gradients
+from .dropout import keep_factor
+
+__all__ = ["Streaming", "TileOps", "backward", "compute_statistics", "forward", "tiles"]
+
+TILE_ELEMENTS = 1 << 20  # the most scores of one tile, over all batches and heads; a tile of one row may have more
+KEY_BLOCK = 512
+
+
+class TileOps:
+    """The array operations by which the forward and backward passes compute the tiles of one problem."""
+
+    def __init__(self, problem: Problem, *others: Any) -> None:
+        if problem.framework != "numpy":
+            problem = problem.map_tables(lambda array: convert(array, problem.query))
+        self.problem = problem
+        self.xp = xp = namespace(problem.query)
+        self.dtype = resolve_dtype(xp, problem.accumulator)
+        self.device_options = {} if problem.framework == "numpy" else {"device": problem.query.device}
+        self.is_finite = all(bool(xp.all(xp.isfinite(x))) for x in (problem.query, problem.key, problem.value, *others))
+
+    @cached_property
+    def runs(self) -> TileRanges:
+        problem = self.problem
+        columns = min(KEY_BLOCK, 1 << max(problem.m - 1, 0).bit_length())
+        rows = max(TILE_ELEMENTS // (max(problem.B * problem.H, 1) * columns), 1)
+        return find_tile_ranges(problem.mask, problem.extent, min(1 << (rows.bit_length() - 1), 1024), columns)
+
+    def query_blocks(self) -> Iterator[slice]:
+        """Yield each block of queries as a slice of query positions."""
+        size = self.runs.query_block
+        for start in range(0, self.problem.n, size):
+            yield slice(start, min(start + size, self.problem.n))
+
+    def key_blocks(self, rows: slice) -> Iterator[tuple[slice, bool]]:
+        """Yield each block of keys that some of these queries see in some batch or head, and whether the tile is full.
+
+        The tile is full if every batch and head allows all pairs of these queries and these keys.
+        """
+        runs = self.runs
+        full: dict[int, int] = {}
+        block = rows.start // runs.query_block
+        for b in range(runs.batches):
+            for h in range(runs.heads):
+                for entry in runs.row(b, h, block):
+                    for column in range(runs.first[entry], runs.last[entry]):
+                        full[column] = full.get(column, 0) + bool(runs.full[entry])
+        for column in sorted(full):
+            start = column * runs.key_block
+            stop = min(start + runs.key_block, self.problem.m)
+            yield slice(start, stop), full[column] == runs.batches * runs.heads
+
+    def widen(self, array: Any, part: slice) -> Any:
+        """Return the positions `part` of query, key or value, in the accumulator's dtype."""
+        return self.xp.astype(array[..., part, :], self.dtype)
+
+    def symbols(self, rows: slice, columns: slice, s: Any = None) -> dict[str, Any]:
+        b, h, i, j = self.problem.positions(self.xp, rows, columns)
+        return {"b": b, "h": h, "i": i, "j": j, "s": s, "n": self.problem.n, "m": self.problem.m}
+
+    def evaluate_formula(self, formula: Any, symbols: dict[str, Any], dtype: Any = None) -> Any:
+        dtype = self.dtype if dtype is None else dtype
+        symbols = {name: value for name, value in symbols.items() if value is not None}
+        return evaluate(formula, symbols, xp=self.xp, float_dtype=dtype, like=self.problem.query)
+
+    def multiply_nan_safe(self, x: Any, slope: Any) -> Any:
+        """Return x · slope. Where x is 0 the product is 0, even if the slope is NaN or ∞."""
+        xp = self.xp
+        if isinstance(slope, float):
+            return x * slope
+        return x * xp.where((x == 0) & ~xp.isfinite(slope), self.full(0.0), slope)
+
+    def evaluate_on_scores(self, formula: Any, rows: slice, columns: slice, masked: Any) -> Any:
+        """Return the results of a formula over a tile, with s = `masked`, the final scores; 0 where s is −∞."""
+        xp, hidden = self.xp, masked == -self.xp.inf
+        values = self.evaluate_formula(formula, self.symbols(rows, columns, xp.where(hidden, self.full(0.0), masked)))
+        return xp.where(hidden, self.full(0.0), xp.astype(values, self.dtype))
+
+    def scaled(self, query: Any, columns: slice) -> Any:
+        """Return Q Kᵀ · scale of a tile, of shape (*batch_shape, H, rows, columns).
+
+        `query` has the rows of the tile in the accumulator's dtype.
+        """
+        return self.dot_products(query, self.widen(self.problem.key, columns)) * self.problem.scale
+
+    def masked(self, s: Any, rows: slice, columns: slice, full: bool) -> Any:
+        """Return the final scores of a tile from its scaled scores s: by the score formula, and −∞ at hidden pairs."""
+        problem, xp = self.problem, self.xp
+        if problem.score is not None:
+            s = xp.broadcast_to(self.evaluate_formula(problem.score, self.symbols(rows, columns, s)), s.shape)
+            s = xp.astype(s, self.dtype)
+        if problem.mask is not None and not full:
+            allowed = self.evaluate_formula(problem.mask, self.symbols(rows, columns), xp.float64)
+            s = xp.where(allowed, s, self.full(-xp.inf))
+        return s
+
+    def sum_over_keys(self, weights: Any, array: Any) -> Any:
+        """Return Σⱼ weights[i, j] · array[j], of shape (*batch_shape, H, rows, width). `array` has the key heads."""
+        rows = weights.shape[-2]
+        product = self.nan_safe_matmul(self.group_heads(weights), array)
+        return self.xp.reshape(product, (*self.problem.batch_shape, self.problem.H, rows, array.shape[-1]))
+
+    def sum_over_queries(self, weights: Any, array: Any) -> Any:
+        """Return Σ weights[i, j] · array[i], of shape (*batch_shape, G, columns, width).
+
+        The sum runs over the rows i and over the query heads that share a key head.
+        """
+        return self.nan_safe_matmul(self.xp.matrix_transpose(self.group_heads(weights)), self.group_heads(array))
+
+    def dot_products(self, array: Any, other: Any) -> Any:
+        """Return the dot products array[i] · other[j], of shape (*batch_shape, H, rows, columns)."""
+        product = self.group_heads(array) @ self.xp.matrix_transpose(other)
+        return self.xp.reshape(product, (*array.shape[:-1], other.shape[-2]))
+
+    def group_heads(self, array: Any) -> Any:
+        """Reshape (*batch_shape, H, rows, width) to (*batch_shape, G, H / G · rows, width): one matrix per key head."""
+        problem = self.problem
+        return self.xp.reshape(
+            array, (*problem.batch_shape, problem.G, problem.group * array.shape[-2], array.shape[-1])
+        )
+
+    def split_lse(self, lse: Any) -> tuple[Any, Any]:
+        """Return arrays (high, low) of the accumulator's dtype with high + low = lse; 0 and 0 where the lse is −∞.
+
+        Each array has the shape (..., rows, 1).
+        """
+        xp = self.xp
+        lse = xp.where(lse == -xp.inf, xp.zeros_like(lse), lse)[..., None]
+        high = xp.astype(lse, self.dtype)
+        return high, xp.astype(lse - xp.astype(high, lse.dtype), self.dtype)
+
+    def nan_safe_matmul(self, weights: Any, array: Any) -> Any:
+        """Return weights @ array. A weight of 0 adds 0, even if it is multiplied by NaN or ∞.
+
+        The function is correct only if no entry of the array that is NaN or ∞ has a negative weight.
+        """
+        if self.is_finite:
+            return weights @ array
+        xp = self.xp
+        seen = xp.astype(weights != 0, self.dtype)
+        counts = [
+            seen @ xp.astype(kind, self.dtype) > 0 for kind in (xp.isnan(array), array == xp.inf, array == -xp.inf)
+        ]
+        nan, up, down = counts
+        result = weights @ self.zero_nonfinite(array)
+        for where_, value in ((up, xp.inf), (down, -xp.inf), (nan | (up & down), xp.nan)):
+            result = xp.where(where_, self.full(value), result)
+        return result
+
+    def zero_nonfinite(self, array: Any) -> Any:
+        """Return the array with 0 in place of NaN and ∞. A visible NaN or ∞ has made the weights NaN already."""
+        return array if self.is_finite else self.xp.where(self.xp.isfinite(array), array, self.full(0.0))
+
+    def full(self, value: float, *shape: int) -> Any:
+        return self.xp.full(shape, value, dtype=self.dtype, **self.device_options)
+
+    def sink(self, rows: int) -> Any:
+        """Return the sinks as logits of shape (*batch_shape, H, rows); −∞ if the problem has no sinks."""
+        problem, xp = self.problem, self.xp
+        if problem.sinks is None:
+            return self.full(-xp.inf, *problem.batch_shape, problem.H, rows)
+        return xp.broadcast_to(xp.astype(problem.sinks, self.dtype)[:, None], (*problem.batch_shape, problem.H, rows))
+
+    def sink_weights(self, lse: Any) -> Any:
+        """Return the weights of the sinks, exp(sink − lse), for the queries of this lse, (*batch_shape, H, rows)."""
+        high, low = self.split_lse(lse)
+        return self.xp.exp(self.sink(lse.shape[-1]) - high[..., 0] - low[..., 0])
+
+
+def forward(ops: TileOps) -> tuple[Any, Any]:
+    """Return (output, lse). The output has the accumulator's dtype.
+
+    The lse is float64, because weights that are computed from the lse inherit its error.
+    """
+    xp, problem = ops.xp, ops.problem
+    output = ops.full(0.0, *problem.batch_shape, problem.H, problem.n, problem.d_v)
+    lse = xp.astype(ops.full(-xp.inf, *problem.batch_shape, problem.H, problem.n), xp.float64)
+    for rows in ops.query_blocks():
+        query = ops.widen(problem.query, rows)
+        largest = ops.sink(query.shape[-2])
+        total = xp.astype(largest != -xp.inf, xp.float64)
+        acc = xp.zeros_like(output[..., rows, :])  # new memory, because torch saves `acc` for second derivatives
+        for columns, full in ops.key_blocks(rows):
+            s = ops.masked(ops.scaled(query, columns), rows, columns, full)
+            new = xp.maximum(largest, xp.max(s, axis=-1))
+            shift = xp.where(new == -xp.inf, ops.full(0.0), new)
+            alpha = xp.exp(xp.astype(largest - shift, xp.float64))
+            p = xp.exp(s - shift[..., None])
+            total = total * alpha + xp.astype(xp.sum(p, axis=-1), xp.float64)
+            p = xp.astype(p * keep_factor(problem, xp, rows, columns), ops.dtype)
+            values = ops.sum_over_keys(p, ops.widen(problem.value, columns))
+            acc = acc * xp.astype(alpha, ops.dtype)[..., None] + values
+            largest = new
+        has_visible_keys = total != 0  # a NaN counts as a visible key
+        safe = xp.where(has_visible_keys, total, xp.ones_like(total))
+        output[..., rows, :] = acc / xp.astype(safe, ops.dtype)[..., None]
+        lse[..., rows] = xp.astype(xp.where(has_visible_keys, largest, ops.full(-xp.inf)), xp.float64) + xp.log(safe)
+    return output, lse
+
+
+def tiles(ops: TileOps, lse: Any) -> Iterator[Tile]:
+    """Yield every tile that is not empty, with its normalised weights before dropout."""
+    for rows in ops.query_blocks():
+        for columns, _, masked, weights in row_tiles(ops, rows, lse):
+            yield Tile(rows, columns, weights, masked, lse[..., rows])
+
+
+def compute_statistics(ops: TileOps, lse: Any) -> tuple[Any, ...]:
+    """Compute the statistics of the problem from the lse, in a second pass over the tiles."""
+    return accumulate_statistics(ops.problem, lse, lambda: tiles(ops, lse))
+
+
+def row_tiles(ops: TileOps, rows: slice, lse: Any) -> Iterator[tuple[slice, Any, Any, Any]]:
+    """Yield (columns, scaled scores, final scores S, weights P) of each tile of these queries.
+
+    P is exp(S − lse), and 0 where S is −∞.
+    """
+    query = ops.widen(ops.problem.query, rows)
+    high, low = ops.split_lse(lse[..., rows])
+    for columns, full in ops.key_blocks(rows):
+        scaled = ops.scaled(query, columns)
+        masked = ops.masked(scaled, rows, columns, full)
+        yield columns, scaled, masked, ops.xp.exp((masked - high) - low)
+
+
+def backward(
+    problem: Problem,
+    d_output: Any,
+    d_lse: Any = None,
+    d_seen: tuple[Any, ...] = (),
+    saved: tuple[Any, Any] | None = None,
+    added: StatisticGradients | None = None,
+) -> Gradients:
+    """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_seen ∘ seen.
+
+        P = exp(S − lse)    dV = (P ∘ keep)ᵀ dO    dP = (dO Vᵀ) ∘ keep + d_weights
+        dS = P ∘ (dP − rowsum(P ∘ dP) + d_lse) + d_scores    dQ = dS K · scale    dK = dSᵀ Q · scale
+
+    where the gradients of the statistics contribute d_weights, d_scores and a part of d_lse.
+
+    Parameters
+    ----------
+    d_output, d_lse : the gradients of output and lse, in their shapes; d_lse is None if the gradient of lse is 0
+    d_seen : for each statistic of `problem.see` the gradient of its first array; None if the statistic has no gradient
+    saved : (output, lse) of the forward pass. If `saved` is None, the forward pass is repeated, and the returned
+        gradients can be differentiated again.
+    added : the terms that the gradients of the statistics add; if it is None, they are computed from `d_seen`
+    """
+    ops = TileOps(problem, d_output)
+    xp = ops.xp
+    output, lse = forward(ops) if saved is None else (xp.astype(saved[0], ops.dtype), saved[1])
+    d_output = xp.astype(d_output, ops.dtype)
+    row = xp.sum(d_output * output, axis=-1)
+    if added is None:
+        added = statistic_gradients(problem, lse, lambda: tiles(ops, lse), d_seen)
+    for part in (d_lse, added.lse):
+        row = row if part is None else row - xp.astype(part, ops.dtype)
+    d_query, d_key, d_value = (ops.full(0.0, *x.shape) for x in (problem.query, problem.key, problem.value))
+    score_gradients = ScoreGradients(ops)
+    for rows in ops.query_blocks():
+        d_o, d_row = d_output[..., rows, :], row[..., rows]
+        for columns, _, masked, p in row_tiles(ops, rows, lse) if added.weights is not None else ():
+            d_row = d_row + xp.sum(p * ops.evaluate_on_scores(added.weights, rows, columns, masked), axis=-1)
+        for columns, scaled, masked, p in row_tiles(ops, rows, lse):
+            keep = keep_factor(problem, xp, rows, columns)
+            d_p = ops.dot_products(d_o, ops.widen(problem.value, columns))
+            if problem.dropout:
+                d_p = ops.multiply_nan_safe(keep, d_p)
+            if added.weights is not None:
+                d_p = d_p + ops.evaluate_on_scores(added.weights, rows, columns, masked)
+            d_masked = xp.where(p == 0, ops.full(0.0), xp.astype(p * (d_p - d_row[..., None]), ops.dtype))
+            if added.scores is not None:
+                d_masked = d_masked + ops.evaluate_on_scores(added.scores, rows, columns, masked)
+            score_gradients.add(d_masked, scaled, rows, columns)
+            d_s = ops.multiply_nan_safe(d_masked, score_gradients.slope(scaled, rows, columns)) * problem.scale
+            d_query[..., rows, :] += ops.sum_over_keys(d_s, ops.zero_nonfinite(ops.widen(problem.key, columns)))
+            d_key[..., columns, :] += ops.sum_over_queries(d_s, ops.zero_nonfinite(ops.widen(problem.query, rows)))
+            d_value[..., columns, :] += ops.sum_over_queries(xp.astype(p * keep, ops.dtype), d_o)
+        score_gradients.add_sinks(d_row, lse[..., rows])
+    input_gradients = {
+        name: xp.astype(gradient, problem.query.dtype)
+        for name, gradient in (("query", d_query), ("key", d_key), ("value", d_value))
+    }
+    tables, sinks = score_gradients.gradients()
+    return Gradients(**input_gradients, tables=tables, sinks=sinks)
+
+
+class ScoreGradients:
+    """The gradients of the score's tables and of the sinks, summed tile by tile, and the slope d score / d s."""
+
+    def __init__(self, ops: TileOps) -> None:
+        self.ops, problem = ops, ops.problem
+        self.d_s = None if problem.score is None else derivative(problem.score)
+        nodes = [] if problem.score is None else walk(problem.score)
+        self.lookups = [
+            (node, derivative(problem.score, node))
+            for node in nodes
+            if problem.score is not None and isinstance(node, Lookup) and node.kind == "float"
+        ]
+        self.tables = {id(node.table): ops.full(0.0, *node.table.shape) for node, _ in self.lookups}
+        self.sinks = None if problem.sinks is None else ops.full(0.0, problem.H)
+
+    def slope(self, scaled: Any, rows: slice, columns: slice) -> Any:
+        """Return d score / d s over a tile; 1.0 if the problem has no score formula."""
+        return 1.0 if self.d_s is None else self.ops.evaluate_formula(self.d_s, self.ops.symbols(rows, columns, scaled))
+
+    def add(self, d_masked: Any, scaled: Any, rows: slice, columns: slice) -> None:
+        """Add this tile's part to the gradients of the tables.
+
+        The gradient of a table entry is Σ dS · d score / d entry, over the pairs that read the entry.
+        """
+        ops, xp = self.ops, self.ops.xp
+        symbols = ops.symbols(rows, columns, scaled)
+        for node, slope in self.lookups:
+            share = ops.multiply_nan_safe(d_masked, ops.evaluate_formula(slope, symbols))
+            index = tuple(
+                xp.broadcast_to(xp.clip(ops.evaluate_formula(a, symbols), 0, length - 1), d_masked.shape)
+                for a, length in zip(node.arguments, node.table.shape, strict=True)
+            )
+            _scatter_add(self.tables[id(node.table)], index, share)
+
+    def add_sinks(self, d_row: Any, lse: Any) -> None:
+        """Add the part of these queries to the gradient of the sinks.
+
+        The gradient of sink h is −Σ exp(sink_h − lse) (rowsum(P ∘ dP) − d_lse), over the queries of head h.
+        """
+        if self.sinks is not None:
+            sums = self.ops.xp.sum(-self.ops.sink_weights(lse) * d_row, axis=-1)
+            self.sinks += self.ops.xp.sum(self.ops.xp.reshape(sums, (-1, self.sinks.shape[0])), axis=0)
+
+    def gradients(self) -> tuple[tuple[Any, ...], Any]:
+        """Return (gradients of the problem's tables, gradient of the sinks).
+
+        A table's gradient is None if the score formula does not read the table as floats. The gradient of the sinks is
+        None if the problem has no sinks.
+        """
+        xp, problem = self.ops.xp, self.ops.problem
+        tables = tuple(
+            xp.astype(self.tables[id(t)], t.array.dtype) if id(t) in self.tables else None for t in problem.tables
+        )
+        if self.sinks is None or problem.sinks is None:
+            return tables, None
+        return tables, xp.astype(self.sinks, problem.sinks.dtype)
+
+
+def _scatter_add(target: Any, index: tuple[Any, ...], values: Any) -> None:
+    """Add `values` to target[index], where an index may occur several times.
+
+    The order of the sum is fixed, so every run gives the same bits.
+    """
+    flat_index: Any = 0
+    for part, length in zip(index, target.shape, strict=True):
+        flat_index = flat_index * length + part
+    if framework(target) == "torch":
+        target.view(-1).index_add_(0, flat_index.reshape(-1), values.reshape(-1))
+    else:
+        np.add.at(target.reshape(-1), flat_index, values)
+
+
+class Streaming(Kernel):
+    """The kernel that computes attention by tiles in plain array operations. It serves every problem."""
+
+    name = "streaming"
+    description = "tiles in plain array operations (NumPy, torch on any device, array API), O(n) memory"
+
+    def refuses(self, problem: Problem) -> Iterator[Refusal]:
+        """Yield nothing: streaming serves every problem."""
+        yield from ()
+
+    def cost(self, problem: Problem) -> float:
+        return 10.0
+
+    def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
+        """Yield nothing: streaming has a backward pass for every problem."""
+        yield from ()
+
+    def run(self, problem: Problem, threads: int | None = None) -> Result:
+        ops = TileOps(problem)
+        with np.errstate(all="ignore"):  # hidden scores may overflow
+            output, lse = forward(ops)
+        return Result(ops.xp.astype(output, problem.query.dtype), lse, seen=compute_statistics(ops, lse))
+
+    def backward(
+        self,
+        problem: Problem,
+        d_output: Any,
+        d_lse: Any,
+        saved: tuple[Any, Any],
+        wanted_tables: Collection[int],
+        threads: int | None = None,
+        statistic_gradients: StatisticGradients | None = None,
+    ) -> Gradients:
+        return backward(problem, d_output, d_lse, saved=saved, added=statistic_gradients or StatisticGradients())

@@ -1,0 +1,544 @@
+"""`sightline bench`: its problems at small sizes, its counts and verdicts, and that wrong results are not reported."""
+
+import ctypes
+import json
+import statistics
+
+import numpy as np
+import pytest
+
+import sightline
+from sightline import i, j
+from sightline.cli import main
+from sightline.cli.bench import figures, first_call, implementations, measure
+from sightline.cli.bench.benchmarks import BENCHMARKS, CAUSAL, select, window
+from sightline.cli.bench.check import sample, share_of_budget
+from sightline.cli.bench.device import Cpu
+from sightline.cli.bench.implementations import VARIANTS, Implementation, PreparedCall
+from sightline.cli.bench.measure import Settings, run
+from sightline.cli.bench.peak_memory import can_measure, peak_memory
+from sightline.cli.bench.peaks import Peaks, has_bfloat16_dot
+from sightline.cli.bench.peers import PEERS
+from sightline.cli.bench.report import Entry, Finding, Point, Report, Verdict, format_amount, format_duration
+from sightline.cli.bench.workloads import Inputs, Mask, Series, Target, Workload, allowed_pairs
+from sightline.errors import ParameterError
+from sightline.formula.evaluate_array import evaluate_dense
+from sightline.problem.problem import make_problem
+from sightline.reference.definition import compute_stages
+
+WORKLOADS = {workload.name: workload for workload in BENCHMARKS if isinstance(workload, Workload)}
+
+
+def results_of(implementation, workload):
+    inputs = Inputs.of(workload)
+    prepared = implementation.prepare(workload, inputs, 2)
+    return inputs, prepared.results(prepared.call(prepared.setup()))
+
+
+# -- the benchmarks ----------------------------------------------------------------------------------------------------
+
+
+RARER = "backward", "both", "threads"  # run only in the soak: `bench --quick` checks one that begins with "both" too
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if name.startswith(RARER) else ()) for name in WORKLOADS]
+)
+def test_small_versions_are_right(name):
+    """Every variant of Sightline that is timed stays within the rounding-error budget."""
+    workload = WORKLOADS[name].small()
+    for variant in (VARIANTS[name] for name in ("sightline", *workload.baselines) if name in VARIANTS):
+        inputs, results = results_of(variant, workload)
+        assert share_of_budget(variant.reference_workload(workload), inputs, results) <= 1
+
+
+@pytest.mark.parametrize("name", [benchmark.name for benchmark in BENCHMARKS if isinstance(benchmark, Series)])
+def test_series_are_right(name):
+    (series,) = (benchmark for benchmark in BENCHMARKS if benchmark.name == name)
+    points = series.small().points
+    assert len({point.n for point in points}) == len(points)
+    for point in (points[0], points[-1]):
+        inputs, results = results_of(VARIANTS["sightline"], point)
+        assert share_of_budget(point, inputs, results) <= 1
+
+
+def test_names_are_unique_and_contenders_known():
+    assert len({benchmark.name for benchmark in BENCHMARKS}) == len(BENCHMARKS)
+    for workload in WORKLOADS.values():
+        assert set(workload.baselines) <= set(VARIANTS) | set(PEERS)
+        assert {target.implementation for target in workload.targets} <= {"sightline", *workload.baselines}
+
+
+def test_selecting():
+    assert [p.name for p in select(BENCHMARKS, ["decode*"])] == ["decode float32", "decode bfloat16"]
+    assert all(p.dtype == "bfloat16" for p in select(BENCHMARKS, dtype="bfloat16"))
+    assert select(BENCHMARKS) == BENCHMARKS
+    with pytest.raises(ParameterError, match="--list") as caught:
+        select(BENCHMARKS[3:], ["no such problem"])
+    assert BENCHMARKS[3].name in caught.value.cure
+
+
+def test_a_mask_is_causal_by_its_formula():
+    """Another mask object with the same formula is the causal mask too."""
+    same = Mask("lower triangle", lambda n, to_table: lambda b, h, i, j: i >= j)
+    for mask, is_causal in ((same, True), (CAUSAL, True), (window(8), False), (None, False)):
+        workload = Workload(name="x", n=20, mask=mask)
+        assert (workload.is_causal, workload.needs_mask_array) == (is_causal, mask is not None and not is_causal)
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+MASKS = {
+    "none": None,
+    "causal": i >= j,
+    "window": (i >= j) & (i - j < 33),
+    "by head": sightline.table(np.array([3, 70, 500]))[sightline.h] > i - j,
+    "padding": sightline.padding([100, 163]),
+    "nothing": i < 0,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_allowed_pairs_are_those_of_the_dense_mask(mask):
+    extent = (2, 3, 130, 163)
+    dense = np.ones(extent, bool) if MASKS[mask] is None else evaluate_dense(MASKS[mask], extent)
+    assert allowed_pairs(MASKS[mask], extent) == np.broadcast_to(dense, extent).sum()
+
+
+def test_flops_are_those_of_the_products():
+    of_d_k, of_d_v = 10 * 7 * 4, 10 * 7 * 6  # multiply-adds of S, dQ and dK; of O, dP and dV
+    forward = 2 * 3 * (of_d_k + of_d_v)
+    backward = 2 * 3 * (3 * of_d_k + 2 * of_d_v)  # S, dQ, dK; dP, dV
+    for passes, flops in {"forward": forward, "backward": backward, "forward and backward": forward + backward}.items():
+        assert Workload(name="x", H=3, n=10, m=7, d_k=4, d_v=6, passes=passes).flops == flops
+
+
+def test_bytes_are_those_of_the_arrays():
+    for passes in ("forward", "forward and backward"):
+        workload = Workload(name="x", H=4, n=10, m=7, d_k=4, d_v=6, passes=passes, bias=True)
+        inputs = Inputs.of(workload)
+        given = inputs.query.nbytes + inputs.key.nbytes + inputs.value.nbytes + inputs.bias.nbytes
+        times = 1 if passes == "forward" else 2
+        assert workload.bytes_moved == times * given + workload.output_bytes
+
+
+# -- checking ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [None, CAUSAL])
+def test_a_sample_has_the_values_of_the_whole_problem(mask):
+    """The reference output of the sample equals the same rows of the whole problem's reference output."""
+    from sightline.cli.bench.check import _reference_stages
+
+    workload = Workload(name="x", H=4, n=200, m=200, d_k=8, mask=mask, dropout=0.3)
+    inputs = Inputs.of(workload)
+    part = sample(workload, inputs)
+    options = {"mask": workload.formula, "dropout": 0.3, "seed": part.seed}
+    whole = compute_stages(make_problem(inputs.query, inputs.key, inputs.value, **options))
+    expected = whole.output[:, part.heads][:, :, part.rows]
+    np.testing.assert_allclose(_reference_stages(part).output, expected, rtol=1e-12, atol=1e-14)
+    assert part.rows.size < workload.n
+
+
+def test_a_sample_has_every_key_that_any_batch_entry_attends_to():
+    """The first batch entry attends to 30 keys and the second to 55, so no key from 55 on is in the sample."""
+    lengths = np.array([30, 55])
+    mask = Mask("padding", lambda n, to_table: lambda b, h, i, j: j < to_table(lengths)[b])
+    for passes in ("forward", "forward and backward"):
+        workload = Workload(name="x", B=2, H=2, n=60, d_k=8, mask=mask, passes=passes)
+        inputs, results = results_of(VARIANTS["sightline"], workload)
+        assert sample(workload, inputs).columns.size == 55
+        assert share_of_budget(workload, inputs, results) <= 1
+
+
+FAULTS = {
+    "output": lambda a: a | {"output": np.roll(a["output"], 1, axis=-2)},
+    "nan": lambda a: a | {"output": np.where(np.arange(a["output"].shape[-1]) == 3, np.nan, a["output"])},
+    "another head": lambda a: a | {"output": a["output"][:, ::-1]},
+    "query": lambda a: a | {"query": a["query"] * 1.0001},
+    "key": lambda a: a | {"key": a["key"] + np.roll(a["key"], 1, -2) * 1e-4},
+    "value": lambda a: a | {"value": -a["value"]},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_results_are_found(fault):
+    workload = Workload(name="x", H=4, n=150, d_k=16, mask=CAUSAL, passes="backward")
+    inputs, results = results_of(VARIANTS["sightline"], workload)
+    assert share_of_budget(workload, inputs, results) <= 1
+    assert not share_of_budget(workload, inputs, FAULTS[fault](results)) <= 1
+
+
+@pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if workload.see])
+def test_wrong_statistics_are_found(name):
+    """Values of one head with a relative error of 1e-4, and keys of another row."""
+    workload = WORKLOADS[name].small()
+    inputs, results = results_of(VARIANTS["sightline"], workload)
+    for statistic in workload.see:
+        first, *others = results[repr(statistic)]
+        off = first.copy()
+        off[:, -1] *= 1.0001
+        wrong = [(off, *others), *((first, np.roll(keys, 1, axis=2)) for keys in others)]
+        for arrays in wrong:
+            assert not share_of_budget(workload, inputs, results | {repr(statistic): arrays}) <= 1
+
+
+def test_an_output_of_another_shape_is_an_error():
+    workload = Workload(name="x", n=20, d_k=4)
+    inputs, results = results_of(VARIANTS["sightline"], workload)
+    with pytest.raises(ValueError, match=r"the output has the shape .*, expected \("):
+        share_of_budget(workload, inputs, {"output": results["output"].swapaxes(1, 2)})
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+class StubContender(Implementation):
+    """A contender with a given output or error, which counts its calls."""
+
+    def __init__(self, name, output, raises=None):
+        self.name, self.label, self.output, self.raises, self.calls = name, name, output, raises, 0
+
+    def refuses(self, workload):
+        return None
+
+    def prepare(self, workload, inputs, threads):
+        def call(_):
+            self.calls += 1
+            if self.raises:
+                raise self.raises
+            return
+
+        return PreparedCall(call, lambda _: {"output": self.output}, threads=threads)
+
+
+@pytest.fixture
+def correct():
+    """A small workload and its correct output."""
+    workload = Workload(name="small", n=40, d_k=8, H=2, baselines=("peer",))
+    _, results = results_of(VARIANTS["sightline"], workload)
+    return workload, results["output"]
+
+
+@pytest.fixture
+def settings():
+    device = Cpu(1)
+    device.pause = 0.0
+    return Settings(device, seconds=0.01, quick=True)
+
+
+def test_contenders_alternate(correct, settings):
+    workload, output = correct
+    settings.peers = (StubContender("peer", output),)
+    finding = run(workload, settings)
+    ours, peer = finding.entries
+    assert len(ours.seconds) == len(peer.seconds) >= settings.rounds
+    assert min(ours.seconds) > 0
+    assert finding.failed is None
+    assert peer.budget <= 1
+    assert finding.best == settings.peaks.best["float32"]
+
+
+def test_a_wrong_peer_is_marked_and_a_failing_peer_has_its_error(correct, settings):
+    workload, output = correct
+    settings.peers = (StubContender("peer", output + 1),)
+    assert run(workload, settings).entries[1].wrong
+    settings.peers = (StubContender("peer", output, RuntimeError("no such\ninstruction")),)
+    assert run(workload, settings).entries[1].skip_reason == "RuntimeError: no such\ninstruction"
+
+
+def test_no_times_are_reported_if_sightline_is_wrong(correct, settings, monkeypatch):
+    workload, output = correct
+    monkeypatch.setitem(VARIANTS, "sightline", StubContender("sightline", output + 1e-3))
+    finding = run(workload, settings)
+    assert finding.wrong
+    assert "budget" in finding.failed
+    assert finding.entries == []
+    finding.evaluate((Target("faster", 1.0, "peer"),))
+    assert [verdict.reached for verdict in finding.verdicts] == [None]
+
+
+def test_an_error_is_reported_and_a_refusal_is_no_error(correct, settings, monkeypatch):
+    workload, output = correct
+    monkeypatch.setitem(VARIANTS, "sightline", StubContender("sightline", output, NotImplementedError("not yet")))
+    finding = run(workload, settings)
+    assert not finding.wrong
+    assert not finding.refused
+    assert "NotImplementedError: not yet" in finding.failed
+    monkeypatch.setattr(StubContender, "refuses", lambda self, workload: "no such library")
+    assert run(workload, settings).refused
+
+
+def test_an_error_while_timing_ends_the_problem_and_not_the_run(correct, settings, monkeypatch):
+    workload, _ = correct
+    series = Series(name="series", axis="n", points=(workload,))
+
+    def time_calls(prepared, repeats):
+        raise RuntimeError("illegal memory access\nthe cure")
+
+    monkeypatch.setattr(settings.device, "time_calls", time_calls)
+    monkeypatch.setattr(settings.device, "memory", lambda prepared: None)
+    for benchmark in (workload, series):
+        finding = run(benchmark, settings)
+        assert finding.failed.endswith("RuntimeError: illegal memory access\nthe cure")
+        assert not finding.refused
+
+
+def test_short_calls_are_repeated(settings):
+    contender = StubContender("x", None)
+    prepared = contender.prepare(None, None, 1)
+    count = measure._calibrate_repeats(prepared, settings.device)
+    assert count > 100
+    contender.calls = 0
+    settings.device.time_calls(prepared, count)
+    assert contender.calls == count + 1
+
+
+def test_outputs_with_dropout_are_checked_unless_a_peer_draws_its_own_numbers():
+    workload = WORKLOADS["forward dropout 0.1"].small()
+    assert PEERS["torch"].reference_workload(workload) is None
+    assert VARIANTS["without dropout"].reference_workload(workload).dropout == 0
+    inputs, results = results_of(VARIANTS["without dropout"], workload)
+    assert not share_of_budget(workload, inputs, results) <= 1
+
+
+def test_threads_are_set_for_torch():
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        implementations.set_threads(1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not can_measure(), reason="this system has no peak resident set size that can be reset")
+def test_peak_memory_counts_the_memory_of_a_call():
+    size = 1 << 26
+
+    def call(_):
+        whole = np.ones(size, np.uint8)
+        return whole[: size // 2].copy()
+
+    slack = size / 64  # Linux counts a thread's pages in batches
+    assert abs(peak_memory(call) - 1.5 * size) <= slack
+    assert peak_memory(lambda _: None) <= slack
+
+
+def test_peaks():
+    """float64 has half the lanes; more tries cannot lower the best; bfloat16 is at least as fast as float32."""
+    peaks = Peaks(1)
+    for _ in range(30):  # other programs may slow single tries; the best of all tries counts
+        single, double = peaks.measure("float32", 1), peaks.measure("float64", 1)
+        if 1.2 < single / double < 3.3:
+            break
+    assert 1.2 < single / double < 3.3
+    assert peaks.measure("float32", 1) >= single
+    assert peaks.measure("read", 1) > 0
+    assert peaks.measure("bfloat16", 1) >= single
+    assert peaks.measured_name("float16") == "float32"
+
+
+def test_the_dot_product_of_pairs_adds_up():
+    """The LLVM text of the bfloat16 peak adds two products to each lane, in every chain and iteration."""
+    if not has_bfloat16_dot():
+        pytest.skip("no AVX-512 bfloat16")
+    from sightline.cpu.kernels.product_loops import NAME, UNROLL, _dot_product_loop
+    from sightline.cpu.runtime.compile import compile_module
+    from sightline.cpu.runtime.machine import host
+
+    chains, iterations = 3, 5
+    address = compile_module(_dot_product_loop(chains), host(), NAME)
+    ones = np.full(32, 0x3F80, np.uint16)  # 1.0
+    sums = np.zeros(16, np.float32)
+    arguments = np.array([iterations, ones.ctypes.data, sums.ctypes.data], np.int64)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(arguments.ctypes.data)
+    np.testing.assert_array_equal(sums, chains * iterations * UNROLL * 2)
+
+
+def test_first_calls():
+    times = first_call.measure_seconds(16, 8, 1)
+    assert set(times) == {"compiled", "from disk", "first of all"}
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in times.values())
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_installed_peers_are_right(peer):
+    """Plain, causal, windowed and backward problems; FlexAttention takes too long to compile and is skipped."""
+    implementation = PEERS[peer]
+    if implementation.skip_reason():
+        pytest.skip(implementation.skip_reason())
+    if peer == "flex":
+        pytest.skip("needs a C++ compiler and seconds for each problem; `sightline bench --quick` runs it")
+    names = ("forward float32 d64", "forward float32 causal n4096", "forward window 256", "backward float32 d64")
+    if peer in ("dense", "mha"):
+        names += tuple(name for name in WORKLOADS if name.startswith("see "))
+    ran = 0
+    for workload in (WORKLOADS[name].small() for name in names):
+        if implementation.refuses(workload) is None:
+            inputs, results = results_of(implementation, workload)
+            assert share_of_budget(workload, inputs, results) <= 1
+            ran += 1
+    assert ran
+
+
+# -- verdicts and reports ----------------------------------------------------------------------------------------------
+
+
+def finding_of(ours, peer, **more):
+    entries = [Entry("sightline", "Sightline", ours), Entry("torch", "torch", peer)]
+    return Finding("x", "about", entries, flops=100, bytes_moved=10, peak="float32", best=200.0, **more)
+
+
+def test_ratios_are_medians_of_rounds():
+    """A round that is slow for both contenders changes their medians, but not their ratio."""
+    finding = finding_of([1.0, 5.0, 6.0], [2.0, 10.0, 12.0])
+    finding.evaluate((Target("faster", 2.0, "torch"), Target("faster", 2.1, "torch"), Target("share", 0.1)))
+    assert [verdict.value for verdict in finding.verdicts] == [2.0, 2.0, 100 / 5.0 / 200]
+    assert [verdict.reached for verdict in finding.verdicts] == [True, False, True]
+
+
+def test_each_measure():
+    finding = finding_of([2.0], [3.0], threads=2)
+    targets = [Target("slower", 0.7, "torch"), Target("efficiency", 0.7, "torch"), Target("seconds", 2.5, "torch")]
+    finding.evaluate([*targets, Target("faster", 1.0, "flex")])
+    assert [v.value for v in finding.verdicts] == [pytest.approx(2 / 3), 0.75, 3.0, None]
+    assert [v.reached for v in finding.verdicts] == [True, True, False, None]
+
+
+def test_verdicts_of_series():
+    def point(n, seconds, memory):
+        return Point(n, n, 8 * n, [Entry("sightline", "Sightline", [seconds], memory=memory)])
+
+    finding = Finding("x", "about", axis="n", points=[point(10, 1.0, 10_080), point(20, 2.4, 12_160)])
+    finding.evaluate((Target("spread", 1.15), Target("growth", 1.25), Target("extra", 100)))
+    spread, growth, extra = finding.verdicts
+    assert spread.value == pytest.approx(1.2)
+    assert growth.value == pytest.approx(12_000 / 10_000)
+    assert extra.value == pytest.approx(10_000 / 80)
+    assert [spread.reached, growth.reached, extra.reached] == [False, True, False]
+
+
+def test_reports_are_json(tmp_path):
+    report = Report(2, 1.0, False, {"float32": 200.0}, [finding_of([1.0], [2.0])])
+    report.findings[0].evaluate((Target("faster", 1.5, "torch"),))
+    saved = json.loads(report.save(tmp_path / "deep" / "bench.json").read_text())
+    (finding,) = saved["findings"]
+    assert finding["verdicts"][0]["reached"] is True
+    assert finding["entries"][0]["seconds"] == [1.0]
+    assert finding["entries"][0]["share"] == 0.5
+    assert saved["machine"]["numpy"] == np.__version__
+    (tmp_path / "full.json.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: .*full\.json\.part"):
+        report.save(tmp_path / "full.json")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1.5, "1.5 s"), (0.0123456, "12.3 ms"), (9.96e-6, "9.96 µs"), (3e-7, "300 ns")]
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"), [(2.32e11, "FLOP/s", "232 GFLOP/s"), (5.8e10, "B/s", "58 GB/s"), (1536, "B", "1.5 KiB")]
+)
+def test_amounts(value, unit, text):
+    assert format_amount(value, unit) == text
+
+
+def test_figures(tmp_path):
+    report = Report(2, 1.0, False, {"float32": 200.0, "read": 20.0}, [finding_of([1.0], [2.0])])
+    report.findings[0].evaluate((Target("faster", 1.5, "torch"), Target("share", 0.5)))
+    points = [Point(n, n, 0, [Entry("sightline", "Sightline", [n / 10], memory=0)]) for n in (8, 16, 32)]
+    report.findings.append(Finding("by length", "about", axis="n", points=points))
+    drawn = figures.draw(report, tmp_path / "figures")
+    assert [path.name for path in drawn] == ["roofline.png", "ratios.png", "by-length.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def command(capsys, *arguments):
+    """Run `sightline bench`; return the exit code, the output and the errors."""
+    code = main(["bench", *arguments])
+    captured = capsys.readouterr()
+    assert max(map(len, captured.out.splitlines()), default=0) <= 80
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def fast_peaks(monkeypatch):
+    """Short tries and a small buffer."""
+    monkeypatch.setattr("sightline.cli.bench.peaks.TRY_SECONDS", 1e-3)
+    monkeypatch.setattr("sightline.cli.bench.peaks.BUFFER_BYTES", 1 << 22)
+
+
+def test_the_list_has_every_problem(capsys):
+    code, out, _ = command(capsys, "--list")
+    assert code == 0
+    for benchmark in BENCHMARKS:
+        assert benchmark.name in out
+
+
+@pytest.mark.usefixtures("fast_peaks")
+def test_a_quick_run(capsys, tmp_path):
+    path = tmp_path / "bench.json"
+    only_one = "overhea[d]"  # a pattern that no other name matches
+    code, out, _ = command(capsys, "--quick", "--only", only_one, "--only", "both bias*", "--json", str(path))
+    assert code == 0
+    for text in ("Peaks", "overhead", "both bias n2048", "Sightline on NumPy", "torch", "Wrote"):
+        assert text in out
+    assert out.count("Its times and ratios mean nothing.") == 2  # above and below the tables
+    ours = json.loads(path.read_text())["findings"][0]["entries"][0]
+    assert ours["median"] == statistics.median(ours["seconds"])
+    assert ours["budget"] <= 1
+
+
+@pytest.mark.usefixtures("fast_peaks")
+def test_a_wrong_output_makes_the_command_fail(capsys, monkeypatch):
+    wrong = Finding("overhead", "about", failed="Sightline uses 3 times its budget", wrong=True)
+    monkeypatch.setattr("sightline.cli.bench_command.run", lambda benchmark, settings: wrong)
+    code, out, _ = command(capsys, "--only", "overhead")
+    assert code == 1
+    assert "not reported" in out
+    wrong.wrong, wrong.refused = False, True
+    assert command(capsys, "--only", "overhead")[0] == 0, "a missing library is not an error"
+
+
+@pytest.mark.usefixtures("fast_peaks")
+def test_results_are_saved_before_the_device_fails(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "bench.json"
+
+    def fails(benchmark, settings):
+        assert path.exists() == (benchmark is not BENCHMARKS[0])
+        return Finding(benchmark.name, "about", failed=None if benchmark is BENCHMARKS[0] else "RuntimeError: illegal")
+
+    def synchronize(self):
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr("sightline.cli.bench_command.run", fails)
+    code, out, _ = command(capsys, "--quick", "--json", str(path))
+    assert code == 1
+    assert len(json.loads(path.read_text())["findings"]) == len(BENCHMARKS)
+    path.unlink()
+    monkeypatch.setattr(Cpu, "synchronize", synchronize)
+    code, out, _ = command(capsys, "--quick", "--json", str(path))
+    assert code == 1
+    assert "lost" in out
+    assert [each["failed"] for each in json.loads(path.read_text())["findings"]] == [None, "RuntimeError: illegal"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--only", "nothing like it"), ("--threads", "0"), ("--seconds", "-1"), ("--seconds", "nan")]
+)
+def test_errors_are_messages(capsys, arguments):
+    code, _, err = command(capsys, *arguments)
+    assert code == 2
+    assert "cure:" in err
+
+
+def test_verdicts_need_a_value():
+    assert Verdict(Target("share", 0.5), None).reached is None
