@@ -102,7 +102,7 @@ def test_no_module_has_the_name_of_a_public_function():
 
 
 def test_no_module_uses_the_cached_property_of_functools():
-    """That of Python 3.11 holds a lock; see `sightline.cached_property`."""
+    """That of Python 3.11 holds a lock; see `sightline.caching`."""
     texts = {path: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
     assert [
         path

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, Literal, Protocol
 
 from .errors import ParameterError
-from .problem.labels import labels_by_entry
+from .problem.validation import labels_by_entry
 from .statistics import Statistic
 
 __all__ = ["Call", "Kind", "Seen", "Tokens", "select_names"]

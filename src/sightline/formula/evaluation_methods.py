@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..cached_property import cached_property
+from ..caching import cached_property
 from ..errors import MaskError, ParameterError
 from .operators import Kind
 from .passes import PASSES

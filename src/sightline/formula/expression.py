@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from ..cached_property import cached_property
+from ..caching import cached_property
 from ..errors import FormulaError
 from .evaluation_methods import EvaluationMethods
 from .operator_methods import OperatorMethods

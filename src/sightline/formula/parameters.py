@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
-from ..cached_property import cached_property
+from ..caching import cached_property
 from .expression import Apply, Constant, Expression, Indices, Lookup, Offset, Parameter, intern, walk
 from .operators import Kind
 from .tables import Table

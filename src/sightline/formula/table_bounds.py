@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.operations import drop_repeats, min_max, to_numpy
-from ..cached_property import cached_property
+from ..caching import cached_property
 
 __all__ = ["TableBounds", "UnknownBounds"]
 

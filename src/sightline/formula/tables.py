@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays.kinds import check_kind, is_array
 from ..arrays.operations import dtype_name, map_entries, to_host
-from ..cached_property import cached_property
+from ..caching import cached_property
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Constant, Expression, Lookup, apply, as_expression, intern
 from .operators import Kind

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.operations import namespace
-from ..cached_property import cached_property
+from ..caching import cached_property
 from .evaluate_array import evaluate
 from .expression import Expression, as_expression
 from .interval_arithmetic import Interval, compute_intervals

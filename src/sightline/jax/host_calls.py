@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.operations import resolve_dtype
-from ..cached_property import cached_property
+from ..caching import cached_property
 from ..dispatch import call_cache
 from ..dispatch.call_cache import CachedCall, CallResult
 from ..dispatch.call_request import Description, conditions_of, has_cached_kinds, machine_setting

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..cached_property import cached_property
+from ..caching import cached_property
 from ..errors import ShapeError, TableError
 from ..formula.expression import SYMBOLS, Apply, Expression, as_expression, table_lookup
 from ..formula.formula_checks import check_spans

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cached_property import cached_property
+from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.interval_arithmetic import compute_intervals
 from ..formula.tile_ranges import find_tile_ranges, make_box

@@ -24,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..arrays import operations as arrays
-from ..cached_property import cached_property
+from ..caching import cached_property
 from ..errors import DeviceError
 from ..formula import implied_mask
 from ..formula.batch_axes import align_batch_axes

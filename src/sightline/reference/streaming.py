@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.operations import convert, framework, namespace, resolve_dtype
-from ..cached_property import cached_property
+from ..caching import cached_property
 from ..formula.derivative import derivative
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Lookup, walk

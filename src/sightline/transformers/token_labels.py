@@ -20,7 +20,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from ..cached_property import cached_property
+from ..caching import cached_property
 from ..errors import ParameterError
 from ..recording import Tokens
 

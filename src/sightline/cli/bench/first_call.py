@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from ...cache_folder import CACHE_VARIABLE
+from ...caching import CACHE_VARIABLE
 
 __all__ = ["measure_seconds"]
 

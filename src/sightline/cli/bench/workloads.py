@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...arrays.operations import resolve_dtype
-from ...cached_property import cached_property
+from ...caching import cached_property
 from ...formula.evaluate_array import evaluate
 from ...formula.expression import SYMBOLS, Expression
 from ...formula.library import bias

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import layout, memory_layout
-from ...cached_property import cached_property
+from ...caching import cached_property
 from ..calls.launch_record import FLAGS, LaunchRecord
 from ..calls.python_functions import launcher
 from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word

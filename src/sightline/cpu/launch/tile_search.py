@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...cached_property import cached_property
+from ...caching import cached_property
 from ...formula.expression import Expression, as_expression
 from ..codegen.render_bounds import EXTREMES_BLOCK, EXTREMES_BYTES
 from ..kernels.kernel_spec import KernelSpec

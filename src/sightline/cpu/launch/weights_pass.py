@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...arrays.operations import convert, empty, layout, namespace, resolve_dtype, to_numpy
-from ...cached_property import cached_property
+from ...caching import cached_property
 from ...problem.kernel import MAX_LSE
 from ...problem.problem import Problem
 from ...statistics import Pooled, Received, Statistic, TopK, Weights

@@ -1,6 +1,6 @@
 """The disk cache: object code, one file per kernel, in a folder that no other user can write to.
 
-The environment variable SIGHTLINE_CACHE selects the folder, or disables the cache; see `sightline.cache_folder`.
+The environment variable SIGHTLINE_CACHE selects the folder, or disables the cache; see `sightline.caching`.
 
 A file consists of  MAGIC · sha256(name · code) · code.  The file name is the hash of everything that determines the
 code, so a file is never changed, only replaced by an equal file. A file is written under a temporary name and then
@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from ...cache_folder import cache_folder
+from ...caching import cache_folder, find_sources, hash_sources
 from ...errors import name_file
 
 __all__ = ["State", "file_name", "read", "state", "write"]
@@ -146,15 +146,11 @@ def source_hash() -> str:
         A source file changed after this module was imported.
     """
     package = Path(__file__).parents[2]
-    folders = (package / "cpu", package / "formula")
-    found = [path for folder in folders for path in folder.rglob("*.py")]
-    files = sorted([*found, package / "reference" / "dropout.py"])
-    digest = hashlib.sha256()
+    files = find_sources(package, "cpu", "formula", "reference/dropout.py")
     for file in files:
         if file.stat().st_mtime > IMPORT_TIME:
             raise UntrustedError(f"{file} changed after it was imported")
-        digest.update(f"{file.relative_to(package).as_posix()}\n".encode() + file.read_bytes())
-    return digest.hexdigest()
+    return hash_sources(package, files)
 
 
 # -- the folder ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ...cached_property import cached_property
+from ...caching import cached_property
 from ...errors import ParameterError
 from . import llvmlite_lock
 

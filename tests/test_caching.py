@@ -3,7 +3,7 @@
 import threading
 from dataclasses import dataclass
 
-from sightline.cached_property import cached_property
+from sightline.caching import cached_property
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,92 @@
+"""What every cache uses: properties that are computed once, the folder of the caches on disk, hashes of source files.
+
+SIGHTLINE_CACHE=off disables the caches on disk. SIGHTLINE_CACHE=/a/folder selects their folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
+
+CACHE_VARIABLE = "SIGHTLINE_CACHE"
+
+Value = TypeVar("Value")
+
+
+class cached_property(Generic[Value]):  # noqa: N801 - a decorator, named like that of functools
+    """Compute the property at its first access and store the value in the object's `__dict__`, without a lock.
+
+    `functools.cached_property` of Python 3.11 holds one lock for all objects of a class while it computes a value. A
+    fork in another thread copies the held lock into the child, which then waits for it forever. Python 3.12 removed the
+    lock. If several threads make the first access at once, each computes the value, and all receive the value stored
+    first.
+    """
+
+    def __init__(self, function: Callable[[Any], Value]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> cached_property[Value]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> Value: ...
+
+    def __get__(self, instance: object | None, owner: type | None = None) -> cached_property[Value] | Value:
+        if instance is None:
+            return self
+        value: Value = vars(instance).setdefault(self.name, self.function(instance))  # `setdefault` is atomic
+        return value
+
+
+def cache_setting() -> str:
+    """Return the value of SIGHTLINE_CACHE, "off" in lower case; "" if it is not set."""
+    setting = os.environ.get(CACHE_VARIABLE, "").strip()
+    return "off" if setting.lower() == "off" else setting
+
+
+def cache_folder() -> Path:
+    """Return the folder of the caches on disk, which need not exist.
+
+    Raises
+    ------
+    OSError
+        SIGHTLINE_CACHE is "off" or no absolute path, or it is not set and the user has no home folder.
+    """
+    setting = cache_setting()
+    if setting == "off":
+        raise OSError(f"{CACHE_VARIABLE}=off")
+    if setting:
+        path = Path(os.path.expanduser(setting))
+        if not path.is_absolute():
+            raise OSError(f"{CACHE_VARIABLE}={setting} is neither off nor an absolute path")
+        return path
+    from platformdirs import user_cache_path
+
+    try:
+        path = user_cache_path("sightline", appauthor=False)
+    except RuntimeError:  # newer versions of platformdirs raise it, older ones return a path that begins with ~
+        path = Path("~")
+    if not path.is_absolute():
+        raise OSError(f"the user has no home folder; set HOME, or {CACHE_VARIABLE}=/a/folder")
+    return path
+
+
+def find_sources(package: Path, *places: str) -> list[Path]:
+    """Return the Python files at these places of the package, sorted; a place is a folder or a file."""
+    roots = [package / place for place in places]
+    return sorted(path for root in roots for path in ([root] if root.suffix else root.rglob("*.py")))
+
+
+def hash_sources(package: Path, files: Iterable[Path]) -> str:
+    """Return one hash of the paths of these files within the package, and of their contents."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(package).as_posix()}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
