@@ -26,8 +26,6 @@ from ..reference import streaming
 from ..reference.streaming import Streaming
 from ..statistics import Statistic, StatisticBase, Tile
 
-__all__ = ["attention", "explain", "tiles"]
-
 
 def attention(
     query: Any,

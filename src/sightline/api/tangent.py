@@ -16,8 +16,6 @@ from ..problem.kernel import Tangents
 from ..problem.problem import Problem, make_problem
 from ..problem.validation import broadcast_inputs, check_choice, read_scale, read_score
 
-__all__ = ["attention_tangent"]
-
 OPERANDS = ("query", "key", "value")
 TRANSFORMS = {"torch": "torch.func.jvp", "jax": "jax.jvp"}
 

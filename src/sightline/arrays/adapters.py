@@ -14,8 +14,6 @@ import numpy as np
 
 from .layouts import numpy_address
 
-__all__ = ["ADAPTERS", "BOOLEANS", "ArrayAdapter", "addresses_of"]
-
 
 @dataclass(frozen=True)
 class ArrayAdapter:

@@ -20,8 +20,6 @@ import numpy as np
 from ..errors import DtypeError
 from .operations import framework
 
-__all__ = ["check_class", "check_kind", "check_memory", "is_array", "refuse_subclass"]
-
 
 class Kind(NamedTuple):
     """A kind of arrays that cannot be read. `{x}` in `cure` stands for the array's name."""

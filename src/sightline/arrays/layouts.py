@@ -31,26 +31,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "MAX_ARRAYS",
-    "MAX_AXES",
-    "MAX_GPUS",
-    "Layout",
-    "NoTensor",
-    "Tensors",
-    "find_in_python",
-    "make_kind",
-    "numpy_address",
-    "parse",
-    "read_arrays",
-    "read_in_python",
-    "run_or_find",
-    "serve_tensors",
-    "tensors",
-    "use",
-    "without_key_length",
-]
-
 MAX_ARRAYS, MAX_AXES = 16, 8  # the most arrays, and the most axes of an array
 TENSOR_BIT, GRADIENT_BIT, GPU_SHIFT = 1, 2, 2
 MAX_GPUS = 63

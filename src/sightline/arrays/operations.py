@@ -16,34 +16,6 @@ import numpy as np
 
 from ..errors import DtypeError
 
-__all__ = [
-    "FLOATS",
-    "accumulator",
-    "broadcast_to",
-    "check_float_dtype",
-    "checksum",
-    "convert",
-    "detach",
-    "device",
-    "drop_repeats",
-    "dtype_name",
-    "empty",
-    "framework",
-    "is_known",
-    "is_strided",
-    "layout",
-    "map_entries",
-    "memory_layout",
-    "min_max",
-    "namespace",
-    "resolve_dtype",
-    "swap_heads",
-    "take",
-    "to_example",
-    "to_host",
-    "to_numpy",
-]
-
 Array = Any  # an array of NumPy or of a framework; `validation` has checked its type
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")

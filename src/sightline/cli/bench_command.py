@@ -35,8 +35,6 @@ from .bench_tables import (
 )
 from .console import key_value_table, make_console, section, table
 
-__all__ = ["bench"]
-
 QUICK_WARNING = "A quick run: tiny sizes and two rounds. Its times and ratios mean nothing."
 DEVICES: dict[str, type[Cpu] | type[Cuda]] = {"cpu": Cpu, "cuda": Cuda}
 

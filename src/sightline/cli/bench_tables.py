@@ -16,15 +16,6 @@ from .bench.report import SERIES_MEASURES, CaseResult, Entry, Finding, Verdict, 
 from .bench.workloads import Target
 from .console import table
 
-__all__ = [
-    "case_table",
-    "format_ratio",
-    "series_table",
-    "verdict_cells",
-    "verdict_row",
-    "workload_table",
-]
-
 MIN_PEAK_SHARE = 0.05  # least share of the peak that is printed; a share with a target is always printed
 
 

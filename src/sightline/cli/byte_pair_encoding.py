@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-__all__ = ["Merge", "Tokenization", "apply_merges", "learn_merges", "printable"]
-
 # A word has at most one white-space character, its first. Further white space makes words of its own.
 WORD = re.compile(r"\s+(?!\S)|\s?\S+")
 

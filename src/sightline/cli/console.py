@@ -15,22 +15,6 @@ from rich.text import Text
 from ..view.picture import Picture
 from ..view.terminal import colour_of, text_colour_on
 
-__all__ = [
-    "key_value_table",
-    "make_console",
-    "matrix",
-    "note",
-    "number",
-    "progress",
-    "render_picture",
-    "section",
-    "shorten",
-    "table",
-    "visible_indices",
-    "weight_map",
-    "weight_style",
-]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_WIDTH = 100  # largest number of columns of the console, since longer lines are hard to read

@@ -27,8 +27,6 @@ from ..statistics import lse, weights
 from . import head_patterns
 from .console import key_value_table, make_console, note, progress, section, table, weight_map
 
-__all__ = ["budget_shares", "compare_times", "demo", "describe_times", "largest_differences"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PICTURE_PATH = "sightline-demo.png"

@@ -28,8 +28,6 @@ from .console import (
 from .token_tables import print_tokens
 from .walkthrough import Walkthrough
 
-__all__ = ["explain", "write_figures"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_COMPONENTS = 7  # largest number of columns for a vector; a longer one has five components, an ellipsis, the last

@@ -27,17 +27,6 @@ from ..view.explorer import from_weights, save_html
 from .console import note, progress, section, table, weight_style
 from .view_command import load_model
 
-__all__ = [
-    "SENTENCE",
-    "HeadPatterns",
-    "analyse_activations",
-    "analyse_model",
-    "model_folder",
-    "pattern_map",
-    "patterns",
-    "print_heads",
-]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SENTENCE = "The captain saw the whale, and the whale saw the captain."

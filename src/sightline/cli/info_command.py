@@ -27,8 +27,6 @@ from ..problem.problem import Problem, make_problem
 from ..statistics import weights
 from .console import key_value_table, make_console, note, section, table
 
-__all__ = ["SAMPLES", "info", "support", "torch_threads"]
-
 PACKAGES = {
     "numpy": "",
     "llvmlite": "generated kernels",

@@ -11,8 +11,6 @@ from .bench.report import format_amount, format_duration
 from .bench_tables import format_ratio
 from .console import key_value_table, make_console, note, section, table
 
-__all__ = ["bench_ranks"]
-
 SIZE, QUICK_SIZE = 16_384, 512  # positions of the sequence
 
 

@@ -12,8 +12,6 @@ from .byte_pair_encoding import apply_merges, learn_merges
 from .console import ELLIPSIS, note, section, shorten, table, visible_indices
 from .walkthrough import Walkthrough
 
-__all__ = ["print_tokens"]
-
 MAX_STEPS = 20  # largest number of printed merges
 MAX_BLOCKS = 4  # largest number of printed blocks of the table of tokens
 MAX_ENTRIES = 40  # largest number of printed entries of the vocabulary

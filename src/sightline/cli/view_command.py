@@ -18,8 +18,6 @@ from ..view.explorer.data import PAGE_BYTES, TOP_ENTRIES
 from ..view.explorer.storage import BASE64_RATIO
 from .console import make_console, progress
 
-__all__ = ["collect_texts", "load_model", "view"]
-
 EXAMPLE = 'sightline view --model ./my-model "the cat ate the rat"'
 MODEL_FOLDER = "a directory that save_pretrained wrote"
 STEPS = ("loading the model", "running the model", "writing the page")

@@ -30,8 +30,6 @@ from ..positions import rotary
 from ..reference.definition import Stages, forward
 from .byte_pair_encoding import Tokenization, apply_merges, learn_merges, printable
 
-__all__ = ["MASKS", "MAX_MERGES", "TEXT", "VOCABULARY", "Step", "Walkthrough", "named_mask", "tokenize", "walk_through"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 TEXT = "the cat ate the rat"

@@ -9,8 +9,6 @@ from ..formula.expression import walk
 from ..problem.kernel import Refusal
 from ..problem.problem import Problem
 
-__all__ = ["MAX_FORMULA_NODES", "MAX_HEAD_WIDTH", "refuse_backward", "refuse_forward"]
-
 # the largest d_k and the largest d_v: each component takes 256 bytes of scratch on a thread's stack
 MAX_HEAD_WIDTH = 1024
 MAX_FORMULA_NODES = 400  # the most nodes of mask and score together: LLVM compiles a node in about 10 ms

@@ -52,17 +52,6 @@ if TYPE_CHECKING:
     from ..cpu.calls.launch_record import LaunchRecord
     from ..cpu.launch.bound_call import BoundCall
 
-__all__ = [
-    "CachedCall",
-    "CallResult",
-    "KernelInputs",
-    "ResultBuilder",
-    "answer",
-    "describe_statistics",
-    "insert",
-    "store",
-]
-
 # The least recently used call is dropped beyond this number. Direct calls that return one array do not count as uses.
 MAX_CACHED_CALLS = 256
 RUNS_BEFORE_RECORD = 6  # a record for direct calls, and its buffer, are made for a call that was run so often

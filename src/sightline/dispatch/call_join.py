@@ -20,8 +20,6 @@ from ..problem.problem import Problem
 from ..statistics import Statistic
 from .call_text import CallText
 
-__all__ = ["join_text"]
-
 
 def join_text(
     text: CallText,

@@ -26,17 +26,6 @@ from ..formula.parameters import structure_of
 from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights, unwrap_mean
 from ..statistics.computation import computed_statistic
 
-__all__ = [
-    "Description",
-    "Request",
-    "conditions_of",
-    "describe",
-    "family_key",
-    "has_cached_kinds",
-    "machine_setting",
-    "without_key_length",
-]
-
 # the statistics of cached calls: the forward kernel computes some, and a weights pass each of the others
 FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Mass), (Received, Pooled, TopK, Weights)
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code

@@ -15,16 +15,6 @@ from ..problem.kernel import Result
 from ..problem.problem import Problem
 from ..statistics import Lse, Statistic, arrays_of, deserialize
 
-__all__ = [
-    "CallText",
-    "count_arrays",
-    "find_differentiable_results",
-    "flatten_result",
-    "locate_arrays",
-    "split_arrays",
-    "to_text",
-]
-
 
 class CallText(NamedTuple):
     """The plain values of a call.

@@ -13,8 +13,6 @@ from ..problem.kernel import Plan
 from ..problem.problem import Problem
 from ..statistics import itemsize
 
-__all__ = ["Explanation"]
-
 TILE = (64, 64)  # the counted tiles have 64 queries and 64 keys; the tiles of a kernel may be larger
 
 

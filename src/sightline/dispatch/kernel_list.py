@@ -15,8 +15,6 @@ from ..reference.definition import Reference
 from ..reference.streaming import Streaming
 from ..statistics import Statistic, arrays_of, solve_selections_separately, statistic_gradients
 
-__all__ = ["KERNELS", "differentiate", "make_plan", "push_forward", "solve", "to_caller_layout"]
-
 KERNELS: tuple[Kernel, ...] = (Cpu(), Triton(), Streaming(), Reference())
 
 

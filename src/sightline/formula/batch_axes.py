@@ -17,8 +17,6 @@ from ..errors import ShapeError
 from .expression import SYMBOLS, Expression, Indices, Lookup, as_expression, intern
 from .tables import Table
 
-__all__ = ["BatchAxes", "align_batch_axes", "merge_leading_axes"]
-
 
 @dataclass(frozen=True)
 class BatchAxes:

@@ -16,8 +16,6 @@ from .expression import SYMBOLS, Expression
 from .interval_arithmetic import compute_intervals
 from .tables import Table
 
-__all__ = ["block_formula", "is_block_mask"]
-
 HIDDEN, PARTIAL, FULL = range(3)
 LARGEST_INDEX = float(2**31)  # of b and h, if the BlockMask has one batch entry or one head for all
 

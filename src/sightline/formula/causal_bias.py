@@ -12,8 +12,6 @@ from ..errors import ShapeError
 from .expression import Expression
 from .library import causal
 
-__all__ = ["causal_bias_formula", "is_causal_bias"]
-
 
 def is_causal_bias(value: Any) -> bool:
     """True if the value is a `torch.nn.attention.bias.CausalBias`."""

@@ -15,18 +15,6 @@ from ..errors import FormulaError
 from .expression import Constant, Expression, apply, as_expression, is_compiling, where
 from .tables import Table
 
-__all__ = [
-    "COMPOSED",
-    "as_condition",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "power",
-    "shift_left",
-    "shift_right",
-    "truncated_quotient",
-]
-
 TRUE, FALSE = as_expression(True), as_expression(False)
 MAX_SET_SIZE = 64  # `isin` compares with every member of the set
 

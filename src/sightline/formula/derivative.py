@@ -10,8 +10,6 @@ from typing import Any, cast
 from .expression import SYMBOLS, Apply, Expression, Lookup, apply, as_expression, fold, intern, walk, where
 from .tables import Table
 
-__all__ = ["DERIVATIVE_RULES", "derivative", "score_tangent"]
-
 ZERO, ONE = as_expression(0.0), as_expression(1.0)
 
 

@@ -16,8 +16,6 @@ from ..errors import FormulaError
 from .expression import Apply, Constant, Expression, Lookup, Symbol, fold
 from .operators import Kind, common_kind
 
-__all__ = ["ARRAY_RULES", "evaluate", "evaluate_dense"]
-
 
 def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_dtype: Any, like: Any) -> Any:
     """Return the formula's result as one array, for broadcastable arrays of its symbols.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..view.picture import Picture
     from .tables import Table
 
-__all__ = ["EvaluationMethods"]
-
 
 class EvaluationMethods:
     """The base class of `Expression` with the methods that take the numbers of queries and keys."""

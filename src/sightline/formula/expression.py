@@ -27,23 +27,6 @@ if TYPE_CHECKING:
     from .parameters import Structure
     from .tables import Table
 
-__all__ = [
-    "Apply",
-    "Constant",
-    "Expression",
-    "Lookup",
-    "Offset",
-    "Parameter",
-    "Symbol",
-    "apply",
-    "as_expression",
-    "intern",
-    "is_compiling",
-    "parse_text",
-    "walk",
-    "where",
-]
-
 Result = TypeVar("Result")
 Indices = tuple["Expression", ...]
 

@@ -17,8 +17,6 @@ from .expression import MAX_EXACT_INTEGER, Apply, Expression, Lookup, walk
 from .interval_arithmetic import compute_intervals
 from .tile_ranges import find_witness, make_box
 
-__all__ = ["check_formulas", "check_spans", "is_valid_for_all_entries"]
-
 Extent = tuple[int, int, int, int]
 MAX_ASSUMED_INTEGER = MAX_EXACT_INTEGER // 2
 

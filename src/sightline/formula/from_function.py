@@ -21,8 +21,6 @@ from .expression import SYMBOLS, Expression, as_expression
 from .tables import Table
 from .tensor_reads import ReadableArray, table_reads
 
-__all__ = ["to_formula"]
-
 MAX_FUNCTION_DEPTH = 4  # NumPy's arrays are found in the function, the functions that it calls, ...: so many levels
 MAX_CONTAINER_LENGTH = 64  # arrays are not searched for in longer lists, tuples and dicts
 ROLES = {  # by the name of the argument: what FlexAttention calls its function, and the function's parameters there

@@ -16,8 +16,6 @@ from .expression import Apply, Constant, Expression, Lookup, as_expression, fold
 from .interval_arithmetic import Interval, compute_intervals
 from .tile_ranges import make_box
 
-__all__ = ["hidden_condition"]
-
 
 def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Expression | None:
     """Return a condition that is true only at pairs where the score is −∞ for every s.

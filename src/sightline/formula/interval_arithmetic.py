@@ -19,8 +19,6 @@ import numpy as np
 
 from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
 
-__all__ = ["BOUND_RULES", "Interval", "compute_interval", "compute_intervals"]
-
 Interval = tuple[Any, Any]  # NumPy arrays, or numbers of another namespace
 
 EPSILON = float(np.finfo(np.float64).eps)

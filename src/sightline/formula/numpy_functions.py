@@ -15,8 +15,6 @@ from .operators import OPERATOR_ALIASES, OPERATORS
 from .tensor_casts import CASTS
 from .tensor_reads import is_reading
 
-__all__ = ["tensor_attribute", "translate_call"]
-
 FUNCTIONS: dict[str, Callable[..., Expression]] = {**COMPOSED, **CASTS}
 METHODS = {*OPERATORS, *OPERATOR_ALIASES, *FUNCTIONS}
 # The namespaces of torch's own operators, and that of the attention gym, whose approx::tanh is an instruction for tanh.

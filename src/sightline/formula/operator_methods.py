@@ -11,8 +11,6 @@ from .truth_errors import truth_value_error
 if TYPE_CHECKING:
     from .expression import Expression
 
-__all__ = ["OperatorMethods"]
-
 
 class OperatorMethods:
     """The base class of `Expression` with the methods that Python, NumPy and torch call, such as `__add__` for `+`."""

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["OPERATORS", "OPERATOR_ALIASES", "Kind", "common_kind"]
-
 Kind = Literal["bool", "int", "float"]
 _RANK: dict[Kind, int] = {"bool": 0, "int": 1, "float": 2}
 

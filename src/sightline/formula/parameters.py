@@ -18,8 +18,6 @@ from .expression import Apply, Constant, Expression, Indices, Lookup, Offset, Pa
 from .operators import Kind
 from .tables import Table
 
-__all__ = ["Structure", "TableParameter", "fill", "structure_of"]
-
 # Operators whose constant operands stay in the code: a division by a constant needs no division, and the derivative
 # of a power depends on the exponent.
 OPERATORS_WITH_CONSTANTS = ("floor_divide", "remainder", "power")

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from ..view.picture import Picture
     from .expression import Expression
 
-__all__ = ["PASSES"]
-
 
 class Passes:
     """Functions of modules that import `expression`, for the methods of `Expression` and of its base classes.

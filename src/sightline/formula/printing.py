@@ -8,8 +8,6 @@ from .expression import Apply, Constant, Expression, Lookup, Symbol, fold
 from .operators import OPERATORS
 from .tables import Table
 
-__all__ = ["format_formula"]
-
 MAX_PART_LENGTH = 400  # characters of one subexpression; the text of shared nodes could otherwise grow exponentially
 ATOM_PRECEDENCE = 10  # above the precedence of every operator
 NOT_ASSOCIATIVE = {"subtract", "divide", "floor_divide", "remainder", "power"}

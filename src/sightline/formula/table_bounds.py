@@ -16,8 +16,6 @@ import numpy as np
 from ..arrays.operations import drop_repeats, min_max, to_numpy
 from ..caching import cached_property
 
-__all__ = ["TableBounds", "UnknownBounds"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 Level = tuple[int, ...]  # per axis, log2 of the block's width
 

@@ -12,8 +12,6 @@ from .tables import bounds_key
 from .tensor_cache import TensorCache
 from .tile_ranges import make_box
 
-__all__ = ["find_index_ranges"]
-
 Extent = tuple[int, int, int, int]
 IndexRanges = tuple[float, tuple[tuple[int, int], ...]]
 

@@ -21,8 +21,6 @@ from .tensor_cache import TensorCache
 if TYPE_CHECKING:
     from .batch_axes import BatchAxes
 
-__all__ = ["Table", "TableRow", "bounds_key", "learned_number", "table"]
-
 _TABLE_BOUNDS = TensorCache(256)
 ENTRY_LIMITS = {"bool": (0.0, 1.0), "float": (-math.inf, math.inf)}  # the least and the greatest entry of a kind
 MAX_DOT_LENGTH = 256  # the products of a dot are written out in the generated code

@@ -20,8 +20,6 @@ import numpy as np
 
 from ..arrays.operations import convert, framework
 
-__all__ = ["TensorCache", "identity", "retain", "to_device"]
-
 UNVERSIONED_DEVICES = ("cpu", "meta")  # host arrays can be written to without torch; meta arrays have no entries
 MAX_HASHED_BYTES = 1 << 18  # a host array of at most this many bytes is identified by a hash of its entries
 

@@ -15,8 +15,6 @@ from .composed_functions import as_condition, truncated_quotient
 from .expression import Apply, Constant, Expression, apply, as_expression, where
 from .operators import Kind
 
-__all__ = ["CASTS", "cast"]
-
 KINDS: dict[str, Kind] = {
     "bool": "bool",
     **dict.fromkeys(("int", "long", "int32", "int64"), "int"),

@@ -19,8 +19,6 @@ import numpy as np
 from .expression import Expression, is_compiling
 from .tables import Table
 
-__all__ = ["ReadableArray", "is_reading", "table_reads", "torch_mode"]
-
 _IS_READING = ContextVar("_IS_READING", default=False)
 
 

@@ -19,8 +19,6 @@ from .evaluate_array import evaluate
 from .expression import Expression, as_expression
 from .interval_arithmetic import Interval, compute_intervals
 
-__all__ = ["TileRanges", "count_pairs", "find_runs", "find_tile_ranges", "find_witness"]
-
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
 MAX_SCORE = 1e30  # bounds of s are finite, so an infinite bound of a node is due to the formula

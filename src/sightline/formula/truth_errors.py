@@ -7,8 +7,6 @@ import sys
 
 from ..errors import FormulaError
 
-__all__ = ["truth_value_error"]
-
 
 def truth_value_error(formula: str, depth: int = 2) -> FormulaError:
     """Return the error. `depth` is the number of frames between this function and the code that uses the formula."""

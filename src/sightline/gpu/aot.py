@@ -31,8 +31,6 @@ from .launch.launcher import REDUCED_STAGES
 from .tuning.default_configurations import shared_memory_of
 from .tuning.selection import try_sizes
 
-__all__ = ["SHARED_MEMORY_BYTES", "TARGETS", "CompiledKernel", "compile_kernels"]
-
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),  # A100
     "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200

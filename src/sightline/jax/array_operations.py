@@ -38,8 +38,6 @@ from ..statistics import (
 from ..statistics.matrix import cell_of
 from .options import CallOptions
 
-__all__ = ["attend", "gradients", "tangents"]
-
 BLOCK_ELEMENTS = 1 << 22  # the most scores of one block, over all batches and heads; one query may have more
 
 

@@ -18,8 +18,6 @@ from ..dispatch.call_join import join_text
 from ..statistics import Mean
 from .options import CallOptions
 
-__all__ = ["batch"]
-
 
 def batch(
     primitive: Primitive, inputs: Sequence[Any], axes: Sequence[int | None], options: CallOptions, **more: Any

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .bound_gradients import Inputs
     from .host_calls import ArrayType
 
-__all__ = ["BoundForward"]
-
 
 @dataclass(frozen=True)
 class BoundForward:

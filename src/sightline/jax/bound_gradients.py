@@ -16,8 +16,6 @@ from ..problem.kernel import is_lse_precise
 from ..problem.problem import NUM_OPERANDS, Problem
 from .result_indices import LSE, OUTPUT
 
-__all__ = ["BoundGradients", "Inputs"]
-
 
 class Inputs(NamedTuple):
     """The arrays of a call: query, key, value, the tables, the sinks and the seed."""

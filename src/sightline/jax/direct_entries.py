@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..cpu.launch.bound_call import BoundCall
     from .bound_forward import BoundForward
 
-__all__ = ["DirectEntries"]
-
 RUNS_BEFORE_ENTRY = 4  # after this number of runs in Python, a call gets an entry with a buffer of its own
 MAX_ENTRIES = 1024  # entries live as long as the process
 

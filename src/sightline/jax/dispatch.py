@@ -25,8 +25,6 @@ from .options import CallOptions
 from .primitives import attention
 from .result_indices import FIRST_ARRAY, LSE
 
-__all__ = ["explain", "run"]
-
 
 class JaxOperations(Kernel):
     """The operations of JAX that compiled programs run on devices other than the CPU; see `array_operations`."""

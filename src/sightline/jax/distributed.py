@@ -24,8 +24,6 @@ from .partial_results import Part, Sums
 from .primitives import vary_together
 from .sharded_problem import ShardedProblem, divide_equally
 
-__all__ = ["attention", "order"]
-
 
 def attention(
     query: Any,

@@ -18,8 +18,6 @@ from ..problem.validation import read_mask
 from ..statistics import lse
 from .dispatch import run
 
-__all__ = ["attend_by_position", "dot_product_attention"]
-
 CAUSAL = library.causal()
 IMPLEMENTATIONS = (None, "xla", "cudnn")
 SHAPES = "query (..., T, N, H), key (..., S, K, H), value (..., S, K, H_v) with equal leading axes, N a multiple of K"

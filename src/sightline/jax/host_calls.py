@@ -32,8 +32,6 @@ from .bound_forward import BoundForward
 from .bound_gradients import BoundGradients, Inputs
 from .result_indices import FIRST_ARRAY, LSE, OUTPUT
 
-__all__ = ["ArrayType", "BackwardCall", "ForwardCall", "HostCall", "TangentCall", "parse_call"]
-
 MAX_CALLS = 1024  # calls of this process; the least recently used is parsed again
 
 

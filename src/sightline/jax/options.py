@@ -13,8 +13,6 @@ from ..dispatch.call_text import CallText, count_arrays, find_differentiable_res
 from ..problem.problem import NUM_OPERANDS, Problem
 from .result_indices import FIRST_ARRAY
 
-__all__ = ["CallOptions", "example"]
-
 
 @dataclass(frozen=True)
 class CallOptions:

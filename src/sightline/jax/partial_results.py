@@ -19,8 +19,6 @@ from ..errors import ParameterError
 from ..statistics import Entropy, Lse, Mass, MaxScore, Statistic
 from ..statistics.per_query import MaxScoreResult
 
-__all__ = ["Part", "Sums", "add", "check_statistics", "finish", "prepare", "start"]
-
 MERGED = (Lse, Entropy, Mass, MaxScore)
 
 

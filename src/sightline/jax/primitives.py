@@ -18,6 +18,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ..cpu.calls.xla_handler import MAX_BUFFERS
 from ..errors import KernelRefusedError
 from ..problem.problem import NUM_OPERANDS
 from .array_operations import attend, gradients, tangents
@@ -25,9 +26,7 @@ from .batching import batch
 from .host_calls import ArrayType, BackwardCall, ForwardCall, HostCall, TangentCall
 from .options import CallOptions
 from .result_indices import LSE, OUTPUT, PRECISE_LSE
-from .target import MAX_BUFFERS, register
-
-__all__ = ["attention", "vary_together"]
+from .target import register
 
 MAX_COMPILED = 256  # programs of calls outside of `jit`; the least recently used is dropped beyond this number
 # the attribute of an abstract array that has the axes of `jax.shard_map` over which the array varies

@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-__all__ = ["FIRST_ARRAY", "LSE", "OUTPUT", "PRECISE_LSE"]
-
 OUTPUT, LSE, PRECISE_LSE, FIRST_ARRAY = range(4)  # the statistics' arrays begin at `FIRST_ARRAY`

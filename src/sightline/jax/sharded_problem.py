@@ -21,8 +21,6 @@ from ..problem.problem import Problem, parse, validate
 from ..problem.validation import fold_scale
 from .options import example
 
-__all__ = ["ShardedProblem", "divide_equally"]
-
 
 def divide_equally(length: int, ranks: int, layout: ShardLayout) -> Shards:
     """Return the division of a sequence in which every rank has `length` positions.

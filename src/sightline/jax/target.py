@@ -21,14 +21,12 @@ from typing import Any
 import jax
 import llvmlite.binding as llvm
 
-from ..cpu.calls.xla_handler import CALLBACK, CLOSE, INSTALL, MAX_BUFFERS, build_module
+from ..cpu.calls.xla_handler import CALLBACK, CLOSE, INSTALL, build_module
 from ..cpu.runtime.machine import CPU_VARIABLE
 from ..cpu.runtime.processor import HOST
 from ..errors import MissingExtraError
 from .direct_entries import DirectEntries
 from .host_calls import parse_call
-
-__all__ = ["MAX_BUFFERS", "TARGET", "register"]
 
 TARGET = "sightline_attention"
 MIN_MINOR, MAX_MINOR = 1, 3  # of XLA's FFI 0.x: the versions whose structs `xla_handler` knows

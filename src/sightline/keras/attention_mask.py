@@ -14,8 +14,6 @@ from ..errors import ShapeError
 from ..formula.expression import Expression
 from ..formula.library import causal, dense, window
 
-__all__ = ["AttentionMask", "expand"]
-
 
 @dataclass(frozen=True)
 class AttentionMask:

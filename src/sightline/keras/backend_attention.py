@@ -10,8 +10,6 @@ from ..api.functions import attention
 from ..statistics import weights
 from .attention_mask import AttentionMask
 
-__all__ = ["attend"]
-
 if keras.backend.backend() == "tensorflow":
     from . import tensorflow_attention
 

@@ -10,8 +10,6 @@ from ..errors import ParameterError, ShapeError
 from .attention_mask import AttentionMask, expand
 from .backend_attention import attend
 
-__all__ = ["ScaledDotProductAttention"]
-
 Shape = tuple[int | None, ...]
 
 

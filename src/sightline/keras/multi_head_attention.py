@@ -12,8 +12,6 @@ from ..errors import ParameterError
 from .attention_mask import AttentionMask, expand
 from .backend_attention import attend
 
-__all__ = ["MultiHeadAttention"]
-
 
 @keras.saving.register_keras_serializable(package="sightline")
 class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]

@@ -23,8 +23,6 @@ except ImportError as error:
         "Keras's TensorFlow backend without TensorFlow", "TensorFlow", 'pip install "sightline-attention[tensorflow]"'
     ) from error
 
-__all__ = ["attend"]
-
 
 def attend(
     query: Any, key: Any, value: Any, mask: AttentionMask, dropout: float, seed: Any, with_weights: bool

@@ -10,8 +10,6 @@ from ..arrays.kinds import check_kind, is_array
 from ..arrays.operations import check_float_dtype, framework, to_numpy
 from ..errors import DtypeError, ParameterError, ShapeError
 
-__all__ = ["check_array", "check_count", "check_lengths", "to_integers", "unsqueeze_to_4d"]
-
 
 def check_array(name: str, array: Any) -> None:
     """Raise unless the array is a plain float array of NumPy or torch that requires no gradient."""

@@ -17,8 +17,6 @@ from .argument_checks import check_array, check_count, check_lengths, to_integer
 from .row_positions import check_row_positions
 from .storage import allocate, grow, reorder_batch, write
 
-__all__ = ["KVCache", "as_arrays", "unpack_cache"]
-
 GROWTH_FACTOR = 2  # the capacity of a full cache is doubled, so a position is copied about once in total
 ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..formula.tables import Table
     from .cache import KVCache
 
-__all__ = ["check_row_positions", "compares_rows"]
-
 LINEAR = ("add", "subtract", "negative", "multiply", "divide")
 SCORE_STATISTICS = ("lse", "max_score", "scores")
 ARGUMENTS = {"mask": "b h i j", "score": "s b h i j"}

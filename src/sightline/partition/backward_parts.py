@@ -19,8 +19,6 @@ from ..problem.problem import Problem
 from ..statistics import StatisticGradients, itemsize
 from .part import part_of
 
-__all__ = ["backward_in_parts", "needs_parts"]
-
 MAX_SUM_BYTES = 64 << 20  # of the splits' sums in one part
 MIN_SPLIT_BYTES = 2 * MAX_SUM_BYTES  # smaller sums are not divided
 MAX_KEYS = 1 << 16  # of a part

@@ -20,8 +20,6 @@ from ..statistics import itemsize
 from .schedule import Schedule, find_schedule, key_block_length
 from .shards import Method, ShardLayout, check_method, divide, divide_heads
 
-__all__ = ["Hardware", "PassCost", "Prediction", "Sizes", "predict", "predict_problem"]
-
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 

@@ -11,8 +11,6 @@ import numpy as np
 from ..arrays.operations import accumulator, check_float_dtype, device, dtype_name, framework, namespace, resolve_dtype
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 
-__all__ = ["merge"]
-
 CURE = "merge([(out, lse), (out, lse)]), as attention(..., see=[lse()]) returns them"
 
 

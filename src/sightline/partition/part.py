@@ -10,8 +10,6 @@ from ..formula.expression import SYMBOLS, Expression, Offset, as_expression, int
 from ..problem.problem import Problem
 from ..statistics import Statistic
 
-__all__ = ["part_of", "shift"]
-
 
 def shift(
     formula: Expression,

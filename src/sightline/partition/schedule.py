@@ -21,8 +21,6 @@ from ..problem.problem import Problem
 from ..statistics import itemsize
 from .shards import Shards, Span
 
-__all__ = ["KeyBlock", "Round", "Schedule", "find_schedule", "key_block_length"]
-
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 

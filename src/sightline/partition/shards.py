@@ -13,18 +13,6 @@ from typing import Any, Literal, get_args
 
 from ..errors import ParameterError, ShapeError
 
-__all__ = [
-    "Method",
-    "ShardLayout",
-    "Shards",
-    "Span",
-    "check_layout",
-    "check_method",
-    "check_shards",
-    "divide",
-    "divide_heads",
-]
-
 Method = Literal["ring", "heads"]
 ShardLayout = Literal["contiguous", "zigzag"]
 ALIGNMENT = 4  # spans begin at multiples of 4, because dropout counts the keys in groups of 4

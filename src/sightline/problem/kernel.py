@@ -20,8 +20,6 @@ from ..formula.expression import Expression
 from ..statistics import StatisticGradients
 from .problem import Problem
 
-__all__ = ["MAX_LSE", "Gradients", "Kernel", "Plan", "Refusal", "Result", "Tangents", "choose", "is_lse_precise"]
-
 MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above this lse, adjacent floats of the dtype differ by 1 or more
 
 

@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 
 from ..errors import UnknownArgumentError
 
-__all__ = ["OPTIONS", "refuse_arguments"]
-
 # the options of `attention`, in the order of its signature
 OPTIONS = ("mask", "score", "scale", "sinks", "dropout", "seed", "see", "kernel", "threads", "layout")
 OPTIONS_OF = {

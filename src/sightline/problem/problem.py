@@ -37,16 +37,6 @@ from ..statistics import Statistic
 from . import validation
 from .validation import Formula, check_device
 
-__all__ = [
-    "MAX_SMALL_FLOPS",
-    "MIN_COUNTED_QUERIES",
-    "NUM_OPERANDS",
-    "Problem",
-    "make_problem",
-    "parse",
-    "validate",
-]
-
 NUM_OPERANDS = 3  # query, key and value, the first arrays of every list of arguments
 
 Extent = tuple[int, int, int, int]

@@ -22,29 +22,6 @@ from ..formula.expression import SYMBOLS, Expression, walk
 from ..formula.tables import learned_number
 from ..statistics import Statistic, StatisticBase
 
-__all__ = [
-    "Formula",
-    "Layout",
-    "broadcast_inputs",
-    "check_arrays",
-    "check_choice",
-    "check_device",
-    "check_threads",
-    "fold_scale",
-    "labels_by_entry",
-    "read_dropout",
-    "read_mask",
-    "read_scale",
-    "read_score",
-    "read_seed",
-    "read_sinks",
-    "read_statistics",
-    "scalar_formula",
-    "split_names",
-    "to_float",
-    "to_heads_first",
-]
-
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
 Layout = Literal["BHND", "BNHD"]
 

@@ -35,18 +35,6 @@ from ..problem.problem import Problem
 from .definition import Stages, compute_stages
 from .dropout import keep_factor
 
-__all__ = [
-    "LOOP_ORDERS",
-    "Baseline",
-    "budget_used",
-    "compute_baseline",
-    "dense_attention",
-    "gradient_term_sizes",
-    "summation_orders",
-    "term_sizes",
-    "ulp",
-]
-
 FORMATS = {  # the number of fraction bits and the smallest exponent of each dtype
     "float16": (10, -14),
     "bfloat16": (7, -126),

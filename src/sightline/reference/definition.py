@@ -22,8 +22,6 @@ from ..problem.problem import Problem
 from ..statistics import Tile, accumulate_statistics
 from .dropout import keep_factor
 
-__all__ = ["Reference", "StageGradients", "Stages", "backward", "forward"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 

@@ -15,8 +15,6 @@ from ..arrays.operations import resolve_dtype
 if TYPE_CHECKING:
     from ..problem.problem import Problem
 
-__all__ = ["MULTIPLIERS", "ROUNDS", "WEYL", "keep_factor", "philox", "threshold"]
-
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)

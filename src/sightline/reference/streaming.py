@@ -25,8 +25,6 @@ from ..problem.problem import Problem
 from ..statistics import StatisticGradients, Tile, accumulate_statistics, statistic_gradients
 from .dropout import keep_factor
 
-__all__ = ["Streaming", "TileOps", "backward", "compute_statistics", "forward", "tiles"]
-
 TILE_ELEMENTS = 1 << 20  # the most scores of one tile, over all batches and heads; a tile of one row may have more
 KEY_BLOCK = 512
 

@@ -12,8 +12,6 @@ from ..problem.problem import Problem
 from .dropout import keep_factor
 from .streaming import ScoreGradients, TileOps, row_tiles
 
-__all__ = ["tangent"]
-
 
 def tangent(problem: Problem, tangents: Tangents, saved: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return the tangents of output and lse, in O(n) memory.

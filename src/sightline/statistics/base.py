@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from ..problem.problem import Problem
     from .selection import Statistic
 
-__all__ = [
-    "MAX_RESULT_BYTES",
-    "BackwardContext",
-    "ForwardContext",
-    "StatisticBase",
-    "StatisticGradients",
-    "Tile",
-    "accumulate_statistics",
-    "arrays_of",
-    "itemsize",
-    "statistic_gradients",
-]
-
 MAX_RESULT_BYTES = 2 << 30  # the default limit of one statistic's result
 Outer = tuple[int, ...]  # lengths of the axes before the queries: (*batch_shape, H), or those left after averaging
 

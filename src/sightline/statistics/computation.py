@@ -12,8 +12,6 @@ from .selection import Mean, Statistic, unwrap_mean
 if TYPE_CHECKING:
     from ..problem.problem import Problem
 
-__all__ = ["computed_statistic", "dispatch_statistics"]
-
 
 def computed_statistic(statistic: Statistic) -> Statistic:
     """Return the statistic whose arrays a kernel computes for this one: for most means, the statistic they average.

@@ -18,8 +18,6 @@ from .selection import Statistic
 if TYPE_CHECKING:
     from ..problem.problem import Problem
 
-__all__ = ["Matrix", "Pooled", "Scores", "Weights", "cell_lengths", "pooled", "scores", "weights"]
-
 Rectangle = tuple[tuple[int, int], tuple[int, int]]
 
 i, j = SYMBOLS["i"], SYMBOLS["j"]

@@ -13,8 +13,6 @@ from .selection import Statistic
 if TYPE_CHECKING:
     from ..problem.problem import Problem
 
-__all__ = ["Received", "received"]
-
 i, j = SYMBOLS["i"], SYMBOLS["j"]
 
 

@@ -19,21 +19,6 @@ from .selection import Statistic
 if TYPE_CHECKING:
     from ..problem.problem import Problem
 
-__all__ = [
-    "Entropy",
-    "Lse",
-    "Mass",
-    "MaxScore",
-    "MaxScoreResult",
-    "TopK",
-    "TopKResult",
-    "entropy",
-    "lse",
-    "mass",
-    "max_score",
-    "top_k",
-]
-
 i, j, s = (SYMBOLS[name] for name in "ijs")
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..problem.kernel import Result
     from ..problem.problem import Problem
 
-__all__ = ["Mean", "Selection", "Statistic", "average_over", "restrict", "solve_selections_separately", "unwrap_mean"]
-
 Indices = tuple[int, ...] | slice
 
 

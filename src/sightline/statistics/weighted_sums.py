@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..problem.kernel import Result
     from ..problem.problem import Problem
 
-__all__ = ["WeightedSum", "weighted_sum"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class WeightedSum(Statistic):

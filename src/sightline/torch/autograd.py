@@ -28,21 +28,6 @@ from .backward_inputs import arrays_to_save, split_saved
 from .derivatives import Derivative, apply, is_transformed, refuse_old_vmap
 from .operator_schema import OperatorArguments, build_result, make_seed
 
-__all__ = [
-    "INTERCEPTIONS",
-    "GraphCall",
-    "attach_to_graph",
-    "check_versions",
-    "connect",
-    "is_intercepted",
-    "needs_gradients",
-    "table_versions",
-    "tables_of",
-    "trainable_inputs",
-    "with_saved_tables",
-    "without_tensors",
-]
-
 
 class GraphCall(ABC):
     """The data of a call that its backward pass needs, besides the tensors that torch saves.

@@ -20,8 +20,6 @@ from ..statistics import Statistic, StatisticGradients, statistic_gradients, unw
 if TYPE_CHECKING:
     from ..cpu.launch.bound_call import BoundCall
 
-__all__ = ["BackwardInputs", "WeightsSum", "arrays_to_save", "read_inputs", "split_saved"]
-
 
 class BackwardInputs(NamedTuple):
     """What a bound call of the backward pass reads besides the tensors of the forward pass.

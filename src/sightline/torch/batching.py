@@ -27,8 +27,6 @@ from ..statistics import Mean, Statistic, unwrap_mean
 if TYPE_CHECKING:
     from .derivatives import Derivative
 
-__all__ = ["batch"]
-
 Type = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a tensor
 
 

@@ -32,8 +32,6 @@ from . import batching, operator
 from .operator_schema import OperatorArguments
 from .tangents import tangents as compute_tangents
 
-__all__ = ["Derivative", "apply", "is_transformed", "refuse_functionalize", "refuse_old_vmap", "refuse_tangents"]
-
 
 def is_transformed() -> bool:
     """True if a transform of torch.func or a forward derivative is active in this thread.

@@ -32,8 +32,6 @@ from .graph_attacher import MAX_BACKWARD_CALLS, CachedGraphCall, GraphAttacher
 if TYPE_CHECKING:
     from ..gpu.launch.bound_call import BoundCall
 
-__all__ = ["DeviceCall", "FusedCall", "insert", "insert_fused"]
-
 BACKWARD_INPUTS = "query", "key", "value", "output", "d_output", "lse"  # what the backward kernels read besides tables
 NUM_AXES = 4  # of query, key and value, as torch's own kernels take them
 MAX_CALLS_BY_NUMBERS = 64  # calls that differ only in the numbers of their formulas: each has kernels of its own

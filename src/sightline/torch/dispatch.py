@@ -31,8 +31,6 @@ from .graph_attacher import GraphAttacher, make_empty
 from .nested import is_nested, pack, unpack
 from .operator_schema import OperatorArguments, build_result, make_seed
 
-__all__ = ["apply_autocast", "kernels", "run"]
-
 FUSED = Fused()
 TABLE_READS = torch_mode()
 

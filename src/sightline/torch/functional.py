@@ -16,8 +16,6 @@ from ..formula.expression import Expression
 from ..formula.library import causal, dense
 from .nested import check_nested, is_nested
 
-__all__ = ["align_mask", "check_operands", "convert_arguments", "read_causal_bias", "scaled_dot_product_attention"]
-
 CAUSAL = causal()
 
 

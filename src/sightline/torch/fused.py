@@ -18,8 +18,6 @@ from ..problem.kernel import Kernel, Refusal, Result
 from ..problem.problem import Problem
 from .autograd import needs_gradients
 
-__all__ = ["RULES", "Fused", "Rule"]
-
 MAX_HEAD_WIDTH = 256  # largest head width of torch's FlashAttention kernels
 MIN_COMPUTE_CAPABILITY = 8  # smallest major compute capability of torch's FlashAttention kernels
 PREFERRED_COST, FALLBACK_COST = 0.1, 3.0  # relative costs; the Triton kernels have 1, streaming has 10

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..cpu.calls.launch_record import LaunchRecord
     from ..cpu.launch.backward import BoundBackwardCall
 
-__all__ = ["MAX_BACKWARD_CALLS", "CachedGraphCall", "GraphAttacher", "make_empty"]
-
 NUM_READ = 6  # what the backward kernel reads besides the tables: query, key, value, output, d_output and lse
 MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
 

@@ -22,16 +22,6 @@ from ..errors import ParameterError
 from ..recording import Call, Kind, Seen, map_arrays, select_names
 from ..statistics import Statistic
 
-__all__ = [
-    "Watcher",
-    "attend",
-    "check_module",
-    "explain_missing_calls",
-    "record_calls",
-    "restore_on_exit",
-    "select_modules",
-]
-
 
 class Watcher:
     """The statistics that one `watch` requests of its modules, and the recording of their results.

@@ -18,8 +18,6 @@ from ..formula.library import dense
 from .autograd import is_intercepted
 from .functional import align_mask, read_causal_bias
 
-__all__ = ["check_array_mask", "check_inputs", "project", "read_mask", "read_tensors"]
-
 Projected = TypeVar("Projected")
 
 

@@ -21,8 +21,6 @@ from .hooks import attend
 from .layer_inputs import check_array_mask, check_inputs, project, read_mask, read_tensors
 from .nested import is_nested
 
-__all__ = ["MultiHeadAttention", "ScaledDotProductAttention", "SelfAttention"]
-
 j, s = SYMBOLS["j"], SYMBOLS["s"]
 
 

@@ -14,8 +14,6 @@ from ..statistics import Statistic
 from .hooks import check_module, explain_missing_calls, record_calls, restore_on_exit, select_modules
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 
-__all__ = ["watch"]
-
 OWN_LAYERS = (MultiHeadAttention, ScaledDotProductAttention, SelfAttention)
 
 

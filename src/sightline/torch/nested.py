@@ -20,8 +20,6 @@ from ..formula.tables import Table
 from ..problem.validation import read_mask, read_score, read_statistics
 from ..statistics import Entropy, Lse, Mass, Statistic
 
-__all__ = ["check_nested", "is_nested", "pack", "unpack"]
-
 STATISTICS = Lse, Entropy, Mass  # one number for each query
 
 

@@ -21,16 +21,6 @@ from ..problem.problem import NUM_OPERANDS, Problem
 from ..reference import streaming
 from .operator_schema import SCHEMA, OperatorArguments
 
-__all__ = [
-    "apply_chain_rule",
-    "attention",
-    "attention_backward",
-    "attention_tangent",
-    "autocast_disabled",
-    "differentiate_results",
-    "flatten_gradients",
-]
-
 
 def autocast_disabled(tensor: Tensor) -> Any:
     """Return a context in which torch.autocast is off for the tensor's device: sums keep their accumulator's dtype."""

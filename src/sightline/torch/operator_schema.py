@@ -21,13 +21,6 @@ from ..problem.problem import Problem, validate
 from ..problem.validation import check_device
 from ..statistics import Statistic
 
-__all__ = [
-    "SCHEMA",
-    "OperatorArguments",
-    "build_result",
-    "make_seed",
-]
-
 SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor[] tables, Tensor? sinks, Tensor? seed, "
     "str mask, str score, str table_axes, float scale, float dropout, str see, str? kernel, int? threads"

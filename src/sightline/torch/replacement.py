@@ -29,8 +29,6 @@ from .functional import check_operands, convert_arguments, scaled_dot_product_at
 from .fused import Fused
 from .nested import is_nested
 
-__all__ = ["Replacement", "replacing"]
-
 NAME = "scaled_dot_product_attention"
 OWN_PACKAGES = ("sightline", "torch._C")  # modules that keep torch's function
 MAX_LINES = 12  # a printed `Replacement` lists this many different calls

@@ -13,8 +13,6 @@ from . import operator
 if TYPE_CHECKING:
     from .derivatives import Derivative
 
-__all__ = ["tangents"]
-
 
 def tangents(
     derivative: Derivative, tensors: Sequence[Tensor], outputs: Sequence[Tensor], given: Sequence[Tensor | None]

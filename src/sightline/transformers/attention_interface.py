@@ -17,8 +17,6 @@ from ..statistics import weights
 from ..torch.hooks import attend
 from .mask_interface import FormulaMask, sightline_mask
 
-__all__ = ["NAME", "register", "sightline_attention"]
-
 NAME = "sightline"
 UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, with their meaning
     "cache": "a paged cache for continuous batching",

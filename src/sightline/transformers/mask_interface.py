@@ -23,8 +23,6 @@ from ..formula.expression import SYMBOLS, Expression, as_expression
 from ..formula.from_function import to_formula
 from ..formula.tables import Table
 
-__all__ = ["FormulaMask", "sightline_mask"]
-
 b, i, j, n, m = (SYMBOLS[name] for name in "bijnm")
 
 

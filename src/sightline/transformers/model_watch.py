@@ -19,8 +19,6 @@ from ..torch.hooks import check_module, explain_missing_calls, record_calls, res
 from .attention_interface import NAME
 from .token_labels import Tokenizer, TokenRecorder
 
-__all__ = ["watch"]
-
 CROSS_ATTENTION_NAME = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # in names of cross-attention layers
 
 

@@ -24,8 +24,6 @@ from ..caching import cached_property
 from ..errors import ParameterError
 from ..recording import Tokens
 
-__all__ = ["InputIds", "TokenRecorder", "Tokenizer"]
-
 PREPARE = "prepare_inputs_for_generation"
 PADDING = -1  # in place of the id of a padding token at the end of a text
 Ids = list[list[int | None]]  # for each batch entry the ids of its positions; None if the model got the id before

@@ -10,8 +10,6 @@ import numpy as np
 from ..errors import ShapeError
 from . import plotting
 
-__all__ = ["arcs"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_LABELS = 64  # largest number of tokens at which every token is labelled

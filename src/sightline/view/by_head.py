@@ -12,8 +12,6 @@ from ..errors import ShapeError
 from . import plotting
 from .heatmaps import pooled
 
-__all__ = ["entropy_by_head", "head_grid"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_CELLS = 64  # largest number of cells per side of a small map; more queries or keys are pooled

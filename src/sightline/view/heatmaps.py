@@ -10,8 +10,6 @@ import numpy as np
 from ..errors import ShapeError
 from . import plotting
 
-__all__ = ["heatmap", "pooled"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 Labels = Sequence[str]
 

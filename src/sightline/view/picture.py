@@ -24,8 +24,6 @@ from ..formula.interval_arithmetic import compute_intervals
 from ..formula.tile_ranges import make_box
 from . import plotting, terminal
 
-__all__ = ["Picture", "formula_picture", "validate_extent"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SAMPLES_PER_SIDE = 8  # largest number of sampled points per side of a cell

@@ -13,26 +13,6 @@ import numpy as np
 from ..arrays.operations import to_numpy
 from ..errors import MissingExtraError, ParameterError, name_file
 
-__all__ = [
-    "BLUE",
-    "HIDDEN_COLOUR",
-    "ORANGE",
-    "add_colour_bar",
-    "colour_map",
-    "draw_weights",
-    "drop_leading_axes",
-    "has_matplotlib",
-    "hide_frame",
-    "hide_upper_spines",
-    "new_axis",
-    "new_figure",
-    "save",
-    "set_position_ticks",
-    "set_title",
-    "text_colour",
-    "token_label",
-]
-
 COLOUR_MAP = "cividis"  # a map that looks alike with and without a colour vision deficiency (Nuñez et al., 2018)
 HIDDEN_COLOUR = "#e9e9e4"  # colour of pairs that a mask hides; the colour map does not contain this colour
 BLUE, ORANGE = "#0072b2", "#d55e00"  # two colours of the palette of Okabe and Ito

@@ -10,8 +10,6 @@ import numpy as np
 from ..errors import ShapeError
 from . import plotting
 
-__all__ = ["received_by_key"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_BARS = 64  # largest number of keys at which every key has a bar and a label

@@ -15,8 +15,6 @@ import numpy as np
 
 from . import plotting
 
-__all__ = ["ScalingEffect", "effect_of_scaling", "scaling_figure"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 WIDTHS = (1, 16, 64, 256, 512)

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["colour_of", "draw_blocks", "frame_lines", "has_true_colour", "text_colour_on"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 RGB = tuple[int, int, int]
 

@@ -13,8 +13,6 @@ from ..problem.validation import read_mask
 from . import plotting
 from .picture import validate_extent
 
-__all__ = ["tile_kinds", "tile_map"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_TILES = 512  # largest number of tiles per side; more queries or keys get larger tiles

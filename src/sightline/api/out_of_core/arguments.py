@@ -13,8 +13,6 @@ from ...formula.expression import Expression
 from ...problem.problem import Problem
 from .block_plan import WorkItem
 
-__all__ = ["BLOCKS", "HASH_BYTES", "hash_arguments", "hash_block"]
-
 HASH_BYTES = 32
 HASHED_ELEMENTS = 1 << 16  # of an array that are copied and hashed at once
 BLOCKS = "memory_limit, or output given or not"  # what the work items depend on beside the other arguments

@@ -14,8 +14,6 @@ from ...formula.tile_ranges import find_runs, find_tile_ranges
 from ...problem.problem import Problem
 from ...statistics import itemsize
 
-__all__ = ["BlockSizes", "WorkItem", "choose_sizes", "find_work", "parse_bytes"]
-
 UNITS = ("", "k", "M", "G", "T")
 MIN_POSITIONS = 64  # of a block of keys and of a range of queries
 SEARCH_ROWS = 256  # queries of a tile in the search for the queries that see a block

@@ -27,8 +27,6 @@ from .checkpoint import NOTHING_READ, Checkpoint, State
 from .output import check_output, open_output
 from .progress_bar import Progress, report_progress
 
-__all__ = ["attention_from_disk"]
-
 SECONDS_BETWEEN_SAVES = 60.0
 
 

@@ -14,8 +14,6 @@ from ...errors import ParameterError
 from .arguments import BLOCKS, HASH_BYTES
 from .locked_file import LockedFile
 
-__all__ = ["NOTHING_READ", "Checkpoint", "State"]
-
 FILE_NAME = "attention.state"
 MARK = b"sightline state2"  # the number changes with the meaning of a saved state
 HEADER_BYTES = 4096  # of each copy

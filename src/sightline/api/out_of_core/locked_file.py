@@ -16,8 +16,6 @@ try:
 except ImportError:  # a system without POSIX has no such locks
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["LockedFile", "reserve"]
-
 NOT_SUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # by this file system
 
 

@@ -17,8 +17,6 @@ from ...errors import DtypeError, ParameterError, ShapeError
 from ...problem.problem import Problem
 from .locked_file import LockedFile, reserve
 
-__all__ = ["check_output", "open_output"]
-
 COPY_ELEMENTS = 1 << 20  # of the output that are converted at once
 
 Write = Callable[[Any], Any]  # writes the output, given in the accumulator's dtype, and returns what the caller gets

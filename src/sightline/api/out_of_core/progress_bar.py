@@ -9,8 +9,6 @@ from typing import Any
 
 from ...errors import ParameterError
 
-__all__ = ["Progress", "report_progress"]
-
 Progress = bool | Callable[[int, int], Any] | None
 
 

@@ -21,17 +21,6 @@ from .short_calls import SHORT_CALLS
 from .tangents import TANGENTS
 from .workloads import CAUSAL, SEED, Benchmark, FirstCall, Mask, Series, Target, ToTable, Workload
 
-__all__ = [
-    "BENCHMARKS",
-    "CAUSAL",
-    "MAX_SECOND_PASS_SLOWDOWN",
-    "ROW_STATISTICS",
-    "THREE_STATISTICS",
-    "documents",
-    "select",
-    "window",
-]
-
 
 def window(width: int) -> Mask:
     """Return a causal window mask of `width` keys.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .implementations import PreparedCall
     from .workloads import Target
 
-__all__ = ["Case", "CaseContender", "CaseGroup"]
-
 
 @dataclass
 class CaseContender:

@@ -26,8 +26,6 @@ from ...statistics import Received, Statistic
 from .statistic_check import ExpectedStatistic, SampledPositions, WeightMatrix, queries_to_check
 from .workloads import SEED, Inputs, Workload, evaluate_at
 
-__all__ = ["SampledProblem", "sample", "share_of_budget"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SAMPLED_ROWS = 64  # number of queries that are checked in each sampled head

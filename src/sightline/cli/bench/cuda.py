@@ -23,8 +23,6 @@ from .implementations import Implementation, PreparedCall, Sightline, WithoutSta
 from .peaks import Peaks
 from .workloads import Workload
 
-__all__ = ["Cuda", "CudaPeaks"]
-
 MATRIX_SIZE = 8192  # number of rows and of columns of the matrices that the peak "matmul" multiplies
 COPY_BYTES = 1 << 32  # bytes that the peak "copy" copies, far more than any cache holds
 FLUSH_BYTES = 1 << 28  # bytes that a flush writes before a call, so that the inputs of the call are in no cache

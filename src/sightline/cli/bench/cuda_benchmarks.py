@@ -10,11 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...statistics import Statistic, received
-from .benchmarks import CAUSAL, MAX_SECOND_PASS_SLOWDOWN, ROW_STATISTICS, THREE_STATISTICS, documents, window
+from .benchmarks import MAX_SECOND_PASS_SLOWDOWN, ROW_STATISTICS, THREE_STATISTICS, documents, window
 from .short_calls import CUDA_SHORT_CALLS
-from .workloads import BEST, Benchmark, Mask, Planning, Score, Target, ToTable, Workload
-
-__all__ = ["BENCHMARKS"]
+from .workloads import BEST, CAUSAL, Benchmark, Mask, Planning, Score, Target, ToTable, Workload
 
 TOKENS = 16384
 DEFAULT_SHAPE: dict[str, Any] = {"dtype": "bfloat16", "H": 16, "d_k": 128, "peak": "matmul"}

@@ -9,8 +9,6 @@ from .implementations import Implementation, PreparedCall, prepare_with_autograd
 from .peers import Flex
 from .workloads import Inputs, Workload
 
-__all__ = ["Backend", "FlexOnDevice", "make_peers"]
-
 BACKENDS = {  # by the peer's name: (its label, torch's name of the backend)
     "flash": ("torch, flash", "FLASH_ATTENTION"),
     "cudnn": ("torch, cuDNN", "CUDNN_ATTENTION"),

@@ -11,8 +11,6 @@ from ...statistics import Pooled
 from .implementations import Implementation, PreparedCall, prepare_with_autograd, to_tensor
 from .workloads import Inputs, Workload
 
-__all__ = ["WEIGHT_STATISTICS", "Dense", "dense_statistics", "has_uneven_cells"]
-
 StatisticFunction = Callable[[Any, Any], Any]  # a function (scores, weights) → statistic; both arrays are (B, H, n, m)
 
 

@@ -14,8 +14,6 @@ from .peaks import Peaks
 from .peers import PEERS
 from .workloads import BEST, Benchmark, Workload
 
-__all__ = ["Cpu", "Device"]
-
 
 class Device(ABC):
     """A kind of device to run benchmarks on.

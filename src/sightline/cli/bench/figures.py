@@ -11,8 +11,6 @@ import numpy as np
 from ...view import plotting
 from .report import PAGE, Entry, Finding, Point, Report, format_amount, format_duration
 
-__all__ = ["cost", "draw", "ratios", "roofline"]
-
 PEER_STYLES = {  # (colour, marker) of each contender; the colours of Okabe and Ito suit every kind of colour vision
     "sightline": (plotting.BLUE, "o"),
     "torch": (plotting.ORANGE, "s"),

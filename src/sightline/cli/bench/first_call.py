@@ -19,8 +19,6 @@ import numpy as np
 
 from ...caching import CACHE_VARIABLE
 
-__all__ = ["measure_seconds"]
-
 
 def measure_seconds(n: int, d: int, processes: int) -> dict[str, list[float]]:
     """Return the seconds of first calls, a list for each kind of first call with one number per fresh process.

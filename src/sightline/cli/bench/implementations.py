@@ -19,19 +19,6 @@ from ...formula.tables import Table
 from ...statistics import arrays_of
 from .workloads import Inputs, ToTable, Workload
 
-__all__ = [
-    "VARIANTS",
-    "Implementation",
-    "PreparedCall",
-    "Sightline",
-    "WithoutStatistics",
-    "name_results",
-    "prepare_with_autograd",
-    "set_threads",
-    "to_tensor",
-    "to_tensor_on",
-]
-
 # The results of a contender by name, in float32 NumPy arrays with the axis of heads before the axis of positions:
 # "output", and the gradients "query", "key", "value" and "bias". The repr of a statistic names the tuple of its arrays.
 Results = dict[str, Any]

@@ -21,8 +21,6 @@ from .check import share_of_budget
 from .implementations import PreparedCall
 from .workloads import CAUSAL, Inputs, Workload
 
-__all__ = ["JAX_CASES", "JaxCase"]
-
 SMALL_LENGTH = 64  # number of queries in a small version
 
 

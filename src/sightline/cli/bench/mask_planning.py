@@ -14,8 +14,6 @@ from .workloads import Planning
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["measure_seconds"]
-
 TILE = (128, 128)  # (queries, keys) in a tile of the forward kernel on Hopper GPUs
 
 

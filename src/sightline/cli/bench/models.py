@@ -24,8 +24,6 @@ from .implementations import PreparedCall
 from .model_builders import copy_with_attention, encoder_folder, make_decoder, make_encoder
 from .workloads import SEED
 
-__all__ = ["MODELS", "EncoderCase", "GenerationCase", "ModelCase", "TrainingCase"]
-
 Arrays = dict[str, Any]  # NumPy arrays by name; the last axis is a row, whose errors are compared with the row's size
 Batch = dict[str, Any]  # the arguments of a model, by name
 References = dict[bytes, tuple[Arrays, Arrays]]  # (true results, plain results) by the generated tokens as bytes

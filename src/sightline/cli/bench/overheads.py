@@ -19,8 +19,6 @@ from .cases import Case, CaseContender, CaseGroup
 from .implementations import PreparedCall
 from .short_calls import POOL_SIZE, CallKind, Function, Pool, ShortCall, infer, share_of_pool, train
 
-__all__ = ["OVERHEADS", "CallOverhead", "TrainingOverhead"]
-
 SHAPE = (1, 1, 1, 8)  # (B, H, n, d)
 KINDS = (
     CallKind("plain", "plain"),

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["can_measure", "peak_memory"]
-
 CLEAR_REFS, STATUS = "/proc/self/clear_refs", "/proc/self/status"
 MAX_TRIES, MAX_SECONDS = 4, 2.0
 PEAK_OF_RESIDENT = "5"  # written to clear_refs, this resets the peak resident set size; see proc(5)

@@ -23,8 +23,6 @@ import numpy as np
 
 from ...cpu.runtime import thread_team as team
 
-__all__ = ["UNITS", "Peaks", "has_bfloat16_dot"]
-
 TRIES = 7
 TRY_SECONDS = 0.03  # least length of a try: more than threads take to wake, less than a scheduler's time slice
 BUFFER_BYTES = 1 << 28  # size of the buffer that is summed: 256 MiB, several times the caches of a processor

@@ -20,8 +20,6 @@ from .vllm_peer import Vllm
 from .workloads import Inputs, Workload
 from .zentorch_peer import Zentorch
 
-__all__ = ["PEERS"]
-
 OPENVINO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's names of Sightline's dtypes
 
 

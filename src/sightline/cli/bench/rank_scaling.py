@@ -23,8 +23,6 @@ from ...partition.cost_model import Hardware, Prediction, predict_problem
 from ...partition.shards import ShardLayout
 from ...problem.problem import Problem, make_problem
 
-__all__ = ["CASES", "RankCase", "RankResult", "measure_ranks"]
-
 RANKS = (1, 2, 4)
 HEADS, WIDTH, WINDOW = 4, 64, 512
 EXCHANGED = 4 << 20  # bytes that each process sends to the next one, to measure the bandwidth

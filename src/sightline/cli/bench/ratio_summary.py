@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .report import Finding
 
-__all__ = ["RatioSummary", "summarise"]
-
 
 @dataclass(frozen=True)
 class RatioSummary:

@@ -23,19 +23,6 @@ from .peaks import UNITS
 from .ratio_summary import RatioSummary, summarise
 from .workloads import BEST, Target
 
-__all__ = [
-    "PAGE",
-    "SERIES_MEASURES",
-    "CaseResult",
-    "Entry",
-    "Finding",
-    "Point",
-    "Report",
-    "Verdict",
-    "format_amount",
-    "format_duration",
-]
-
 PAGE = 4096  # size of a page of memory in bytes
 SERIES_MEASURES = ("spread", "growth", "extra")  # quantities that are computed from all points of a series
 LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "transformers", "onnxruntime", "openvino", "jax")

@@ -24,22 +24,6 @@ from .check import share_of_budget
 from .implementations import PreparedCall, Results, name_results, to_float32
 from .workloads import CAUSAL, SEED, Inputs, Mask, Workload
 
-__all__ = [
-    "CUDA_SHORT_CALLS",
-    "KINDS",
-    "POOL_SIZE",
-    "SHORT_CALLS",
-    "CallKind",
-    "Function",
-    "Pool",
-    "ShortCall",
-    "infer",
-    "share_of_pool",
-    "sightline_functions",
-    "torch_functions",
-    "train",
-]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 Function = Callable[[Any, Any, Any, Any], Any]  # a function of query, key, value and the extra argument of its kind
 

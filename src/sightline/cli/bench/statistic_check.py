@@ -18,8 +18,6 @@ from ...reference.accuracy import LOOP_ORDERS, budget_used, dense_attention, sum
 from ...statistics import Pooled, Received, Statistic
 from .workloads import SEED, Workload, evaluate_at
 
-__all__ = ["ExpectedStatistic", "SampledPositions", "WeightMatrix", "queries_to_check"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 LOG_STATISTICS = ("lse", "max_score")  # statistics whose errors grow with the scores, not with the statistic itself

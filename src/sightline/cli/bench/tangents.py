@@ -18,8 +18,6 @@ from .cases import Case, CaseContender, CaseGroup
 from .implementations import PreparedCall
 from .workloads import SEED
 
-__all__ = ["TANGENTS", "TangentCase"]
-
 SMALL_LENGTH = 64  # number of queries in a small version
 
 

@@ -16,8 +16,6 @@ from typing import Any
 from .implementations import Implementation, PreparedCall, name_results, to_tensor
 from .workloads import Inputs, Workload
 
-__all__ = ["Vllm"]
-
 BLOCK_SIZE = 128  # keys in one block of the cache; the default of vLLM on CPUs
 INSTRUCTIONS = "vec"  # vLLM's name of its kernel for AVX2 and AVX-512
 WIDTH_MULTIPLE = 32  # of d_k, for this kernel

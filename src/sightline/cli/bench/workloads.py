@@ -31,25 +31,6 @@ from ...problem.problem import Problem, make_problem
 from ...statistics import Pooled, Statistic
 from .cases import CaseGroup
 
-__all__ = [
-    "BEST",
-    "CAUSAL",
-    "SEED",
-    "Benchmark",
-    "FirstCall",
-    "Inputs",
-    "Mask",
-    "Passes",
-    "Planning",
-    "Score",
-    "Series",
-    "Target",
-    "ToTable",
-    "Workload",
-    "allowed_pairs",
-    "evaluate_at",
-]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes of one number of each dtype

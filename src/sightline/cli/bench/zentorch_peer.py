@@ -15,8 +15,6 @@ import numpy as np
 from .implementations import Implementation, PreparedCall, prepare_with_autograd
 from .workloads import Inputs, Workload
 
-__all__ = ["Zentorch"]
-
 
 class Zentorch(Implementation):
     """The operator zentorch_sdpa. A mask other than the causal one is added to the scores as 0 and −∞."""

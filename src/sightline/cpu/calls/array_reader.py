@@ -14,8 +14,6 @@ from ..codegen.builder import Variable
 from ..codegen.python_function import PythonFunction
 from ..codegen.values import BOOL, BYTE, INT32, INT64, POINTER, VOID, Value
 
-__all__ = ["ARRAY_OFFSETS", "CONTEXT_FIELDS", "DTYPE_OFFSETS", "ArrayFunction", "ArrayReader"]
-
 # bytes from the head of the Python object to the fields of NumPy's structs PyArrayObject and PyArray_Descr
 ARRAY_OFFSETS = {"data": 0, "axes": 8, "shape": 16, "strides": 24, "dtype": 40}
 DTYPE_OFFSETS = {"order": 10, "number": 12, "itemsize": 24}

@@ -23,8 +23,6 @@ from ..codegen.values import BOOL, DOUBLE, INT32, INT64, POINTER, VOID, Value
 from .array_reader import CONTEXT_FIELDS, ArrayFunction
 from .launcher import RecordCode
 
-__all__ = ["DIRECT_CONTEXT", "DirectCall"]
-
 DIRECT_CONTEXT = CONTEXT_FIELDS | {
     "direct_record": POINTER,  # the names of attributes of an entry, as Python objects
     "makers": POINTER,

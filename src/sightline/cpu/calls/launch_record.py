@@ -13,8 +13,6 @@ from .launcher import MAX_ZEROED, RECORD_FIELDS
 if TYPE_CHECKING:
     from ..launch.bound_call import BoundCall
 
-__all__ = ["FLAGS", "LaunchRecord"]
-
 FLAGS = ("imprecise_lse_flag", "nonfinite_flag")  # fields of a workspace
 
 

@@ -18,8 +18,6 @@ from ..codegen.builder import Builder, Variable
 from ..codegen.python_function import PythonFunction
 from ..codegen.values import BOOL, INT64, POINTER, VOID, Value
 
-__all__ = ["LAUNCH_CONTEXT", "MAX_ZEROED", "RECORD_FIELDS", "Launcher", "RecordCode"]
-
 LAUNCH_CONTEXT = {"none": POINTER}
 MAX_ZEROED = 4  # the most fields of a workspace that are set to 0
 RECORD_FIELDS: dict[str, Any] = {

@@ -22,8 +22,6 @@ from .array_reader import ARRAY_OFFSETS, CONTEXT_FIELDS, DTYPE_OFFSETS, ArrayRea
 from .direct_call import DIRECT_CONTEXT, DirectCall
 from .launcher import Launcher
 
-__all__ = ["READ_TENSOR_INDEX", "launcher", "make_array_functions"]
-
 READ_TENSOR_INDEX = 5  # of `dltensor_from_py_object_no_sync` among the words of DLPackExchangeAPI
 DLPACK_MAJOR_VERSION = 1
 

@@ -18,8 +18,6 @@ from ..codegen.builder import Builder, Variable
 from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, INT64, POINTER, Value
 from .launcher import RecordCode
 
-__all__ = ["ENTRY_FIELDS", "XlaDirectCall", "build_install"]
-
 ENTRY_FIELDS: dict[str, Any] = {
     "text": POINTER,
     "length": INT64,  # of the text, in bytes

@@ -23,8 +23,6 @@ from ..codegen.builder import Builder, Variable
 from ..codegen.values import INT32, INT64, POINTER, VOID, Value
 from .xla_direct_call import XlaDirectCall, build_install
 
-__all__ = ["ATTRIBUTE", "CALLBACK", "CLOSE", "INSTALL", "MAX_BUFFERS", "XlaHandler", "build_module"]
-
 ATTRIBUTE = "call"
 CALLBACK = "sightline_xla_callback"
 CLOSE = "sightline_xla_close"  # a second function, which lets no more calls enter Python

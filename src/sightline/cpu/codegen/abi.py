@@ -19,27 +19,6 @@ import numpy as np
 from .builder import Builder
 from .values import DOUBLE, INT64, POINTER, Value
 
-__all__ = [
-    "BACKWARD_CALL_FIELDS",
-    "BACKWARD_FIELDS",
-    "COMMON_FIELDS",
-    "DECODE_CALL_FIELDS",
-    "DECODE_FIELDS",
-    "FORWARD_CALL_FIELDS",
-    "FORWARD_FIELDS",
-    "TANGENT_CALL_FIELDS",
-    "TANGENT_FIELDS",
-    "WEIGHTS_CALL_FIELDS",
-    "LoadedArguments",
-    "OutputArguments",
-    "TableArguments",
-    "call_words",
-    "end_with",
-    "pack",
-    "signed_word",
-    "to_word",
-]
-
 
 def _operand_fields(name: str) -> dict[str, Any]:
     """Return the argument fields of an array (*batch_shape, heads, rows, columns). Offsets and strides are in bytes.

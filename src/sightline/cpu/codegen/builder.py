@@ -15,8 +15,6 @@ from llvmlite import ir
 
 from .values import INT32, INT64, POINTER, VOID, Type, Value, intrinsic_suffix, is_float, lanes_of, vector
 
-__all__ = ["Builder", "Variable"]
-
 
 class Variable:
     """A mutable value: a stack slot, which LLVM turns into a register."""

@@ -13,8 +13,6 @@ from ..runtime.machine import Machine
 from .builder import Builder
 from .values import BFLOAT, DOUBLE, FLOAT, HALF, INT16, INT32, Value, bytes_of, lanes_of, vector
 
-__all__ = ["FloatFormat", "format_of"]
-
 
 @dataclass(frozen=True)
 class FloatFormat:

@@ -17,8 +17,6 @@ from llvmlite import ir
 from .builder import Builder
 from .values import DOUBLE, INT32, INT64, Value, element_type, lanes_of
 
-__all__ = ["exp", "exp2", "exp2_by_scaling", "exp2_of_negative", "exp_of_negative", "tanh"]
-
 
 class FloatConstants:
     """The constants of elementary functions for the format of `value`, float32 or float64."""

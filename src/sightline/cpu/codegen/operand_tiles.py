@@ -13,8 +13,6 @@ from .formats import FloatFormat
 from .register_tile import RegisterTiles
 from .values import INT16, INT32, INT64, Value, vector
 
-__all__ = ["OperandTile", "interleave_rows", "widen_row"]
-
 
 class OperandTile:
     """The rows of K or V of one tile of keys.

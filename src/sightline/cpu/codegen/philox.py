@@ -9,8 +9,6 @@ from ...reference.dropout import MULTIPLIERS, ROUNDS, WEYL
 from .builder import Builder
 from .values import Value
 
-__all__ = ["random_words"]
-
 LOW_32_BITS = 0xFFFFFFFF
 
 

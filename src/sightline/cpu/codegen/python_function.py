@@ -14,8 +14,6 @@ from typing import Any
 from .builder import Builder
 from .values import INT32, INT64, POINTER, VOID, Value
 
-__all__ = ["PYTHON_API", "PythonFunction"]
-
 # The functions of Python's C API that generated functions call. LLVM ends the process if one does not exist.
 PYTHON_API = frozenset(
     {

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from .values import Value
 
-__all__ = ["reduce_across_groups", "reduce_within_groups"]
-
 Combine = Callable[[Value, Value], Value]
 
 

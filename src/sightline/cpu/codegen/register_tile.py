@@ -21,8 +21,6 @@ from ..runtime.machine import Machine
 from .builder import Builder, Variable
 from .values import BFLOAT, FLOAT, INT32, INT64, Value, bytes_of, vector
 
-__all__ = ["RegisterTiles"]
-
 UNROLLED_STEPS = 4  # steps of k per iteration of the inner loop
 
 

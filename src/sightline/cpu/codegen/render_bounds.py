@@ -18,8 +18,6 @@ from .builder import Builder, Variable
 from .render_llvm import LLVM_RULES, TableSource
 from .values import BOOL, BYTE, DOUBLE, INT64, Value, bytes_of, is_float, vector
 
-__all__ = ["EXTREMES_BLOCK", "BoundsNamespace", "BoundsRenderer", "HiddenEntries", "TableExtremes"]
-
 EXTREMES_BLOCK = 64  # entries along a table's last axis that share one minimum and one maximum
 EXTREMES_BYTES = 16  # one minimum and one maximum, float64
 LANES = 8  # entries of a block that are read at once

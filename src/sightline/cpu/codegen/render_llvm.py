@@ -17,8 +17,6 @@ from . import math
 from .builder import Builder
 from .values import BOOL, DOUBLE, INT64, Value, element_type, is_float, lanes_of
 
-__all__ = ["LLVM_RULES", "NodeValues", "Renderer", "TableSource", "parameter_types"]
-
 NodeValues = dict[int, Value]  # values of nodes of a formula, by id of the node
 
 

@@ -36,8 +36,6 @@ from .kernel_spec import KEY_BLOCK, round_up
 from .recomputed_weights import RecomputedWeights
 from .tables import TableGradientCode
 
-__all__ = ["Backward"]
-
 
 class Backward(RecomputedWeights):
     """Write the backward kernel into a module.

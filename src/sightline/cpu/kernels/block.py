@@ -33,8 +33,6 @@ from ..runtime.machine import Machine
 from .kernel_spec import KEY_BLOCK, KernelSpec
 from .tables import TABLE_TYPES, TileTables
 
-__all__ = ["Block"]
-
 
 class Block:
     """Write the code for a block of queries into a module. Each kernel is a subclass."""

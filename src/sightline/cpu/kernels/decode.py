@@ -30,8 +30,6 @@ from .block import Block
 from .fused_statistics import MIN_EXPONENT
 from .kernel_spec import CACHE_LINE_BYTES, KEY_BLOCK
 
-__all__ = ["MAX_ROWS_PER_ITEM", "UNROLL", "Decode"]
-
 MAX_ROWS_PER_ITEM = 32  # the most query rows of a work item
 SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
 UNROLL = 4  # number of query rows, and number of keys, whose products are summed in registers together

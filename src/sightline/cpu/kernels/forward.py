@@ -24,8 +24,6 @@ from .fused_statistics import FusedStatisticsCode
 from .kernel_spec import KEY_BLOCK
 from .score_functions import MASK_FUNCTION, SCORE_FUNCTION
 
-__all__ = ["Forward"]
-
 
 class Forward(Block):
     """Write the forward kernel into a module."""

@@ -20,8 +20,6 @@ from ..codegen.values import DOUBLE, INT64, Value, bytes_of, element_type, vecto
 if TYPE_CHECKING:
     from .forward import Forward
 
-__all__ = ["MIN_EXPONENT", "FusedStatisticsCode"]
-
 MIN_EXPONENT = -2048.0  # for a smaller x, e^x and 2^x are 0 in every dtype
 
 

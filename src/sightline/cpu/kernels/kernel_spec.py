@@ -6,18 +6,6 @@ from dataclasses import dataclass
 
 from ..runtime.machine import Machine
 
-__all__ = [
-    "CACHE_LINE_BYTES",
-    "KEY_BLOCK",
-    "MAX_FEW_QUERIES",
-    "MIN_KEYS_PER_SPLIT",
-    "OUTPUTS_PER_ROLE",
-    "KernelSpec",
-    "lanes_per_vector",
-    "min_decode_keys",
-    "round_up",
-]
-
 CACHE_LINE_BYTES = 64
 KEY_BLOCK = 64  # number of keys in a tile: its scores and its rows of K and V stay in the first two caches
 MIN_KEYS_PER_SPLIT = 8 * KEY_BLOCK  # with fewer keys a split of the keys costs more than it saves

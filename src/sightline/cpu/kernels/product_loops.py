@@ -13,8 +13,6 @@ from ..codegen.builder import Builder, Variable
 from ..codegen.values import DOUBLE, FLOAT, INT64, POINTER, vector
 from ..runtime.machine import Machine
 
-__all__ = ["NAME", "ProductLoop", "make_product_loop"]
-
 NAME = "products"  # of the function; its arguments are a number of steps, the address of x, and that of the sums
 UNROLL = 4
 DOT = "llvm.x86.avx512bf16.dpbf16ps.512"

@@ -10,8 +10,6 @@ from ..codegen.render_llvm import NodeValues
 from ..codegen.values import DOUBLE, Value
 from .block import Block
 
-__all__ = ["RecomputedWeights"]
-
 
 class RecomputedWeights(Block):
     """A kernel that reads the lse of its queries.

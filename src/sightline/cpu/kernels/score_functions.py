@@ -22,8 +22,6 @@ from ..runtime.machine import Machine
 from .block import Block
 from .kernel_spec import KEY_BLOCK, KernelSpec
 
-__all__ = ["MASK_FUNCTION", "SCORE_FUNCTION", "ScoreFunctions", "without_formulas"]
-
 MASK_FUNCTION, SCORE_FUNCTION = "sightline_apply_mask", "sightline_apply_score"
 ARGUMENTS = (POINTER, POINTER, POINTER, *[INT64] * 5)
 

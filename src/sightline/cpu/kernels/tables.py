@@ -20,8 +20,6 @@ from .kernel_spec import CACHE_LINE_BYTES, KEY_BLOCK
 if TYPE_CHECKING:
     from .block import Block
 
-__all__ = ["TABLE_TYPES", "TableGradientCode", "TileTables"]
-
 TABLE_TYPES = {"bool": BYTE, "int32": INT32, "int64": INT64, "float32": FLOAT, "float64": DOUBLE}
 
 

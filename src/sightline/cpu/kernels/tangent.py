@@ -27,8 +27,6 @@ from ..codegen.values import DOUBLE, INT64, Value, vector
 from .kernel_spec import KEY_BLOCK
 from .recomputed_weights import RecomputedWeights
 
-__all__ = ["SCORE", "Tangent"]
-
 SCORE = "score"  # the role of the formula of b, h, i, j and s, the scaled score, that is added to the score's tangent
 
 

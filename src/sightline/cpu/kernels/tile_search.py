@@ -25,8 +25,6 @@ from ..codegen.values import BOOL, BYTE, DOUBLE, INT64, POINTER, Value
 from .kernel_spec import KEY_BLOCK
 from .tables import TABLE_TYPES
 
-__all__ = ["SEARCH_FIELDS", "SearchSpec", "TileSearch", "checked_nodes", "has_arguments", "tables_with_extremes"]
-
 SEARCH_FIELDS: dict[str, Any] = {
     "B": INT64,
     "H": INT64,

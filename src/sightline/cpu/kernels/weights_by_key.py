@@ -13,8 +13,6 @@ from ..codegen.values import DOUBLE, INT32, INT64, Value
 from .kernel_spec import KEY_BLOCK
 from .weights_pass import KeyPairs, StatisticCode
 
-__all__ = ["Pooled", "Received"]
-
 MAX_COLUMNS = 2 * KEY_BLOCK  # the most columns of cells in scratch; a tile has keys of up to KEY_BLOCK columns
 SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
 

@@ -14,8 +14,6 @@ from ..codegen.values import INT64, Value, bytes_of, vector
 from .kernel_spec import KEY_BLOCK
 from .weights_pass import KeyPairs, StatisticCode
 
-__all__ = ["TopK"]
-
 
 class TopK(StatisticCode):
     """Find the `spec.k` largest weights of each query and their keys; of equal weights the smaller key comes first.

@@ -27,8 +27,6 @@ from .kernel_spec import KEY_BLOCK
 if TYPE_CHECKING:
     from .weights_statistics import WeightStatistics
 
-__all__ = ["KeyPairs", "StatisticCode", "WeightsPass"]
-
 
 class WeightsPass(Block):
     """Write a kernel of the weights pass into a module. The outputs follow the tables among the arguments."""

@@ -12,8 +12,6 @@ from . import weights_by_key, weights_by_query
 from .kernel_spec import KEY_BLOCK, OUTPUTS_PER_ROLE
 from .weights_pass import KeyPairs, StatisticCode, WeightsPass
 
-__all__ = ["WeightStatistics"]
-
 
 class WeightStatistics(WeightsPass):
     """Compute the statistics in `spec.roles` from one product of query and key.

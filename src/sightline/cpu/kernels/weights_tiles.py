@@ -8,8 +8,6 @@ from ..codegen.values import INT64, Value
 from .kernel_spec import KEY_BLOCK
 from .weights_pass import WeightsPass
 
-__all__ = ["WeightTiles"]
-
 
 class WeightTiles(WeightsPass):
     """Write P in the input's dtype, for a range of queries and of keys.

@@ -25,23 +25,6 @@ from ..runtime.compile import Part
 from ..runtime.processor import Processor
 from .product_rates import machine_for
 
-__all__ = [
-    "TARGET_ITEMS",
-    "KernelArguments",
-    "compile_kernel",
-    "convert_sinks",
-    "convert_table",
-    "extent_in_bytes",
-    "has_unit_stride",
-    "make_spec",
-    "operand_fields",
-    "prepare",
-    "with_contiguous_entries",
-    "with_contiguous_rows",
-    "write_kernel",
-    "zeros",
-]
-
 TARGET_ITEMS = 16  # work items per call, about; fixed, since sums must not depend on the number of threads
 
 

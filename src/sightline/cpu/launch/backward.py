@@ -31,8 +31,6 @@ from .forward import forward
 from .statistics import FusedStatistics
 from .table_gradients import TableGradient, differentiate_sinks, find_table_gradients, sum_table_gradients
 
-__all__ = ["BoundBackwardCall", "backward"]
-
 OPERANDS = ("query", "key", "value", "output", "d_output", "lse")  # the arrays that the kernel reads besides the tables
 SUMS = ("d_query", "d_key", "d_value")  # the fields of `BoundBackwardCall.sum_shapes`
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves

@@ -30,8 +30,6 @@ from .arguments import KernelArguments, compile_kernel, convert_sinks, convert_t
 from .call_family import CallFamily
 from .tile_search import BoundSearch
 
-__all__ = ["BoundCall", "run_first"]
-
 MAX_CACHED_BYTES = 1 << 20  # the most bytes of tile ranges and offsets that a cached call may keep alive
 MAX_POOLED_BYTES = 1 << 18  # a larger buffer is allocated for each call and not reused
 WORDS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8  # the counter has its own line: threads write it

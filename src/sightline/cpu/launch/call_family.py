@@ -19,8 +19,6 @@ from .arguments import KernelArguments, convert_table, extent_in_bytes, has_unit
 if TYPE_CHECKING:
     from .bound_call import BoundCall
 
-__all__ = ["CallFamily"]
-
 MAX_LENGTH = 1 << 20  # the largest n and m of a family; whole numbers of its formulas fit 32 bits up to this length
 MAX_INT32 = 2**31 - 1
 

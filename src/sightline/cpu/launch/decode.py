@@ -26,8 +26,6 @@ from .call_family import CallFamily
 from .product_rates import machine_for
 from .statistics import FusedStatistics
 
-__all__ = ["can_decode", "decode"]
-
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 19  # with fewer multiplications a second thread costs more than it saves
 SPLIT_WORDS = slice(len(FORWARD_CALL_FIELDS), len(DECODE_CALL_FIELDS))  # among the words of a call
 MAX_FEW_HEADS = 4  # up to this number of heads of all batches, splits of the keys keep more threads busy

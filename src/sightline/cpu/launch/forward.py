@@ -19,8 +19,6 @@ from .call_family import CallFamily
 from .decode import can_decode, decode
 from .statistics import FusedStatistics, compute_statistics
 
-__all__ = ["forward", "run", "source"]
-
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 21  # with fewer multiplications a second thread costs more than it saves
 
 

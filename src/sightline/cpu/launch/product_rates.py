@@ -16,8 +16,6 @@ from ..kernels.product_loops import NAME, make_product_loop
 from ..runtime.machine import Machine
 from ..runtime.processor import HOST, Processor
 
-__all__ = ["machine_for", "prefers_widening"]
-
 TRIES = 5  # the highest rate of all tries counts, because a disturbance only makes a try slower
 STEPS = 1 << 12  # steps of the loop in a try, which takes about 0.2 ms
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

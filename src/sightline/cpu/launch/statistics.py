@@ -14,8 +14,6 @@ from ...statistics.computation import computed_statistic, dispatch_statistics
 from ..runtime.processor import Processor
 from . import weights_pass
 
-__all__ = ["FusedStatistics", "compute_statistics"]
-
 
 class FusedStatistics:
     """The statistics that the forward kernel computes, and their output arrays; see `FusedStatisticsCode`."""

@@ -11,8 +11,6 @@ from ...arrays.operations import convert, detach, dtype_name, namespace, resolve
 from ...formula.expression import SYMBOLS, Lookup, walk
 from ...problem.problem import Problem
 
-__all__ = ["TableGradient", "differentiate_sinks", "find_table_gradients", "sink_weights", "sum_table_gradients"]
-
 
 @dataclass(frozen=True)
 class TableGradient:

@@ -20,8 +20,6 @@ from .arguments import KernelArguments, operand_fields, prepare, with_contiguous
 from .bound_call import BoundCall
 from .table_gradients import sink_weights
 
-__all__ = ["tangent"]
-
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
 
 

@@ -24,8 +24,6 @@ from ..kernels.tile_search import (
 from ..runtime.processor import Processor
 from .arguments import KernelArguments
 
-__all__ = ["BoundSearch"]
-
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 

@@ -31,18 +31,6 @@ from ..runtime.thread_count import thread_count
 from .arguments import TARGET_ITEMS, KernelArguments, prepare, zeros
 from .bound_call import BoundCall
 
-__all__ = [
-    "MAX_TOP_K",
-    "BoundPass",
-    "bind_passes",
-    "has_nonfinite",
-    "pooled",
-    "received",
-    "run_first",
-    "top_k",
-    "weights",
-]
-
 MAX_TOP_K = 256  # the largest k of `top_k`: the lists for a block of queries are on a thread's stack
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
 

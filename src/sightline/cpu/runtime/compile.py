@@ -25,8 +25,6 @@ from typing import Any, NamedTuple
 from . import disk_cache, llvmlite_lock
 from .machine import Machine
 
-__all__ = ["Address", "Part", "bound_calls", "call_families", "compile_module", "counts", "get_or_compile", "optimised"]
-
 MAX_COMMON_CODES = 16  # the oldest is dropped beyond this number
 MAX_KERNELS_IN_MEMORY = 512  # one kernel takes about 80 KB
 # The LLVM passes that each kernel needs. Sightline's generator already unrolls loops for the registers and computes the

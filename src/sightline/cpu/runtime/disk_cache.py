@@ -26,8 +26,6 @@ from typing import IO, Any
 from ...caching import cache_folder, find_sources, hash_sources
 from ...errors import name_file
 
-__all__ = ["State", "file_name", "read", "state", "write"]
-
 IMPORT_TIME = time.time()  # a source file that changed later may differ from the imported code
 MAX_FOLDER_BYTES = 256 << 20  # if the folder is larger, its least recently used files are deleted
 MAGIC = b"sightline kernel 1\n"

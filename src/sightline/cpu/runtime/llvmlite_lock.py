@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["acquire", "release", "repair"]
-
 _acquired: list[Any] = []  # the lock, if `acquire` has acquired it and `release` has not released it
 
 

@@ -15,17 +15,6 @@ from ...caching import cached_property
 from ...errors import ParameterError
 from . import llvmlite_lock
 
-__all__ = [
-    "CPU_VARIABLE",
-    "Machine",
-    "host",
-    "machine_names",
-    "missing_features",
-    "named_machine",
-    "native_machine",
-    "restrict",
-]
-
 CPU_VARIABLE = "SIGHTLINE_CPU"  # names a machine, to use fewer features than the processor has
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"

@@ -9,8 +9,6 @@ from . import thread_team
 from .compile import Part, get_or_compile
 from .machine import Machine, host
 
-__all__ = ["HOST", "Processor"]
-
 
 class Processor:
     """The processor of this process: kernels are compiled into the process and called on its threads.

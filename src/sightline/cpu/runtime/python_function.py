@@ -9,8 +9,6 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["make_function", "python_library"]
-
 METH_FASTCALL = 0x80
 
 

@@ -13,8 +13,6 @@ from functools import cache
 from ...errors import ParameterError
 from ...problem.validation import check_threads
 
-__all__ = ["MAX_THREADS", "THREADS_VARIABLE", "resolve_thread_count", "thread_count", "threads", "usable_processors"]
-
 THREADS_VARIABLE = "SIGHTLINE_THREADS"
 MAX_THREADS = max(os.cpu_count() or 1, 16)  # the most threads of one call; further threads would find no free processor
 

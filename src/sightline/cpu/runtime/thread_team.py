@@ -24,8 +24,6 @@ from typing import Any
 
 from .thread_count import MAX_THREADS
 
-__all__ = ["call"]
-
 
 def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[Any, ...]) -> None:
     """Call the function void f(void *) at `address` once on each of at most `threads` threads.

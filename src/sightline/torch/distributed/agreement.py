@@ -17,8 +17,6 @@ from ...formula.tables import Table
 from ...problem.validation import to_float
 from .group import Group
 
-__all__ = ["agree", "describe_array", "describe_formula", "describe_number", "describe_shard", "needs_gradient"]
-
 DIGEST_WORDS = 2
 
 

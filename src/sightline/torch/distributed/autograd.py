@@ -21,8 +21,6 @@ from .ring import ResultGradients, Ring, Saved
 from .rows import PER_QUERY
 from .shard import cut_spans
 
-__all__ = ["attention_by_ring"]
-
 QUERY_BYTES, MIN_ROWS = 4 << 20, 256  # the size of a piece of the queries, about; its number of queries, at least
 
 

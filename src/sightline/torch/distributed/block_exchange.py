@@ -15,8 +15,6 @@ from torch import Tensor
 from ...partition.schedule import KeyBlock, Round, Schedule
 from .group import Group, Transfers
 
-__all__ = ["BlockExchange"]
-
 ROUNDS_UNTIL_RETURN = 2  # rounds from the arrival of a block to the transfer of its gradients
 
 

@@ -35,8 +35,6 @@ from .group import Group
 from .heads import attention_by_heads
 from .rows import check_statistics
 
-__all__ = ["attention"]
-
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(

@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...errors import ParameterError
 
-__all__ = ["check_tensors", "local_tensors", "to_dtensor"]
-
 Placement = tuple[Any, tuple[Any, ...], tuple[int, ...]] | None  # mesh, placements, and the shape except d_v
 
 

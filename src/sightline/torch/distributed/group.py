@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ...errors import ParameterError, RankError
 
-__all__ = ["Group", "Transfers"]
-
 
 class Group:
     """The ranks of a process group.

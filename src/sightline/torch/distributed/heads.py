@@ -23,8 +23,6 @@ from ..autograd import attach_to_graph
 from .group import Group
 from .shard import cut_spans, gather, join_shards, scatter, send_to_all
 
-__all__ = ["attention_by_heads"]
-
 
 def attention_by_heads(
     group: Group, problem: Problem, shards: Sequence[Shards], local: Sequence[Tensor], threads: int | None

@@ -25,8 +25,6 @@ from .group import Group
 from .rows import RowResults
 from .statistic_gradients import part_gradients, sink_weights
 
-__all__ = ["ResultGradients", "Ring", "RingGradients", "Saved"]
-
 
 @dataclass(frozen=True)
 class Saved:

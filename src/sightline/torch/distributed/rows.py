@@ -19,8 +19,6 @@ from ...errors import ParameterError
 from ...problem.kernel import Result
 from ...statistics import Entropy, Lse, Mass, MaxScore, Pooled, Received, Statistic, TopK, unwrap_mean
 
-__all__ = ["PER_QUERY", "RowResults", "check_statistics"]
-
 PER_QUERY = (Lse, Entropy, Mass, MaxScore, TopK)  # a rank computes them for its own queries
 OVER_QUERIES = (Received, Pooled)  # all queries add to their arrays
 

@@ -13,8 +13,6 @@ from ...partition.shards import ShardLayout, Shards, Span, check_shards, divide
 from .agreement import agree, describe_shard
 from .group import Group, Transfers
 
-__all__ = ["cut_spans", "gather", "join_shards", "scatter", "send_to_all", "shard", "unshard"]
-
 
 def shard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", axis: int = -2) -> Tensor:
     """Return this rank's shard of a tensor that every rank has whole.

@@ -11,8 +11,6 @@ from torch import Tensor
 from ...problem.problem import Problem
 from ...statistics import Entropy, MaxScore, StatisticGradients, statistic_gradients
 
-__all__ = ["part_gradients", "sink_weights"]
-
 
 def part_gradients(
     part: Problem,

@@ -17,19 +17,6 @@ from ...problem.validation import labels_by_entry
 from ..heatmaps import pooled
 from .storage import BASE64_RATIO, MAP_LEVELS, choose_levels
 
-__all__ = [
-    "PAGE_BYTES",
-    "TOP_ENTRIES",
-    "DenseLayer",
-    "Exploration",
-    "Layer",
-    "Links",
-    "Text",
-    "from_weights",
-    "make_exploration",
-    "text_name",
-]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 Tokens = Sequence[str] | Sequence[Sequence[str]]
 

@@ -27,8 +27,6 @@ from .data import (
 )
 from .storage import BASE64_RATIO, MAP_LEVELS
 
-__all__ = ["from_seen", "links_by_key"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 REQUIRED_STATISTICS = ("pooled", "top_k", "entropy", "received")

@@ -19,8 +19,6 @@ from .data import Exploration, Layer, Links
 from .from_recording import from_seen
 from .storage import compute_scales, pack, to_levels
 
-__all__ = ["html", "program", "save_html", "serialise", "short_name", "style"]
-
 # names of the page's JavaScript files, in the order in which `program` joins them
 SCRIPTS = ("inflate", "numbers", "layers", "grid", "axes", "map", "strip", "panel", "vector", "explorer")
 TYPE_CODES = {"uint8": "u1", "uint16": "u2", "float16": "f2", "float32": "f4", "int32": "i4"}

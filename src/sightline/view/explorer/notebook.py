@@ -14,8 +14,6 @@ from .data import Exploration
 from .from_recording import from_seen
 from .html_page import program, save_html, serialise, style
 
-__all__ = ["explore"]
-
 HEIGHT = 760  # height of the widget in a notebook cell, in pixels
 
 MODULE = """

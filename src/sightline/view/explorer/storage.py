@@ -20,17 +20,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "BASE64_RATIO",
-    "LEVELS",
-    "MAP_LEVELS",
-    "choose_levels",
-    "compute_scales",
-    "from_levels",
-    "pack",
-    "to_levels",
-]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 BASE64_RATIO = 4 / 3  # number of base64 characters that encode one byte
