@@ -15,10 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 import sightline
 from sightline.arrays import layouts as array_layouts
-from sightline.arrays.layouts import MAX_ARRAYS, MAX_AXES, find_in_python, parse, read_in_python
+from sightline.arrays.layouts import MAX_ARRAYS, MAX_AXES, parse, read_in_python
 from sightline.cpu.calls import python_functions
 from sightline.cpu.calls.array_reader import ARRAY_OFFSETS, DTYPE_OFFSETS
 from sightline.cpu.calls.python_functions import READ_TENSOR_INDEX, make_array_functions
+from sightline.dispatch import lookup
 from strategies import to_torch
 
 DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64"]
@@ -169,11 +170,11 @@ def test_states_in_which_torch_must_see_the_call(read, state):
 
 def test_calls_use_the_generated_function(rng, monkeypatch):
     monkeypatch.setattr(array_layouts, "read_arrays", read_in_python)
-    monkeypatch.setattr(array_layouts, "run_or_find", find_in_python)
+    monkeypatch.setattr(lookup, "find_or_run", lookup.find_in_python)
     x = rng.normal(size=(4, 8))
     for _ in range(2):
         sightline.attention(x, x, x)
-    for function in (array_layouts.read_arrays, array_layouts.run_or_find):
+    for function in (array_layouts.read_arrays, lookup.find_or_run):
         assert type(function).__name__ == "builtin_function_or_method"
 
 
@@ -211,7 +212,7 @@ def test_errors_of_conditions_are_raised(read):
     tensors = array_layouts.tensors()._replace(conditions=(interrupt,))
     for function in make_array_functions(tensors):
         with pytest.raises(KeyboardInterrupt):
-            function(*([{}, (), ()] if function.__name__ == "run_or_find" else []), X)
+            function(*([{}, (), ()] if function.__name__ == "find_or_run" else []), X)
     assert read(X) == read_in_python(X)
 
 

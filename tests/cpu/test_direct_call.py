@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import sightline
 from sample_calls import KINDS, all_bits, arrays, bits, draw_inputs
-from sightline import i, j, table
-from sightline.arrays import layouts as array_layouts
-from sightline.cpu.calls import python_functions
-from sightline.cpu.calls.direct_call import DirectCall
-from sightline.dispatch import call_cache
+from sightline import i, j, s, table
+from sightline.cpu.calls.launcher import FIRST_NUMBER
+from sightline.cpu.launch import prepared_call
+from sightline.cpu.launch.prepared_call import PreparedCall
+from sightline.dispatch import call_cache, lookup
 from sightline.errors import SightlineError
 from sightline.testing import with_guards
 from strategies import to_torch
@@ -31,7 +31,7 @@ DIRECT_KINDS = [kind for kind in KINDS if kind not in (*PYTHON_KINDS, *CONVERTED
 def clear_cache():
     clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call_cache, "RUNS_BEFORE_RECORD", 1)
+        patch.setattr(prepared_call, "RUNS_BEFORE_RECORD", 1)
         yield
 
 
@@ -44,8 +44,8 @@ class Spy:
     """Counts the direct calls in a `with` block."""
 
     def __enter__(self):
-        self.count, self.function = 0, array_layouts.run_or_find
-        array_layouts.run_or_find = self
+        self.count, self.function = 0, lookup.find_or_run
+        lookup.find_or_run = self
         return self
 
     def __call__(self, *given):
@@ -55,7 +55,7 @@ class Spy:
         return found
 
     def __exit__(self, *_):
-        array_layouts.run_or_find = self.function
+        lookup.find_or_run = self.function
 
 
 def make_direct(given, draw):
@@ -168,13 +168,14 @@ def test_a_busy_record_is_left_to_its_user(rng):
     (expected,) = expect([(given, {})])
     make_direct(given, dict)
     (call,) = call_cache.bound_calls().values()
-    call.record.array[0] = 1
+    record = call.prepared.direct[2].array
+    record[0] = 1
     with Spy() as direct:
         assert all_bits(sightline.attention(*given)) == expected
-        assert (direct.count, call.record.array[0]) == (0, 1)
-        call.record.array[0] = 0
+        assert (direct.count, record[0]) == (0, 1)
+        record[0] = 0
         assert all_bits(sightline.attention(*given)) == expected
-        assert (direct.count, call.record.array[0]) == (1, 0)
+        assert (direct.count, record[0]) == (1, 0)
 
 
 def test_more_tile_ranges_than_the_record_has_memory_for(rng):
@@ -226,13 +227,13 @@ def test_a_failed_allocation_is_an_error(rng):
         clear()
         make_direct(given, lambda see=see: {"see": see})
         (call,) = call_cache.bound_calls().values()
-        for place in range(len(call.makers)):
-            right = call.makers
-            call.makers = (*right[:place], fail, *right[place + 1 :])
+        right = address, makers, record = call.prepared.direct
+        for place in range(len(makers)):
+            call.prepared.direct = address, (*makers[:place], fail, *makers[place + 1 :]), record
             with pytest.raises(MemoryError, match="no memory"):
                 sightline.attention(*given, see=see)
-            call.makers = right
-            assert call.record.array[0] == 0
+            call.prepared.direct = right
+            assert record.array[0] == 0
             with Spy() as direct:
                 sightline.attention(*given, see=see)
             assert direct.count == 1
@@ -245,7 +246,14 @@ def test_references_are_balanced(rng, convert):
     for options in ({}, {"mask": mask}, {"see": see}):
         make_direct(given, lambda options=options: options)
     calls = list(call_cache.bound_calls().values())
-    objects = [*given, *calls, None, float, mask, *[maker for call in calls for maker in call.makers]]
+    objects = [
+        *given,
+        *calls,
+        None,
+        float,
+        mask,
+        *[x for call in calls for x in (call.prepared.direct, *call.prepared.makers)],
+    ]
 
     def count():
         gc.collect()
@@ -270,25 +278,22 @@ def test_no_byte_outside_is_read_or_written(rng):
     v_unharmed()
 
 
-def test_a_stale_address_is_found(rng, monkeypatch):
-    """Planted fault: the address of value is never written, so that the kernel reads the value of an earlier call."""
-    store = DirectCall.address
-    monkeypatch.setattr(DirectCall, "address", lambda self, index: store(self, 1 if index == 2 else index))
-    monkeypatch.setattr(python_functions.HOST, "kernel", _compile_anew)
-    functions = python_functions.make_array_functions(array_layouts.tensors())
-    given = arrays(rng)
-    (expected,) = expect([(given, {})])
-    make_direct(given, dict)
-    read, run = array_layouts.read_arrays, array_layouts.run_or_find
-    array_layouts.use(*functions)
-    try:
-        assert all_bits(sightline.attention(*given)) != expected
-    finally:
-        array_layouts.use(read, run)
+WRONG_SOURCES = {  # the source of a word, and the wrong source: arguments are query, key, value and two tables
+    "the keys as values": (2, 1),
+    "the first table as the second": (4, 3),
+    "the first number as the second": (FIRST_NUMBER + 1, FIRST_NUMBER),
+}
 
 
-def _compile_anew(key, name, build, *_):
-    from sightline.cpu.runtime.compile import compile_module
-    from sightline.cpu.runtime.processor import HOST
-
-    return compile_module(build(), HOST.machine, name)
+@pytest.mark.parametrize("fault", WRONG_SOURCES)
+def test_a_wrong_source_is_found(rng, fault, monkeypatch):
+    """Planted fault: generated code writes another address or number."""
+    given, find, (right, wrong) = arrays(rng), PreparedCall.find_sources, WRONG_SOURCES[fault]
+    slopes, bias = rng.normal(size=(2, 9))
+    options = {"score": s * 1.5 + 0.25 * table(slopes)[j] - table(bias)[j]}
+    (expected,) = expect([(given, options)])
+    monkeypatch.setattr(
+        PreparedCall, "find_sources", lambda self: [wrong if source == right else source for source in find(self)]
+    )
+    make_direct(given, lambda: options)
+    assert all_bits(sightline.attention(*given, **options)) != expected

@@ -26,8 +26,9 @@ from sightline.cpu import Cpu
 from sightline.cpu.calls.launcher import RecordCode
 from sightline.cpu.calls.python_functions import launcher
 from sightline.cpu.kernels.kernel_spec import min_decode_keys
+from sightline.cpu.launch import prepared_call
 from sightline.cpu.launch.decode import BoundDecodeCall
-from sightline.dispatch import call_cache
+from sightline.dispatch import call_cache, lookup
 from sightline.dispatch.call_cache import CachedCall
 from sightline.dispatch.call_request import describe
 from sightline.errors import DtypeError, FormulaError, SightlineError, TableError
@@ -71,7 +72,7 @@ def uncached(arrays, **options):
 
 def record_hits(monkeypatch):
     """Return a list that grows by one with every call that the cache answers. No call becomes direct."""
-    monkeypatch.setattr(call_cache, "RUNS_BEFORE_RECORD", NEVER)
+    monkeypatch.setattr(prepared_call, "RUNS_BEFORE_RECORD", NEVER)
     found, run = [], CachedCall.run
 
     def spy(*given):
@@ -171,7 +172,7 @@ def test_many_threads_at_once(rng):
 
 
 def test_the_cache_has_a_limited_size(rng, monkeypatch):
-    monkeypatch.setattr(call_cache, "MAX_CACHED_CALLS", 3)
+    monkeypatch.setattr(lookup, "MAX_CACHED_CALLS", 3)
     q, k, v = arrays(rng)
     for stride in range(2, 5):
         sightline.attention(q, k, v, mask=i % stride == 0)
@@ -370,7 +371,7 @@ def test_a_buffer_in_use_is_left_to_its_user(rng):
     given = arrays(rng)
     expected = bits(uncached(given))
     sightline.attention(*given)
-    bound = next(iter(call_cache.bound_calls().values())).bound_call
+    bound = next(iter(call_cache.bound_calls().values())).prepared.call
     busy = bound.record.array
     busy[0] = 1
     assert bits(sightline.attention(*given)) == expected
@@ -411,7 +412,7 @@ def test_a_record_grows_with_the_number_of_tile_ranges(rng, monkeypatch):
     expected = bits(uncached(given, mask=mask(2), threads=1))
     clear()
     sightline.attention(*given, mask=mask(64), threads=1)
-    bound = next(iter(call_cache.bound_calls().values())).bound_call
+    bound = next(iter(call_cache.bound_calls().values())).prepared.call
     for _ in range(2):
         assert bits(sightline.attention(*given, mask=mask(2), threads=1)) == expected
     monkeypatch.setattr(type(bound), "find_tile_ranges", None)  # the grown record serves the call alone
@@ -448,8 +449,8 @@ def test_a_cached_call_of_another_structure_is_found(rng, kind, monkeypatch):
     compare()
     clear()
     monkeypatch.setattr(array_layouts, "read_arrays", without_layouts)
-    monkeypatch.setattr(array_layouts, "run_or_find", array_layouts.find_in_python)
-    monkeypatch.setattr(call_cache, "_use_generated_functions", lambda: None)
+    monkeypatch.setattr(lookup, "find_or_run", lookup.find_in_python)
+    monkeypatch.setattr(lookup, "use_generated_functions", lambda: None)
     with pytest.raises(AssertionError):
         compare()
 
@@ -620,7 +621,7 @@ def test_a_stale_argument_block_is_found(rng, monkeypatch):
     """A cached call that does not reset the counter computes nothing, which the comparison of bits must find."""
     given = arrays(rng)
     expected = uncached(given)
-    prepared = next(iter(call_cache.bound_calls().values())).bound_call
+    prepared = next(iter(call_cache.bound_calls().values())).prepared.call
     output, lse = np.full_like(expected, np.nan), np.empty(expected.shape[:-1])
     operands = [x.ctypes.data for x in (*given, output, lse)]
     prepared.run(1, [*operands, 0, 0], (), given[1], ())
@@ -901,12 +902,12 @@ def test_growing_keys_hit_one_cached_call(rng, dtype, convert, monkeypatch):
 
 def count_calls():
     """The number of bound calls; a call may be stored under several keys."""
-    return len({id(call.bound_call) for call in call_cache.bound_calls().values()})
+    return len({id(call.prepared.call) for call in call_cache.bound_calls().values()})
 
 
 def decoded(monkeypatch):
     """A list with the result of each cached call of the decoding kernel: True if it computed the output."""
-    monkeypatch.setattr(call_cache, "RUNS_BEFORE_RECORD", NEVER)
+    monkeypatch.setattr(prepared_call, "RUNS_BEFORE_RECORD", NEVER)
     found, run = [], BoundDecodeCall.run
 
     def spy(*given, is_first=False):

@@ -15,10 +15,10 @@ import torch
 import sightline
 from repeated_calls import Repetition
 from sightline import h, i, j, m, n, padding, s, table
-from sightline.cpu.launch import bound_call, call_family
+from sightline.cpu.launch import bound_call, call_family, prepared_call
 from sightline.cpu.launch.call_family import CallFamily
+from sightline.cpu.launch.prepared_call import KernelInputs
 from sightline.dispatch import call_cache
-from sightline.dispatch.call_cache import KernelInputs
 from sightline.errors import ChangedTableError, TableError
 from sightline.problem import problem
 
@@ -216,8 +216,8 @@ def keep_addresses(patch):
     first = {}
     of = KernelInputs.of
 
-    def stale(self, request):
-        arrays, addresses, numbers = of(self, request)
+    def stale(self, *given):
+        arrays, addresses, numbers = of(self, *given)
         addresses = first.setdefault(id(self), (self, arrays, addresses))[2]
         return arrays, addresses, numbers
 
@@ -229,8 +229,8 @@ def keep_numbers(patch):
     first = {}
     of = KernelInputs.of
 
-    def stale(self, request):
-        arrays, addresses, numbers = of(self, request)
+    def stale(self, *given):
+        arrays, addresses, numbers = of(self, *given)
         return arrays, addresses, first.setdefault(id(self), (self, numbers))[1]
 
     patch.setattr(KernelInputs, "of", stale)
@@ -238,7 +238,7 @@ def keep_numbers(patch):
 
 def ignore_layouts(patch):
     """Bind calls without comparing the memory layouts of tables."""
-    for module in (call_cache, bound_call):
+    for module in (prepared_call, bound_call):
         patch.setattr(module, "memory_layout", lambda array: None)
 
 

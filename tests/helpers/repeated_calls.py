@@ -17,7 +17,7 @@ import sightline
 from gradient_checks import check as check_gradients
 from sightline import b, h, i, j, m, n, s, table, where
 from sightline.arrays.operations import to_numpy
-from sightline.dispatch import call_cache
+from sightline.cpu.launch import prepared_call
 from sightline.errors import SightlineError
 from sightline.problem.kernel import Gradients
 from sightline.reference.accuracy import compute_baseline, term_sizes
@@ -244,7 +244,7 @@ class Repetition:
         """Run every call of the repetition. Return how many calls ran, and how many were refused, as they should be."""
         counts = [0, 0]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(call_cache, "RUNS_BEFORE_RECORD", self.runs_before_record)
+            patch.setattr(prepared_call, "RUNS_BEFORE_RECORD", self.runs_before_record)
             for extent in range(lengths):
                 size = self.draw_extent()
                 if self.rng.random() < 0.5:

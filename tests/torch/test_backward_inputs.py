@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 import sightline
 from fault_planting import broken
 from sightline import i, j, s, table
-from sightline.dispatch import call_cache
+from sightline.dispatch import backward_calls, call_cache
 from sightline.statistics import per_query
-from sightline.torch import autograd, backward_inputs, graph_attacher
+from sightline.torch import autograd, graph_attacher
 
 SHAPE = 2, 3, 9, 16
 CONDITION = j < 4
@@ -192,15 +192,14 @@ def test_every_fault_in_a_row_sum_is_found(rng, fault, monkeypatch):
 
 @pytest.mark.parametrize("used", [("received",), ("received", "lse", "pooled")], ids=str)
 def test_a_row_sum_that_is_not_subtracted_is_found(rng, used, monkeypatch):
-    before, after = ("-sums.to(", "0 * sums.to(") if len(used) == 1 else ("d_lse - sums", "d_lse")
-    fault = broken(backward_inputs, before, after)
-    monkeypatch.setattr(backward_inputs.WeightsSum, "subtract", fault.WeightsSum.subtract)
+    before, after = ("return -sums if", "return 0 * sums if") if len(used) == 1 else ("d_lse - sums", "d_lse")
+    monkeypatch.setattr(backward_calls, "_subtract_sum", broken(backward_calls, before, after)._subtract_sum)
     with pytest.raises(AssertionError, match="tolerance"):
         check(rng, "causal", used)
 
 
 def test_a_gradient_of_lse_that_is_left_out_is_found(rng, monkeypatch):
-    fault = broken(backward_inputs, "return BackwardInputs(d_output, d_lse,", "return BackwardInputs(d_output, None,")
+    fault = broken(backward_calls, "return BackwardInputs(d_output, d_lse,", "return BackwardInputs(d_output, None,")
     monkeypatch.setattr(graph_attacher, "read_inputs", fault.read_inputs)
     with pytest.raises(AssertionError, match="tolerance"):
         check(rng, "plain", ("lse",))

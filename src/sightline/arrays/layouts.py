@@ -15,17 +15,15 @@ exactly NumPy's ndarray nor torch's Tensor or Parameter. A tensor is neither in 
 of one of the first `MAX_GPUS` GPUs, has no strides, is a negative view, or has a dtype without a code in DLPack. torch
 itself must see the call: torch traces or transforms it, computes forward derivatives, or a mode is active.
 
-`run_or_find` looks a call up in the call cache too; see `find_in_python`.
-
-The functions of this module define the results. `cpu.calls.python_functions` replaces `read_arrays` and `run_or_find`
-by generated code, which does the same in a third of the time, and which may run the call that it found.
+The functions of this module define the results. `dispatch.lookup` replaces `read_arrays` by generated code, which does
+the same in a third of the time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -125,18 +123,6 @@ def read_in_python(*arrays: Any) -> tuple[Any, ...] | None:
     return struct.pack(f"{len(words)}q", *words), *addresses
 
 
-def find_in_python(
-    entries: Mapping[Any, Any], structure: Any, numbers: tuple[float, ...], *arrays: Any
-) -> tuple[Any, ...] | None:
-    """Return the entry with the key (layouts, structure), or None; then None, and the result of `read_arrays`.
-
-    `numbers` are the numbers of the call's formulas, for a function that runs the call. Such a function returns the
-    output of the call, or a tuple of several results in place of the second None.
-    """
-    found = read_arrays(*arrays)
-    return None if found is None else (entries.get((found[0], structure)), None, *found)
-
-
 def _read_ndarray(array: Any) -> tuple[Layout, int]:
     dtype = array.dtype
     kind = make_kind(dtype.itemsize, dtype.num << 8 | ord(dtype.byteorder))
@@ -168,18 +154,11 @@ def serve_tensors(tensors: Tensors) -> None:
     """Read tensors of torch from now on."""
     global _tensors
     _tensors = tensors
-    use(read_in_python, find_in_python)
 
 
 def tensors() -> Tensors:
     """Return how tensors of torch are read."""
     return _tensors
-
-
-def use(reader: Callable[..., tuple[Any, ...] | None], finder: Callable[..., Any]) -> None:
-    """Replace `read_arrays` and `run_or_find` by functions that do the same in less time."""
-    global read_arrays, run_or_find
-    read_arrays, run_or_find = reader, finder
 
 
 class NoTensor:
@@ -188,4 +167,3 @@ class NoTensor:
 
 _tensors = Tensors((NoTensor, NoTensor), lambda _: None, (), lambda: False, None)
 read_arrays: Callable[..., tuple[Any, ...] | None] = read_in_python
-run_or_find: Callable[..., Any] = find_in_python

@@ -2,11 +2,10 @@
 
     attention(q, k, v, mask=j < table(lengths)[b])  →  Description  →  Request  →  CachedCall  →  kernel
 
-`call_request` computes the structure of a call, which is a part of the key. `answer` looks the call up and runs it. A
-call that was run a few times becomes direct if one thread is enough for its work: then generated code does all that
-follows the description; see `cpu.calls.direct_call`. Calls that differ only in lengths and strides form a family. A
-call of a family that was met before is bound for its lengths without the full dispatch: each step of a decoding loop
-has another number of keys.
+`call_request` computes the structure of a call, which is a part of the key. `answer` looks the call up by
+`lookup.find_or_run`, and runs it. `cpu.launch.prepared_call` decides how a call is repeated. Calls that differ only in
+lengths and strides form a family. A call of a family that was met before is bound for its lengths without the full
+dispatch: each step of a decoding loop has another number of keys.
 
 A repeated call takes from an earlier call what follows from the key: the kernel, the values of its bound arguments
 (lengths, strides, offsets of batches), and the checks of shapes, dtypes and options. The key has the type, dtype, shape
@@ -36,27 +35,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..arrays import layouts as array_layouts
-from ..arrays.adapters import ADAPTERS, ArrayAdapter, addresses_of
+from ..arrays.adapters import ADAPTERS, ArrayAdapter
 from ..arrays.layouts import numpy_address
-from ..arrays.operations import memory_layout
 from ..cpu.runtime.compile import bound_calls, call_families
 from ..formula.expression import Expression
-from ..formula.parameters import structure_of
 from ..problem.kernel import Result
 from ..problem.problem import NUM_OPERANDS, Problem
 from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Statistic, average_over, unwrap_mean
+from . import lookup
 from .call_request import WEIGHTS_STATISTICS, Description, Request, family_key, without_key_length
+from .lookup import store
 
 if TYPE_CHECKING:
-    from ..cpu.calls.launch_record import LaunchRecord
     from ..cpu.launch.bound_call import BoundCall
+    from ..cpu.launch.prepared_call import PreparedCall
+    from ..cpu.launch.weights_pass import BoundPass
 
-# The least recently used call is dropped beyond this number. Direct calls that return one array do not count as uses.
-MAX_CACHED_CALLS = 256
-RUNS_BEFORE_RECORD = 6  # a record for direct calls, and its buffer, are made for a call that was run so often
 OPERANDS = ("query", "key", "value")  # the first arrays of `Request.addresses`
-FIRST_TABLE = NUM_OPERANDS  # index of the first table in `Request.addresses`
 
 
 def answer(
@@ -65,7 +60,7 @@ def answer(
     """Return (output, seen) of a call, and None; None and its request if it needs the full dispatch."""
     structure, mask, score, see, tables, numbers, arrays = description
     entries = bound_calls()
-    found = array_layouts.run_or_find(entries, structure, numbers, query, key, value, *arrays)
+    found = lookup.find_or_run(entries, structure, numbers, query, key, value, *arrays)
     if type(found) is not tuple:
         return None if found is None else (found, ()), None
     call, results, layouts, *addresses = found
@@ -74,10 +69,11 @@ def answer(
         call = _find_any_key_length(entries, request) or _bind_family(request, query, key, value)
     else:
         _mark_as_used(entries, request.key)
-    if call is not None and array_layouts.run_or_find is array_layouts.find_in_python:
-        _use_generated_functions()
+    if call is not None and lookup.find_or_run is lookup.find_in_python:
+        lookup.use_generated_functions()
     if results is not None:
-        return call.finish(request, query, key, value, results), None
+        answer = call.finish(request, query, key, value, results, threads)
+        return (None, request) if answer is None else (answer, None)
     result = None if call is None else call.run(request, query, key, value, threads)
     return (None, request) if result is None else (result, None)
 
@@ -90,7 +86,7 @@ def _find_any_key_length(entries: OrderedDict[Any, Any], request: Request) -> Ca
     """
     call = _lookup(entries, without_key_length(request.key))
     if call is not None:
-        call = copy(call)
+        call = replace(call, prepared=call.prepared.copy())
         store(entries, request.key, call)
     return call
 
@@ -111,17 +107,15 @@ def _bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCa
     """Return a cached call for a request whose family was met before, with other lengths; None if there is none."""
     shared_key = family_key(request.key)
     member = None if shared_key is None else _lookup(call_families(), shared_key)
-    family = None if member is None else member.bound_call.family
+    family = None if member is None else member.prepared.call.family
     if member is None or family is None:
         return None
-    inputs = member.inputs
-    tables = [] if inputs is None else [request.tables[table] for table in inputs.tables]
+    tables = [request.tables[table] for table in member.prepared.inputs.tables]
     bound_call = family.bind(query, key, value, tables)
     if bound_call is None:
         return None
-    shape = (*query.shape[:-1], value.shape[-1])
-    attach = None if member.attach is None else copy(member.attach)
-    call = replace(member, bound_call=bound_call, shape=shape, attach=attach, record=None, num_runs=0)
+    prepared = member.prepared.rebind(bound_call, member.make_makers((*query.shape[:-1], value.shape[-1])))
+    call = replace(member, prepared=prepared, attach=None if member.attach is None else copy(member.attach))
     store(bound_calls(), _cache_key(request, bound_call), call)
     return call
 
@@ -148,64 +142,6 @@ class CallResult(NamedTuple):
 
 
 Attacher = Callable[[Request, Any, Any, Any, CallResult], CallResult]
-
-
-@dataclass(frozen=True)
-class KernelInputs:
-    """Which tables and numbers of a request are those of a bound call.
-
-    tables : for each table of the kernel, its index in `Request.tables`
-    converters : for each table of the kernel, a function that returns the copy that the kernel reads; None if the
-        kernel reads the array itself
-    numbers : for each number of the kernel, its index in `Request.numbers`
-    is_identity : True if the tables and numbers are all those of the request, in the same order
-    """
-
-    tables: tuple[int, ...]
-    converters: tuple[Callable[[Any], Any] | None, ...]
-    numbers: tuple[int, ...]
-    is_identity: bool
-
-    @classmethod
-    def bind(
-        cls, bound_call: BoundCall, request: Request, formulas: Sequence[Expression | None]
-    ) -> KernelInputs | None:
-        """Return the inputs of a call that was made for a request; None if it has other tables or numbers.
-
-        The result is also None if the call was bound for other memory layouts than those of the request's tables.
-        `formulas` are those of the call, from `Request.formulas`.
-        """
-        origins = [id(table) for table in structure_of(*formulas).tables]
-        numbers = [(type(number), number) for number in request.numbers]  # equal numbers are one number of a structure
-        needed = [(type(number), number) for number in bound_call.numbers]
-        if not set(bound_call.table_origins) <= set(origins) or set(needed) != set(numbers):
-            return None
-        tables = tuple([origins.index(origin) for origin in bound_call.table_origins])
-        number_indices = tuple([numbers.index(number) for number in needed])
-        converters: list[Callable[[Any], Any] | None] = []
-        for table, bound in zip(tables, bound_call.table_layouts, strict=True):
-            array = request.tables[table]
-            is_direct = memory_layout(array) == bound
-            if not is_direct and memory_layout(bound_call.convert_table(array)) != bound:
-                return None
-            converters.append(None if is_direct else bound_call.convert_table)
-        same_order = tables == tuple(range(len(request.tables))) and number_indices == tuple(range(len(numbers)))
-        is_identity = same_order and not any(converters)
-        return cls(tables, tuple(converters), number_indices, is_identity)
-
-    def of(self, request: Request) -> tuple[Sequence[Any], Sequence[int], tuple[float, ...]]:
-        """Return the arrays that the kernel reads as its tables, their addresses, and the numbers of the kernel."""
-        tables, numbers = request.tables, request.numbers
-        if self.is_identity:
-            return tables, request.addresses[FIRST_TABLE : FIRST_TABLE + len(tables)], numbers
-        arrays = [
-            tables[table] if convert is None else convert(tables[table])
-            for table, convert in zip(self.tables, self.converters, strict=True)
-        ]
-        return arrays, addresses_of(arrays), tuple([numbers[number] for number in self.numbers])
-
-
-NO_INPUTS: tuple[Sequence[Any], Sequence[int], tuple[float, ...]] = (), (), ()  # of a call without formulas
 
 
 class CachedStatistic(NamedTuple):
@@ -259,137 +195,97 @@ class ResultBuilder:
         return tuple(seen)
 
 
+class CachedPass(NamedTuple):
+    """The weights pass of one or several statistics of a cached call.
+
+    prepared : its call, whose operands are query, key and lse
+    bound : how its arrays become those of the statistics
+    """
+
+    prepared: PreparedCall
+    bound: BoundPass
+
+
 @dataclass
 class CachedCall(ResultBuilder):
     """A call that only lacks its inputs. The parameters besides those of `ResultBuilder`:
 
     Parameters
     ----------
+    prepared : the call of the forward kernel; its results are output, lse if it is needed, and arrays of statistics
+    passes : the weights passes of the statistics that the forward kernel does not compute
     dtype : the dtype of query, key, value and output
-    inputs : the tables and numbers of the kernel; None if it has none
-    shape : the shape of the output in the layout of the caller's arrays
-    needs_lse : True if a statistic or the backward pass reads lse
     statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in its order
-    bound_passes : the `BoundPass` objects of the statistics that the forward kernel does not compute
-    squeezed_axis : the axis of the heads in their arrays if the caller's arrays have no such axis; else None
+    needs_lse : True if a statistic, a weights pass or the backward pass reads lse
+    squeezed_axis : the axis of the heads in the arrays of passes if the caller's arrays have no such axis; else None
     has_dropout : True if the call needs a seed
     keeps_lse : True if `join` reads lse, whether or not a statistic or the backward pass does
-    num_runs : how often `run` was called, up to `RUNS_BEFORE_RECORD`
-    record : the record for direct calls; None if there is none
     """
 
+    prepared: PreparedCall
+    passes: tuple[CachedPass, ...]
     dtype: Any
-    bound_call: BoundCall
-    inputs: KernelInputs | None
-    shape: tuple[int, ...]
-    needs_lse: bool
     statistic_dtypes: tuple[str, ...]
-    bound_passes: tuple[Any, ...]
+    needs_lse: bool
     squeezed_axis: int | None
     has_dropout: bool
-    num_runs: int = 0
-    record: LaunchRecord | None = None
     keeps_lse: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        make_empty, shape = self.adapter.make_empty, self.shape[:-1]
-        makers = [make_empty(self.shape, self.dtype)]
+    def make_makers(self, shape: tuple[int, ...]) -> list[Callable[[], Any]]:
+        """Return the functions that allocate the results of the forward kernel; `shape` is that of the output."""
+        make_empty, rows = self.adapter.make_empty, shape[:-1]
+        makers = [make_empty(shape, self.dtype)]
         if self.needs_lse:  # without statistics, only the backward pass reads it
-            makers.append(make_empty(shape, "float64") if self.statistics else partial(np.empty, shape))
-        makers += [make_empty(shape, dtype) for dtype in self.statistic_dtypes]
-        # what `calls.direct_call` reads: functions that allocate the results, and the address of the record
-        self.makers = tuple(makers)
-        self.direct_record = 0 if self.record is None else self.record.address
+            makers.append(make_empty(rows, "float64") if self.statistics else partial(np.empty, rows))
+        return [*makers, *[make_empty(rows, dtype) for dtype in self.statistic_dtypes]]
 
     def run(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
-        adapter, bound = self.adapter, self.bound_call
-        results, seed, sinks = [make() for make in self.makers], request.seed, None
-        output, lse, outputs = self._divide(results)
-        fields = dict(zip(OPERANDS, request.addresses, strict=False))
-        fields["output"] = adapter.address(output)
-        if lse is not None:
-            fields["lse"] = ADAPTERS[type(lse)].address(lse)
+        adapter, seed, fields, sinks = self.adapter, request.seed, {}, None
         if self.has_dropout:
             seed = adapter.draw_seed() if seed is None and adapter.draw_seed is not None else seed or 0
         if request.sinks is not None:
-            sinks = bound.convert_sinks(request.sinks)
+            sinks = self.prepared.call.convert_sinks(request.sinks)
             fields["sinks"] = numpy_address(sinks)
-        tables, addresses, numbers = NO_INPUTS if self.inputs is None else self.inputs.of(request)
-        written = [adapter.address(array) for array in outputs]
-        words = bound.make_words(fields, addresses, numbers, written, seed if self.has_dropout and seed else 0)
-        keep_alive = query, key, value, results, sinks, tables
-        status = bound.run(threads, words, numbers, key, keep_alive)
+        status, results = self.prepared.run(
+            request.addresses,
+            request.tables,
+            request.numbers,
+            threads,
+            key,
+            (query, key, value, sinks),
+            fields,
+            seed if self.has_dropout and seed else 0,
+        )
         if status is None or (status and self.statistics):
             return None
-        if self.num_runs < RUNS_BEFORE_RECORD or self.needs_larger_record:
-            self.prepare_direct_call(request, key, threads)
-        if not (self.statistics or self.needs_lse):
-            return output, ()
-        arrays = self._compute_statistics(outputs, fields, addresses, numbers, threads, query, keep_alive)
-        if arrays is None:
-            return None
-        return self.join(request, query, key, value, CallResult(output, lse, arrays, bool(status), seed or 0))
+        return self.finish(request, query, key, value, results, threads, bool(status), seed or 0)
 
-    def finish(self, request: Request, query: Any, key: Any, value: Any, results: tuple[Any, ...]) -> Any:
-        """Return (output, seen) of a direct call with several results; see `cpu.calls.direct_call`."""
-        output, lse, outputs = self._divide(results)
-        return self.join(request, query, key, value, CallResult(output, lse, self._select(outputs), False, 0))
-
-    def _divide(self, results: Sequence[Any]) -> tuple[Any, Any, Sequence[Any]]:
-        """Return output, lse or None, and the arrays of statistics."""
-        return (results[0], results[1], results[2:]) if self.needs_lse else (results[0], None, results[1:])
-
-    @property
-    def needs_larger_record(self) -> bool:
-        """True if the bound call now has memory for more tile ranges than the record has."""
-        search, record = self.bound_call.search, self.record
-        return search is not None and record is not None and 0 < record.capacity < search.capacity
-
-    def prepare_direct_call(self, request: Request, key: Any, threads: int | None) -> None:
-        """Count one more run. If the call was run often enough, store a copy of it with a record for direct calls.
-
-        The call itself is not changed, because another thread may use its record.
-        """
-        self.num_runs += 1
-        if self.num_runs < RUNS_BEFORE_RECORD or self.has_dropout or request.sinks is not None:
-            return
-        if self.bound_passes or not (self.inputs is None or self.inputs.is_identity):
-            return
-        record = self.bound_call.make_direct_record(threads, key.shape[-2], 1 + self.needs_lse)
-        if record is not None:
-            store(bound_calls(), request.key, replace(self, record=record))
-
-    def _compute_statistics(
+    def finish(
         self,
-        outputs: Sequence[Any],
-        fields: dict[str, int],
-        tables: Sequence[int],
-        numbers: tuple[float, ...],
-        threads: int | None,
+        request: Request,
         query: Any,
-        keep_alive: tuple[Any, ...],
-    ) -> list[Any] | None:
-        """Return `CallResult.arrays`; None for the full dispatch.
-
-        `outputs` are the forward kernel's arrays. `fields`, `tables` and `numbers` are those of its `make_words`.
-        """
-        if not self.bound_passes:
-            return self._select(outputs)
-        read = {name: fields[name] for name in ("query", "key", "lse")}
+        key: Any,
+        value: Any,
+        results: Sequence[Any],
+        threads: int | None,
+        is_lse_imprecise: bool = False,
+        seed: int = 0,
+    ) -> Any:
+        """Return (output, seen) from the results of the forward kernel; None if a pass needs the full dispatch."""
+        output, lse, outputs = (*results[:2], results[2:]) if self.needs_lse else (results[0], None, results[1:])
         found = [outputs[statistic.outputs] for statistic in self.statistics]
-        for bound in self.bound_passes:
-            arrays = bound.run(threads, read, tables, numbers, query, keep_alive)
-            if arrays is None:
+        for prepared, bound in self.passes:
+            addresses = *request.addresses[:2], self.adapter.address(lse), *request.addresses[NUM_OPERANDS:]
+            keep_alive = query, key, lse
+            status, arrays = prepared.run(addresses, request.tables, request.numbers, threads, None, keep_alive)
+            if status is None:
                 return None
-            for index, own in zip(bound.indices, arrays, strict=True):
+            for index, own in zip(bound.indices, bound.finish(arrays), strict=True):
                 axis = self.squeezed_axis
                 found[index] = own if axis is None else [array.squeeze(axis) for array in own]
-        return [array for arrays in found for array in arrays]
-
-    def _select(self, outputs: Sequence[Any]) -> list[Any]:
-        """Return `CallResult.arrays` from the forward kernel's outputs."""
-        return [array for statistic in self.statistics for array in outputs[statistic.outputs]]
+        arrays = [array for own in found for array in own]
+        return self.join(request, query, key, value, CallResult(output, lse, arrays, is_lse_imprecise, seed))
 
 
 def describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], tuple[str, ...]]:
@@ -442,50 +338,34 @@ def insert(
     attach : see `CachedCall`
     kind : the class of the stored call
     """
+    from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as each call of a kernel does
+
     bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
-    if bound_call is None or bound_call.first_operands != request.addresses[:FIRST_TABLE]:
+    if bound_call is None or bound_call.first_operands != request.addresses[:NUM_OPERANDS]:
         return
-    inputs = KernelInputs.bind(bound_call, request, formulas)
-    passes = [statistic for statistic in map(unwrap_mean, problem.see) if isinstance(statistic, WEIGHTS_STATISTICS)]
-    if inputs is None or len(passes) != sum(len(bound.indices) for bound in result.bound_passes):
+    inputs = KernelInputs.bind(bound_call, request.tables, formulas)
+    has_passes = sum(isinstance(statistic, WEIGHTS_STATISTICS) for statistic in map(unwrap_mean, problem.see))
+    if inputs is None or has_passes != sum(len(bound.indices) for bound in result.bound_passes):
         return
+    passes = []
+    for bound in result.bound_passes:
+        own = KernelInputs.bind(bound.call, request.tables, formulas[:2])  # mask and score
+        if own is None:
+            return
+        call = PreparedCall(bound.call, own, ("query", "key", "lse"), (), bound.make_makers(adapter), False)
+        passes.append(CachedPass(call, bound))
     output = problem.squeeze_heads(result.output, 2)
     statistics, statistic_dtypes = describe_statistics(problem)
     needs_lse = kind.keeps_lse or attach is not None or bool(passes)
-    entry = kind(
-        adapter,
-        statistics,
-        attach,
-        output.dtype,
-        bound_call,
-        inputs if inputs.tables or inputs.numbers else None,
-        tuple(output.shape),
-        needs_lse or any(isinstance(one.statistic, Lse) for one in statistics),
-        statistic_dtypes,
-        result.bound_passes,
-        len(problem.batch_shape) if problem.heads_squeezed else None,
-        problem.dropout > 0,
-    )
+    needs_lse = needs_lse or any(isinstance(one.statistic, Lse) for one in statistics)
+    has_dropout, can_be_direct = problem.dropout > 0, problem.dropout == 0 and request.sinks is None
+    results = ("output", "lse") if needs_lse else ("output",)
+    squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
+    rest = tuple(passes), output.dtype, statistic_dtypes, needs_lse, squeezed_axis, has_dropout
+    prepared = PreparedCall(bound_call, inputs, OPERANDS, results, (), can_be_direct)
+    entry = kind(adapter, statistics, attach, prepared, *rest)
+    entry.prepared = prepared.rebind(bound_call, entry.make_makers(tuple(output.shape)))
     store(bound_calls(), request.key if passes else _cache_key(request, bound_call), entry)
     shared_key = None if bound_call.family is None or passes else family_key(request.key)
     if shared_key is not None:
         store(call_families(), shared_key, entry)
-
-
-def _use_generated_functions() -> None:
-    """Read arrays and run direct calls in generated code from now on, where that is possible."""
-    from ..cpu.calls.python_functions import make_array_functions  # loads llvmlite, as each call of a kernel does
-
-    functions = make_array_functions(array_layouts.tensors())
-    if functions is not None:
-        array_layouts.use(*functions)
-
-
-def store(entries: OrderedDict[Any, Any], key: tuple[Any, ...], call: Any) -> None:
-    """Store a call, and drop the least recently used calls beyond `MAX_CACHED_CALLS`."""
-    entries[key] = call  # each operation on the dict is atomic, so that no thread waits for a lock
-    while len(entries) > MAX_CACHED_CALLS:
-        try:
-            entries.popitem(last=False)
-        except KeyError:  # other threads have removed the last entries
-            break

@@ -12,25 +12,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.operations import resolve_dtype
+from ..arrays.operations import accumulator, dtype_name, resolve_dtype
 from ..caching import cached_property
-from ..dispatch import call_cache
+from ..cpu.runtime.compile import bound_calls
+from ..dispatch import backward_calls, call_cache, lookup
+from ..dispatch.backward_calls import BackwardCall as RepeatedBackward
+from ..dispatch.backward_calls import BackwardInputs
 from ..dispatch.call_cache import CachedCall, CallResult
 from ..dispatch.call_request import Description, conditions_of, has_cached_kinds, machine_setting
 from ..dispatch.call_text import CallText, count_arrays, flatten_result, locate_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, push_forward
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..problem.kernel import Result, Tangents
+from ..problem.kernel import Result, Tangents, is_lse_precise
 from ..problem.problem import NUM_OPERANDS, Problem, validate
 from ..statistics import Statistic
-from .bound_forward import BoundForward
-from .bound_gradients import BoundGradients, Inputs
 from .result_indices import FIRST_ARRAY, LSE, OUTPUT
+
+if TYPE_CHECKING:
+    from ..cpu.launch.prepared_call import PreparedCall
 
 MAX_CALLS = 1024  # calls of this process; the least recently used is parsed again
 
@@ -69,6 +73,17 @@ def _numpy_dtype(name: str) -> Any:
 @lru_cache(4096)
 def _memory_type(shape: tuple[int, ...], dtype: Any) -> Any:
     return ctypes.c_char * (math.prod(shape) * dtype.itemsize)
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call: query, key, value, the tables, the sinks and the seed."""
+
+    query: Any
+    key: Any
+    value: Any
+    tables: list[Any]
+    sinks: Any
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,19 @@ class HostCall(ABC):
         operands = inputs.query, inputs.key, inputs.value
         return validate(self.text.problem(operands, inputs.tables, formulas, inputs.sinks, inputs.seed))
 
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers of the formulas, in the order of their structure."""
+        see = self.text.statistics(self.example_tables)
+        return structure_of(*self.text.formulas(self.example_tables), *conditions_of(see)).numbers
+
+    @cached_property
+    def example_tables(self) -> list[Any]:
+        """Tables of the call's types, of one number that repeats."""
+        given = zip(self.arguments[NUM_OPERANDS:], self.wide_tables, strict=False)
+        kinds = [ArrayType(kind.shape[:-1], wide) if wide else kind for kind, wide in given]
+        return [np.broadcast_to(np.zeros((), resolve_dtype(np, kind.dtype)), kind.shape) for kind in kinds]
+
     def table_slots(self, problem: Problem) -> dict[int, int]:
         """Return the index in `Problem.tables` of each argument that is a table of the score."""
         places = [NUM_OPERANDS + k for k in self.text.score_tables]
@@ -129,43 +157,39 @@ class HostCall(ABC):
 class ForwardCall(HostCall):
     """A forward pass. Its results are output, lse in float32 or float64, lse in float64, and the statistics' arrays."""
 
-    def run(self, arguments: Sequence[int], results: Sequence[int]) -> None:
-        bound = self.bound.get(machine_setting())
-        if bound is None or not bound.run(arguments, results, self.threads):
-            super().run(arguments, results)
-
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         inputs, _ = self.split_arguments(arrays)
         query, key, value, tables, sinks, seed = inputs
         given = (*tables, sinks) if self.has_sinks else tuple(tables)
-        # as in `call_request`, for a call without a boolean mask and without an array of biases
-        structure = (self.text, self.kernel, self.threads, machine_setting()), (False, False), not self.has_sinks
-        description = Description(structure, None, None, self.see, tuple(tables), self.numbers, given)
-        result = request = None
-        is_first = self.can_be_bound and machine_setting() not in self.bound
-        if not is_first:
-            result, request = call_cache.answer(description, query, key, value, sinks, seed, self.threads)
+        description = Description(self.structure, None, None, self.see, tuple(tables), self.numbers, given)
+        result, request = call_cache.answer(description, query, key, value, sinks, seed, self.threads)
         if result is None:
             formulas = self.text.formulas(tables)
             problem = self.make_problem(inputs, formulas)
             result = make_plan(problem, self.kernel).kernel.run(problem, self.threads)
-            if is_first:
-                self.bound[machine_setting()] = BoundForward.of(result.bound_call, problem, inputs, self.results)
             if request is not None and self.can_be_cached:
                 read = *formulas, *conditions_of(problem.see)
                 call_cache.insert(request, read, (query, key, value), problem, result, kind=_CachedHostCall)
+        if machine_setting() not in self.keys:
+            layouts = lookup.read_arrays(query, key, value, *given)
+            self.keys[machine_setting()] = None if layouts is None else (layouts[0], self.structure)
         output, lse, *others = flatten_result(self.see, result)
         return [output, lse, lse[..., None].view(np.uint32), *others]
 
-    @cached_property
-    def bound(self) -> dict[Any, BoundForward | None]:
-        """The bound call of this process for each `machine_setting`, None if there is none."""
-        return {}
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """As in `call_request`, for a call without a boolean mask and without an array of biases."""
+        return (self.text, self.kernel, self.threads, machine_setting()), (False, False), not self.has_sinks
 
     @cached_property
-    def can_be_bound(self) -> bool:
-        """True if the results are output and lse alone, without dropout and sinks."""
-        return not (self.has_seed or self.has_sinks or any(map(count_arrays, self.see)))
+    def keys(self) -> dict[Any, tuple[Any, ...] | None]:
+        """The key of this call in the call cache for each `machine_setting`; None if it has no key."""
+        return {}
+
+    def find_prepared(self) -> PreparedCall | None:
+        """Return the call of the cache if its results are output and lse alone; None if there is none."""
+        found = bound_calls().get(self.keys.get(machine_setting()))
+        return None if found is None or any(map(count_arrays, self.see)) else found.prepared
 
     @cached_property
     def can_be_cached(self) -> bool:
@@ -176,18 +200,6 @@ class ForwardCall(HostCall):
     def see(self) -> tuple[Statistic, ...]:
         """The statistics. Their conditions read tables without contents."""
         return self.text.statistics(self.example_tables)
-
-    @cached_property
-    def numbers(self) -> tuple[float, ...]:
-        """The numbers of the formulas."""
-        return structure_of(*self.text.formulas(self.example_tables), *conditions_of(self.see)).numbers
-
-    @cached_property
-    def example_tables(self) -> list[Any]:
-        """Tables of the call's types, of one number that repeats."""
-        given = zip(self.arguments[NUM_OPERANDS:], self.wide_tables, strict=False)
-        kinds = [ArrayType(kind.shape[:-1], wide) if wide else kind for kind, wide in given]
-        return [np.broadcast_to(np.zeros((), resolve_dtype(np, kind.dtype)), kind.shape) for kind in kinds]
 
 
 class _CachedHostCall(CachedCall):
@@ -216,17 +228,50 @@ class BackwardCall(HostCall):
         if OUTPUT not in found:
             found[OUTPUT] = np.zeros(output.shape, output.dtype)
         saved = output, lse_words.view(np.float64)[..., 0]
-        bound = self.bound.get(machine_setting())
-        own = None if bound is None else bound.run(inputs, saved, found, self.threads)
-        return self.compute_by_dispatch(inputs, saved, found) if own is None else [own[k] for k in self.wanted]
+        own = self.repeat(inputs, saved, found) or self.compute_by_dispatch(inputs, saved, found)
+        return [own[k] for k in self.wanted]
 
     @cached_property
-    def bound(self) -> dict[Any, BoundGradients]:
-        """The bound call of this process for each `machine_setting`."""
+    def repeated(self) -> dict[Any, dict[Any, RepeatedBackward]]:
+        """The bound calls of this process for each `machine_setting`."""
         return {}
 
-    def compute_by_dispatch(self, inputs: Inputs, saved: tuple[Any, Any], found: dict[int, Any]) -> Sequence[Any]:
-        problem = self.make_problem(inputs, self.text.formulas(inputs.tables))
+    def read_inputs(self, inputs: Inputs, found: dict[int, Any]) -> BackwardInputs | None:
+        """Return what a bound call reads; None if a statistic has a gradient."""
+        if not found.keys() <= {OUTPUT, LSE}:
+            return None
+        d_lse = found.get(LSE)
+        d_lse = None if d_lse is None else np.ascontiguousarray(d_lse, np.float64)
+        structure = () if d_lse is None else ("lse",)
+        return BackwardInputs(found[OUTPUT], d_lse, tuple(inputs.tables), self.numbers, structure)
+
+    def repeat(self, inputs: Inputs, saved: tuple[Any, Any], found: dict[int, Any]) -> dict[int, Any] | None:
+        """Return the gradient of each argument by a bound call; None if the call needs the full dispatch."""
+        entries, given = self.repeated.get(machine_setting()), self.read_inputs(inputs, found)
+        if not entries or given is None or not is_lse_precise(saved[1], accumulator(dtype_name(saved[0]))):
+            return None
+        result = backward_calls.differentiate(
+            entries, given, inputs[:NUM_OPERANDS], *saved, inputs.sinks, inputs.seed, self.threads
+        )
+        if result is None:
+            return None
+        own = dict(enumerate(result.operands))
+        slots = self.slots[machine_setting()]
+        totals = result.differentiate_tables({slot: inputs.tables[k - NUM_OPERANDS] for k, slot in slots.items()})
+        own |= {k: totals.get(slot) for k, slot in slots.items()}
+        if inputs.sinks is not None:
+            own[NUM_OPERANDS + len(inputs.tables)] = result.differentiate_sinks(inputs.sinks, given.d_output, *saved)
+        return own
+
+    @cached_property
+    def slots(self) -> dict[Any, dict[int, int]]:
+        """`table_slots` for each `machine_setting` of `repeated`."""
+        return {}
+
+    def compute_by_dispatch(self, inputs: Inputs, saved: tuple[Any, Any], found: dict[int, Any]) -> dict[int, Any]:
+        """Return the gradient of each argument by the full dispatch."""
+        formulas = self.text.formulas(inputs.tables)
+        problem = self.make_problem(inputs, formulas)
         places = locate_arrays(problem.see, FIRST_ARRAY)
         d_seen = [found.get(own[0]) if own else None for own in places]
         slots = self.table_slots(problem)
@@ -235,12 +280,13 @@ class BackwardCall(HostCall):
         sums = differentiate(
             problem, plan, found[OUTPUT], found.get(LSE), tuple(d_seen), saved, wanted_tables, self.threads
         )
-        bound = None if sums.bound_call is None else BoundGradients.of(sums.bound_call, problem, inputs, slots)
-        if bound is not None:
-            self.bound[machine_setting()] = bound
+        entries = self.repeated.setdefault(machine_setting(), {})
+        self.slots[machine_setting()] = slots
+        given, operands = self.read_inputs(inputs, found), inputs[:NUM_OPERANDS]
+        backward_calls.keep(entries, sums, given, formulas, operands, *saved, problem.dropout > 0)
         own = dict(enumerate((sums.query, sums.key, sums.value))) | {k: sums.tables[slot] for k, slot in slots.items()}
         own[NUM_OPERANDS + len(self.wide_tables)] = sums.sinks
-        return [own[k] for k in self.wanted]
+        return own
 
 
 @dataclass(frozen=True)

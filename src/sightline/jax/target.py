@@ -43,7 +43,7 @@ def _run_call(text: int, length: int, buffers: int, num_arguments: int, num_resu
         call = parse_call(key)
         addresses = (ctypes.c_int64 * (num_arguments + num_results)).from_address(buffers)
         call.run(addresses[:num_arguments], addresses[num_arguments:])
-        _entries.count(key, call)
+        _entries.update(key, call)
     except BaseException as error:
         try:
             message = f"{type(error).__name__}: {error}"

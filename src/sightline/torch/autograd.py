@@ -17,6 +17,7 @@ from torch import _C, Tensor
 from torch.autograd import forward_ad
 
 from ..arrays.operations import checksum, to_numpy
+from ..dispatch.backward_calls import arrays_to_save, split_saved
 from ..dispatch.call_request import conditions_of
 from ..dispatch.call_text import flatten_result
 from ..errors import ChangedTableError
@@ -24,7 +25,6 @@ from ..problem.kernel import Gradients, Plan, Result
 from ..problem.problem import Problem
 from ..statistics import Statistic
 from . import operator
-from .backward_inputs import arrays_to_save, split_saved
 from .derivatives import Derivative, apply, is_transformed, refuse_old_vmap
 from .operator_schema import OperatorArguments, build_result, make_seed
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,14 +21,16 @@ from torch.nn.functional import scaled_dot_product_attention  # bound before `re
 from ..arrays import layouts as array_layouts
 from ..arrays.adapters import ADAPTERS
 from ..cpu.runtime.compile import bound_calls
-from ..dispatch.call_cache import CallResult, ResultBuilder, describe_statistics, store
+from ..dispatch.backward_calls import MAX_BACKWARD_CALLS
+from ..dispatch.call_cache import CallResult, ResultBuilder, describe_statistics
 from ..dispatch.call_request import Request
+from ..dispatch.lookup import store
 from ..formula.expression import Expression
 from ..gpu.tuning.selection import selection_version
 from ..problem.kernel import Gradients, Result
 from ..problem.problem import NUM_OPERANDS, Problem
 from .autograd import needs_gradients
-from .graph_attacher import MAX_BACKWARD_CALLS, CachedGraphCall, GraphAttacher
+from .graph_attacher import CachedGraphCall, GraphAttacher
 
 if TYPE_CHECKING:
     from ..gpu.launch.bound_call import BoundCall
@@ -40,8 +43,7 @@ MAX_CALLS_BY_NUMBERS = 64  # calls that differ only in the numbers of their form
 class _PythonEntry:
     """An entry of the call cache that no generated code can run; see `cpu.calls.direct_call`."""
 
-    direct_record: ClassVar[int] = 0
-    makers: ClassVar[tuple[Any, ...]] = ()
+    prepared: ClassVar[Any] = SimpleNamespace(direct=None)
 
 
 class FusedCall(_PythonEntry):

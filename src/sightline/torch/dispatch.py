@@ -12,10 +12,11 @@ from torch.nn import Parameter
 
 from ..arrays.adapters import ADAPTERS, BOOLEANS, ArrayAdapter
 from ..arrays.kinds import check_class, check_memory, refuse_subclass
-from ..arrays.layouts import MAX_GPUS, Layout, Tensors, make_kind, serve_tensors
+from ..arrays.layouts import MAX_GPUS, Layout, Tensors, make_kind
 from ..dispatch import call_cache
 from ..dispatch.call_request import Request, conditions_of
 from ..dispatch.kernel_list import KERNELS, make_plan, to_caller_layout
+from ..dispatch.lookup import serve_tensors
 from ..errors import SightlineError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tensor_reads import torch_mode

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..arrays import layouts as array_layouts
-from ..dispatch.call_cache import NO_INPUTS, CallResult, KernelInputs
+from ..dispatch import backward_calls
+from ..dispatch.backward_calls import BackwardInputs, read_inputs
+from ..dispatch.call_cache import CallResult
 from ..dispatch.call_request import Request
 from ..dispatch.kernel_list import make_plan
 from ..formula.parameters import structure_of
@@ -20,14 +21,6 @@ from ..problem.kernel import Gradients, Plan
 from ..problem.problem import NUM_OPERANDS, Problem, make_problem
 from ..statistics import Statistic, unwrap_mean
 from .autograd import GraphCall, connect, trainable_inputs, with_saved_tables, without_tensors
-from .backward_inputs import BackwardInputs, WeightsSum, read_inputs
-
-if TYPE_CHECKING:
-    from ..cpu.calls.launch_record import LaunchRecord
-    from ..cpu.launch.backward import BoundBackwardCall
-
-NUM_READ = 6  # what the backward kernel reads besides the tables: query, key, value, output, d_output and lse
-MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
 
 
 class CachedGraphCall(GraphCall):
@@ -76,53 +69,34 @@ class _HostGraphCall(CachedGraphCall):
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
         given = None if self.is_lse_imprecise else self.read_inputs(gradients, inputs, results)
-        found = None if given is None else self.find(inputs, results, given)
-        if given is None or found is None or found[0] is None:
+        if given is None:
             return None
-        bound, sums, _, *addresses = found
-        if bound.weights_sum is not None:
-            request, sinks = self.request_for(given, addresses), self.sinks(inputs)
-            d_lse = bound.weights_sum.subtract(given.d_lse, request, inputs[1], results[0], sinks, self.threads)
-            if d_lse is None:
-                return None
-            given = given._replace(d_lse=d_lse)
-        table_sums: Sequence[Any] = ()
-        if sums is None:
-            computed = self.run(bound, addresses, given, (inputs, results))
-            if computed is None:
-                return None
-            sums, table_sums = computed
-        combined: list[Tensor] = bound.call.combine(sums)
-        dtype = inputs[0].dtype
-        if dtype is not self.attacher.accumulator:
-            combined = [gradient.to(dtype) for gradient in combined]
-        if self.num_inputs > NUM_OPERANDS:
-            combined += self.differentiate_learned(bound.call, inputs, results, given, table_sums)
-        return combined
-
-    def differentiate_learned(
-        self,
-        call: BoundBackwardCall,
-        inputs: Sequence[Tensor],
-        results: Sequence[Tensor],
-        given: BackwardInputs,
-        table_sums: Sequence[Any],
-    ) -> list[Tensor]:
-        """Return the gradients of the learned tables and of the learned sinks."""
-        from ..cpu.launch.table_gradients import differentiate_sinks, sum_table_gradients
-
-        learned = dict(zip(self.wanted_tables, inputs[NUM_OPERANDS:], strict=False))
-        found = sum_table_gradients(call.table_gradients, table_sums, learned)
-        gradients: list[Tensor] = [found[index] for index in self.wanted_tables]
-        if self.attacher.has_learned_sinks:
-            lse = torch.as_tensor(self.lse(results))
-            gradients.append(differentiate_sinks(inputs[-1], given.d_output, given.d_lse, results[0], lse))
-        return gradients
+        attacher, lse, sinks = self.attacher, self.lse(results), self.sinks(inputs)
+        found = backward_calls.differentiate(
+            attacher.backward_calls,
+            given,
+            inputs[:NUM_OPERANDS],
+            results[0],
+            lse,
+            sinks,
+            self.seed or 0,
+            self.threads,
+        )
+        if found is None or self.num_inputs == NUM_OPERANDS:
+            return None if found is None else found.operands
+        tables = found.differentiate_tables(dict(zip(self.wanted_tables, inputs[NUM_OPERANDS:], strict=False)))
+        learned = [tables[index] for index in self.wanted_tables]
+        if attacher.has_learned_sinks:
+            learned.append(found.differentiate_sinks(inputs[-1], given.d_output, results[0], lse))
+        return [*found.operands, *learned]
 
     def read_inputs(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> BackwardInputs | None:
-        """Return what a bound call reads, with the saved tensors in place of the learned tables; None if none can."""
+        """Return what a bound call reads, with the saved tensors in place of the learned tables; None if none can.
+
+        Hooks on saved tensors may have changed the layouts of the inputs.
+        """
         attacher, lse = self.attacher, self.lse(results)
         given = read_inputs(self.request, attacher.shapes, gradients, inputs[:NUM_OPERANDS], lse, results)
         if given is None or not attacher.learned_places:
@@ -132,55 +106,6 @@ class _HostGraphCall(CachedGraphCall):
             tables[place] = tensor
         return given._replace(tables=tuple(tables))
 
-    def request_for(self, given: BackwardInputs, addresses: Sequence[int]) -> Request:
-        """Return the request for arrays at these addresses: those of `read_arrays`."""
-        used = *addresses[:NUM_OPERANDS], *addresses[NUM_READ:]
-        return self.request._replace(tables=given.tables, numbers=given.numbers, addresses=used)
-
-    def find(self, inputs: Sequence[Tensor], results: Sequence[Tensor], given: BackwardInputs) -> Any:
-        """Return the result of `run_or_find` for the inputs, output, d_output, lse and the tables.
-
-        Hooks on saved tensors may have changed the layouts of the inputs.
-        """
-        calls, arrays = self.attacher.backward_calls, self.read_arrays(inputs, results, given)
-        return array_layouts.run_or_find(calls, given.structure, given.numbers, *arrays)
-
-    def read_arrays(
-        self, inputs: Sequence[Tensor], results: Sequence[Tensor], given: BackwardInputs
-    ) -> tuple[Any, ...]:
-        """Return the arrays that a bound call reads."""
-        return *inputs[:NUM_OPERANDS], results[0], given.d_output, self.lse(results), *given.tables
-
-    def run(
-        self, bound: _BackwardCall, addresses: Sequence[int], given: BackwardInputs, keep_alive: tuple[Any, ...]
-    ) -> Any:
-        """Run the call. Return the sums of the gradients and those of the tables; None if a sum is not finite.
-
-        `addresses` are those of the operands and the tables, and `keep_alive` begins with the inputs.
-        """
-        call, sums, inputs = bound.call, [make() for make in bound.makers], keep_alive[0]
-        table_sums = call.make_table_sums()
-        fields = dict(zip(call.read_fields, addresses, strict=False))
-        fields |= dict(zip(call.sum_fields, [array.data_ptr() for array in sums], strict=True))
-        if given.d_lse is not None:
-            fields["d_lse"] = given.d_lse.data_ptr()
-        request = self.request_for(given, addresses)
-        tables, table_addresses, numbers = NO_INPUTS if bound.inputs is None else bound.inputs.of(request)
-        outputs = [array_layouts.numpy_address(array) for array in table_sums]
-        words = call.make_words(fields, table_addresses, numbers, outputs, self.seed or 0)
-        status = call.run(self.threads, words, numbers, inputs[1], (*keep_alive, given, sums, table_sums, tables))
-        self.prepare_direct_call(bound, inputs[1].shape[-2])
-        return None if status is None else (sums, table_sums)
-
-    def prepare_direct_call(self, bound: _BackwardCall, num_keys: int) -> None:
-        """Store a copy of the call with a record for direct calls, if generated code can run the call."""
-        call, has_dropout = bound.call, bool(self.attacher.options["dropout"])
-        reads_given_inputs = not bound.key[1] and (bound.inputs is None or bound.inputs.is_identity)
-        if bound.needs_record and reads_given_inputs and not call.table_sums and not has_dropout:
-            record = call.make_direct_record(self.threads, num_keys, len(bound.makers))
-            if record is not None:
-                self.attacher.backward_calls[bound.key] = replace(bound, record=record)
-
     def keep(
         self,
         found: Gradients,
@@ -188,52 +113,12 @@ class _HostGraphCall(CachedGraphCall):
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        call, calls = found.bound_call, self.attacher.backward_calls
-        given = self.read_inputs(gradients, inputs, results)
-        if given is None or len(calls) >= MAX_BACKWARD_CALLS:
-            return
-        request = self.request._replace(tables=given.tables, numbers=given.numbers)
-        own = KernelInputs.bind(call, request, (*self.formulas, *found.bound_formulas))
-        read = array_layouts.read_arrays(*self.read_arrays(inputs, results, given))
-        if own is None or read is None or read[1:][: len(call.first_operands)] != call.first_operands:
-            return
-        weights_sum = None
-        if given.needs_weights_sum:
-            weights_sum = WeightsSum.bind(found.bound_sum, request, (*self.formulas, found.bound_formulas[0]))
-            if weights_sum is None:
-                return
-        makers = tuple([make_empty(shape, self.attacher.accumulator) for shape in call.sum_shapes])
-        key = read[0], given.structure
-        calls.setdefault(key, _BackwardCall(key, call, own if own.tables or own.numbers else None, makers, weights_sum))
-
-
-@dataclass(frozen=True)
-class _BackwardCall:
-    """A bound call of the backward pass, an entry for `arrays.layouts.run_or_find`.
-
-    key : its key in `GraphAttacher.backward_calls`
-    inputs : its tables and numbers; None if it has none
-    makers : functions that allocate the sums of the gradients of query, key and value
-    weights_sum : the sum that is subtracted from d_lse; None for 0
-    record : the record for direct calls; None if there is none
-    """
-
-    key: tuple[bytes, tuple[Any, ...]]
-    call: BoundBackwardCall
-    inputs: KernelInputs | None
-    makers: tuple[Callable[[], Tensor], ...]
-    weights_sum: WeightsSum | None = None
-    record: LaunchRecord | None = None
-
-    @property
-    def direct_record(self) -> int:
-        return 0 if self.record is None else self.record.address
-
-    @property
-    def needs_record(self) -> bool:
-        """True if the call has no record, or one with memory for fewer tile ranges than the bound call has."""
-        search = self.call.search
-        return self.record is None or (search is not None and 0 < self.record.capacity < search.capacity)
+        given, attacher = self.read_inputs(gradients, inputs, results), self.attacher
+        has_dropout = bool(attacher.options["dropout"])
+        operands, lse = inputs[:NUM_OPERANDS], self.lse(results)
+        backward_calls.keep(
+            attacher.backward_calls, found, given, self.formulas, operands, results[0], lse, has_dropout
+        )
 
 
 def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str) -> Callable[[], Tensor]:

@@ -24,7 +24,7 @@ class LaunchRecord:
     call : the bound call
     searches : True if the tile ranges are found for each call, False if they are those of the first call
     words : for direct calls, the words of the call with 0 in place of what each call gives; see `calls.direct_call`
-    num_results : for direct calls, how many results have their addresses among these words
+    sources : for direct calls, where each of these words comes from; see `PreparedCall.find_sources`
 
     Attributes
     ----------
@@ -32,8 +32,10 @@ class LaunchRecord:
     capacity : the most tile ranges for which the buffer has memory; 0 if it searches for none
     """
 
-    def __init__(self, call: BoundCall, searches: bool, words: Sequence[int] = (), num_results: int = 0) -> None:
+    def __init__(self, call: BoundCall, searches: bool, words: Sequence[int] = (), sources: Sequence[int] = ()) -> None:
         assert len(call.zeroed) <= MAX_ZEROED
+        assert len(sources) == len(words)
+        self.sources = np.array(sources, np.int64)
         buffers = call.make_buffers()
         self.buffer = _, view, block = buffers.acquire()
         addresses = {name: block + 8 * offset for name, offset in buffers.offsets.items()}
@@ -42,12 +44,7 @@ class LaunchRecord:
             "block": block,
             "words": block + call.words_at,
             "num_words": call.num_words,
-            "first_table": len(call.call_fields),
-            "num_tables": len(call.table_origins),
-            "num_numbers": len(call.numbers),
-            "num_operands": call.num_operands,
-            "first_result": call.first_result,
-            "num_results": num_results,
+            "sources": self.sources.ctypes.data,
             "num_zeroed": len(call.zeroed),
         }
         fields |= {name: addresses[name] for name in FLAGS if name in addresses}

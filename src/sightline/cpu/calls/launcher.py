@@ -14,24 +14,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...arrays.layouts import MAX_ARRAYS
 from ..codegen.builder import Builder, Variable
 from ..codegen.python_function import PythonFunction
 from ..codegen.values import BOOL, INT64, POINTER, VOID, Value
 
 LAUNCH_CONTEXT = {"none": POINTER}
 MAX_ZEROED = 4  # the most fields of a workspace that are set to 0
+# The values of a direct call: addresses of arguments, then addresses of results, then numbers of formulas.
+MAX_RESULTS, MAX_NUMBERS = 32, 32
+FIRST_RESULT, FIRST_NUMBER, NUM_VALUES = MAX_ARRAYS, MAX_ARRAYS + MAX_RESULTS, MAX_ARRAYS + MAX_RESULTS + MAX_NUMBERS
+UNCHANGED = -1  # the source of a word that is the same in every call
 RECORD_FIELDS: dict[str, Any] = {
     "is_busy": INT64,  # 1 while a thread uses the buffer
     "kernel": POINTER,
     "block": POINTER,  # the kernel's argument block
     "words": POINTER,  # where the words of the call begin in it
     "num_words": INT64,
-    "first_table": INT64,  # the first address of a table among these words; those of the other tables follow ...
-    "num_tables": INT64,
-    "num_numbers": INT64,  # ... then the numbers of the formulas, and the addresses of the arrays of statistics
-    "num_operands": INT64,  # how many of the words, from the first on, are addresses of a direct call's arguments
-    "first_result": INT64,  # the first address of a result among the words of a direct call
-    "num_results": INT64,  # how many such addresses follow each other; those of the arrays of statistics are others
+    "sources": POINTER,  # for direct calls, where each of these words comes from; see `RecordCode.write_words`
     "imprecise_lse_flag": POINTER,  # null if the kernel does not set this flag
     "nonfinite_flag": POINTER,
     "search": POINTER,  # the search for tile ranges; 0 if the tile ranges are bound
@@ -67,6 +67,17 @@ class RecordCode:
     def exchange_busy(self, new: int) -> Value:
         """Set `is_busy` and return its value before that, in one atomic operation."""
         return self.builder.atomic_exchange(self.address_of("is_busy"), self.builder.value(new, INT64))
+
+    def write_words(self, values: Value) -> None:
+        """Write each word of a direct call that changes from call to call.
+
+        The source of a word is an index of `values`, or `UNCHANGED`. `values` has `NUM_VALUES` words.
+        """
+        words, sources = self.field("words"), self.field("sources")
+        with self.builder.loop(0, self.field("num_words")) as index:
+            source = sources.at(index * 8).load(INT64)
+            with self.builder.if_then(source >= 0):
+                words.at(index * 8).store(values.at(source * 8).load(INT64))
 
     def clear_workspace(self) -> None:
         """Set the fields of the workspace to 0 that the kernel expects to be 0."""

@@ -27,15 +27,15 @@ DLPACK_MAJOR_VERSION = 1
 
 
 def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
-    """Return `read_arrays` and `run_or_find` in generated code; None if this Python or this torch cannot be served.
+    """Return `read_arrays` and `find_or_run` in generated code; None if this Python or this torch cannot be served.
 
-    `arrays.layouts.read_in_python` and `arrays.layouts.find_in_python` do the same, but run no call.
+    `arrays.layouts.read_in_python` and `dispatch.lookup.find_in_python` do the same, but run no call.
     """
     read_tensor = None if tensors.exchange is None else _exchange_function(tensors.exchange)
     if not (_is_supported() and _has_known_structs()) or (read_tensor is None and NoTensor not in tensors.types):
         return None
     conditions = list(tensors.conditions)
-    names = ["requires_grad", "is_neg", "direct_record", "makers"]
+    names = ["requires_grad", "is_neg", "prepared", "direct"]
     addresses = np.array([id(condition) for condition in conditions], np.int64)
     values = {
         "none": id(None),
@@ -56,7 +56,7 @@ def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
     assert list(DIRECT_CONTEXT)[: len(CONTEXT_FIELDS)] == list(CONTEXT_FIELDS)
     return (
         make_function(_compile(ArrayReader, "sightline_read_arrays", limits), "read_arrays", context, keep_alive),
-        make_function(_compile(DirectCall, "sightline_run_or_find", limits), "run_or_find", context, keep_alive),
+        make_function(_compile(DirectCall, "sightline_find_or_run", limits), "find_or_run", context, keep_alive),
     )
 
 

@@ -12,11 +12,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from ...problem.problem import NUM_OPERANDS
-from ..codegen.abi import FORWARD_CALL_FIELDS
 from ..codegen.builder import Builder, Variable
 from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, INT64, POINTER, Value
-from .launcher import RecordCode
+from .launcher import FIRST_RESULT, RecordCode
 
 ENTRY_FIELDS: dict[str, Any] = {
     "text": POINTER,
@@ -24,8 +22,7 @@ ENTRY_FIELDS: dict[str, Any] = {
     "setting": POINTER,  # the value of the environment variable when the entry was made; null if it was not set
     "record": POINTER,
     "num_arguments": INT64,
-    "num_tables": INT64,
-    "tables": POINTER,  # for each table of the kernel, its index among the arguments
+    "values": POINTER,  # the values of the record's words; the numbers of the formulas never change
     "num_rows": INT64,  # queries of all heads and batches
     "is_lse_wide": INT64,  # 1 if the result lse is float64, 0 if it is float32
     "scratch": POINTER,  # where the kernel writes its output if the result has heads after positions; else null
@@ -38,7 +35,6 @@ SLOTS = "sightline_xla_slots"  # a variable of the module: the address of an ent
 NUM_SLOTS = 1024
 PRIME = 0x100000001B3  # of the hash FNV-1a, which is applied to words of 8 bytes
 OUTPUT, LSE, PRECISE_LSE = range(3)  # the results of the custom call
-OUTPUT_WORD, LSE_WORD = (list(FORWARD_CALL_FIELDS).index(name) for name in ("output", "lse"))
 
 
 class XlaDirectCall:
@@ -87,18 +83,15 @@ class XlaDirectCall:
         return is_equal.get()
 
     def write_words(self, record: RecordCode) -> None:
-        """Write the addresses of the arrays into the argument block. The other words never change."""
-        builder, words = self.builder, record.field("words")
-        for operand in range(NUM_OPERANDS):
-            words.at(8 * operand).store(self.buffers.at(8 * operand).load(INT64))
-        words.at(8 * OUTPUT_WORD).store(self.result(OUTPUT))
-        with builder.if_then(self.field("scratch") != builder.null()):
-            words.at(8 * OUTPUT_WORD).store(self.field("scratch"))
-        words.at(8 * LSE_WORD).store(self.result(PRECISE_LSE))
-        tables, places = words.at(record.field("first_table") * 8), self.field("tables")
-        with builder.loop(0, self.field("num_tables")) as index:
-            place = places.at(index * 8).load(INT64)
-            tables.at(index * 8).store(self.buffers.at(place * 8).load(INT64))
+        """Write the addresses of the arrays into the argument block. The results of the record are output and lse."""
+        builder, values = self.builder, self.field("values")  # no other thread writes them while the record is in use
+        with builder.loop(0, self.field("num_arguments")) as index:
+            values.at(index * 8).store(self.buffers.at(index * 8).load(INT64))
+        scratch = self.field("scratch")
+        output = builder.where(scratch == builder.null(), self.result(OUTPUT), scratch)
+        for place, address in enumerate((output, self.result(PRECISE_LSE))):
+            values.at(8 * (FIRST_RESULT + place)).store(address)
+        record.write_words(values)
 
     def result(self, index: int) -> Value:
         """Return the address of a result."""

@@ -138,8 +138,7 @@ class BoundBackwardCall(BoundCall):
     table_sums : shape and dtype of the sums that become the gradient of each table; they are 0 before the call
     """
 
-    call_fields, read_fields, sum_fields = BACKWARD_CALL_FIELDS, OPERANDS, SUMS
-    num_operands, first_result = 6, 7  # the field between them, d_lse, is 0 in direct calls
+    call_fields = BACKWARD_CALL_FIELDS
 
     def __init__(
         self,

@@ -104,7 +104,6 @@ class BoundCall:
     """
 
     call_fields: tuple[str, ...] = FORWARD_CALL_FIELDS  # the last fields of the kernel, which each call gives
-    num_operands, first_result = 3, 3  # of `call_fields`: query, key and value; output, and lse if the call needs it
     has_dynamic_key_length = False  # True if the call serves any number of keys
     family: CallFamily | None = None  # binds the call again for other lengths
     convert_table, convert_sinks = staticmethod(convert_table), staticmethod(convert_sinks)
@@ -143,7 +142,8 @@ class BoundCall:
             self.keep_alive = tuple(array for array in self.keep_alive if array.ctypes.data not in ranges)
         self.buffers = self.make_buffers()
         # the words that each call gives, as one run of the argument block, and those among them that the search takes
-        self.num_words = len(self.call_fields) + num_tables + len(outputs)
+        self.num_outputs = len(outputs)
+        self.num_words = len(self.call_fields) + num_tables + self.num_outputs
         self.write_words = struct.Struct(f"{self.num_words}q").pack_into
         self.words_at = 8 * (len(names) - len(self.call_fields))
         self.search_words = slice(len(self.call_fields), len(self.call_fields) + num_tables)
@@ -268,22 +268,22 @@ class BoundCall:
         """The record for calls that find their tile ranges."""
         return LaunchRecord(self, searches=True)
 
-    def make_direct_record(self, threads: int | None, num_keys: int, num_results: int) -> LaunchRecord | None:
+    def make_direct_record(self, threads: int | None, num_keys: int, sources: Sequence[int]) -> LaunchRecord | None:
         """Return a record for direct calls with so many keys; None if more than one thread would work.
 
-        `num_results` is that of `LaunchRecord`.
+        `sources` are those of `LaunchRecord`.
         """
         words = self.constant_words(threads, num_keys)
         if words is None or self.launch is None:
             return None
         searches = self.search is not None and (self.search.runs_always or len(self.numbers) > 0)
-        return LaunchRecord(self, searches, words, num_results)
+        return LaunchRecord(self, searches, words, sources)
 
     def constant_words(self, threads: int | None, num_keys: int) -> Sequence[int] | None:
         """Return the words of a call with 0 for each address and the seed; None if several threads work."""
         if self.max_threads > 1 and threads != 1:
             return None
-        return self.make_words({}, (0,) * len(self.table_origins), self.numbers)
+        return self.make_words({}, (0,) * len(self.table_origins), self.numbers, (0,) * self.num_outputs)
 
     def find_tile_ranges(self, buffers: Buffers, buffer: Buffer, words: Sequence[int]) -> tuple[Buffers, Buffer] | None:
         """Write the tile ranges of the call into the buffer, and return it; None if a check of the search fails.

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 
+from ...arrays.adapters import ArrayAdapter
 from ...arrays.operations import convert, empty, layout, namespace, resolve_dtype, to_numpy
 from ...caching import cached_property
 from ...problem.kernel import MAX_LSE
@@ -90,32 +92,16 @@ class BoundPass:
     statistics: tuple[StatisticArrays, ...]
     indices: tuple[int, ...] = (0,)
 
-    def run(
-        self,
-        threads: int | None,
-        fields: dict[str, int],
-        tables: Sequence[int],
-        numbers: tuple[float, ...],
-        query: Any,
-        keep_alive: tuple[Any, ...],
-        is_first: bool = False,
-    ) -> list[list[Any]] | None:
-        """Return the arrays of each statistic of the pass; None if the call needs the full dispatch.
+    def make_makers(self, adapter: ArrayAdapter) -> list[Callable[[], Any]]:
+        """Return the functions that allocate the arrays that the kernel fills."""
+        makers = [adapter.make_empty(shape, dtype) for shape, dtype, _ in self.outputs]
+        return [
+            partial(_fill_with_zeros, make) if is_zeroed else make
+            for make, (_, _, is_zeroed) in zip(makers, self.outputs, strict=True)
+        ]
 
-        Parameters
-        ----------
-        fields : the addresses of query, key and lse by these names
-        tables, numbers : the addresses of the tables, and the numbers, of all formulas of the call
-            The pass reads only the first of them, those of mask and score. Those of other formulas follow.
-        query : an array in whose library, and on whose device, the outputs are allocated
-        keep_alive, is_first : as in `BoundCall.run`
-        """
-        numbers = numbers[: len(self.call.numbers)]
-        arrays = [(zeros if is_zeroed else empty)(shape, dtype, query) for shape, dtype, is_zeroed in self.outputs]
-        own_tables = tables[: len(self.call.table_origins)]
-        words = self.call.make_words(fields, own_tables, numbers, [layout(array)[0] for array in arrays])
-        if self.call.run(threads, words, numbers, None, (keep_alive, arrays), is_first) is None:
-            return None
+    def finish(self, arrays: Sequence[Any]) -> list[list[Any]]:
+        """Return the arrays of each statistic of the pass from the arrays that the kernel filled."""
         own = iter(arrays)
         return [statistic.finish(list(islice(own, len(statistic.outputs)))) for statistic in self.statistics]
 
@@ -123,6 +109,12 @@ class BoundPass:
     def outputs(self) -> list[Output]:
         """The arrays that the kernel fills, in the order of its arguments."""
         return [output for statistic in self.statistics for output in statistic.outputs]
+
+
+def _fill_with_zeros(make: Callable[[], Any]) -> Any:
+    array = make()
+    array[...] = 0
+    return array
 
 
 Bound = tuple[KernelArguments, BoundPass]
@@ -266,12 +258,18 @@ def _arrays_of(statistic: Statistic, arguments: KernelArguments, grid: Grid) -> 
 def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> list[list[Any]] | None:
     """Return the arrays of each statistic of a pass for the problem that it was bound for."""
     arguments, bound_pass = bound
+    call, query = bound_pass.call, problem.query
     thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices
     lse = np.ascontiguousarray(to_numpy(lse), np.float64)
     fields = {name: layout(arguments.arrays[name])[0] for name in ("query", "key")} | {"lse": lse.ctypes.data}
+    outputs = bound_pass.outputs
+    arrays = [(zeros if is_zeroed else empty)(shape, dtype, query) for shape, dtype, is_zeroed in outputs]
     tables = [table.ctypes.data for table in arguments.tables]
-    keep_alive = (*arguments.keep_alive, lse)
-    return bound_pass.run(threads, fields, tables, arguments.numbers, problem.query, keep_alive, is_first=True)
+    words = call.make_words(fields, tables, arguments.numbers, [layout(array)[0] for array in arrays])
+    keep_alive = (*arguments.keep_alive, lse, arrays)
+    if call.run(threads, words, arguments.numbers, None, keep_alive, is_first=True) is None:
+        return None
+    return bound_pass.finish(arrays)
 
 
 def run_alone(

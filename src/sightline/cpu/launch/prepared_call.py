@@ -1,0 +1,190 @@
+"""A prepared call: a bound call with its inputs and results, and all that decides how the call is repeated.
+
+A call is repeated in one of two ways. `PreparedCall.run` repeats it in Python. After `RUNS_BEFORE_RECORD` runs the call
+becomes direct, if one thread is enough for its work and each of its words is known: the address of an array of the
+caller, the address of a result, a number of a formula, or the same in every call. Generated code then repeats the call;
+see `calls.direct_call` and `calls.xla_direct_call`.
+
+The call cache, the backward passes, the weights passes and the custom call of XLA hold prepared calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...arrays.adapters import addresses_of
+from ...arrays.operations import memory_layout
+from ...formula.expression import Expression
+from ...formula.parameters import structure_of
+from ..calls.launch_record import LaunchRecord
+from ..calls.launcher import FIRST_NUMBER, FIRST_RESULT, MAX_NUMBERS, MAX_RESULTS, UNCHANGED
+from .bound_call import BoundCall
+
+RUNS_BEFORE_RECORD = 6  # a record for direct calls, and its buffer, are made for a call that was run so often
+
+
+@dataclass(frozen=True)
+class KernelInputs:
+    """Which tables and numbers of the caller are those of a bound call.
+
+    tables : for each table of the kernel, its index among the caller's tables
+    converters : for each table of the kernel, a function that returns the copy that the kernel reads; None if the
+        kernel reads the array itself
+    numbers : for each number of the kernel, its index among the caller's numbers
+    """
+
+    tables: tuple[int, ...]
+    converters: tuple[Callable[[Any], Any] | None, ...]
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def bind(cls, call: BoundCall, tables: Sequence[Any], formulas: Sequence[Expression | None]) -> KernelInputs | None:
+        """Return the inputs of a call that was made for these tables and formulas; None if it has others.
+
+        The result is also None if the call was bound for other memory layouts than those of the tables.
+
+        Parameters
+        ----------
+        tables : the caller's tables, in the order of the structure of its formulas
+        formulas : the first formulas of the caller, those that the kernel reads
+        """
+        structure = structure_of(*formulas)
+        origins = [id(table) for table in structure.tables]
+        given = [(type(number), number) for number in structure.numbers]  # equal numbers are one of a structure
+        needed = [(type(number), number) for number in call.numbers]
+        if not set(call.table_origins) <= set(origins) or set(needed) != set(given):
+            return None
+        own_tables = tuple([origins.index(origin) for origin in call.table_origins])
+        converters: list[Callable[[Any], Any] | None] = []
+        for table, bound in zip(own_tables, call.table_layouts, strict=True):
+            is_direct = memory_layout(tables[table]) == bound
+            if not is_direct and memory_layout(call.convert_table(tables[table])) != bound:
+                return None
+            converters.append(None if is_direct else call.convert_table)
+        return cls(own_tables, tuple(converters), tuple([given.index(number) for number in needed]))
+
+    def of(
+        self, tables: Sequence[Any], addresses: Sequence[int], numbers: tuple[float, ...]
+    ) -> tuple[Sequence[Any], Sequence[int], tuple[float, ...]]:
+        """Return the arrays that the kernel reads as its tables, their addresses, and the numbers of the kernel.
+
+        `addresses` are those of the caller's tables.
+        """
+        own_numbers = tuple([numbers[number] for number in self.numbers])
+        if not any(self.converters):
+            return tables, [addresses[table] for table in self.tables], own_numbers
+        arrays = [
+            tables[table] if convert is None else convert(tables[table])
+            for table, convert in zip(self.tables, self.converters, strict=True)
+        ]
+        return arrays, addresses_of(arrays), own_numbers
+
+
+NO_FIELDS: Mapping[str, int] = {}
+
+
+class PreparedCall:
+    """A bound call that only lacks its arrays, numbers and seed.
+
+    Parameters
+    ----------
+    call : the bound call
+    inputs : its tables and numbers
+    operands : the fields of the caller's arrays before the tables
+    results : the fields of the first results; the other results are outputs of the call that are no fields
+    makers : functions that allocate the results
+    can_be_direct : False if a repetition needs words that Python computes: a seed, the addresses of converted sinks
+
+    Attributes
+    ----------
+    direct : for generated code: the address of the record, `makers`, and the record; None if the call is not direct
+        The tuple is never changed but replaced, because a thread may use it.
+    """
+
+    def __init__(
+        self,
+        call: BoundCall,
+        inputs: KernelInputs,
+        operands: Sequence[str],
+        results: Sequence[str],
+        makers: Sequence[Callable[[], Any]],
+        can_be_direct: bool = True,
+    ) -> None:
+        self.call, self.inputs, self.operands, self.results = call, inputs, tuple(operands), tuple(results)
+        self.makers, self.num_runs = tuple(makers), 0
+        self.has_inputs = bool(inputs.tables or inputs.numbers)
+        self.direct: tuple[int, tuple[Callable[[], Any], ...], LaunchRecord] | None = None
+        fits = len(self.makers) <= MAX_RESULTS and len(inputs.numbers) <= MAX_NUMBERS
+        self.can_be_direct = can_be_direct and fits and not any(inputs.converters)
+
+    def copy(self) -> PreparedCall:
+        """Return the same call, which counts its own runs and has a record of its own."""
+        return self.rebind(self.call, self.makers)
+
+    def rebind(self, call: BoundCall, makers: Sequence[Callable[[], Any]]) -> PreparedCall:
+        """Return the prepared call of another member of the call's family."""
+        return PreparedCall(call, self.inputs, self.operands, self.results, makers, self.can_be_direct)
+
+    def run(
+        self,
+        addresses: Sequence[int],
+        tables: Sequence[Any],
+        numbers: tuple[float, ...],
+        threads: int | None,
+        key: Any,
+        keep_alive: tuple[Any, ...],
+        fields: Mapping[str, int] = NO_FIELDS,
+        seed: int = 0,
+    ) -> tuple[int | None, list[Any]]:
+        """Return the result of `BoundCall.run`, and the results.
+
+        Parameters
+        ----------
+        addresses : those of the operands, and then those of the tables
+        tables, numbers : the tables and numbers of the caller
+        threads, key : as in `BoundCall.run`
+        keep_alive : the arrays at these addresses
+        fields : the addresses of other arrays by their fields
+        seed : the seed of dropout
+        """
+        results = [make() for make in self.makers]
+        written = addresses_of(results)
+        given = dict(zip(self.operands, addresses, strict=False)) | dict(zip(self.results, written, strict=False))
+        if fields:
+            given |= fields
+        own_tables: Sequence[Any] = ()
+        own_addresses: Sequence[int] = ()
+        own_numbers: tuple[float, ...] = ()
+        if self.has_inputs:
+            own_tables, own_addresses, own_numbers = self.inputs.of(tables, addresses[len(self.operands) :], numbers)
+        words = self.call.make_words(given, own_addresses, own_numbers, written[len(self.results) :], seed)
+        status = self.call.run(threads, words, own_numbers, key, (keep_alive, results, own_tables))
+        if self.can_be_direct and status is not None and (self.num_runs < RUNS_BEFORE_RECORD or self.is_outgrown):
+            self.prepare_direct(threads, 0 if key is None else key.shape[-2])
+        return status, results
+
+    @property
+    def is_outgrown(self) -> bool:
+        """True if the bound call now has memory for more tile ranges than the record has."""
+        search, direct = self.call.search, self.direct
+        return search is not None and direct is not None and 0 < direct[2].capacity < search.capacity
+
+    def prepare_direct(self, threads: int | None, num_keys: int) -> None:
+        """Count one more run. If the call was run often enough, make the record for direct calls."""
+        self.num_runs += 1
+        if self.num_runs >= RUNS_BEFORE_RECORD:
+            record = self.call.make_direct_record(threads, num_keys, self.find_sources())
+            self.direct = None if record is None else (record.address, self.makers, record)
+
+    def find_sources(self) -> list[int]:
+        """Return the source of each word of the call; see `RecordCode.write_words`."""
+        place = {name: index for index, name in enumerate(self.operands)}
+        place |= {name: FIRST_RESULT + index for index, name in enumerate(self.results)}
+        return [
+            *[place.get(name, UNCHANGED) for name in self.call.call_fields],
+            *[len(self.operands) + table for table in self.inputs.tables],
+            *[FIRST_NUMBER + number for number in self.inputs.numbers],
+            *range(FIRST_RESULT + len(self.results), FIRST_RESULT + len(self.makers)),
+        ]

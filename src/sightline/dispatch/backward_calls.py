@@ -1,0 +1,285 @@
+"""Backward passes that are repeated: bound calls of the backward kernel, kept beside the forward pass of one structure.
+
+Torch's graph and compiled programs of JAX keep them in dicts of `BackwardCall`s, which `lookup.find_or_run` reads.
+`read_inputs` reads the gradients of results, `differentiate` repeats a call, and `keep` stores a call that went through
+the full dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..arrays.adapters import ADAPTERS
+from ..arrays.layouts import numpy_address
+from ..arrays.operations import accumulator, convert, detach, dtype_name, namespace, to_numpy
+from ..formula.expression import Expression
+from ..formula.parameters import structure_of
+from ..problem.kernel import Gradients
+from ..problem.problem import NUM_OPERANDS, Problem
+from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
+from . import lookup
+from .call_cache import OPERANDS
+from .call_request import Request, conditions_of
+from .call_text import count_arrays, split_arrays
+
+if TYPE_CHECKING:
+    from ..cpu.launch.backward import BoundBackwardCall
+    from ..cpu.launch.prepared_call import PreparedCall
+
+MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
+READ = (*OPERANDS, "output", "d_output", "lse")  # what the backward kernel reads besides the tables
+SUMS = ("d_query", "d_key", "d_value")
+
+
+class BackwardInputs(NamedTuple):
+    """What a bound call of the backward pass reads besides the arrays of the forward pass.
+
+    d_output : the gradient of the output, with adjacent columns
+    d_lse : the gradient of lse, and what the statistics add to it: NumPy, (..., H, n) float64; None for 0
+    tables, numbers : those of mask and score, and of the formulas that the statistics add
+    structure : the formulas that the statistics add, and what else the kernel depends on; () if only the output has a
+        gradient
+    needs_weights_sum : True if `BackwardCall.weights_sum` must be subtracted from d_lse; see `StatisticGradients`
+    """
+
+    d_output: Any
+    d_lse: Any
+    tables: tuple[Any, ...]
+    numbers: tuple[float, ...]
+    structure: tuple[Any, ...]
+    needs_weights_sum: bool = False
+
+
+def read_inputs(
+    request: Request,
+    shapes: Problem,
+    gradients: Sequence[Any],
+    operands: Sequence[Any],
+    lse: Any,
+    results: Sequence[Any],
+) -> BackwardInputs | None:
+    """Return the inputs of a bound call; None if the gradients need the full dispatch.
+
+    Parameters
+    ----------
+    request : the request of the forward pass
+    shapes : a problem with the shapes of the call; its arrays are not read
+    gradients : the gradients of the results, None for 0
+    operands : query, key and value
+    results : the saved results: output, lse, and the `arrays_to_save`
+    """
+    d_output, xp = gradients[0], None
+    has_others = any(gradient is not None for gradient in gradients[1:])
+    if d_output is None:
+        if not has_others:
+            return None
+        xp = namespace(results[0])
+        d_output = xp.zeros_like(results[0])
+    if not has_others and not conditions_of(request.see):
+        return BackwardInputs(d_output, None, request.tables, request.numbers, ())
+    added: StatisticGradients | None = StatisticGradients()
+    if has_others:
+        added = _add_statistics(request, shapes, gradients, operands, convert(lse, results[0]), results)
+    if added is None:
+        return None
+    d_lse = added.add_to_d_lse(gradients[1]) if has_others else None
+    if d_lse is not None:
+        rows = np.broadcast_to(to_numpy(detach(d_lse)), results[0].shape[:-1])
+        d_lse = np.ascontiguousarray(rows, np.float64)
+    structure = structure_of(*request.formulas()[:2], *added.formulas.values())
+    tables = tuple([table.array for table in structure.tables])
+    key = d_lse is None, added.needs_weights_sum, *added.formulas, *structure.formulas
+    return BackwardInputs(d_output, d_lse, tables, structure.numbers, key, added.needs_weights_sum)
+
+
+def _add_statistics(
+    request: Request,
+    shapes: Problem,
+    gradients: Sequence[Any],
+    operands: Sequence[Any],
+    lse: Any,
+    results: Sequence[Any],
+) -> StatisticGradients | None:
+    """Return the terms that the gradients of the statistics add; None if a bound call cannot compute them."""
+    see = tuple([unwrap_mean(statistic) for statistic in request.see])
+    d_seen = [arrays[0] if arrays else None for arrays in split_arrays(see, gradients)]
+    if any(d is not None and statistic.backward_reads_tiles for statistic, d in zip(see, d_seen, strict=True)):
+        return None
+    query, key, value = operands
+    problem = replace(shapes, query=query, key=key, value=value, see=see)
+    added = statistic_gradients(problem, lse, _no_tiles, d_seen, saved=split_saved(see, results))
+    return None if added.includes_zero_weights else added
+
+
+def _no_tiles() -> Iterator[Any]:
+    raise NotImplementedError("a statistic without `backward_reads_tiles` needs no tiles")
+
+
+@dataclass(frozen=True)
+class BackwardCall:
+    """A bound call of the backward pass, an entry for `lookup.find_or_run`.
+
+    prepared : the call of the backward kernel; its results are the sums of gradients, those of tables included
+    weights_sum : the forward pass that computes Σⱼ P ∘ weights, where `weights` is a formula that statistics add; this
+        sum is subtracted from d_lse; None for 0
+    """
+
+    prepared: PreparedCall
+    weights_sum: PreparedCall | None
+
+
+class BackwardResult(NamedTuple):
+    """The results of a bound backward pass.
+
+    operands : the gradients of query, key and value, in the dtype of query
+    d_lse : the gradient of lse that the kernel read
+    call : the bound call
+    table_sums : the sums of the tables' gradients, for `sum_table_gradients`
+    """
+
+    operands: list[Any]
+    d_lse: Any
+    call: BoundBackwardCall
+    table_sums: Sequence[Any]
+
+    def differentiate_tables(self, tables: dict[int, Any]) -> dict[int, Any]:
+        """Return the gradients of the learned tables by slot; `tables` has the array of each slot."""
+        from ..cpu.launch.table_gradients import sum_table_gradients
+
+        return sum_table_gradients(self.call.table_gradients, self.table_sums, tables)
+
+    def differentiate_sinks(self, sinks: Any, d_output: Any, output: Any, lse: Any) -> Any:
+        """Return the gradient of the sinks."""
+        from ..cpu.launch.table_gradients import differentiate_sinks
+
+        d_lse = None if self.d_lse is None else convert(self.d_lse, output)
+        return differentiate_sinks(sinks, d_output, d_lse, output, convert(lse, output))
+
+
+def differentiate(
+    entries: dict[Any, BackwardCall],
+    given: BackwardInputs,
+    operands: Sequence[Any],
+    output: Any,
+    lse: Any,
+    sinks: Any,
+    seed: int,
+    threads: int | None,
+) -> BackwardResult | None:
+    """Repeat a bound backward pass; None if none was met with these layouts, or if it needs the full dispatch.
+
+    Parameters
+    ----------
+    operands : query, key and value
+    output, lse : those of the forward pass; lse is float64
+    sinks, seed, threads : those of the forward pass
+    """
+    arrays = (*operands, output, given.d_output, lse, *given.tables)
+    found = lookup.find_or_run(entries, given.structure, given.numbers, *arrays)
+    if found is None or found[0] is None:
+        return None
+    entry, results, _, *addresses = found
+    d_lse = given.d_lse
+    if entry.weights_sum is not None:
+        d_lse = _subtract_sum(entry.weights_sum, d_lse, given, arrays, addresses, sinks, threads)
+        if d_lse is None:
+            return None
+    if results is None:
+        fields = {} if d_lse is None else {"d_lse": numpy_address(d_lse)}
+        keep_alive = arrays, d_lse
+        status, results = entry.prepared.run(
+            addresses, given.tables, given.numbers, threads, operands[1], keep_alive, fields, seed
+        )
+        if status is None:
+            return None
+    call, dtype = entry.prepared.call, operands[0].dtype
+    gradients = call.combine(results[: len(SUMS)])
+    if gradients[0].dtype != dtype:
+        xp = namespace(gradients[0])
+        gradients = [xp.astype(gradient, dtype) for gradient in gradients]
+    return BackwardResult(gradients, d_lse, call, results[len(SUMS) :])
+
+
+def _subtract_sum(
+    prepared: PreparedCall,
+    d_lse: Any,
+    given: BackwardInputs,
+    arrays: Sequence[Any],
+    addresses: Sequence[int],
+    sinks: Any,
+    threads: int | None,
+) -> Any:
+    """Return d_lse minus the sum `BackwardCall.weights_sum`; None if the sum needs the full dispatch."""
+    own_sinks = None if sinks is None else prepared.call.convert_sinks(sinks)
+    fields = {} if own_sinks is None else {"sinks": numpy_address(own_sinks)}
+    used = *addresses[:NUM_OPERANDS], *addresses[len(READ) :]
+    keep_alive = arrays, own_sinks
+    status, (_, sums) = prepared.run(used, given.tables, given.numbers, threads, arrays[1], keep_alive, fields)
+    if status != 0:
+        return None
+    sums = to_numpy(sums).astype(np.float64)
+    return -sums if d_lse is None else d_lse - sums
+
+
+def keep(
+    entries: dict[Any, BackwardCall],
+    found: Gradients,
+    given: BackwardInputs | None,
+    formulas: Sequence[Expression | None],
+    operands: Sequence[Any],
+    output: Any,
+    lse: Any,
+    has_dropout: bool,
+) -> None:
+    """Store the bound call of a backward pass that went through the full dispatch, if it read these arrays.
+
+    Parameters
+    ----------
+    found : the gradients, with their bound call
+    given : what a repetition reads; None if it cannot be repeated
+    formulas : mask and score
+    """
+    from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as each call of a kernel does
+
+    call = found.bound_call
+    if call is None or given is None or len(entries) >= MAX_BACKWARD_CALLS:
+        return
+    inputs = KernelInputs.bind(call, given.tables, (*formulas, *found.bound_formulas))
+    read = lookup.read_arrays(*operands, output, given.d_output, lse, *given.tables)
+    if inputs is None or read is None or read[1:][: len(call.first_operands)] != call.first_operands:
+        return
+    make_empty, dtype = ADAPTERS[type(output)].make_empty, accumulator(dtype_name(output))
+    weights_sum = None
+    if given.needs_weights_sum:
+        own = KernelInputs.bind(found.bound_sum, given.tables, (*formulas, found.bound_formulas[0]))
+        if own is None:
+            return
+        rows = output.shape[:-1]
+        columns = make_empty((*rows, 1), output.dtype), make_empty(rows, dtype)
+        weights_sum = PreparedCall(found.bound_sum, own, OPERANDS, ("output",), columns, False)
+    makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
+    makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]
+    can_be_direct = not given.structure and not has_dropout  # else Python computes d_lse, or gives the seed
+    prepared = PreparedCall(call, inputs, READ, SUMS, makers, can_be_direct)
+    entries.setdefault((read[0], given.structure), BackwardCall(prepared, weights_sum))
+
+
+def arrays_to_save(see: Sequence[Statistic], results: Sequence[Any]) -> list[Any]:
+    """Return the arrays of the statistics that their gradients read; `results` are output, lse and all arrays."""
+    arrays = zip(see, split_arrays(see, results), strict=True)
+    return [array for statistic, own in arrays if statistic.backward_reads_arrays for array in own]
+
+
+def split_saved(see: Sequence[Statistic], saved: Sequence[Any]) -> list[Sequence[Any]]:
+    """Return each statistic's arrays, () if they are not saved; `saved` are output, lse and the `arrays_to_save`."""
+    arrays, start = [], 2
+    for statistic in see:
+        count = count_arrays(statistic) if statistic.backward_reads_arrays else 0
+        arrays.append(saved[start : start + count])
+        start += count
+    return arrays

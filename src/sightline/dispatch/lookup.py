@@ -1,0 +1,73 @@
+"""Where a repeated call is matched: the look-up of calls by the layouts of their arrays and their structure.
+
+    find_or_run(entries, structure, numbers, operand, ..., table, ...)
+        →  (entry, results, layouts, address of operand, ..., address of table, ...), or the only result
+
+`entries` has the calls that were met: the call cache for forward passes, or the backward passes of one cached call. The
+key of an entry is (layouts, structure). An entry has the attribute `prepared`, a `PreparedCall`. If that call is
+direct, generated code runs it and `results` is a tuple of its results; if it has only one result, this result alone is
+returned. Else `results` is None, and the caller runs the entry. The entry is None if the call was not met. Nothing but
+None is returned if only the full dispatch can read the arrays; see `arrays.layouts`.
+
+`find_in_python` looks up in Python, and runs no call. It is replaced by generated code when the first entry is found.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..arrays import layouts as array_layouts
+
+MAX_CACHED_CALLS = 256  # beyond this number, `store` drops the least recently used call
+
+
+def find_in_python(
+    entries: Mapping[Any, Any], structure: Any, numbers: tuple[float, ...], *arrays: Any
+) -> tuple[Any, ...] | None:
+    """Return (entry or None, None) and the result of `read_arrays`; None if only the full dispatch can read the arrays.
+
+    `numbers` are the numbers of the call's formulas, for generated code that runs the call.
+    """
+    found = array_layouts.read_arrays(*arrays)
+    return None if found is None else (entries.get((found[0], structure)), None, *found)
+
+
+find_or_run: Callable[..., Any] = find_in_python
+
+
+def read_arrays(*arrays: Any) -> tuple[Any, ...] | None:
+    """Return the layouts and addresses of the arrays; None if only the full dispatch can read them."""
+    return array_layouts.read_arrays(*arrays)
+
+
+def use_generated_functions() -> None:
+    """Read arrays and run direct calls in generated code from now on, where that is possible."""
+    from ..cpu.calls.python_functions import make_array_functions  # loads llvmlite, as each call of a kernel does
+
+    functions = make_array_functions(array_layouts.tensors())
+    if functions is not None:
+        use(*functions)
+
+
+def use(reader: Callable[..., Any], finder: Callable[..., Any]) -> None:
+    """Read arrays and look calls up by these functions."""
+    global find_or_run
+    array_layouts.read_arrays, find_or_run = reader, finder
+
+
+def serve_tensors(tensors: array_layouts.Tensors) -> None:
+    """Read tensors of torch from now on."""
+    array_layouts.serve_tensors(tensors)
+    use(array_layouts.read_in_python, find_in_python)
+
+
+def store(entries: OrderedDict[Any, Any], key: tuple[Any, ...], entry: Any) -> None:
+    """Store an entry, and drop the least recently used entries beyond `MAX_CACHED_CALLS`."""
+    entries[key] = entry  # each operation on the dict is atomic, so that no thread waits for a lock
+    while len(entries) > MAX_CACHED_CALLS:
+        try:
+            entries.popitem(last=False)
+        except KeyError:  # other threads have removed the last entries
+            break
