@@ -7,6 +7,7 @@ from typing import Any
 from .api.functions import attention, explain, tiles
 from .api.out_of_core import attention_from_disk
 from .api.tangent import attention_tangent
+from .api.vjp import attention_vjp
 from .cpu.runtime.thread_count import threads
 from .formula.expression import SYMBOLS, Expression, where
 from .formula.library import (
@@ -38,6 +39,7 @@ __all__ = [
     "attention",
     "attention_from_disk",
     "attention_tangent",
+    "attention_vjp",
     "b",
     "bias",
     "causal",

@@ -10,14 +10,17 @@ import numpy as np
 from ..arrays.operations import check_float_dtype, framework
 from ..dispatch.kernel_list import make_plan, push_forward
 from ..errors import DtypeError, ParameterError, ShapeError
-from ..formula.expression import SYMBOLS
+from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
 from ..problem.kernel import Tangents
 from ..problem.problem import Problem, make_problem
 from ..problem.validation import broadcast_inputs, check_choice, read_scale, read_score
 
 OPERANDS = ("query", "key", "value")
-TRANSFORMS = {"torch": "torch.func.jvp", "jax": "jax.jvp"}
+TRANSFORMS = {  # what differentiates arrays of other libraries
+    "attention_tangent": {"torch": "torch.func.jvp", "jax": "jax.jvp"},
+    "attention_vjp": {"torch": "loss.backward()", "jax": "jax.vjp"},
+}
 
 
 def attention_tangent(
@@ -78,10 +81,7 @@ def attention_tangent(
     array([[1., 1.],
            [1., 1.]])
     """
-    library = framework(query)
-    if library != "numpy":
-        cure = TRANSFORMS.get(library, "numpy.asarray(query)")
-        raise DtypeError(f"attention_tangent of a query of {library}", "NumPy arrays", cure)
+    check_numpy("attention_tangent", query)
     if not isinstance(tangents, Mapping):
         raise ParameterError(
             f"tangents is a {type(tangents).__name__}", "a mapping from inputs to tangents", '{"query": array}'
@@ -89,7 +89,7 @@ def attention_tangent(
     check_choice(kernel, threads)
     given = {name: _read_tangent(name, tangent) for name, tangent in tangents.items()}
     if "scale" in given:
-        score, scale, learned = _fold_scale(query, score, scale)
+        score, scale, learned = include_scale(query, read_score(score), scale)
         given[learned] = _check_tangent("scale", given.pop("scale"), ())[None]
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     problem = make_problem(query, key, value, **options)
@@ -101,11 +101,19 @@ def attention_tangent(
     return output, tangent
 
 
-def _fold_scale(query: Any, score: Any, scale: Any) -> tuple[Any, float, Table]:
+def check_numpy(name: str, query: Any) -> None:
+    """Raise DtypeError unless the query of the function with this name is a NumPy array."""
+    library = framework(query)
+    if library != "numpy":
+        cure = TRANSFORMS[name].get(library, "numpy.asarray(query)")
+        raise DtypeError(f"{name} of a query of {library}", "NumPy arrays", cure)
+
+
+def include_scale(query: Any, score: Expression | None, scale: Any) -> tuple[Expression, float, Table]:
     """Return the score that includes the scale, 1.0 as the scale, and the table with the scale."""
     own = Table(np.asarray([read_scale(scale, query)]))
-    formula, scaled = read_score(score), SYMBOLS["s"] * own[0]
-    return scaled if formula is None else formula.with_scores(scaled), 1.0, own
+    scaled = SYMBOLS["s"] * own[0]
+    return scaled if score is None else score.with_scores(scaled), 1.0, own
 
 
 def _read_tangents(problem: Problem, given: dict[Any, Any], inputs: Mapping[str, Any]) -> Tangents:

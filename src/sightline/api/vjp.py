@@ -1,0 +1,410 @@
+"""The public function `attention_vjp`: attention on NumPy arrays, and the function that computes its gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from ..arrays.operations import check_float_dtype, checksum, to_numpy
+from ..dispatch import backward_calls, call_cache
+from ..dispatch.backward_calls import BackwardCall, BackwardInputs, arrays_to_save, read_inputs
+from ..dispatch.call_cache import CachedCall, CallResult
+from ..dispatch.call_request import Request, describe
+from ..dispatch.call_text import count_arrays, flatten_result, split_arrays
+from ..dispatch.kernel_list import differentiate, make_plan, solve, to_caller_layout
+from ..errors import ChangedTableError, ParameterError, ShapeError
+from ..formula.expression import Expression
+from ..formula.tables import Table
+from ..problem.problem import Problem, make_problem
+from ..problem.validation import check_choice, read_score, split_names
+from ..statistics import Lse, Statistic, StatisticBase, arrays_of, unwrap_mean
+from .tangent import OPERANDS, check_numpy, include_scale
+
+MAX_COMPARED_BYTES, NUM_SAMPLES = 4096, 64
+
+Input = str | Table
+Vjp = Callable[..., dict[Input, Any]]
+
+
+def attention_vjp(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    wrt: Sequence[str | Table] = OPERANDS,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    see: Statistic | Sequence[Statistic] | dict[str, Statistic] | None = None,
+    kernel: str | None = None,
+    threads: int | None = None,
+) -> tuple[Any, Any, Vjp]:
+    """Return (output, seen, vjp): attention on NumPy arrays, and the function that computes its gradients.
+
+    `vjp` is the vector-Jacobian product, or backward pass. With P = softmax(S), S the final scores, dO the gradient of
+    the output and δ = rowsum(dO ∘ O), the gradients are
+
+        dV = Pᵀ dO,    dS = P ∘ (dO Vᵀ − δ),    dQ = scale · dS K,    dK = scale · dSᵀ Q.
+
+    The memory is O(n). Tensors of torch and arrays of JAX have gradients by `backward` and `jax.grad`.
+
+    Parameters
+    ----------
+    query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads
+        As in `attention`; query, key and value are NumPy arrays.
+    wrt : sequence of inputs, default ("query", "key", "value")
+        With respect to which inputs `vjp` differentiates: names among "query", "key", "value", "sinks" and "scale", and
+        `Table`s of floats that the score reads.
+
+    Returns
+    -------
+    output : (..., H, n, d_v)
+    seen : tuple, or dict if `see` is a dict
+        The result of each statistic; () without `see`.
+    vjp : function (d_output=None, d_seen=None) → dict
+        `d_output` has the shape of the output. `d_seen` is a sequence, or a dict with the names of `see`: for each
+        statistic the gradient of its result, or of the first array of its result. None stands for a gradient of 0. The
+        result maps each input of `wrt` to its gradient, which has the input's shape and dtype; that of "scale" is a
+        float. The function may be called more than once. It reads the arrays of the call and the output, so they must
+        not change in between.
+
+    Raises
+    ------
+    ParameterError
+        `wrt` names an unknown input, an input that is not given, or a table that the score does not read; or, by `vjp`,
+        a statistic that has no gradient has one.
+    ShapeError, DtypeError
+        A gradient has not the shape of its result, or no floats; or query is no NumPy array.
+    ChangedTableError
+        `vjp` was called after an array of the call had changed. Of large queries, keys, values and outputs, a few
+        entries are compared, so a change of other entries is not found.
+    SightlineError
+        The errors of `attention`.
+
+    References
+    ----------
+    Dao et al., "FlashAttention", 2022, appendix B.2 (the gradients with O(n) memory). Griewank and Walther, "Evaluating
+    Derivatives", 2008, chapter 3 (reverse mode).
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x = np.eye(2)
+    >>> output, seen, vjp = sightline.attention_vjp(x, x, x, see=[sightline.entropy()])
+    >>> vjp(np.ones((2, 2)))["value"].round(2)  # the columns of the weights sum to 1 here
+    array([[1., 1.],
+           [1., 1.]])
+    >>> vjp(d_seen=[np.ones(2)])["query"].round(2)  # the gradient of the sum of the entropies
+    array([[-0.11,  0.11],
+           [ 0.11, -0.11]])
+    """
+    check_numpy("attention_vjp", query)
+    check_choice(kernel, threads)
+    names, statistics = split_names(see)
+    statistics = [statistics] if isinstance(statistics, StatisticBase) else list(statistics or ())
+    formula, scale_table = read_score(score), None
+    if any(isinstance(name, str) and name == "scale" for name in wrt):
+        formula, scale, scale_table = include_scale(query, formula, scale)
+    tables = _read_wrt(wrt, {"query": query, "key": key, "value": value, "sinks": sinks}, formula, scale_table)
+    options = {"mask": mask, "score": formula, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
+    call = _Call((query, key, value), options, statistics, [*tables.values()], kernel, threads)
+    operands, others = (query, key, value, call.output), [sinks, *call.read_tables()]
+    versions = [*map(_sample, operands), *map(_version, others)]
+
+    def vjp(d_output: Any = None, d_seen: Any = None) -> dict[Input, Any]:
+        if [*map(_sample, operands), *map(_version, others)] != versions:
+            raise ChangedTableError(
+                "an array of the call, or its output, was changed in place before vjp was called",
+                "arrays with the entries of the call",
+                "copy the array before the call, or change it after vjp",
+            )
+        gradients = _read_gradients(d_seen, names, call.statistics, call.seen)
+        found = call.differentiate(_read_gradient("output", d_output, call.output), gradients)
+        own = {name: found[id(tables[name]) if name in tables else name] for name in wrt}
+        return own | ({"scale": float(own["scale"][0])} if "scale" in own else {})
+
+    return call.output, tuple(call.seen) if names is None else dict(zip(names, call.seen, strict=True)), vjp
+
+
+class _Forward(NamedTuple):
+    """What a cached call computed, and the request for the call."""
+
+    entry: _CachedVjp
+    request: Request
+    result: CallResult
+
+
+@dataclass
+class _CachedVjp(CachedCall):
+    """A cached call with its bound backward passes.
+
+    shapes : a problem with the shapes of the call, without arrays
+    slots : the index in `Problem.tables` of each table of `wrt`, in the order of `wrt`
+    """
+
+    keeps_lse: ClassVar[bool] = True
+    backward: dict[Any, BackwardCall] = field(init=False, default_factory=dict)
+    shapes: Problem | None = field(init=False, default=None)
+    slots: tuple[int, ...] = field(init=False, default=())
+
+    def join(self, request: Request, query: Any, key: Any, value: Any, result: CallResult) -> Any:
+        return _Forward(self, request, result)
+
+
+class _Call:
+    """One call: its arguments, the results of its forward pass, and its backward pass.
+
+    Attributes
+    ----------
+    output, seen : as in `attention`
+    forward : what the call cache computed; None if the call went through the full dispatch
+    problem, results : the problem, and its results in the order of `flatten_result`, if a pass had the full dispatch
+    """
+
+    def __init__(
+        self,
+        operands: tuple[Any, Any, Any],
+        options: dict[str, Any],
+        statistics: list[Statistic],
+        tables: list[Table],
+        kernel: str | None,
+        threads: int | None,
+    ) -> None:
+        self.operands, self.options, self.statistics, self.tables = operands, options, statistics, tables
+        self.kernel, self.threads = kernel, threads
+        self.forward: _Forward | None = None
+        self.problem: Problem | None = None
+        found, request = self.look_up()
+        if found is not None:
+            self.forward, self.output = found, found.result.output
+            self.seen = found.entry.build_seen(found.result)
+            return
+        if request is not None:
+            mask, score, *_ = formulas = request.formulas()
+            self.options |= {"mask": mask, "score": score}
+        self.problem = problem = make_problem(*operands, **self.options, see=statistics)
+        result = solve(problem, kernel, threads)
+        self.output, self.seen = to_caller_layout(problem, result)
+        self.results = flatten_result(problem.see, result)
+        if request is not None:
+            call_cache.insert(request, formulas, operands, problem, result, kind=_CachedVjp)
+
+    def look_up(self) -> tuple[_Forward | None, Request | None]:
+        """Return the answer of the call cache, and the request if there is none."""
+        query, key, value = self.operands
+        options, shapes = self.options, [getattr(x, "shape", ())[:-3] for x in self.operands]
+        if min(map(np.ndim, self.operands)) < 4 or shapes[0] != shapes[1] or shapes[0] != shapes[2]:
+            return None, None
+        rest = {"see": self.statistics or None, "kernel": self.kernel, "threads": self.threads}
+        description = describe(query, **options, **rest)
+        if description is None:
+            return None, None
+        score_tables = () if description.score is None else description.score.tables
+        places = tuple([[x.origin for x in score_tables].index(table.origin) for table in self.tables])
+        first, *others = description.structure
+        description = description._replace(structure=((*first, "vjp", places), *others))
+        sinks, seed = options["sinks"], options["seed"]
+        return call_cache.answer(description, query, key, value, sinks, seed, self.threads)
+
+    def read_tables(self) -> list[Any]:
+        """Return the arrays that the formulas read."""
+        if self.forward is not None:
+            return list(self.forward.request.tables)
+        assert self.problem is not None
+        return [table.array for table in self.problem.tables]
+
+    def differentiate(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any]:
+        """Return the gradients of query, key, value and sinks by name, and those of tables by the table's id."""
+        return self.repeat(d_output, d_seen) or self.dispatch(d_output, d_seen)
+
+    def repeat(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any] | None:
+        """Return the gradients by a bound backward pass; None if there is none."""
+        given = self.read_inputs(d_output, d_seen)
+        if self.forward is None or given is None:
+            return None
+        entry, request, result = self.forward
+        found = backward_calls.differentiate(
+            entry.backward,
+            given,
+            self.operands,
+            result.output,
+            result.lse,
+            request.sinks,
+            result.seed,
+            self.threads,
+        )
+        if found is None:
+            return None
+        arrays = {slot: table.array for slot, table in zip(entry.slots, self.tables, strict=True)}
+        tables = found.differentiate_tables(arrays)
+        named: dict[Any, Any] = dict(zip(OPERANDS, found.operands, strict=True))
+        for slot, table in zip(entry.slots, self.tables, strict=True):
+            named[id(table)] = _sum_to(tables[slot], table.array)
+        if request.sinks is not None:
+            sinks = to_numpy(request.sinks)
+            named["sinks"] = found.differentiate_sinks(sinks, given.d_output, result.output, result.lse)
+        return named
+
+    def read_inputs(self, d_output: Any, d_seen: list[Any]) -> BackwardInputs | None:
+        """Return what a bound backward pass reads; None if none can serve this call."""
+        if self.forward is None or self.forward.result.is_lse_imprecise:
+            return None
+        entry, request, result = self.forward
+        if entry.shapes is None:
+            return None
+        d_lse, arrays, results = None, iter(result.arrays), [d_output]
+        for cached, d in zip(entry.statistics, d_seen, strict=True):
+            count = count_arrays(cached.statistic)
+            own: Any = next(arrays, None) if count else result.lse
+            for _ in range(count - 1):
+                next(arrays)
+            if d is not None and cached.mean_axes is not None:
+                d = _spread(d, cached.mean_axes, own.shape)
+            if count:
+                results += [d, *[None] * (count - 1)]
+            elif d is not None:
+                d_lse = d if d_lse is None else d_lse + d
+        see = [unwrap_mean(statistic) for statistic in request.see]
+        computed = [result.output, result.lse, *result.arrays]
+        saved = [result.output, result.lse, *arrays_to_save(see, computed)]
+        gradients = [d_output, d_lse, *results[1:]]
+        return read_inputs(request, entry.shapes, gradients, self.operands, result.lse, saved)
+
+    def dispatch(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any]:
+        """Return the gradients by the full dispatch. A bound backward pass is kept for later calls."""
+        formulas: tuple[Expression | None, ...] = ()
+        if self.forward is not None:
+            formulas = mask, score, *_ = self.forward.request.formulas()
+            self.options |= {"mask": mask, "score": score}
+            result = self.forward.result
+            has_means = any(cached.mean_axes is not None for cached in self.forward.entry.statistics)
+            self.results = [result.output, result.lse, *(() if has_means else result.arrays)]
+        if self.problem is None:
+            self.problem = make_problem(*self.operands, **self.options, see=self.statistics)
+        problem, squeezed = self.problem, self.problem.heads_squeezed
+        if squeezed:
+            d_seen = [_add_head_axis(d, x, problem) for d, x in zip(d_seen, self.statistics, strict=True)]
+        d_lse = None
+        for statistic, d in zip(self.statistics, d_seen, strict=True):
+            if isinstance(statistic, Lse) and d is not None:
+                d_lse = d if d_lse is None else d_lse + d
+        others = tuple([None if isinstance(x, Lse) else d for d, x in zip(d_seen, self.statistics, strict=True)])
+        output, lse = self.results[:2]
+        own = np.zeros_like(output) if d_output is None else d_output[..., None, :, :] if squeezed else d_output
+        slot_of = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
+        slots = tuple([slot_of[table.origin] for table in self.tables])
+        plan = make_plan(problem, self.kernel)
+        arrays = split_arrays(self.statistics, self.results)
+        found = differentiate(problem, plan, own, d_lse, others, (output, lse), slots, self.threads, arrays)
+        if self.forward is not None:
+            entry = self.forward.entry
+            entry.slots, entry.shapes = slots, replace(problem, query=None, key=None, value=None, mask=None, score=None)
+            given, has_dropout = self.read_inputs(d_output, d_seen), problem.dropout > 0
+            backward_calls.keep(entry.backward, found, given, formulas[:2], self.operands, output, lse, has_dropout)
+        gradients = zip(OPERANDS, (found.query, found.key, found.value), self.operands, strict=True)
+        named: dict[Any, Any] = {name: _sum_to(problem.squeeze_heads(d, 2), array) for name, d, array in gradients}
+        for slot, table in zip(slots, self.tables, strict=True):
+            named[id(table)] = _sum_to(found.tables[slot], table.array)
+        return named | {"sinks": found.sinks}
+
+
+def _read_wrt(
+    wrt: Any, given: Mapping[str, Any], score: Expression | None, scale_table: Table | None
+) -> dict[Input, Table]:
+    """Return the tables among the inputs of `wrt`, or raise ParameterError if an input has no gradient."""
+    origins = [] if score is None else [table.origin for table in score.tables if table.kind == "float"]
+    tables: dict[Input, Table] = {}
+    for name in wrt:
+        if isinstance(name, Table) and name.origin in origins:
+            tables[name] = name
+        elif isinstance(name, str) and name == "scale" and scale_table is not None:
+            tables[name] = scale_table
+        elif not isinstance(name, str) or given.get(name) is None:
+            raise ParameterError(
+                f"wrt has {name!r}",
+                '"query", "key", "value", "scale", given "sinks", or a table of floats (up to four axes) of the score',
+                'wrt=("query", "key", "value"); masks have no gradients',
+            )
+    return tables
+
+
+def _read_gradients(d_seen: Any, names: Sequence[str] | None, see: Sequence[Statistic], seen: Any) -> list[Any]:
+    """Return the gradient of each statistic's first array; None for 0."""
+    if d_seen is None:
+        return [None] * len(see)
+    if isinstance(d_seen, Mapping):
+        unknown = [name for name in d_seen if names is None or name not in names]
+        allowed = "a sequence" if names is None else f"the names {list(names)}"
+        if unknown:
+            raise ParameterError(f"d_seen names {unknown}", f"{allowed}, as in `see`", "the gradients of known results")
+        d_seen = [d_seen.get(name) for name in names or ()]
+    if len(d_seen) != len(see):
+        raise ParameterError(f"{len(d_seen)} gradients in d_seen", f"{len(see)}, one for each statistic", "None for 0")
+    found = []
+    for statistic, d, result in zip(see, d_seen, seen, strict=True):
+        if d is not None and not statistic.is_differentiable:
+            raise ParameterError(f"a gradient of {statistic}", "statistics with gradients", "None in its place")
+        found.append(_read_gradient(repr(statistic), d, arrays_of(result)[0]))
+    return found
+
+
+def _read_gradient(name: str, gradient: Any, result: Any) -> Any:
+    """Return the gradient of a result as an array of its dtype, or raise the error of a wrong shape or dtype."""
+    if gradient is None:
+        return None
+    array = np.asarray(gradient)
+    check_float_dtype(f"the gradient of {name}", array)
+    if array.shape != result.shape:
+        raise ShapeError(
+            f"a gradient of {name} of shape {array.shape}",
+            f"the shape of the result, {result.shape}",
+            "numpy.broadcast_to(gradient, result.shape)",
+        )
+    return np.ascontiguousarray(array, result.dtype)
+
+
+def _version(array: Any) -> Any:
+    """Return a value that changes if the array is written to."""
+    return None if array is None else checksum(to_numpy(array))
+
+
+def _sample(array: Any) -> bytes:
+    """Return the entries of a small array, and a few of a large one: reading all would cost as much as a short call."""
+    found = array if array.nbytes <= MAX_COMPARED_BYTES else array[_places(array.shape)]
+    return bytes(found.tobytes())
+
+
+@lru_cache(64)
+def _places(shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return the indices of `NUM_SAMPLES` entries of an array, from the first to the last."""
+    size = math.prod(shape)
+    return np.unravel_index(np.linspace(0, size - 1, min(NUM_SAMPLES, size)).astype(np.int64), shape)
+
+
+def _add_head_axis(gradient: Any, statistic: Statistic, problem: Problem) -> Any:
+    """Return the gradient of a statistic of arrays without a head axis, with that axis."""
+    axis = statistic.head_axis(len(problem.batch_shape))
+    return gradient if gradient is None or axis is None else np.expand_dims(gradient, axis)
+
+
+def _spread(gradient: Any, axes: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """Return the gradient of an array of this shape from that of its mean over the axes."""
+    count = np.prod([shape[axis] for axis in axes])
+    return np.broadcast_to(np.expand_dims(gradient, axes), shape) / count
+
+
+def _sum_to(gradient: Any, array: Any) -> Any:
+    """Return the gradient of an array that was broadcast to the gradient's shape."""
+    lead = gradient.ndim - array.ndim
+    total = gradient.sum(tuple(range(lead))) if lead else gradient
+    axes = tuple([axis for axis, length in enumerate(array.shape) if length == 1 and total.shape[axis] != 1])
+    total = total.sum(axes, keepdims=True) if axes else total
+    return total.astype(array.dtype, copy=False).reshape(array.shape)

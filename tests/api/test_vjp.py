@@ -1,0 +1,177 @@
+"""Gradients of NumPy arrays: `attention_vjp` beside torch's gradients of the same call, and errors at the door."""
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from sightline import h, i, j, s, table
+from sightline.dispatch import call_cache
+from sightline.errors import ChangedTableError, DtypeError, ParameterError, ShapeError
+
+REPEATS = 9  # calls until a call is direct, and one more
+B, H, G, N, M, D = 2, 4, 2, 9, 13, 8
+
+
+@pytest.fixture(autouse=True)
+def clear_cache():
+    call_cache.bound_calls().clear()
+    call_cache.call_families().clear()
+
+
+def draw(rng, dtype=np.float64, shape=None):
+    shapes = shape or ((B, H, N, D), (B, G, M, D), (B, G, M, D))
+    return [rng.normal(size=one).astype(dtype) for one in shapes]
+
+
+CALLS = {  # options, given a function that makes the tables: NumPy's arrays or tensors that require gradients
+    "plain": lambda rng, wrap: {},
+    "causal": lambda rng, wrap: {"mask": i >= j},
+    "padding": lambda rng, wrap: {"mask": j < table(rng.integers(1, M, B))[sightline.b]},
+    "numbers": lambda rng, wrap: {"mask": i + int(rng.integers(0, 9)) >= j, "score": s * float(rng.random() + 1)},
+    "a learned table": lambda rng, wrap: {"score": s + table(wrap(rng.normal(size=H)))[h] * (i - j)},
+    "a learned bias": lambda rng, wrap: {"score": s + table(wrap(rng.normal(size=(N, M))))[i, j], "mask": i >= j},
+    "two tables": lambda rng, wrap: {
+        "score": s * table(wrap(rng.normal(size=M)))[j] + table(wrap(rng.normal(size=N)))[i]
+    },
+    "sinks": lambda rng, wrap: {"sinks": wrap(rng.normal(size=H))},
+    "dropout": lambda rng, wrap: {"dropout": 0.3, "seed": int(rng.integers(0, 1000))},
+    "scale": lambda rng, wrap: {"scale": 0.2, "mask": i >= j},
+}
+SEEN = {
+    "nothing": [],
+    "entropy and lse": [sightline.entropy(), sightline.lse()],
+    "mass": [sightline.mass(i - j < 3), sightline.max_score()],
+    "means": [sightline.entropy().mean("heads"), sightline.lse().mean("batch")],
+    "received": [sightline.received(), sightline.pooled(3, 3), sightline.top_k(2)],
+}
+
+
+def tables_of(options):
+    score = options.get("score")
+    return [] if score is None else [x for x in score.tables if x.kind == "float"]
+
+
+def first_array(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+def expect(operands, options, see, gradients):
+    """The output and the gradients of `wrt` by torch, which runs the same kernels."""
+    tensors = [torch.from_numpy(x).requires_grad_() for x in operands]
+    answer = sightline.attention(*tensors, **options, see=see)
+    results = [answer[0], *[first_array(x) for x in answer[1]]]
+    inputs = [*tensors, *[x.array for x in tables_of(options)]]
+    inputs += [options[name] for name in ("sinks", "scale") if isinstance(options.get(name), torch.Tensor)]
+    total = sum((x * torch.from_numpy(d)).sum() for x, d in zip(results, gradients, strict=True) if d is not None)
+    return results[0].detach().numpy(), [x.numpy() for x in torch.autograd.grad(total, inputs)]
+
+
+def check(seed, kind, see, dtype=np.float64, shape=None):
+    rng, other = np.random.default_rng(seed), np.random.default_rng(seed)
+    operands = draw(rng, dtype, shape)
+    assert all(map(np.array_equal, operands, draw(other, dtype, shape)))
+    options = CALLS[kind](rng, np.asarray)
+    of_torch = CALLS[kind](other, lambda x: torch.from_numpy(x).requires_grad_())
+    if "scale" in options:
+        of_torch["scale"] = torch.tensor(options["scale"], dtype=torch.float64, requires_grad=True)
+    wrt = ["query", "key", "value", *tables_of(options), *[name for name in ("sinks", "scale") if name in options]]
+    output, seen, vjp = sightline.attention_vjp(*operands, **options, see=see, wrt=wrt)
+    results = [output, *map(first_array, seen)]
+    gradients = [rng.normal(size=x.shape).astype(x.dtype) for x in results]
+    for place, statistic in enumerate(see, 1):
+        if not statistic.is_differentiable:
+            gradients[place] = None
+    right_output, expected = expect(operands, of_torch, see, gradients)
+    assert np.array_equal(output, right_output)
+    found = vjp(gradients[0], gradients[1:])
+    for name, right in zip(wrt, expected, strict=True):
+        own = np.asarray(found[name])
+        assert own.shape == right.shape
+        adds_in_another_order = (isinstance(name, str) and name == "sinks") or see is SEEN["means"]
+        if adds_in_another_order:
+            torch.testing.assert_close(torch.from_numpy(own), torch.from_numpy(right))
+        else:
+            assert np.array_equal(own, right), f"other bits of {name} of {kind}"
+    again = vjp(gradients[0], gradients[1:])
+    assert all(np.array_equal(found[name], again[name]) for name in wrt)
+    for name, array in zip(("query", "key", "value"), operands, strict=True):
+        assert found[name].dtype == array.dtype
+
+
+@pytest.mark.parametrize("see", SEEN)
+@pytest.mark.parametrize("kind", CALLS)
+def test_first_and_repeated_calls_have_the_gradients_of_torch(kind, see):
+    for seed in range(REPEATS):
+        check(seed, kind, SEEN[see])
+
+
+@pytest.mark.parametrize("shape", [((N, D), (M, D), (M, 5)), ((3, N, D), (3, M, D), (3, M, D))], ids=str)
+def test_arrays_without_heads(shape):
+    for see in ([], [sightline.entropy(), sightline.received(), sightline.lse()]):
+        check(1, "causal", see, shape=shape)
+
+
+def test_arrays_that_broadcast():
+    check(1, "causal", [sightline.entropy()], shape=((B, H, N, D), (1, G, M, D), (B, G, M, D)))
+
+
+def test_a_repeated_call_makes_no_plan(rng, monkeypatch):
+    options = {"mask": i >= j, "see": [sightline.entropy()]}
+    for _ in range(3):
+        *_, vjp = sightline.attention_vjp(*draw(rng), **options)
+        vjp(np.ones((B, H, N, D)), [np.ones((B, H, N))])
+    monkeypatch.setattr("sightline.api.vjp.make_plan", lambda *_: pytest.fail("a plan was made"))
+    monkeypatch.setattr("sightline.api.vjp.solve", lambda *_: pytest.fail("a problem was solved"))
+    *_, vjp = sightline.attention_vjp(*draw(rng), **options)
+    vjp(np.ones((B, H, N, D)), [np.ones((B, H, N))])
+
+
+def test_results_by_name(rng):
+    q, k, v = draw(rng)
+    output, seen, vjp = sightline.attention_vjp(q, k, v, see={"spread": sightline.entropy(), "sums": sightline.lse()})
+    assert list(seen) == ["spread", "sums"]
+    assert output.shape == q.shape
+    found, expected = vjp(d_seen={"sums": np.ones((B, H, N))}), vjp(d_seen=[None, np.ones((B, H, N))])
+    assert all(np.array_equal(found[name], expected[name]) for name in ("query", "key", "value"))
+    assert not found["value"].any()
+
+
+def test_gradients_of_nothing_are_zeros(rng):
+    *_, vjp = sightline.attention_vjp(*draw(rng))
+    assert not any(x.any() for x in vjp().values())
+
+
+@pytest.mark.parametrize("place", ["query", "value", "table", "output"])
+def test_an_array_that_changes_before_the_backward_pass(rng, place):
+    arrays = dict(zip(("query", "key", "value"), draw(rng), strict=True)) | {"table": rng.normal(size=H)}
+    for _ in range(3):
+        output, _, vjp = sightline.attention_vjp(
+            arrays["query"], arrays["key"], arrays["value"], score=s + table(arrays["table"])[h] * j
+        )
+        (arrays | {"output": output})[place][..., 0] += 1
+        with pytest.raises(ChangedTableError):
+            vjp(np.ones_like(output))
+
+
+X = np.ones((1, 2, 3, 4))
+ERRORS = {  # arguments, those of vjp, and the error
+    "a tensor": (lambda: sightline.attention_vjp(*[torch.ones(1, 1, 2, 2)] * 3), DtypeError),
+    "an unknown input": (lambda: sightline.attention_vjp(X, X, X, wrt=["keys"]), ParameterError),
+    "sinks that are not given": (lambda: sightline.attention_vjp(X, X, X, wrt=["sinks"]), ParameterError),
+    "a table that is not read": (lambda: sightline.attention_vjp(X, X, X, wrt=[table(X)]), ParameterError),
+    "a wrong shape": (lambda: sightline.attention_vjp(X, X, X)[2](np.ones((2, 3, 4))), ShapeError),
+    "whole numbers": (lambda: sightline.attention_vjp(X, X, X)[2](np.ones(X.shape, int)), DtypeError),
+    "too many gradients": (lambda: sightline.attention_vjp(X, X, X)[2](d_seen=[X]), ParameterError),
+    "an unknown name": (
+        lambda: sightline.attention_vjp(X, X, X, see={"a": sightline.lse()})[2](d_seen={"b": X}),
+        ParameterError,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    call, error = ERRORS[case]
+    with pytest.raises(error):
+        call()
