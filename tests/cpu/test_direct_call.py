@@ -21,8 +21,7 @@ from sightline.errors import SightlineError
 from sightline.testing import with_guards
 from strategies import to_torch
 
-# dropout and sinks need words that Python computes, and statistics of a weights pass need a second kernel
-PYTHON_KINDS = ("dropout", "sinks", "everything", "statistics of a weights pass", "means of a weights pass")
+PYTHON_KINDS = ("dropout", "sinks", "everything")  # dropout and sinks need words that Python computes
 CONVERTED_KINDS = ("padding of another dtype", "table of floats in half")  # the kernel reads a copy of the table
 DIRECT_KINDS = [kind for kind in KINDS if kind not in (*PYTHON_KINDS, *CONVERTED_KINDS)]
 
