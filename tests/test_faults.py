@@ -206,7 +206,9 @@ WEIGHTS_PASS = {
         weights_by_query, "builder.where(passes, key_above, ", "builder.where(passes, j, "
     ),
     "missed tail of keys": Fault(
-        weights_tiles, "builder.loop(vector_stop, stop) as key:", "builder.loop(vector_stop, vector_stop) as key:"
+        weights_tiles,
+        "builder.loop(vector_stop, self.num_keys) as key:",
+        "builder.loop(vector_stop, vector_stop) as key:",
     ),
 }
 

@@ -22,7 +22,6 @@ from sightline import alibi, causal, documents, h, i, j, lse, padding, s, softca
 from sightline.cpu import Cpu
 from sightline.cpu.codegen.builder import Builder
 from sightline.cpu.codegen.values import DOUBLE, POINTER, Value
-from sightline.cpu.launch.weights_pass import pooled, received, top_k, weights
 from sightline.cpu.runtime import compile
 from sightline.cpu.runtime.compile import optimised
 from sightline.cpu.runtime.machine import (
@@ -40,7 +39,7 @@ from sightline.errors import ParameterError
 from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import DTYPES, cases
-from weights_pass_checks import check_everything
+from weights_pass_checks import check_everything, pooled, received, top_k, weights
 
 SERVED = [dtype for dtype in DTYPES if serves(Cpu(), dtype)]
 EXAMPLES = {True: 8, False: 16}  # problems for an emulated machine and for a real one, over all dtypes

@@ -25,11 +25,10 @@ from repeated_calls import MEMORY, Repetition
 from sightline import b, h, i, j, s, table
 from sightline.cpu import Cpu
 from sightline.cpu.launch import backward as launch_backward
-from sightline.cpu.launch import weights_pass as launch_weights_pass
 from sightline.cpu.runtime.compile import bound_calls, call_families
 from sightline.problem.problem import make_problem
 from sightline.statistics import Pooled, Received, TopK
-from weights_pass_checks import compute_together
+from weights_pass_checks import compute_together, pooled, received, top_k, weights
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 NONE, BOTH, PRIVATE = 0, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -104,10 +103,10 @@ def statistic(rng, problem, lse):
     how = ["mean", "max"][rng.integers(2)]
     together = Received(how), Pooled(int(rng.integers(1, n + 1)), int(rng.integers(1, m + 1)), how), TopK(5)
     return [
-        lambda: launch_weights_pass.received(problem, lse, how, 2),
-        lambda: launch_weights_pass.pooled(problem, lse, int(rows), int(columns), how, ((i0, n), (j0, m)), 2),
-        lambda: launch_weights_pass.top_k(problem, lse, int(rng.integers(1, 12)), 2),
-        lambda: launch_weights_pass.weights(problem, lse, slice(i0, n), slice(j0, m), 2),
+        lambda: received(problem, lse, how, 2),
+        lambda: pooled(problem, lse, int(rows), int(columns), how, ((i0, n), (j0, m)), 2),
+        lambda: top_k(problem, lse, int(rng.integers(1, 12)), 2),
+        lambda: weights(problem, lse, 2),
         lambda: compute_together(problem, lse, [together[k] for k in rng.permutation(3)[: rng.integers(2, 4)]]),
     ][rng.integers(5)]()
 

@@ -1,9 +1,8 @@
 """The calls of the weights pass: statistics of weights, whose items of work follow from the problem alone.
 
-The functions `received`, `pooled`, `top_k` and `weights` take lse (..., H, n), float64 in nats, of the forward pass.
-They return None if `has_nonfinite` is true: if an lse, and therefore a score, is NaN or +∞, or if an lse is so large
-that the weights would not sum to 1. The kernel `Streaming` must then compute the statistic. `bind_passes` returns the
-same computation as `BoundPass` objects, which repeat it for other arrays. One pass serves several statistics.
+`bind_passes` returns the passes of statistics, and `run_first` runs one for the problem that it was made for. One pass
+serves several statistics. A pass takes lse (..., H, n), float64 in nats, of the forward pass. If `has_nonfinite` is
+true of lse, the kernel `Streaming` must compute the statistics.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -159,7 +158,7 @@ def _bind(problem: Problem, statistics: Sequence[Statistic], indices: tuple[int,
     """Return the bound weights pass of statistics that can share one."""
     first = statistics[0]
     if isinstance(first, Weights):
-        return _bind_weights(problem, (0, problem.n), (0, problem.m), indices, processor)
+        return _bind_weights(problem, indices, processor)
     k = max(min(x.k, problem.m) if isinstance(x, TopK) else 0 for x in statistics)
     roles = tuple([x.name + ("_max" if getattr(x, "how", "") == "max" else "") for x in statistics])
     arguments, spec = _prepare("statistics", problem, processor, roles=roles, k=k)
@@ -272,43 +271,10 @@ def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> 
     return bound_pass.finish(arrays)
 
 
-def run_alone(
-    problem: Problem, lse: Any, statistic: Statistic, threads: int | None, processor: Processor
-) -> list[Any] | None:
-    """Return the arrays of one statistic by a pass of its own; None if `has_nonfinite` is true."""
-    if has_nonfinite(problem, lse):
-        return None
-    found = run_first(problem, lse, _bind(problem, [statistic], (0,), processor), threads)
-    return None if found is None else found[0]
-
-
 def has_nonfinite(problem: Problem, lse: Any) -> bool:
     """True if an lse is NaN or +∞, or so large that the weights e^(S − lse) would not sum to 1."""
     magnitudes = np.abs(np.where(to_numpy(lse) == -np.inf, 0.0, to_numpy(lse)))
     return not bool(np.max(magnitudes, initial=0.0) <= MAX_LSE[problem.accumulator])
-
-
-def received(
-    problem: Problem,
-    lse: Any,
-    how: Literal["sum", "mean", "max"] = "sum",
-    threads: int | None = None,
-    processor: Processor = HOST,
-) -> Any:
-    """Return the weight each key receives from the queries: the sum, mean or maximum over i of P_ij.
-
-    Parameters
-    ----------
-    how : "sum", "mean" or "max"
-
-    Returns
-    -------
-    (..., H, m) in the accumulator's dtype; None if `has_nonfinite` is true: streaming must compute the result
-    """
-    if 0 in problem.extent and not has_nonfinite(problem, lse):
-        return zeros((*problem.batch_shape, problem.H, problem.m), problem.accumulator, problem.query)
-    found = run_alone(problem, lse, Received(how), threads, processor)
-    return None if found is None else found[0]
 
 
 def _received_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
@@ -324,36 +290,6 @@ def _received_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
 
     shape = 2, grid.num_ranges, *problem.batch_shape, problem.H, round_up(m, KEY_BLOCK)
     return StatisticArrays(((shape, problem.accumulator, False),), finish)
-
-
-def pooled(
-    problem: Problem,
-    lse: Any,
-    rows: int,
-    columns: int,
-    how: Literal["mean", "max"] = "mean",
-    within: tuple[Range, Range] | None = None,
-    threads: int | None = None,
-    processor: Processor = HOST,
-) -> Any:
-    """Return the exact mean or maximum of P over the cells of a grid on a rectangle of queries and keys.
-
-    Cell (r, c) contains the queries [⌊r N / rows⌋, ⌊(r + 1) N / rows⌋) of the rectangle's N, and keys likewise.
-
-    Parameters
-    ----------
-    rows, columns : at most the rectangle's lengths
-    how : "mean" or "max"
-    within : the rectangle ((i0, i1), (j0, j1)), default all queries and keys
-
-    Returns
-    -------
-    (..., H, rows, columns) in the accumulator's dtype; None if `has_nonfinite` is true
-    """
-    if 0 in (*problem.extent, rows, columns) and not has_nonfinite(problem, lse):
-        return zeros((*problem.batch_shape, problem.H, rows, columns), problem.accumulator, problem.query)
-    found = run_alone(problem, lse, Pooled(rows, columns, how, within), threads, processor)
-    return None if found is None else found[0]
 
 
 def _pooled_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
@@ -377,26 +313,6 @@ def _pooled_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
     return StatisticArrays((((*lead, rows + grid.num_ranges - 1, columns), "float64", True),), finish)
 
 
-def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, processor: Processor = HOST) -> Any:
-    """Return each query's k largest weights, descending, and their keys; of equal weights the smaller key comes first.
-
-    Returns
-    -------
-    weights : (..., H, n, k) in the accumulator's dtype; 0 at ranks without a visible key
-    where : (..., H, n, k) int64; −1 at ranks without a visible key
-        Instead of the pair, None is returned if `has_nonfinite` is true or min(k, m) exceeds `MAX_TOP_K`.
-    """
-    num_ranks = min(k, problem.m)
-    if has_nonfinite(problem, lse) or num_ranks > MAX_TOP_K:
-        return None
-    if 0 in (problem.B, problem.H, problem.n, num_ranks):
-        shape = (*problem.batch_shape, problem.H, problem.n, k)
-        weights, where = (zeros(shape, name, problem.query) for name in (problem.accumulator, "int64"))
-        return weights, where - 1
-    found = run_alone(problem, lse, TopK(k), threads, processor)
-    return None if found is None else tuple(found)
-
-
 def _top_k_arrays(problem: Problem, k: int) -> StatisticArrays:
     num_ranks, shape = min(k, problem.m), (*problem.batch_shape, problem.H, problem.n)
 
@@ -415,48 +331,11 @@ def _top_k_arrays(problem: Problem, k: int) -> StatisticArrays:
     return StatisticArrays(tuple([((*shape, num_ranks), dtype, False) for dtype in dtypes]), finish)
 
 
-def weights(
-    problem: Problem,
-    lse: Any,
-    rows: slice = slice(None),
-    columns: slice = slice(None),
-    threads: int | None = None,
-    processor: Processor = HOST,
-) -> Any:
-    """Return P of a range of queries on a range of keys, before dropout.
-
-    Parameters
-    ----------
-    rows, columns : slices of queries and keys with step 1
-
-    Returns
-    -------
-    (..., H, rows, columns) in the input's dtype; None if `has_nonfinite` is true
-    """
-    if has_nonfinite(problem, lse):
-        return None
-    queries, keys = _resolve_slice(rows, problem.n), _resolve_slice(columns, problem.m)
-    shape = (*problem.batch_shape, problem.H, queries[1] - queries[0], keys[1] - keys[0])
-    if 0 in shape:
-        return zeros(shape, problem.dtype, problem.query)
-    found = run_first(problem, lse, _bind_weights(problem, queries, keys, (0,), processor), threads)
-    return None if found is None else found[0][0]
-
-
-def _bind_weights(
-    problem: Problem, queries: Range, keys: Range, indices: tuple[int, ...], processor: Processor
-) -> Bound:
+def _bind_weights(problem: Problem, indices: tuple[int, ...], processor: Processor) -> Bound:
     arguments, spec = _prepare("weights", problem, processor, roles=("weight_tiles",))
-    last_block = -(-queries[1] // arguments.query_block)
-    items = problem.B * problem.H * (last_block - queries[0] // arguments.query_block)
-    fields = {"first_query": queries[0], "last_query": queries[1], "query_blocks": last_block}
-    fields |= {"first_key": keys[0], "last_key": keys[1]}
+    blocks = -(-problem.n // arguments.query_block)
+    fields = {"first_query": 0, "last_query": problem.n, "query_blocks": blocks}
+    items = problem.B * problem.H * blocks
     call = WeightsPassCall(arguments, spec, WeightTiles, items, processor=processor, **fields)
-    shape = (*problem.batch_shape, problem.H, queries[1] - queries[0], keys[1] - keys[0])
+    shape = (*problem.batch_shape, problem.H, problem.n, problem.m)
     return arguments, BoundPass(call, (StatisticArrays(((shape, problem.dtype, True),), list),), indices)
-
-
-def _resolve_slice(selection: slice, length: int) -> Range:
-    """Return the first index and one past the last index of a slice."""
-    first, last, _ = selection.indices(length)
-    return first, max(first, last)
