@@ -322,6 +322,53 @@ def test_an_empty_cache_gives_0(rng):
     assert sightline.attention(query[:0], cache, mask=cache.causal()).shape == (0, H, T, D_V)
 
 
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_lengths_and_indices_of_every_integer_dtype(rng, dtype, kind):
+    """A cache that was given other integers is the cache that was given int64, also in what follows."""
+    _, key, value = arrays(rng, kind=kind)
+    caches = []
+    for given in (dtype, "int64"):
+        cache = KVCache()
+        cache.append(key, value, lengths=np.array([9, 3, 5], given))
+        cache.truncate(np.array([7, 9, 2], given))
+        cache.reorder(np.array([1, 0, 1], given))
+        cache.truncate(np.array(6, given))
+        cache.reorder(np.array([1, 0], given))
+        cache.append(key[:2, :, :1], value[:2, :, :1])
+        caches.append(cache)
+    found, expected = caches
+    assert found.lengths.dtype == found.positions(np.array(2, dtype)[()]).dtype == np.int64
+    assert found.lengths.tolist() == expected.lengths.tolist() == [7, 4]
+    assert found.positions(np.array(2, dtype)[()]).tolist() == [[5, 6], [2, 3]]
+    for ours, theirs in ((found.key, expected.key), (found.value, expected.value)):
+        assert np.array_equal(numpy_of(ours), numpy_of(theirs))
+
+
+@pytest.mark.parametrize("largest", [2**63 - 1, 2**63, 2**64 - 1])
+def test_truncation_to_the_largest_numbers_does_nothing(rng, largest):
+    _, key, value = arrays(rng)
+    cache = KVCache()
+    cache.append(key, value, lengths=[9, 3, 5])
+    before = cache.key.copy()
+    cache.truncate(largest)
+    cache.truncate(np.array([largest] * B, np.uint64))
+    assert cache.lengths.tolist() == [9, 3, 5]
+    assert np.array_equal(cache.key, before)
+
+
+def test_a_cache_of_no_sequences_is_truncated_to_its_lengths(rng):
+    _, key, value = arrays(rng)
+    cache = KVCache()
+    cache.append(key, value)
+    cache.reorder([])
+    cache.truncate(cache.lengths.tolist())
+    assert cache.lengths.tolist() == []
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -543,6 +590,11 @@ def full():
         (lambda: full().reorder(["a"]), ShapeError, "whole numbers"),
         (lambda: full().positions(-1), ParameterError, "n=-1"),
         (lambda: full().causal(True), ParameterError, "n=True"),
+        (lambda: full().causal(np.array([1, 2])), ParameterError, r"n=array\(\[1, 2\]\)"),
+        (lambda: full().positions(torch.tensor(1.5)), ParameterError, r"n=tensor\(1.5"),
+        (lambda: KVCache(capacity=np.zeros(2, int)), ParameterError, "capacity=array"),
+        (lambda: full().truncate([[1], [1, 2]]), ShapeError, "each of 2 sequences"),
+        (lambda: full().reorder([[1], [1, 2]]), ShapeError, "one axis"),
         (lambda: sightline.attention(X, X), ParameterError, "without value"),
         (lambda: sightline.attention(torch.zeros(X.shape), torch.zeros(X.shape)), ParameterError, "without value"),
         (lambda: sightline.attention(X, full(), X), ParameterError, "in place of both"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -36,24 +37,39 @@ def unsqueeze_to_4d(array: Any) -> Any:
 
 def check_count(name: str, value: Any) -> int:
     """Return the value as an int. Raise ParameterError unless it is a whole number of at least 0."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
+    try:
+        count = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = -1
+    if count < 0:
         raise ParameterError(f"{name}={value!r}", "a whole number ≥ 0", f"for example {name}=1")
-    return int(value)
+    return count
 
 
 def to_integers(values: Any) -> Any:
-    """Return numbers as a NumPy array. An empty list becomes int64, although NumPy would read it as floats."""
-    array = to_numpy(values)
-    return array if array.size else array.astype(np.int64)
+    """Return whole numbers as a new int64 array; None if the values are something else.
+
+    An empty list counts as whole numbers, although NumPy reads it as floats. A number beyond int64 becomes the largest
+    int64. Other dtypes are not safe to compute with: uint64 and int64 make floats, and torch reads uint8 as a mask.
+    """
+    try:
+        array = to_numpy(values)
+    except ValueError:  # nested lists of different lengths
+        return None
+    if array.size and array.dtype.kind not in "iu":
+        return None
+    if array.dtype == np.uint64:
+        array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))
+    return array.astype(np.int64)
 
 
 def check_lengths(lengths: Any, B: int, t: int) -> Any:
     """Return the lengths as an array (B,). Raise ShapeError unless they are B whole numbers from 0 to t."""
     counts = to_integers(lengths)
-    if counts.shape != (B,) or counts.dtype.kind not in "iu" or (counts < 0).any() or (counts > t).any():
+    if counts is None or counts.shape != (B,) or (counts < 0).any() or (counts > t).any():
         raise ShapeError(
             f"lengths {lengths!r}",
             f"({B},) whole numbers from 0 to {t}",
             "give the number of real positions of each sequence",
         )
-    return counts.astype(np.int64)
+    return counts

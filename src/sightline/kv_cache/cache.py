@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays.operations import FLOATS, device, dtype_name, framework, to_numpy
+from ..arrays.operations import FLOATS, device, dtype_name, framework
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
@@ -208,12 +208,8 @@ class KVCache:
         ShapeError
             lengths is not an int or (B,) integers, or is negative.
         """
-        new_lengths = to_numpy(lengths)
-        if (
-            new_lengths.dtype.kind not in "iu"
-            or new_lengths.shape not in ((), self._lengths.shape)
-            or (new_lengths < 0).any()
-        ):
+        new_lengths = to_integers(lengths)
+        if new_lengths is None or new_lengths.shape not in ((), self._lengths.shape) or (new_lengths < 0).any():
             raise ShapeError(
                 f"truncate({lengths!r})",
                 f"a whole number ≥ 0, or one for each of {self._lengths.size} sequences",
@@ -239,7 +235,7 @@ class KVCache:
         """
         count = self._lengths.size
         order = to_integers(indices)
-        if order.ndim != 1 or order.dtype.kind not in "iu" or (order < 0).any() or (order >= count).any():
+        if order is None or order.ndim != 1 or (order < 0).any() or (order >= count).any():
             raise ShapeError(
                 f"reorder({indices!r})",
                 f"one axis of whole numbers from 0 to {count - 1}",
@@ -268,7 +264,8 @@ class KVCache:
         """
         if n is None:
             return self._newest_positions.copy()
-        last = self._lengths[:, None] - check_count("n", n) + np.arange(n)
+        n = check_count("n", n)
+        last = self._lengths[:, None] - n + np.arange(n)
         return np.maximum(last, -1)
 
     def causal(self, n: int | None = None) -> Expression:
