@@ -119,6 +119,49 @@ def test_all_positions_again(rng):
     assert output.shape == (B, H, 5, D)
 
 
+@pytest.mark.parametrize("name", sorted(WRONG.keys() - {"condition of a mean"}))  # which selects row 0
+def test_no_queries_take_every_formula(rng, name):
+    output = sightline.attention(query_of(rng, 0), cache_of(rng, 5, 1), **WRONG[name])
+    output = output[0] if isinstance(output, tuple) else output
+    assert output.shape == (B, H, 0, D)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_queries_of_an_empty_cache_take_every_formula(rng, count):
+    """No query sees a key, whatever its position."""
+    cache = cache_of(rng, 5, 2)
+    cache.truncate(0)
+    assert not sightline.attention(query_of(rng, count), cache, mask=sightline.causal()).any()
+
+
+def test_rejected_rows_are_not_at_position_0(rng):
+    """The rows of the newest append have no position after they were removed."""
+    cache, query = cache_of(rng, 5, 2), query_of(rng, 2)
+    cache.truncate(5)
+    with pytest.raises(FormulaError, match=r"row 0 of 2 is at position 3(.|\n)*cache\.causal\(2\)"):
+        sightline.attention(query, cache, mask=sightline.causal())
+    output = sightline.attention(query, cache, mask=i + 3 >= j)
+    np.testing.assert_array_equal(output, sightline.attention(query, cache, mask=cache.causal(2)))
+
+
+def test_all_positions_again_after_rejected_rows(rng):
+    cache, query = cache_of(rng, 5, 5), query_of(rng, 5)
+    cache.truncate(5)
+    output = sightline.attention(query, cache, mask=sightline.causal())
+    np.testing.assert_array_equal(output, sightline.attention(query, cache, mask=cache.causal(5)))
+
+
+@pytest.mark.parametrize("lengths", [[1, 0], [0, 1]], ids=str)
+def test_a_sequence_that_has_ended_has_no_position(rng, lengths):
+    """The shift of the other sequence makes positions of the rows."""
+    cache, query = cache_of(rng, 5, lengths), query_of(rng, 1)
+    going = lengths.index(1)
+    output = sightline.attention(query, cache, mask=i + 5 - j < 3)[going]
+    np.testing.assert_array_equal(output, sightline.attention(query, cache, mask=j > 2)[going])
+    with pytest.raises(FormulaError, match=r"-1 is no position"):
+        sightline.attention(query, cache, mask=i + 4 >= j)
+
+
 def test_the_lower_right_corner_of_unequal_lengths_is_refused(rng):
     cache = cache_of(rng, [5, 3], 2)
     with pytest.raises(FormulaError, match=r"cache\.causal\(\)"):

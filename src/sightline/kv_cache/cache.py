@@ -307,10 +307,16 @@ class KVCache:
         return mask
 
     def rows_are_positions(self, n: int) -> bool:
-        """True if row i of n queries is at position i of its sequence: the queries are all positions of the cache."""
-        if n == self.num_newest:
+        """True if row i of n queries is at position i of its sequence, or if there is no query or no key."""
+        if n == 0 or self._max_length == 0:
+            return True
+        if self.are_newest(n):
             return self._newest_start_at_0
         return self._has_equal_lengths and n == self._max_length
+
+    def are_newest(self, n: int) -> bool:
+        """True if n queries are the rows of the newest append; False if `truncate` has removed all of these rows."""
+        return n == self.num_newest and self._newest_have_positions
 
     @property
     def num_newest(self) -> int:
@@ -331,7 +337,9 @@ class KVCache:
         self._state = self._state[0], self._state[1] + 1
         self._lengths, self._newest_positions = lengths, newest
         self._issued_mask = self._all_visible_mask = None
-        self._newest_start_at_0 = bool(((newest == np.arange(newest.shape[1])) | (newest < 0)).all())
+        has_position = newest >= 0
+        self._newest_have_positions = bool(has_position.any())
+        self._newest_start_at_0 = bool(((newest == np.arange(newest.shape[1])) | ~has_position).all())
         self._max_length = int(lengths.max(initial=0))
         self._has_equal_lengths = bool((lengths == self._max_length).all())
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..errors import FormulaError
 from ..formula import from_function
 from ..formula.expression import SYMBOLS, Apply, Constant, Expression, Lookup, is_compiling, walk
@@ -90,9 +92,10 @@ def _reads_scores(statistic: Any) -> bool:
 
 
 def _shift(cache: KVCache, n: int) -> float:
-    """Return the position of row 0 in all sequences; ∞ if it differs between them."""
-    first = cache.positions(None if n == cache.num_newest else n)[:, 0]
-    return float(first[0]) if first.size and (first == first[0]).all() and first[0] > 0 else math.inf
+    """Return the number that turns rows into positions, the same one in all sequences; ∞ if there is none."""
+    positions = cache.positions(None if cache.are_newest(n) else n)
+    shifts = (positions - np.arange(n))[positions >= 0]
+    return float(shifts[0]) if shifts.size and (shifts == shifts[0]).all() and shifts[0] > 0 else math.inf
 
 
 def compares_rows(formula: Expression, needs_lse: bool = False, n: int | None = None, shift: float = math.inf) -> bool:
@@ -102,7 +105,7 @@ def compares_rows(formula: Expression, needs_lse: bool = False, n: int | None = 
     because the shift adds the same number to all scores of a query. It has another lse: True if `needs_lse`.
 
     Three things make a position of a row. A whole number is added to it that comes from m or from a table, or that is
-    at least `shift`, the position of row 0. The comparison reads m. The row is the index of an axis with n entries, one
+    at least `shift`, as `_shift` finds it. The comparison reads m. The row is the index of an axis with n entries, one
     for each row.
     """
     uses: dict[int, int] = {id(SYMBOLS["i"]): ROW, id(SYMBOLS["j"]): KEY}
@@ -159,10 +162,10 @@ def _counts_from_the_end(formula: Expression, cache: KVCache, n: int) -> bool:
 
 
 def _error(name: str, formula: Expression, cache: KVCache, n: int) -> FormulaError:
-    positions = cache.positions(None if n == cache.num_newest else n)
-    first = positions[:, 0].tolist()
+    argument = "" if cache.are_newest(n) else str(n)
+    first = cache.positions(n if argument else None)[:, 0].tolist()
     where = f"position {first[0]}" if len(set(first)) == 1 else f"positions {first[:4]} of the sequences"
-    argument = "" if n == cache.num_newest else str(n)
+    where += "; -1 is no position" if min(first) < 0 else ""
     if name == "mask":
         cure = (
             f"mask=cache.causal({argument}); for other masks write p in place of i, as in "
