@@ -360,13 +360,17 @@ def test_truncation_to_the_largest_numbers_does_nothing(rng, largest):
     assert np.array_equal(cache.key, before)
 
 
-def test_a_cache_of_no_sequences_is_truncated_to_its_lengths(rng):
-    _, key, value = arrays(rng)
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_cache_of_no_sequences_works_as_others(rng, count):
+    query, key, value = (x[:, :, :count] for x in arrays(rng))
     cache = KVCache()
     cache.append(key, value)
     cache.reorder([])
     cache.truncate(cache.lengths.tolist())
+    cache.append(key[:0], value[:0], lengths=[])
     assert cache.lengths.tolist() == []
+    for mask in (None, i >= j, cache.causal(), cache.causal(count)):
+        assert sightline.attention(query[:0], cache, mask=mask).shape == (0, H, count, D_V)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -144,6 +144,14 @@ def test_rejected_rows_are_not_at_position_0(rng):
     np.testing.assert_array_equal(output, sightline.attention(query, cache, mask=cache.causal(2)))
 
 
+def test_all_positions_beside_an_empty_sequence(rng):
+    """No row of an empty sequence sees a key, so the other sequences decide."""
+    cache, query = cache_of(rng, [3, 0], padding="left"), query_of(rng, 3)
+    cache.append(query[:, :, :0], query[:, :, :0])
+    output = sightline.attention(query, cache, mask=sightline.causal())
+    np.testing.assert_array_equal(output, sightline.attention(query, cache, mask=cache.causal(3)))
+
+
 def test_all_positions_again_after_rejected_rows(rng):
     cache, query = cache_of(rng, 5, 5), query_of(rng, 5)
     cache.truncate(5)

@@ -302,17 +302,15 @@ class KVCache:
         table = Table(positions, axes=("b", "i"))
         table.cache_state = self._state
         self._issued_mask = mask = j <= table[b if table.shape[0] != 1 else 0, i]
-        if positions.shape[1] == 1 and bool((positions == self._lengths.max() - 1).all()) and self._has_equal_lengths:
+        if positions.shape[1] == 1 and bool((positions == self._max_length - 1).all()) and self._has_equal_lengths:
             self._all_visible_mask = mask
         return mask
 
     def rows_are_positions(self, n: int) -> bool:
-        """True if row i of n queries is at position i of its sequence, or if there is no query or no key."""
-        if n == 0 or self._max_length == 0:
-            return True
+        """True if row i of n queries is at position i of every sequence that is not empty."""
         if self.are_newest(n):
             return self._newest_start_at_0
-        return self._has_equal_lengths and n == self._max_length
+        return n == 0 or bool(((self._lengths == n) | (self._lengths == 0)).all())
 
     def are_newest(self, n: int) -> bool:
         """True if n queries are the rows of the newest append; False if `truncate` has removed all of these rows."""
