@@ -1,6 +1,7 @@
 """The kernel caches in memory and on disk, shared by threads and processes; files that are never trusted."""
 
 import dataclasses
+import errno
 import gc
 import math
 import os
@@ -512,6 +513,26 @@ def test_reading_updates_the_time_of_a_file(folder, monkeypatch):
     forget(monkeypatch)
     kernel(1)
     assert time.time() - file.stat().st_mtime < 100
+
+
+def test_old_files_of_a_read_only_disk_are_read(folder, monkeypatch):
+    """Such files keep their times, as in the image of a container."""
+    kernel(1)
+    (file,) = files(folder)
+    os.utime(file, (1, 1))
+    forget(monkeypatch)
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert number_of(kernel(1)) == 1
+    assert compile.counts == {"compiled": 1, "read": 1}
+    assert disk_cache.state().error is None
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    state = disk_cache.state()
+    assert (state.folder, state.kernels, state.size) == (folder, 1, file.stat().st_size)
+    assert state.error == f"{folder} cannot be written to"
 
 
 # -- forks ---------------------------------------------------------------------------------------------------------

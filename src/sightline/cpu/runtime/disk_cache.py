@@ -119,8 +119,7 @@ def state() -> State:
         path = _folder()
         source_hash()
         with _open_folder(create=False) as folder:
-            if not os.access(path, os.W_OK):
-                raise PermissionError(f"{path} cannot be written to")
+            problem = _last_error() if os.access(path, os.W_OK) else f"{path} cannot be written to"
             sizes = [entry.st_size for name, entry in _kernel_files(folder) if name.endswith(KERNEL_SUFFIX)]
     except FileNotFoundError:  # there is no folder until the first kernel is stored
         parent = next((step for step in path.parents if step.exists()), path) if path else None
@@ -128,7 +127,7 @@ def state() -> State:
         return State(path, _last_error()) if writable else State(None, f"{parent} cannot be written to")
     except OSError as error:
         return State(None, _error_message(error))
-    return State(path, _last_error(), len(sizes), sum(sizes))
+    return State(path, problem, len(sizes), sum(sizes))
 
 
 @cache
@@ -215,13 +214,17 @@ def _open_file(name: str, mode: str, folder: int) -> IO[bytes]:
 
 
 def _read_file(name: str, folder: int) -> bytes:
-    """Return a file's bytes. If the file is older than `STALE_SECONDS`, set its time of modification to now."""
+    """Return a file's bytes. If the file is older than `STALE_SECONDS`, set its time of modification to now.
+
+    A disk that is read-only keeps the time. It also keeps the file, because nothing is deleted there.
+    """
     with _open_file(name, "rb", folder) as stream:
         found = os.fstat(stream.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & WRITABLE_BY_OTHERS:
             raise UntrustedError(f"other users may have written {name}")
         if time.time() - found.st_mtime > STALE_SECONDS:
-            os.utime(stream.fileno())
+            with contextlib.suppress(OSError):
+                os.utime(stream.fileno())
         return stream.read()
 
 
