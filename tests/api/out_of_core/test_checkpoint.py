@@ -100,6 +100,18 @@ def test_a_removed_folder_is_made_again(whole, tmp_path):
     assert output.tobytes() == whole.tobytes()
 
 
+def test_a_link_to_a_folder_that_does_not_exist_is_followed(whole, tmp_path):
+    """A disk for temporary files may have been emptied."""
+    link, folder = tmp_path / "link", tmp_path / "away" / "state"
+    link.symlink_to(folder)
+    stopped(link, count=2)
+    assert [path.name for path in folder.iterdir()] == [FILE]
+    output, finished = continued(link)
+    assert finished == 2
+    assert output.tobytes() == whole.tobytes()
+    assert link.is_symlink()
+
+
 # -- other arguments ----------------------------------------------------------
 
 TABLES = [table(np.arange(N)), table(np.arange(N)[::-1].copy())]

@@ -78,7 +78,7 @@ class Checkpoint:
         self._open()
 
     def _open(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        os.makedirs(os.path.realpath(self.folder), exist_ok=True)  # `mkdir` of a link without a folder would fail
         self.file = LockedFile(self.path, "checkpoint")
 
     def __enter__(self) -> Self:
