@@ -642,6 +642,14 @@ def test_an_error_does_not_change_the_cache():
     assert np.array_equal(cache.key, before[2])
 
 
+def test_an_append_without_memory_leaves_the_cache_empty():
+    cache = KVCache(capacity=2**50)
+    with pytest.raises(MemoryError):
+        cache.append(X, X)
+    assert cache.dtype is None
+    assert repr(cache).startswith("KVCache: empty")
+
+
 def test_a_sequence_without_batch_axis_has_none_later():
     cache = KVCache()
     cache.append(X[0, 0], X[0, 0])

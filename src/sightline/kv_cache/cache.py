@@ -388,8 +388,9 @@ class KVCache:
 
     def _allocate(self, key: Any, value: Any, axes: int) -> None:
         """Allocate storage for arrays like these, for the first append."""
-        self._ndim, self._dtype = axes, self._dtype or dtype_name(key)
-        self._key, self._value = (allocate(x, x.shape[0], self._min_capacity, self._dtype) for x in (key, value))
+        dtype = self._dtype or dtype_name(key)
+        self._key, self._value = (allocate(x, x.shape[0], self._min_capacity, dtype) for x in (key, value))
+        self._ndim, self._dtype = axes, dtype
         self._set_lengths(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
 
     def _grow(self, needed: int) -> None:
