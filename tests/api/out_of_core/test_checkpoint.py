@@ -401,6 +401,25 @@ def test_a_file_that_is_removed_before_it_is_locked_is_not_used(whole, tmp_path,
     assert output.tobytes() == whole.tobytes()
 
 
+def test_a_state_that_another_call_has_replaced_is_not_written(whole, tmp_path):
+    held = []
+
+    def replace_state(finished, total):
+        if finished == 2:
+            (tmp_path / FILE).unlink()
+            held.append(locked_file.LockedFile(tmp_path / FILE, "checkpoint"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(ParameterError, match="another call uses") as refused:
+        sightline.attention_from_disk(*drawn(), **options(), checkpoint=tmp_path, progress=replace_state)
+    held[0].close()
+    assert isinstance(refused.value.__context__.__context__, KeyboardInterrupt)
+    assert (tmp_path / FILE).stat().st_size == 0
+    output, finished = continued(tmp_path)
+    assert finished == 0
+    assert output.tobytes() == whole.tobytes()
+
+
 @pytest.mark.parametrize("refusal", [errno.ENOLCK, errno.ENOSYS, None])
 def test_a_file_system_without_locks_is_used_without(refusal, whole, tmp_path, monkeypatch):
     def refuse(*_):

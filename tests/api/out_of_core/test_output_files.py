@@ -300,6 +300,36 @@ def test_two_calls_do_not_write_one_output(whole, tmp_path):
     assert attend(path).tobytes() == whole.tobytes()  # although the map `written` has the file open
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_an_output_that_is_removed_during_the_work_is_made_again(is_replaced, whole, tmp_path):
+    path = tmp_path / "output.npy"
+
+    def remove(finished, total):
+        if finished == 2:
+            path.unlink()
+            if is_replaced:
+                np.save(path, np.arange(10**6))
+
+    attend(path, progress=remove)
+    assert np.load(path).tobytes() == whole.tobytes()
+
+
+def test_an_output_whose_folder_is_removed_is_an_error_that_keeps_the_state(whole, tmp_path):
+    folder = tmp_path / "away"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"output\.npy"):
+        attend(
+            folder / "output.npy",
+            checkpoint=tmp_path / "state",
+            progress=lambda finished, total: finished == 2 and shutil.rmtree(folder),
+        )
+    folder.mkdir()
+    done = []
+    attend(folder / "output.npy", checkpoint=tmp_path / "state", progress=lambda *numbers: done.append(numbers))
+    assert done == [(done[0][1], done[0][1])]
+    assert np.load(folder / "output.npy").tobytes() == whole.tobytes()
+
+
 def test_an_interrupted_call_leaves_no_output_and_keeps_an_older_one(small_blocks, tmp_path):
     path = tmp_path / "output.npy"
     for before in (None, np.arange(5.0), np.zeros(10**6)):

@@ -75,11 +75,11 @@ class Checkpoint:
         self.is_kept = True  # False if the file is known to hold no state
         if self.folder.exists() and not self.folder.is_dir():
             raise ParameterError(f"checkpoint={str(folder)!r}, a file", "a folder", 'checkpoint="state"')
-        self._open()
-
-    def _open(self) -> None:
-        os.makedirs(os.path.realpath(self.folder), exist_ok=True)  # `mkdir` of a link without a folder would fail
+        self._make_folder()
         self.file = LockedFile(self.path, "checkpoint")
+
+    def _make_folder(self) -> None:
+        os.makedirs(os.path.realpath(self.folder), exist_ok=True)  # `mkdir` of a link without a folder would fail
 
     def __enter__(self) -> Self:
         return self
@@ -117,14 +117,12 @@ class Checkpoint:
                     "the file of an interrupted call",
                     f"choose another folder, or delete {self.path}",
                 )
-        self._allocate(state)
+        self.file.allocate(_offset(COPIES, state))
 
     def save(self, state: State) -> None:
         """Replace the older copy of the state."""
-        if not self.file.is_in_place():  # someone has removed the file
-            self.file.close()
-            self._open()
-            self._allocate(state)
+        self._make_folder()  # someone may have removed it, or only the file
+        self.file.return_to_place(_offset(COPIES, state))
         copy = (self.copy + 1) % COPIES
         offset = _offset(copy, state)
         self.file.write(offset, state.output)
@@ -140,9 +138,6 @@ class Checkpoint:
         """Delete the saved state."""
         self.file.remove()
         self.is_kept = False
-
-    def _allocate(self, state: State) -> None:
-        self.file.allocate(_offset(COPIES, state))
 
     def _unpack(self, content: bytearray) -> _Header | None:
         """Return the header of a copy; None if it was never written or is damaged."""

@@ -41,23 +41,24 @@ class LockedFile:
 
     def _open(self) -> None:
         while True:
-            self.existed = os.path.exists(self.path)
-            self.file: IO[bytes] = open(self.path, "r+b", buffering=0, opener=_open_or_create)  # noqa: SIM115
+            existed = os.path.exists(self.path)
+            file = open(self.path, "r+b", buffering=0, opener=_open_or_create)  # noqa: SIM115
             try:
-                self._lock()
-                if self.is_in_place():
-                    self.first_size = os.fstat(self.file.fileno()).st_size
+                self._lock(file)
+                if _has_name(file, self.path):
+                    self.file: IO[bytes] = file
+                    self.existed, self.first_size = existed, os.fstat(file.fileno()).st_size
                     return
             except BaseException:
-                self.file.close()
+                file.close()
                 raise
-            self.file.close()  # another call has removed the file between `open` and the lock
+            file.close()  # another call has removed the file between `open` and the lock
 
-    def _lock(self) -> None:
+    def _lock(self, file: IO[bytes]) -> None:
         if fcntl is None:
             return
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ParameterError(
                 f"{self.argument}: another call uses {self.path}",
@@ -70,10 +71,15 @@ class LockedFile:
 
     def is_in_place(self) -> bool:
         """Return False if the file has been removed or another file has its name."""
-        try:
-            return os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.path))
-        except FileNotFoundError:
-            return False
+        return _has_name(self.file, self.path)
+
+    def return_to_place(self, size: int) -> None:
+        """If the file is not in place, open the file of its name, and give the first `size` bytes room on the disk."""
+        if not self.is_in_place():
+            removed = self.file
+            self._open()
+            removed.close()
+            self.allocate(size)
 
     def allocate(self, size: int) -> None:
         """Give the first `size` bytes room on the disk. The bytes of an existing file keep their values.
@@ -174,6 +180,14 @@ def _allocate(file: IO[bytes], start: int, size: int) -> bool:
             raise
         return False
     return True
+
+
+def _has_name(file: IO[bytes], path: str) -> bool:
+    """True if the open file is the file that the path names."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _open_or_create(path: str, flags: int) -> int:

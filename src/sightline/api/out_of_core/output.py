@@ -60,8 +60,9 @@ def open_output(output: Any, problem: Problem) -> Iterator[Write]:
     file = LockedFile(output, "output")
     try:
         header = _file_header(*_form(problem))
-        file.allocate(len(header) + problem.B * problem.H * problem.n * problem.d_v * _form(problem)[1].itemsize)
-        yield partial(_write_file, file, header, problem)
+        size = len(header) + problem.B * problem.H * problem.n * problem.d_v * _form(problem)[1].itemsize
+        file.allocate(size)
+        yield partial(_write_file, file, header, size, problem)
     except BaseException:
         file.restore_size()
         raise
@@ -83,19 +84,20 @@ def _write_array(target: Any, problem: Problem, output: Any) -> Any:
     return target
 
 
-def _write_file(file: LockedFile, header: bytes, problem: Problem, output: Any) -> Any:
-    """Write a file in the format .npy, and return a numpy.memmap of it.
+def _write_file(file: LockedFile, header: bytes, size: int, problem: Problem, output: Any) -> Any:
+    """Write a file of `size` bytes in the format .npy, and return a numpy.memmap of it.
 
     `write` raises an error on a full disk; an assignment to a memory map would end the process. The header is written
     last, so a file that is not whole cannot be loaded.
     """
     shape, dtype = _form(problem)
     entries = output.reshape(-1)
+    file.return_to_place(size)  # someone may have removed it since the work began
     file.write(0, bytes(len(header)))
     for start in range(0, entries.size, COPY_ELEMENTS):
         part = entries[start : start + COPY_ELEMENTS].astype(dtype)
         file.write(len(header) + start * dtype.itemsize, part)
-    file.truncate(len(header) + entries.size * dtype.itemsize)
+    file.truncate(size)
     file.sync()
     file.write(0, header)
     file.sync()
