@@ -13,6 +13,7 @@ import sightline
 from fault_planting import broken
 from sample_calls import draw_inputs
 from sightline import h, i, j, s, table
+from sightline.errors import DtypeError
 from sightline.jax import array_operations, dispatch
 from sightline.problem.kernel import Result
 from sightline.problem.problem import make_problem
@@ -108,6 +109,24 @@ def test_wide_numbers_of_numpy_tables(operands, by_operations):
     numbers = np.array([0.0, -2.5, math.pi, 1e30, -1e-30, math.inf, 7.0, 1.0, 3.0])
     options = {"mask": table(numbers)[i] * table(np.arange(N))[j] > -3, "score": s + table(numbers.clip(-9, 9))[j]}
     assert_close(by_operations(*operands, **options), sightline.attention(*operands, **options))
+
+
+def test_whole_numbers_beyond_32_bits_are_exact_or_an_error(operands, by_operations):
+    """The numbers of `large` have the same low word, so the documents would be one if the other word were lost."""
+    small = np.arange(N) // 3 - 1
+    large = small * 2**40
+
+    def attend(query, numbers):
+        return jnp.sum(sightline.attention(query, *operands[1:], mask=table(numbers)[i] == table(numbers)[j]))
+
+    first = jax.grad(attend)(operands[0], small)
+    assert np.array_equal(jax.grad(attend)(operands[0], large), first)
+    twice = jax.grad(lambda query, numbers: jnp.sum(jax.grad(attend)(query, numbers) ** 2))
+    assert_close(twice(operands[0], small), twice(operands[0], jnp.asarray(small)))
+    with pytest.raises(DtypeError, match="beyond 32 bits"):
+        twice(operands[0], large)
+    with pytest.raises(DtypeError, match="beyond 32 bits"):
+        by_operations(*operands, mask=table(large)[i] == table(large)[j])
 
 
 # -- derivatives -------------------------------------------------------------------------------------------------------

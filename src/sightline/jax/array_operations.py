@@ -17,6 +17,7 @@ import numpy as np
 
 from ..arrays.operations import resolve_dtype
 from ..dispatch.call_text import count_arrays
+from ..errors import DtypeError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..problem.problem import NUM_OPERANDS, Problem
@@ -101,10 +102,20 @@ def _make_problem(inputs: Sequence[Any], options: CallOptions) -> tuple[Problem,
 
 
 def _narrow(words: Any, dtype: str) -> Any:
-    """Return the numbers of 64 bits in pairs of words, the lower word first, as numbers of 32 bits."""
-    low, high = words[..., 0], words[..., 1]
+    """Return the numbers of 64 bits in pairs of words, the lower word first, as numbers of 32 bits.
+
+    Raises
+    ------
+    DtypeError
+        The numbers are whole numbers, of which some need more than 32 bits.
+    """
     if dtype != "float64":
-        return low.astype(jnp.int32)
+        raise DtypeError(
+            f"a table of {dtype} with entries beyond 32 bits, in operations of JAX without 64-bit numbers",
+            "entries of 32 bits in second derivatives, in forward derivatives of statistics, and outside of the CPU",
+            'np.unique(array, return_inverse=True)[1] numbers them, or jax.config.update("jax_enable_x64", True)',
+        )
+    low, high = words[..., 0], words[..., 1]
     sign, exponent = jnp.where(high >> 31 == 1, -1.0, 1.0), (high >> 20 & 0x7FF).astype(jnp.int32)
     fraction = (high & 0xFFFFF).astype(jnp.float32) * 2.0**-20 + low.astype(jnp.float32) * 2.0**-52
     finite = jnp.ldexp(jnp.where(exponent == 0, fraction, 1 + fraction), jnp.clip(exponent, 1, 2046) - 1023)

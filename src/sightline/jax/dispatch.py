@@ -119,9 +119,11 @@ def _to_jax(array: Any) -> tuple[Any, str]:
     """Return a table as a JAX array, and "".
 
     If JAX has no 64-bit numbers, a table of NumPy with such numbers becomes words of 32 bits in a new last axis. The
-    name of its dtype is returned too.
+    name of its dtype is returned too. Whole numbers that fit into 32 bits become int32.
     """
     if isinstance(array, np.ndarray) and array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+        if array.dtype.kind == "i" and np.array_equal(narrow := array.astype(np.int32), array):
+            return jnp.asarray(narrow), ""
         return jnp.asarray(np.ascontiguousarray(array)[..., None].view(np.uint32)), str(array.dtype)
     return jnp.asarray(array), ""
 
