@@ -9,10 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import sightline
 import sightline.torch.distributed as distributed
 from sightline import h, i, j, s, table
+from sightline.errors import SightlineError
 
 
 def arguments() -> dict[str, Any]:
@@ -27,6 +30,29 @@ def arguments() -> dict[str, Any]:
         "see": [sightline.entropy(), sightline.mass(i - j < 5)],
         "sinks": torch.zeros(4),
     }
+
+
+class _UnreadableError(SightlineError):
+    """An error that cannot be written as text."""
+
+    def __init__(self) -> None:
+        super().__init__("no text", "text", "write one")
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    def __reduce__(self) -> Any:
+        return _UnreadableError, ()
+
+
+def _raise_unreadable(*_: Any) -> None:
+    raise _UnreadableError()
+
+
+def _as_dtensor(given: dict[str, Any], axis: int, *names: str) -> None:
+    """Replace arrays of the call by DTensors that are sharded along an axis."""
+    mesh = DeviceMesh.from_group(given["group"], "cpu")
+    given.update({name: DTensor.from_local(given[name], mesh, [Shard(axis)], run_check=False) for name in names})
 
 
 MISTAKES: dict[
@@ -69,16 +95,22 @@ MISTAKES: dict[
     ),
     "unknown argument": (lambda given: given.update(is_causal=True), "raised"),
     "no statistic": (lambda given: given.update(see=5), "raised"),
+    "a DTensor beside tensors": (lambda given: _as_dtensor(given, 2, "key"), "raised: DTensors and other arrays"),
+    "DTensors divided by heads": (
+        lambda given: _as_dtensor(given, 1, "query", "key", "value"),
+        "raised: DTensors with the placements",
+    ),
+    "an error without a text": (lambda given: given.update(mask=_raise_unreadable), "raised: _UnreadableError"),
     "seed out of range": (lambda given: given.update(dropout=0.1, seed=2**70), "raised"),
 }
 
 
 def make_mistake(group: Any, name: str) -> Any:
     """Make a call in which the last rank changes an argument; return the output."""
-    given = arguments()
+    given = arguments() | {"group": group}
     if torch.distributed.get_rank(group) == torch.distributed.get_world_size(group) - 1:
         MISTAKES[name][0](given)
-    return distributed.attention(given.pop("query"), given.pop("key"), given.pop("value"), group=group, **given)
+    return distributed.attention(given.pop("query"), given.pop("key"), given.pop("value"), **given)
 
 
 def make_valid_call(group: Any) -> None:

@@ -102,9 +102,17 @@ def agree(group: Group, describe: Callable[[], tuple[tuple[int, ...], dict[str, 
     return [row[1 + DIGEST_WORDS :] for row in found]
 
 
+def _describe_error(error: Exception) -> str:
+    """Return the text of an error; its type if it cannot be written as text."""
+    try:
+        return f"{error}"
+    except Exception:
+        return type(error).__name__
+
+
 def _raise_difference(group: Group, failure: Exception | None, description: dict[str, str]) -> None:
     """Raise the error of this rank, or an error that says what another rank does differently."""
-    own = None if failure is None else f"{failure}", description
+    own = None if failure is None else _describe_error(failure), description
     answers = group.exchange_objects(own, "the descriptions that differ")
     if failure is not None:
         raise failure

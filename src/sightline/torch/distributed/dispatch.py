@@ -112,7 +112,8 @@ def attention(
     Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3.
     Jacobs et al., "DeepSpeed Ulysses", 2023, section 3, for method="heads".
     """
-    arrays, group, placement = local_tensors(query, key, value, group)
+    given_arrays = {"query": query, "key": key, "value": value}
+    arrays, group, placement = local_tensors(list(given_arrays.values()), group)
     query, key, value = map(apply_autocast, arrays)
     ranks = Group(group)
     names, statistics = split_names(see)
@@ -123,7 +124,7 @@ def attention(
     def describe() -> tuple[tuple[int, ...], dict[str, str]]:
         if positional or unknown:
             refuse_arguments("torch.distributed.attention", positional, unknown)
-        check_tensors(named)
+        check_tensors(given_arrays)
         return _describe(named, mask, score, given, options, threads)
 
     numbers = agree(ranks, describe, query)

@@ -14,42 +14,51 @@ Placement = tuple[Any, tuple[Any, ...], tuple[int, ...]] | None  # mesh, placeme
 
 
 def check_tensors(named: dict[str, Any]) -> None:
-    """Raise ParameterError if an array is not a tensor."""
+    """Raise ParameterError if the arrays are neither three tensors nor three DTensors that `attention` takes.
+
+    The DTensors have one placement: they are sharded along the positions on one axis of the mesh, and replicated on the
+    others.
+    """
     for name, array in named.items():
         if not isinstance(array, Tensor):
             raise ParameterError(f"{name} is a {type(array).__name__}", "a tensor of torch", "torch.as_tensor(array)")
-
-
-def local_tensors(query: Any, key: Any, value: Any, group: Any) -> tuple[list[Any], Any, Placement]:
-    """Return (query, key and value of this rank, the group, the placement of the output; None for plain tensors).
-
-    Raises
-    ------
-    ParameterError
-        Some arrays are DTensors and others are not. The DTensors have different placements. They are sharded along
-        another axis than the positions, or along several axes of the mesh.
-    """
-    arrays = [query, key, value]
-    kinds = {isinstance(array, DTensor) for array in arrays}
-    if kinds == {False}:
-        return arrays, group, None
-    if len(kinds) > 1:
+    arrays = list(named.values())
+    given = [array for array in arrays if isinstance(array, DTensor)]
+    if not given:
+        return
+    if len(given) < len(arrays):
         raise ParameterError(
             "DTensors and other arrays", "three of one kind", "DTensor.from_local(x, mesh, [Shard(-2)])"
         )
-    if len({(array.device_mesh, array.placements) for array in arrays}) > 1:
+    if len({(array.device_mesh, array.placements) for array in given}) > 1:
         raise ParameterError("DTensors of different placements", "one placement", "redistribute them to Shard(-2)")
-    mesh, placements = query.device_mesh, query.placements
-    sharded = [axis for axis, place in enumerate(placements) if isinstance(place, Shard)]
-    others = [place for axis, place in enumerate(placements) if axis not in sharded and not place.is_replicate()]
-    if len(sharded) != 1 or others or placements[sharded[0]].dim % query.ndim != query.ndim - 2:
+    first: Any = given[0]
+    sharded = _sharded_axes(first)
+    others = [place for axis, place in enumerate(first.placements) if axis not in sharded and not place.is_replicate()]
+    if len(sharded) != 1 or others or first.placements[sharded[0]].dim % first.ndim != first.ndim - 2:
         raise ParameterError(
-            f"DTensors with the placements {placements}",
+            f"DTensors with the placements {first.placements}",
             "Shard of the positions, axis −2, on one axis of the mesh, and Replicate on the others",
             "query.redistribute(mesh, [Shard(query.ndim - 2)])",
         )
-    placement = mesh, tuple(placements), tuple(query.shape[:-1])
-    return [array.to_local() for array in arrays], mesh.get_group(sharded[0]), placement
+
+
+def local_tensors(arrays: list[Any], group: Any) -> tuple[list[Any], Any, Placement]:
+    """Return (the arrays of this rank, the group, the placement of the output; None for plain tensors).
+
+    Arrays that `check_tensors` refuses have a group, too: by it this rank tells the others why it refuses them.
+    """
+    local = [array.to_local() if isinstance(array, DTensor) else array for array in arrays]
+    query = arrays[0]
+    if not all(isinstance(array, DTensor) for array in arrays) or len(_sharded_axes(query)) != 1:
+        return local, group, None
+    mesh, (axis,) = query.device_mesh, _sharded_axes(query)
+    return local, mesh.get_group(axis), (mesh, tuple(query.placements), tuple(query.shape[:-1]))
+
+
+def _sharded_axes(array: Any) -> list[int]:
+    """Return the axes of the mesh along which a DTensor is sharded."""
+    return [axis for axis, place in enumerate(array.placements) if isinstance(place, Shard)]
 
 
 def to_dtensor(output: Tensor, placement: Placement) -> Any:
