@@ -534,6 +534,8 @@ def test_bad_arguments_are_errors_while_the_program_is_traced(operands):
         jax.jit(sightline.attention)(query, key[..., :4], value)
     with pytest.raises(SightlineError, match="all from NumPy, torch or JAX, or from one"):
         sightline.attention(query, np.asarray(key), value)
+    with pytest.raises(ParameterError, match="scale of dtype bool"):
+        sightline.attention(*operands, scale=jnp.bool_(True))
 
 
 def test_a_fault_in_the_batching_rule_is_found(elements, monkeypatch):

@@ -254,6 +254,18 @@ REFUSED = {
     "a dropout beyond floats": (lambda: make(dropout=10**400, seed=0), ParameterError, "from 0 to 1"),
     "dropout without a seed": (lambda: make(dropout=0.1), ParameterError, "seed=None with dropout=0.1", "seed=0"),
     "a negative seed": (lambda: make(dropout=0.1, seed=-1), ParameterError, "seed=-1", "2⁶⁴"),
+    "seeds": (lambda: make(dropout=0.1, seed=np.array([7, 8])), ParameterError, "seed=array([7, 8])", "whole number"),
+    "half a seed in a tensor": (
+        lambda: make(dropout=0.1, seed=torch.tensor(0.5)),
+        ParameterError,
+        "seed=tensor(0.5000)",
+        "whole number",
+    ),
+    "a tensor's True as a seed": (
+        lambda: make(dropout=0.1, seed=torch.tensor(True)),
+        ParameterError,
+        "seed=tensor(True)",
+    ),
     "half a seed": (lambda: make(dropout=0.1, seed=0.5), ParameterError, "seed=0.5", "whole number"),
     "sinks for 3 heads": (lambda: make(sinks=np.ones(3)), ShapeError, "(3,)", "(H,) = (2,)"),
     "one sink": (lambda: make(sinks=1.0), ShapeError, "shape ()", "one logit per query head"),

@@ -212,6 +212,8 @@ def scalar_formula(what: str, array: Any) -> Expression:
         raise ParameterError(
             f"{what} of shape {tuple(array.shape)}", "one number", f"score=s * table({what})[h] for one number per head"
         )
+    if not _is_real(arrays.dtype_name(array)):
+        raise ParameterError(f"{what} of dtype {arrays.dtype_name(array)}", "one real number", f"cast {what}")
     return learned_number(array)
 
 
@@ -269,11 +271,24 @@ def read_dropout(dropout: Any) -> float:
 def read_seed(seed: Any, dropout: float) -> int:
     if seed is None and dropout == 0:
         return 0
-    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= seed.__index__() < 2**64:
+    number = _to_whole(seed)
+    if not 0 <= number < 2**64:
         raise ParameterError(
             f"seed={seed!r} with dropout={dropout}", "a whole number from 0 to 2⁶⁴ − 1", "for example seed=0"
         )
-    return int(seed)
+    return number
+
+
+def _to_whole(number: Any) -> int:
+    """Return a whole number as a Python int; −1 for other objects, True and False included."""
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        return -1
+    if hasattr(number, "dtype") and arrays.dtype_name(number) == "bool":
+        return -1
+    try:
+        return int(number.__index__())
+    except TypeError:  # an array of several entries, or of real numbers
+        return -1
 
 
 def read_statistics(see: Any, lengths: tuple[int, int] | None = None) -> tuple[Statistic, ...]:
