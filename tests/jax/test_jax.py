@@ -177,6 +177,25 @@ def test_gradients_of_some_arguments_and_results(operands):
     np.testing.assert_allclose(of_lse, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("hidden", [np.nan, np.inf, 3e38])
+def test_hidden_values_give_no_warnings_and_no_gradients(operands, hidden):
+    """Array operations compute these gradients, and their hidden products overflow. A warning is an error in tests."""
+
+    def differentiate(filler):
+        query, key, value = operands
+        given = [query * 9, *(x.at[..., 5, :].set(filler) for x in (key, value))]
+        options = {"mask": (i >= j) & (j != 5), "see": [sightline.received("max")]}
+
+        def loss(*x):
+            output, (received,) = sightline.attention(*x, **options)
+            return (output**2).sum() + (received**2).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*given)
+
+    for found, expected in zip(differentiate(hidden), differentiate(0.0), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("reads", ["the mask", "a condition", "mask and score"])
 def test_arrays_that_only_masks_read_have_no_gradient(rng, operands, reads):
     lengths = jnp.asarray([5.0, 17.0])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..cpu import Cpu
 from ..gpu import Triton
 from ..partition import backward_parts
@@ -53,23 +55,24 @@ def differentiate(
     wanted_tables : indices in `Problem.tables` of the tables whose gradients are requested
     saved_arrays : each statistic's arrays from the forward pass, () for arrays that were not saved
     """
-    added = statistic_gradients(
-        problem,
-        saved[1],
-        lambda: streaming.tiles(streaming.TileOps(problem), saved[1]),
-        d_seen,
-        lambda statistic: plan.kernel.run(problem.with_statistics(statistic), threads).seen[0],
-        saved_arrays,
-    )
-    if backward_parts.needs_parts(problem, plan.kernel, wanted_tables, added):
-        gradients = backward_parts.backward_in_parts(problem, plan.kernel, d_output, d_lse, saved, threads, added)
-    else:
-        gradients = plan.kernel.backward(problem, d_output, d_lse, saved, wanted_tables, threads, added)
-    if gradients is not None:
-        return gradients
-    if is_lse_precise(saved[1], problem.accumulator):
-        return streaming.backward(problem, d_output, d_lse, (), saved, added)
-    return streaming.backward(problem, d_output, d_lse, d_seen)
+    with np.errstate(all="ignore"):  # hidden scores may overflow
+        added = statistic_gradients(
+            problem,
+            saved[1],
+            lambda: streaming.tiles(streaming.TileOps(problem), saved[1]),
+            d_seen,
+            lambda statistic: plan.kernel.run(problem.with_statistics(statistic), threads).seen[0],
+            saved_arrays,
+        )
+        if backward_parts.needs_parts(problem, plan.kernel, wanted_tables, added):
+            gradients = backward_parts.backward_in_parts(problem, plan.kernel, d_output, d_lse, saved, threads, added)
+        else:
+            gradients = plan.kernel.backward(problem, d_output, d_lse, saved, wanted_tables, threads, added)
+        if gradients is not None:
+            return gradients
+        if is_lse_precise(saved[1], problem.accumulator):
+            return streaming.backward(problem, d_output, d_lse, (), saved, added)
+        return streaming.backward(problem, d_output, d_lse, d_seen)
 
 
 def push_forward(
