@@ -13,6 +13,7 @@ from sightline import i, j, s, table
 from sightline.dispatch import backward_calls, call_cache
 from sightline.statistics import per_query
 from sightline.torch import autograd, graph_attacher
+from sightline.torch.operator_schema import make_seed
 
 SHAPE = 2, 3, 9, 16
 CONDITION = j < 4
@@ -220,3 +221,25 @@ def test_a_checkpoint_whose_first_call_is_not_cached(sinks, see):
     expected = torch.autograd.grad(run(*arrays).square().sum(), arrays)
     for gradient, other in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, other)
+
+
+@pytest.mark.parametrize("see", [[], [sightline.entropy()]], ids=["no statistics", "entropy"])
+def test_a_checkpoint_that_draws_another_seed(see):
+    """The gradients are those of the second run, as those of torch's dropout are."""
+    arrays = torch.randn(3, 1, 2, 7, 4, generator=torch.Generator().manual_seed(0)).requires_grad_().unbind()
+    weights = torch.arange(56.0).reshape(1, 2, 7, 4).cos()
+    call_cache.bound_calls().clear()
+    call_cache.call_families().clear()
+
+    def run(*arrays, seed=None):
+        return sightline.attention(*arrays, dropout=0.5, seed=seed, see=see)[0]
+
+    for turn in range(4):  # the first call is not cached, and later backward passes are bound
+        torch.manual_seed(turn)
+        output = checkpoint(run, *arrays, use_reentrant=False, preserve_rng_state=False)
+        found = torch.autograd.grad((output * weights).sum(), arrays)
+        torch.manual_seed(turn)
+        first, second = (int(make_seed(None)) for _ in range(2))
+        assert torch.equal(output, run(*arrays, seed=first))
+        expected = torch.autograd.grad((run(*arrays, seed=second) * weights).sum(), arrays)
+        assert all(map(torch.equal, found, expected))

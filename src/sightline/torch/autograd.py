@@ -33,9 +33,11 @@ class GraphCall(ABC):
     """The data of a call that its backward pass needs, besides the tensors that torch saves.
 
     kernel : the name that the caller gave
+    seed : the seed of dropout; None without dropout
     """
 
     kernel: str | None
+    seed: int | None
     threads: int | None
     wanted_tables: tuple[int, ...]  # indices in `Problem.tables` of the tables in the graph
     num_inputs: int  # how many of the saved tensors are inputs; results follow
@@ -43,6 +45,10 @@ class GraphCall(ABC):
     @abstractmethod
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
         """Return the problem with these tensors as query, key, value, the wanted tables and the sinks."""
+
+    @abstractmethod
+    def with_seed(self, seed: int) -> GraphCall:
+        """Return the call with another seed."""
 
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
@@ -89,6 +95,7 @@ class _DispatchedCall(GraphCall):
     problem: Problem  # holds the tables and constant sinks; query, key, value and learned sinks are saved tensors
     own_plan: Plan
     kernel: str | None
+    seed: int | None
     threads: int | None
     wanted_tables: tuple[int, ...]
     num_inputs: int
@@ -102,6 +109,9 @@ class _DispatchedCall(GraphCall):
         problem = with_saved_tables(self.problem, dict(zip(self.wanted_tables, rest, strict=False)))
         sinks = rest[-1] if len(rest) > len(self.wanted_tables) else problem.sinks
         return replace(problem, query=query, key=key, value=value, sinks=sinks)
+
+    def with_seed(self, seed: int) -> GraphCall:
+        return replace(self, problem=replace(self.problem, seed=seed), seed=seed)
 
     def plan(self, problem: Problem) -> Plan:
         return self.own_plan
@@ -121,7 +131,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: GraphCall, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.versions = table_versions(call.tables())
-        ctx.save_for_backward(*inputs, *call.results_to_save(results))
+        seeds = [] if call.seed is None else [make_seed(call.seed)]
+        ctx.save_for_backward(*inputs, *call.results_to_save(results), *seeds)
         ctx.set_materialize_grads(False)
         return results
 
@@ -129,6 +140,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         call, saved = ctx.call, ctx.saved_tensors
         check_versions(ctx.versions, call.tables())
+        if call.seed is not None:  # a checkpoint saves the results of a second run, which may have drawn another seed
+            *saved, seed = saved
+            call = call.with_seed(int(seed) % 2**64)
         inputs, results = saved[: call.num_inputs], saved[call.num_inputs :]
         refuse_old_vmap(gradients)
         has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
@@ -252,7 +266,8 @@ def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: i
     own_lse = None
     if not problem.see:  # as in cached calls: checkpoints of torch count the saved tensors of both
         results, own_lse = results[:1], results[1]
-    call = _DispatchedCall(own_problem, plan, kernel, threads, wanted, len(inputs), own_lse)
+    seed = problem.seed if problem.dropout else None
+    call = _DispatchedCall(own_problem, plan, kernel, seed, threads, wanted, len(inputs), own_lse)
     attached = connect(call, results, inputs)
     if own_lse is not None:
         attached = *attached, own_lse

@@ -111,7 +111,7 @@ class _GraphCall(CachedGraphCall):
         arrays, read = self.read_arrays(gradients, inputs, results)
         call = None if read is None else self.attacher.backward_calls.get((selection_version(), read[0]))
         given = None if call is None else call.read_inputs(arrays, read[1:], self.request.tables, None)
-        return None if call is None or given is None else call.run(given, self.seed)
+        return None if call is None or given is None else call.run(given, self.seed or 0)
 
     def keep(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +33,8 @@ class CachedGraphCall(GraphCall):
                 sinks=request.sinks.copy()
             )  # the caller may change them before the backward pass
         self.wanted_tables, self.num_inputs = attacher.wanted_tables, attacher.num_inputs
-        self.attacher, self.request, self.seed = attacher, request, result.seed
+        self.attacher, self.request = attacher, request
+        self.seed = result.seed if attacher.options["dropout"] else None
         self.own_lse = None if attacher.has_statistics else result.lse
         self.is_lse_imprecise = result.is_lse_imprecise
         self.kernel, self.threads = attacher.kernel, attacher.threads
@@ -43,6 +45,11 @@ class CachedGraphCall(GraphCall):
         options = {"mask": mask, "score": score, "see": self.statistics, "sinks": self.sinks(inputs), "seed": self.seed}
         problem = make_problem(query, key, value, **options, **self.attacher.options)
         return with_saved_tables(problem, dict(zip(self.wanted_tables, rest, strict=False)))
+
+    def with_seed(self, seed: int) -> GraphCall:
+        other = copy(self)
+        other.seed = seed
+        return other
 
     def plan(self, problem: Problem) -> Plan:
         return make_plan(problem, self.kernel)
