@@ -13,13 +13,18 @@ import pytest
 import torch
 
 import sightline
+from fault_planting import broken
 from repeated_calls import Repetition
 from sightline import h, i, j, m, n, padding, s, table
 from sightline.cpu.launch import bound_call, call_family, prepared_call
+from sightline.cpu.launch.arguments import convert_sinks
+from sightline.cpu.launch.backward import BoundBackwardCall
+from sightline.cpu.launch.bound_call import BoundCall
 from sightline.cpu.launch.call_family import CallFamily
 from sightline.cpu.launch.prepared_call import KernelInputs
-from sightline.dispatch import call_cache
-from sightline.errors import ChangedTableError, TableError
+from sightline.cpu.launch.tile_search import BoundSearch
+from sightline.dispatch import call_cache, call_request
+from sightline.errors import ChangedTableError, ParameterError, TableError
 from sightline.problem import problem
 
 SEEDS, SEEDS_PER_TEST = 60, 10
@@ -236,10 +241,67 @@ def keep_numbers(patch):
     patch.setattr(KernelInputs, "of", stale)
 
 
+def keep_seed(patch, kind):
+    """Run each bound call of this kind with the seed of the first call."""
+    first = {}
+    make_words = kind.make_words
+
+    def stale(self, fields, tables=(), numbers=(), outputs=(), seed=0):
+        seed = first.setdefault(id(self), (self, seed))[1]
+        return make_words(self, fields, tables, numbers, outputs, seed)
+
+    patch.setattr(kind, "make_words", stale)
+
+
+def run_dropout_directly(patch):
+    """Make calls with dropout direct. Their records have one seed."""
+    direct = broken(call_cache, "problem.dropout == 0 and request.sinks is None", "request.sinks is None")
+    patch.setattr(call_cache, "insert", direct.insert)
+
+
+def keep_sinks(patch):
+    """Run each bound call with the values of the sinks of the first repetition."""
+    first = {}
+
+    def stale(self, sinks):
+        return first.setdefault(id(self), (self, convert_sinks(sinks).copy()))[1]
+
+    patch.setattr(BoundCall, "convert_sinks", stale)
+
+
+def keep_address_of_sinks(patch):
+    """Run each bound call on the sinks of the first call."""
+    first, kept = {}, []
+    run, make_words = BoundCall.run, BoundCall.make_words
+
+    def stale_words(self, fields, *rest):
+        if "sinks" in fields:
+            fields = fields | {"sinks": first.setdefault(id(self), (self, fields["sinks"]))[1]}
+        return make_words(self, fields, *rest)
+
+    def keep_alive(self, threads, words, numbers, key, arrays, is_first=False):
+        kept.append(arrays)
+        return run(self, threads, words, numbers, key, arrays, is_first)
+
+    patch.setattr(BoundCall, "make_words", stale_words)
+    patch.setattr(BoundCall, "run", keep_alive)
+
+
 def ignore_layouts(patch):
     """Bind calls without comparing the memory layouts of tables."""
     for module in (prepared_call, bound_call):
         patch.setattr(module, "memory_layout", lambda array: None)
+
+
+def keep_tile_ranges(patch):
+    """Run each bound call with the tile ranges of the first call, whatever its tables have."""
+    start = BoundSearch.__init__
+
+    def stale(self, arguments, *others):
+        start(self, arguments, *others)
+        self.runs_always = self.runs_always and not arguments.has_tile_ranges
+
+    patch.setattr(BoundSearch, "__init__", stale)
 
 
 ASSUMPTIONS = {
@@ -247,6 +309,13 @@ ASSUMPTIONS = {
     "a kernel for the CPU reads the caller's own tables": copy_tables,
     "addresses of tables are those of the call": keep_addresses,
     "numbers are those of the call": keep_numbers,
+    "the seed is that of the call": lambda patch: keep_seed(patch, BoundCall),
+    "the seed of a backward pass is that of its forward pass": lambda patch: keep_seed(patch, BoundBackwardCall),
+    "a call with dropout is not direct": run_dropout_directly,
+    "sinks are those of the call": keep_sinks,
+    "the address of sinks is that of the call": keep_address_of_sinks,
+    "tile ranges are those of the call if its mask reads a table": keep_tile_ranges,
+    "the machine is that of the call": lambda patch: patch.setattr(call_request, "machine_setting", lambda: None),
     "a family checks the indices of tables": lambda patch: patch.setattr(
         CallFamily, "are_indices_inside", lambda *_: True
     ),
@@ -259,8 +328,44 @@ def check_drawn_calls():
         Repetition(seed).check(lengths=2)
 
 
+def check_dropout():
+    """Check calls that would be direct if they had no dropout."""
+    for seed in range(5):
+        call = Repetition(seed)
+        call.mask = call.score = "none"
+        call.dropout, call.has_sinks, call.options = 0.5, False, {"threads": 1}
+        call.check(lengths=1)
+
+
+def check_machine():
+    """Check that a call for a machine that does not exist is an error, after the same call without a machine."""
+    for library in (np.asarray, torch.from_numpy):
+        given = draw(np.random.default_rng(1), library=library)
+        for _ in range(REPEATS):
+            sightline.attention(*given)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SIGHTLINE_CPU", "no such machine")
+            try:
+                sightline.attention(*given)
+            except ParameterError:
+                continue
+        raise AssertionError("a repeated call does not see SIGHTLINE_CPU")
+
+
+CHECKS = {
+    "a family checks the form of tables": check_forms,
+    "a call with dropout is not direct": check_dropout,
+    "the machine is that of the call": check_machine,
+}
+
+
 @pytest.mark.parametrize("assumption", ASSUMPTIONS)
 def test_a_broken_assumption_is_seen(assumption, monkeypatch):
     ASSUMPTIONS[assumption](monkeypatch)
     with pytest.raises(AssertionError):
-        (check_forms if "form" in assumption else check_drawn_calls)()
+        CHECKS.get(assumption, check_drawn_calls)()
+
+
+def test_sound_calls_pass():
+    check_dropout()
+    check_machine()

@@ -134,10 +134,14 @@ class Contents:
 
     def number(self, low, high):
         """A number of a formula; other calls have other numbers."""
+        return self.choose(range(low, high))
+
+    def choose(self, choices):
+        """One of the choices; other calls have others."""
         if self.given is not None:
             self.copies.append(self.given[len(self.copies)])
         else:
-            self.copies.append(int(self.rng.integers(low, high)))
+            self.copies.append(choices[self.rng.integers(len(choices))])
         return self.copies[-1]
 
 
@@ -186,6 +190,9 @@ SCORES = {
 }
 
 
+SEEDS = (0, 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)  # of dropout
+
+
 @dataclass
 class Place:
     """How the arrays at one place of a call are made.
@@ -221,11 +228,13 @@ class Repetition:
         self.index = int(rng.integers(0, 6))
         self.options = {"threads": 1} if rng.random() < 0.3 else {}
         self.runs_before_record = int(rng.choice([1, 6]))
+        self.dropout = float(rng.choice([0.1, 0.5])) if rng.random() < 0.2 else 0.0
 
     def __repr__(self):
         calls = f"{self.B}×{self.G}×{self.group} d={self.d} mask={self.mask!r} score={self.score!r} index={self.index}"
         kind = f"{np.dtype(self.dtype)} in_torch={self.in_torch} sinks={self.has_sinks} sees={self.sees}"
-        return f"{calls} {kind} differentiates={self.differentiates} {self.operands} {self.places}"
+        kind += f" dropout={self.dropout} differentiates={self.differentiates}"
+        return f"{calls} {kind} {self.operands} {self.places}"
 
     def draw_memory(self):
         """Draw the memory of each array anew."""
@@ -309,6 +318,8 @@ class Repetition:
             options["sinks"] = contents.floats(contents.H)
         if self.sees:
             options["see"] = [sightline.lse()]
+        if self.dropout:
+            options |= {"dropout": self.dropout, "seed": contents.choose(SEEDS)}
         return options
 
     def check_gradients(self, case, operands, output, lse):

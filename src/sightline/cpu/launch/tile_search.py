@@ -33,7 +33,6 @@ class BoundSearch:
     Attributes
     ----------
     packed : the argument block of the search
-    num_words : how many words of `CallInputs.words` the search takes: the tables and the numbers
     capacity : the number of tile ranges for which a buffer has memory
     runs_always : True if the tile ranges or the checks of the search depend on tables, or no tile ranges are bound
     """
@@ -45,7 +44,6 @@ class BoundSearch:
         self.rows = ranges.batches * ranges.heads * ranges.query_blocks
         self.capacity = max(2 * ranges.first.size, self.rows)
         self.num_extremes = sum(map(_count_blocks, (arguments.tables[k] for k in tables_with_extremes(formulas))))
-        self.num_words = len(arguments.tables) + len(arguments.numbers)
         reads_tables = bool(formulas[0].tables) or any(node.tables for node in checked_nodes(formulas))
         self.runs_always = reads_tables or not arguments.has_tile_ranges
         fields = dict.fromkeys(SEARCH_FIELDS, 0) | {
