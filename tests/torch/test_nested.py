@@ -174,11 +174,21 @@ def test_refusals():
     refused(ShapeError, "2 sequences", fewer, key, value)
     strided = torch.nested.nested_tensor([torch.ones(2, length, D) for length in (3, 4)])
     refused(ShapeError, "strided nested", strided, strided, strided)
+    refused(DtypeError, "strided layout", strided, strided, strided, layout="BNHD")
+    refused(ShapeError, "query jagged, key jagged, value NoneType", query, key)
+    refused(ShapeError, "query jagged, key KVCache", query, sightline.KVCache(dtype="float64"))
     refused(ParameterError, "unbind", query, key, value, see=[sightline.weights()])
     with pytest.raises(KernelRefusedError, match="documents"):
         torch.func.grad(lambda x: sightline.attention(x, x, x).values().sum())(query)
     with pytest.raises(DtypeError, match="documents"):
         sightline.explain(query, key, value)
+
+
+def test_overlapping_sequences_are_refused():
+    """Each packed position belongs to one sequence: the last rows of an earlier sequence were those of the next."""
+    offsets, lengths = torch.tensor([0, 3, 8]), torch.tensor([5, 5])
+    x = torch.nested.nested_tensor_from_jagged(drawn(8, 2, D), offsets, lengths=lengths).transpose(1, 2)
+    refused(ShapeError, r"query with offsets \[0, 3, 8\] and lengths \[5, 5\]", x, x, x)
 
 
 def test_compiled_nested_calls():

@@ -105,7 +105,7 @@ def to_heads_first(layout: Any, query: Any, key: Any, value: Any) -> tuple[Any, 
             f"layout={layout!r}", '"BHND" for (B, H, n, d), or "BNHD" for (B, n, H, d)', 'layout="BNHD"'
         )
     given = {"query": query} if value is None else {"query": query, "key": key, "value": value}
-    shapes = {name: tuple(getattr(array, "shape", ())) for name, array in given.items()}
+    shapes = {name: _read_shape(name, array) for name, array in given.items()}
     if any(len(shape) < 4 for shape in shapes.values()):
         raise ShapeError(
             f'layout="BNHD" with {_format_items(shapes)}',
@@ -114,6 +114,15 @@ def to_heads_first(layout: Any, query: Any, key: Any, value: Any) -> tuple[Any, 
         )
     swapped = {name: arrays.swap_heads(array) for name, array in given.items()}
     return swapped["query"], swapped.get("key", key), swapped.get("value", value)
+
+
+def _read_shape(name: str, array: Any) -> tuple[int, ...]:
+    """Return the shape of an array, () for other objects; raise DtypeError if it is of a kind that has none."""
+    try:
+        return tuple(getattr(array, "shape", ()))
+    except RuntimeError:
+        check_kind(name, array)
+        raise
 
 
 def check_arrays(named: dict[str, Any]) -> None:

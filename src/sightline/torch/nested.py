@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arrays.kinds import is_array
 from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.causal_bias import is_causal_bias
 from ..formula.expression import SYMBOLS, Expression, apply, table_lookup
@@ -40,8 +41,8 @@ def pack(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any
     Raises
     ------
     ShapeError
-        A tensor is not nested, not jagged or has another ragged axis; the numbers of sequences differ; or key and value
-        have other lengths.
+        A tensor is not nested, not jagged or has another ragged axis; its sequences overlap; the numbers of sequences
+        differ; or key and value have other lengths.
     MaskError
         A dense array is a mask or a bias: sequences of different lengths have no common matrix of scores.
     ParameterError
@@ -124,10 +125,7 @@ class _Packing:
 
 def check_nested(named: dict[str, Any]) -> None:
     """Raise ShapeError unless the three are jagged tensors whose sequences fit together."""
-    layouts = {
-        name: ("jagged" if x.layout is torch.jagged else "strided nested") if is_nested(x) else "dense"
-        for name, x in named.items()
-    }
+    layouts = {name: _layout_of(x) for name, x in named.items()}
     if set(layouts.values()) != {"jagged"}:
         raise ShapeError(
             ", ".join(f"{name} {layout}" for name, layout in layouts.items()),
@@ -140,6 +138,12 @@ def check_nested(named: dict[str, Any]) -> None:
                 f"{name} nested with {x.ndim} axes, the ragged one at {x._ragged_idx}",
                 "(B, H, j, d) or (B, j, d), where j is the ragged axis",
                 "transpose(1, 2) of (B, j, H, d)",
+            )
+        if _overlap(x):
+            raise ShapeError(
+                f"{name} with offsets {x.offsets().tolist()} and lengths {x.lengths().tolist()}",
+                "sequences that end before the next offset",
+                "copy the sequences: torch.nested.nested_tensor(list, layout=torch.jagged)",
             )
     query, key, value = named.values()
     if not (query.ndim == key.ndim == value.ndim and len(query.offsets()) == len(key.offsets())):
@@ -154,6 +158,19 @@ def check_nested(named: dict[str, Any]) -> None:
             "one value for each key: equal offsets and lengths",
             "build value with nested_tensor_from_jagged(values, key.offsets())",
         )
+
+
+def _layout_of(array: Any) -> str:
+    if is_nested(array):
+        return "jagged" if array.layout is torch.jagged else "strided nested"
+    return "dense" if is_array(array) else type(array).__name__
+
+
+def _overlap(nested: Any) -> bool:
+    """True if a sequence goes on after the start of the next. torch.compile traces tensors without entries."""
+    if nested.lengths() is None or torch.compiler.is_compiling():
+        return False
+    return bool((nested.lengths() > torch.diff(nested.offsets())).any())
 
 
 def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
