@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any, Literal
@@ -280,23 +281,23 @@ def read_dropout(dropout: Any) -> float:
 def read_seed(seed: Any, dropout: float) -> int:
     if seed is None and dropout == 0:
         return 0
-    number = _to_whole(seed)
-    if not 0 <= number < 2**64:
+    value = _to_whole_number(seed)
+    if not 0 <= value < 2**64:
         raise ParameterError(
             f"seed={seed!r} with dropout={dropout}", "a whole number from 0 to 2⁶⁴ − 1", "for example seed=0"
         )
-    return number
+    return value
 
 
-def _to_whole(number: Any) -> int:
-    """Return a whole number as a Python int; −1 for other objects, True and False included."""
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
-        return -1
-    if hasattr(number, "dtype") and arrays.dtype_name(number) == "bool":
+def _to_whole_number(number: Any) -> int:
+    """Return the number as a Python int; −1 if `number` is no whole number."""
+    if isinstance(number, int):
+        return -1 if isinstance(number, bool) else int(number)
+    if hasattr(number, "dtype") and not arrays.dtype_name(number).startswith(("int", "uint")):
         return -1
     try:
-        return int(number.__index__())
-    except TypeError:  # an array of several entries, or of real numbers
+        return operator.index(number)
+    except (TypeError, RuntimeError):  # several numbers, or a tensor without memory
         return -1
 
 
