@@ -10,6 +10,7 @@ from .api.tangent import attention_tangent
 from .api.vjp import attention_vjp
 from .cpu.runtime.thread_count import threads
 from .formula.expression import SYMBOLS, Expression, where
+from .formula.expression_methods import PASSES
 from .formula.library import (
     alibi,
     alibi_slopes,
@@ -23,7 +24,6 @@ from .formula.library import (
     softcap,
     window,
 )
-from .formula.passes import PASSES
 from .formula.tables import Table, table
 from .gpu.tuning.tuner import tune
 from .kv_cache import KVCache

@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from ..caching import cached_property
 from ..errors import FormulaError
-from .evaluation_methods import EvaluationMethods
-from .operator_methods import OperatorMethods
+from .expression_methods import PASSES, ExpressionMethods
 from .operators import OPERATORS, Kind
-from .passes import PASSES
 
 if TYPE_CHECKING:
     from .parameters import Structure
@@ -34,7 +32,7 @@ OPERATORS_ON_CONDITIONS = {"add": "logical_or", "multiply": "logical_and"}
 MAX_EXACT_INTEGER = 2**53  # bounds of whole numbers are float64, which is not exact for larger integers
 
 
-class Expression(OperatorMethods, EvaluationMethods):
+class Expression(ExpressionMethods):
     """A formula of `b h i j s n m`, such as `sightline.i >= sightline.j`.
 
     `print` shows the formula in mathematical notation, `array` returns a dense array, and `show` draws a picture.
