@@ -1,23 +1,29 @@
 """Checks of formulas that need the lengths (B, H, n, m).
 
-They find reads outside a table, whole numbers of 2⁵³ or more, and tables whose axes do not fit the lengths.
+They find reads outside a table, whole numbers of 2⁵³ or more, and tables whose axes do not fit the lengths. The code of
+kernels depends on `find_index_ranges`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import reduce
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, reduce
+from typing import Any, cast
 
 import numpy as np
 
 from ..arrays.operations import to_numpy
 from ..errors import FormulaError, ShapeError, TableError
 from .expression import MAX_EXACT_INTEGER, Apply, Expression, Lookup, walk
-from .interval_arithmetic import compute_intervals
+from .interval_arithmetic import Interval, compute_intervals
+from .tables import bounds_key
+from .tensor_cache import TensorCache
 from .tile_ranges import find_witness, make_box
 
 Extent = tuple[int, int, int, int]
+IndexRanges = tuple[float, tuple[tuple[int, int], ...]]
+
+_RANGES = TensorCache(4096)
 MAX_ASSUMED_INTEGER = MAX_EXACT_INTEGER // 2
 
 
@@ -38,10 +44,8 @@ def check_formulas(mask: Expression | None, score: Expression | None, extent: Ex
         too_large = _find_large_integer(formula, extent, bounds)
         if too_large is not None:
             raise FormulaError(f"{too_large} grows to 2⁵³ or beyond", "whole numbers below 2⁵³", "use floats: 1.0 * i")
-        for node in walk(formula):
-            if isinstance(node, Lookup):
-                for axis, index in enumerate(node.arguments):
-                    _check_index(formula, node, axis, bounds[id(index)], allowed, extent)
+        for _, node, axis in _indices_outside(formula, bounds):
+            _check_index(formula, node, axis, bounds[id(node.arguments[axis])], allowed, extent)
 
 
 def is_valid_for_all_entries(formula: Expression, extent: Extent) -> bool:
@@ -52,28 +56,59 @@ def is_valid_for_all_entries(formula: Expression, extent: Extent) -> bool:
     lengths have 64-bit integers.
     """
     bounds = compute_intervals(formula, make_box(extent))
-    if _find_large_integer(formula, extent, bounds) is not None:
-        return False
-    for node in walk(formula):
+    is_exact = _find_large_integer(formula, extent, bounds) is None
+    return is_exact and next(_indices_outside(formula, bounds), None) is None
+
+
+def find_index_ranges(formula: Expression | None, extent: Extent) -> IndexRanges:
+    """Return (the largest size of a whole number in the formula, the table indices that may leave their table).
+
+    A table index is given as (position of the lookup in `walk`, axis). Only hidden pairs may leave a table, because
+    `check_formulas` has passed. The result is (0.0, ()) if `formula` is None. The result is cached.
+    """
+    if formula is None:
+        return 0.0, ()
+    if not formula.tables:
+        return _find_cached(formula, extent)
+    tables_key, arrays = bounds_key(formula.tables)
+    return _RANGES.get((formula.text, tables_key, extent), arrays, lambda: _find_index_ranges(formula, extent))
+
+
+def _find_index_ranges(formula: Expression, extent: Extent) -> IndexRanges:
+    bounds = compute_intervals(formula, make_box(extent))
+    sizes = [_largest(bounds[id(node)]) for node in walk(formula) if node.kind == "int"]
+    return max(sizes, default=0.0), tuple([(position, axis) for position, _, axis in _indices_outside(formula, bounds)])
+
+
+_find_cached = lru_cache(4096)(_find_index_ranges)
+
+
+def _indices_outside(formula: Expression, bounds: Mapping[int, Interval]) -> Iterator[tuple[int, Lookup, int]]:
+    """Yield (position in `walk`, lookup, axis) of each index that the bounds do not prove to stay inside its table."""
+    for position, node in enumerate(walk(formula)):
         lengths = node.table.shape if isinstance(node, Lookup) else ()
-        for index, length in zip(node.arguments, lengths, strict=False):
-            low, high = bounds[id(index)]
+        for axis, length in enumerate(lengths):
+            low, high = bounds[id(node.arguments[axis])]
             if np.min(low) < 0 or np.max(high) >= length:
-                return False
-    return True
+                yield position, cast(Lookup, node), axis
 
 
-def _find_large_integer(formula: Expression, extent: Extent, bounds: Mapping[int, Any]) -> Expression | None:
+def _largest(interval: Interval) -> float:
+    """Return the largest absolute value in an interval."""
+    return max(float(np.max(np.abs(end))) for end in interval)
+
+
+def _find_large_integer(formula: Expression, extent: Extent, bounds: Mapping[int, Interval]) -> Expression | None:
     """Return a node whose whole number may reach 2⁵³; None if there is none. `bounds` has the interval of each node."""
     if any(table.has_unknown_entries for table in formula.tables):
         bounds = compute_intervals(formula, make_box(extent), read_table=_read_assumed_entries)
     for node in walk(formula):
-        if node.kind == "int" and max(np.max(np.abs(end)) for end in bounds[id(node)]) >= MAX_EXACT_INTEGER:
+        if node.kind == "int" and _largest(bounds[id(node)]) >= MAX_EXACT_INTEGER:
             return node
     return None
 
 
-def _read_assumed_entries(node: Lookup, indices: list[Any]) -> tuple[Any, Any]:
+def _read_assumed_entries(node: Lookup, indices: list[Interval]) -> Interval:
     """Return the interval of a table's entries; unknown integers are at most `MAX_ASSUMED_INTEGER`."""
     interval = node.table.bounds.over(indices)
     if node.kind == "int" and node.table.has_unknown_entries:
@@ -140,13 +175,11 @@ def _describe_axis(table: Any, name: str, length: int) -> str:
 
 
 def _check_index(
-    formula: Expression, node: Lookup, axis: int, interval: Any, allowed: Expression | None, extent: Extent
+    formula: Expression, node: Lookup, axis: int, interval: Interval, allowed: Expression | None, extent: Extent
 ) -> None:
-    length = node.table.shape[axis]
+    """Raise TableError if an index leaves its table at a pair where the table is read."""
+    length, index = node.table.shape[axis], node.arguments[axis]
     low, high = (float(end) for end in interval)
-    if low >= 0 and high < length:
-        return
-    index = node.arguments[axis]
     outside = (index < 0) | (index >= length)
     guards = [guard for guard in (allowed, _branch_condition(formula, node)) if guard is not None]
     pair = find_witness(reduce(lambda x, y: x & y, [*guards, outside]), extent)

@@ -16,10 +16,10 @@ import numpy as np
 
 from ..arrays.operations import framework
 from ..errors import FormulaError, SightlineError
-from .block_masks import block_formula, is_block_mask
 from .expression import SYMBOLS, Expression, as_expression
 from .tables import Table
 from .tensor_reads import ReadableArray, table_reads
+from .torch_masks import block_formula, is_block_mask
 
 MAX_FUNCTION_DEPTH = 4  # NumPy's arrays are found in the function, the functions that it calls, ...: so many levels
 MAX_CONTAINER_LENGTH = 64  # arrays are not searched for in longer lists, tuples and dicts

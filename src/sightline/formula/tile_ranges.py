@@ -6,6 +6,7 @@ the work grows with the number of allowed pairs, not with n².
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import namespace
+from ..arrays.operations import device, namespace
 from ..caching import cached_property
 from .evaluate_array import evaluate
-from .expression import Expression, as_expression
+from .expression import Apply, Constant, Expression, Lookup, as_expression, fold, where
 from .interval_arithmetic import Interval, compute_intervals
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -217,3 +218,48 @@ def _evaluate_tiles(
             with np.errstate(all="ignore"):
                 values = evaluate(condition, symbols, xp=namespace(i), float_dtype=np.dtype("float64"), like=i)
         yield (b, h), rows, columns, values
+
+
+# -- the pairs that a score hides --------------------------------------------------------------------------------------
+
+
+def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Expression | None:
+    """Return the mask that a score implies: a condition that is true only at pairs where the score is −∞ for every s.
+
+    The result is None if no node of the score shows that it is −∞ somewhere. `where(c, s, −inf)` and a bias of −∞ hide
+    pairs, as a mask does. If such pairs are added to the mask, kernels can skip tiles, and a NaN at a hidden pair does
+    not reach the output.
+
+    An entry of a table in host memory may always be −∞: its entries may change from call to call, and the condition
+    must not. The entries of a table on a device are read, since the reading is cached (`tensor_cache`).
+    """
+    bounds = compute_intervals(score, make_box(extent))
+
+    def visit(node: Expression, hidden: list[Expression | None]) -> Expression | None:
+        operator = node.operator if isinstance(node, Apply) else None
+        if isinstance(node, Constant):
+            return as_expression(True) if node.value == -math.inf else None
+        if isinstance(node, Lookup) and node.kind == "float":
+            return node == -math.inf if _may_be_hidden(node, bounds[id(node)]) else None
+        if operator in ("add", "minimum"):
+            return _either(*hidden)
+        if operator == "subtract":
+            return hidden[0]
+        if operator == "maximum" and hidden[0] is not None and hidden[1] is not None:
+            return hidden[0] & hidden[1]
+        if operator == "where" and any(part is not None for part in hidden[1:]):
+            yes, no = (as_expression(False) if part is None else part for part in hidden[1:])
+            return where(node.arguments[0], yes, no) if "s" not in node.arguments[0].free_symbols else None
+        return None
+
+    return fold(visit, score)
+
+
+def _may_be_hidden(node: Lookup, interval: Interval) -> bool:
+    return device(node.table.array) == "cpu" or bool((interval[0] == -math.inf).any())
+
+
+def _either(x: Expression | None, y: Expression | None) -> Expression | None:
+    if x is None or y is None:
+        return y if x is None else x
+    return x | y

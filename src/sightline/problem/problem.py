@@ -26,12 +26,12 @@ import numpy as np
 from ..arrays import operations as arrays
 from ..caching import cached_property
 from ..errors import DeviceError
-from ..formula import implied_mask
 from ..formula.batch_axes import align_batch_axes
 from ..formula.expression import Expression, parse_text, table_lookup
 from ..formula.formula_checks import check_formulas, is_valid_for_all_entries
 from ..formula.tables import Table, bounds_key
 from ..formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
+from ..formula.tile_ranges import hidden_condition
 from ..kv_cache import unpack_cache
 from ..statistics import Statistic
 from . import validation
@@ -319,7 +319,7 @@ def _waits_for_entries(problem: Problem) -> bool:
 def _normalize(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:
     """Check every table read of mask and score. Return the mask that also hides the pairs whose score is −∞."""
     check_formulas(mask, score, extent)
-    hidden = None if score is None else implied_mask.hidden_condition(score, extent)
+    hidden = None if score is None else hidden_condition(score, extent)
     return mask if hidden is None else _conjoin(mask, ~hidden)
 
 

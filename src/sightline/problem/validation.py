@@ -17,10 +17,9 @@ from ..arrays import operations as arrays
 from ..arrays.kinds import check_kind, check_memory, is_array
 from ..errors import DeviceError, DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import from_function, library
-from ..formula.block_masks import is_block_mask
-from ..formula.causal_bias import causal_bias_formula, is_causal_bias
 from ..formula.expression import SYMBOLS, Expression, walk
 from ..formula.tables import learned_number
+from ..formula.torch_masks import causal_bias_formula, is_block_mask, is_causal_bias
 from ..statistics import Statistic, StatisticBase
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array

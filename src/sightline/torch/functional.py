@@ -11,9 +11,9 @@ from torch.nn import functional
 from ..api.functions import attend
 from ..arrays.kinds import check_class, check_kind
 from ..errors import MaskError, ShapeError
-from ..formula.causal_bias import causal_bias_formula, is_causal_bias
 from ..formula.expression import Expression
 from ..formula.library import causal, dense
+from ..formula.torch_masks import causal_bias_formula, is_causal_bias
 from .nested import check_nested, is_nested
 
 CAUSAL = causal()

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..arrays.kinds import check_kind, check_memory, refuse_subclass
 from ..arrays.operations import check_float_dtype, dtype_name
 from ..errors import DtypeError, MaskError
-from ..formula.causal_bias import is_causal_bias
 from ..formula.expression import Expression
 from ..formula.library import dense
+from ..formula.torch_masks import is_causal_bias
 from .autograd import is_intercepted
 from .functional import align_mask, read_causal_bias
 

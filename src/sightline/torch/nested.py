@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..arrays.kinds import is_array
 from ..errors import MaskError, ParameterError, ShapeError
-from ..formula.causal_bias import is_causal_bias
 from ..formula.expression import SYMBOLS, Expression, apply, table_lookup
 from ..formula.tables import Table
+from ..formula.torch_masks import is_causal_bias
 from ..problem.validation import read_mask, read_score, read_statistics
 from ..statistics import Entropy, Lse, Mass, Statistic
 

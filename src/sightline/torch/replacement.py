@@ -19,8 +19,8 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import SightlineError
-from ..formula.causal_bias import is_causal_bias
 from ..formula.library import bias
+from ..formula.torch_masks import is_causal_bias
 from ..problem.kernel import choose
 from ..problem.problem import make_problem
 from ..reference.streaming import Streaming

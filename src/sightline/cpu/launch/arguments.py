@@ -12,8 +12,8 @@ import numpy as np
 
 from ...arrays.operations import detach, empty, layout, map_entries, to_numpy
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
+from ...formula.formula_checks import find_index_ranges
 from ...formula.parameters import TableParameter, structure_of
-from ...formula.table_index_ranges import find_index_ranges
 from ...formula.tile_ranges import TileRanges, find_tile_ranges
 from ...problem.problem import Problem
 from ...reference.dropout import threshold

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...formula.expression import Constant, Expression, Lookup, Symbol, walk
-from ...formula.table_index_ranges import find_index_ranges
+from ...formula.formula_checks import find_index_ranges
 from ..kernels.kernel_spec import KernelSpec
 from .arguments import KernelArguments, convert_table, extent_in_bytes, has_unit_stride
 

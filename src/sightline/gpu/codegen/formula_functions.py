@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ...arrays.operations import layout
 from ...formula.expression import Expression
-from ...formula.table_index_ranges import find_index_ranges
+from ...formula.formula_checks import find_index_ranges
 from ...formula.tables import Table
 from ...formula.tensor_cache import TensorCache
 from ...problem.problem import Problem

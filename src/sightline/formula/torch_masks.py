@@ -1,8 +1,11 @@
-"""FlexAttention's BlockMask as a formula.
+"""Masks of torch's own classes as formulas: FlexAttention's BlockMask, and CausalBias.
 
 A BlockMask lists blocks of pairs. In a listed block its `mask_mod` decides, in a block listed as full every pair is
 allowed, and in the other blocks every pair is hidden. `create_block_mask` lists the blocks that `mask_mod` allows, so
 there `mask_mod` alone is the mask. Blocks that were listed in another way, as a selection of tiles, are a table.
+
+`torch.nn.attention.bias.causal_lower_right` and `causal_upper_left` return a CausalBias: a tensor without entries of
+its own, which stands for a causal mask of given lengths. The memory of the tensor is not initialised.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from ..arrays.operations import to_numpy
+from ..errors import ShapeError
 from .expression import SYMBOLS, Expression
 from .interval_arithmetic import compute_intervals
+from .library import causal
 from .tables import Table
 
 HIDDEN, PARTIAL, FULL = range(3)
@@ -72,3 +77,35 @@ def _agrees(mask: Expression, states: Any, block_mask: Any) -> bool:
             box[name] = low, low + LARGEST_INDEX
     low, high = compute_intervals(mask, box)[id(mask)]
     return bool(np.all((states != HIDDEN) | (high == 0)) and np.all((states != FULL) | (low == 1)))
+
+
+def is_causal_bias(value: Any) -> bool:
+    """True if the value is a `torch.nn.attention.bias.CausalBias`."""
+    return type(value).__name__ == "CausalBias" and hasattr(value, "seq_len_kv")
+
+
+def causal_bias_formula(bias: Any, lengths: tuple[int, int] | None) -> Expression:
+    """Return the formula of a CausalBias: i ≥ j, or i + (m − n) ≥ j for `causal_lower_right`.
+
+    Parameters
+    ----------
+    bias : CausalBias
+    lengths : (n, m), the numbers of queries and keys of the call; None if its sequences have several lengths
+
+    Raises
+    ------
+    ShapeError
+        The lengths of the bias are not those of the call.
+    """
+    align = "lower right" if bias.variant.name == "LOWER_RIGHT" else "upper left"
+    own = bias.seq_len_q, bias.seq_len_kv
+    if lengths is None or own[0] != lengths[0] or own[1] != lengths[1]:
+        given = "sequences of several lengths" if lengths is None else f"{lengths[0]} queries and {lengths[1]} keys"
+        name = "causal_" + align.replace(" ", "_")
+        raise ShapeError(
+            f"the mask {name}({own[0]}, {own[1]}), a CausalBias of torch, in a call of {given}",
+            "the lengths of the call",
+            f"mask=sightline.causal({align!r}) of sightline.attention, which has the lengths of every call"
+            + ("" if lengths is None else f", or {name}({lengths[0]}, {lengths[1]})"),
+        )
+    return causal(align)  # type: ignore[arg-type]
