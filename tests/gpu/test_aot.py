@@ -26,7 +26,7 @@ from sightline.gpu import Triton
 from sightline.gpu.aot import SHARED_MEMORY_BYTES, TARGETS, compile_kernels
 from sightline.gpu.launch.backward import backward
 from sightline.gpu.launch.forward import attention_launches, forward_launches, run
-from sightline.gpu.tuning.default_configurations import Configuration
+from sightline.gpu.tuning.configurations import Configuration
 
 FILE = Path(__file__).with_name("recorded_kernels.json")
 FORMULAS = {"plain": {}, "causal": {"mask": causal()}, "capped window": {"mask": window(256), "score": softcap(20.0)}}

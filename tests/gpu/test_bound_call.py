@@ -15,8 +15,7 @@ from triton.runtime.driver import driver
 from sightline.formula.parameters import structure_of
 from sightline.gpu import Triton, aot
 from sightline.gpu.launch.bound_call import BoundCall
-from sightline.gpu.launch.launch_binder import LaunchBinder
-from sightline.gpu.launch.launcher import REDUCED_STAGES
+from sightline.gpu.launch.launches import REDUCED_STAGES, LaunchBinder
 
 TARGET = "sm_90"
 

@@ -19,9 +19,8 @@ from sightline.caching import CACHE_VARIABLE
 from sightline.errors import KernelRefusedError, ParameterError
 from sightline.gpu import Triton
 from sightline.gpu.tuning import cache as tuning_cache
-from sightline.gpu.tuning import selection
-from sightline.gpu.tuning.default_configurations import Configuration, default_configuration
-from sightline.gpu.tuning.selection import candidates, try_sizes
+from sightline.gpu.tuning import configurations
+from sightline.gpu.tuning.configurations import Configuration, candidates, default_configuration, try_sizes
 from sightline.gpu.tuning.tuner import MIN_SPEEDUP, tune
 from sightline.problem.problem import make_problem
 from sightline.reference.streaming import Streaming, backward
@@ -48,7 +47,7 @@ class FakeTriton(Triton):
         return backward(problem, d_output, d_lse)
 
     def _sizes(self, name, problem):
-        sizes = selection.select(name, problem, self.architecture)
+        sizes = configurations.select(name, problem, self.architecture)
         if sizes in self.failing:
             raise RuntimeError("out of resource: shared memory")
         self.ran.append((name, sizes))
@@ -85,7 +84,7 @@ def tuned(kernel, gradients=False, **options):
 
 
 def selected(problem=None):
-    return selection.select("forward", problem or make_problem(*arrays(), mask=MASK), "interpreter")
+    return configurations.select("forward", problem or make_problem(*arrays(), mask=MASK), "interpreter")
 
 
 def test_the_fastest_valid_configuration_is_saved_and_selected(folder):
@@ -115,7 +114,7 @@ def test_only_problems_of_the_same_structure_use_a_saved_configuration():
         assert selected(make_problem(query, key, value, mask=MASK)) != best
     assert selected(make_problem(*arrays(), mask=i > j)) == DEFAULT
     assert selected(make_problem(*arrays())) == DEFAULT
-    assert selection.select("forward", make_problem(*arrays(), mask=MASK), "sm_90") != best
+    assert configurations.select("forward", make_problem(*arrays(), mask=MASK), "sm_90") != best
 
 
 def test_backward_kernels_are_tuned_separately():
@@ -123,7 +122,7 @@ def test_backward_kernels_are_tuned_separately():
     tuning = tuned(FakeTriton({("forward", first): 0.5, ("backward", second): 0.25}), gradients=True)
     assert {each.kernel: each.best for each in tuning.found} == {"forward": first, "backward": second}
     problem = make_problem(*arrays(), mask=MASK)
-    assert selection.select("backward", problem, "interpreter") == second
+    assert configurations.select("backward", problem, "interpreter") == second
 
 
 def test_statistics_are_tuned_and_checked_with_their_problem():

@@ -27,9 +27,8 @@ from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
 from ..errors import ParameterError
-from .launch.launcher import REDUCED_STAGES
-from .tuning.default_configurations import shared_memory_of
-from .tuning.selection import try_sizes
+from .launch.launches import REDUCED_STAGES
+from .tuning.configurations import shared_memory_of, try_sizes
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),  # A100

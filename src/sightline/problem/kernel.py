@@ -45,7 +45,7 @@ class Result:
         the kernel provides none
     bound_passes : with `bound_call`, the `cpu.launch.weights_pass.BoundPass` objects that computed statistics of
         `problem.see`; the forward kernel computed the other statistics
-    recorded_call : a `gpu.launch.launch_binder.RecordedCall`, from which a bound call on a GPU can be made; or None
+    recorded_call : a `gpu.launch.launches.RecordedCall`, from which a bound call on a GPU can be made; or None
     """
 
     output: Any

@@ -26,7 +26,7 @@ from ..dispatch.call_cache import CallResult, ResultBuilder, describe_statistics
 from ..dispatch.call_request import Request
 from ..dispatch.lookup import store
 from ..formula.expression import Expression
-from ..gpu.tuning.selection import selection_version
+from ..gpu.tuning.configurations import selection_version
 from ..problem.kernel import Gradients, Result
 from ..problem.problem import NUM_OPERANDS, Problem
 from .autograd import needs_gradients

@@ -19,8 +19,8 @@ from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s,
 from sightline.arrays.operations import to_numpy
 from sightline.gpu.kernels import table_gradient
 from sightline.gpu.launch.arguments import to_operand
-from sightline.gpu.launch.launcher import KernelLaunch
-from sightline.gpu.tuning.default_configurations import Configuration
+from sightline.gpu.launch.launches import KernelLaunch
+from sightline.gpu.tuning.configurations import Configuration
 from sightline.statistics import statistic_gradients
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, Case, cases, to_torch

@@ -18,8 +18,7 @@ from sightline.formula.tables import Table
 from sightline.formula.tile_ranges import find_tile_ranges
 from sightline.gpu.launch.bound_call import BoundCall
 from sightline.gpu.tuning import cache
-from sightline.gpu.tuning.default_configurations import Configuration
-from sightline.gpu.tuning.selection import try_sizes
+from sightline.gpu.tuning.configurations import Configuration, try_sizes
 from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import Case

@@ -12,7 +12,7 @@ from sightline import i, j
 from sightline.caching import CACHE_VARIABLE
 from sightline.gpu import Triton
 from sightline.gpu.tuning import cache as tuning_cache
-from sightline.gpu.tuning.selection import _trial, candidates, select, try_sizes
+from sightline.gpu.tuning.configurations import _trial, candidates, select, try_sizes
 from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from triton_interpreter import INTERPRETED

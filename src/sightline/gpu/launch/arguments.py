@@ -25,7 +25,7 @@ from ..codegen.formula_functions import (
     render_sources,
 )
 from ..kernels.tile_ops import Array, MetaParameters
-from ..tuning.default_configurations import Configuration
+from ..tuning.configurations import Configuration
 
 MIN_SCALE = 2.0**-64  # kernels apply a smaller scale before the softmax, because lse / scale would overflow float32
 

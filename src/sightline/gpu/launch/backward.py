@@ -19,12 +19,10 @@ from ..kernels.backward import backward_preprocess
 from ..kernels.backward_keys import backward_keys
 from ..kernels.backward_queries import backward_queries
 from ..kernels.table_gradient import FIRST_SLOT_EXPONENT, MAX_ADDITIONS, SLOT_BITS, SLOTS
-from ..tuning.default_configurations import Configuration
-from ..tuning.selection import architecture_of, select
+from ..tuning.configurations import Configuration, architecture_of, select
 from .arguments import Operands, to_operand
 from .forward import NAN_SAFE_ROWS, nan_safe_launch, small_sizes
-from .launch_binder import RecordedCall
-from .launcher import KernelLaunch
+from .launches import KernelLaunch, RecordedCall
 from .schedule import make_schedule
 
 SMALL_KEY_WARPS = 8  # warps of the launch for keys of a small problem: with 4, the kernel of d 128 spills registers

@@ -19,7 +19,7 @@ from ...formula.expression import Expression
 from ...formula.parameters import structure_of
 from ...formula.tensor_cache import retain, to_device
 from .arguments import dot_precision, dropout_state, prepare_sinks, prepare_table
-from .launch_binder import LaunchBinder, RecordedCall, UnboundArgumentError
+from .launches import LaunchBinder, RecordedCall, UnboundArgumentError
 
 ALIGNMENT = 16  # bytes; Triton compiles other kernels for arrays that are not so aligned
 

@@ -15,11 +15,9 @@ from ...statistics import Lse, unwrap_mean
 from ..codegen.formula_functions import collect_tables
 from ..kernels.decode import decode, merge_splits
 from ..kernels.forward import forward
-from ..tuning.default_configurations import Configuration
-from ..tuning.selection import architecture_of, select
+from ..tuning.configurations import Configuration, architecture_of, select
 from .arguments import Operands
-from .launch_binder import RecordedCall
-from .launcher import KernelLaunch
+from .launches import KernelLaunch, RecordedCall
 from .schedule import make_schedule
 from .statistics import FusedStatistics, compute_statistics
 

@@ -18,10 +18,9 @@ from ..kernels.weights_dense import dense_weights
 from ..kernels.weights_pooled import pooled
 from ..kernels.weights_received import received
 from ..kernels.weights_top_k import top_k
-from ..tuning.default_configurations import Configuration
-from ..tuning.selection import select
+from ..tuning.configurations import Configuration, select
 from .arguments import Operands
-from .launcher import KernelLaunch
+from .launches import KernelLaunch
 from .schedule import make_schedule
 
 MAX_TOP_K = 128  # largest k of `top_k`, whose kernel keeps the k largest weights of each query of a block in registers

@@ -1,6 +1,6 @@
 """`tune` measures tile sizes, warps and stages for a problem on this GPU, and saves the fastest configuration.
 
-The default table (`tuning.default_configurations`) depends on architecture, kernel, dtype and width only. The fastest
+The default table (`tuning.configurations`) depends on architecture, kernel, dtype and width only. The fastest
 configuration also depends on the formula, the GPU and the compiler's version. A configuration is valid if the kernel
 compiles, fits the GPU, and has an error against float64 within the budget of `accuracy`. The baseline of the budget is
 the output of the default configuration: at most twice the default's error plus 2 units in the last place. So a wrong
@@ -32,8 +32,7 @@ from ...reference.streaming import Streaming, backward
 from ...statistics import Statistic, arrays_of, solve_selections_separately
 from .. import Triton
 from . import cache
-from .default_configurations import Configuration
-from .selection import architecture_of, candidates, device_of, try_sizes
+from .configurations import Configuration, architecture_of, candidates, device_of, try_sizes
 
 MAX_COMPARED_ROWS = 256  # most rows of a head of a result that are compared with the expected result
 FINALISTS, ROUNDS = 3, 5  # configurations that are timed again at the end, and how often each of them is timed

@@ -1,6 +1,7 @@
-"""Select a kernel's configuration: from the current trial if there is one, else from the tuning cache.
+"""The configurations of the kernels: tile sizes, warps and stages.
 
-The default table serves kernels whose configuration is not found there.
+`select` takes a kernel's configuration from the current trial if there is one, else from the tuning cache. A table by
+architecture, kernel, dtype and head width serves kernels whose configuration is not found there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 
 from ...problem.problem import Problem
 from . import cache
-from .default_configurations import Configuration, default_configuration, shared_memory_of
 
 MAX_SIZE = 1024  # largest number in any field of a configuration that is read from a file
 MIN_TILE = 16  # fewest rows and fewest keys of a tile: the size of the smallest matrix product
@@ -23,6 +23,20 @@ WIDE_HEAD = 128  # a head with larger d_k or d_v needs more warps
 ROWS_PER_WARP = 16  # rows of the matrix product of one warp
 MAX_REGISTERS = 255  # most registers of a thread
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+# KiB of shared memory for a block of threads, by the prefix of the architecture's name
+SHARED_MEMORY_KIB = {"sm_80": 163, "sm_8": 99, "sm_90": 227, "sm_10": 227, "sm_12": 99, "gfx": 64}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The tile sizes and the launch options of a kernel."""
+
+    rows: int  # queries of a tile
+    keys: int  # keys of a tile
+    warps: int  # number of warps in a block of threads
+    stages: int  # number of stages of the software pipeline that loads tiles of K and V
+    # True if the kernel widens the operands before products, since Triton's interpreter cannot multiply bfloat16.
+    widens_operands: bool = False
 
 
 @dataclass
@@ -153,3 +167,67 @@ def _fits(kernel: str, sizes: Configuration, problem: Problem, architecture: str
     shared = (outer * resident + sizes.stages * inner * read) * ITEMSIZE[problem.dtype]
     threads = sizes.warps * (64 if architecture.startswith("gfx") else 32)
     return shared <= shared_memory_of(architecture) and outer * (tiles * inner + sum_width) // threads <= MAX_REGISTERS
+
+
+# -- the default table -------------------------------------------------------------------------------------------------
+
+
+def default_configuration(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
+    """Return the configuration for an architecture ("sm_90", "gfx942", "interpreter"), a kernel and a dtype.
+
+    `width` is the larger of d_k and d_v.
+    """
+    if architecture == "interpreter":  # small tiles, so that small problems have several tiles
+        return Configuration(16, 32, 1, 1, widens_operands=dtype == "bfloat16")
+    if kernel in ("backward_queries", "backward_keys"):
+        return _backward_configuration(architecture, kernel, dtype, width)
+    if kernel == "decode":
+        return Configuration(16, 64 if dtype in ("float16", "bfloat16") else 32, 4, 3 if width <= 128 else 2)
+    if kernel == "weights_pass":  # its registers hold scores, and lists of `top_k` or cells of `pooled`, but no output
+        side = 32 if dtype in ("float32", "float64") else 64
+        return Configuration(side, side, 4, 2)
+    if dtype in ("float32", "float64"):  # the products use no matrix units, and larger tiles spill kilobytes
+        rows = 64 if dtype == "float32" and width <= 64 else 32
+        if architecture.startswith("gfx"):
+            return Configuration(rows, 32, 4, 1)
+        return Configuration(rows, 32, 8, 2 if dtype == "float32" else 1)
+    if architecture.startswith("gfx"):
+        return Configuration(128, 64, 4, 1)
+    if architecture == "sm_90":
+        if width <= 64:
+            return Configuration(128, 128, 8, 2)
+        # Tiles of more keys would spill more registers.
+        return Configuration(128, 64, 8, 3) if width <= 128 else Configuration(128, 32, 8, 2)
+    if width <= 64:
+        return Configuration(128, 64, 4, 3)
+    return Configuration(128, 64, 8, 2) if width <= 128 else Configuration(64, 32, 4, 2)
+
+
+def shared_memory_of(architecture: str) -> int:
+    """Return the bytes of shared memory for a block of threads.
+
+    For an unknown architecture the result is the largest known amount.
+    """
+    known = (kib for prefix, kib in SHARED_MEMORY_KIB.items() if architecture.startswith(prefix))
+    return next(known, max(SHARED_MEMORY_KIB.values())) << 10
+
+
+def _backward_configuration(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
+    """Return the configuration of a backward kernel.
+
+    The sizes for float16 and bfloat16 are those of FlexAttention in PyTorch 2.13
+    (`torch/_inductor/template_heuristics/triton.py`), except for smaller tiles where the sizes of FlexAttention exceed
+    AMD's registers.
+    """
+    if dtype in ("float32", "float64"):
+        return Configuration(32, 32, 4 if width <= 64 else 8, 1)
+    wide, narrow, warps, stages = 64, 64, 4 if width <= 128 else 8, 2
+    if architecture.startswith("gfx"):
+        stages = 1
+        if 64 < width <= 128:
+            wide, narrow = 128, 64 if kernel == "backward_queries" else 32
+    elif architecture == "sm_90" and 64 <= width <= 128:
+        wide, warps, stages = 128, 8, 3
+    elif architecture != "sm_90" and width < 64:
+        wide, narrow, stages = 128, 32, 3
+    return Configuration(*((wide, narrow) if kernel == "backward_queries" else (narrow, wide)), warps, stages)
