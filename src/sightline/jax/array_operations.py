@@ -21,7 +21,7 @@ from ..errors import DtypeError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..problem.problem import NUM_OPERANDS, Problem
-from ..reference.dropout import MULTIPLIERS, ROUNDS, WEYL, threshold
+from ..reference.dropout import philox_rounds, threshold
 from ..statistics import (
     Entropy,
     Lse,
@@ -337,19 +337,10 @@ def _keep_factor(problem: Problem, seed: Any, symbols: dict[str, Any]) -> Any:
         return 1.0 - p
     quads = jnp.arange(-(-problem.m // 4))
     counter = [x.astype(jnp.uint32) for x in (symbols["b"], symbols["h"], symbols["i"], quads)]
-    words = jnp.stack(jnp.broadcast_arrays(*_philox(seed, counter)), axis=-1)
+    found = philox_rounds((seed[0], seed[1]), counter, _multiply_wide, lambda word, weyl: word + np.uint32(weyl))
+    words = jnp.stack(jnp.broadcast_arrays(*found), axis=-1)
     words = words.reshape((*words.shape[:-2], 4 * len(quads)))[..., : problem.m]
     return (words >= np.uint32(min(threshold(problem), 2**32 - 1))) / (1 - p)
-
-
-def _philox(seed: Any, counter: Sequence[Any]) -> Sequence[Any]:
-    """Return what `dropout.philox` returns, in uint32."""
-    key, (x0, x1, x2, x3) = [seed[0], seed[1]], counter
-    for _ in range(ROUNDS):
-        (high0, low0), (high1, low1) = _multiply_wide(MULTIPLIERS[0], x0), _multiply_wide(MULTIPLIERS[1], x2)
-        x0, x1, x2, x3 = high1 ^ x1 ^ key[0], low1, high0 ^ x3 ^ key[1], low0
-        key = [k + np.uint32(w) for k, w in zip(key, WEYL, strict=True)]
-    return x0, x1, x2, x3
 
 
 def _multiply_wide(constant: int, x: Any) -> tuple[Any, Any]:

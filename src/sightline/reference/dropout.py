@@ -8,6 +8,7 @@ four neighbouring key positions j: a weight is dropped if word j mod 4, divided 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..arrays.operations import resolve_dtype
@@ -18,21 +19,38 @@ if TYPE_CHECKING:
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-_LOW_32_BITS = 0xFFFFFFFF
+LOW_32_BITS = 0xFFFFFFFF
 
 
-def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+def philox(seed: int, counter: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
     """Return the four 32-bit words that Philox 4x32-10 makes of a seed and each counter.
 
     The counter and the result are four int64 arrays (NumPy or torch) of words below 2³².
     """
-    key = [seed & _LOW_32_BITS, seed >> 32 & _LOW_32_BITS]
+    key = seed & LOW_32_BITS, seed >> 32 & LOW_32_BITS
+    return philox_rounds(key, counter, _multiply_wide, lambda word, weyl: (word + weyl) & LOW_32_BITS)
+
+
+def philox_rounds(
+    key: tuple[Any, Any],
+    counter: Sequence[Any],
+    multiply_wide: Callable[[int, Any], tuple[Any, Any]],
+    add: Callable[[Any, int], Any],
+) -> tuple[Any, Any, Any, Any]:
+    """Return the words of Philox 4x32-10 for any type of word that has the operator ^.
+
+    Parameters
+    ----------
+    key : the low and the high word of the seed
+    counter : four words
+    multiply_wide : (constant, word) → (high word, low word) of their product
+    add : (word, constant) → their sum modulo 2³²
+    """
     x0, x1, x2, x3 = counter
     for _ in range(ROUNDS):
-        high0, low0 = _multiply_wide(MULTIPLIERS[0], x0)
-        high1, low1 = _multiply_wide(MULTIPLIERS[1], x2)
+        (high0, low0), (high1, low1) = multiply_wide(MULTIPLIERS[0], x0), multiply_wide(MULTIPLIERS[1], x2)
         x0, x1, x2, x3 = high1 ^ x1 ^ key[0], low1, high0 ^ x3 ^ key[1], low0
-        key = [(k + w) & _LOW_32_BITS for k, w in zip(key, WEYL, strict=True)]
+        key = add(key[0], WEYL[0]), add(key[1], WEYL[1])
     return x0, x1, x2, x3
 
 
@@ -48,7 +66,7 @@ def _multiply_wide(constant: int, x: Any) -> tuple[Any, Any]:
     """
     low_part = (constant & 0xFFFF) * x
     high_part = (constant >> 16) * x + (low_part >> 16)
-    return high_part >> 16, (high_part << 16 | low_part & 0xFFFF) & _LOW_32_BITS
+    return high_part >> 16, (high_part << 16 | low_part & 0xFFFF) & LOW_32_BITS
 
 
 def keep_factor(problem: Problem, xp: Any, rows: slice, columns: slice, dtype: Any = None) -> Any:

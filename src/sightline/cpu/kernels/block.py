@@ -20,12 +20,12 @@ from llvmlite import ir
 from ...formula.expression import Expression
 from ...formula.parameters import TableParameter
 from ...problem.kernel import MAX_LSE
+from ...reference.dropout import LOW_32_BITS, philox_rounds
 from ..codegen.abi import LoadedArguments
 from ..codegen.builder import Builder, Variable
 from ..codegen.formats import FloatFormat, format_of
 from ..codegen.math import exp2_by_scaling, exp2_of_negative, exp_of_negative
 from ..codegen.operand_tiles import OperandTile
-from ..codegen.philox import random_words
 from ..codegen.register_tile import RegisterTiles
 from ..codegen.render_llvm import NodeValues, Renderer, TableSource, parameter_types
 from ..codegen.values import BFLOAT, BOOL, BYTE, DOUBLE, INT16, INT32, INT64, Value, vector
@@ -323,14 +323,22 @@ class Block:
 
     def dropout_keep_mask(self, j: Value) -> list[list[Value]]:
         """Return, per key (four from j on) and vector, a condition: dropout keeps the weight; 4 must divide j."""
-        builder, args = self.builder, self.args
+        args = self.args
         origin = (args.dropout_b, args.dropout_h, args.dropout_i, args.dropout_j)
-        keep_by_query = []
+        key, keep_by_query = (args.seed & LOW_32_BITS, args.seed >> 32), []
+
+        def multiply_wide(constant: int, word: Value) -> tuple[Value, Value]:
+            """Return a product whose low word has its high word in the upper half of the lane, which is ignored."""
+            product = (word & LOW_32_BITS) * constant
+            return product >> 32, product
+
         for symbols in self.symbols:
             position = (self.b, self.h, symbols["i"].to(INT64), j.to(INT64))
-            b, h, i, key = (x + first for x, first in zip(position, origin, strict=True))
-            counter = (b, h, i, key >> 2)
-            keep_by_query.append([word >= args.dropout_threshold for word in random_words(builder, args.seed, counter)])
+            b, h, i, first_key = (x + first for x, first in zip(position, origin, strict=True))
+            words = philox_rounds(
+                key, (b, h, i, first_key >> 2), multiply_wide, lambda word, weyl: (word + weyl) & LOW_32_BITS
+            )
+            keep_by_query.append([(word & LOW_32_BITS) >= args.dropout_threshold for word in words])
         return [list(key_masks) for key_masks in zip(*keep_by_query, strict=True)]
 
     # -- products -------------------------------------------------------------------------------------------------
