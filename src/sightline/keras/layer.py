@@ -7,8 +7,7 @@ from typing import Any
 import keras
 
 from ..errors import ParameterError, ShapeError
-from .attention_mask import AttentionMask, expand
-from .backend_attention import attend
+from .backend_attention import AttentionMask, attend, expand
 
 Shape = tuple[int | None, ...]
 

@@ -9,8 +9,7 @@ import keras
 from keras import ops
 
 from ..errors import ParameterError
-from .attention_mask import AttentionMask, expand
-from .backend_attention import attend
+from .backend_attention import AttentionMask, attend, expand
 
 
 @keras.saving.register_keras_serializable(package="sightline")

@@ -6,7 +6,7 @@ XLA cannot compile such a call. Keras therefore trains models with these layers 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from ..dispatch.kernel_list import differentiate, make_plan
 from ..errors import KernelRefusedError, MissingExtraError
 from ..problem.problem import Problem, make_problem
 from ..statistics import weights
-from .attention_mask import AttentionMask
 
 try:
     import tensorflow as tf
@@ -22,6 +21,9 @@ except ImportError as error:
     raise MissingExtraError(
         "Keras's TensorFlow backend without TensorFlow", "TensorFlow", 'pip install "sightline-attention[tensorflow]"'
     ) from error
+
+if TYPE_CHECKING:
+    from .backend_attention import AttentionMask
 
 
 def attend(
