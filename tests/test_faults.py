@@ -32,6 +32,7 @@ from sightline.cpu.runtime.machine import host
 from sightline.formula import interval_arithmetic as bounds
 from sightline.partition import part, schedule
 from sightline.partition.shards import divide
+from sightline.problem import kernel as problem_kernel
 from sightline.problem.problem import make_problem
 from sightline.reference import streaming
 from sightline.reference.streaming import Streaming
@@ -148,9 +149,9 @@ BACKWARD = {
     ),
     "sinks blind to lse": Fault(table_gradients, "delta = delta - xp.astype(d_lse, wide)", "pass", shows="sinks"),
     "sinks the wrong way": Fault(
-        table_gradients,
-        "xp.sum(-xp.astype(p, wide) * delta, axis=-1)",
-        "xp.sum(xp.astype(p, wide) * delta, axis=-1)",
+        problem_kernel,
+        "xp.sum(-xp.astype(sink_weights",
+        "xp.sum(xp.astype(sink_weights",
         shows="sinks",
     ),
     "dropout forgotten in dP": Fault(

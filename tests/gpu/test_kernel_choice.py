@@ -11,8 +11,8 @@ from sightline import b, causal, h, i, j, s
 from sightline.dispatch.kernel_list import KERNELS
 from sightline.errors import ParameterError
 from sightline.gpu import Triton
-from sightline.gpu.refusals import MAX_FORMULA_NODES, MAX_HEAD_WIDTH
-from sightline.problem.kernel import choose
+from sightline.gpu.refusals import MAX_HEAD_WIDTH
+from sightline.problem.kernel import MAX_FORMULA_NODES, choose
 from sightline.problem.problem import make_problem
 
 

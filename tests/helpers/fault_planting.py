@@ -23,6 +23,7 @@ from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import forward as launch_forward
 from sightline.cpu.launch import table_gradients
 from sightline.cpu.launch import weights_pass as launch_weights_pass
+from sightline.problem import kernel as problem_kernel
 from sightline.reference import streaming
 
 PLACES = {  # for each module: the modules and the names through which its classes are looked up
@@ -32,6 +33,7 @@ PLACES = {  # for each module: the modules and the names through which its class
     operand_tiles: [(block, "OperandTile")],
     launch_backward: [(launch_backward, "backward")],
     table_gradients: [(launch_backward, "differentiate_sinks")],
+    problem_kernel: [(table_gradients, "sum_sink_gradients")],
     tables: [(backward, "TableGradientCode")],
     fused_statistics: [(forward, "FusedStatisticsCode")],
     weights_by_key: [(weights_by_key, "Received"), (weights_by_key, "Pooled")],

@@ -7,12 +7,10 @@ from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Any
 
-from ..formula.expression import walk
-from ..problem.kernel import Refusal
+from ..problem.kernel import Refusal, refuse_no_pairs, refuse_sizes
 from ..problem.problem import Problem
 
 MAX_HEAD_WIDTH = 256  # largest d_k and largest d_v: registers and shared memory hold tiles of both widths
-MAX_FORMULA_NODES = 400  # most nodes of mask and score together; the compiler gets about one line for each node
 MIN_TRITON_VERSION = (3, 5)  # the oldest triton that compiles the kernels
 MIN_TRITON_VERSION_BY_DTYPE = {"float64": (3, 8)}  # the oldest triton that multiplies float64 matrices
 
@@ -55,9 +53,7 @@ def refuse_backward(
     of the reasons of `refuse_forward` only the sizes are checked.
     """
     refusals = list(refuse_forward(problem, None) if architecture is None else _size_refusals(problem))
-    if 0 in problem.extent or problem.d_v == 0:
-        shape = f"(B, H, n, m) = {problem.extent}, d_v {problem.d_v}"
-        refusals.append(Refusal(f"no pairs or no columns: {shape}", "give at least one of each"))
+    refusals += refuse_no_pairs(problem)
     yield from refusals
     if not refusals:
         from .launch.backward import refuse_tables
@@ -66,13 +62,8 @@ def refuse_backward(
 
 
 def _size_refusals(problem: Problem) -> Iterator[Refusal]:
-    """Yield a refusal if a head width exceeds `MAX_HEAD_WIDTH`, and one if formulas exceed `MAX_FORMULA_NODES`."""
-    if max(problem.d_k, problem.d_v) > MAX_HEAD_WIDTH:
-        cure = f"use widths up to {MAX_HEAD_WIDTH}; the streaming kernel serves larger widths"
-        yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", cure)
-    num_nodes = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
-    if num_nodes > MAX_FORMULA_NODES:
-        yield Refusal(f"formulas of {num_nodes} nodes would take long to compile", "put computed values into a table")
+    cure = f"use widths up to {MAX_HEAD_WIDTH}; the streaming kernel serves larger widths"
+    return refuse_sizes(problem, MAX_HEAD_WIDTH, cure)
 
 
 def triton_version() -> tuple[int, ...]:

@@ -7,19 +7,21 @@ with its cure. `choose` takes the cheapest kernel that yields no reason. No othe
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import to_numpy
+from ..arrays.operations import convert, namespace, to_numpy
 from ..errors import KernelRefusedError, ParameterError
-from ..formula.expression import Expression
+from ..formula.expression import Expression, Lookup, walk
 from ..statistics import StatisticGradients
 from .problem import Problem
 
+MAX_FORMULA_NODES = 400  # most nodes of mask and score together: LLVM compiles a node in about 10 ms
 MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above this lse, adjacent floats of the dtype differ by 1 or more
 
 
@@ -216,3 +218,63 @@ def is_lse_precise(lse: Any, accumulator: str) -> bool:
     """
     magnitudes = np.abs(to_numpy(lse))
     return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) <= MAX_LSE[accumulator])
+
+
+# -- what the generated kernels of the CPU and of GPUs share ----------------------------------------------------------
+
+
+def refuse_sizes(problem: Problem, max_width: int, cure: str) -> Iterator[Refusal]:
+    """Yield a refusal if d_k or d_v exceeds `max_width`, and one if the formulas exceed `MAX_FORMULA_NODES`."""
+    if max(problem.d_k, problem.d_v) > max_width:
+        yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", cure)
+    nodes = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
+    if nodes > MAX_FORMULA_NODES:
+        yield Refusal(f"formulas of {nodes} nodes would take long to compile", "put computed values into a table")
+
+
+def refuse_no_pairs(problem: Problem) -> Iterator[Refusal]:
+    """Yield a refusal if the problem has no pairs or d_v = 0: then there is nothing to differentiate."""
+    if 0 in problem.extent or problem.d_v == 0:
+        shape = f"(B, H, n, m) = {problem.extent}, d_v {problem.d_v}"
+        yield Refusal(f"no pairs or no columns: {shape}", "give at least one of each")
+
+
+def find_learned_lookups(problem: Problem, wanted_tables: Collection[int]) -> list[tuple[int, Lookup, int]]:
+    """Return (index in the score's `walk`, lookup, slot of its table) of each float lookup in one of `wanted_tables`.
+
+    A slot is an index in `Problem.tables`.
+    """
+    slots = {id(table): slot for slot, table in enumerate(problem.tables)}
+    return [
+        (index, node, slots[id(node.table)])
+        for index, node in enumerate(() if problem.score is None else walk(problem.score))
+        if isinstance(node, Lookup) and node.kind == "float" and slots[id(node.table)] in wanted_tables
+    ]
+
+
+def sum_by_table(terms: Iterable[tuple[int, Any]], tables: Mapping[int, Any]) -> dict[int, Any]:
+    """Return the sum of the gradients of each table's lookups by slot, in the table's library and dtype.
+
+    `terms` has (slot, gradient) of each lookup, and `tables` the array of each slot.
+    """
+    totals: dict[int, Any] = {}
+    for slot, term in terms:
+        totals[slot] = totals[slot] + term if slot in totals else term
+    return {
+        slot: namespace(tables[slot]).astype(convert(total, tables[slot]), tables[slot].dtype, copy=False)
+        for slot, total in totals.items()
+    }
+
+
+def sink_weights(sinks: Any, lse: Any) -> Any:
+    """Return the weight of each sink for each query, exp(sink_h − lse), (..., H, n) in the dtype of lse."""
+    xp = namespace(lse)
+    finite_lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)  # the sink is −∞ too, and its weight 0
+    return xp.exp(xp.astype(sinks, lse.dtype)[:, None] - finite_lse)
+
+
+def sum_sink_gradients(sinks: Any, lse: Any, delta: Any) -> Any:
+    """Return dsink_h = −Σ exp(sink_h − lse) δ, summed over batches and queries in the dtype of δ, (H,) as the sinks."""
+    xp = namespace(lse)
+    sums = xp.sum(-xp.astype(sink_weights(sinks, lse), delta.dtype) * delta, axis=-1)
+    return xp.astype(xp.sum(xp.reshape(sums, (-1, sinks.shape[0])), axis=0), sinks.dtype)

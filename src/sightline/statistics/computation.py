@@ -1,4 +1,4 @@
-"""The dispatch of statistics: each is computed from lse alone, by a kernel, or by streaming."""
+"""The computation of statistics: each from lse alone, in a forward kernel, by another kernel, or by streaming."""
 
 from __future__ import annotations
 
@@ -7,10 +7,53 @@ from typing import TYPE_CHECKING, Any
 
 from .base import accumulate_statistics
 from .matrix import Matrix
+from .per_query import Entropy, Mass, MaxScore
 from .selection import Mean, Statistic, unwrap_mean
 
 if TYPE_CHECKING:
     from ..problem.problem import Problem
+
+
+FUSED = (MaxScore, Entropy, Mass)
+
+
+class FusedStatistics:
+    """The statistics that a generated forward kernel computes beside the softmax, and their output arrays.
+
+    Parameters
+    ----------
+    empty : (shape, dtype's name) → a new array
+
+    Attributes
+    ----------
+    max_score : the arrays of the largest scores and of their keys; empty if `max_score` is not requested
+    entropy : one array, or empty
+    masses : the array of each `mass`, by the id of the statistic
+    conditions : the condition of each `mass`
+    """
+
+    def __init__(self, problem: Problem, empty: Callable[[tuple[int, ...], str], Any]) -> None:
+        requested = [unwrap_mean(statistic) for statistic in problem.see]
+        masses = {id(statistic): statistic.mask for statistic in requested if isinstance(statistic, Mass)}
+        shape, accumulator = (*problem.batch_shape, problem.H, problem.n), problem.accumulator
+
+        def allocate(kind: type[Statistic], *dtypes: str) -> list[Any]:
+            is_requested = any(isinstance(statistic, kind) for statistic in requested)
+            return [empty(shape, dtype) for dtype in dtypes] if is_requested else []
+
+        self.max_score, self.entropy = allocate(MaxScore, accumulator, "int64"), allocate(Entropy, accumulator)
+        self.masses, self.conditions = {key: empty(shape, accumulator) for key in masses}, tuple(masses.values())
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The output arrays in the order of a kernel's arguments."""
+        return [*self.max_score, *self.entropy, *self.masses.values()]
+
+    def arrays_of(self, statistic: Statistic) -> list[Any] | None:
+        """Return the arrays of a statistic; None if the forward kernel does not compute the statistic."""
+        if isinstance(statistic, Mass):
+            return [self.masses[id(statistic)]]
+        return {MaxScore: self.max_score, Entropy: self.entropy}.get(type(statistic))
 
 
 def computed_statistic(statistic: Statistic) -> Statistic:

@@ -83,7 +83,6 @@ MODULES = (  # of kernels and launches; each module precedes the modules that im
     "kernels.backward_queries",
     "kernels.backward_keys",
     "launch.weights_pass",
-    "launch.statistics",
     "launch.forward",
     "launch.backward",
 )

@@ -49,7 +49,7 @@ def source(problem: Problem, processor: Processor) -> str:
 
 
 def _prepare(problem: Problem, processor: Processor, fused: FusedStatistics) -> tuple[KernelArguments, KernelSpec]:
-    return prepare("forward", problem, processor, fused.formulas, roles=fused.roles)
+    return prepare("forward", problem, processor, fused.conditions, roles=fused.roles)
 
 
 def forward(

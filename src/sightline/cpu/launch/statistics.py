@@ -9,41 +9,19 @@ import numpy as np
 from ...arrays.operations import convert
 from ...problem.problem import Problem
 from ...reference.streaming import Streaming
-from ...statistics import Entropy, Mass, MaxScore, Statistic, unwrap_mean
+from ...statistics import Statistic, computation
 from ...statistics.computation import computed_statistic, dispatch_statistics
 from ..runtime.processor import Processor
 from . import weights_pass
 
 
-class FusedStatistics:
+class FusedStatistics(computation.FusedStatistics):
     """The statistics that the forward kernel computes, and their output arrays; see `FusedStatisticsCode`."""
 
     def __init__(self, problem: Problem) -> None:
-        statistics = [unwrap_mean(statistic) for statistic in problem.see]
-        masses = [statistic for statistic in statistics if isinstance(statistic, Mass)]
-        shape = (*problem.batch_shape, problem.H, problem.n)
-        self.formulas = tuple(statistic.mask for statistic in masses)
-        self.max_score: list[Any] = []
-        self.entropy: list[Any] = []
-        if any(isinstance(statistic, MaxScore) for statistic in statistics):
-            self.max_score = [np.empty(shape, problem.accumulator), np.empty(shape, np.int64)]
-        if any(isinstance(statistic, Entropy) for statistic in statistics):
-            self.entropy = [np.empty(shape, problem.accumulator)]
-        self.masses = {id(statistic): np.empty(shape, problem.accumulator) for statistic in masses}
-        self.roles = ("max_score",) * bool(self.max_score) + ("entropy",) * bool(self.entropy) + ("sum",) * len(masses)
-
-    @property
-    def arrays(self) -> list[Any]:
-        """The output arrays in the order of the kernel's arguments."""
-        return [*self.max_score, *self.entropy, *self.masses.values()]
-
-    def arrays_of(self, statistic: Statistic) -> list[Any] | None:
-        """Return the arrays of a statistic; None if the forward kernel does not compute the statistic."""
-        if isinstance(statistic, MaxScore):
-            return self.max_score
-        if isinstance(statistic, Entropy):
-            return self.entropy
-        return [self.masses[id(statistic)]] if isinstance(statistic, Mass) else None
+        super().__init__(problem, np.empty)
+        roles = {"max_score": self.max_score[:1], "entropy": self.entropy, "sum": self.masses}
+        self.roles = tuple([role for role, arrays in roles.items() for _ in arrays])
 
 
 def compute_statistics(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...arrays.operations import convert, detach, dtype_name, namespace, resolve_dtype
-from ...formula.expression import SYMBOLS, Lookup, walk
+from ...arrays.operations import detach, dtype_name, namespace, resolve_dtype
+from ...formula.expression import SYMBOLS
+from ...problem.kernel import find_learned_lookups, sum_by_table, sum_sink_gradients
 from ...problem.problem import Problem
 
 
@@ -25,14 +25,7 @@ class TableGradient:
 
 def find_table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterator[TableGradient]:
     """Yield the gradient of each lookup of the score whose table is among `wanted_tables`."""
-    if problem.score is None:
-        return
-    slots = {id(table): slot for slot, table in enumerate(problem.tables)}
-    lookups = [
-        (node_index, node, slots[id(node.table)])
-        for node_index, node in enumerate(walk(problem.score))
-        if isinstance(node, Lookup) and node.kind == "float" and slots[id(node.table)] in wanted_tables
-    ]
+    lookups = find_learned_lookups(problem, wanted_tables)
 
     def is_indexed_by(slot: int, name: str, length: int) -> bool:
         """True if all lookups of the table have the symbol itself as the index of the same axis.
@@ -58,14 +51,8 @@ def sum_table_gradients(
 
     The gradients of all lookups of one table are added. `tables` has the array of each slot.
     """
-    totals: dict[int, Any] = {}
-    for gradient, array in zip(table_gradients, sums, strict=True):
-        term, total = array if gradient.is_per_key else array.sum(axis=0), totals.get(gradient.slot)
-        totals[gradient.slot] = term if total is None else total + term
-    return {
-        slot: namespace(tables[slot]).astype(convert(total, tables[slot]), tables[slot].dtype, copy=False)
-        for slot, total in totals.items()
-    }
+    pairs = zip(table_gradients, sums, strict=True)
+    return sum_by_table([(one.slot, array if one.is_per_key else array.sum(axis=0)) for one, array in pairs], tables)
 
 
 def differentiate_sinks(sinks: Any, d_output: Any, d_lse: Any, output: Any, lse: Any) -> Any:
@@ -78,13 +65,4 @@ def differentiate_sinks(sinks: Any, d_output: Any, d_lse: Any, output: Any, lse:
     delta = xp.sum(xp.astype(d_output, wide) * xp.astype(output, wide), axis=-1)
     if d_lse is not None:
         delta = delta - xp.astype(d_lse, wide)
-    p = sink_weights(sinks, lse)
-    sums = xp.sum(-xp.astype(p, wide) * delta, axis=-1)
-    return xp.astype(xp.sum(xp.reshape(sums, (-1, sinks.shape[0])), axis=0), sinks.dtype)
-
-
-def sink_weights(sinks: Any, lse: Any) -> Any:
-    """Return the weight of each sink for each query, exp(sink_h − lse), (..., H, n) in the dtype of lse."""
-    xp = namespace(lse)
-    finite_lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)  # the sink is −∞ too, and its weight 0
-    return xp.exp(xp.astype(sinks, lse.dtype)[:, None] - finite_lse)
+    return sum_sink_gradients(sinks, lse, delta)

@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays.operations import convert, detach, empty, layout, to_numpy
 from ...formula.derivative import score_tangent
 from ...formula.expression import Expression
-from ...problem.kernel import Tangents, is_lse_precise
+from ...problem.kernel import Tangents, is_lse_precise, sink_weights
 from ...problem.problem import Problem
 from ..codegen.abi import TANGENT_CALL_FIELDS
 from ..kernels.kernel_spec import KernelSpec
@@ -18,7 +18,6 @@ from ..kernels.tangent import SCORE, Tangent
 from ..runtime.processor import Processor
 from .arguments import KernelArguments, operand_fields, prepare, with_contiguous_rows
 from .bound_call import BoundCall
-from .table_gradients import sink_weights
 
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
 

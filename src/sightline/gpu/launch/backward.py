@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ...arrays.operations import convert, detach, namespace
+from ...arrays.operations import detach
 from ...formula.derivative import derivative
-from ...formula.expression import SYMBOLS, Expression, Lookup, walk
-from ...problem.kernel import Gradients, Refusal
+from ...formula.expression import SYMBOLS, Expression, Lookup
+from ...problem.kernel import Gradients, Refusal, find_learned_lookups, sum_by_table, sum_sink_gradients
 from ...problem.problem import Problem
 from ...statistics import StatisticGradients
 from ..kernels.backward import backward_preprocess
@@ -89,10 +89,16 @@ def backward(
     if not lookups and problem.sinks is None and d_lse is None and not statistic_gradients.formulas:
         inputs = {"output": output, "d_output": arrays["d_output"].start, "lse": arrays["lse"]}
         recorded = RecordedCall.of(problem, done, problem.tables, [d_query, d_key, d_value], inputs)
-    d_sinks = None if problem.sinks is None else _sink_gradients(problem, lse, rows[2])
-    return Gradients(
-        d_query, d_key, d_value, _finish_table_gradients(problem, lookups, sums), d_sinks, recorded_call=recorded
-    )
+    terms = [
+        (lookup.slot, array if lookup.kind == "pair" else _sum_slots(array))
+        for lookup, array in zip(lookups, sums, strict=True)
+    ]
+    arrays_by_slot = {slot: table.array for slot, table in enumerate(problem.tables)}
+    totals, d_sinks = sum_by_table(terms, arrays_by_slot), None
+    if problem.sinks is not None:
+        d_sinks = sum_sink_gradients(detach(problem.sinks), lse, rows[2].to(torch.float64))
+    d_tables = tuple(map(totals.get, arrays_by_slot))
+    return Gradients(d_query, d_key, d_value, d_tables, d_sinks, recorded_call=recorded)
 
 
 def backward_launches(
@@ -174,16 +180,14 @@ def _key_launches(
 # -- tables and sinks --------------------------------------------------------------------------------------------------
 def _table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterator[TableGradient]:
     """Yield every float lookup in the score whose table is one of `wanted_tables`, with its kind."""
-    slots = {id(table): slot for slot, table in enumerate(problem.tables)}
-    for node in [] if problem.score is None else walk(problem.score):
-        if isinstance(node, Lookup) and node.kind == "float" and slots[id(node.table)] in wanted_tables:
-            lookup = TableGradient(node, slots[id(node.table)], "any")
-            reads = lookup.entry.free_symbols & {"i", "j"}
-            if lookup.is_owned_by("i") and lookup.is_owned_by("j"):
-                kind = "pair"
-            else:
-                kind = {"": "head", "i": "query", "j": "key"}.get("".join(sorted(reads)), "any")
-            yield replace(lookup, kind=kind)
+    for _, node, slot in find_learned_lookups(problem, wanted_tables):
+        lookup = TableGradient(node, slot, "any")
+        reads = lookup.entry.free_symbols & {"i", "j"}
+        if lookup.is_owned_by("i") and lookup.is_owned_by("j"):
+            kind = "pair"
+        else:
+            kind = {"": "head", "i": "query", "j": "key"}.get("".join(sorted(reads)), "any")
+        yield replace(lookup, kind=kind)
 
 
 def refuse_tables(
@@ -240,19 +244,6 @@ def _allocate_sums(problem: Problem, lookup: TableGradient) -> Any:
     return problem.query.new_zeros((*shape, SLOTS.value), dtype=torch.int64)
 
 
-def _finish_table_gradients(problem: Problem, lookups: Sequence[TableGradient], sums: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the gradient of every table of the problem in the table's dtype; None for a table without `lookups`."""
-    found: dict[int, Any] = {}
-    for lookup, array in zip(lookups, sums, strict=True):
-        slot, gradient = lookup.slot, array if lookup.kind == "pair" else _sum_slots(array)
-        found[slot] = found[slot] + gradient if slot in found else gradient
-    arrays = [table.array for table in problem.tables]
-    return tuple(
-        namespace(array).astype(convert(found[slot], array), array.dtype, copy=False) if slot in found else None
-        for slot, array in enumerate(arrays)
-    )
-
-
 def _sum_slots(slots: Any) -> Any:
     """Return the float64 sum that the slots of each table entry represent; NaN if one of its summands was not finite.
 
@@ -261,11 +252,3 @@ def _sum_slots(slots: Any) -> Any:
     units = torch.arange(SLOTS.value - 1, dtype=torch.float64, device=slots.device) * SLOT_BITS + FIRST_SLOT_EXPONENT
     total = (slots[..., :-1].to(torch.float64) * torch.exp2(units)).sum(-1)
     return torch.where(slots[..., -1] == 0, total, torch.nan)
-
-
-def _sink_gradients(problem: Problem, lse: Any, delta: Any) -> Any:
-    """Return dsink_h = −Σ exp(sink_h − lse) δ, summed over batches and queries, (H,) in the dtype of the sinks."""
-    sinks = detach(problem.sinks)
-    safe = torch.where(lse == -torch.inf, 0.0, lse)
-    terms = -torch.exp(sinks.to(torch.float64)[:, None] - safe) * delta.to(torch.float64)
-    return terms.sum(-1).reshape(-1, problem.H).sum(0).to(sinks.dtype)

@@ -19,7 +19,7 @@ from ..tuning.configurations import Configuration, architecture_of, select
 from .arguments import Operands
 from .launches import KernelLaunch, RecordedCall
 from .schedule import make_schedule
-from .statistics import FusedStatistics, compute_statistics
+from .weights_pass import FusedStatistics, compute_statistics
 
 NAN_SAFE_ROWS = 32  # most queries (or keys) of a tile in the NaN-safe launch, which recomputes flagged blocks only
 NAN_SAFE_WARPS = 4  # most warps of a NaN-safe launch

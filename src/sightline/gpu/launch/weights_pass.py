@@ -1,4 +1,6 @@
-"""The launches of the second pass, which computes statistics of the weights from the saved lse.
+"""The computation of statistics: in the forward kernel, by a second pass over the weights, or by streaming.
+
+The second pass computes statistics of the weights from the saved lse.
 
 Only the problem and the tile sizes decide the number of programs, so every device gives the same bits.
 """
@@ -12,8 +14,11 @@ from typing import Any
 import torch
 
 from ...problem.problem import Problem
-from ...statistics import Mean, Pooled, Received, Scores, Statistic, TopK, Weights
+from ...reference.streaming import TileOps
+from ...reference.streaming import compute_statistics as compute_by_streaming
+from ...statistics import Mean, Pooled, Received, Scores, Statistic, TopK, Weights, computation
 from ...statistics.base import ForwardContext
+from ...statistics.computation import dispatch_statistics
 from ..kernels.weights_dense import dense_weights
 from ..kernels.weights_pooled import pooled
 from ..kernels.weights_received import received
@@ -26,6 +31,52 @@ from .schedule import make_schedule
 MAX_TOP_K = 128  # largest k of `top_k`, whose kernel keeps the k largest weights of each query of a block in registers
 MAX_TOP_K_ENTRIES = 2048  # most entries in all lists of largest weights of a block of queries
 MAX_PROGRAM_CELLS = (16, 64)  # most (rows, columns) of cells that one program of `pooled` computes
+
+
+class FusedStatistics(computation.FusedStatistics):
+    """The statistics that the forward kernel computes, and their output arrays; see `kernels.fused_statistics`."""
+
+    def __init__(self, problem: Problem) -> None:
+        query = problem.query
+        super().__init__(problem, lambda shape, dtype: query.new_empty(shape, dtype=getattr(torch, dtype)))
+        self.formulas = [(f"sum_{k}", condition, True) for k, condition in enumerate(self.conditions)]
+
+    def __bool__(self) -> bool:
+        return bool(self.arrays)
+
+    def arguments(self, operands: Operands, base_arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return `base_arguments` with the output arrays, formulas and compile-time constants of the statistics.
+
+        The extra formulas of `operands` must include `self.formulas`.
+        """
+        names = [name for name, _, _ in self.formulas]
+        calls = [f"{name}(s, b, h, i, j, n, m, tables)" for name in names]
+        summands_at = operands.combine_functions(names, calls, "summands_at")
+        flags = {"max_score": bool(self.max_score), "entropy": bool(self.entropy)}
+        max_score, (entropy,) = self.max_score or (None, None), self.entropy or (None,)
+        return base_arguments | {
+            "seen": (*max_score, entropy, tuple(self.masses.values())),
+            "formulas": base_arguments["formulas"]._replace(summands_at=summands_at),
+            "meta": replace(base_arguments["meta"], **flags),
+        }
+
+
+def compute_statistics(
+    problem: Problem, lse: Any, fused_statistics: FusedStatistics, architecture: str
+) -> tuple[Any, ...]:
+    """Return the result of every statistic of `problem.see`.
+
+    The forward kernel has computed some of them (`fused_statistics`), and a weights pass computes others. The module
+    `streaming` computes the rest.
+    """
+
+    def compute_arrays(statistic: Statistic) -> list[Any] | None:
+        if 0 in problem.extent:
+            return None
+        arrays = fused_statistics.arrays_of(statistic)
+        return run_weights_pass(problem, lse, statistic, architecture) if arrays is None else arrays
+
+    return dispatch_statistics(problem, lse, compute_arrays, lambda rest: compute_by_streaming(TileOps(rest), lse))
 
 
 def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architecture: str) -> list[Any] | None:

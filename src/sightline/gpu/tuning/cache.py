@@ -22,7 +22,8 @@ from typing import Any
 from ...caching import CACHE_VARIABLE, cache_folder, cache_setting, find_sources, hash_sources
 from ...errors import ParameterError
 from ...problem.problem import Problem
-from ...statistics import Entropy, Lse, Mass, MaxScore, Statistic, unwrap_mean
+from ...statistics import Lse, unwrap_mean
+from ...statistics.computation import FUSED
 
 DRIVER_VERSION_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 MAX_CACHED_LOOKUPS = 4096  # most look-ups whose results are held in memory; a result may be that there is no entry
@@ -40,7 +41,8 @@ def problem_key(kernel: str, problem: Problem) -> str:
     """Return the part of a cache key that describes a problem: everything compiled into its kernel, so no lengths."""
     formulas = [None if formula is None else formula.text for formula in (problem.mask, problem.score)]
     wants_fused = {"forward": True, "weights_pass": False}.get(kernel)
-    statistics = [repr(each) for each in problem.see if not isinstance(each, Lse) and _is_fused(each) == wants_fused]
+    others = [each for each in problem.see if not isinstance(each, Lse)]
+    statistics = [repr(each) for each in others if isinstance(unwrap_mean(each), FUSED) == wants_fused]
     flags = [problem.sinks is not None, problem.dropout > 0]
     fields = [problem.dtype, problem.d_k, problem.d_v, *formulas, *flags, *statistics]
     return json.dumps(fields, separators=(",", ":"))
@@ -162,11 +164,6 @@ def _read(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
-
-
-def _is_fused(statistic: Statistic) -> bool:
-    """Return True if the forward kernel computes the statistic."""
-    return isinstance(unwrap_mean(statistic), Entropy | Mass | MaxScore)
 
 
 def _make_key(kernel: str, problem_key: str, device: str) -> dict[str, str]:
