@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..errors import FormulaError
@@ -101,53 +102,32 @@ def _to(input: Any, *arguments: Any, dtype: Any = None, **options: Any) -> Expre
     return as_expression(input) if dtype is None else cast(input, read_kind(dtype))
 
 
-def _type_as(input: Any, other: Any) -> Expression:
-    return _to(input, other)
-
-
-def _constant(input: Any, size: Any, value: Any, dtype: Any) -> Expression:
-    """Return a number of the dtype. A formula has no axes, so `size` must be ()."""
+def _constant(
+    input: Any,
+    size: Any,
+    fill_value: Any,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    memory_format: Any = None,
+    requires_grad: bool = False,
+) -> Expression:
+    """Return a number of the dtype, by default of the kind of `input`. A formula has no axes, so `size` must be ()."""
     shape = tuple(size) if hasattr(size, "__len__") else (size,)
     if shape:
         raise FormulaError(f"a tensor of shape {shape} made from a formula", "shape ()", "x.new_ones(())")
-    return cast(value, as_expression(input).kind if dtype is None else read_kind(dtype))
-
-
-def _new(value: Any) -> Callable[..., Expression]:
-    def function(
-        input: Any, size: Any = (), *, dtype: Any = None, device: Any = None, requires_grad: bool = False
-    ) -> Expression:
-        return _constant(input, size, value, dtype)
-
-    return function
-
-
-def _like(value: Any) -> Callable[..., Expression]:
-    def function(
-        input: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, requires_grad: bool = False
-    ) -> Expression:
-        return _constant(input, (), value, dtype)
-
-    return function
-
-
-def _new_full(input: Any, size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None) -> Expression:
-    return _constant(input, size, fill_value, dtype)
+    return cast(fill_value, as_expression(input).kind if dtype is None else read_kind(dtype))
 
 
 def _full_like(
     input: Any, fill_value: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None
 ) -> Expression:
-    return _constant(input, (), fill_value, dtype)
+    return _constant(input, (), fill_value, dtype=dtype)
 
 
 def _new_tensor(input: Any, data: Any, *, dtype: Any = None, device: Any = None) -> Expression:
     number = as_expression(data)
     return number if dtype is None else cast(number, read_kind(dtype))
-
-
-def _identity(input: Any) -> Expression:
-    return as_expression(input)
 
 
 def _refuse_value(input: Any) -> Expression:
@@ -164,25 +144,23 @@ def _refuse_detach(input: Any) -> Expression:
     )
 
 
-def _cast_method(name: str) -> Callable[[Any], Expression]:
-    return lambda input: cast(input, KINDS[name])
-
-
 CASTS: dict[str, Callable[..., Any]] = {
-    **{name: _cast_method(name) for name in ("bool", "int", "long", "float", "double", "half", "bfloat16")},
+    **{
+        name: partial(cast, kind=KINDS[name]) for name in ("bool", "int", "long", "float", "double", "half", "bfloat16")
+    },
     "to": _to,
     "type": _to,
     "astype": _to,
-    "type_as": _type_as,
-    "new_ones": _new(1),
-    "new_zeros": _new(0),
-    "new_full": _new_full,
+    "type_as": _to,
+    "new_ones": partial(_constant, fill_value=1),
+    "new_zeros": partial(_constant, fill_value=0),
+    "new_full": _constant,
     "new_tensor": _new_tensor,
-    "ones_like": _like(1),
-    "zeros_like": _like(0),
+    "ones_like": partial(_constant, size=(), fill_value=1),
+    "zeros_like": partial(_constant, size=(), fill_value=0),
     "full_like": _full_like,
-    "clone": _identity,
-    "contiguous": _identity,
+    "clone": as_expression,
+    "contiguous": as_expression,
     "item": _refuse_value,
     "tolist": _refuse_value,
     "detach": _refuse_detach,

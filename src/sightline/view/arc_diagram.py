@@ -72,9 +72,7 @@ def arcs(
     back, ahead = (float(length.max(initial=0)) / 2 for length in (starts - ends, ends - starts))
     margin = 0.04 * max(back, ahead, 1)
     axis.set(xlim=(-0.8, n - 0.2), ylim=(-ahead - margin, back + margin))
-    plotting.set_title(axis, title)
-    plotting.hide_frame(axis)
-    return axis
+    return plotting.finish(axis, title)
 
 
 def _as_matrix(given: Any) -> Array:

@@ -55,9 +55,7 @@ def head_grid(weights: Any, axis: Any = None, *, names: Sequence[str] | None = N
             plotting.draw_weights(axis, pooled(head.astype(np.float64), MAX_CELLS), frame, "equal")
     axis.set(xlim=(0, heads - GAP), ylim=(len(layers) - GAP, 0), aspect="equal")
     _label_axes(axis, len(layers), heads, names, (1 - GAP) / 2)
-    plotting.set_title(axis, title)
-    plotting.hide_frame(axis)
-    return axis
+    return plotting.finish(axis, title)
 
 
 def entropy_by_head(
@@ -102,9 +100,7 @@ def entropy_by_head(
                 colour = plotting.text_colour(image, value)
                 axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
     _label_axes(axis, len(means), heads, names, 0)
-    plotting.set_title(axis, title)
-    plotting.hide_frame(axis)
-    return axis
+    return plotting.finish(axis, title)
 
 
 def _mean_by_head(entropy: Any) -> list[Array]:

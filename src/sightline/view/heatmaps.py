@@ -73,10 +73,8 @@ def heatmap(
         _annotate(axis, image, values)
     if max(whole) <= MAX_LABELS:
         _draw_grid_lines(axis, rows, columns)
-    plotting.set_title(axis, title)
     plotting.set_position_ticks(axis, [name for name, side in zip("xy", sides[::-1], strict=True) if side is None])
-    plotting.hide_frame(axis)
-    return axis
+    return plotting.finish(axis, title)
 
 
 def pooled(values: Any, max_cells: int) -> Any:

@@ -128,6 +128,13 @@ def hide_frame(axis: Any) -> None:
     axis.tick_params(length=0)
 
 
+def finish(axis: Any, title: str | None) -> Any:
+    """Return the axis with the title at the left and without a frame."""
+    set_title(axis, title)
+    hide_frame(axis)
+    return axis
+
+
 def save(figure: Any, path: str | Path) -> Path:
     """Write a matplotlib figure to a file, with 180 dots per inch. The ending .png, .svg or .pdf chooses the format.
 

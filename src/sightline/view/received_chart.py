@@ -64,9 +64,7 @@ def received_by_key(
     axis.tick_params(axis="y", labelsize=8)
     axis.grid(axis="y", color="#e6e6e6", linewidth=0.7)
     axis.set_axisbelow(True)
-    plotting.set_title(axis, title)
-    plotting.hide_frame(axis)
-    return axis
+    return plotting.finish(axis, title)
 
 
 def _draw_bars(axis: Any, values: Array) -> None:

@@ -107,6 +107,4 @@ def tile_map(
     axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
     axis.set(xlabel="key j", ylabel="query i", xlim=(-0.5, m - 0.5), ylim=(n - 0.5, -0.5), box_aspect=min(n / m, 4))
     plotting.set_position_ticks(axis, "xy")
-    plotting.set_title(axis, title or f"{formula}   tiles of {block} × {block}")
-    plotting.hide_frame(axis)
-    return axis
+    return plotting.finish(axis, title or f"{formula}   tiles of {block} × {block}")

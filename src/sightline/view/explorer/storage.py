@@ -59,11 +59,6 @@ def compute_scales(weights: Array, *, relative: bool) -> Array:
     return np.where(largest > 0, largest, 1) if relative else np.maximum(largest, 1)
 
 
-def from_levels(levels: Array, count: int, scales: Array) -> Array:
-    """Return the weights (H, n, m) float64 that levels stand for."""
-    return np.asarray(scales[:, None, None] * (levels.astype(np.float64) / count) ** 2)
-
-
 def choose_levels(weights: Sequence[Array], limit: float) -> int | None:
     """Return the largest number of levels in `LEVELS` with which all weights fit into `limit` bytes of base64.
 
