@@ -7,8 +7,9 @@ have no error from rounding lse to one number, and the difference S − lse is e
 alone computes each number of a result, in the order of the program's tiles, so that equal calls give equal bits. Sums
 over many tiles are float64.
 
-This module has what the kernels of the second pass share. `top_k`, `dense_weights` and `pooled` loop over the tiles
-that a block of queries visits, `received` over the tiles that a block of keys visits.
+This module has what the kernels of the second pass share, and the kernels `dense_weights` and `received`; `top_k` and
+`pooled` have modules of their own. `received` loops over the tiles that a block of keys visits, the others over the
+tiles that a block of queries visits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 
 from . import tile_ops
+from .tile_loop import ScheduleRow, loop_over_tiles
 
 
 class Block(namedtuple("Block", "query key location lse scale unit tables extra")):
@@ -61,3 +63,147 @@ def combine(x, y, USE_MAX: tl.constexpr):
 def reduce(block, axis: tl.constexpr, USE_MAX: tl.constexpr):
     """Return the sum of the weights `block` along an axis, or the largest weight along it if USE_MAX."""
     return tl.max(block, axis) if USE_MAX else tl.sum(block, axis)
+
+
+# -- the whole matrix of weights or scores -----------------------------------------------------------------------------
+@triton.jit
+def store_range(_, first, last, block, formulas, OUTPUT_KIND: tl.constexpr, meta, PARTIAL: tl.constexpr):
+    """Write the tiles `first` ... `last` − 1. "sums" of weights are added to what this program has already written."""
+    corner, rows = block.extra
+    m = block.location.m
+    down, across = tl.arange(0, meta.rows)[:, None], tl.arange(0, meta.keys)[None, :]
+    for tile in range(first, last):
+        j0 = tile * meta.keys
+        s = compute_scores(block, j0, formulas, PARTIAL, meta)
+        pointers = corner + j0 + (tl.cast(down, tl.int64) * m + across)
+        inside = (down < rows) & (across < m - j0)
+        if OUTPUT_KIND == "scores":
+            if formulas.score_at is None:
+                s = s * block.scale
+            tl.store(pointers, s, mask=inside)
+        elif OUTPUT_KIND == "weights":
+            p = tile_ops.weight(s, block.unit, block.lse)
+            tl.store(pointers, p.to(corner.dtype.element_ty), mask=inside)
+        else:
+            total = tl.load(pointers, mask=inside, other=0.0)
+            tl.store(pointers, total + tile_ops.weight(s, block.unit, block.lse), mask=inside)
+    return ()
+
+
+@triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks", "batches", "heads"])
+def dense_weights(
+    query,
+    key,
+    lse,
+    output,
+    n: tl.int32,
+    m: tl.int32,
+    H: tl.int32,
+    group: tl.int32,
+    blocks: tl.int32,
+    batches: tl.int32,
+    heads: tl.int32,
+    sign: tl.float64,
+    scale: tl.float64,
+    unit: tl.float64,
+    schedule,
+    tables,
+    formulas,
+    meta: tl.constexpr,
+    OUTPUT_KIND: tl.constexpr,
+):
+    """Write P or S of a block of queries, or P summed over batches and heads.
+
+    Parameters
+    ----------
+    output : (number of matrices, n, m), which already holds the result of the tiles that are not visited
+    batches, heads : numbers of batches and heads that are summed to one matrix; one program loops over them
+    OUTPUT_KIND : "weights", "scores" in nats, or "sums" of weights
+    """
+    item = tl.program_id(0)
+    matrix, row = item // blocks, blocks - 1 - item % blocks
+    across = H // heads  # number of matrices of a batch
+    first = row * meta.rows
+    corner = output + (tl.cast(matrix, tl.int64) * n + first) * m
+    for k in range(batches * heads):
+        b, h = matrix // across * batches + k // heads, matrix % across * heads + k % heads
+        extra = (corner, n - first)
+        block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, meta)
+        schedule_row = ScheduleRow(schedule, b, h, row, m, None, False)
+        loop_over_tiles((), store_range, schedule_row, meta.keys, meta.even, block, formulas, OUTPUT_KIND, meta)
+        tl.debug_barrier()  # the next iteration reads what other threads wrote in this iteration
+
+
+# -- the weight that each key receives ---------------------------------------------------------------------------------
+class KeyBlock(namedtuple("KeyBlock", "key first b h query lse n m H sign scale unit tables")):
+    """A block of keys that begins at key `first` of a head, and the arguments needed to load queries and their lse."""
+
+
+@triton.jit
+def receive_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, meta, PARTIAL: tl.constexpr):
+    """Return the state after the tiles of queries `first` ... `last` − 1.
+
+    The state is the sum or maximum of the weights that each key receives, (keys,) float64.
+    """
+    b, h, n = block.b, block.h, block.n
+    scale, unit = tile_ops.scalar(block.scale, meta.accumulator), tile_ops.scalar(block.unit, meta.accumulator)
+    for tile in range(first, last):
+        i0 = tile * meta.rows
+        location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(i0, n, meta), n, block.m)
+        q = tile_ops.load_queries(block.query, b, h, i0, n, block.sign, meta)
+        products = tl.dot(q, block.key, input_precision=meta.precision)
+        j = block.first + tl.arange(0, meta.keys)[None, :]
+        s = tile_ops.compute_scores(products, location, j, scale, block.tables, formulas, PARTIAL, meta)
+        high, low = tile_ops.load_lse(block.lse, b * block.H + h, i0, n, block.unit, meta)
+        p = tile_ops.weight(s, unit, (high[:, None], low[:, None]))
+        if USE_MAX:
+            p = tl.where(p == p, p, float("inf"))  # a maximum skips NaN; no weight is above 1
+        if PARTIAL:
+            p = tl.where((i0 + tl.arange(0, meta.rows))[:, None] < n, p, 0.0)
+        state = combine(state, reduce(p, 0, USE_MAX).to(tl.float64), USE_MAX)
+    return state
+
+
+@triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks"])
+def received(
+    query,
+    key,
+    lse,
+    output,
+    n: tl.int32,
+    m: tl.int32,
+    H: tl.int32,
+    group: tl.int32,
+    blocks: tl.int32,
+    sign: tl.float64,
+    scale: tl.float64,
+    unit: tl.float64,
+    schedule,
+    tables,
+    formulas,
+    meta: tl.constexpr,
+    USE_MAX: tl.constexpr,
+):
+    """Write Σ_i P_ij, or max_i P_ij if USE_MAX, for a block of keys of a head.
+
+    Parameters
+    ----------
+    output : (B, H, m) in the accumulator's dtype
+    blocks : number of blocks of keys in a head
+    schedule : a `tile_loop.Schedule` with the tiles of queries that each block of keys visits, or None without a mask
+    """
+    item = tl.program_id(0)
+    position, row = item // blocks, item % blocks
+    b, h = position // H, position % H
+    j0 = row * meta.keys
+    head = tile_ops.locate_head(key, b, h // group)
+    k = tile_ops.load_transposed(head, j0, meta.keys, m, meta.d_k, meta.padded_d_k, not meta.even, meta)
+    block = KeyBlock(k, j0, b, h, query, lse, n, m, H, sign, scale, unit, tables)
+    row = ScheduleRow(schedule, b, h, row, n, None, j0 + meta.keys > m)
+    state = tl.zeros((meta.keys,), tl.float64)
+    state = loop_over_tiles(state, receive_range, row, meta.rows, False, block, formulas, USE_MAX, meta)
+    if USE_MAX:
+        state = tl.where(state == float("inf"), float("nan"), state)
+    j = j0 + tl.arange(0, meta.keys)
+    location = output + tl.cast(position, tl.int64) * m + j
+    tl.store(location, state.to(output.dtype.element_ty), mask=j < m)

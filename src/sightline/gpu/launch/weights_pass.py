@@ -19,9 +19,8 @@ from ...reference.streaming import compute_statistics as compute_by_streaming
 from ...statistics import Mean, Pooled, Received, Scores, Statistic, TopK, Weights, computation
 from ...statistics.base import ForwardContext
 from ...statistics.computation import dispatch_statistics
-from ..kernels.weights_dense import dense_weights
+from ..kernels.weights_pass import dense_weights, received
 from ..kernels.weights_pooled import pooled
-from ..kernels.weights_received import received
 from ..kernels.weights_top_k import top_k
 from ..tuning.configurations import Configuration, select
 from .arguments import Operands
