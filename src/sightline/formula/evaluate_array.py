@@ -58,20 +58,16 @@ def evaluate_dense(formula: Expression, extent: tuple[int, int, int, int], s: An
     B, H, n, m = extent
     if s is None and "s" in formula.free_symbols:
         raise FormulaError(f"{formula}.array(...) without scores", "scores if the formula reads s", "pass s=scores")
-    symbols: dict[str, Any] = {
-        "b": np.arange(B).reshape(-1, 1, 1, 1),
-        "h": np.arange(H).reshape(-1, 1, 1),
-        "i": np.arange(n).reshape(-1, 1),
-        "j": np.arange(m),
-        "n": n,
-        "m": m,
-    }
-    if s is not None:
-        symbols["s"] = np.broadcast_to(to_numpy(s), extent)
-    like = symbols["b"]
+    b, h, i = (np.arange(length).reshape(-1, *axes) for length, axes in ((B, (1, 1, 1)), (H, (1, 1)), (n, (1,))))
+    scores = {} if s is None else {"s": np.broadcast_to(to_numpy(s), extent)}
+    return np.broadcast_to(evaluate_at(formula, b=b, h=h, i=i, j=np.arange(m), n=n, m=m, **scores), extent)
+
+
+def evaluate_at(formula: Expression, *, b: Any, h: Any, i: Any, j: Any, n: int, m: int, **scores: Any) -> Any:
+    """Return the formula's result for NumPy arrays or numbers of its symbols, with floats in float64."""
+    symbols = {"b": np.asarray(b), "h": np.asarray(h), "i": i, "j": j, "n": n, "m": m, **scores}
     with np.errstate(all="ignore"):
-        values = evaluate(formula, symbols, xp=namespace(like), float_dtype=np.dtype("float64"), like=like)
-    return np.broadcast_to(values, extent)
+        return evaluate(formula, symbols, xp=namespace(i), float_dtype=np.dtype("float64"), like=i)
 
 
 def _integer_division(name: str) -> Callable[[Any, Any, Any], Any]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import device, namespace
+from ..arrays.operations import device
 from ..caching import cached_property
-from .evaluate_array import evaluate
+from .evaluate_array import evaluate_at
 from .expression import Apply, Constant, Expression, Lookup, as_expression, fold, where
 from .interval_arithmetic import Interval, compute_intervals
 
@@ -214,9 +214,7 @@ def _evaluate_tiles(
         values = np.asarray(True)
         if not full:
             i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(columns.start, columns.stop)
-            symbols = {"b": np.asarray(b), "h": np.asarray(h), "i": i, "j": j, "n": n, "m": m}
-            with np.errstate(all="ignore"):
-                values = evaluate(condition, symbols, xp=namespace(i), float_dtype=np.dtype("float64"), like=i)
+            values = evaluate_at(condition, b=b, h=h, i=i, j=j, n=n, m=m)
         yield (b, h), rows, columns, values
 
 

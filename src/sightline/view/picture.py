@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import namespace
 from ..errors import ParameterError
-from ..formula.evaluate_array import evaluate
+from ..formula.evaluate_array import evaluate_at
 from ..formula.expression import Expression
 from ..formula.formula_checks import check_formulas
 from ..formula.interval_arithmetic import compute_intervals
@@ -263,17 +262,8 @@ def _sample_cells(
         return positions
 
     i, j = points(edges[0]), points(edges[1])
-    symbols: dict[str, Any] = {
-        "b": np.asarray(batch),
-        "h": np.asarray(head),
-        "i": i.reshape(-1, 1),
-        "j": j.reshape(-1),
-        "n": extent[2],
-        "m": extent[3],
-        "s": np.zeros(()),
-    }
-    with np.errstate(all="ignore"):
-        values = evaluate(formula, symbols, xp=namespace(i), float_dtype=np.dtype("float64"), like=i)
+    at: dict[str, Any] = {"b": batch, "h": head, "i": i.reshape(-1, 1), "j": j.reshape(-1), "s": np.zeros(())}
+    values = evaluate_at(formula, n=extent[2], m=extent[3], **at)
     whole = np.broadcast_to(values, (i.size, j.size)).astype(np.float64)
     cells: Array = whole.reshape(*i.shape, *j.shape)
     return cells
