@@ -67,12 +67,12 @@ def fake(monkeypatch):
     monkeypatch.setitem(sys.modules, "sightline.transformers", SimpleNamespace(watch=watch))
     config = SimpleNamespace(is_encoder_decoder=False, num_hidden_layers=2, num_attention_heads=3)
     requested["model"] = Model(config=config)
-    requested["load"] = lambda path: (requested["model"], Tokenizer())
+    monkeypatch.setattr("sightline.cli.view_command.load_model", lambda path: (requested["model"], Tokenizer()))
     return requested
 
 
 def test_two_texts_become_a_page(fake, tmp_path, capsys):
-    path = view(str(tmp_path), TEXTS, output=str(tmp_path / "page.html"), load=fake["load"])
+    path = view(str(tmp_path), TEXTS, output=str(tmp_path / "page.html"))
     assert fake["tokens"] == [["the", "cat", "ate"], ["a", "rat"]]
     assert [statistic.name for statistic in fake["see"]] == ["weights"]
     assert "attention_mask" in fake["model"].given
@@ -95,7 +95,7 @@ def test_long_texts_request_statistics_of_linear_memory(monkeypatch):
 def test_the_page_is_opened_in_the_browser(fake, tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
-    path = view(str(tmp_path), TEXTS[:1], output=str(tmp_path / "page.html"), open_browser=True, load=fake["load"])
+    path = view(str(tmp_path), TEXTS[:1], output=str(tmp_path / "page.html"), open_browser=True)
     assert opened == [path.as_uri()]
 
 
@@ -120,7 +120,7 @@ def test_errors_name_a_cure(fake, tmp_path, capsys, monkeypatch):
     not importlib.util.find_spec("transformers") or not importlib.util.find_spec("sightline.transformers"),
     reason="needs transformers",
 )
-def test_a_real_model(tmp_path, capsys):
+def test_a_real_model(tmp_path, capsys, monkeypatch):
     import transformers
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "ate", "a", "rat"]
@@ -138,7 +138,9 @@ def test_a_real_model(tmp_path, capsys):
     assert main(["view", "--model", str(tmp_path), "x"]) == 2
     assert "a directory that save_pretrained wrote" in capsys.readouterr().err
     tokenizer.pad_token = None  # and there is no eos_token
-    view(str(tmp_path), TEXTS, output=str(page), load=lambda path: (model, tokenizer))
+    with monkeypatch.context() as change:
+        change.setattr("sightline.cli.view_command.load_model", lambda path: (model, tokenizer))
+        view(str(tmp_path), TEXTS, output=str(page))
     assert '["[CLS]","a","rat","[SEP]"]' in page.read_text(encoding="utf-8")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:4])

@@ -236,11 +236,11 @@ def _print_pair(console: Console, walk: Walkthrough) -> None:
         console.print("The mask hides the pair: its weight is exactly 0, so the key has no effect.")
 
 
-def write_figures(walk: Walkthrough, path: str | Path, console: Console | None = None) -> None:
+def write_figures(walk: Walkthrough, path: str | Path) -> None:
     """Draw the weights to the file `path`, and the effect of scaling to a second file, whose name adds "-scaling"."""
     from ..view import heatmap, save, scaling_figure
 
-    console, path = console or make_console(), Path(path)
+    console, path = make_console(), Path(path)
     title = f"weights of “{walk.text}”, mask {_mask_name(walk.mask)}"
     written = [save(heatmap(walk.stages.weights, walk.labels, title=title).figure, path)]
     written.append(save(scaling_figure(), path.with_name(f"{path.stem}-scaling{path.suffix}")))

@@ -92,12 +92,9 @@ def analyse_model(folder: Path, sentence: str) -> HeadPatterns:
     return _collect(range(len(seen)), tokens, [call.results for call in seen])
 
 
-def analyse_activations(entry: int = 1) -> HeadPatterns:
-    """Return the head patterns of the two layers of the encoder whose activations are shipped with the library.
-
-    `entry` is the index of the text in the batch of these activations.
-    """
-    cat = load("minilm_cat")
+def analyse_activations() -> HeadPatterns:
+    """Return the head patterns of the two layers of the encoder whose activations are shipped with the library."""
+    cat, entry = load("minilm_cat"), 1  # the longer of the two texts
     length = int(cat.lengths[entry])
     tokens, results = cat.tokens[entry][:length], []
     for layer in cat.layers.values():

@@ -89,9 +89,9 @@ def support(kernels: tuple[Kernel, ...] = KERNELS, device: str | None = None) ->
     }
 
 
-def info(console: Console | None = None) -> None:
+def info() -> None:
     """Print all sections of `sightline info`."""
-    console = console or make_console()
+    console = make_console()
     console.print(Text(f"sightline {__version__}", style="bold"))
     section(console, "Machine")
     console.print(key_value_table(_machine().items()))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 import sightline
 
@@ -31,8 +29,6 @@ def view(
     *,
     output: str | None = None,
     open_browser: bool = False,
-    console: Console | None = None,
-    load: Callable[[Path], tuple[Any, Any]] | None = None,
 ) -> Path:
     """Run the model in the folder on the texts, write the explorer page and return the path of the page.
 
@@ -46,10 +42,6 @@ def view(
         The path of the page.
     open_browser : bool
         If True, the browser opens the page.
-    console : Console, optional
-        The console to print on; by default standard output.
-    load : function, optional
-        A function that returns (model, tokenizer) for the path of the folder; the default is `load_model`.
 
     Raises
     ------
@@ -58,13 +50,13 @@ def view(
     MissingExtraError
         transformers or torch is not installed.
     """
-    console, path = console or make_console(), Path(folder).expanduser()
+    console, path = make_console(), Path(folder).expanduser()
     if not path.is_dir():
         raise ParameterError(f"a model in {folder!r}, which is no directory", MODEL_FOLDER, EXAMPLE)
     watch = _import_transformers().watch
     with progress(console) as bar:
         task = bar.add_task(STEPS[0], total=len(STEPS))
-        model, tokenizer = (load or load_model)(path)
+        model, tokenizer = load_model(path)
         bar.update(task, advance=1, description=STEPS[1])
         seen = _run_model(model, tokenizer, texts, watch)
         bar.update(task, advance=1, description=STEPS[2])

@@ -248,12 +248,12 @@ class ExpressionMethods:
         return extent
 
 
-def _truth_value_error(formula: str, depth: int = 2) -> FormulaError:
+def _truth_value_error(formula: str) -> FormulaError:
     """Return the error for a formula that Python uses as one True or False, with a cure for the place where it does so.
 
-    `depth` is the number of frames between this function and the code that uses the formula.
+    The code that uses the formula is the caller of the caller.
     """
-    frame = sys._getframe(depth)
+    frame = sys._getframe(2)
     operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
     place = "by `and`, `or`, `not`, `if` or a chained comparison"
     cure = (

@@ -29,7 +29,6 @@ SMALLEST = 5e-324  # the smallest positive float64, for results near 0
 def compute_intervals(
     formula: Expression,
     box: Mapping[str, Interval],
-    xp: Any = np,
     read_table: Callable[[Lookup, list[Interval]], Interval] | None = None,
 ) -> dict[int, Interval]:
     """Return the interval (low, high) of every node of the formula, by the id of the node.
@@ -37,13 +36,12 @@ def compute_intervals(
     Parameters
     ----------
     box : the interval of every symbol, by its name; both ends of an interval are included
-    xp : NumPy, or an object with its functions; see the module
     read_table : (lookup, intervals of its indices) → interval of its entries; by default `TableBounds.over`
     """
     bounds: dict[int, Interval] = {}
     with np.errstate(all="ignore"):
         for node in walk(formula):
-            bounds[id(node)] = compute_interval(node, bounds, box, xp, read_table or _read_table)
+            bounds[id(node)] = compute_interval(node, bounds, box, np, read_table or _read_table)
     return bounds
 
 
@@ -54,7 +52,10 @@ def compute_interval(
     xp: Any,
     read_table: Callable[[Lookup, list[Interval]], Interval],
 ) -> Interval:
-    """Return the interval of one node; `bounds` has the intervals of its arguments. See `compute_intervals`."""
+    """Return the interval of one node; `bounds` has the intervals of its arguments. See `compute_intervals`.
+
+    `xp` is NumPy, or an object with its functions; see the module.
+    """
     if isinstance(node, Symbol):
         return box[node.name]
     if isinstance(node, Constant):

@@ -82,15 +82,13 @@ def forward_launches(
     lse: Any,
     architecture: str,
     fused_statistics: FusedStatistics | None = None,
-    sizes: Configuration | None = None,
 ) -> Iterator[KernelLaunch]:
     """Yield the forward launch over all blocks of queries, and the NaN-safe launch unless the problem is small.
 
     The NaN-safe launch recomputes every block whose output has NaN, so that NaN in a row of V whose weight is 0 does
-    not reach the output. For a small problem the forward launch itself is NaN-safe. The tile sizes are `sizes`, or by
-    default those that `select` returns for the problem.
+    not reach the output. For a small problem the forward launch itself is NaN-safe.
     """
-    sizes = sizes or select("forward", problem, architecture)
+    sizes = select("forward", problem, architecture)
     sizes = small_sizes(sizes) if problem.is_small_on_gpu else sizes
     operands = Operands(problem, sizes, fused_statistics.formulas if fused_statistics else ())
     blocks = -(-problem.n // sizes.rows)
