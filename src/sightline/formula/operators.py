@@ -30,20 +30,11 @@ def common_kind(node: Any) -> Kind:
     return _widest_kind((*kinds, *([] if node.kind == "bool" else [node.kind])))
 
 
-def _float_kind(_: tuple[Kind, ...]) -> Kind:
-    return "float"
+def _always(kind: Kind) -> Callable[[tuple[Kind, ...]], Kind]:
+    return lambda _: kind
 
 
-def _bool_kind(_: tuple[Kind, ...]) -> Kind:
-    return "bool"
-
-
-def _int_kind(_: tuple[Kind, ...]) -> Kind:
-    return "int"
-
-
-def _branch_kind(kinds: tuple[Kind, ...]) -> Kind:
-    return _widest_kind(kinds[1:])
+_BOOL, _INT, _FLOAT = _always("bool"), _always("int"), _always("float")
 
 
 @dataclass(frozen=True)
@@ -65,34 +56,34 @@ OPERATORS: dict[str, Operator] = {
     "add": Operator("+", 2, 5, promote),
     "subtract": Operator("−", 2, 5, promote),
     "multiply": Operator("·", 2, 6, promote),
-    "divide": Operator("/", 2, 6, _float_kind),
+    "divide": Operator("/", 2, 6, _FLOAT),
     "floor_divide": Operator("//", 2, 6, promote),
     "remainder": Operator("mod", 2, 6, promote),
     "negative": Operator("−", 1, 7, promote),
-    "power": Operator("^", 2, 8, _float_kind),
+    "power": Operator("^", 2, 8, _FLOAT),
     "absolute": Operator("|·|", 1, 9, promote),
     "minimum": Operator("min", 2, 0, _widest_kind),
     "maximum": Operator("max", 2, 0, _widest_kind),
-    "less": Operator("<", 2, 4, _bool_kind),
-    "less_equal": Operator("≤", 2, 4, _bool_kind),
-    "greater": Operator(">", 2, 4, _bool_kind),
-    "greater_equal": Operator("≥", 2, 4, _bool_kind),
-    "equal": Operator("=", 2, 4, _bool_kind),
-    "not_equal": Operator("≠", 2, 4, _bool_kind),
-    "logical_not": Operator("¬", 1, 7, _bool_kind, (0,)),
-    "logical_and": Operator("∧", 2, 2, _bool_kind, (0, 1)),
-    "logical_xor": Operator("⊻", 2, 1, _bool_kind, (0, 1)),
-    "logical_or": Operator("∨", 2, 1, _bool_kind, (0, 1)),
-    "bitwise_and": Operator("&", 2, 4, _int_kind),  # of integers alone
-    "where": Operator("where", 3, 0, _branch_kind, (0,)),
-    "exp": Operator("exp", 1, 0, _float_kind),
-    "exp2": Operator("exp2", 1, 0, _float_kind),
-    "log": Operator("ln", 1, 0, _float_kind),
-    "log2": Operator("log2", 1, 0, _float_kind),
-    "sqrt": Operator("√", 1, 0, _float_kind),
-    "tanh": Operator("tanh", 1, 0, _float_kind),
-    "sin": Operator("sin", 1, 0, _float_kind),
-    "cos": Operator("cos", 1, 0, _float_kind),
+    "less": Operator("<", 2, 4, _BOOL),
+    "less_equal": Operator("≤", 2, 4, _BOOL),
+    "greater": Operator(">", 2, 4, _BOOL),
+    "greater_equal": Operator("≥", 2, 4, _BOOL),
+    "equal": Operator("=", 2, 4, _BOOL),
+    "not_equal": Operator("≠", 2, 4, _BOOL),
+    "logical_not": Operator("¬", 1, 7, _BOOL, (0,)),
+    "logical_and": Operator("∧", 2, 2, _BOOL, (0, 1)),
+    "logical_xor": Operator("⊻", 2, 1, _BOOL, (0, 1)),
+    "logical_or": Operator("∨", 2, 1, _BOOL, (0, 1)),
+    "bitwise_and": Operator("&", 2, 4, _INT),  # of integers alone
+    "where": Operator("where", 3, 0, lambda kinds: _widest_kind(kinds[1:]), (0,)),
+    "exp": Operator("exp", 1, 0, _FLOAT),
+    "exp2": Operator("exp2", 1, 0, _FLOAT),
+    "log": Operator("ln", 1, 0, _FLOAT),
+    "log2": Operator("log2", 1, 0, _FLOAT),
+    "sqrt": Operator("√", 1, 0, _FLOAT),
+    "tanh": Operator("tanh", 1, 0, _FLOAT),
+    "sin": Operator("sin", 1, 0, _FLOAT),
+    "cos": Operator("cos", 1, 0, _FLOAT),
     "floor": Operator("floor", 1, 0, promote),
     "ceil": Operator("ceil", 1, 0, promote),
 }
