@@ -157,6 +157,7 @@ def test_an_array_that_changes_before_the_backward_pass(rng, place):
 X = np.ones((1, 2, 3, 4))
 ERRORS = {  # arguments, those of vjp, and the error
     "a tensor": (lambda: sightline.attention_vjp(*[torch.ones(1, 1, 2, 2)] * 3), DtypeError),
+    "a cache": (lambda: sightline.attention_vjp(X, sightline.KVCache(), None), DtypeError),
     "an unknown input": (lambda: sightline.attention_vjp(X, X, X, wrt=["keys"]), ParameterError),
     "sinks that are not given": (lambda: sightline.attention_vjp(X, X, X, wrt=["sinks"]), ParameterError),
     "a table that is not read": (lambda: sightline.attention_vjp(X, X, X, wrt=[table(X)]), ParameterError),

@@ -17,7 +17,7 @@ from ..dispatch.call_cache import CachedCall, CallResult
 from ..dispatch.call_request import Request, describe
 from ..dispatch.call_text import count_arrays, flatten_result, split_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, solve, to_caller_layout
-from ..errors import ChangedTableError, ParameterError, ShapeError
+from ..errors import ChangedTableError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.tables import Table
 from ..problem.problem import Problem, make_problem
@@ -107,6 +107,10 @@ def attention_vjp(
            [ 0.11, -0.11]])
     """
     check_numpy("attention_vjp", query)
+    for name, array in (("key", key), ("value", value)):
+        if not isinstance(array, np.ndarray):
+            kind = type(array).__name__
+            raise DtypeError(f"attention_vjp of a {name} that is a {kind}", "NumPy arrays", "numpy.asarray(array)")
     check_choice(kernel, threads)
     names, statistics = split_names(see)
     statistics = [statistics] if isinstance(statistics, StatisticBase) else list(statistics or ())
