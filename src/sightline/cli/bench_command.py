@@ -18,21 +18,22 @@ from rich.text import Text
 from ..cpu.runtime.thread_count import usable_processors
 from ..errors import ParameterError
 from .bench.benchmarks import select
+from .bench.cases import Benchmark, Target
 from .bench.cuda import Cuda
 from .bench.device import Cpu, Device
 from .bench.measure import Settings, run
 from .bench.peaks import UNITS
-from .bench.ratio_summary import RatioSummary
-from .bench.report import SERIES_MEASURES, CaseResult, Finding, Point, Report, Verdict, format_amount, format_duration
-from .bench.workloads import Benchmark, Target, Workload
-from .bench_tables import (
-    case_table,
+from .bench.report import (
+    SERIES_MEASURES,
+    Finding,
+    Outcome,
+    Report,
+    Verdict,
+    format_amount,
+    format_duration,
     format_ratio,
-    series_table,
-    verdict_cells,
-    verdict_row,
-    workload_table,
 )
+from .bench_tables import finding_table, verdict_cells, verdict_row
 from .console import key_value_table, make_console, section, table
 
 QUICK_WARNING = "A quick run: tiny sizes and two rounds. Its times and ratios mean nothing."
@@ -56,7 +57,7 @@ def bench(options: argparse.Namespace) -> int:
     device.check()
     device.pause = 0.02 if options.quick else device.pause
     settings = Settings(device, seconds if not options.quick else min(seconds, 0.2), options.quick)
-    report = Report(threads, settings.seconds, options.quick, settings.peaks.best, device=device.description)
+    report = Report(threads, settings.seconds, options.quick, settings.device.peaks.best, device=device.description)
     report.machine = device.properties()
     console.print(Text("softmax(Q Kᵀ / √d_k + M) V   against other libraries and measured peaks", style="bold"))
     if options.quick:
@@ -81,7 +82,7 @@ def _print_list(console: Console, benchmarks: Sequence[Benchmark], device: Devic
         console.print(Text.assemble((benchmark.name, "cyan"), "  ", (benchmark.description, "dim")))
         for target in benchmark.targets:
             console.print(f"    {_describe_target(target, device)}")
-        if isinstance(benchmark, Workload) and benchmark.published:
+        if benchmark.published:
             console.print(f"    {benchmark.published}", style="dim")
 
 
@@ -98,9 +99,9 @@ def _run_benchmarks(
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not is_interactive) as bar:
         task = bar.add_task("peaks", total=len(benchmarks))
         settings.on_progress = lambda message: bar.update(task, description=message, refresh=True)
-        for name in settings.peaks.names:
+        for name in settings.device.peaks.names:
             settings.on_progress(f"peak: {name}")
-            settings.peaks.measure(name)
+            settings.device.peaks.measure(name)
         _print_header(console, settings)
         for benchmark in benchmarks:
             with warnings.catch_warnings():
@@ -116,7 +117,7 @@ def _run_benchmarks(
                 console.print(Text(f"The device no longer responds; the run stops here: {error}", style="red"))
                 break
     for finding, benchmark in zip(report.findings, benchmarks, strict=False):  # fewer findings if the device failed
-        finding.best = settings.peaks.best.get(finding.peak)  # the highest rate measured for the peak in the whole run
+        finding.best = report.peaks.get(finding.peak)  # the highest rate measured for the peak in the whole run
         finding.evaluate(() if settings.quick else benchmark.targets)
 
 
@@ -133,7 +134,7 @@ def _device_error(device: Device) -> Exception | None:
 
 
 def _print_header(console: Console, settings: Settings) -> None:
-    _print_peaks(console, settings.peaks.best, f"{settings.device.description}, before the run")
+    _print_peaks(console, settings.device.peaks.best, f"{settings.device.description}, before the run")
     absent = [(peer.label, reason) for peer in settings.device.peers.values() if (reason := peer.skip_reason())]
     if absent:
         section(console, "Missing peers")
@@ -151,24 +152,21 @@ def _print_finding(console: Console, finding: Finding) -> None:
     if finding.failed:
         console.print(_describe_failure(finding))
         return
-    if finding.cases:
-        console.print(case_table(finding))
-    else:
-        console.print(series_table(finding) if finding.points else workload_table(finding))
+    console.print(finding_table(finding))
     rows = [verdict_row(verdict) for verdict in finding.verdicts if verdict.target.measure in SERIES_MEASURES]
     if rows:
         console.print(table("over all points", "measured", "target", "", rows=rows))
     for note in _notes(finding):
         console.print(Text(note, style="dim"))
-    for case in finding.cases:
-        if case.failed:
-            console.print(Text.assemble(f"{case.name}: ", _describe_failure(case)))
+    for row in finding.rows:
+        if row.failed:
+            console.print(Text.assemble(f"{row.name}: ", _describe_failure(row)))
 
 
-def _describe_failure(result: Finding | CaseResult) -> Text:
-    """Return why a finding or a case has no times, with what this means."""
-    label = "wrong, not reported: " if result.wrong else "not measured: "
-    return Text(f"{label}{result.failed}", style="red" if result.wrong else "yellow")
+def _describe_failure(outcome: Outcome) -> Text:
+    """Return why there are no times, with what this means."""
+    label = "wrong, not reported: " if outcome.wrong else "not measured: "
+    return Text(f"{label}{outcome.failed}", style="red" if outcome.wrong else "yellow")
 
 
 def _describe_target(target: Target, device: Device) -> str:
@@ -192,8 +190,7 @@ def _notes(finding: Finding) -> list[str]:
     They say why contenders have no times and which outputs are wrong. They include remarks and a published figure.
     """
     notes = []
-    parts: list[Point | CaseResult] = [*finding.points, *finding.cases]
-    for entry in finding.entries or [entry for part in parts for entry in part.entries]:
+    for entry in (entry for row in finding.rows for entry in row.entries):
         note = entry.skip_reason.splitlines()[0] if entry.skip_reason else entry.note  # the JSON file has every line
         if entry.wrong and not entry.skip_reason:
             note = f"wrong, {entry.budget:.3g} times the budget of rounding errors"
@@ -208,17 +205,10 @@ def _print_groups(console: Console, report: Report) -> None:
         if sum(finding.group == group for finding in report.findings) > 1:
             section(console, f"All {group}")
             for summary in summaries:
-                worst = f"{summary.worst_finding}, {summary.worst_case}"
-                console.print(key_value_table(_describe_ratios(summary, worst)))
-
-
-def _describe_ratios(summary: RatioSummary, worst: str) -> list[tuple[str, str]]:
-    """Return the name and the text of each number of the summary; `worst` names the case with the worst ratio."""
-    return [
-        (summary.label, f"{summary.count} cases"),
-        ("  mean", f"{format_ratio(summary.geometric_mean)} (geometric)"),
-        ("  worst", f"{format_ratio(summary.worst)} ({worst})"),
-    ]
+                worst = f"{format_ratio(summary.worst)} ({summary.worst_finding}, {summary.worst_case})"
+                mean = f"{format_ratio(summary.geometric_mean)} (geometric)"
+                rows = (summary.label, f"{summary.count} cases"), ("  mean", mean), ("  worst", worst)
+                console.print(key_value_table(rows))
 
 
 def _print_summary(console: Console, report: Report, device: Device) -> None:

@@ -7,8 +7,7 @@ from rich.text import Text
 from ..cpu.runtime.thread_count import usable_processors
 from ..errors import MissingExtraError
 from .bench.rank_scaling import RankResult, measure_ranks
-from .bench.report import format_amount, format_duration
-from .bench_tables import format_ratio
+from .bench.report import format_amount, format_duration, format_ratio
 from .console import key_value_table, make_console, note, section, table
 
 SIZE, QUICK_SIZE = 16_384, 512  # positions of the sequence

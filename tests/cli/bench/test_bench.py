@@ -10,17 +10,27 @@ import pytest
 import sightline
 from sightline import i, j
 from sightline.cli import main
-from sightline.cli.bench import figures, first_call, implementations, measure
+from sightline.cli.bench import contenders, figures
 from sightline.cli.bench.benchmarks import BENCHMARKS, CAUSAL, select, window
+from sightline.cli.bench.cases import Target
 from sightline.cli.bench.check import sample, share_of_budget
+from sightline.cli.bench.contenders import VARIANTS
 from sightline.cli.bench.device import Cpu
-from sightline.cli.bench.implementations import VARIANTS, Implementation, PreparedCall
-from sightline.cli.bench.measure import Settings, run
+from sightline.cli.bench.host_cases import FirstCall
 from sightline.cli.bench.peak_memory import can_measure, peak_memory
 from sightline.cli.bench.peaks import Peaks, has_bfloat16_dot
 from sightline.cli.bench.peers import PEERS
-from sightline.cli.bench.report import Entry, Finding, Point, Report, Verdict, format_amount, format_duration
-from sightline.cli.bench.workloads import Inputs, Mask, Series, Target, Workload, allowed_pairs
+from sightline.cli.bench.report import (
+    Entry,
+    Finding,
+    Report,
+    Row,
+    Verdict,
+    format_amount,
+    format_duration,
+    format_ratio,
+)
+from sightline.cli.bench.workloads import Inputs, Mask, Series, Workload
 from sightline.errors import ParameterError
 from sightline.formula.evaluate_array import evaluate_dense
 from sightline.problem.problem import make_problem
@@ -49,13 +59,13 @@ def test_small_versions_are_right(name):
     workload = WORKLOADS[name].small()
     for variant in (VARIANTS[name] for name in ("sightline", *workload.baselines) if name in VARIANTS):
         inputs, results = results_of(variant, workload)
-        assert share_of_budget(variant.reference_workload(workload), inputs, results) <= 1
+        assert share_of_budget(variant.reference(workload), inputs, results) <= 1
 
 
 @pytest.mark.parametrize("name", [benchmark.name for benchmark in BENCHMARKS if isinstance(benchmark, Series)])
 def test_series_are_right(name):
     (series,) = (benchmark for benchmark in BENCHMARKS if benchmark.name == name)
-    points = series.small().points
+    points = series.small().cases
     assert len({point.n for point in points}) == len(points)
     for point in (points[0], points[-1]):
         inputs, results = results_of(VARIANTS["sightline"], point)
@@ -89,8 +99,6 @@ def test_a_mask_is_causal_by_its_formula():
 # -- counting ----------------------------------------------------------------------------------------------------------
 
 MASKS = {
-    "none": None,
-    "causal": i >= j,
     "window": (i >= j) & (i - j < 33),
     "by head": sightline.table(np.array([3, 70, 500]))[sightline.h] > i - j,
     "padding": sightline.padding([100, 163]),
@@ -98,11 +106,13 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [None, CAUSAL, *MASKS], ids=str)
 def test_allowed_pairs_are_those_of_the_dense_mask(mask):
-    extent = (2, 3, 130, 163)
-    dense = np.ones(extent, bool) if MASKS[mask] is None else evaluate_dense(MASKS[mask], extent)
-    assert allowed_pairs(MASKS[mask], extent) == np.broadcast_to(dense, extent).sum()
+    if mask in MASKS:
+        mask = Mask("x", lambda n, to_table, formula=MASKS[mask]: lambda *_: formula)
+    workload = Workload(name="x", B=2, H=3, n=130, m=163, mask=mask)
+    dense = np.ones(workload.extent, bool) if mask is None else evaluate_dense(workload.formula, workload.extent)
+    assert workload.allowed == np.broadcast_to(dense, workload.extent).sum()
 
 
 def test_flops_are_those_of_the_products():
@@ -193,111 +203,10 @@ def test_an_output_of_another_shape_is_an_error():
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-class StubContender(Implementation):
-    """A contender with a given output or error, which counts its calls."""
-
-    def __init__(self, name, output, raises=None):
-        self.name, self.label, self.output, self.raises, self.calls = name, name, output, raises, 0
-
-    def refuses(self, workload):
-        return None
-
-    def prepare(self, workload, inputs, threads):
-        def call(_):
-            self.calls += 1
-            if self.raises:
-                raise self.raises
-            return
-
-        return PreparedCall(call, lambda _: {"output": self.output}, threads=threads)
-
-
-@pytest.fixture
-def correct():
-    """A small workload and its correct output."""
-    workload = Workload(name="small", n=40, d_k=8, H=2, baselines=("peer",))
-    _, results = results_of(VARIANTS["sightline"], workload)
-    return workload, results["output"]
-
-
-@pytest.fixture
-def settings():
-    device = Cpu(1)
-    device.pause = 0.0
-    return Settings(device, seconds=0.01, quick=True)
-
-
-def test_contenders_alternate(correct, settings):
-    workload, output = correct
-    settings.peers = (StubContender("peer", output),)
-    finding = run(workload, settings)
-    ours, peer = finding.entries
-    assert len(ours.seconds) == len(peer.seconds) >= settings.rounds
-    assert min(ours.seconds) > 0
-    assert finding.failed is None
-    assert peer.budget <= 1
-    assert finding.best == settings.peaks.best["float32"]
-
-
-def test_a_wrong_peer_is_marked_and_a_failing_peer_has_its_error(correct, settings):
-    workload, output = correct
-    settings.peers = (StubContender("peer", output + 1),)
-    assert run(workload, settings).entries[1].wrong
-    settings.peers = (StubContender("peer", output, RuntimeError("no such\ninstruction")),)
-    assert run(workload, settings).entries[1].skip_reason == "RuntimeError: no such\ninstruction"
-
-
-def test_no_times_are_reported_if_sightline_is_wrong(correct, settings, monkeypatch):
-    workload, output = correct
-    monkeypatch.setitem(VARIANTS, "sightline", StubContender("sightline", output + 1e-3))
-    finding = run(workload, settings)
-    assert finding.wrong
-    assert "budget" in finding.failed
-    assert finding.entries == []
-    finding.evaluate((Target("faster", 1.0, "peer"),))
-    assert [verdict.reached for verdict in finding.verdicts] == [None]
-
-
-def test_an_error_is_reported_and_a_refusal_is_no_error(correct, settings, monkeypatch):
-    workload, output = correct
-    monkeypatch.setitem(VARIANTS, "sightline", StubContender("sightline", output, NotImplementedError("not yet")))
-    finding = run(workload, settings)
-    assert not finding.wrong
-    assert not finding.refused
-    assert "NotImplementedError: not yet" in finding.failed
-    monkeypatch.setattr(StubContender, "refuses", lambda self, workload: "no such library")
-    assert run(workload, settings).refused
-
-
-def test_an_error_while_timing_ends_the_problem_and_not_the_run(correct, settings, monkeypatch):
-    workload, _ = correct
-    series = Series(name="series", axis="n", points=(workload,))
-
-    def time_calls(prepared, repeats):
-        raise RuntimeError("illegal memory access\nthe cure")
-
-    monkeypatch.setattr(settings.device, "time_calls", time_calls)
-    monkeypatch.setattr(settings.device, "memory", lambda prepared: None)
-    for benchmark in (workload, series):
-        finding = run(benchmark, settings)
-        assert finding.failed.endswith("RuntimeError: illegal memory access\nthe cure")
-        assert not finding.refused
-
-
-def test_short_calls_are_repeated(settings):
-    contender = StubContender("x", None)
-    prepared = contender.prepare(None, None, 1)
-    count = measure._calibrate_repeats(prepared, settings.device)
-    assert count > 100
-    contender.calls = 0
-    settings.device.time_calls(prepared, count)
-    assert contender.calls == count + 1
-
-
 def test_outputs_with_dropout_are_checked_unless_a_peer_draws_its_own_numbers():
     workload = WORKLOADS["forward dropout 0.1"].small()
-    assert PEERS["torch"].reference_workload(workload) is None
-    assert VARIANTS["without dropout"].reference_workload(workload).dropout == 0
+    assert PEERS["torch"].reference(workload) is None
+    assert VARIANTS["without dropout"].reference(workload).dropout == 0
     inputs, results = results_of(VARIANTS["without dropout"], workload)
     assert not share_of_budget(workload, inputs, results) <= 1
 
@@ -307,7 +216,7 @@ def test_threads_are_set_for_torch():
 
     before = torch.get_num_threads()
     try:
-        implementations.set_threads(1)
+        contenders.set_threads(1)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -358,7 +267,7 @@ def test_the_dot_product_of_pairs_adds_up():
 
 
 def test_first_calls():
-    times = first_call.measure_seconds(16, 8, 1)
+    times = FirstCall(name="x", n=16, d=8, processes=1).measure_seconds()
     assert set(times) == {"compiled", "from disk", "first of all"}
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in times.values())
 
@@ -388,7 +297,7 @@ def test_installed_peers_are_right(peer):
 
 def finding_of(ours, peer, **more):
     entries = [Entry("sightline", "Sightline", ours), Entry("torch", "torch", peer)]
-    return Finding("x", "about", entries, flops=100, bytes_moved=10, peak="float32", best=200.0, **more)
+    return Finding("x", "about", [Row("x", entries)], flops=100, bytes_moved=10, peak="float32", best=200.0, **more)
 
 
 def test_ratios_are_medians_of_rounds():
@@ -409,9 +318,9 @@ def test_each_measure():
 
 def test_verdicts_of_series():
     def point(n, seconds, memory):
-        return Point(n, n, 8 * n, [Entry("sightline", "Sightline", [seconds], memory=memory)])
+        return Row(f"n {n}", [Entry("sightline", "Sightline", [seconds], memory=memory)], n, n, 8 * n)
 
-    finding = Finding("x", "about", axis="n", points=[point(10, 1.0, 10_080), point(20, 2.4, 12_160)])
+    finding = Finding("x", "about", axis="n", rows=[point(10, 1.0, 10_080), point(20, 2.4, 12_160)])
     finding.evaluate((Target("spread", 1.15), Target("growth", 1.25), Target("extra", 100)))
     spread, growth, extra = finding.verdicts
     assert spread.value == pytest.approx(1.2)
@@ -442,6 +351,13 @@ def test_durations(seconds, text):
 
 
 @pytest.mark.parametrize(
+    ("ratio", "text"), [(0.00123, "0.0012×"), (0.25, "0.25×"), (1.5, "1.50×"), (12.34, "12.3×"), (None, "")]
+)
+def test_ratios_as_text(ratio, text):
+    assert format_ratio(ratio) == text
+
+
+@pytest.mark.parametrize(
     ("value", "unit", "text"), [(2.32e11, "FLOP/s", "232 GFLOP/s"), (5.8e10, "B/s", "58 GB/s"), (1536, "B", "1.5 KiB")]
 )
 def test_amounts(value, unit, text):
@@ -451,8 +367,8 @@ def test_amounts(value, unit, text):
 def test_figures(tmp_path):
     report = Report(2, 1.0, False, {"float32": 200.0, "read": 20.0}, [finding_of([1.0], [2.0])])
     report.findings[0].evaluate((Target("faster", 1.5, "torch"), Target("share", 0.5)))
-    points = [Point(n, n, 0, [Entry("sightline", "Sightline", [n / 10], memory=0)]) for n in (8, 16, 32)]
-    report.findings.append(Finding("by length", "about", axis="n", points=points))
+    points = [Row(f"n {n}", [Entry("sightline", "Sightline", [n / 10], memory=0)], n, n) for n in (8, 16, 32)]
+    report.findings.append(Finding("by length", "about", axis="n", rows=points))
     drawn = figures.draw(report, tmp_path / "figures")
     assert [path.name for path in drawn] == ["roofline.png", "ratios.png", "by-length.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)

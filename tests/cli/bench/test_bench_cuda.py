@@ -10,14 +10,15 @@ import torch
 
 from fake_cuda import WORKLOADS, Capturing, Runtime
 from sightline.cli import main
-from sightline.cli.bench import check, cuda, cuda_benchmarks, measure, workloads
+from sightline.cli.bench import check, cuda, cuda_benchmarks, host_cases, workloads
 from sightline.cli.bench.benchmarks import CAUSAL
+from sightline.cli.bench.cases import BEST, PreparedCall, Target
 from sightline.cli.bench.check import share_of_budget
 from sightline.cli.bench.cuda import Cuda
-from sightline.cli.bench.implementations import PreparedCall
+from sightline.cli.bench.host_cases import Planning
 from sightline.cli.bench.measure import Settings, run
-from sightline.cli.bench.report import Entry, Finding
-from sightline.cli.bench.workloads import BEST, Inputs, Planning, Target, Workload
+from sightline.cli.bench.report import Entry, Finding, Row
+from sightline.cli.bench.workloads import Inputs, Workload
 from sightline.cli.bench_command import DEVICES
 
 QUICK = ("backward window", "see received", "decode", "planning")
@@ -26,7 +27,8 @@ QUICK = ("backward window", "see received", "decode", "planning")
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Problem sizes, peaks and flushes that the CPU computes quickly."""
-    monkeypatch.setattr(workloads, "SMALL_LENGTH", 40)
+    for module in (workloads, host_cases):
+        monkeypatch.setattr(module, "SMALL_LENGTH", 40)
     for name, size in {"MATRIX_SIZE": 64, "COPY_BYTES": 1 << 16, "FLUSH_BYTES": 1 << 10}.items():
         monkeypatch.setattr(cuda, name, size)
 
@@ -82,7 +84,7 @@ def test_scores_are_the_same_for_flex_attention(name):
 def test_problems_run(name):
     (benchmark,) = (each for each in cuda_benchmarks.BENCHMARKS if each.name == name)
     settings = Settings(make_device(), seconds=0.01, quick=True)
-    settings.peers = [peer for peer in settings.device.peers.values() if peer.name != "flex"]  # flex compiles for long
+    del settings.device.peers["flex"]  # flex compiles for long
     finding = run(benchmark, settings)
     assert finding.failed is None
     assert finding.entries[0].seconds
@@ -102,7 +104,7 @@ def test_problems_run(name):
 def test_torch_flash_runs_on_the_cpu():
     """torch has its flash kernel for CPUs too, so this peer runs as on a GPU."""
     settings = Settings(make_device(), seconds=0.01, quick=True)
-    settings.peers = [settings.device.peers["flash"]]
+    settings.device.peers = {"flash": settings.device.peers["flash"]}
     for name in ("forward causal n8192", "backward full n8192"):
         finding = run(replace(WORKLOADS[name], d_k=32, d_v=32), settings)
         flash = finding.entry("flash")
@@ -139,7 +141,7 @@ def test_short_calls_are_measured_beside_torch():
     group = next(each for each in cuda_benchmarks.BENCHMARKS if each.name == "short calls padding mask")
     assert all(case.device == "cuda" and case.dtype == "bfloat16" for case in group.cases)
     on_cpu = replace(group, cases=(replace(group.cases[0], device="cpu"),))
-    (result,) = run(on_cpu, Settings(make_device(), seconds=0.01, quick=True)).cases
+    (result,) = run(on_cpu, Settings(make_device(), seconds=0.01, quick=True)).rows
     assert result.failed is None
     assert [entry.name for entry in result.entries if entry.seconds] == ["sightline", "torch"]
     assert all(entry.budget <= 1 for entry in result.entries)
@@ -190,19 +192,19 @@ def test_long_gradients_are_checked_for_some_queries(monkeypatch):
     assert np.count_nonzero(inputs.with_sampled_d_output.d_output.any((0, 1, 3))) == 30
     prepared = ours.prepare(workload, inputs, 1)
     before = prepared.results(prepared.call(prepared.setup()))
-    assert measure._budget_used(prepared, workload, inputs) <= 1
+    assert workload.share_of_budget(prepared, inputs) <= 1
     after = prepared.results(prepared.call(prepared.setup()))
     assert all(np.array_equal(before[name], after[name]) for name in before)
     correct = prepared.results
     prepared.results = lambda result: correct(result) | {"key": correct(result)["key"] * 1.0001}
-    assert not measure._budget_used(prepared, workload, inputs) <= 1
+    assert not workload.share_of_budget(prepared, inputs) <= 1
 
 
 def test_the_best_peer_is_the_fastest_peer_with_correct_results():
     times = {"sightline": [2.0], "flash": [3.0], "cudnn": [1.0], "flex": [0.5], "planned": [0.1]}
     entries = [Entry(name, name, seconds) for name, seconds in times.items()]
     entries[3].budget = 2.0
-    finding = Finding("x", "", entries, peers=("flash", "cudnn", "flex"))
+    finding = Finding("x", "", [Row("x", entries)], peers=("flash", "cudnn", "flex"))
     assert finding.target_entry(Target("faster", 0.9, BEST)).name == "cudnn"
     finding.evaluate([Target("faster", 0.9, BEST)])
     assert finding.verdicts[0].value == 0.5

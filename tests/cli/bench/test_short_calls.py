@@ -10,21 +10,30 @@ pytest.importorskip("torch")
 
 import torch
 
-from sightline.cli.bench import short_calls
+from sightline.cli.bench.cases import PreparedCall
+from sightline.cli.bench.device import Cpu
+from sightline.cli.bench.measure import Settings, run
 from sightline.cli.bench.short_calls import (
     KINDS,
-    POOL_SIZE,
+    OVERHEADS,
     SHORT_CALLS,
     Pool,
     ShortCall,
+    draw_lengths,
     infer,
-    share_of_pool,
     sightline_functions,
     train,
 )
 
 SHAPE = (2, 2, 9, 8)
 KIND = {kind.name: kind for kind in KINDS}
+BY_KIND, TRAINING = OVERHEADS
+
+
+def share_of(case, contender, inputs):
+    """Return the share of the budget that a contender uses; None if it is not checked."""
+    reference = contender.reference(case)
+    return None if reference is None else reference.share_of_budget(contender.prepare(case, inputs, 2), inputs)
 
 
 def test_there_are_nine_kinds_of_eight_shapes():
@@ -37,10 +46,52 @@ def test_there_are_nine_kinds_of_eight_shapes():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_both_contenders_are_right(name, dtype):
     """torch's dropout draws its own weights and is not checked."""
-    ours, peer = ShortCall(KIND[name], SHAPE, dtype).contenders(2)
-    assert ours.share_of_budget() <= 1
-    assert (peer.share_of_budget is None) == (name == "training dropout")
-    assert peer.share_of_budget is None or peer.share_of_budget() <= 1
+    case = ShortCall(KIND[name], SHAPE, dtype)
+    inputs = case.make_inputs()
+    ours, peer = (share_of(case, contender, inputs) for contender in case.contenders)
+    assert ours <= 1
+    assert (peer is None) == (name == "training dropout")
+    assert peer is None or peer <= 1
+
+
+@pytest.mark.parametrize("group", OVERHEADS, ids=lambda group: group.name)
+def test_overheads_are_right(group):
+    names = {"overhead by kind": ["sightline", "numpy", "torch"], "overhead training": ["sightline", "torch", "empty"]}
+    for case in group.cases:
+        assert case.small() == case
+        assert [contender.name for contender in case.contenders] == names[group.name]
+        inputs = case.make_inputs()
+        shares = {contender.name: share_of(case, contender, inputs) for contender in case.contenders}
+        assert shares.pop("empty", None) is None
+        assert max(shares.values()) <= 1
+
+
+def test_numpy_gets_arrays_and_torch_tensors():
+    case = BY_KIND.cases[2]
+    inputs = case.make_inputs()
+    for contender, array_type in zip(case.contenders, ("Tensor", "ndarray", "Tensor"), strict=True):
+        prepared = contender.prepare(case, inputs, 2)
+        given = prepared.setup()
+        assert {type(array).__name__ for array in given if array is not None} == {array_type}
+        assert type(prepared.call(given)).__name__ == array_type
+
+
+def test_the_empty_pair_returns_d_output_for_every_input():
+    case = TRAINING.cases[0]
+    prepared = case.contenders[-1].prepare(case, case.make_inputs(), 2)
+    arguments = prepared.setup()
+    output, gradients = prepared.call(arguments)
+    assert output.shape == arguments[0].shape
+    assert len(gradients) == 3
+    assert all(torch.equal(gradient, arguments[4]) for gradient in gradients)
+
+
+def test_the_empty_pair_is_timed_and_subtracted():
+    finding = run(TRAINING, Settings(Cpu(1), seconds=0.01, quick=True))
+    assert (finding.peers, finding.subtracted) == (("torch", "empty"), "empty")
+    for row in finding.rows:
+        assert row.failed is None
+        assert all(row.entry(name) for name in ("sightline", "torch", "empty"))
 
 
 @pytest.mark.parametrize("name", KIND)
@@ -60,10 +111,10 @@ def test_every_call_gets_other_tensors_with_other_contents(name):
 
 def test_the_longest_text_of_a_batch_is_not_padded():
     for seed in range(20):
-        lengths = short_calls._draw_lengths(np.random.default_rng(seed), 4, 9)
+        lengths = draw_lengths(np.random.default_rng(seed), 4, 9)
         assert lengths.max() == 9
         assert lengths.min() >= 5
-    assert short_calls._draw_lengths(np.random.default_rng(0), 3, 1).tolist() == [1, 1, 1]
+    assert draw_lengths(np.random.default_rng(0), 3, 1).tolist() == [1, 1, 1]
 
 
 def remembering(function):
@@ -89,16 +140,21 @@ FAULTS = {
 }
 
 
+def share_of_call(name, call):
+    """Return the share of the budget that a call of a short call's pool uses."""
+    case = ShortCall(KIND[name], SHAPE)
+    inputs = case.make_inputs()
+    return case.share_of_budget(PreparedCall(call, setup=inputs.next), inputs)
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_result_is_found(name):
-    pool = Pool(ShortCall(KIND[name], SHAPE), POOL_SIZE)
-    assert not share_of_pool(lambda a: infer(FAULTS[name], a), pool, is_peer=False) <= 1
+    assert not share_of_call(name, lambda arguments: infer(FAULTS[name], arguments)) <= 1
 
 
 def test_a_result_for_earlier_contents_is_found():
-    pool = Pool(ShortCall(KIND["padding mask"], SHAPE), POOL_SIZE)
     function = remembering(sightline_functions()["padding mask"])
-    assert not share_of_pool(lambda a: infer(function, a), pool, is_peer=False) <= 1
+    assert not share_of_call("padding mask", lambda arguments: infer(function, arguments)) <= 1
 
 
 def test_a_wrong_gradient_and_another_seed_are_found():
@@ -106,15 +162,12 @@ def test_a_wrong_gradient_and_another_seed_are_found():
         output, (query, key, value) = train(sightline_functions()["causal"], arguments)
         return output, (query, key * 1.001, value)
 
-    pool = Pool(ShortCall(KIND["training causal"], SHAPE), POOL_SIZE)
-    assert not share_of_pool(wrong_gradient, pool, is_peer=False) <= 1
-
     def another_seed(arguments):
         torch.manual_seed(5)
         return train(sightline_functions()["dropout"], arguments)
 
-    pool = Pool(ShortCall(KIND["training dropout"], SHAPE), POOL_SIZE)
-    assert not share_of_pool(another_seed, pool, is_peer=False) <= 1
+    assert not share_of_call("training causal", wrong_gradient) <= 1
+    assert not share_of_call("training dropout", another_seed) <= 1
 
 
 def test_small_versions_are_small_and_different():

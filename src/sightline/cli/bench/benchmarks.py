@@ -14,12 +14,14 @@ import numpy as np
 from ...errors import ParameterError
 from ...formula.expression import SYMBOLS
 from ...statistics import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
-from .jax_cases import JAX_CASES
+from .cases import Benchmark, Group, Target
+from .contenders import Sightline
+from .host_cases import FirstCall
 from .models import MODELS
-from .overheads import OVERHEADS
-from .short_calls import SHORT_CALLS
+from .peers import SightlineInJax
+from .short_calls import OVERHEADS, SHORT_CALLS
 from .tangents import TANGENTS
-from .workloads import CAUSAL, SEED, Benchmark, FirstCall, Mask, Series, Target, ToTable, Workload
+from .workloads import CAUSAL, SEED, Mask, Passes, Series, ToTable, Workload
 
 
 def window(width: int) -> Mask:
@@ -86,6 +88,22 @@ def _see(name: str, *see: Statistic, limit: float, **sizes: Any) -> Workload:
     return Workload(name=f"see {name}", see=see, targets=targets, baselines=baselines, **sizes)
 
 
+def _jax(name: str, *problems: tuple[int, Mask | None, Passes], also: tuple[Sightline, ...] = ()) -> Group:
+    """Return a group of calls under jax.jit; the shape has 8 heads of width 64. "backward" stands for both passes."""
+
+    def workload(n: int, mask: Mask | None, passes: Passes) -> Workload:
+        words = f"n {n}", "causal" * (mask is not None), "backward" * (passes != "forward")
+        contenders: dict[str, Any] = {"ours": IN_JAX, "baselines": (IN_JAX_LAYOUT, "jax", *also)}
+        return Workload(name=" ".join(filter(None, words)), n=n, mask=mask, passes=passes, **contenders)
+
+    description, cases = "1 × 8 heads, d 64, float32, under jit", tuple(workload(*each) for each in problems)
+    return Group(name=name, group=name, description=description, cases=cases, packages=("jax",), pip="jax", peer="jax")
+
+
+IN_JAX = SightlineInJax("sightline", "Sightline", by_position=False)
+IN_JAX_LAYOUT = SightlineInJax("by position", "JAX's layout", by_position=True)
+NUMPY = Sightline("numpy", "NumPy", on_numpy=True)  # short calls on NumPy arrays need no dispatch of JAX
+JAX_PASSES: tuple[Passes, ...] = ("forward", "forward and backward")
 i, j = SYMBOLS["i"], SYMBOLS["j"]
 ROW_STATISTICS = {  # the statistics that the forward kernel computes in its own pass
     "lse": lse(),
@@ -177,7 +195,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Series(
         name="growth window 256",
         axis="n",
-        points=tuple(Workload(name=f"n {n}", H=1, n=n, mask=window(256), baselines=()) for n in MEMORY_LENGTHS),
+        cases=tuple(Workload(name=f"n {n}", H=1, n=n, mask=window(256), baselines=()) for n in MEMORY_LENGTHS),
         targets=(Target("spread", 1.15), Target("extra", 0.05)),
     ),
     *(_see(name, statistic, limit=MAX_FUSED_SLOWDOWN) for name, statistic in ROW_STATISTICS.items()),
@@ -189,7 +207,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Series(
         name="growth pooled 512",
         axis="n",
-        points=tuple(
+        cases=tuple(
             Workload(name=f"n {n}", H=1, n=n, mask=window(4096), see=(pooled(512, 512),), baselines=())
             for n in LONG_LENGTHS
         ),
@@ -198,18 +216,19 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Series(
         name="cost by length",
         axis="n",
-        points=tuple(Workload(name=f"n {n}", n=n, mask=window(256), baselines=("torch", "flex")) for n in LENGTHS),
+        cases=tuple(Workload(name=f"n {n}", n=n, mask=window(256), baselines=("torch", "flex")) for n in LENGTHS),
     ),
     Series(
         name="cost by area",
         axis="allowed",
-        points=tuple(Workload(name=f"w {w}", mask=window(w), baselines=("torch", "flex")) for w in WINDOW_WIDTHS),
+        cases=tuple(Workload(name=f"w {w}", mask=window(w), baselines=("torch", "flex")) for w in WINDOW_WIDTHS),
     ),
     *SHORT_CALLS,
     *OVERHEADS,
     *MODELS,
-    *JAX_CASES,
-    *TANGENTS,
+    _jax("JAX", *((n, mask, passes) for n in (1024, 4096) for mask in (None, CAUSAL) for passes in JAX_PASSES)),
+    _jax("JAX short calls", *((n, mask, "forward") for n in (1, 16, 64) for mask in (None, CAUSAL)), also=(NUMPY,)),
+    TANGENTS,
 )
 
 
@@ -229,7 +248,7 @@ def select(
 
     def fits(benchmark: Benchmark) -> bool:
         matches_name = any(word in benchmark.name or fnmatchcase(benchmark.name, word) for word in only)
-        return (matches_name or not only) and (dtype is None or getattr(benchmark, "dtype", "float32") == dtype)
+        return (matches_name or not only) and (dtype is None or benchmark.dtype == dtype)
 
     found = tuple(benchmark for benchmark in benchmarks if fits(benchmark))
     if not found:

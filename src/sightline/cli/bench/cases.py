@@ -1,65 +1,178 @@
-"""Groups of cases: benchmarks whose contenders are not implementations of a `Workload`.
+"""What every benchmark is made of: cases, the contenders that compute them, and groups of cases.
 
-A `Case` is one row of a group's table, such as a short call or a whole model. It prepares its contenders and knows how
-to check their results. `measure` calls the contenders in turn and computes the ratios.
+A `Case` is one problem. It makes the inputs, names its contenders and knows the true results. A `Contender` prepares
+the call that is timed. A benchmark is a single case, whose table has a row for each contender, or a `Group` of cases,
+whose table has a row for each case.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from .implementations import PreparedCall
-    from .workloads import Target
+    from .device import Device
+
+BEST = "best peer"
+
+# The results of a contender by name, in float32 NumPy arrays with the axis of heads before the axis of positions:
+# "output", and the gradients "query", "key", "value" and "bias". The repr of a statistic names the tuple of its arrays.
+Results = dict[str, Any]
 
 
-@dataclass
-class CaseContender:
-    """A contender of one case.
+@dataclass(frozen=True)
+class Target:
+    """A limit for one measured quantity of a benchmark.
 
     Parameters
     ----------
-    name, label : names for the JSON file and for tables
-    prepared : the call that is timed
-    share_of_budget : the function that calls the contender and returns the share of the rounding-error budget that its
-        results use; None if the results depend on random numbers of a peer, or if there are no results to check
-    is_peer : True for other libraries and for computations that are only compared with
+    measure
+        The measured quantity. These have a lower limit: "share", the rate over the device's peak; "faster", another
+        contender's time over Sightline's; "efficiency", the speedup over one thread, divided by the number of threads.
+        These have an upper limit: "slower", Sightline's time over another contender's; "seconds", a contender's time;
+        "spread", the largest time per token of a series over the smallest; "growth", the memory beyond inputs and
+        outputs at the last point of a series over that at the first point; "extra", the largest memory beyond inputs
+        and outputs of a series over that of the outputs.
+    limit : the lower or upper limit of the quantity
+    implementation : name of the other contender in a ratio, or of the contender whose seconds are limited; `BEST` is
+        the fastest peer
     """
+
+    measure: Literal["share", "faster", "slower", "efficiency", "seconds", "spread", "growth", "extra"]
+    limit: float
+    implementation: str = "sightline"
+
+    @property
+    def at_least(self) -> bool:
+        return self.measure in ("share", "faster", "efficiency")
+
+    def is_met(self, value: float) -> bool:
+        """True if the measured quantity `value` is within the limit."""
+        return bool(value >= self.limit if self.at_least else value <= self.limit)
+
+
+@dataclass
+class PreparedCall:
+    """A contender that is ready to be called on its arrays.
+
+    Parameters
+    ----------
+    call : the timed function; its argument is the result of `setup`
+    results : the function that converts the result of `call` to what the case checks; it is not timed
+    setup : the function that runs before every call; it is not timed. If only the backward pass is timed, `setup` runs
+        the forward pass.
+    threads : number of threads that torch uses during the call
+    close : the function that releases the contender's memory
+    set_d_output : the function that replaces d_output; None for forward passes, and if the contender cannot replace it
+    includes_host : True if on a GPU the host's clock times consecutive calls, instead of CUDA's events
+    """
+
+    call: Callable[[Any], Any]
+    results: Callable[[Any], Results] = lambda result: result
+    setup: Callable[[], Any] = lambda: None
+    threads: int = 1
+    close: Callable[[], None] = lambda: None
+    set_d_output: Callable[[Any], Any] | None = None
+    includes_host: bool = False
+
+
+def missing_packages(packages: tuple[str, ...]) -> list[str]:
+    """Return the modules that are not installed."""
+    return [package for package in packages if find_spec(package) is None]
+
+
+class Contender(ABC):
+    """What computes a case: a configuration of Sightline, or a peer. Each is a small subclass."""
 
     name: str
     label: str
-    prepared: PreparedCall
-    share_of_budget: Callable[[], float] | None
-    is_peer: bool = False
+    is_peer: bool = True  # False for configurations of Sightline; a wrong output or an error of one ends the case
+    packages: tuple[str, ...] = ()  # names of the modules that must be installed
+    pip: str = ""  # arguments of `pip install` that install the modules in `packages`
+    note: str = ""  # printed remark on what the times include
+    has_arena: bool = False  # True if the library reuses memory between calls, which hides a call's peak memory
+    device: str = "cpu"  # torch's name of the device that has the contender's tensors
+
+    def skip_reason(self) -> str | None:
+        """Return why the contender cannot run at all: a missing package. None if every package is installed."""
+        return f"not installed: pip install {self.pip}" if missing_packages(self.packages) else None
+
+    def refuses(self, case: Any) -> str | None:
+        """Return why the contender cannot compute this case; None if it can."""
+        return None
+
+    def reference(self, case: Any) -> Any:
+        """Return the case whose true results the contender's results are checked against.
+
+        None, for no check, if the results depend on random numbers of the peer, or if there are no results.
+        """
+        return case
+
+    @abstractmethod
+    def prepare(self, case: Any, inputs: Any, threads: int) -> PreparedCall:
+        """Do the work that is done once and not timed, such as conversion, compilation and layout; return the call."""
 
 
-class Case(ABC):
-    """One row of a group's table."""
+class Benchmark:
+    """A case or a group of cases. The attributes here are those of a benchmark without the property."""
 
     name: str
+    description: str
+    cases: tuple[Any, ...]
+    targets: tuple[Target, ...] = ()
+    dtype: str = "float32"
+    flops: int = 0  # FLOPs of one call
+    bytes_moved: int = 0  # bytes of the inputs and outputs of one call
+    peak: str = ""  # name in `peaks.Peaks` of the peak in a share of the peak; "" for no share
+    published: str = ""  # a published figure to print, with its source; "" for none
+    axis: str = ""  # what differs from case to case of a series: "n", or "allowed", the share of allowed pairs
+    group: str = ""  # name of the groups that are summarised together; "" for a single case and a series
+    peers: tuple[str, ...] = ()  # names of the contenders that are only compared with; () for all other libraries
+    subtracted: str = ""
+    skip_reason: str | None = None  # why the benchmark cannot run at all; None if it can
 
-    @abstractmethod
-    def contenders(self, threads: int) -> Iterator[CaseContender]:
-        """Yield the contenders, Sightline first. Each contender is prepared when the iterator reaches it."""
+    def small(self) -> Any:
+        """Return the benchmark with small sizes and without targets, for tests."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def small(self) -> Case:
-        """Return the case with small sizes, for tests."""
+
+class Case(Benchmark):
+    """One problem."""
+
+    contenders: tuple[Contender | str, ...]  # Sightline first; a name stands for a variant or a peer of the device
+    cuda_graph: bool = False  # True times a CUDA graph on a GPU, since a short call takes the host longer than the GPU
+
+    @property
+    def cases(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return (self,)
+
+    def make_inputs(self) -> Any:
+        """Return what all contenders get."""
+
+    def share_of_budget(self, prepared: PreparedCall, inputs: Any) -> float:
+        """Return the share of the rounding-error budget that a contender's results use; correct results use up to 1."""
+        raise NotImplementedError
+
+
+class HostCase(Case):
+    """A problem without contenders, which times itself."""
+
+    contenders = ()
+
+    def measure_seconds(self, device: Device) -> dict[str, list[float]]:
+        """Return the seconds of each timed piece of work by name."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaseGroup:
+class Group(Benchmark):
     """A benchmark of several cases.
 
     Parameters
     ----------
-    name : name of the benchmark
-    group : name of the benchmarks that are summarised together
-    description : one line about the cases
     cases : the rows of the table
     packages : names of the modules that must be installed
     pip : arguments of `pip install` that install the modules in `packages`
@@ -68,20 +181,25 @@ class CaseGroup:
     """
 
     name: str
-    group: str
     description: str
-    cases: tuple[Case, ...]
-    packages: tuple[str, ...]
-    pip: str
-    peer: str
+    cases: tuple[Any, ...]
+    group: str = ""
+    packages: tuple[str, ...] = ("torch",)
+    pip: str = "torch"
+    peer: str = "torch"
     subtracted: str = ""
     targets: tuple[Target, ...] = ()
 
-    def skip_reason(self) -> str | None:
-        """Return why the group cannot run at all: a missing package. None if every package is installed."""
-        missing = [package for package in self.packages if find_spec(package) is None]
+    @property
+    def peers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names of the contenders that are only compared with; () for all of other libraries."""
+        return tuple(filter(None, (self.peer, self.subtracted)))
+
+    @property
+    def skip_reason(self) -> str | None:  # type: ignore[override]
+        missing = missing_packages(self.packages)
         return f"{' and '.join(missing)} not installed: pip install {self.pip}" if missing else None
 
-    def small(self) -> CaseGroup:
+    def small(self) -> Group:
         """Return the group with small cases. Cases that become equal are left out."""
-        return replace(self, cases=tuple(dict.fromkeys(case.small() for case in self.cases)))
+        return replace(self, cases=tuple(dict.fromkeys(case.small() for case in self.cases)), targets=())

@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 
 from ...errors import DeviceError, MissingExtraError
 from ...gpu.tuning import cache
+from .cases import Case, Contender, PreparedCall
+from .contenders import Sightline
 from .cuda_benchmarks import BENCHMARKS
-from .cuda_peers import make_peers
 from .device import Device
-from .implementations import Implementation, PreparedCall, Sightline, WithoutStatistics
 from .peaks import Peaks
-from .workloads import Workload
+from .peers import make_cuda_peers
 
 MATRIX_SIZE = 8192  # number of rows and of columns of the matrices that the peak "matmul" multiplies
 COPY_BYTES = 1 << 32  # bytes that the peak "copy" copies, far more than any cache holds
@@ -50,13 +50,13 @@ class Cuda(Device):
     ) -> None:
         self.threads, self.device, self._runtime = threads, device, runtime
         options = {"kernel": "triton"} if options is None else options
-        variants: tuple[Implementation, ...] = (
+        variants: tuple[Contender, ...] = (
             Sightline(options=options, device=device),
             Sightline("planned", "Sightline, as planned", device=device),
-            WithoutStatistics(options, device),
+            Sightline("without statistics", "without statistics", options, device, {"see": ()}),
         )
         self.variants = {each.name: each for each in variants}
-        self.peers = make_peers(device)
+        self.peers = make_cuda_peers(device)
         self.peaks = CudaPeaks(device=device, time_call=self._time_call)
         self._flush_buffer: Any = None
 
@@ -125,12 +125,12 @@ class Cuda(Device):
     def synchronize(self) -> None:
         self.runtime.synchronize()
 
-    def prepare_for_timing(self, prepared: PreparedCall, workload: Workload) -> tuple[PreparedCall, str]:
-        """Return the call and a note. The call is replaced by its CUDA graph if the workload requests a graph.
+    def prepare_for_timing(self, prepared: PreparedCall, case: Case) -> tuple[PreparedCall, str]:
+        """Return the call and a note. The call is replaced by its CUDA graph if the case requests a graph.
 
         A call that torch cannot capture as a graph is returned unchanged.
         """
-        if not workload.cuda_graph:
+        if not case.cuda_graph:
             return prepared, ""
         graph = self.runtime.CUDAGraph()
         try:

@@ -11,8 +11,10 @@ from typing import Any
 
 from ...statistics import Statistic, received
 from .benchmarks import MAX_SECOND_PASS_SLOWDOWN, ROW_STATISTICS, THREE_STATISTICS, documents, window
+from .cases import BEST, Benchmark, Target
+from .host_cases import Planning
 from .short_calls import CUDA_SHORT_CALLS
-from .workloads import BEST, CAUSAL, Benchmark, Mask, Planning, Score, Target, ToTable, Workload
+from .workloads import CAUSAL, Mask, Score, ToTable, Workload
 
 TOKENS = 16384
 DEFAULT_SHAPE: dict[str, Any] = {"dtype": "bfloat16", "H": 16, "d_k": 128, "peak": "matmul"}

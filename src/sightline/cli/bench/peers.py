@@ -1,4 +1,4 @@
-"""The peers on a CPU: attention of other libraries, one small class for each peer.
+"""The peers: attention of other libraries, one small class for each peer.
 
 `sightline bench` lists peers that are not installed as missing. All peers get the same numbers as Sightline and the
 same number of threads. Conversion to a peer's preferred layout is not timed. If a peer has no option for a mask, it
@@ -8,17 +8,19 @@ gets the mask as a dense array.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ...api.functions import attention
 from ...arrays.operations import resolve_dtype
+from .cases import Contender, PreparedCall
+from .contenders import Peer, name_results, prepare_with_autograd, to_tensor, to_tensor_on
 from .dense_statistics import WEIGHT_STATISTICS, Dense, dense_statistics, has_uneven_cells
-from .implementations import Implementation, PreparedCall, name_results, prepare_with_autograd, to_tensor, to_tensor_on
-from .vllm_peer import Vllm
+from .torch_operators import Vllm, Zentorch
 from .workloads import Inputs, Workload
-from .zentorch_peer import Zentorch
 
 OPENVINO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's names of Sightline's dtypes
 
@@ -32,46 +34,51 @@ def dense_mask(workload: Workload) -> Any:
     return np.array(workload.formula.array(workload.n, workload.m)[None, None])  # a writable copy, as torch requires
 
 
-class Torch(Implementation):
-    """torch.nn.functional.scaled_dot_product_attention, which gets a mask other than the causal one as a bool array."""
+class Torch(Peer):
+    """torch.nn.functional.scaled_dot_product_attention, which gets a mask other than the causal one as a bool array.
 
-    name, label, packages, pip = "torch", "torch", ("torch",), "torch"
+    `backend` is torch's name of the one fused kernel that is used; "" for torch's choice.
+    """
 
-    def refuses(self, workload: Workload) -> str | None:
-        """Return None: torch computes every workload."""
-        return None
+    packages, pip = ("torch",), "torch"
 
-    def reference_workload(self, workload: Workload) -> Workload | None:
+    def __init__(self, name: str = "torch", label: str = "torch", backend: str = "", device: str = "cpu") -> None:
+        self.name, self.label, self.backend, self.device = name, label, backend, device
+        self.lacks = ("score", "bias", "dropout", "mask but the causal one", "statistics") if backend else ()
+
+    def reference(self, workload: Workload) -> Workload | None:
         """Return the workload; None if it has dropout, since torch's own generator chooses the dropped weights."""
         return None if workload.dropout else workload
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        sdpa = torch.nn.functional.scaled_dot_product_attention
+        attend: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
+        if self.backend:
+            attend = sdpa_kernel(getattr(SDPBackend, self.backend))(attend)
         mask = torch.from_numpy(dense_mask(workload)) if workload.needs_mask_array else None
         given = {"dropout_p": workload.dropout, "is_causal": workload.is_causal, "enable_gqa": workload.G != workload.H}
         options: dict[str, Any] = given if any(given.values()) else {}
 
         def forward(query: Any, key: Any, value: Any, bias: Any) -> Any:
             added = mask if bias is None else bias
-            return sdpa(query, key, value, **options) if added is None else sdpa(query, key, value, added, **options)
+            return (
+                attend(query, key, value, **options) if added is None else attend(query, key, value, added, **options)
+            )
 
-        return prepare_with_autograd(workload, inputs, forward, threads)
+        return prepare_with_autograd(workload, inputs, forward, threads, self.device)
 
 
-class Flex(Implementation):
-    """torch's FlexAttention, compiled. The compilation needs a C++ compiler."""
+class Flex(Peer):
+    """torch's FlexAttention, compiled. On a CPU the compilation needs a C++ compiler."""
 
-    name, label, packages, pip, note = "flex", "FlexAttention", ("torch",), "torch", "its compilation is not timed"
+    name, label, packages, pip = "flex", "FlexAttention", ("torch",), "torch"
+    note = "compiling it and making its block mask are not timed"
 
-    def refuses(self, workload: Workload) -> str | None:
-        """Refuse backward passes, dropout and biases."""
-        if workload.passes != "forward":
-            return "no backward pass on CPUs"
-        if workload.dropout or workload.bias:
-            return "no dropout" if workload.dropout else "no bias with a gradient"
-        return None
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.lacks = ("dropout", "bias", "statistics", *(("backward pass",) if device == "cpu" else ()))
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import torch
@@ -93,7 +100,7 @@ class Flex(Implementation):
         return prepare_with_autograd(workload, inputs, forward, threads, self.device)
 
 
-class MultiHead(Implementation):
+class MultiHead(Peer):
     """torch.nn.MultiheadAttention with identity projections, which add four products of (n, H d) by (H d, H d).
 
     Statistics are computed from the weights that the layer returns.
@@ -102,18 +109,13 @@ class MultiHead(Implementation):
     name, label, packages, pip = "mha", "nn.MultiheadAttention", ("torch",), "torch"
     note = "the times include its four projections, here identities"
 
-    def refuses(self, workload: Workload) -> str | None:
-        """Refuse all but plain forward passes, statistics of scores, and pooled cells of unequal sizes.
+    lacks = ("backward pass", "mask", "dropout", "bias", "grouped heads", "d_v ≠ d_k", "m ≠ n")
 
-        A plain forward pass has no mask, dropout or bias, and its queries, keys and V have one shape.
-        """
-        is_plain = workload.passes == "forward" and workload.mask is None and not (workload.dropout or workload.bias)
-        shapes_fit = workload.G == workload.H and workload.d_k == workload.d_v and workload.n == workload.m
-        if not (is_plain and shapes_fit):
-            return "only plain forward passes"
+    def refuses(self, workload: Workload) -> str | None:
+        """Refuse statistics of scores, and pooled cells of unequal sizes too."""
         if any(statistic.name not in WEIGHT_STATISTICS for statistic in workload.see):
             return "it returns weights, not scores"
-        return "only cells of equal size" if has_uneven_cells(workload) else None
+        return super().refuses(workload) or ("only cells of equal size" if has_uneven_cells(workload) else None)
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import torch
@@ -138,7 +140,7 @@ class MultiHead(Implementation):
         return PreparedCall(call, results, threads=threads)
 
 
-class OnnxRuntime(Implementation):
+class OnnxRuntime(Peer):
     """ONNX Runtime's MultiHeadAttention in a model of one operator.
 
     A mask other than the causal one is added to the scores as a bias of 0 and −∞.
@@ -146,14 +148,7 @@ class OnnxRuntime(Implementation):
 
     name, label, packages, pip = "onnxruntime", "ONNX Runtime", ("onnxruntime", "onnx"), "onnxruntime onnx"
     has_arena = True
-
-    def refuses(self, workload: Workload) -> str | None:
-        """Refuse backward passes, dropout, dtypes other than float32, and grouped heads."""
-        if workload.passes != "forward" or workload.dropout:
-            return "only inference"
-        if workload.dtype != "float32":
-            return f"no {workload.dtype} on CPUs"
-        return "no grouped heads" if workload.G != workload.H else None
+    lacks, dtypes = ("backward pass", "dropout", "grouped heads"), ("float32",)
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import onnxruntime
@@ -190,19 +185,12 @@ class OnnxRuntime(Implementation):
         return serialised
 
 
-class OpenVino(Implementation):
+class OpenVino(Peer):
     """OpenVINO's ScaledDotProductAttention (opset 13) with the workload's dtype as inference precision."""
 
     name, label, packages, pip = "openvino", "OpenVINO", ("openvino",), "openvino"
     has_arena = True
-
-    def refuses(self, workload: Workload) -> str | None:
-        """Refuse backward passes, dropout, float64 and grouped heads."""
-        if workload.passes != "forward" or workload.dropout:
-            return "only inference"
-        if workload.dtype not in OPENVINO_DTYPES:
-            return f"no {workload.dtype}"
-        return "no grouped heads" if workload.G != workload.H else None
+    lacks, dtypes = ("backward pass", "dropout", "grouped heads"), tuple(OPENVINO_DTYPES)
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import openvino
@@ -246,66 +234,96 @@ class OpenVino(Implementation):
         return openvino.Model([node], parameters, "attention")
 
 
-class Jax(Implementation):
+class Jax(Peer):
     """jax.nn.dot_product_attention compiled by jax.jit, with gradients by jax.vjp."""
 
     name, label, packages, pip = "jax", "JAX", ("jax",), "jax"
     has_arena = True
+    lacks, dtypes = ("dropout", "d_v ≠ d_k"), ("float32", "bfloat16", "float64")
+    by_position = True  # True if positions are before heads in the arrays
 
-    def refuses(self, workload: Workload) -> str | None:
-        """Refuse dropout, float16, d_v ≠ d_k, and forward and backward passes timed as one call."""
-        if workload.dropout or workload.dtype == "float16":
-            return "no dropout" if workload.dropout else "no float16 on CPUs"
-        if workload.d_k != workload.d_v:
-            return "needs d_v = d_k"
-        return "not implemented" if workload.passes == "forward and backward" else None
-
-    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
-        os.environ.setdefault("NPROC", str(threads))  # XLA reads NPROC when a process first uses jax
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    def function(self, workload: Workload, inputs: Inputs) -> Callable[..., Any]:
+        """Return the function of query, key and value that is compiled."""
         import jax
 
-        def to_jax_layout(array: Any) -> Any:
-            return jax.numpy.asarray(array.swapaxes(1, 2), dtype=workload.dtype)
-
-        def from_jax_layout(array: Any) -> Any:
-            return np.asarray(array, np.float32).swapaxes(1, 2)
-
-        arrays = [to_jax_layout(x) for x in (inputs.query, inputs.key, inputs.value)]
         options: dict[str, Any] = {"is_causal": workload.is_causal}
         if workload.needs_mask_array:
             options["mask"] = jax.numpy.asarray(dense_mask(workload))
         if workload.bias:
             options["bias"] = jax.numpy.asarray(inputs.bias, dtype=workload.dtype)
+        return partial(jax.nn.dot_product_attention, **options)
 
-        def attend(*given: Any) -> Any:
-            return jax.nn.dot_product_attention(*given, **options)
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+        """Prepare one program for "forward", one for "forward and backward", and one for each pass for "backward"."""
+        os.environ.setdefault("NPROC", str(threads))  # XLA reads NPROC when a process first uses jax
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        import jax
 
+        def swap(array: Any) -> Any:
+            return array.swapaxes(1, 2) if self.by_position else array
+
+        def to_jax(array: Any) -> Any:
+            return jax.numpy.array(swap(array), dtype=workload.dtype)
+
+        def results(arrays: Any) -> dict[str, Any]:
+            found = (swap(np.asarray(array, np.float32)) for array in arrays)
+            return dict(zip(("output", "query", "key", "value"), found, strict=False))
+
+        arrays, attend = [to_jax(x) for x in (inputs.query, inputs.key, inputs.value)], self.function(workload, inputs)
         if workload.passes == "forward":
             run = jax.jit(attend)
+            return PreparedCall(lambda _: (run(*arrays).block_until_ready(),), results, threads=threads)
+        d_output = to_jax(inputs.d_output)
 
-            def output(out: Any) -> dict[str, Any]:
-                return {"output": from_jax_layout(out)}
+        def differentiate(d_output: Any, *given: Any) -> Any:
+            output, vjp_function = jax.vjp(attend, *given)
+            return output, *vjp_function(d_output)
 
-            return PreparedCall(lambda _: run(*arrays).block_until_ready(), output, threads=threads)
-        seed = to_jax_layout(inputs.d_output)
+        if workload.passes == "forward and backward":
+            both = jax.jit(differentiate)
+            return PreparedCall(lambda _: jax.block_until_ready(both(d_output, *arrays)), results, threads=threads)
         forward_pass = jax.jit(lambda *given: jax.vjp(attend, *given))
         backward_pass = jax.jit(lambda vjp_function, d: vjp_function(d))
 
         def gradients(forward_result: Any) -> Any:
             output, vjp_function = forward_result
-            return output, *jax.block_until_ready(backward_pass(vjp_function, seed))
-
-        def results(arrays: Any) -> dict[str, Any]:
-            return dict(zip(("output", "query", "key", "value"), map(from_jax_layout, arrays), strict=True))
+            return output, *jax.block_until_ready(backward_pass(vjp_function, d_output))
 
         return PreparedCall(gradients, results, lambda: jax.block_until_ready(forward_pass(*arrays)), threads)
 
 
-PEERS: dict[str, Implementation] = {
-    peer.name: peer
-    for peer in (Torch(), Flex(), OnnxRuntime(), OpenVino(), Jax(), Zentorch(), Vllm(), MultiHead(), Dense())
-}
+class SightlineInJax(Jax):
+    """Sightline on JAX arrays under jax.jit: with heads before positions, or by JAX's function in JAX's layout."""
+
+    is_peer = False
+
+    def __init__(self, name: str, label: str, by_position: bool) -> None:
+        self.name, self.label, self.by_position = name, label, by_position
+
+    def function(self, workload: Workload, inputs: Inputs) -> Callable[..., Any]:
+        if not self.by_position:
+            return partial(attention, mask=workload.formula)
+        from ...jax import dot_product_attention
+
+        return partial(dot_product_attention, is_causal=workload.is_causal)
+
+
+def _by_name(*peers: Contender) -> dict[str, Contender]:
+    return {peer.name: peer for peer in peers}
+
+
+PEERS = _by_name(Torch(), Flex(), OnnxRuntime(), OpenVino(), Jax(), Zentorch(), Vllm(), MultiHead(), Dense())
+
+
+def make_cuda_peers(device: str) -> dict[str, Contender]:
+    """Return the GPU's peers by name. Each peer keeps its tensors on `device`, torch's name of a device."""
+    return _by_name(
+        Torch("flash", "torch, flash", "FLASH_ATTENTION", device),
+        Torch("cudnn", "torch, cuDNN", "CUDNN_ATTENTION", device),
+        Torch("efficient", "torch, memory-efficient", "EFFICIENT_ATTENTION", device),
+        Flex(device),
+        Dense(device),
+    )
 
 
 # -- layouts --------------------------------------------------------------------------------------------------------

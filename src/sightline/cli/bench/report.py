@@ -10,18 +10,17 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ... import __version__
 from ...errors import name_file
+from .cases import BEST, Target
 from .peaks import UNITS
-from .ratio_summary import RatioSummary, summarise
-from .workloads import BEST, Target
 
 PAGE = 4096  # size of a page of memory in bytes
 SERIES_MEASURES = ("spread", "growth", "extra")  # quantities that are computed from all points of a series
@@ -70,31 +69,30 @@ class Verdict:
         return None if self.value is None else self.target.is_met(self.value)
 
 
-@dataclass
-class Point:
-    """The results of one point of a series."""
+@dataclass(kw_only=True)
+class Outcome:
+    """Whether there are times, and if not, why."""
 
-    coordinate: float  # n, or the share of pairs that the mask allows
-    n: int
-    outputs: int  # bytes of the output and the statistics together
-    entries: list[Entry]  # the contenders' results, Sightline's first
+    failed: str | None = None  # why there are no times: Sightline's output is wrong or missing; None if there are times
+    wrong: bool = False  # True if Sightline's output is wrong
+    refused: bool = False  # True if Sightline refuses the problem on this host, which is not an error
+
+
+@dataclass
+class Row(Outcome):
+    """The results of one case of a benchmark."""
+
+    name: str
+    entries: list[Entry] = field(default_factory=list)  # the contenders' results, Sightline's first
+    coordinate: float = 0.0  # of a point of a series: n, or the share of pairs that the mask allows
+    n: int = 0
+    outputs: int = 0  # bytes of the output and the statistics together
 
     @property
     def extra_bytes(self) -> int | None:
         """The peak bytes of Sightline's call beyond its inputs and outputs; None if they were not measured."""
         used = self.entries[0].memory
         return None if used is None else max(used - self.outputs, 0)
-
-
-@dataclass
-class CaseResult:
-    """The results of one case of a group."""
-
-    name: str
-    entries: list[Entry] = field(default_factory=list)  # the contenders' results, Sightline's first
-    failed: str | None = None  # why there are no times: Sightline's output is wrong or missing; None if there are times
-    wrong: bool = False  # True if Sightline's output is wrong
-    refused: bool = False  # True if Sightline refuses the case on this host, which is not an error
 
     def entry(self, name: str) -> Entry | None:
         """Return the results of the contender called `name`; None if it has no times or is not in the case."""
@@ -107,28 +105,33 @@ class CaseResult:
 
 
 @dataclass
-class Finding:
-    """The results of one benchmark."""
+class Finding(Outcome):
+    """The results of one benchmark. The failure of a case of a group is in its row, and the others' is here."""
 
     name: str
     description: str
-    entries: list[Entry] = field(default_factory=list)  # the contenders' results, Sightline's first; [] for a series
-    points: list[Point] = field(default_factory=list)  # the points of a series; [] for other benchmarks
-    cases: list[CaseResult] = field(default_factory=list)  # the cases of a group; [] for other benchmarks
+    rows: list[Row] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     flops: int = 0  # FLOPs of one call; 0 if no peak is given
     bytes_moved: int = 0  # bytes of the inputs and outputs of one call
     peak: str = ""  # name of the peak in a share of the peak; "" for no share
     threads: int = 1
     axis: str = ""  # coordinate of the points of a series: "n" or "allowed"; "" for other benchmarks
-    failed: str | None = None  # why there are no times: Sightline's output is wrong or missing; None if there are times
-    wrong: bool = False  # True if Sightline's output is wrong
-    refused: bool = False  # True if Sightline refuses the workload on this host, which is not an error
     best: float | None = None  # highest rate of the peak in the run, in `unit`; None if the peak was not measured
     published: str = ""  # a published figure to print, with its source; "" for none
     peers: tuple[str, ...] = ()  # names of the contenders that are other libraries
-    group: str = ""  # name of the benchmarks that are summarised together; "" unless the finding has cases
+    group: str = ""  # name of the groups that are summarised together; "" for other benchmarks
     subtracted: str = ""  # name of a contender of the cases whose time is subtracted from Sightline's; "" for none
+
+    @property
+    def kind(self) -> Literal["entries", "points", "cases"]:
+        """What a row of the finding's table is: a contender, a point of a series, or a case of a group."""
+        return "points" if self.axis else "cases" if self.group else "entries"
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The results of the contenders of a single case; [] for a series and a group."""
+        return self.rows[0].entries if self.rows and self.kind == "entries" else []
 
     @property
     def unit(self) -> str:
@@ -140,9 +143,14 @@ class Finding:
         """The FLOPs of a call; if the peak is a bandwidth, the bytes that the call moves."""
         return self.bytes_moved if self.unit == "B/s" else self.flops
 
+    def labels(self, timed: bool = False) -> dict[str, str]:
+        """Return the labels of the contenders of all rows by name; only those with times if `timed` is True."""
+        entries = (entry for row in self.rows for entry in row.entries)
+        return {entry.name: entry.label for entry in entries if entry.seconds or not timed}
+
     def entry(self, name: str) -> Entry | None:
         """Return the results of the contender called `name`; None if it has no times or is not in the finding."""
-        return next((entry for entry in self.entries if entry.name == name and entry.seconds), None)
+        return self.rows[0].entry(name) if self.entries else None
 
     def target_entry(self, target: Target) -> Entry | None:
         """Return the results of the contender that a target names; None if that contender has no times.
@@ -183,7 +191,7 @@ class Finding:
 
     def _time_spread(self) -> float | None:
         """Return the largest of Sightline's times per token over the smallest; None for fewer than two times."""
-        times = [point.entries[0].median / point.n for point in self.points if point.entries[0].seconds]
+        times = [point.entries[0].median / point.n for point in self.rows if point.entries[0].seconds]
         return max(times) / min(times) if len(times) > 1 else None
 
     def _memory_growth(self) -> float | None:
@@ -191,14 +199,14 @@ class Finding:
 
         None if there are fewer than two points or the bytes of either point are unknown.
         """
-        extra = [point.extra_bytes for point in self.points]
+        extra = [point.extra_bytes for point in self.rows]
         if len(extra) < 2 or extra[0] is None or extra[-1] is None:
             return None
         return max(extra[-1], PAGE) / max(extra[0], PAGE)
 
     def _extra_share(self) -> float | None:
         """Return the largest `extra_bytes` of a point over the bytes of its outputs; None if they are unknown."""
-        shares = [point.extra_bytes / point.outputs for point in self.points if point.extra_bytes is not None]
+        shares = [point.extra_bytes / point.outputs for point in self.rows if point.extra_bytes is not None]
         return max(shares, default=None)
 
 
@@ -218,9 +226,8 @@ class Report:
     @property
     def failed(self) -> bool:
         """True if in any benchmark Sightline's output was wrong or Sightline raised an error."""
-        cases = (case for finding in self.findings for case in finding.cases)
-        results: list[Finding | CaseResult] = [*self.findings, *cases]
-        return any(result.failed and not result.refused for result in results)
+        outcomes: list[Outcome] = [*self.findings, *(row for finding in self.findings for row in finding.rows)]
+        return any(outcome.failed and not outcome.refused for outcome in outcomes)
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -229,7 +236,7 @@ class Report:
     @property
     def groups(self) -> dict[str, list[RatioSummary]]:
         """The summaries of the ratios of every group of cases, by the group's name."""
-        groups = dict.fromkeys(finding.group for finding in self.findings if finding.cases)
+        groups = dict.fromkeys(finding.group for finding in self.findings if finding.group and finding.rows)
         return {group: summarise([f for f in self.findings if f.group == group]) for group in groups}
 
     def save(self, path: str | Path) -> Path:
@@ -239,16 +246,19 @@ class Report:
         """
         document = asdict(self)
         for finding, saved in zip(self.findings, document["findings"], strict=True):
-            for verdict, row in zip(finding.verdicts, saved["verdicts"], strict=True):
-                row["reached"] = verdict.reached
-            for entry, row in zip(finding.entries, saved["entries"], strict=True):
-                row["median"] = entry.median if entry.seconds else None
-                row["share"] = finding.share(entry)
-            for case, row in zip(finding.cases, saved["cases"], strict=True):
-                for entry, saved_entry in zip(case.entries, row["entries"], strict=True):
+            for verdict, saved_verdict in zip(finding.verdicts, saved["verdicts"], strict=True):
+                saved_verdict["reached"] = verdict.reached
+            saved_rows = saved.pop("rows")
+            for row, saved_row in zip(finding.rows, saved_rows, strict=True):
+                for entry, saved_entry in zip(row.entries, saved_row["entries"], strict=True):
                     saved_entry["median"] = entry.median if entry.seconds else None
-                    is_peer = entry.name in finding.peers
-                    saved_entry["ratio"] = None if is_peer else case.ratio(entry, finding.peers[0])
+                    saved_entry["share"] = finding.share(entry)
+                    is_compared = finding.group and entry.name not in finding.peers
+                    saved_entry["ratio"] = row.ratio(entry, finding.peers[0]) if is_compared else None
+            saved |= {"entries": [], "points": [], "cases": []}
+            saved[finding.kind] = saved_rows
+            if finding.kind == "entries":
+                saved["entries"] = [entry for row in saved_rows for entry in row["entries"]]
         document["groups"] = {group: list(map(asdict, summaries)) for group, summaries in self.groups.items()}
         document["machine"] = machine() | self.machine
         path = Path(path)
@@ -258,6 +268,38 @@ class Report:
             part.write_text(json.dumps(document, indent=1, default=str) + "\n")
         os.replace(part, path)
         return path
+
+
+@dataclass(frozen=True)
+class RatioSummary:
+    """The ratios of one contender over all cases of a group. A ratio is the peer's time over the contender's time."""
+
+    contender: str
+    label: str
+    count: int
+    geometric_mean: float
+    worst: float  # the smallest ratio
+    worst_finding: str  # the name of the finding and of the case with the smallest ratio
+    worst_case: str
+
+
+def summarise(findings: Sequence[Finding]) -> list[RatioSummary]:
+    """Return one summary for each contender that is compared with a peer, over all cases of the findings."""
+    labels: dict[str, str] = {}
+    ratios: dict[str, dict[tuple[str, str], float]] = {}
+    for finding in findings:
+        for row in finding.rows:
+            for entry in row.entries:
+                ratio = None if entry.name in finding.peers else row.ratio(entry, finding.peers[0])
+                if ratio is not None:
+                    labels[entry.name] = entry.label
+                    ratios.setdefault(entry.name, {})[finding.name, row.name] = ratio
+    summaries = []
+    for name, found in ratios.items():
+        worst = min(found, key=lambda case: found[case])
+        mean = statistics.geometric_mean(found.values())
+        summaries.append(RatioSummary(name, labels[name], len(found), mean, found[worst], *worst))
+    return summaries
 
 
 def machine() -> dict[str, Any]:
@@ -289,6 +331,13 @@ def format_amount(value: float, unit: str) -> str:
     while abs(value) >= step and power < len(prefixes) - 1:
         value, power = value / step, power + 1
     return f"{_three_digits(value)} {prefixes[power]}{unit}"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """Return a ratio as text with the sign ×; "" for None."""
+    if ratio is None:
+        return ""
+    return f"{ratio:.2g}×" if ratio < 0.1 else f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}×"
 
 
 def _three_digits(value: float) -> str:

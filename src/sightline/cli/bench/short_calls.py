@@ -1,8 +1,11 @@
-"""The group "short calls": calls of microseconds, as a program makes them, beside the same calls of torch.
+"""The groups "short calls" and "overhead": calls of microseconds, as a program makes them, beside those of torch.
 
 Every call gets other tensors with other contents. Masks, biases and lengths are new tensor objects at every call, since
 a model makes a new one for every batch. What a program does to call attention belongs to the timed call: Sightline
 makes a formula of the lengths, and torch makes a bool mask of them.
+
+The overheads are calls of one query and one key of width 8, whose kernel computes almost nothing. A training step is
+compared with an empty `torch.autograd.Function`, which no function with a backward pass of its own can be faster than.
 """
 
 from __future__ import annotations
@@ -16,12 +19,11 @@ from typing import Any, Literal
 import numpy as np
 
 from ...api.functions import attention
-from ...arrays.operations import resolve_dtype
-from ...formula.library import padding
+from ...formula.library import bias, causal, padding
 from ...statistics import Statistic, entropy
-from .cases import Case, CaseContender, CaseGroup
+from .cases import Case, Contender, Group, PreparedCall
 from .check import share_of_budget
-from .implementations import PreparedCall, Results, name_results, to_float32
+from .contenders import name_results
 from .workloads import CAUSAL, SEED, Inputs, Mask, Workload
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -41,6 +43,7 @@ SHAPES = (  # (B, H, n, d)
     (8, 12, 128, 64),
     (1, 12, 512, 64),
 )
+OVERHEAD_SHAPE = (1, 1, 1, 8)
 
 
 @dataclass(frozen=True)
@@ -78,23 +81,32 @@ KINDS = (
     CallKind("training padding mask", "padding mask", extra="mask", training=True),
     CallKind("training dropout", "dropout", f"dropout {DROPOUT}", training=True),
 )
+BY_NAME = {kind.name: kind for kind in KINDS}
+OVERHEAD_KINDS = (
+    *(BY_NAME[name] for name in ("plain", "causal", "padding mask", "bias")),
+    replace(BY_NAME["entropy"], name="see=[entropy()]"),
+)
+TRAINING_KINDS = tuple(replace(kind, training=True) for kind in OVERHEAD_KINDS[:3])
 
 
 # -- the functions --------------------------------------------------------------------------------------------------
+
+
+OWN_SIGNATURE: dict[str, Function] = {  # Sightline's function for each kind of call without a gradient
+    "plain": lambda query, key, value, _: attention(query, key, value),
+    "causal": lambda query, key, value, _: attention(query, key, value, mask=causal()),
+    "padding mask": lambda query, key, value, mask: attention(query, key, value, mask=mask),
+    "padding formula": lambda query, key, value, lengths: attention(query, key, value, mask=padding(lengths)),
+    "bias": lambda query, key, value, added: attention(query, key, value, score=bias(added)),
+    "entropy": lambda query, key, value, _: attention(query, key, value, see=[entropy()]),
+}
 
 
 def sightline_functions() -> dict[str, Function]:
     """Return Sightline's function for each kind of call: torch's signature if it can express the call."""
     from ...torch import scaled_dot_product_attention
 
-    def with_lengths(query: Any, key: Any, value: Any, lengths: Any) -> Any:
-        return attention(query, key, value, mask=padding(lengths))
-
-    def with_entropy(query: Any, key: Any, value: Any, _: Any) -> Any:
-        return attention(query, key, value, see=[entropy()])
-
-    functions = _functions_with_signature_of_torch(scaled_dot_product_attention)
-    return functions | {"padding formula": with_lengths, "entropy": with_entropy}
+    return OWN_SIGNATURE | _functions_with_signature_of_torch(scaled_dot_product_attention)
 
 
 def torch_functions() -> dict[str, Function]:
@@ -121,75 +133,65 @@ def _functions_with_signature_of_torch(attend: Callable[..., Any]) -> dict[str, 
     }
 
 
+def empty_functions() -> dict[str, Function]:
+    """Return for each training kind a function whose output is not written, and whose gradients are d_output itself."""
+    import torch
+
+    class Empty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
+            return torch.empty_like(query)
+
+        @staticmethod
+        def backward(ctx: Any, *d_output: Any) -> Any:
+            return d_output * 3
+
+    def apply(query: Any, key: Any, value: Any, _: Any) -> Any:
+        return Empty.apply(query, key, value)  # type: ignore[no-untyped-call]
+
+    return {kind.function: apply for kind in TRAINING_KINDS}
+
+
 # -- the inputs -----------------------------------------------------------------------------------------------------
 
 
 class Pool:
-    """Prepared inputs of one case, which the calls of a contender use in rotation.
+    """Prepared inputs of one case, which the calls of the contenders use in rotation.
 
-    `workloads` and `inputs` state the same problems for the check. The arguments of calls are tensors, or arrays if
-    `on_numpy` is True.
+    `workloads` and `inputs` state the same problems for the check.
     """
 
-    def __init__(self, case: ShortCall, size: int, on_numpy: bool = False) -> None:
+    def __init__(self, case: ShortCall, size: int = POOL_SIZE) -> None:
         self.workloads: list[Workload] = []
         self.inputs: list[Inputs] = []
-        self.arguments: list[tuple[Any, ...]] = []
+        self.arrays: list[tuple[Array | None, ...]] = []
         for index in range(size):
-            workload, inputs, extra = _draw(case, np.random.default_rng([SEED, index]))
+            workload, rng = case.workload, np.random.default_rng([SEED, index])
+            inputs, lengths = Inputs.of(workload, rng), draw_lengths(rng, workload.B, workload.n)
+            is_padding = np.arange(workload.n) < lengths[:, None, None, None]
+            extras = {"mask": is_padding, "lengths": lengths, "bias": inputs.bias, "": None}
+            if case.kind.extra in ("mask", "lengths"):
+                workload = replace(workload, mask=_padding_mask(lengths))
             self.workloads.append(workload)
             self.inputs.append(inputs)
-            arrays = inputs.query, inputs.key, inputs.value, extra, inputs.d_output
-            self.arguments.append(arrays if on_numpy else _to_tensors(arrays, case))
+            self.arrays.append((inputs.query, inputs.key, inputs.value, extras[case.kind.extra], inputs.d_output))
+        self.tensors = [_to_tensors(arrays, case) for arrays in self.arrays]
         self.position = 0
 
-    def next(self) -> tuple[Any, ...]:
-        """Return the arguments of the next call."""
-        self.position = (self.position + 1) % len(self.arguments)
-        return self.at(self.position)
+    def next(self, on_numpy: bool = False) -> tuple[Any, ...]:
+        """Return (query, key, value, extra argument, d_output) of the next call; the extra argument is a new object.
 
-    def at(self, index: int) -> tuple[Any, ...]:
-        """Return (query, key, value, extra argument, d_output) of one call; the extra argument is a new object."""
-        query, key, value, extra, d_output = self.arguments[index]
+        They are tensors, or arrays if `on_numpy` is True.
+        """
+        self.position = (self.position + 1) % len(self.arrays)
+        arguments: tuple[Any, ...] = (self.arrays if on_numpy else self.tensors)[self.position]
+        query, key, value, extra, d_output = arguments
         if extra is not None:
-            extra = extra.copy() if isinstance(extra, np.ndarray) else extra.clone()
+            extra = extra.copy() if on_numpy else extra.clone()
         return query, key, value, extra, d_output
 
 
-def _draw(case: ShortCall, rng: np.random.Generator) -> tuple[Workload, Inputs, Array | None]:
-    """Draw one problem of a case: the problem for the check, its inputs, and the extra argument of the call."""
-    B, H, n, d = case.shape
-    dtype = resolve_dtype(np, case.dtype)
-
-    def draw(*shape: int) -> Array:
-        return rng.standard_normal(shape, np.float32).astype(dtype).astype(np.float32)
-
-    query, key, value = (draw(B, H, n, d) for _ in range(3))
-    d_output = draw(B, H, n, d) if case.kind.training else None
-    bias = draw(1, H, n, n) if case.kind.extra == "bias" else None
-    lengths = _draw_lengths(rng, B, n)
-    extras = {"mask": np.arange(n) < lengths[:, None, None, None], "lengths": lengths, "bias": bias, "": None}
-    mask = CAUSAL if case.kind.function == "causal" else None
-    if case.kind.extra in ("mask", "lengths"):
-        mask = Mask("padding", lambda n, to_table: lambda b, h, i, j: j < to_table(lengths)[b])
-    passes: Literal["forward", "forward and backward"] = "forward and backward" if case.kind.training else "forward"
-    workload = Workload(
-        name=case.name,
-        passes=passes,
-        B=B,
-        H=H,
-        n=n,
-        d_k=d,
-        dtype=case.dtype,
-        mask=mask,
-        bias=bias is not None,
-        dropout=DROPOUT if case.kind.function == "dropout" else 0.0,
-        see=case.kind.see,
-    )
-    return workload, Inputs(query, key, value, d_output, bias), extras[case.kind.extra]
-
-
-def _draw_lengths(rng: np.random.Generator, B: int, n: int) -> Array:
+def draw_lengths(rng: np.random.Generator, B: int, n: int) -> Array:
     """Draw the lengths (B,) of a padded batch: the longest is n, the others are uniform from half of n to n.
 
     A batch of one text, padded to a fixed length, has a random length too.
@@ -198,6 +200,10 @@ def _draw_lengths(rng: np.random.Generator, B: int, n: int) -> Array:
     if B > 1:
         lengths[rng.integers(B)] = n
     return lengths
+
+
+def _padding_mask(lengths: Array) -> Mask:
+    return Mask("padding", lambda n, to_table: lambda b, h, i, j: j < to_table(lengths)[b])
 
 
 def _to_tensors(arrays: tuple[Array | None, ...], case: ShortCall) -> tuple[Any, ...]:
@@ -212,13 +218,55 @@ def _to_tensors(arrays: tuple[Array | None, ...], case: ShortCall) -> tuple[Any,
         return torch.from_numpy(array).to(case.device, dtype)
 
     tensors = [None if array is None else convert(array) for array in arrays]
-    for tensor in tensors[:3]:
-        assert tensor is not None
-        tensor.requires_grad_(case.kind.training)
-    return tuple(tensors)
+    return *(tensor.requires_grad_(case.kind.training) for tensor in tensors[:3] if tensor is not None), *tensors[3:]
 
 
-# -- the cases ------------------------------------------------------------------------------------------------------
+# -- the contenders and the cases -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Caller(Contender):
+    """A contender that calls a function of a table on the inputs of a pool."""
+
+    name: str
+    label: str
+    functions: Callable[[], dict[str, Function]]
+    is_peer: bool = False
+    on_numpy: bool = False
+
+    def reference(self, case: ShortCall) -> ShortCall | None:
+        """Return the case, for torch without statistics. None for the empty pair and for torch's own random numbers."""
+        if not self.is_peer:
+            return case
+        if self is EMPTY or case.kind.function == "dropout":
+            return None
+        return replace(case, kind=replace(case.kind, function="plain")) if case.kind.see else case
+
+    def prepare(self, case: ShortCall, pool: Pool, threads: int) -> PreparedCall:
+        call = partial(train if case.kind.training else infer, self.functions()[case.kind.function])
+        setup = partial(pool.next, self.on_numpy)
+        return PreparedCall(call, setup=setup, threads=threads, includes_host=True)
+
+
+SIGHTLINE = Caller("sightline", "Sightline", sightline_functions)
+NUMPY = Caller("numpy", "NumPy", lambda: OWN_SIGNATURE, on_numpy=True)
+TORCH = Caller("torch", "torch", torch_functions, is_peer=True)
+EMPTY = Caller("empty", "empty pair", empty_functions, is_peer=True)
+
+
+def infer(function: Function, arguments: tuple[Any, ...]) -> Any:
+    """Return the result of the function; `arguments` are those of `Pool.next`."""
+    query, key, value, extra, _ = arguments
+    return function(query, key, value, extra)
+
+
+def train(function: Function, arguments: tuple[Any, ...]) -> Any:
+    """Return (output, gradients of query, key and value); `arguments` are those of `Pool.next`."""
+    import torch
+
+    query, key, value, extra, d_output = arguments
+    output = function(query, key, value, extra)
+    return output, torch.autograd.grad(output, (query, key, value), d_output)
 
 
 @dataclass(frozen=True)
@@ -229,67 +277,53 @@ class ShortCall(Case):
     shape: tuple[int, int, int, int]
     dtype: str = "float32"
     device: str = "cpu"
+    title: str = ""  # name in tables; "" for the shape
+    contenders: tuple[Contender | str, ...] = (SIGHTLINE, TORCH)
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return " × ".join(map(str, self.shape))
+        return self.title or " × ".join(map(str, self.shape))
 
     def small(self) -> ShortCall:
         B, H, n, d = self.shape
         return replace(self, shape=(min(B, 2), min(H, 2), min(n, SMALL_LENGTH), d))
 
-    def contenders(self, threads: int) -> Iterator[CaseContender]:
-        pool = Pool(self, POOL_SIZE)
-        for name, label, functions in (
-            ("sightline", "Sightline", sightline_functions),
-            ("torch", "torch", torch_functions),
-        ):
-            call = partial(train if self.kind.training else infer, functions()[self.kind.function])
-            is_peer = name == "torch"
-            is_random = is_peer and self.kind.function == "dropout"  # torch draws the dropped weights itself
-            check = None if is_random else partial(share_of_pool, call, pool, is_peer)
-            prepared = PreparedCall(call, to_float32, pool.next, threads, includes_host=True)
-            yield CaseContender(name, label, prepared, check, is_peer)
+    @property
+    def workload(self) -> Workload:
+        """The problem of a call for the check, without the mask of padding."""
+        (B, H, n, d), kind = self.shape, self.kind
+        return Workload(
+            name=self.name,
+            passes="forward and backward" if kind.training else "forward",
+            B=B,
+            H=H,
+            n=n,
+            d_k=d,
+            dtype=self.dtype,
+            mask=CAUSAL if kind.function == "causal" else None,
+            bias=kind.extra == "bias",
+            dropout=DROPOUT if kind.function == "dropout" else 0.0,
+            see=kind.see,
+        )
 
+    def make_inputs(self) -> Pool:
+        return Pool(self)
 
-def infer(function: Function, arguments: tuple[Any, ...]) -> Any:
-    """Return the result of the function; `arguments` are those of `Pool.at`."""
-    query, key, value, extra, _ = arguments
-    return function(query, key, value, extra)
+    def share_of_budget(self, prepared: PreparedCall, pool: Pool) -> float:
+        """Return the largest share of the rounding-error budget that the checked inputs' results use.
 
-
-def train(function: Function, arguments: tuple[Any, ...]) -> Any:
-    """Return (output, gradients of query, key and value); `arguments` are those of `Pool.at`."""
-    import torch
-
-    query, key, value, extra, d_output = arguments
-    output = function(query, key, value, extra)
-    return output, torch.autograd.grad(output, (query, key, value), d_output)
-
-
-def share_of_pool(call: Callable[[Any], Any], pool: Pool, is_peer: bool) -> float:
-    """Return the largest share of the rounding-error budget that the checked inputs' results use.
-
-    All other inputs of the pool are used first, so that the check finds a result which belongs to other inputs.
-    """
-    for _ in pool.arguments:
-        call(pool.next())
-    shares = []
-    for index in CHECKED_INPUTS:
-        with _known_seed(index) as seed:
-            result = call(pool.at(index))
-        workload = replace(pool.workloads[index], seed=seed)
-        workload = replace(workload, see=()) if is_peer else workload
-        shares.append(share_of_budget(workload, pool.inputs[index], _name_results(workload, result)))
-    return max(shares)
-
-
-def _name_results(workload: Workload, result: Any) -> Results:
-    if workload.passes == "forward":
-        return name_results(workload, result)
-    output, gradients = result
-    named = zip(("query", "key", "value"), map(to_float32, gradients), strict=True)
-    return {"output": to_float32(output.detach()), **dict(named)}
+        All other inputs of the pool are used first, so that the check finds a result which belongs to other inputs.
+        """
+        for _ in pool.arrays:
+            prepared.call(prepared.setup())
+        shares = []
+        for index in CHECKED_INPUTS:
+            pool.position = index - 1
+            with _known_seed(index) as seed:
+                result = prepared.call(prepared.setup())
+            workload = replace(pool.workloads[index], seed=seed, see=self.kind.see)
+            shares.append(share_of_budget(workload, pool.inputs[index], name_results(workload, result)))
+        return max(shares)
 
 
 @contextmanager
@@ -306,20 +340,37 @@ def _known_seed(state: int) -> Iterator[int]:
         yield seed
 
 
-def _make_groups(dtype: str, device: str) -> tuple[CaseGroup, ...]:
+def _make_groups(dtype: str, device: str) -> tuple[Group, ...]:
     return tuple(
-        CaseGroup(
+        Group(
             name=f"short calls {kind.name}",
             group="short calls",
             description=", ".join(filter(None, [f"B × H × n × d, {dtype}", kind.description])),
             cases=tuple(ShortCall(kind, shape, dtype, device) for shape in SHAPES),
-            packages=("torch",),
-            pip="torch",
-            peer="torch",
         )
         for kind in KINDS
     )
 
 
+def _make_overhead(name: str, remark: str, kinds: tuple[CallKind, ...], *contenders: Contender, **more: Any) -> Group:
+    return Group(
+        name=name,
+        group=name,
+        description=f"1 × 1 × 1 × 8, one key, float32{remark}",
+        cases=tuple(ShortCall(kind, OVERHEAD_SHAPE, title=kind.name, contenders=contenders) for kind in kinds),
+        **more,
+    )
+
+
 SHORT_CALLS = _make_groups("float32", "cpu")
 CUDA_SHORT_CALLS = _make_groups("bfloat16", "cuda")
+OVERHEADS = (
+    _make_overhead("overhead by kind", "", OVERHEAD_KINDS, SIGHTLINE, NUMPY, TORCH),
+    _make_overhead(
+        "overhead training",
+        ", forward and backward",
+        TRAINING_KINDS,
+        *(SIGHTLINE, TORCH, EMPTY),
+        subtracted="empty",
+    ),
+)

@@ -6,7 +6,7 @@ formula is differentiated by `torch.func.jvp`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,33 @@ import numpy as np
 
 from ...api.functions import attention
 from ...reference.accuracy import budget_used
-from .cases import Case, CaseContender, CaseGroup
-from .implementations import PreparedCall
+from .cases import Case, Contender, Group, PreparedCall
 from .workloads import SEED
 
 SMALL_LENGTH = 64  # number of queries in a small version
+
+
+def attend_densely(query: Any, key: Any, value: Any) -> Any:
+    return (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1) @ value
+
+
+@dataclass(frozen=True, eq=False)
+class Differentiator(Contender):
+    """A contender that computes output and tangent of a function, or its output alone."""
+
+    name: str
+    label: str
+    function: Callable[..., Any]
+    is_peer: bool = False
+    has_tangent: bool = True
+
+    def reference(self, case: TangentCase) -> TangentCase | None:
+        return case if self.has_tangent else None
+
+    def prepare(self, case: TangentCase, inputs: Any, threads: int) -> PreparedCall:
+        if self.has_tangent:
+            return PreparedCall(lambda _: case.differentiate(self.function, *inputs), threads=threads)
+        return PreparedCall(lambda _: self.function(*inputs[0]), threads=threads)
 
 
 @dataclass(frozen=True)
@@ -32,6 +54,11 @@ class TangentCase(Case):
 
     n: int
     wanted: tuple[int, ...] = (0, 1, 2)
+    contenders: tuple[Contender | str, ...] = (
+        Differentiator("sightline", "Sightline", attention),
+        Differentiator("dense", "dense formula", attend_densely, is_peer=True),
+        Differentiator("output", "output alone", attention, is_peer=True, has_tangent=False),
+    )
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -40,37 +67,19 @@ class TangentCase(Case):
     def small(self) -> TangentCase:
         return replace(self, n=min(self.n, SMALL_LENGTH))
 
-    def contenders(self, threads: int) -> Iterator[CaseContender]:
+    def make_inputs(self) -> Any:
+        """Return (query, key, value) and their tangents."""
         import torch
 
-        arrays = np.random.default_rng(SEED).standard_normal((6, 1, 2, self.n, 64), np.float32)
-        operands, tangents = arrays[:3], arrays[3:]
-        given = [torch.from_numpy(x) for x in operands]
-        exact, rough = (
-            self._differentiate(_attend_densely, [x.to(dtype) for x in given], torch.from_numpy(tangents).to(dtype))
-            for dtype in (torch.float64, torch.float32)
-        )
+        arrays = torch.from_numpy(np.random.default_rng(SEED).standard_normal((6, 1, 2, self.n, 64), np.float32))
+        return arrays[:3], arrays[3:]
 
-        def check(found: Any) -> float:
-            return max(
-                budget_used(x.numpy(), y.numpy(), z.numpy()) for x, y, z in zip(found, exact, rough, strict=True)
-            )
+    def share_of_budget(self, prepared: PreparedCall, inputs: Any) -> float:
+        found, wide = prepared.call(None), [x.double() for x in inputs]
+        exact, rough = (self.differentiate(attend_densely, *given) for given in (wide, inputs))
+        return max(budget_used(x.numpy(), y.numpy(), z.numpy()) for x, y, z in zip(found, exact, rough, strict=True))
 
-        for name, label, function in (
-            ("sightline", "Sightline", attention),
-            ("dense", "dense formula", _attend_densely),
-        ):
-
-            def call(_: Any, function: Callable[..., Any] = function) -> Any:
-                return self._differentiate(function, given, torch.from_numpy(tangents))
-
-            prepared = PreparedCall(call, lambda _: {}, threads=threads)
-            is_peer = name == "dense"
-            yield CaseContender(name, label, prepared, lambda call=call: check(call(None)), is_peer)  # type: ignore[misc]
-        output = PreparedCall(lambda _: attention(*given), lambda _: {}, threads=threads)
-        yield CaseContender("output", "output alone", output, None, is_peer=True)
-
-    def _differentiate(self, function: Callable[..., Any], operands: Sequence[Any], tangents: Any) -> Any:
+    def differentiate(self, function: Callable[..., Any], operands: Any, tangents: Any) -> Any:
         """Return (output, tangent) of a function of query, key and value."""
         from torch.func import jvp
 
@@ -83,18 +92,10 @@ class TangentCase(Case):
         return jvp(of_wanted, tuple(operands[k] for k in self.wanted), tuple(tangents[k] for k in self.wanted))
 
 
-def _attend_densely(query: Any, key: Any, value: Any) -> Any:
-    return (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1) @ value
-
-
-TANGENTS = (
-    CaseGroup(
-        name="tangents",
-        group="tangents",
-        description="1 × 2 heads, d 64, float32, output and tangent by torch.func.jvp",
-        cases=tuple(TangentCase(n, wanted) for n in (1024, 4096) for wanted in ((0, 1, 2), (0,), (2,))),
-        packages=("torch",),
-        pip="torch",
-        peer="dense",
-    ),
+TANGENTS = Group(
+    name="tangents",
+    group="tangents",
+    description="1 × 2 heads, d 64, float32, output and tangent by torch.func.jvp",
+    cases=tuple(TangentCase(n, wanted) for n in (1024, 4096) for wanted in ((0, 1, 2), (0,), (2,))),
+    peer="dense",
 )

@@ -1,6 +1,4 @@
-"""The kinds of benchmarks (workload, first call, series, planning), their targets, inputs and numbers of FLOPs.
-
-Groups of cases, the fifth kind, are in `cases`.
+"""Workloads: attention of one call, with its shape, formulas, inputs and number of FLOPs; and series of workloads.
 
 A multiplication followed by an addition counts as two FLOPs. With A the number of allowed pairs (i, j), a pass takes
 
@@ -14,9 +12,9 @@ FLOPs. The softmax is not counted, as is usual (Dao, "FlashAttention-2", 2023, s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -24,12 +22,11 @@ from ...arrays.operations import resolve_dtype
 from ...caching import cached_property
 from ...formula.evaluate_array import evaluate
 from ...formula.expression import SYMBOLS, Expression
-from ...formula.library import bias
 from ...formula.tables import Table
-from ...formula.tile_ranges import find_tile_ranges
+from ...formula.tile_ranges import count_pairs
 from ...problem.problem import Problem, make_problem
 from ...statistics import Pooled, Statistic
-from .cases import CaseGroup
+from .cases import Case, Contender, Group, PreparedCall, Target
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,40 +34,7 @@ ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes 
 SEED = 1706
 SMALL_LENGTH = 150  # largest number of queries and of keys in a small version; not a multiple of any tile size
 SMALL_CELLS = 50  # largest number of pooled cells per side in a small version; it divides `SMALL_LENGTH`
-BEST = "best peer"
 CHECKED_GRADIENT_ROWS = 1024  # number of queries whose contributions to the gradients are checked
-COUNTING_TILE = 64  # number of queries and of keys in the tiles in which allowed pairs are counted
-
-
-@dataclass(frozen=True)
-class Target:
-    """A limit for one measured quantity of a benchmark.
-
-    Parameters
-    ----------
-    measure
-        The measured quantity. These have a lower limit: "share", the rate over the device's peak; "faster", another
-        contender's time over Sightline's; "efficiency", the speedup over one thread, divided by the number of threads.
-        These have an upper limit: "slower", Sightline's time over another contender's; "seconds", a contender's time;
-        "spread", the largest time per token of a series over the smallest; "growth", the memory beyond inputs and
-        outputs at the last point of a series over that at the first point; "extra", the largest memory beyond inputs
-        and outputs of a series over that of the outputs.
-    limit : the lower or upper limit of the quantity
-    implementation : name of the other contender in a ratio, or of the contender whose seconds are limited; `BEST` is
-        the fastest peer
-    """
-
-    measure: Literal["share", "faster", "slower", "efficiency", "seconds", "spread", "growth", "extra"]
-    limit: float
-    implementation: str = "sightline"
-
-    @property
-    def at_least(self) -> bool:
-        return self.measure in ("share", "faster", "efficiency")
-
-    def is_met(self, value: float) -> bool:
-        """True if the measured quantity `value` is within the limit."""
-        return bool(value >= self.limit if self.at_least else value <= self.limit)
 
 
 # A function that converts a NumPy array to what a formula can index: a Table for Sightline, a tensor for FlexAttention.
@@ -78,52 +42,44 @@ ToTable = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Mask:
-    """A mask as a function that both Sightline and FlexAttention accept.
+class NamedFormula:
+    """A formula as a function that both Sightline and FlexAttention accept.
 
     Parameters
     ----------
-    description : name of the mask in printed tables
-    make_function : a function (n, to_table) that returns the mask as a function of (b, h, i, j)
+    description : name of the formula in printed tables
+    make_function : a function (size, to_table) that returns the formula as a function of `symbols`
     """
 
     description: str
     make_function: Callable[[int, ToTable], Callable[..., Any]]
+    symbols: ClassVar[str]
 
-    def formula(self, n: int, to_table: ToTable = Table) -> Expression:
-        """Return the mask as a formula of Sightline."""
-        formula: Expression = self.make_function(n, to_table)(*(SYMBOLS[name] for name in "bhij"))
+    def formula(self, size: int, to_table: ToTable = Table) -> Expression:
+        """Return the formula in Sightline's language."""
+        formula: Expression = self.make_function(size, to_table)(*(SYMBOLS[name] for name in self.symbols))
         return formula
+
+
+class Mask(NamedFormula):
+    """A mask; the size is n."""
+
+    symbols = "bhij"
+
+
+class Score(NamedFormula):
+    """A change of the scaled scores; the size is H."""
+
+    symbols = "sbhij"
 
 
 CAUSAL = Mask("causal", lambda n, to_table: lambda b, h, i, j: i >= j)
-
-
-@dataclass(frozen=True)
-class Score:
-    """A change of the scaled scores as a function that both Sightline and FlexAttention accept.
-
-    Parameters
-    ----------
-    description : name of the change in printed tables
-    make_function : a function (H, to_table) that returns the changed score as a function of (s, b, h, i, j)
-    """
-
-    description: str
-    make_function: Callable[[int, ToTable], Callable[..., Any]]
-
-    def formula(self, H: int, to_table: ToTable = Table) -> Expression:
-        """Return the changed score as a formula of Sightline."""
-        formula: Expression = self.make_function(H, to_table)(*(SYMBOLS[name] for name in "sbhij"))
-        return formula
-
-
 Passes = Literal["forward", "backward", "forward and backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A benchmark problem. The contenders compute it in turns, all on equal arrays.
+class Workload(Case):
+    """Attention of one call. The contenders compute it in turns, all on equal arrays.
 
     The lengths of the axes have the names of `problem.problem`. G = 0 is replaced by H, m = 0 by n, d_v = 0 by d_k.
     """
@@ -146,8 +102,9 @@ class Workload:
     seed: int = SEED  # seed of Sightline's dropout
     see: tuple[Statistic, ...] = ()  # statistics of the forward pass; () if there is a backward pass
     peak: str = "float32"  # name in `peaks.Peaks` of the peak in a share of the peak; "" for no share
-    baselines: tuple[str, ...] = ("torch",)  # names of the other contenders: peers, or variants of Sightline
-    cuda_graph: bool = False  # True times a CUDA graph on a GPU, since a short call takes the host longer than the GPU
+    ours: Contender | str = "sightline"  # the contender that is compared with the others
+    baselines: tuple[Contender | str, ...] = ("torch",)  # the other contenders: peers, or variants of Sightline
+    cuda_graph: bool = False
     published: str = ""  # a published figure to print, with its source; "" for none
 
     def __post_init__(self) -> None:
@@ -156,7 +113,11 @@ class Workload:
                 object.__setattr__(self, name, value)
 
     @property
-    def description(self) -> str:
+    def contenders(self) -> tuple[Contender | str, ...]:  # type: ignore[override]
+        return (self.ours, *self.baselines)
+
+    @property
+    def description(self) -> str:  # type: ignore[override]
         """The shape and the options of the workload in one line."""
         parts = [f"{self.B} × {self.H} heads" + (f" on {self.G}" if self.G != self.H else "")]
         parts.append(f"n {self.n:,}" + (f", m {self.m:,}" if self.m != self.n else ""))
@@ -186,6 +147,24 @@ class Workload:
         return self.mask is not None and not self.is_causal
 
     @property
+    def features(self) -> list[str]:
+        """The features of the workload that not every library has."""
+        present = {
+            "backward pass": self.passes != "forward",
+            "dropout": bool(self.dropout),
+            "score": self.score is not None,
+            "bias": self.bias,
+            "mask": self.mask is not None,
+            "mask but the causal one": self.needs_mask_array,
+            "causal mask with m ≠ n": self.is_causal and self.m != self.n,
+            "statistics": bool(self.see),
+            "grouped heads": self.G != self.H,
+            "d_v ≠ d_k": self.d_v != self.d_k,
+            "m ≠ n": self.m != self.n,
+        }
+        return [name for name, is_present in present.items() if is_present]
+
+    @property
     def score_formula(self) -> Expression | None:
         """The changed score as a formula, without the bias; None if the workload has no score."""
         return None if self.score is None else self.score.formula(self.H)
@@ -193,17 +172,17 @@ class Workload:
     @cached_property
     def allowed(self) -> int:
         """The number of pairs (i, j) that the mask allows, summed over all batches and heads."""
-        return allowed_pairs(self.formula, self.extent)
+        return math.prod(self.extent) if self.formula is None else count_pairs(self.formula, self.extent)
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> int:  # type: ignore[override]
         """The number of FLOPs of one call, counted as the docstring of the module `workloads` says."""
         forward, backward = 2 * (self.d_k + self.d_v), 2 * (3 * self.d_k + 2 * self.d_v)
         each = {"forward": forward, "backward": backward, "forward and backward": forward + backward}
         return self.allowed * each[self.passes]
 
     @property
-    def bytes_moved(self) -> int:
+    def bytes_moved(self) -> int:  # type: ignore[override]
         """The bytes of the inputs and outputs of one call, each array moved once.
 
         A gradient has as many bytes as the array it belongs to.
@@ -228,8 +207,25 @@ class Workload:
         shapes = [(self.H, self.n, self.d_k), (self.G, self.m, self.d_k), (self.G, self.m, self.d_v)]
         return make_problem(*(np.broadcast_to(zero, (self.B, *shape)) for shape in shapes))
 
+    def make_inputs(self) -> Inputs:
+        return Inputs.of(self)
+
+    def share_of_budget(self, prepared: PreparedCall, inputs: Inputs) -> float:
+        """Return the largest share of a budget that any result uses.
+
+        If the contender can replace d_output, a d_output of many queries is replaced by a sample of them.
+        """
+        from .check import share_of_budget  # which needs this module
+
+        if prepared.set_d_output is None:
+            return share_of_budget(self, inputs, prepared.results(prepared.call(prepared.setup())))
+        sampled = inputs.with_sampled_d_output
+        prepared.set_d_output(sampled.d_output)
+        share = share_of_budget(self, sampled, prepared.results(prepared.call(prepared.setup())))
+        prepared.set_d_output(inputs.d_output)
+        return share
+
     def small(self) -> Workload:
-        """Return the workload with small lengths and without targets, for tests."""
         heads = min(self.H, 4)
         group = self.H // self.G
         n, m = min(self.n, SMALL_LENGTH), min(self.m, SMALL_LENGTH)
@@ -245,72 +241,29 @@ def _limit_cells(statistic: Statistic) -> Statistic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstCall:
-    """A benchmark of the first call of a new problem, in a process that has computed another problem before.
-
-    The kernel of the new problem is compiled in one measurement and loaded from the disk cache in another.
-    """
-
-    name: str
-    n: int = 256
-    d: int = 64
-    targets: tuple[Target, ...] = ()
-
-    @property
-    def description(self) -> str:
-        return f"8 heads, n {self.n:,}, d {self.d}, float32, causal; fresh processes"
-
-    def small(self) -> FirstCall:
-        return replace(self, n=32, targets=())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """A benchmark of one problem at several sizes, to measure how its time and memory grow.
+class Series(Group):
+    """A benchmark of one workload at several sizes, to measure how its time and memory grow.
 
     Parameters
     ----------
     axis : what differs from point to point: "n", or "allowed", the share of pairs that the mask allows
-    points : the problem at each point, by ascending n or share
+    cases : the workload at each point, by ascending n or share
     """
 
-    name: str
     axis: Literal["n", "allowed"]
-    points: tuple[Workload, ...]
-    targets: tuple[Target, ...] = ()
+    description: str = field(init=False)
+    peer: str = ""
 
-    @property
-    def description(self) -> str:
-        first, last = self.points[0], self.points[-1]
-        sizes = f"n {first.n:,} to {last.n:,}" if self.axis == "n" else f"n {first.n:,}, {len(self.points)} windows"
+    def __post_init__(self) -> None:
+        first, last = self.cases[0], self.cases[-1]
+        sizes = f"n {first.n:,} to {last.n:,}" if self.axis == "n" else f"n {first.n:,}, {len(self.cases)} windows"
         mask = f", {first.mask.description}" if self.axis == "n" and first.mask else ""
-        return f"{first.B} × {first.H} heads, {sizes}, d {first.d_k}{mask}"
+        description = f"{first.B} × {first.H} heads, {sizes}, d {first.d_k}{mask}"
+        object.__setattr__(self, "description", description)
 
     def small(self) -> Series:
-        points = (replace(point.small(), n=64 * k, m=64 * k) for k, point in enumerate(self.points, 1))
-        return replace(self, points=tuple(points), targets=())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planning:
-    """A benchmark of the host's work for a new mask: to find its tile ranges and to copy the schedule to the device."""
-
-    name: str
-    mask: Callable[[int], Mask]  # a function of a width that returns a mask; every width gives a different mask
-    width: int
-    n: int
-    H: int = 16
-    targets: tuple[Target, ...] = ()
-
-    @property
-    def description(self) -> str:
-        return f"{self.H} heads, n {self.n:,}, {self.mask(self.width).description}, each mask new"
-
-    def small(self) -> Planning:
-        return replace(self, n=SMALL_LENGTH, width=SMALL_LENGTH // 4, targets=())
-
-
-Benchmark = Workload | FirstCall | Planning | Series | CaseGroup
+        cases = (replace(case.small(), n=64 * k, m=64 * k) for k, case in enumerate(self.cases, 1))
+        return replace(self, cases=tuple(cases), targets=())
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,9 +280,9 @@ class Inputs:
     bias: Array | None  # None if the workload has no bias
 
     @classmethod
-    def of(cls, workload: Workload) -> Inputs:
-        """Draw the arrays of a workload: standard normal numbers, which are the same in every run."""
-        rng, dtype = np.random.default_rng(SEED), resolve_dtype(np, workload.dtype)
+    def of(cls, workload: Workload, rng: np.random.Generator | None = None) -> Inputs:
+        """Draw the arrays of a workload: standard normal numbers, by default the same in every run."""
+        rng, dtype = rng or np.random.default_rng(SEED), resolve_dtype(np, workload.dtype)
 
         def draw(heads: int, *shape: int, B: int = workload.B) -> Array:
             array = rng.standard_normal((B, heads, *shape), np.float32)
@@ -354,11 +307,6 @@ class Inputs:
         sampled[..., rows, :] = self.d_output[..., rows, :]
         return replace(self, d_output=sampled)
 
-    @property
-    def score(self) -> Expression | None:
-        """The bias as a score formula; None if there is no bias."""
-        return None if self.bias is None else bias(self.bias)
-
 
 def evaluate_at(formula: Expression, n: int, m: int, **symbols: Any) -> Any:
     """Return an array with what the formula gives, bool or float64.
@@ -367,32 +315,3 @@ def evaluate_at(formula: Expression, n: int, m: int, **symbols: Any) -> Any:
     """
     symbols = {name: np.asarray(value) for name, value in symbols.items()} | {"n": n, "m": m}
     return evaluate(formula, symbols, xp=np, float_dtype=np.dtype("float64"), like=symbols["i"])
-
-
-def allowed_pairs(mask: Expression | None, extent: tuple[int, int, int, int]) -> int:
-    """Return the number of pairs (i, j) that a mask allows, summed over all batches and heads.
-
-    All pairs of a full tile are allowed. In a partial tile the mask is evaluated.
-    """
-    B, H, n, m = extent
-    if mask is None:
-        return B * H * n * m
-    tile_ranges = find_tile_ranges(mask, extent, COUNTING_TILE, COUNTING_TILE)
-    count = 0
-    for row, (first, last, full) in _tile_spans(tile_ranges):
-        group, block = divmod(row, tile_ranges.query_blocks)
-        b, h = divmod(group, tile_ranges.heads)
-        i = np.arange(block * COUNTING_TILE, min((block + 1) * COUNTING_TILE, n))[:, None]
-        j = np.arange(first * COUNTING_TILE, min(last * COUNTING_TILE, m))
-        if full:
-            count += i.size * j.size
-            continue
-        count += int(np.broadcast_to(evaluate_at(mask, n, m, b=b, h=h, i=i, j=j), (i.size, j.size)).sum())
-    return count * (B // tile_ranges.batches) * (H // tile_ranges.heads)
-
-
-def _tile_spans(tile_ranges: Any) -> Iterator[tuple[int, tuple[int, int, bool]]]:
-    """Yield for every tile range the index of its row of tiles, and (first tile, last tile + 1, are all tiles full)."""
-    owner = np.repeat(np.arange(tile_ranges.start.size - 1), np.diff(tile_ranges.start))
-    for row, first, last, full in zip(owner, tile_ranges.first, tile_ranges.last, tile_ranges.full, strict=True):
-        yield int(row), (int(first), int(last), bool(full))

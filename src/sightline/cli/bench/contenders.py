@@ -1,0 +1,194 @@
+"""The variants of Sightline, and what contenders share. `peers` has the other libraries."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from ...api.functions import attention
+from ...arrays.operations import resolve_dtype, to_numpy
+from ...formula.library import bias
+from ...formula.tables import Table
+from ...statistics import arrays_of
+from .cases import Contender, PreparedCall, Results
+from .workloads import Inputs, ToTable, Workload
+
+
+class Peer(Contender):
+    """Another library, with the features of workloads that it lacks and the dtypes that it has."""
+
+    lacks: tuple[str, ...] = ()  # names as in `Workload.features`
+    dtypes: tuple[str, ...] = ()  # () for every dtype
+
+    def refuses(self, workload: Workload) -> str | None:
+        if self.dtypes and workload.dtype not in self.dtypes:
+            return f"no {workload.dtype} on CPUs"
+        return next((f"no {feature}" for feature in workload.features if feature in self.lacks), None)
+
+
+# -- torch ----------------------------------------------------------------------------------------------------------
+
+
+def to_tensor(array: Any, dtype: str, device: str = "cpu") -> Any:
+    """Return a NumPy array as a torch tensor of the given dtype on the given device."""
+    import torch
+
+    return torch.from_numpy(array).to(device, getattr(torch, dtype))
+
+
+def to_tensor_on(device: str) -> ToTable:
+    """Return a function from a NumPy array to a torch tensor on the device. FlexAttention's functions index tensors."""
+    import torch
+
+    return lambda array: torch.as_tensor(array, device=device)
+
+
+def to_float32(result: Any) -> Any:
+    """Return a tensor or array as a float32 NumPy array."""
+    return np.asarray(to_numpy(result), np.float32)
+
+
+def name_results(workload: Workload, result: Any) -> Results:
+    """Return the `Results` of a contender.
+
+    `result` is the output; (output, statistics) if the workload has statistics; (output, gradients of query, key, value
+    and, with a bias, the bias) if it has a backward pass.
+    """
+    if workload.passes != "forward":
+        output, gradients = result
+        names = ("query", "key", "value", "bias")[: len(gradients)]
+        return {"output": to_float32(output.detach())} | dict(zip(names, map(to_float32, gradients), strict=True))
+    output, statistics = result if workload.see else (result, ())
+    return {"output": to_float32(output)} | {
+        repr(statistic): tuple(map(to_float32, arrays_of(arrays)))
+        for statistic, arrays in zip(workload.see, statistics, strict=True)
+    }
+
+
+def prepare_with_autograd(
+    workload: Workload, inputs: Inputs, forward: Callable[..., Any], threads: int, device: str = "cpu"
+) -> PreparedCall:
+    """Prepare a torch function for the passes of the workload, with gradients by torch.autograd.
+
+    `forward` is a function of the tensors (query, key, value, bias); the bias is None if the workload has no bias. If
+    the workload's passes are "backward", only torch.autograd.grad is timed, not the forward pass before it.
+    """
+    import torch
+
+    given = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+    if inputs.bias is not None:
+        given["bias"] = inputs.bias
+    leaves = {name: to_tensor(array, workload.dtype, device) for name, array in given.items()}
+    arguments = [leaves["query"], leaves["key"], leaves["value"], leaves.get("bias")]
+    results = partial(name_results, workload)
+    if workload.passes == "forward":
+        return PreparedCall(lambda _: forward(*arguments), results, threads=threads)
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    seed = to_tensor(inputs.d_output, workload.dtype, device).clone()  # a copy, since `set_d_output` overwrites it
+
+    def gradients(output: Any) -> Any:
+        return output.detach(), torch.autograd.grad(output, list(leaves.values()), seed)
+
+    def set_d_output(array: Any) -> None:
+        seed.copy_(to_tensor(array, workload.dtype))
+
+    if workload.passes == "backward":
+        return PreparedCall(gradients, results, lambda: forward(*arguments), threads, set_d_output=set_d_output)
+    return PreparedCall(lambda _: gradients(forward(*arguments)), results, threads=threads, set_d_output=set_d_output)
+
+
+# -- Sightline ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sightline(Contender):
+    """`sightline.attention`, called as a user calls it: on tensors if torch is installed, else on NumPy arrays.
+
+    Parameters
+    ----------
+    options : more arguments of `attention`
+    changes : attributes of a workload that the variant computes with other values, and these values
+    threads : number of threads; None for as many as the other contenders use
+    on_numpy : True for NumPy arrays even if torch is installed
+    """
+
+    name: str = "sightline"
+    label: str = "Sightline"
+    options: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    changes: dict[str, Any] = field(default_factory=dict)
+    threads: int | None = None
+    on_numpy: bool = False
+    is_peer = False
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Refuse backward passes on NumPy arrays, for which Sightline has no gradients."""
+        if workload.passes == "forward":
+            return None
+        if self.on_numpy:
+            return "NumPy has no gradients"
+        return None if find_spec("torch") else "gradients need torch: pip install torch"
+
+    def reference(self, workload: Workload) -> Workload:
+        return replace(workload, **self.changes)
+
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+        workload, threads = self.reference(workload), self.threads or threads
+        on_numpy = self.on_numpy or find_spec("torch") is None
+        to_table = Table if on_numpy or self.device == "cpu" else self._device_table
+        options: dict[str, Any] = {
+            "mask": None if workload.mask is None else workload.mask.formula(workload.n, to_table),
+            "score": None if workload.score is None else workload.score.formula(workload.H, to_table),
+            "dropout": workload.dropout,
+            "seed": workload.seed if workload.dropout else None,
+            "see": list(workload.see) or None,
+        } | self.options
+
+        def forward(query: Any, key: Any, value: Any, added: Any) -> Any:
+            if added is not None and options["score"] is None:
+                options["score"] = bias(added)
+            return attention(query, key, value, threads=threads, **options)
+
+        if not on_numpy:
+            return prepare_with_autograd(workload, inputs, forward, threads, self.device)
+        kind = resolve_dtype(np, workload.dtype)
+        query, key, value = (x.astype(kind) for x in (inputs.query, inputs.key, inputs.value))
+        call = partial(forward, query, key, value, inputs.bias)
+        if not any((workload.mask, workload.score, workload.bias, workload.dropout, workload.see, self.options)):
+            # passing no options takes time that shows in tiny problems
+            call = partial(attention, query, key, value, threads=threads)
+        return PreparedCall(lambda _: call(), partial(name_results, workload), threads=threads)
+
+    def _device_table(self, array: Any) -> Table:
+        return Table(to_tensor_on(self.device)(array))
+
+
+VARIANTS: dict[str, Contender] = {
+    variant.name: variant
+    for variant in (
+        Sightline(),
+        Sightline("numpy", "Sightline on NumPy", on_numpy=True),
+        Sightline("one thread", "one thread", threads=1),
+        Sightline("without dropout", "without dropout", changes={"dropout": 0.0}),
+        Sightline("without statistics", "without statistics", changes={"see": ()}),
+    )
+}
+
+
+def torch_threads() -> int:
+    """Return torch's number of threads; 1 if torch is not loaded."""
+    torch = sys.modules.get("torch")
+    return 1 if torch is None else int(torch.get_num_threads())
+
+
+def set_threads(threads: int) -> None:
+    """Set torch's number of threads if torch is loaded. `Contender.prepare` sets that of other libraries."""
+    if torch_threads() != threads and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
