@@ -25,6 +25,10 @@ from ..problem.problem import make_problem
 from ..reference.accuracy import budget_used, compute_baseline, term_sizes
 from ..statistics import lse, weights
 from . import head_patterns
+from .bench.cases import PreparedCall
+from .bench.contenders import torch_threads
+from .bench.device import Cpu
+from .bench.measure import interleave
 from .console import key_value_table, make_console, note, progress, section, table, weight_map
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -32,8 +36,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 PICTURE_PATH = "sightline-demo.png"
 SENTENCE_INDEX = 1  # index of the longer of the two sentences
 COPIES = (2, 6)  # number of copies of the paragraph's activations along the axes of (batches, positions)
-MIN_TURN_CALLS, TURN_SECONDS = 3, 0.02  # calls are repeated, because other programs disturb single calls
-WARM_UP = 2  # number of untimed rounds before the timed rounds
 
 
 def demo(
@@ -121,7 +123,7 @@ def _print_times(console: Console, cat: Activations, moby: Activations, layer: i
     measured: dict[str, dict[str, float]] = {}
     rows = []
     with progress(console) as bar:
-        task = bar.add_task("timing", total=len(problems) * (repeats + WARM_UP))
+        task = bar.add_task("timing", total=len(problems) * repeats)
         for name, (given, lengths) in problems.items():
             times = compare_times(given, lengths, repeats, lambda: bar.advance(task))
             measured[name.partition(":")[0]] = times
@@ -161,48 +163,34 @@ def compare_times(
 
     torch's attention is left out if torch is not installed.
     """
-    runs = _implementations(arrays, lengths)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for round_index in range(WARM_UP + repeats):
-        for name, run in runs.items():
-            seconds = _time_turn(run)
-            if round_index >= WARM_UP:
-                times[name].append(seconds)
-        on_round()
+    device = Cpu(1)
+    device.pause = 0.0
+    times = interleave(_prepare_calls(arrays, lengths), device, repeats, seconds=0.0, on_round=on_round)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def _time_turn(run: Callable[[], Any]) -> float:
-    """Return the seconds of the fastest call in a turn."""
-    seconds: list[float] = []
-    while len(seconds) < MIN_TURN_CALLS or sum(seconds) < TURN_SECONDS:
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
-
-
-def _implementations(arrays: list[Array], lengths: Array | None) -> dict[str, Callable[[], Any]]:
+def _prepare_calls(arrays: list[Array], lengths: Array | None) -> dict[str, PreparedCall]:
     query, key, value = arrays
     mask = None if lengths is None else padding(lengths)
     allowed = True if lengths is None else (np.arange(key.shape[-2]) < lengths[:, None])[:, None, None, :]
 
-    def numpy_attention() -> Array:
+    def numpy_attention(_: Any) -> Array:
         scores = query @ key.swapaxes(-1, -2) / np.float32(math.sqrt(query.shape[-1]))
         scores = np.where(allowed, scores, np.float32(-np.inf))
         p = np.exp(scores - scores.max(-1, keepdims=True))
         result: Array = p / p.sum(-1, keepdims=True) @ value
         return result
 
-    runs: dict[str, Callable[[], Any]] = {"Sightline": lambda: attention(query, key, value, mask=mask)}
+    calls: dict[str, Callable[[Any], Any]] = {"Sightline": lambda _: attention(query, key, value, mask=mask)}
     if find_spec("torch") is not None:
         import torch
 
         q, k, v = (torch.from_numpy(x) for x in arrays)
         hidden = None if lengths is None else torch.from_numpy(np.asarray(allowed))
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        runs["torch SDPA"] = lambda: sdpa(q, k, v, attn_mask=hidden)
-    return runs | {"NumPy": numpy_attention}
+        calls["torch SDPA"] = lambda _: sdpa(q, k, v, attn_mask=hidden)
+    calls["NumPy"] = numpy_attention
+    return {name: PreparedCall(call, threads=torch_threads()) for name, call in calls.items()}
 
 
 def _print_weights(console: Console, cat: Activations, seen: Array, layer: int, head: int, output: str | None) -> None:
