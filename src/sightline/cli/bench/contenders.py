@@ -143,28 +143,30 @@ class Sightline(Contender):
         workload, threads = self.reference(workload), self.threads or threads
         on_numpy = self.on_numpy or find_spec("torch") is None
         to_table = Table if on_numpy or self.device == "cpu" else self._device_table
-        options: dict[str, Any] = {
-            "mask": None if workload.mask is None else workload.mask.formula(workload.n, to_table),
-            "score": None if workload.score is None else workload.score.formula(workload.H, to_table),
-            "dropout": workload.dropout,
+        given: dict[str, Any] = {
+            "mask": workload.mask and workload.mask.formula(workload.n, to_table),
+            "score": workload.score and workload.score.formula(workload.H, to_table),
+            "dropout": workload.dropout or None,
             "seed": workload.seed if workload.dropout else None,
             "see": list(workload.see) or None,
-        } | self.options
+            "threads": threads,
+        }
+        options = {name: value for name, value in given.items() if value is not None} | self.options
+
+        if on_numpy:
+            kind = resolve_dtype(np, workload.dtype)
+            query, key, value = (x.astype(kind) for x in (inputs.query, inputs.key, inputs.value))
+            if inputs.bias is not None:
+                options["score"] = bias(inputs.bias)
+            call = partial(attention, query, key, value, **options)
+            return PreparedCall(lambda _: call(), partial(name_results, workload), threads=threads)
 
         def forward(query: Any, key: Any, value: Any, added: Any) -> Any:
-            if added is not None and options["score"] is None:
+            if added is not None and "score" not in options:
                 options["score"] = bias(added)
-            return attention(query, key, value, threads=threads, **options)
+            return attention(query, key, value, **options)
 
-        if not on_numpy:
-            return prepare_with_autograd(workload, inputs, forward, threads, self.device)
-        kind = resolve_dtype(np, workload.dtype)
-        query, key, value = (x.astype(kind) for x in (inputs.query, inputs.key, inputs.value))
-        call = partial(forward, query, key, value, inputs.bias)
-        if not any((workload.mask, workload.score, workload.bias, workload.dropout, workload.see, self.options)):
-            # passing no options takes time that shows in tiny problems
-            call = partial(attention, query, key, value, threads=threads)
-        return PreparedCall(lambda _: call(), partial(name_results, workload), threads=threads)
+        return prepare_with_autograd(workload, inputs, forward, threads, self.device)
 
     def _device_table(self, array: Any) -> Table:
         return Table(to_tensor_on(self.device)(array))

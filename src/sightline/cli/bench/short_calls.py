@@ -233,12 +233,13 @@ class Caller(Contender):
     functions: Callable[[], dict[str, Function]]
     is_peer: bool = False
     on_numpy: bool = False
+    has_results: bool = True
 
     def reference(self, case: ShortCall) -> ShortCall | None:
-        """Return the case, for torch without statistics. None for the empty pair and for torch's own random numbers."""
+        """Return the case, for torch without statistics. None without results, and for torch's own random numbers."""
         if not self.is_peer:
             return case
-        if self is EMPTY or case.kind.function == "dropout":
+        if not self.has_results or case.kind.function == "dropout":
             return None
         return replace(case, kind=replace(case.kind, function="plain")) if case.kind.see else case
 
@@ -251,7 +252,7 @@ class Caller(Contender):
 SIGHTLINE = Caller("sightline", "Sightline", sightline_functions)
 NUMPY = Caller("numpy", "NumPy", lambda: OWN_SIGNATURE, on_numpy=True)
 TORCH = Caller("torch", "torch", torch_functions, is_peer=True)
-EMPTY = Caller("empty", "empty pair", empty_functions, is_peer=True)
+EMPTY = Caller("empty", "empty pair", empty_functions, is_peer=True, has_results=False)
 
 
 def infer(function: Function, arguments: tuple[Any, ...]) -> Any:
