@@ -107,7 +107,7 @@ def prepare_with_autograd(
 # -- Sightline ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class Sightline(Contender):
     """`sightline.attention`, called as a user calls it: on tensors if torch is installed, else on NumPy arrays.
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from ...api.functions import attention
 from ...formula.library import bias, causal, padding
-from ...statistics import Statistic, entropy
-from .cases import Case, Contender, Group, PreparedCall
+from ...statistics import entropy
+from .cases import Contender, Group, PreparedCall
 from .check import share_of_budget
 from .contenders import name_results
 from .workloads import CAUSAL, SEED, Inputs, Mask, Workload
@@ -46,53 +46,26 @@ SHAPES = (  # (B, H, n, d)
 OVERHEAD_SHAPE = (1, 1, 1, 8)
 
 
-@dataclass(frozen=True)
-class CallKind:
-    """A kind of call.
-
-    Parameters
-    ----------
-    name : name in tables
-    function : key of the called function in `sightline_functions` and `torch_functions`
-    description : a remark on the kind, such as what torch computes instead; "" for none
-    extra : the argument besides query, key and value: a bool mask (B, 1, 1, n), the lengths (B,), a bias (1, H, n, n)
-    training : True if the gradients of query, key and value are computed too
-    """
-
-    name: str
-    function: str
-    description: str = ""
-    extra: Literal["", "mask", "lengths", "bias"] = ""
-    training: bool = False
-
-    @property
-    def see(self) -> tuple[Statistic, ...]:
-        return (entropy(),) if self.function == "entropy" else ()
-
-
-KINDS = (
-    CallKind("plain", "plain"),
-    CallKind("causal", "causal"),
-    CallKind("padding mask", "padding mask", extra="mask"),
-    CallKind("padding formula", "padding formula", "torch makes a bool mask", extra="lengths"),
-    CallKind("bias", "bias", extra="bias"),
-    CallKind("entropy", "entropy", "torch without"),
-    CallKind("training causal", "causal", training=True),
-    CallKind("training padding mask", "padding mask", extra="mask", training=True),
-    CallKind("training dropout", "dropout", f"dropout {DROPOUT}", training=True),
-)
-BY_NAME = {kind.name: kind for kind in KINDS}
-OVERHEAD_KINDS = (
-    *(BY_NAME[name] for name in ("plain", "causal", "padding mask", "bias")),
-    replace(BY_NAME["entropy"], name="see=[entropy()]"),
-)
-TRAINING_KINDS = tuple(replace(kind, training=True) for kind in OVERHEAD_KINDS[:3])
+BOTH_PASSES: dict[str, Any] = {"passes": "forward and backward"}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # (a remark, options of `ShortCall`) by the name of the kind
+    "plain": ("", {}),
+    "causal": ("", {"mask": CAUSAL}),
+    "padding mask": ("", {"extra": "mask"}),
+    "padding formula": ("torch makes a bool mask", {"extra": "lengths"}),
+    "bias": ("", {"bias": True}),
+    "entropy": ("torch without", {"see": (entropy(),)}),
+    "training causal": ("", {"mask": CAUSAL} | BOTH_PASSES),
+    "training padding mask": ("", {"extra": "mask"} | BOTH_PASSES),
+    "training dropout": (f"dropout {DROPOUT}", {"dropout": DROPOUT} | BOTH_PASSES),
+}
+OVERHEAD_KINDS = ("plain", "causal", "padding mask", "bias", "entropy")
+TRAINING_KINDS = OVERHEAD_KINDS[:3]
 
 
 # -- the functions --------------------------------------------------------------------------------------------------
 
 
-OWN_SIGNATURE: dict[str, Function] = {  # Sightline's function for each kind of call without a gradient
+OWN_SIGNATURE: dict[str, Function] = {  # Sightline's function by `ShortCall.function`
     "plain": lambda query, key, value, _: attention(query, key, value),
     "causal": lambda query, key, value, _: attention(query, key, value, mask=causal()),
     "padding mask": lambda query, key, value, mask: attention(query, key, value, mask=mask),
@@ -149,7 +122,7 @@ def empty_functions() -> dict[str, Function]:
     def apply(query: Any, key: Any, value: Any, _: Any) -> Any:
         return Empty.apply(query, key, value)  # type: ignore[no-untyped-call]
 
-    return {kind.function: apply for kind in TRAINING_KINDS}
+    return dict.fromkeys(TRAINING_KINDS, apply)
 
 
 # -- the inputs -----------------------------------------------------------------------------------------------------
@@ -158,23 +131,21 @@ def empty_functions() -> dict[str, Function]:
 class Pool:
     """Prepared inputs of one case, which the calls of the contenders use in rotation.
 
-    `workloads` and `inputs` state the same problems for the check.
+    `cases` and `inputs` state the same problems for the check.
     """
 
     def __init__(self, case: ShortCall, size: int = POOL_SIZE) -> None:
-        self.workloads: list[Workload] = []
+        self.cases: list[ShortCall] = []
         self.inputs: list[Inputs] = []
         self.arrays: list[tuple[Array | None, ...]] = []
         for index in range(size):
-            workload, rng = case.workload, np.random.default_rng([SEED, index])
-            inputs, lengths = Inputs.of(workload, rng), draw_lengths(rng, workload.B, workload.n)
-            is_padding = np.arange(workload.n) < lengths[:, None, None, None]
-            extras = {"mask": is_padding, "lengths": lengths, "bias": inputs.bias, "": None}
-            if case.kind.extra in ("mask", "lengths"):
-                workload = replace(workload, mask=_padding_mask(lengths))
-            self.workloads.append(workload)
+            rng = np.random.default_rng([SEED, index])
+            inputs, lengths = Inputs.of(case, rng), draw_lengths(rng, case.B, case.n)
+            is_token = np.arange(case.n) < lengths[:, None, None, None]
+            extra = {"mask": is_token, "lengths": lengths, "": inputs.bias}[case.extra]
+            self.cases.append(replace(case, mask=_padding_mask(lengths)) if case.extra else case)
             self.inputs.append(inputs)
-            self.arrays.append((inputs.query, inputs.key, inputs.value, extras[case.kind.extra], inputs.d_output))
+            self.arrays.append((inputs.query, inputs.key, inputs.value, extra, inputs.d_output))
         self.tensors = [_to_tensors(arrays, case) for arrays in self.arrays]
         self.position = 0
 
@@ -218,7 +189,7 @@ def _to_tensors(arrays: tuple[Array | None, ...], case: ShortCall) -> tuple[Any,
         return torch.from_numpy(array).to(case.device, dtype)
 
     tensors = [None if array is None else convert(array) for array in arrays]
-    return *(tensor.requires_grad_(case.kind.training) for tensor in tensors[:3] if tensor is not None), *tensors[3:]
+    return *(tensor.requires_grad_(case.is_training) for tensor in tensors[:3] if tensor is not None), *tensors[3:]
 
 
 # -- the contenders and the cases -----------------------------------------------------------------------------------
@@ -239,12 +210,10 @@ class Caller(Contender):
         """Return the case, for torch without statistics. None without results, and for torch's own random numbers."""
         if not self.is_peer:
             return case
-        if not self.has_results or case.kind.function == "dropout":
-            return None
-        return replace(case, kind=replace(case.kind, function="plain")) if case.kind.see else case
+        return replace(case, see=()) if self.has_results and not case.dropout else None
 
     def prepare(self, case: ShortCall, pool: Pool, threads: int) -> PreparedCall:
-        call = partial(train if case.kind.training else infer, self.functions()[case.kind.function])
+        call = partial(train if case.is_training else infer, self.functions()[case.function])
         setup = partial(pool.next, self.on_numpy)
         return PreparedCall(call, setup=setup, threads=threads, includes_host=True)
 
@@ -270,47 +239,49 @@ def train(function: Function, arguments: tuple[Any, ...]) -> Any:
     return output, torch.autograd.grad(output, (query, key, value), d_output)
 
 
-@dataclass(frozen=True)
-class ShortCall(Case):
-    """One kind of call at one shape (B, H, n, d), with as many keys as queries. `device` is torch's name of it."""
+@dataclass(frozen=True, kw_only=True)
+class ShortCall(Workload):
+    """One kind of call at one shape, with as many keys as queries.
 
-    kind: CallKind
-    shape: tuple[int, int, int, int]
-    dtype: str = "float32"
+    Parameters
+    ----------
+    extra : what calls get besides query, key and value: the bias if "", a bool mask (B, 1, 1, n), or the lengths (B,)
+    device : torch's name of the device
+    """
+
+    extra: Literal["", "mask", "lengths"] = ""
     device: str = "cpu"
-    title: str = ""  # name in tables; "" for the shape
-    contenders: tuple[Contender | str, ...] = (SIGHTLINE, TORCH)
+    ours: Contender | str = SIGHTLINE
+    baselines: tuple[Contender | str, ...] = (TORCH,)
+
+    @classmethod
+    def of(cls, kind: str, shape: tuple[int, int, int, int], **more: Any) -> ShortCall:
+        """Return a call of a kind in `KINDS` at a shape (B, H, n, d), by default called by the shape."""
+        B, H, n, d = shape
+        options: dict[str, Any] = {"name": _name(shape), "B": B, "H": H, "n": n, "d_k": d} | KINDS[kind][1] | more
+        return cls(**options)
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.title or " × ".join(map(str, self.shape))
+    def is_training(self) -> bool:
+        return self.passes != "forward"
+
+    @property
+    def function(self) -> str:
+        """The name of the function that is called."""
+        if self.extra:
+            return "padding mask" if self.extra == "mask" else "padding formula"
+        present = {"bias": self.bias, "entropy": self.see, "dropout": self.dropout, "causal": self.mask}
+        return next((name for name, value in present.items() if value), "plain")
 
     def small(self) -> ShortCall:
-        B, H, n, d = self.shape
-        return replace(self, shape=(min(B, 2), min(H, 2), min(n, SMALL_LENGTH), d))
+        shape = B, H, n, _ = min(self.B, 2), min(self.H, 2), min(self.n, SMALL_LENGTH), self.d_k
+        name = self.name if (B, H, n) == (self.B, self.H, self.n) else _name(shape)
+        return replace(self, name=name, B=B, H=H, G=H, n=n, m=n)
 
-    @property
-    def workload(self) -> Workload:
-        """The problem of a call for the check, without the mask of padding."""
-        (B, H, n, d), kind = self.shape, self.kind
-        return Workload(
-            name=self.name,
-            passes="forward and backward" if kind.training else "forward",
-            B=B,
-            H=H,
-            n=n,
-            d_k=d,
-            dtype=self.dtype,
-            mask=CAUSAL if kind.function == "causal" else None,
-            bias=kind.extra == "bias",
-            dropout=DROPOUT if kind.function == "dropout" else 0.0,
-            see=kind.see,
-        )
-
-    def make_inputs(self) -> Pool:
+    def make_inputs(self) -> Any:
         return Pool(self)
 
-    def share_of_budget(self, prepared: PreparedCall, pool: Pool) -> float:
+    def share_of_budget(self, prepared: PreparedCall, pool: Any) -> float:
         """Return the largest share of the rounding-error budget that the checked inputs' results use.
 
         All other inputs of the pool are used first, so that the check finds a result which belongs to other inputs.
@@ -322,8 +293,8 @@ class ShortCall(Case):
             pool.position = index - 1
             with _known_seed(index) as seed:
                 result = prepared.call(prepared.setup())
-            workload = replace(pool.workloads[index], seed=seed, see=self.kind.see)
-            shares.append(share_of_budget(workload, pool.inputs[index], name_results(workload, result)))
+            case = replace(pool.cases[index], seed=seed, see=self.see)
+            shares.append(share_of_budget(case, pool.inputs[index], name_results(case, result)))
         return max(shares)
 
 
@@ -341,37 +312,38 @@ def _known_seed(state: int) -> Iterator[int]:
         yield seed
 
 
+def _name(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape))
+
+
 def _make_groups(dtype: str, device: str) -> tuple[Group, ...]:
     return tuple(
         Group(
-            name=f"short calls {kind.name}",
+            name=f"short calls {kind}",
             group="short calls",
-            description=", ".join(filter(None, [f"B × H × n × d, {dtype}", kind.description])),
-            cases=tuple(ShortCall(kind, shape, dtype, device) for shape in SHAPES),
+            description=", ".join(filter(None, [f"B × H × n × d, {dtype}", remark])),
+            cases=tuple(ShortCall.of(kind, shape, dtype=dtype, device=device) for shape in SHAPES),
         )
-        for kind in KINDS
+        for kind, (remark, _) in KINDS.items()
     )
 
 
-def _make_overhead(name: str, remark: str, kinds: tuple[CallKind, ...], *contenders: Contender, **more: Any) -> Group:
+def _make_overhead(name: str, remark: str, kinds: tuple[str, ...], subtracted: str = "", **more: Any) -> Group:
+    titles = {kind: "see=[entropy()]" if kind == "entropy" else kind for kind in kinds}
     return Group(
         name=name,
         group=name,
         description=f"1 × 1 × 1 × 8, one key, float32{remark}",
-        cases=tuple(ShortCall(kind, OVERHEAD_SHAPE, title=kind.name, contenders=contenders) for kind in kinds),
-        **more,
+        cases=tuple(ShortCall.of(kind, OVERHEAD_SHAPE, name=titles[kind], **more) for kind in kinds),
+        subtracted=subtracted,
     )
 
 
 SHORT_CALLS = _make_groups("float32", "cpu")
 CUDA_SHORT_CALLS = _make_groups("bfloat16", "cuda")
 OVERHEADS = (
-    _make_overhead("overhead by kind", "", OVERHEAD_KINDS, SIGHTLINE, NUMPY, TORCH),
+    _make_overhead("overhead by kind", "", OVERHEAD_KINDS, baselines=(NUMPY, TORCH)),
     _make_overhead(
-        "overhead training",
-        ", forward and backward",
-        TRAINING_KINDS,
-        *(SIGHTLINE, TORCH, EMPTY),
-        subtracted="empty",
+        "overhead training", ", forward and backward", TRAINING_KINDS, "empty", baselines=(TORCH, EMPTY), **BOTH_PASSES
     ),
 )

@@ -230,7 +230,9 @@ class Workload(Case):
         group = self.H // self.G
         n, m = min(self.n, SMALL_LENGTH), min(self.m, SMALL_LENGTH)
         see = tuple(map(_limit_cells, self.see))
-        return replace(self, targets=(), B=min(self.B, 2), H=heads, G=max(heads // group, 1), n=n, m=m, see=see)
+        name = self.name.replace(f"n {self.n}", f"n {n}")
+        sizes: dict[str, Any] = {"B": min(self.B, 2), "H": heads, "G": max(heads // group, 1), "n": n, "m": m}
+        return replace(self, name=name, targets=(), see=see, **sizes)
 
 
 def _limit_cells(statistic: Statistic) -> Statistic:
