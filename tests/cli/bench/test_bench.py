@@ -10,7 +10,7 @@ import pytest
 import sightline
 from sightline import i, j
 from sightline.cli import main
-from sightline.cli.bench import contenders, figures
+from sightline.cli.bench import contenders, cuda_benchmarks, figures
 from sightline.cli.bench.benchmarks import BENCHMARKS, CAUSAL, select, window
 from sightline.cli.bench.cases import Target
 from sightline.cli.bench.check import sample, share_of_budget
@@ -70,6 +70,17 @@ def test_series_are_right(name):
     for point in (points[0], points[-1]):
         inputs, results = results_of(VARIANTS["sightline"], point)
         assert share_of_budget(point, inputs, results) <= 1
+
+
+@pytest.mark.parametrize("benchmarks", [BENCHMARKS, cuda_benchmarks.BENCHMARKS], ids=["cpu", "cuda"])
+def test_every_benchmark_has_a_small_version(benchmarks):
+    for benchmark in benchmarks:
+        small = benchmark.small()
+        assert small.name == benchmark.name
+        assert not small.targets
+        assert 0 < len(small.cases) <= len(benchmark.cases)
+        if benchmark.group:
+            assert len({case.name for case in small.cases}) == len(small.cases)
 
 
 def test_names_are_unique_and_contenders_known():

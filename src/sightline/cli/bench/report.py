@@ -253,8 +253,9 @@ class Report:
                 for entry, saved_entry in zip(row.entries, saved_row["entries"], strict=True):
                     saved_entry["median"] = entry.median if entry.seconds else None
                     saved_entry["share"] = finding.share(entry)
-                    is_compared = finding.group and entry.name not in finding.peers
-                    saved_entry["ratio"] = row.ratio(entry, finding.peers[0]) if is_compared else None
+                    if finding.group:
+                        is_peer = entry.name in finding.peers
+                        saved_entry["ratio"] = None if is_peer else row.ratio(entry, finding.peers[0])
             saved |= {"entries": [], "points": [], "cases": []}
             saved[finding.kind] = saved_rows
             if finding.kind == "entries":
