@@ -1,4 +1,4 @@
-"""Every error that Sightline raises: one class for each kind of error. `name_file` names files in Python's errors.
+"""Every error that Sightline raises: one class for each kind of error. `name_file` adds a path to Python's errors.
 
 An error message has three parts: what was given, what is allowed, and the cure. Each class also derives from a fitting
 built-in exception, so that `except ValueError` and similar clauses catch these errors too.

@@ -100,7 +100,7 @@ def describe(
     kernel: Any,
     threads: Any,
 ) -> Description | None:
-    """Return the description of a call with these arguments; None if the call cannot be cached (see the module)."""
+    """Return a call without its layouts: structure, formulas, statistics and arrays. None if it cannot be cached."""
     # This check comes before `ADAPTERS` is read: the first trace adds torch's adapter, and torch.compile fails if a
     # second trace of the call takes another path.
     if is_compiling():
@@ -129,9 +129,10 @@ def machine_setting() -> Any:
 
 
 def _are_valid(scale: Any, dropout: Any, seed: Any, kernel: Any, threads: Any, draws_seed: bool) -> bool:
-    """True if the key may have these options.
+    """True if the key of a request may have these options.
 
-    Only exact types and no zeros are accepted, because in a key True equals 1 and −0.0 equals 0.0.
+    Each option must have exactly its type, because in a key True equals 1. A scale of 0 is not accepted, because in a
+    key −0.0 equals 0.0.
     """
     return (
         (scale is None or (type(scale) is float and scale != 0))

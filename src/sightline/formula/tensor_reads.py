@@ -29,7 +29,7 @@ def is_reading() -> bool:
 
 @contextmanager
 def table_reads() -> Iterator[None]:
-    """Return a context in which torch tensors can be read at formulas."""
+    """Return a context in which a formula can be the index of a torch tensor, as in `document_id[q_idx]`."""
     token = _IS_READING.set(True)
     try:
         if "torch" in sys.modules:

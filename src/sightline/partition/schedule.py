@@ -228,9 +228,9 @@ class _Pieces:
 
     first, last : (pieces,), the first and the last position of each piece
     lengths : (pieces,), the number of positions of each piece
-    tile : (pieces,), the tile that has the piece
-    is_cut : (pieces,), whether the piece is a part of its tile alone
-    begin, end : (spans,), the pieces of each span, from `begin` to before `end`
+    tile : (pieces,), the index of the tile that contains the piece
+    is_cut : (pieces,), True if the piece is shorter than its tile
+    begin, end : (spans,), the pieces of span s have the indices begin[s] to end[s] − 1
     """
 
     first: Indices

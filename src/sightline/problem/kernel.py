@@ -109,7 +109,7 @@ class Kernel(ABC):
         """Return the kernel's relative cost. `choose` takes the cheapest of the kernels that do not refuse."""
 
     def cost_reason(self, problem: Problem) -> str:
-        """Return why the kernel has this cost, as text; "" if the kernel gives no reason."""
+        """Return the reason for the kernel's `cost` as text; "" if the kernel gives no reason."""
         return ""
 
     @abstractmethod

@@ -39,9 +39,9 @@ class Stages:
 
 @dataclass(frozen=True)
 class StageGradients:
-    """The gradients of the stages, in the order in which the chain rule computes them.
+    """The gradients of the stages of attention (see `Stages`), in the order in which the chain rule computes them.
 
-    The comments name the gradients as the papers do, for attention without dropout.
+    The comment beside each field has the notation of the FlashAttention paper, for attention without dropout.
     """
 
     value: Array  # dV = Pᵀ dO

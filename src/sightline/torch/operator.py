@@ -157,8 +157,9 @@ def differentiate_results(
 ) -> Gradients:
     """Return the gradients of query, key, value, the tables of the problem at `table_indices`, and the sinks.
 
-    `d_results` are the gradients of the results in the order of `flatten_result`, None for 0. Without `plan` and
-    `saved`, the gradients can be differentiated again. `saved_arrays` is that of `dispatch.kernel_list.differentiate`.
+    `d_results` are the gradients of the results in the order of `flatten_result`, None for a
+    gradient of 0. If `plan` or `saved` is None, the returned gradients can be differentiated again. `saved_arrays` is
+    the argument of the same name of `dispatch.kernel_list.differentiate`.
     """
     d_output, d_lse = d_results[:2]
     if d_output is None:

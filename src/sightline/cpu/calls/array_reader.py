@@ -152,7 +152,7 @@ class ArrayFunction(PythonFunction):
         return status
 
     def tensor_address(self) -> Value:
-        """Return the address of the first entry of the tensor that was described last."""
+        """Return the address of the first entry of the tensor that `describe_tensor` read last."""
         return self.tensor.load(POINTER).at(self.tensor.at(40).load(INT64))
 
     def is_true_attribute(self, array: Value, name: str) -> Value:

@@ -164,9 +164,9 @@ def tanh(builder: Builder, x: Value) -> Value:
 
 
 def _tanh_correction(builder: Builder, result: Value, t: Value, t_error: Value) -> Value:
-    """Return what `result` lacks of −t / (t + 2), where the exact t is t + t_error.
+    """Return the correction to add to `result`, a rounded −t / (t + 2). The exact number t is t + t_error.
 
-    The remainder of the division is −t − result · (t + 2). The roundings of t and of t + 2 are added to it.
+    The correction is the remainder of the division, less the rounding errors of t and t + 2, divided by t + 2.
     """
     divisor = t + 2.0
     divisor_error = t - (divisor - 2.0) + t_error

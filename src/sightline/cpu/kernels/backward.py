@@ -203,7 +203,10 @@ class Backward(RecomputedWeights):
             self.flag_nonfinite(rows, count)
 
     def key_gradient_vectors(self) -> Iterator[tuple[Value, Value]]:
-        """Yield the address of the split's first row of dK, then of dV, and how many vectors its rows have."""
+        """Yield two pairs, first for dK and then for dV: the address of the split's first row, and a number of vectors.
+
+        A split is a range of keys. The number counts the vectors of all its rows.
+        """
         args = self.args
         first = self.first_tile * KEY_BLOCK
         count = self.builder.minimum(self.last_tile * KEY_BLOCK, args.m) - first

@@ -1,8 +1,8 @@
-"""The calls of the weights pass: statistics of weights, whose items of work follow from the problem alone.
+"""The calls of the weights pass, a CPU kernel that computes statistics of weights from the lse of the forward pass.
 
-`bind_passes` returns the passes of statistics, and `run_first` runs one for the problem that it was made for. One pass
-serves several statistics. A pass takes lse (..., H, n), float64 in nats, of the forward pass. If `has_nonfinite` is
-true of lse, the kernel `Streaming` must compute the statistics.
+`bind_passes` binds the passes of a problem's statistics, and `run_first` runs a pass for the problem that it is bound
+to. One pass serves several statistics. It takes lse (..., H, n), float64 in nats. If an lse is NaN, +∞ or too large
+(`has_nonfinite`), the kernel `Streaming` must compute the statistics.
 """
 
 from __future__ import annotations

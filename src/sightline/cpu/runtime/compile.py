@@ -107,7 +107,10 @@ def bound_calls() -> OrderedDict[Any, Any]:
 
 
 def call_families() -> OrderedDict[Any, Any]:
-    """Return the cache of calls that stand for their family, the least recently used first, also for `call_cache`."""
+    """Return the cache with one call of each family, the least recently used first. `call_cache` reads and fills it.
+
+    The calls of a family differ only in lengths and strides.
+    """
     return _cache.call_families
 
 

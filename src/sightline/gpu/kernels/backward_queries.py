@@ -125,9 +125,10 @@ def backward_queries(
 ):
     """Compute dQ of a block of queries of a head, and add to the gradients of tables.
 
-    If SUBBLOCKS is not 0, the kernel is its NaN-safe variant: each program recomputes dQ of some of the flagged blocks,
-    without the gradients of tables. It divides a flagged block into SUBBLOCKS blocks of `meta.rows` queries. Without
-    flags, every block is NaN-safe, and KINDS must be empty.
+    If SUBBLOCKS is 0, the kernel computes dQ and writes the flag of each block: 1 if dQ is not finite. If
+    `nonfinite_flags` is None, NaN-safe code computes every block, and KINDS must be empty. If SUBBLOCKS is not 0, the
+    kernel recomputes dQ of the flagged blocks alone, by NaN-safe code and without the gradients of tables. It divides a
+    flagged block into SUBBLOCKS blocks of `meta.rows` queries.
 
     Parameters
     ----------

@@ -155,7 +155,7 @@ def _pooled(seen: Any, call: Any, entry: int, top: int, levels: int | None) -> L
 
 
 def _labels(seen: Any, call: Any, entry: int) -> tuple[list[str], list[str]]:
-    """Return the tokens of the queries and the tokens of the keys. Unknown tokens are replaced by their positions."""
+    """Return the labels of the queries and those of the keys: their positions if no labels are recorded."""
     queries, keys = seen.labels(call, entry)
     first = call.key_start + (call.query_start or 0)
     queries = [str(first + i) for i in range(call.n)] if queries is None else list(queries)
