@@ -61,15 +61,17 @@ FORWARD = {
 DROPOUT = {
     "wrong word of four": Fault(
         block,
-        "for word in random_words(builder, args.seed, counter)",
-        "for word in reversed(random_words(builder, args.seed, counter))",
+        "for word in words])",
+        "for word in reversed(words)])",
         methods=("dropout_keep_mask",),
     ),
-    "counter of the next four keys": Fault(block, "key >> 2)", "(key >> 2) + 1)", methods=("dropout_keep_mask",)),
+    "counter of the next four keys": Fault(
+        block, "first_key >> 2)", "(first_key >> 2) + 1)", methods=("dropout_keep_mask",)
+    ),
     "seed cut short": Fault(
         block,
-        "random_words(builder, args.seed,",
-        "random_words(builder, args.seed & 0xFFFF,",
+        "args.seed >> 32)",
+        "args.seed & 0)",
         methods=("dropout_keep_mask",),
     ),
     "weights not made larger": Fault(

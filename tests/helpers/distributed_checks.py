@@ -247,21 +247,21 @@ def count_bytes(group: Any, reach: int | None) -> int:
 
 FAULTS: dict[str, tuple[str, str, str, str, str]] = {  # module, line before, line after, and where it is looked up
     "offset of keys": (
-        "sharding.part",
+        "partition.part",
         '("j", first_key)):',
         '("j", first_key + (first_key > 0))):',
         "torch.distributed.ring",
         "part_of",
     ),
     "last shard dropped": (
-        "sharding.schedule",
+        "partition.schedule",
         "for distance in range(1, self.size):",
         "for distance in range(1, self.size - 1):",
         "torch.distributed.autograd",
         "find_schedule",
     ),
     "tile skipped": (
-        "sharding.schedule",
+        "partition.schedule",
         "count_tiles(~ranges.full)",
         "count_tiles(~ranges.full & (ranges.first != 1))",
         "torch.distributed.autograd",

@@ -244,11 +244,11 @@ def keep(
     given : what a repetition reads; None if it cannot be repeated
     formulas : mask and score
     """
-    from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as each call of a kernel does
-
     call = found.bound_call
     if call is None or given is None or len(entries) >= MAX_BACKWARD_CALLS:
         return
+    from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as the bound call did
+
     inputs = KernelInputs.bind(call, given.tables, (*formulas, *found.bound_formulas))
     read = lookup.read_arrays(*operands, output, given.d_output, lse, *given.tables)
     if inputs is None or read is None or read[1:][: len(call.first_operands)] != call.first_operands:

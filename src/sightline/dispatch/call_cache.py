@@ -338,11 +338,11 @@ def insert(
     attach : see `CachedCall`
     kind : the class of the stored call
     """
-    from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as each call of a kernel does
-
     bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
     if bound_call is None or bound_call.first_operands != request.addresses[:NUM_OPERANDS]:
         return
+    from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as the bound call did
+
     inputs = KernelInputs.bind(bound_call, request.tables, formulas)
     has_passes = sum(isinstance(statistic, WEIGHTS_STATISTICS) for statistic in map(unwrap_mean, problem.see))
     if inputs is None or has_passes != sum(len(bound.indices) for bound in result.bound_passes):
