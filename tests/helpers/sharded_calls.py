@@ -27,7 +27,8 @@ from fault_planting import broken
 from sample_calls import draw_inputs
 from sightline import h, i, j, lse, s, table
 from sightline.errors import ParameterError, ShapeError, SightlineError
-from sightline.jax import distributed, partial_results, sharded_problem
+from sightline.jax import distributed, sharded_problem
+from sightline.partition import lse_merge
 from sightline.problem.kernel import Gradients, Result
 from sightline.testing import assert_conforms
 from strategies import Case
@@ -61,7 +62,7 @@ def on_devices(function, ranks, layout, n, m, **options):
         sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=SPEC)
         output, seen = sharded(query[..., rows, :], key[..., columns, :], value[..., columns, :], *tables)
         back = np.argsort(rows)
-        return output[..., back, :], jax.tree.map(lambda x: x[..., back], seen)
+        return output[..., back, :], jax.tree.map(lambda x: x[:, :, back], seen)
 
     return attend
 
@@ -130,7 +131,7 @@ def check_results():
 
 
 def check_statistics():
-    see = [lse(), sightline.entropy(), sightline.max_score(), sightline.mass(i - j < 5)]
+    see = [lse(), sightline.entropy(), sightline.max_score(), sightline.mass(i - j < 5), sightline.top_k(3)]
     for ranks, layout in ((3, "zigzag"),):
         case = draw_case(np.random.default_rng(ranks), "sinks", ranks)
         problem = case.make_problem(see=see, mask=(i >= j + 3) | (j == 1))
@@ -140,9 +141,10 @@ def check_statistics():
 def check_ties():
     """Of equal scores on several devices, the first key counts, though a later one arrives first."""
     x = jnp.ones((1, 1, 16, 4))
-    attend = partial(distributed.attention, mask=j > 2, see=[sightline.max_score()])
-    _, (found,) = jax.jit(on_devices(attend, 2, "contiguous", 16, 16))(x, x, x)
-    assert (found.where == 3).all()
+    attend = partial(distributed.attention, mask=j > 2, see=[sightline.max_score(), sightline.top_k(2)])
+    _, (largest, heaviest) = jax.jit(on_devices(attend, 2, "contiguous", 16, 16))(x, x, x)
+    assert (largest.where == 3).all()
+    assert (heaviest.where == jnp.array([3, 4])).all()
 
 
 def check_gradients():
@@ -240,7 +242,7 @@ def check_errors():
     assert "axis_name='y'" in message(axis_name="y")
     assert "layout='ring'" in message(layout="ring")
     assert "an even number" in message(layout="zigzag", n=6)
-    assert "top_k" in message(see=[sightline.top_k(3)])
+    assert "received" in message(see=[sightline.received()])
     assert "mean" in message(see=[lse().mean("heads")])
     assert "dropout=0.1" in message(dropout=0.1)
     assert "is_causal" in message(is_causal=True)
@@ -290,7 +292,7 @@ FAULTS = {
         "((rank - distance) % size, rank)",
         "((rank + distance) % size, rank)",
     ),
-    "sums that keep their shift": (partial_results, "old * sums.total", "sums.total"),
+    "sums that keep their shift": (lse_merge, "factor * part.total", "part.total"),
 }
 
 
@@ -302,8 +304,8 @@ def check_faults():
         faulty = broken(distributed, before, after) if module is distributed else broken(distributed)
         if module is sharded_problem:
             faulty.ShardedProblem = broken(sharded_problem, before, after).ShardedProblem
-        if module is partial_results:
-            faulty.partial_results = broken(partial_results, before, after)
+        if module is lse_merge:
+            faulty.combine = broken(lse_merge, before, after).combine
         distributed.attention = faulty.attention
         with contextlib.nullcontext() if module is None else pytest.raises(AssertionError, match="budget"):
             assert_conforms(partial(run, ranks=3, layout="contiguous", traced=True), problem)

@@ -349,12 +349,12 @@ def test_narrow_outputs_have_a_wide_lse():
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 FAULTS = {
-    "dropped rescale": ("weight * xp.astype(out, acc_dtype)", "xp.astype(out, acc_dtype)"),
-    "shares not divided by their sum": ("share / total", "share"),
-    "a part left out": ("sum(terms[1:], start=terms[0])", "sum(terms[2:], start=terms[1])"),
-    "lse without the shift": ("shift + xp.log(total)", "xp.log(total)"),
-    "lse by the largest alone": ("shift + xp.log(total)", "shift"),
-    "blind rows not told": ("xp.where(is_empty, xp.full_like(total, -math.inf), ", "("),
+    "dropped rescale": ("weigh(xp.astype(factor, dtype)[..., None], part.output)", "part.output"),
+    "shares not divided by their sum": ("factor / total for", "factor for"),
+    "a part left out": ("list(zip(factors, parts, strict=True))", "list(zip(factors, parts, strict=True))[1:]"),
+    "lse without the shift": ("finite + xp.log(total)", "xp.log(total)"),
+    "lse by the largest alone": ("finite + xp.log(total)", "finite"),
+    "blind rows not told": ("xp.where(is_empty, -math.inf, finite + xp.log(total))", "finite + xp.log(total)"),
 }
 
 

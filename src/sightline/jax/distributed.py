@@ -12,15 +12,14 @@ import numpy as np
 
 from ..arrays.operations import resolve_dtype
 from ..errors import ParameterError, ShapeError
+from ..partition.lse_merge import Sums, combine, read_part, start
 from ..partition.shards import ShardLayout, Shards, check_layout
 from ..problem.migration import refuse_arguments
 from ..problem.problem import NUM_OPERANDS
 from ..problem.validation import read_sinks, read_statistics, split_names
 from ..statistics import Lse, Statistic, StatisticBase
-from . import partial_results
 from .dispatch import run
 from .functional import read_array
-from .partial_results import Part, Sums
 from .primitives import vary_together
 from .sharded_problem import ShardedProblem, divide_equally
 
@@ -61,7 +60,7 @@ def attention(
     scale : float or array of one number, default 1/√d_k
     sinks : (H,) floats, optional
     see : list of statistics, or dict from names to statistics, or one statistic, optional
-        `lse()`, `entropy()`, `max_score()` and `mass(condition)`.
+        `lse()`, `entropy()`, `max_score()`, `mass(condition)` and `top_k(k)`.
     layout : {"contiguous", "zigzag"}
         "contiguous": device r holds the r-th of R parts of the sequence. "zigzag": the sequence has 2R parts, and
         device r holds the parts r and 2R − 1 − r, one after the other. Under a causal mask all devices then compute
@@ -72,7 +71,7 @@ def attention(
     output : (..., H, n / R, d_v), the dtype of the inputs
         The rows of this device of `sightline.attention` on the whole sequence.
     seen : tuple, or dict if `see` is a dict; only if `see` is given
-        The result of each statistic, (..., H, n / R).
+        The result of each statistic: (..., H, n / R), and (..., H, n / R, k) for top_k.
 
     JAX differentiates the function any number of times, forward and backward. A backward pass receives the blocks again
     and computes their scores again, so between the passes a device stores its shards, and a few numbers for each query
@@ -113,7 +112,7 @@ def attention(
         _refuse(unknown)
     names, statistics = split_names([see] if isinstance(see, StatisticBase) else see)
     statistics = read_statistics(() if statistics is None else statistics)
-    partial_results.check_statistics(statistics)
+    _check_statistics(statistics)
     ranks = _read_axis(axis_name, layout)
     shards = [read_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     options = {"mask": mask, "score": score, "scale": scale, "see": statistics}
@@ -180,6 +179,18 @@ def _refuse(unknown: dict[str, Any]) -> None:
         )
 
 
+def _check_statistics(see: Sequence[Statistic]) -> None:
+    """Raise ParameterError if a statistic does not follow from the statistics of the parts."""
+    for statistic in see:
+        if not statistic.is_mergeable:
+            raise ParameterError(
+                f"see=[{statistic!r}] of a sequence on several devices",
+                "lse(), entropy(), max_score(), mass(condition) and top_k(k), without reductions",
+                "jnp.mean(result, axis=-2) for a mean over the heads; sightline.attention on the whole sequence for "
+                "other statistics",
+            )
+
+
 def _read_axis(axis_name: Any, layout: Any) -> int:
     """Return the number of devices of the axis."""
     check_layout(layout)
@@ -194,7 +205,12 @@ def _read_axis(axis_name: Any, layout: Any) -> int:
 
 
 class _Exchange:
-    """The computation of one device, which receives blocks of keys from the other devices, one after another."""
+    """The computation of one device, which receives blocks of keys from the other devices, one after another.
+
+    The shifts of the sums have no gradients, and neither have the factors by which they are combined. Before sums are
+    combined, `separate` gives the gradient of their shift to their total. So the sums are linear in what has a
+    gradient, and a derivative stores no more than the factors: one number for each query and part.
+    """
 
     def __init__(self, problem: ShardedProblem, shards: Sequence[Any], axis_name: Any) -> None:
         self.problem, self.shards, self.axis_name = problem, shards, axis_name
@@ -209,9 +225,11 @@ class _Exchange:
         for distance in range(self.size):
             for index in range(len(self.problem.keys.ranks[0])):
                 sums = self.add_block(sums, distance, index)
-        finished = [partial_results.finish(own, self.see) for own in sums]
-        output = jnp.concatenate([output for output, _ in finished], axis=-2).astype(self.shards[0].dtype)
-        seen = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *[seen for _, seen in finished])
+        finished = [combine([own], self.see, normalize=True) for own in sums]
+        axis = self.shards[0].ndim - 2  # of the queries
+        joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis), *[(own.output, own.seen) for own in finished])
+        output = joined[0].astype(self.shards[0].dtype)
+        seen = tuple([statistic.build_result(own) for statistic, own in zip(self.see, joined[1], strict=True)])
         leaves, structure = jax.tree.flatten((output, seen))
         found: tuple[Any, tuple[Any, ...]] = structure.unflatten(vary_together([*self.shards, *leaves])[NUM_OPERANDS:])
         return found
@@ -227,7 +245,12 @@ class _Exchange:
     def start(self, rows: int, sinks: Any) -> Sums:
         whole = self.problem.whole
         heads = () if whole.heads_squeezed else (whole.H,)
-        return partial_results.start((*whole.batch_shape, *heads, rows), whole.d_v, self.dtype, sinks, self.see)
+        output = jnp.zeros((*whole.batch_shape, *heads, rows, whole.d_v), self.dtype)
+        return self.separate(start(whole, output, sinks, self.dtype))
+
+    def separate(self, sums: Sums) -> Sums:
+        """Return the same sums, with a shift without gradient."""
+        return combine([sums], self.see, shift=jax.lax.stop_gradient(sums.shift))
 
     def add_block(self, sums: list[Sums], distance: int, index: int) -> list[Sums]:
         """Return the sums after one more block of keys: block `index` of the rank `distance` before this one."""
@@ -237,12 +260,9 @@ class _Exchange:
         self.shards, sums = jax.lax.optimization_barrier((self.shards, sums))
         parts = jax.checkpoint(partial(self.compute_parts, distance, index, spans))(*self.shards)
         by_span = dict(zip(spans, parts, strict=True))
-        return [
-            partial_results.add(own, by_span[span], self.see) if span in by_span else own
-            for span, own in enumerate(sums)
-        ]
+        return [combine([own, by_span[span]], self.see) if span in by_span else own for span, own in enumerate(sums)]
 
-    def compute_parts(self, distance: int, index: int, spans: list[int], *shards: Any) -> list[Part]:
+    def compute_parts(self, distance: int, index: int, spans: list[int], *shards: Any) -> list[Sums]:
         """Return the results of the queries of these spans on a block of keys."""
         query, key, value = shards
         rows = self.problem.keys.ranks[0][index].rows
@@ -256,8 +276,8 @@ class _Exchange:
             first_row = _first(self.problem.queries, self.rank, span)
             options = self.problem.part_options(first_row, first_key, [Lse(), *self.see])
             own = query[..., self.problem.queries.ranks[0][span].rows, :]
-            output, seen = run(own, key, value, options, None, None)
-            parts.append(partial_results.prepare(output, seen, self.see, first_key, self.dtype))
+            output, (lse, *seen) = run(own, key, value, options, None, None)
+            parts.append(self.separate(read_part(output.astype(self.dtype), lse, seen, first_key)))
         return parts
 
 

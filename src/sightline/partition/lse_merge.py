@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.operations import accumulator, check_float_dtype, device, dtype_name, framework, namespace, resolve_dtype
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
+from ..problem.problem import Problem
+from ..statistics import KeyPart, Statistic, arrays_of, weigh
 
 CURE = "merge([(out, lse), (out, lse)]), as attention(..., see=[lse()]) returns them"
 
@@ -74,29 +77,112 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     """
     outs, lses = _validate(parts)
     if framework(outs[0]) == "torch":
-        return _combine(outs, lses)
+        return _merge(outs, lses)
     with np.errstate(all="ignore"):  # ∞ and NaN in the parts propagate without warnings
-        return _combine(outs, lses)
+        return _merge(outs, lses)
 
 
-def _combine(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
+def _merge(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
     """Merge parts by plain array operations, which torch can differentiate and compile."""
-    xp, out_dtype, lse_dtype = namespace(outs[0]), outs[0].dtype, lses[0].dtype
-    acc_dtype = resolve_dtype(xp, accumulator(dtype_name(outs[0])))
+    xp = namespace(outs[0])
+    dtype = resolve_dtype(xp, accumulator(dtype_name(outs[0])))
     detached = [lse.detach() if hasattr(lse, "detach") else lse for lse in lses]  # the shift cancels: no gradient
-    largest = xp.max(xp.stack(detached), axis=0)
-    is_empty = largest == -math.inf
-    shift = xp.where(is_empty, xp.zeros_like(largest), largest)
-    shares = [xp.exp(lse - shift) for lse in lses]
-    total = sum(shares[1:], start=shares[0])
-    total = xp.where(is_empty, xp.ones_like(total), total)
-    weights = [xp.astype(share / total, acc_dtype)[..., None] for share in shares]
-    # A part of weight 0 adds nothing, even if its out is NaN or ∞. If its lse is −∞, its out may hold anything.
-    visible = [xp.where(weight == 0, xp.zeros_like(out), out) for weight, out in zip(weights, outs, strict=True)]
-    terms = [weight * xp.astype(out, acc_dtype) for weight, out in zip(weights, visible, strict=True)]
-    out = sum(terms[1:], start=terms[0])
-    lse = xp.where(is_empty, xp.full_like(total, -math.inf), shift + xp.log(total))
-    return xp.astype(out, out_dtype), xp.astype(lse, lse_dtype)
+    parts = [Sums(lse, 1.0, 1.0, xp.astype(out, dtype), []) for out, lse in zip(outs, lses, strict=True)]
+    merged = combine(parts, (), normalize=True, shift=reduce(xp.maximum, detached))
+    return xp.astype(merged.output, outs[0].dtype), xp.astype(merged.shift, lses[0].dtype)
+
+
+class Sums(NamedTuple):
+    """Attention over some keys: sums over weights exp(S − shift), which are not normalised.
+
+    The result of attention over these keys is such sums too: its shift is the lse, and its total is 1.
+
+    shift : (..., H, n)
+    total : (..., H, n), or a number for every query: the sum of the weights, that of the sink included
+    keys : the same without the sink
+    output : (..., H, n, d_v)
+    seen : the arrays of each statistic
+    """
+
+    shift: Any
+    total: Any
+    keys: Any
+    output: Any
+    seen: list[list[Any]]
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [*self[:4], *[array for own in self.seen for array in own]]
+
+    def rows(self, rows: slice) -> Sums:
+        """Return views of the arrays that have these queries."""
+        shift, total, keys, output = [array[self._index(rows)] for array in self[:4]]
+        seen = [[array[self._index(rows)] for array in own] for own in self.seen]
+        return Sums(shift, total, keys, output, seen)
+
+    def store(self, rows: slice, found: Sums) -> None:
+        """Replace the numbers of these queries."""
+        for array, new in zip(self.arrays, found.arrays, strict=True):
+            array[self._index(rows)] = new
+
+    def _index(self, rows: slice) -> tuple[slice, ...]:
+        return *[slice(None)] * (self.shift.ndim - 1), rows
+
+
+def start(problem: Problem, output: Any, sinks: Any, dtype: Any) -> Sums:
+    """Return the sums before the first key. A sink has a weight, but no row of V.
+
+    Parameters
+    ----------
+    problem : its statistics are those of the sums
+    output : (..., H, n, d_v) zeros
+    sinks : array that broadcasts to (..., H, n), or None
+    dtype : of all other floats
+    """
+    xp, (*outer, n) = namespace(output), output.shape[:-1]
+    place = {} if framework(output) == "jax" else {"device": output.device}
+
+    def full(value: float, shape: tuple[int, ...] = output.shape[:-1]) -> Any:
+        return xp.full(shape, value, dtype=dtype if isinstance(value, float) else None, **place)
+
+    seen = [list(map(full, each.fill_values, each.shapes(problem, tuple(outer), n))) for each in problem.see]
+    shift = full(-math.inf) if sinks is None else full(0.0) + xp.astype(sinks, dtype)
+    return Sums(shift, full(1.0), full(0.0), output, seen)
+
+
+def read_part(output: Any, lse: Any, results: Sequence[Any], first_key: Any) -> Sums:
+    """Return the result of attention over the keys from `first_key` on; `results` are those of the statistics."""
+    xp, seen = namespace(output), []
+    for result in results:
+        array, *keys = arrays_of(result)
+        seen.append([xp.astype(array, lse.dtype), *[xp.where(key < 0, key, key + first_key) for key in keys]])
+    return Sums(lse, 1.0, 1.0, output, seen)
+
+
+def combine(parts: Sequence[Sums], see: Sequence[Statistic], *, normalize: bool = False, shift: Any = None) -> Sums:
+    """Return the sums over the keys of all parts; if `normalize`, the weights are divided by their sum.
+
+    `shift` is that of the result before it is normalised, by default the largest shift of the parts. A normalised
+    result has lse as its shift. A part whose factor is 0 adds nothing, even if it has NaN or ∞.
+    """
+    xp, dtype = namespace(parts[0].output), parts[0].output.dtype
+    shift = reduce(xp.maximum, [part.shift for part in parts]) if shift is None else shift
+    is_empty = shift == -math.inf
+    finite = xp.where(is_empty, 0.0, shift)
+    factors = [xp.exp(part.shift - finite) for part in parts]
+    total = sum([factor * part.total for factor, part in zip(factors, parts, strict=True)])
+    if normalize:
+        total = xp.where(is_empty, 1.0, total)
+        factors = [factor / total for factor in factors]
+        shift, total = xp.where(is_empty, -math.inf, finite + xp.log(total)), xp.ones_like(total)
+    weighted = list(zip(factors, parts, strict=True))
+    keys: Any = sum([factor * part.keys for factor, part in weighted])
+    output: Any = sum([weigh(xp.astype(factor, dtype)[..., None], part.output) for factor, part in weighted])
+    seen = [
+        statistic.merge([KeyPart(part.seen[k], part.keys, factor) for factor, part in weighted], shift)
+        for k, statistic in enumerate(see)
+    ]
+    return Sums(shift, total, keys, output, seen)
 
 
 def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:

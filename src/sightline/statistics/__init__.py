@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ..formula.expression import Expression
 from .base import (
+    KeyPart,
     StatisticBase,
     StatisticGradients,
     Tile,
@@ -18,6 +19,7 @@ from .base import (
     arrays_of,
     itemsize,
     statistic_gradients,
+    weigh,
 )
 from .matrix import Pooled, Scores, Weights, pooled, scores, weights
 from .per_key import Received, received
@@ -28,6 +30,7 @@ from .weighted_sums import weighted_sum
 __all__ = [
     "STATISTICS",
     "Entropy",
+    "KeyPart",
     "Lse",
     "Mass",
     "MaxScore",
@@ -57,6 +60,7 @@ __all__ = [
     "statistic_gradients",
     "top_k",
     "unwrap_mean",
+    "weigh",
     "weighted_sum",
     "weights",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -37,6 +37,14 @@ class Tile:
     weights: Any
     scores: Any = None  # the final masked scores, in nats
     lse: Any = None  # (..., H, rows): the lse of these queries
+
+
+class KeyPart(NamedTuple):
+    """A statistic over some of the keys, and the factor by which a merge multiplies the weights of these keys."""
+
+    arrays: Sequence[Any]
+    total: Any  # the sum of these weights before they are multiplied
+    factor: Any  # (..., H, n)
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,7 @@ class StatisticBase:
     tile_inputs: ClassVar[tuple[str, ...]] = ("weights",)  # the attributes of a `Tile` that `add` reads; () for none
     fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # the number that each array is filled with at first
     has_own_problem: bool = False  # True if the result comes from a separate problem, `make_own_problem`
+    is_mergeable: ClassVar[bool] = False  # True if `merge` computes it from its results over disjoint sets of keys
     supports_mean: bool = True  # False if a mean over heads or batch has no meaning
     is_differentiable: bool = True
     backward_reads_arrays: bool = False  # True if `backward` uses the statistic's arrays from the forward pass
@@ -179,6 +188,10 @@ class StatisticBase:
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
         """Return the arrays after the last tile."""
         return arrays
+
+    def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
+        """Return the arrays over the keys of all parts, whose lse is `lse`. Key positions count from the same key."""
+        raise NotImplementedError(type(self).__name__)
 
     def build_result(self, arrays: Sequence[Any]) -> Any:
         """Return the user's result: the only array, or a named tuple of several arrays."""
@@ -258,6 +271,11 @@ def statistic_gradients(
         weights_sum=reduce(add, sums) if sums and all(known is not None for known in sums) else None,
         includes_zero_weights=any(each.includes_zero_weights for each in gradients),
     )
+
+
+def weigh(factor: Any, array: Any) -> Any:
+    """Return factor · array. A factor of 0 gives 0, even if the array has NaN or ∞."""
+    return factor * namespace(array).where(factor == 0, 0.0, array)
 
 
 def arrays_of(result: Any) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,17 @@ from ..arrays.operations import namespace, resolve_dtype
 from ..errors import MaskError, ParameterError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Expression, where
-from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, Outer, StatisticGradients, Tile, itemsize
+from .base import (
+    MAX_RESULT_BYTES,
+    BackwardContext,
+    ForwardContext,
+    KeyPart,
+    Outer,
+    StatisticGradients,
+    Tile,
+    itemsize,
+    weigh,
+)
 from .selection import Statistic
 
 if TYPE_CHECKING:
@@ -28,9 +39,14 @@ class Lse(Statistic):
 
     name = "lse"
     tile_inputs = ()
+    fill_values = (-math.inf,)
+    is_mergeable = True
 
     def start(self, context: ForwardContext) -> list[Any]:
         return [context.xp.astype(context.lse, resolve_dtype(context.xp, context.problem.accumulator))]
+
+    def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
+        return [lse]
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         xp, gradient, problem = namespace(context.lse), context.gradient, context.problem
@@ -54,6 +70,7 @@ class MaxScore(Statistic):
     backward_reads_arrays = True
     tile_inputs = ("scores",)
     fill_values = (-math.inf, -1)
+    is_mergeable = True
     supports_mean = False
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
@@ -63,6 +80,19 @@ class MaxScore(Statistic):
         is_new = (largest > current) | (xp.isnan(largest) & ~xp.isnan(current))
         arrays[0][..., tile.rows] = xp.where(is_new, largest, current)
         arrays[1][..., tile.rows] = xp.where(is_new, xp.argmax(tile.scores, axis=-1) + tile.columns.start, keys)
+
+    def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
+        """Return the largest score and its key; of equal scores, the smallest key."""
+        xp = namespace(lse)
+
+        def larger(one: Any, two: Any) -> Any:
+            (score, key), (other, other_key) = one, two
+            is_equal = (score == other) | (xp.isnan(score) & xp.isnan(other))
+            is_new = (other > score) | (xp.isnan(other) & ~xp.isnan(score))
+            is_new = is_new | (is_equal & (other_key >= 0) & (other_key < key))
+            return xp.where(is_new, other, score), xp.where(is_new, other_key, key)
+
+        return list(reduce(larger, [part.arrays for part in parts]))
 
     def build_result(self, arrays: Sequence[Any]) -> MaxScoreResult:
         return MaxScoreResult(*arrays)
@@ -92,11 +122,20 @@ class Entropy(Statistic):
 
     name = "entropy"
     backward_reads_arrays = True
+    is_mergeable = True
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         xp, p = context.xp, tile.weights
         logarithms = xp.log(xp.where(p > 0, p, xp.ones_like(p)))  # P ln P is 0 for P = 0
         arrays[0][..., tile.rows] += xp.astype(xp.sum(-p * logarithms, axis=-1), arrays[0].dtype)
+
+    def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
+        """Return −Σ P ln P of the weights P = w · P', where w is the factor of a part: Σ w (H' − ln w ΣP')."""
+        xp, terms = namespace(lse), []
+        for part in parts:
+            logarithm = xp.log(xp.where(part.factor == 0, 1.0, part.factor))
+            terms.append(weigh(part.factor, part.arrays[0] - part.total * logarithm))
+        return [sum(terms)]
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         xp, lse = namespace(context.lse), context.lse
@@ -122,7 +161,8 @@ class TopK(Statistic):
 
     name = "top_k"
     tile_inputs = ("weights", "scores")
-    fill_values = (-1.0, -1)  # a weight below 0 marks an empty entry until `finish` sets the weight to 0
+    fill_values = (0.0, -1)
+    is_mergeable = True
     supports_mean = is_differentiable = False
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
@@ -138,18 +178,30 @@ class TopK(Statistic):
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         xp = context.xp
         current, current_keys = (array[..., tile.rows, :] for array in arrays)
-        visible = tile.scores != -math.inf
-        weights = xp.astype(xp.where(visible, tile.weights, -xp.ones_like(tile.weights)), current.dtype)
+        weights = xp.concat([current, xp.astype(tile.weights, current.dtype)], axis=-1)
         keys = xp.arange(tile.columns.start, tile.columns.stop, dtype=current_keys.dtype, device=weights.device)
-        keys = xp.where(visible, keys, -xp.ones_like(keys))
-        weights, keys = xp.concat([current, weights], axis=-1), xp.concat([current_keys, keys], axis=-1)
-        order = xp.argsort(weights, axis=-1, descending=True, stable=True)[..., : self.k]
-        for array, values in zip(arrays, (weights, keys), strict=True):
-            array[..., tile.rows, :] = xp.take_along_axis(values, order, axis=-1)
+        keys = xp.where(tile.scores == -math.inf, -xp.ones_like(keys), keys)
+        found = self._largest(weights, xp.concat([current_keys, keys], axis=-1))
+        for array, values in zip(arrays, found, strict=True):
+            array[..., tile.rows, :] = values
 
-    def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
-        weights, keys = arrays
-        return [context.xp.where(keys < 0, context.xp.zeros_like(weights), weights), keys]
+    def _largest(self, weights: Any, keys: Any) -> list[Any]:
+        """Return the k largest weights and their keys. Entries without a key come last, with the weight 0.
+
+        Of equal weights, the first one comes first.
+        """
+        xp = namespace(weights)
+        marked = xp.where(keys < 0, -xp.ones_like(weights), weights)
+        order = xp.argsort(marked, axis=-1, descending=True, stable=True)[..., : self.k]
+        marked, keys = (xp.take_along_axis(array, order, axis=-1) for array in (marked, keys))
+        return [xp.where(keys < 0, xp.zeros_like(marked), marked), keys]
+
+    def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
+        xp = namespace(lse)
+        weights = xp.concat([weigh(part.factor[..., None], part.arrays[0]) for part in parts], axis=-1)
+        keys = xp.concat([part.arrays[1] for part in parts], axis=-1)
+        order = xp.argsort(keys, axis=-1, stable=True)
+        return self._largest(*[xp.take_along_axis(array, order, axis=-1) for array in (weights, keys)])
 
     def build_result(self, arrays: Sequence[Any]) -> TopKResult:
         return TopKResult(*arrays)
@@ -163,6 +215,7 @@ class Mass(Statistic):
 
     name = "mass"
     backward_reads_arrays = True
+    is_mergeable = True
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         xp, problem = context.xp, context.problem
@@ -171,6 +224,9 @@ class Mass(Statistic):
         counted = evaluate(self.mask, symbols, xp=xp, float_dtype=xp.float64, like=problem.query)
         p = xp.where(counted, tile.weights, xp.zeros_like(tile.weights))
         arrays[0][..., tile.rows] += xp.astype(xp.sum(p, axis=-1), arrays[0].dtype)
+
+    def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
+        return [sum([weigh(part.factor, part.arrays[0]) for part in parts])]
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         weights = where(self.mask, context.gradient_at(i), 0.0)

@@ -112,14 +112,13 @@ def can_serve(problem: Problem, statistic: Statistic) -> bool:
 def allocate_outputs(problem: Problem, statistic: Statistic) -> list[Any]:
     """Return the output arrays of a kernel, filled with the result of the entries that the kernel does not write."""
     shapes, dtypes = statistic.shapes(problem, (*problem.batch_shape, problem.H), problem.n), statistic.dtypes(problem)
-    fill_values = statistic.fill_values if isinstance(statistic, Scores) else (0.0, -1)
     if isinstance(statistic, Mean):  # so that the sum over batches and heads is rounded once, after its division
         dtypes = (problem.accumulator,)
     if isinstance(statistic, Pooled):
         dtypes = ("float64",)
     return [
         problem.query.new_full(shape, fill, dtype=getattr(torch, dtype))
-        for shape, fill, dtype in zip(shapes, fill_values, dtypes, strict=False)
+        for shape, fill, dtype in zip(shapes, statistic.fill_values, dtypes, strict=True)
     ]
 
 

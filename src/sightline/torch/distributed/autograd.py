@@ -18,7 +18,6 @@ from ..autograd import check_versions, table_versions, tables_of
 from ..operator import autocast_disabled
 from .group import Group
 from .ring import ResultGradients, Ring, Saved
-from .rows import PER_QUERY
 from .shard import cut_spans
 
 QUERY_BYTES, MIN_ROWS = 4 << 20, 256  # the size of a piece of the queries, about; its number of queries, at least
@@ -28,16 +27,18 @@ def attention_by_ring(
     group: Group, problem: Problem, shards: list[Shards], local: list[Tensor], threads: int | None
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Return the output of this rank's queries, and the arrays of each statistic."""
-    per_query = tuple([statistic for statistic in problem.see if isinstance(statistic, PER_QUERY)])
-    over_queries = tuple([statistic for statistic in problem.see if not isinstance(statistic, PER_QUERY)])
+    per_query = tuple([one for one in problem.see if one.is_mergeable and not isinstance(one, Lse)])
+    over_queries = tuple([one for one in problem.see if not one.is_mergeable])
     ring = _make_ring(group, replace(problem, see=per_query), shards, threads)
     tables = _learned_tables(problem)
     inputs = [*local, *([] if problem.sinks is None else [problem.sinks]), *tables.values()]
     _check_gradients(over_queries, inputs)
     output, lse, *arrays = _RingAttention.apply(ring, tuple(tables), *inputs)  # type: ignore[no-untyped-call]
-    own = iter([_round(each, lse, ring.dtype) for each in _split(arrays, per_query)])
-    found = iter(_statistics_of_keys(ring, local, lse, over_queries))
-    return output, [next(own) if isinstance(x, PER_QUERY) else [next(found)] for x in problem.see]
+    rounded = [array.to(ring.dtype) if array.is_floating_point() else array for array in arrays]
+    found = dict(zip(per_query, _split(rounded, per_query), strict=True))
+    found |= {one: [lse.to(ring.dtype)] for one in problem.see if isinstance(one, Lse)}
+    found |= zip(over_queries, [[x] for x in _statistics_of_keys(ring, local, lse, over_queries)], strict=True)
+    return output, [found[statistic] for statistic in problem.see]
 
 
 def _make_ring(group: Group, problem: Problem, shards: list[Shards], threads: int | None) -> Ring:
@@ -70,15 +71,10 @@ def _statistics_of_keys(ring: Ring, local: list[Tensor], lse: Tensor, see: tuple
     ]
 
 
-def _round(arrays: list[Tensor], lse: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return the arrays of a per-query statistic in the accumulator's dtype; those of lse are []."""
-    return [array.to(dtype) if array.is_floating_point() else array for array in arrays or [lse]]
-
-
 def _split(arrays: Sequence[Any], see: tuple[Statistic, ...]) -> list[list[Any]]:
-    """Return the arrays of each per-query statistic; [] for lse."""
+    """Return the arrays of each per-query statistic."""
     rest = iter(arrays)
-    return [[] if isinstance(each, Lse) else [next(rest) for _ in each.fill_values] for each in see]
+    return [[next(rest) for _ in each.fill_values] for each in see]
 
 
 def _learned_tables(problem: Problem) -> dict[int, Tensor]:
@@ -96,14 +92,14 @@ class _RingAttention(torch.autograd.Function):
         sinks = None if ring.problem.sinks is None else rest.pop(0)
         results = ring.forward(query, key, value, sinks)
         output = results.output.to(query.dtype)
-        arrays = [array for own in results.statistics for array in own]
+        arrays = [array for own in results.seen for array in own]
         ctx.ring, ctx.wanted_tables = ring, wanted_tables
         ctx.versions = table_versions(tables_of(ring.problem))
-        ctx.save_for_backward(*inputs, output, results.lse, *arrays)
+        ctx.save_for_backward(*inputs, output, results.shift, *arrays)
         ctx.num_inputs = len(inputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[array for array in arrays if not array.is_floating_point()])
-        return output, results.lse, *arrays
+        return output, results.shift, *arrays
 
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Any, ...]:
@@ -125,7 +121,7 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, *rest = inputs
         sinks = None if ring.problem.sinks is None else rest.pop(0)
         saved = Saved(query, key, value, sinks, output, lse, _split(arrays, ring.problem.see))
-        d_seen = [own[0] if own else None for own in _split(d_arrays, ring.problem.see)]
+        d_seen = [own[0] for own in _split(d_arrays, ring.problem.see)]
         d_output = torch.zeros_like(output) if d_output is None else d_output.contiguous()
         found = ring.backward(saved, ResultGradients(d_output, d_lse, d_seen), ctx.wanted_tables)
         gradients = [found.query, found.key, found.value, *([] if sinks is None else [found.sinks])]

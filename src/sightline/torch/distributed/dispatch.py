@@ -24,7 +24,7 @@ from ...problem.validation import (
     read_statistics,
     split_names,
 )
-from ...statistics import Mean, Statistic, unwrap_mean
+from ...statistics import Mean, Pooled, Received, Statistic, unwrap_mean
 from ..dispatch import apply_autocast
 from ..operator import autocast_disabled
 from ..operator_schema import make_seed
@@ -33,7 +33,6 @@ from .autograd import attention_by_ring
 from .dtensor import check_tensors, local_tensors, to_dtensor
 from .group import Group
 from .heads import attention_by_heads
-from .rows import check_statistics
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -130,7 +129,7 @@ def attention(
     numbers = agree(ranks, describe, query)
     shards = [check_shards(name, [row[k] for row in numbers], layout) for k, name in enumerate(("queries", "keys"))]
     problem = _whole_problem(query, key, value, shards, mask, score, given, options | {"seed": numbers[0][2]})
-    check_statistics(problem.see)
+    _check_statistics(problem)
     _check_dropout(problem, shards[1])
     computed = replace(problem, see=tuple(map(unwrap_mean, problem.see)))
     run = attention_by_ring if method == "ring" else attention_by_heads
@@ -201,6 +200,18 @@ def _whole_problem(
     own = {name: options[name] for name in ("scale", "sinks", "dropout")}
     seed = options["seed"] % 2**64 if options["dropout"] else None
     return make_problem(*whole, mask=mask, score=score, see=see, seed=seed, **own)
+
+
+def _check_statistics(problem: Problem) -> None:
+    """Raise ParameterError if a statistic cannot be computed across ranks."""
+    for statistic in problem.see:
+        one = unwrap_mean(statistic)
+        if not one.is_mergeable and not isinstance(one, Received | Pooled):
+            raise ParameterError(
+                f"see={statistic!r} across ranks",
+                "lse, entropy, max_score, mass, top_k, received and pooled, and their means",
+                "select queries and heads from the result, or call sightline.attention on one rank",
+            )
 
 
 def _check_dropout(problem: Problem, keys: Shards) -> None:

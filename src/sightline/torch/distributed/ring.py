@@ -13,17 +13,25 @@ import torch
 from torch import Tensor
 
 from ...dispatch import kernel_list as dispatch
+from ...partition.lse_merge import Sums, combine, read_part, start
 from ...partition.part import part_of
 from ...partition.schedule import KeyBlock, Schedule
 from ...partition.shards import Span
 from ...problem.kernel import Gradients
 from ...problem.problem import Problem
 from ...reference import streaming
-from ...statistics import Statistic, Tile, accumulate_statistics, arrays_of
+from ...statistics import (
+    Entropy,
+    MaxScore,
+    Statistic,
+    StatisticGradients,
+    Tile,
+    accumulate_statistics,
+    arrays_of,
+    statistic_gradients,
+)
 from .block_exchange import BlockExchange
 from .group import Group
-from .rows import RowResults
-from .statistic_gradients import part_gradients, sink_weights
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Saved:
     sinks: Tensor | None
     output: Tensor  # in the dtype of the query
     lse: Tensor
-    statistics: list[list[Tensor]]  # the arrays of each per-query statistic; [] for lse
+    statistics: list[list[Tensor]]  # the arrays of each per-query statistic
 
     def rows(self, span: Span) -> Saved:
         """Return what belongs to the queries of a span."""
@@ -86,7 +94,7 @@ class Ring:
     """One call on one rank.
 
     problem : the whole problem; its arrays have the shapes of the whole sequence, but no entries. Its statistics are
-        those with an entry for every query.
+        those with an entry for every query, without lse.
     """
 
     group: Group
@@ -100,16 +108,19 @@ class Ring:
         dtype: torch.dtype = getattr(torch, self.problem.accumulator)
         return dtype
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> RowResults:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Sums:
         """Return output, lse and the per-query statistics of this rank's queries."""
-        output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=self.dtype)
-        results = RowResults(output, self.problem.see)
+        output, see = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=self.dtype), self.problem.see
+        sums = start(self.problem, output, None if sinks is None else sinks[:, None], torch.float64)
         for block, (keys, values) in BlockExchange(self.group, self.schedule, (key, value)):
             for span in self.schedule.seeing_spans(self.group.rank, block):
                 part = self._part(span, block, query[..., span.rows, :], keys, values)
-                results.add(span.rows, dispatch.solve(part, None, self.threads), block.span.start)
-        results.finish(sinks)
-        return results
+                found = dispatch.solve(part, None, self.threads)
+                added = read_part(found.output.to(self.dtype), found.lse, found.seen, block.span.start)
+                sums.store(span.rows, combine([sums.rows(span.rows), added], see))
+        for span in self.schedule.queries.ranks[self.group.rank]:
+            sums.store(span.rows, combine([sums.rows(span.rows)], see, normalize=True))
+        return sums
 
     def statistics_of_keys(self, query: Tensor, key: Tensor, lse: Tensor, see: tuple[Statistic, ...]) -> list[Any]:
         """Return statistics to which all queries add, of the whole sequence, from a second pass with the final lse."""
@@ -184,3 +195,39 @@ class Ring:
 def _move(rows: slice, span: Span) -> slice:
     """Return the positions of some rows of a span."""
     return slice(rows.start + span.start, rows.stop + span.start)
+
+
+def part_gradients(
+    part: Problem,
+    first_key: int,
+    lse: Tensor,
+    sinks: Tensor | None,
+    d_seen: Sequence[Tensor | None],
+    arrays: Sequence[Sequence[Tensor]],
+) -> StatisticGradients:
+    """Return the terms that the gradients of `part.see` add to the gradients of a part.
+
+    Parameters
+    ----------
+    part : some queries on the keys from `first_key` on
+    lse, arrays : lse and the arrays of each statistic, of these queries on all keys
+    sinks : the sinks of the whole problem
+    d_seen : the gradient of each statistic's first array; None for 0
+    """
+    wide = [None if gradient is None else gradient.double() for gradient in d_seen]
+    local = [[*own[:1], *[where - first_key for where in own[1:]]] for own in arrays]
+    found = statistic_gradients(part, lse, lambda: iter(()), wide, saved=local)
+    if sinks is not None and any(isinstance(one, MaxScore) for one in part.see):
+        # beside a large sink, the weight of the largest score may underflow
+        beside = statistic_gradients(replace(part, sinks=sinks), lse, lambda: iter(()), wide, saved=local)
+        found = replace(found, includes_zero_weights=beside.includes_zero_weights)
+    for statistic, gradient in zip(part.see, wide, strict=True):
+        if isinstance(statistic, Entropy) and gradient is not None and sinks is not None:
+            # the weights of the keys and of the sink sum to 1, and `weights_sum` counts the keys alone
+            found = replace(found, weights_sum=found.weights_sum + gradient * sink_weights(sinks, lse))
+    return found
+
+
+def sink_weights(sinks: Tensor, lse: Tensor) -> Tensor:
+    """Return the weight exp(sink − lse) of each head's sink, (..., H, n)."""
+    return torch.exp(sinks.double()[:, None] - lse)
