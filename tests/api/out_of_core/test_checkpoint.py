@@ -21,6 +21,7 @@ from sightline import i, j, s, table
 from sightline.api.out_of_core import block_plan, call, checkpoint, locked_file
 from sightline.errors import ParameterError
 from sightline.problem.kernel import Result
+from sightline.statistics import arrays_of
 from sightline.testing import assert_conforms
 from strategies import Case
 
@@ -43,6 +44,18 @@ def test_a_resumed_call_has_the_bits_of_an_uninterrupted_call(count, whole, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_a_resumed_call_has_the_bits_of_the_statistics(count, small_blocks, tmp_path):
+    see = [sightline.lse(), sightline.entropy(), sightline.mass(i - j < 9), sightline.max_score(), sightline.top_k(3)]
+    whole = sightline.attention_from_disk(*drawn(), **options(), see=see)
+    for _ in range(2):
+        stopped(tmp_path, count=count, see=see)
+    resumed, finished = continued(tmp_path, see=see)
+    assert finished == count
+    found, expected = ([output, *[x for one in seen for x in arrays_of(one)]] for output, seen in (resumed, whole))
+    assert [array.tobytes() for array in found] == [array.tobytes() for array in expected]
+
+
 def test_an_interrupt_while_rows_are_stored_loses_nothing(whole, tmp_path, monkeypatch):
     """Rows that were stored twice have the same bits, because the merged rows are stored, not merged again."""
     store, calls = call._Run._store, []
@@ -50,7 +63,7 @@ def test_an_interrupt_while_rows_are_stored_loses_nothing(whole, tmp_path, monke
     def interrupted(run):
         calls.append(run)
         if len(calls) == 3:
-            run.state.output[..., run.items[run.merged[0]].queries, :] = run.merged[1]  # the first of the two arrays
+            run.state.output[..., run.items[run.merged[0]].queries, :] = run.merged[1].output  # the first of the arrays
             raise KeyboardInterrupt
         store(run)
 
@@ -121,6 +134,8 @@ OTHERS = {
     "table": ({"score": s + table(np.zeros(N))[j]}, "mask or score"),
     "scale": ({"scale": 0.5}, "scale"),
     "sinks": ({"sinks": np.zeros(4)}, "sinks"),
+    "statistics": ({"see": [sightline.entropy()]}, "see"),
+    "condition": ({"see": [sightline.mass(TABLES[0][j] < 5)]}, "see"),
     "dropout": ({"dropout": 0.5, "seed": 1}, "dropout, seed"),
 }
 
@@ -128,7 +143,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_checkpoint_of_other_arguments_is_refused(name, small_blocks, tmp_path):
     changed, names = OTHERS[name]
-    stopped(tmp_path)
+    stopped(tmp_path, see=[sightline.mass(TABLES[1][j] < 5)] if name == "condition" else None)
     with pytest.raises(ParameterError, match="other arguments") as refused:
         continued(tmp_path, **changed)
     assert refused.value.given.endswith(f": {names} changed")
@@ -299,7 +314,7 @@ def header_of(content):
     numbers = checkpoint.NUMBERS
     mark, finished, key, value, checksum = numbers.unpack_from(content)
     assert mark == checkpoint.MARK
-    end = numbers.size + checkpoint.HASH_BYTES * 9
+    end = numbers.size + checkpoint.HASH_BYTES * 10
     header = checkpoint._Header(finished, (key, value), checksum, content[numbers.size : end])
     assert content.startswith(header.pack())
     return header

@@ -17,21 +17,33 @@ from sightline.api import out_of_core
 from sightline.api.out_of_core import block_plan, call
 from sightline.errors import DtypeError, ParameterError
 from sightline.problem.kernel import Result
+from sightline.statistics import arrays_of
 from sightline.testing import assert_conforms
+from statistic_definitions import check as check_statistics
+from statistic_definitions import statistics, usable
 from strategies import Case, cases
 
 
-def check(case, attend=None):
-    """Raise AssertionError unless a call from disk agrees with the definition."""
+def check(case, attend=None, see=()):
+    """Raise AssertionError unless a call from disk agrees with the definition. `see` are statistics other than lse."""
 
     def run(problem):
-        output, (lse,) = (attend or sightline.attention_from_disk)(*case.arrays, **case.options, see=[sightline.lse()])
+        output, seen = (attend or sightline.attention_from_disk)(
+            *case.arrays, **case.options, see=[sightline.lse(), *problem.see]
+        )
+        axis = len(problem.batch_shape)
         if problem.heads_squeezed:
-            output, lse = output[..., None, :, :], lse[..., None, :]
-        return Result(output, lse.astype(np.float64))
+            output = np.expand_dims(output, axis)
+            seen = [
+                one.build_result([np.expand_dims(array, axis) for array in arrays_of(result)])
+                for one, result in zip([sightline.lse(), *problem.see], seen, strict=True)
+            ]
+        return Result(output, seen[0].astype(np.float64), tuple(seen[1:]))
 
-    problem = case.make_problem()
+    problem = case.make_problem(see=see)
     assert_conforms(run, problem)
+    if see and usable(problem):
+        check_statistics(run, problem)
 
 
 @given(cases(poison=False), st.integers(1, 20), st.integers(1, 40))
@@ -43,6 +55,17 @@ def test_drawn_problems(case, groups, queries):
         check(case)
 
 
+@given(st.data(), cases(poison=False), st.integers(1, 20), st.integers(1, 40))
+@settings(max_examples=30)
+def test_statistics_of_drawn_problems(data, case, groups, queries):
+    see = [one for one in data.draw(statistics(case.make_problem())) if one.is_mergeable]
+    assert {one.name for one in see} == {"lse", "entropy", "mass", "max_score", "top_k"}
+    sizes = block_plan.BlockSizes(4 * groups, queries)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call, "choose_sizes", lambda *_: sizes)
+        check(case, see=see)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_a_window_with_sinks_and_documents(dtype, small_blocks, tmp_path):
     dtype = sightline.arrays.operations.resolve_dtype(np, dtype)
@@ -50,23 +73,26 @@ def test_a_window_with_sinks_and_documents(dtype, small_blocks, tmp_path):
     for name, array in zip("qkv", drawn(dtype=dtype), strict=True):
         arrays.append(np.memmap(tmp_path / name, dtype, "w+", shape=array.shape))
         arrays[-1][...] = array
-    check(Case(*arrays, options()))
+    check(Case(*arrays, options()), see=SEE)
 
 
+SEE = [sightline.entropy(), sightline.mass(i - j < 9), sightline.max_score(), sightline.top_k(3)]
 FAULTS = {
     "a block that is not empty is skipped": (
         block_plan,
         "for first, last in find_runs(is_seen):",
         "for first, last in find_runs(is_seen) if block != 1 else ():",
     ),
-    "keys count from the start of their block": (call, ", first_key=item.keys.start", ""),
-    "queries count from the start of their range": (call, "first_row=rows.start, ", ""),
-    "sinks count in no block": (call, "if problem.sinks is not None:", "if False:"),
+    "keys count from the start of their block": (call, '"first_key": item.keys.start', '"first_key": 0'),
+    "queries count from the start of their range": (call, '"first_row": rows.start', '"first_row": 0'),
+    "sinks count in no block": (call, "None if problem.sinks is None", "None if True"),
     "the next block in place of this one": (
         call,
         "number) for number in numbers)",
         "number) for number in numbers[1:] + numbers)",
     ),
+    "the sink counts as a key": (call, "1.0 if self.sinks is None else", "1.0 if True else"),
+    "found keys count from the start of their block": (call, "result.seen, item.keys.start", "result.seen, 0"),
     "the last tile of queries is not computed": (block_plan, "in find_runs(is_seen):", "in find_runs(is_seen[:-1]):"),
 }
 
@@ -81,7 +107,7 @@ def test_planted_faults_are_found(name, small_blocks, monkeypatch):
         copy = call
     monkeypatch.setattr(copy, "choose_sizes", lambda *_: SIZES)
     with pytest.raises(AssertionError):
-        check(Case(*drawn(), options()), copy.attention_from_disk)
+        check(Case(*drawn(), options()), copy.attention_from_disk, SEE)
 
 
 class Counting:
@@ -141,8 +167,9 @@ def test_a_limit_that_is_too_small_names_the_smallest():
 def test_other_statistics_frameworks_and_progress_are_refused():
     torch = pytest.importorskip("torch")
     query, key, value = drawn()
-    with pytest.raises(ParameterError, match=r"lse\(\) alone"):
-        sightline.attention_from_disk(query, key, value, see=[sightline.entropy()])
+    for other in (sightline.received(), sightline.entropy().mean("heads"), sightline.mass(i < j).rows([0])):
+        with pytest.raises(ParameterError, match=r"(?s)for keys on disk.*without selections and means"):
+            sightline.attention_from_disk(query, key, value, see=[other])
     with pytest.raises(DtypeError, match="torch"):
         sightline.attention_from_disk(query, torch.from_numpy(key), value)
     with pytest.raises(ParameterError, match="progress"):
@@ -194,7 +221,8 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 sightline.attention_from_disk(
-    query, key, value, mask=mask, memory_limit={limit}, output=sys.argv[1] + "output.npy", checkpoint=sys.argv[1]
+    query, key, value, mask=mask, memory_limit={limit}, output=sys.argv[1] + "output.npy", checkpoint=sys.argv[1],
+    see=[sightline.entropy(), sightline.max_score()],
 )
 ended.set()
 watcher.join()

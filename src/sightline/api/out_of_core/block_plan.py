@@ -19,7 +19,7 @@ MIN_POSITIONS = 64  # of a block of keys and of a range of queries
 SEARCH_ROWS = 256  # queries of a tile in the search for the queries that see a block
 MAX_PAIRS = 1 << 30  # of one work item, so that an interrupt is answered within seconds
 BLOCKS_IN_MEMORY = 2  # the block that is computed and the block that is read meanwhile
-COPIES_OF_OUTPUT = 6  # arrays of the size of a part's output that merging a part needs at once
+COPIES = 6  # arrays of the size of a part's output, or of its statistics, that merging a part needs at once
 KEY_MULTIPLE = 4  # dropout counts keys in groups of 4
 
 
@@ -58,7 +58,7 @@ def choose_sizes(problem: Problem, key_bytes: int, limit: int, output_in_memory:
 
     Parameters
     ----------
-    problem : the whole problem
+    problem : the whole problem, with the statistics other than lse
     key_bytes : the bytes of one position of key and value, over all batches and heads
     limit : bytes
     output_in_memory : True if the result is a new array, False if it is written to a file or to the caller's array
@@ -71,9 +71,12 @@ def choose_sizes(problem: Problem, key_bytes: int, limit: int, output_in_memory:
     heads = problem.B * problem.H
     wide, narrow = itemsize(problem.accumulator), itemsize(problem.dtype)
     sums = heads * problem.n * (problem.d_v * wide + 8)  # 8 bytes for the lse
+    numbers = sum([math.prod(shape) for statistic in problem.see for shape, _ in statistic.outputs(problem)])
+    sums += numbers * (8 + wide)  # summed in 8 bytes, and returned in the accumulator's dtype
     if output_in_memory and wide != narrow:
         sums += heads * problem.n * problem.d_v * narrow
-    row_bytes = heads * (problem.d_k * narrow + COPIES_OF_OUTPUT * problem.d_v * wide + 16 * 8)
+    row_bytes = heads * (problem.d_k * narrow + COPIES * problem.d_v * wide + 16 * 8)
+    row_bytes += COPIES * 8 * numbers // max(problem.n, 1)
     least = sums + 2 * MIN_POSITIONS * max(BLOCKS_IN_MEMORY * key_bytes, row_bytes)
     if limit < least:
         raise ParameterError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import groupby
 from os import PathLike
 from typing import Any
@@ -16,18 +18,18 @@ import numpy as np
 from ...arrays import operations as arrays
 from ...dispatch.kernel_list import solve
 from ...errors import DtypeError, ParameterError
-from ...partition.lse_merge import merge
+from ...partition.lse_merge import Sums, combine, read_part, start
 from ...partition.part import part_of
 from ...problem.problem import Problem, make_problem
 from ...problem.validation import broadcast_inputs, check_choice, split_names
 from ...statistics import Lse, Statistic
-from .arguments import hash_arguments, hash_block
 from .block_plan import WorkItem, choose_sizes, find_work, parse_bytes
-from .checkpoint import NOTHING_READ, Checkpoint, State
+from .checkpoint import NOTHING_READ, Checkpoint, State, hash_arguments, hash_block
 from .output import check_output, open_output
-from .progress_bar import Progress, report_progress
 
 SECONDS_BETWEEN_SAVES = 60.0
+
+Progress = bool | Callable[[int, int], Any] | None
 
 
 def attention_from_disk(
@@ -62,15 +64,16 @@ def attention_from_disk(
     value : (..., G, m, d_v), the same dtype
     mask, score, scale, sinks, dropout, seed, threads
         As in `attention`. Formulas count i and j from the start of the whole arrays.
-    see : lse(), or a list or dict of it, optional
-        Other statistics are refused.
+    see : list of statistics, dict from names to statistics, or one statistic, optional
+        `lse()`, `entropy()`, `max_score()`, `mass(condition)` and `top_k(k)`. The others need all keys at once.
     output : path, or array (..., H, n, d_v) of the inputs' dtype, optional
         Where the output is written: the path of a file in NumPy's format .npy, or an array such as a numpy.memmap. The
         default is a new array in memory. The file gets its room on the disk before the work. It is written at the end,
         and a call that stops early leaves no new file.
     memory_limit : int or str, default "2 GB"
         The bytes that the call may use beside its arguments. The limit contains the sums of all queries, which are
-        always in memory: n · H · (d_v + 2) · 4 bytes, or n · H · (d_v + 1) · 8 bytes for float64.
+        always in memory: n · H · (d_v + 2) · 4 bytes, or n · H · (d_v + 1) · 8 bytes for float64; and up to 16 bytes
+        for each number of a statistic other than lse.
     checkpoint : path of a folder, optional
         The folder in which the state is saved every minute and when the call stops early, for example by Ctrl-C. A
         second call with the same arguments continues from there and gives the same bits as an uninterrupted call. When
@@ -90,9 +93,9 @@ def attention_from_disk(
     SightlineError
         Every error of `attention`.
     ParameterError
-        The memory limit is too small, `see` has another statistic than lse, the checkpoint is one of other arguments,
-        damaged or no folder, the output is read-only or the file of an input, or another call uses the checkpoint or
-        the file of the output.
+        The memory limit is too small, `see` has another statistic, the checkpoint is one of other arguments, damaged
+        or no folder, the output is read-only or the file of an input, or another call uses the checkpoint or the file
+        of the output.
     OSError
         A disk has no room for the output or the state. The error is raised before the work.
 
@@ -115,6 +118,8 @@ def attention_from_disk(
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     problem = make_problem(*_stand_ins(sources), **options, see=statistics)
     _check_statistics(problem)
+    statistics = problem.see
+    problem = replace(problem, see=tuple([one for one in statistics if not isinstance(one, Lse)]))
     sizes = choose_sizes(problem, _key_bytes(key, value), parse_bytes(memory_limit), output is None)
     check_output(output, problem, sources)
     run = _Run(problem, sources, find_work(problem.mask, problem.extent, sizes), threads)
@@ -122,7 +127,7 @@ def attention_from_disk(
         if checkpoint is not None:
             arguments = hash_arguments(problem, sources, run.items)
             run.resume(stack.enter_context(Checkpoint(checkpoint, arguments, len(run.items))))
-        with open_output(output, problem) as write, report_progress(progress) as report:
+        with open_output(output, problem) as write, _report_progress(progress) as report:
             try:
                 for finished, total in run.steps():
                     report(finished, total)
@@ -134,8 +139,7 @@ def attention_from_disk(
             run.checkpoint.remove()
     if see is None:
         return result
-    lse = problem.squeeze_heads(run.state.lse, 1).astype(problem.accumulator)
-    seen = tuple([lse for _ in problem.see])
+    seen = tuple(_build_results(problem, run.state, statistics))
     return result, seen if names is None else dict(zip(names, seen, strict=True))
 
 
@@ -145,10 +149,13 @@ class _Run:
     def __init__(self, problem: Problem, sources: dict[str, Any], items: list[WorkItem], threads: int | None) -> None:
         self.problem, self.sources, self.items, self.threads = problem, sources, items, threads
         self.blocks = [list(block) for _, block in groupby(enumerate(items), lambda item: item[1].keys.start)]
-        self.state = _initial_state(problem)
+        self.sinks = None if problem.sinks is None else np.asarray(arrays.to_numpy(problem.sinks), np.float64)[:, None]
+        output = np.zeros((*problem.batch_shape, problem.H, problem.n, problem.d_v), problem.accumulator)
+        first = start(problem, output, self.sinks, np.float64)
+        self.state = State(output, first.shift, first.seen)
         self.checkpoint: Checkpoint | None = None
         self.read = {-1: NOTHING_READ}  # by number of a block: the hashes of this block and of those before it
-        self.merged: tuple[int, Any, Any] | None = None  # the item that is being stored, its output and its lse
+        self.merged: tuple[int, Sums] | None = None  # the item that is being stored, and the results of its queries
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continue from the state of a checkpoint, and save states there.
@@ -214,21 +221,48 @@ class _Run:
         state, rows = self.state, item.queries
         query = np.asarray(self.sources["query"][..., rows, :])
         operands = _broadcast({"query": query, "key": key, "value": value}, self.problem)
-        part = part_of(self.problem, *operands, first_row=rows.start, first_key=item.keys.start)
-        result = solve(part, None, self.threads)
+        first = {"first_row": rows.start, "first_key": item.keys.start}
+        result = solve(part_of(self.problem, *operands, **first, see=self.problem.see), None, self.threads)
         output = result.output.astype(state.output.dtype, copy=False)
-        self.merged = state.finished, *merge([(state.output[..., rows, :], state.lse[..., rows]), (output, result.lse)])
+        with np.errstate(all="ignore"):  # ∞ and NaN propagate without warnings
+            parts = self._finished_sums(rows), read_part(output, result.lse, result.seen, item.keys.start)
+            self.merged = state.finished, combine(parts, self.problem.see, normalize=True)
         self._store()
+
+    def _finished_sums(self, rows: slice) -> Sums:
+        """Return the results of the finished items for these queries. The weights of a query and its sink sum to 1."""
+        output, lse, *rest = [array[self._index(rows)] for array in self.state.arrays]
+        keys = 1.0 if self.sinks is None else -np.expm1(self.sinks - lse)
+        return Sums(lse, 1.0, keys, output, [[rest.pop(0) for _ in own] for own in self.state.seen])
 
     def _store(self) -> None:
         """Store the merged rows. An interrupt may stop this at any point, and `save` then repeats it."""
         if self.merged is None:
             return
-        number, output, lse = self.merged
-        rows = self.items[number].queries
-        self.state.output[..., rows, :], self.state.lse[..., rows] = output, lse
+        number, found = self.merged
+        merged = State(found.output, found.shift, found.seen).arrays
+        for array, new in zip(self.state.arrays, merged, strict=True):
+            array[self._index(self.items[number].queries)] = new
         self.state.finished = number + 1
         self.merged = None
+
+    def _index(self, rows: slice) -> tuple[slice, ...]:
+        """Return the index of these queries in every array of the state."""
+        return *[slice(None)] * (self.state.lse.ndim - 1), rows
+
+
+def _build_results(problem: Problem, state: State, statistics: Sequence[Statistic]) -> Iterator[Any]:
+    """Yield the result of each statistic. `state` has the arrays of those other than lse."""
+    others = iter(state.seen)
+    for statistic in statistics:
+        own = [state.lse] if isinstance(statistic, Lse) else next(others)
+        trailing = [array.ndim - len(problem.batch_shape) - 1 for array in own]
+        yield statistic.build_result(
+            [
+                problem.squeeze_heads(array, axes).astype(dtype, copy=False)
+                for array, axes, dtype in zip(own, trailing, statistic.dtypes(problem), strict=True)
+            ]
+        )
 
 
 def _stand_ins(sources: dict[str, Any]) -> list[Any]:
@@ -257,16 +291,37 @@ def _key_bytes(key: Any, value: Any) -> int:
 
 
 def _check_statistics(problem: Problem) -> None:
-    if any(type(statistic) is not Lse for statistic in problem.see):
+    if not all(statistic.is_mergeable for statistic in problem.see):
         raise ParameterError(
-            f"see={list(problem.see)!r}", "lse() alone, for keys on disk", "see=[sightline.lse()], or attention"
+            f"see={list(problem.see)!r}, for keys on disk",
+            "lse(), entropy(), max_score(), mass(condition) and top_k(k), without selections and means",
+            "select or average the result, or sightline.attention for keys in memory",
         )
 
 
-def _initial_state(problem: Problem) -> State:
-    """Return the state before the first key: sinks take part in the softmax, but have no row of V."""
-    shape = (*problem.batch_shape, problem.H, problem.n)
-    lse = np.full(shape, -np.inf)
-    if problem.sinks is not None:
-        lse[...] = np.asarray(arrays.to_numpy(problem.sinks), np.float64)[:, None]
-    return State(np.zeros((*shape, problem.d_v), problem.accumulator), lse)
+@contextmanager
+def _report_progress(progress: Progress) -> Iterator[Callable[[int, int], Any]]:
+    """Yield a function of (finished work items, all work items).
+
+    Parameters
+    ----------
+    progress : the function itself; True for a progress bar on stderr, None for one if stderr is a terminal
+    """
+    if callable(progress):
+        yield progress
+        return
+    if not (progress is None or isinstance(progress, bool)):
+        raise ParameterError(
+            f"progress={progress!r}", "True, False, None or a function (finished, total)", "progress=True"
+        )
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        yield lambda finished, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("attention"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda finished, total: bar.update(task, completed=finished, total=total)

@@ -1,22 +1,36 @@
-"""The saved state of a call that was interrupted: the sums so far, and the number of finished work items."""
+"""The saved state of a call that was interrupted: the results so far, and the number of finished work items.
+
+Hashes of the arguments tell whether a saved state belongs to a call.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import struct
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
+from ...arrays.operations import drop_repeats, to_numpy
 from ...errors import ParameterError
-from .arguments import BLOCKS, HASH_BYTES
+from ...formula.expression import Expression
+from ...problem.problem import Problem
+from ...statistics import Statistic
+from .block_plan import WorkItem
 from .locked_file import LockedFile
 
 FILE_NAME = "attention.state"
-MARK = b"sightline state2"  # the number changes with the meaning of a saved state
+MARK = b"sightline state3"  # the number changes with the meaning of a saved state
 HEADER_BYTES = 4096  # of each copy
+HASH_BYTES = 32
+HASHED_ELEMENTS = 1 << 16  # of an array that are copied and hashed at once
+BLOCKS = "memory_limit, or output given or not"  # what the work items depend on beside the other arguments
 COPIES = 2  # one is written while the other one holds the state before
 NUMBERS = struct.Struct(f"<{len(MARK)}sQ{HASH_BYTES}s{HASH_BYTES}s{HASH_BYTES}s")
 NOTHING_READ = (bytes(HASH_BYTES), bytes(HASH_BYTES))
@@ -24,18 +38,24 @@ NOTHING_READ = (bytes(HASH_BYTES), bytes(HASH_BYTES))
 
 @dataclass
 class State:
-    """The merged output and lse of the finished work items. Both have a head axis.
+    """The merged results of the finished work items. All arrays have a head axis.
 
     output : (*batch_shape, H, n, d_v), in the accumulator's dtype
     lse : (*batch_shape, H, n) float64
+    seen : the arrays of each statistic other than lse, in float64 and int64
     finished : the number of finished work items
     read : the hashes of the blocks of keys and of values that the finished work items have read
     """
 
     output: Any
     lse: Any
+    seen: list[list[Any]]
     finished: int = 0
     read: tuple[bytes, bytes] = NOTHING_READ
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [self.output, self.lse, *[array for own in self.seen for array in own]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +64,7 @@ class _Header:
 
     finished: int
     read: tuple[bytes, bytes]
-    checksum: bytes  # of output and lse
+    checksum: bytes  # of the arrays
     arguments: bytes  # the hashes of the arguments, joined
 
     def pack(self) -> bytes:
@@ -55,8 +75,8 @@ class _Header:
 class Checkpoint:
     """The file that holds the state of one call, while the call has it open and locked.
 
-    The file has room for two copies of the state. It begins with two headers of `HEADER_BYTES`, then come output and
-    lse of the first copy, then those of the second. A state is written over the older copy, its header last, so the
+    The file has room for two copies of the state. It begins with two headers of `HEADER_BYTES`, then come the arrays
+    of the first copy, then those of the second. A state is written over the older copy, its header last, so the
     newer copy is whole at any time. Every byte that is read is under a checksum.
 
     Parameters
@@ -124,9 +144,8 @@ class Checkpoint:
         self._make_folder()  # someone may have removed it, or only the file
         self.file.return_to_place(_offset(COPIES, state))
         copy = (self.copy + 1) % COPIES
-        offset = _offset(copy, state)
-        self.file.write(offset, state.output)
-        self.file.write(offset + state.output.nbytes, state.lse)
+        for offset, array in _places(copy, state):
+            self.file.write(offset, array)
         self.file.sync()
         self.is_kept = True
         header = _Header(state.finished, state.read, _checksum(state), b"".join(self.arguments.values()))
@@ -150,8 +169,7 @@ class Checkpoint:
     def _read(self, header: _Header, copy: int, state: State) -> bool:
         """Read a copy of the state, and return True if it is whole."""
         self._check_arguments(header)
-        offset = _offset(copy, state)
-        is_read = self.file.read(offset, state.output) and self.file.read(offset + state.output.nbytes, state.lse)
+        is_read = all(self.file.read(offset, array) for offset, array in _places(copy, state))
         if not is_read or _checksum(state) != header.checksum or header.finished > self.items:
             return False
         state.finished, state.read, self.copy = header.finished, header.read, copy
@@ -178,12 +196,80 @@ class Checkpoint:
 
 
 def _offset(copy: int, state: State) -> int:
-    """Return the place of a copy's output in the file."""
-    return COPIES * HEADER_BYTES + copy * int(state.output.nbytes + state.lse.nbytes)
+    """Return the place of a copy's first array in the file."""
+    return COPIES * HEADER_BYTES + copy * sum([int(array.nbytes) for array in state.arrays])
+
+
+def _places(copy: int, state: State) -> Iterator[tuple[int, Any]]:
+    """Yield the place in the file of each array of a copy, and the array."""
+    offset = _offset(copy, state)
+    for array in state.arrays:
+        yield offset, array
+        offset += array.nbytes
 
 
 def _checksum(state: State) -> bytes:
     found = hashlib.sha256()
-    for array in (state.output, state.lse):
+    for array in state.arrays:
         found.update(array.reshape(-1).view("u1").data)
     return found.digest()
+
+
+def hash_arguments(problem: Problem, sources: dict[str, Any], items: list[WorkItem]) -> dict[str, bytes]:
+    """Return a hash of each argument that the result depends on.
+
+    The hashes of key and value are of shape and dtype. `hash_block` hashes their entries as they are read.
+    """
+    shapes = {name: [tuple(map(int, array.shape)), str(array.dtype), sys.byteorder] for name, array in sources.items()}
+    return {
+        "query": _hash(*shapes["query"], sources["query"]),
+        "key": _hash(*shapes["key"]),
+        "value": _hash(*shapes["value"]),
+        "mask or score": _hash(*_parts_of_formula(problem.mask), *_parts_of_formula(problem.score)),
+        "scale": _hash(problem.scale),
+        "sinks": _hash(None if problem.sinks is None else to_numpy(problem.sinks)[:, None]),
+        "dropout": _hash(problem.dropout, problem.dropout_origin),
+        "seed": _hash(problem.seed),
+        "see": _hash(*[part for statistic in problem.see for part in _parts_of_statistic(statistic)]),
+        BLOCKS: _hash(*[(item.queries, item.keys) for item in items]),
+    }
+
+
+def hash_block(previous: bytes, block: Any) -> bytes:
+    """Return the hash of a block of keys or values and of all blocks before it, whose hash is `previous`."""
+    return _hash(previous, block)
+
+
+def _parts_of_formula(formula: Expression | None) -> list[Any]:
+    """Return the text of a formula, and the entries of its tables in the order in which the text counts them."""
+    if formula is None:
+        return [None]
+    tables = [np.atleast_2d(to_numpy(drop_repeats(table.array))) for table in formula.tables]
+    return [formula.text, *tables]
+
+
+def _parts_of_statistic(statistic: Statistic) -> list[Any]:
+    """Return the name and the numbers of a statistic, and the parts of its formula if it has one."""
+    parts: list[Any] = statistic.serialize(lambda _: "")
+    statistic.map_formulas(lambda formula: parts.extend(_parts_of_formula(formula)))
+    return parts
+
+
+def _hash(*parts: Any) -> bytes:
+    found = hashlib.sha256()
+    for part in parts:
+        if len(getattr(part, "shape", ())) > 1:
+            _add_array(found, part)
+        else:
+            found.update(f"{part!r}\n".encode())
+    return found.digest()
+
+
+def _add_array(found: Any, array: Any) -> None:
+    """Hash dtype, shape and entries of an array of two or more axes, some positions at a time."""
+    *outer, positions, width = array.shape
+    found.update(f"{array.dtype} {tuple(array.shape)}\n".encode())
+    step = max(HASHED_ELEMENTS // max(int(np.prod(outer, dtype=np.int64)) * width, 1), 1)
+    for start in range(0, positions, step):
+        part = np.ascontiguousarray(array[..., start : start + step, :])
+        found.update(part.reshape(-1).view(np.uint8).data)

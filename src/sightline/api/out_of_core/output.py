@@ -25,7 +25,10 @@ Write = Callable[[Any], Any]  # writes the output, given in the accumulator's dt
 def check_output(output: Any, problem: Problem, sources: dict[str, Any]) -> None:
     """Raise an error if the output is an array that does not fit, or the path of a file that an input reads."""
     if isinstance(output, str | PathLike):
-        _check_file(output, sources | {"a table": [table.array for table in problem.tables]})
+        tables = [*problem.tables]
+        for statistic in problem.see:
+            statistic.map_formulas(lambda formula: tables.extend(formula.tables))
+        _check_file(output, sources | {"a table": [table.array for table in tables]})
         return
     if output is None:
         return
