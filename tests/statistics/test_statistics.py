@@ -493,7 +493,7 @@ STREAMING = {
     "scores before the mask": ("Tile(rows, columns, weights, masked,", "Tile(rows, columns, weights, _,"),
 }
 STATISTICS = {
-    "entropy without its sign": (per_query, "-p * logarithms", "p * logarithms", lambda m: m.entropy()),
+    "entropy without its sign": (per_query, "-weights * xp.log", "weights * xp.log", lambda m: m.entropy()),
     "a maximum of the last tile": (
         per_query,
         "(largest > current) |",
@@ -504,8 +504,8 @@ STATISTICS = {
     "the smallest weights": (per_query, "descending=True", "descending=False", lambda m: m.top_k(3)),
     "hidden keys found": (
         per_query,
-        "visible = tile.scores != -math.inf",
-        "visible = tile.scores != 0",
+        "xp.where(tile.scores == -math.inf,",
+        "xp.where(tile.scores == 0,",
         lambda m: m.top_k(20),
     ),
     "a mask one key on": (per_query, '"j": columns,', '"j": columns + 1,', lambda m: m.mass(i * 20 == j)),

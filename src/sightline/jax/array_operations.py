@@ -34,6 +34,7 @@ from ..statistics import (
     Statistic,
     TopK,
     Weights,
+    entropy_of,
     unwrap_mean,
 )
 from ..statistics.matrix import cell_of
@@ -224,8 +225,7 @@ class _Blocks:
             case Lse():
                 return [lse]
             case Entropy():
-                positive = weights > 0
-                return [jnp.sum(jnp.where(positive, -weights * jnp.log(jnp.where(positive, weights, 1)), 0), axis=-1)]
+                return [entropy_of(weights)]
             case Mass():
                 counted = self.evaluate(statistic.mask, self.xp.float64)
                 return [jnp.sum(jnp.where(counted, weights, 0), axis=-1)]

@@ -23,7 +23,7 @@ from .base import (
 )
 from .matrix import Pooled, Scores, Weights, pooled, scores, weights
 from .per_key import Received, received
-from .per_query import Entropy, Lse, Mass, MaxScore, TopK, entropy, lse, mass, max_score, top_k
+from .per_query import Entropy, Lse, Mass, MaxScore, TopK, entropy, entropy_of, lse, mass, max_score, top_k
 from .selection import Mean, Statistic, average_over, solve_selections_separately, unwrap_mean
 from .weighted_sums import weighted_sum
 
@@ -49,6 +49,7 @@ __all__ = [
     "average_over",
     "deserialize",
     "entropy",
+    "entropy_of",
     "itemsize",
     "lse",
     "mass",

@@ -125,9 +125,7 @@ class Entropy(Statistic):
     is_mergeable = True
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        xp, p = context.xp, tile.weights
-        logarithms = xp.log(xp.where(p > 0, p, xp.ones_like(p)))  # P ln P is 0 for P = 0
-        arrays[0][..., tile.rows] += xp.astype(xp.sum(-p * logarithms, axis=-1), arrays[0].dtype)
+        arrays[0][..., tile.rows] += context.xp.astype(entropy_of(tile.weights), arrays[0].dtype)
 
     def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
         """Return −Σ P ln P of the weights P = w · P', where w is the factor of a part: Σ w (H' − ln w ΣP')."""
@@ -144,6 +142,12 @@ class Entropy(Statistic):
         # Σⱼ P ∘ weights is gradient · (H − Σⱼ P), and Σⱼ P is 1 without sinks
         is_known = context.arrays and context.problem.sinks is None
         return StatisticGradients(weights, weights_sum=context.gradient * (context.arrays[0] - 1) if is_known else None)
+
+
+def entropy_of(weights: Any) -> Any:
+    """Return −Σⱼ P_ij ln P_ij of weights P, an array (..., n, m). P ln P is 0 for P = 0."""
+    xp = namespace(weights)
+    return xp.sum(-weights * xp.log(xp.where(weights > 0, weights, xp.ones_like(weights))), axis=-1)
 
 
 class TopKResult(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..statistics import entropy_of
 from . import plotting
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -77,10 +78,9 @@ def effect_of_scaling(widths: Sequence[int] = WIDTHS, seed: int = 0) -> list[Sca
 def _effect(scores: Array) -> SoftmaxEffect:
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    entropy = -(p * np.log(np.where(p == 0, 1, p))).sum(-1)
     square = (p**2).sum(-1)
     gradient = np.sqrt(np.maximum(square - 2 * (p**3).sum(-1) + square**2, 0))
-    return SoftmaxEffect(np.sort(p)[:, ::-1].mean(0), float(np.exp(entropy).mean()), float(gradient.mean()))
+    return SoftmaxEffect(np.sort(p)[:, ::-1].mean(0), float(np.exp(entropy_of(p)).mean()), float(gradient.mean()))
 
 
 def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:

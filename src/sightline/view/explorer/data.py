@@ -14,6 +14,7 @@ import numpy as np
 from ...arrays.operations import to_numpy
 from ...errors import DtypeError, ParameterError, ShapeError
 from ...problem.validation import labels_by_entry
+from ...statistics import entropy_of
 from ..heatmaps import pooled
 from .storage import BASE64_RATIO, MAP_LEVELS, choose_levels
 
@@ -295,7 +296,7 @@ def _make_layer(layer: DenseLayer, count: int, side: int, levels: int | None) ->
 def _entropy(p: Array) -> Array:
     """Return for each query i the entropy −Σ_j P_ij ln P_ij in nats, computed in float64 on 256 queries at a time."""
     blocks = (p[start : start + 256].astype(np.float64) for start in range(0, len(p), 256))
-    return np.concatenate([-(rows * np.log(np.where(rows > 0, rows, 1))).sum(-1) + 0.0 for rows in blocks])
+    return np.concatenate([entropy_of(rows) + 0.0 for rows in blocks])
 
 
 def top_links(p: Array, k: int) -> tuple[Array, Array]:
