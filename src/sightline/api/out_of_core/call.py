@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from ...arrays import operations as arrays
-from ...dispatch.kernel_list import solve
+from ...dispatch.kernel_list import solve, to_caller_layout
 from ...errors import DtypeError, ParameterError
 from ...partition.lse_merge import Sums, combine, read_part, start
 from ...partition.part import part_of
+from ...problem.kernel import Result
 from ...problem.problem import Problem, make_problem
 from ...problem.validation import broadcast_inputs, check_choice, split_names
 from ...statistics import Lse, Statistic
@@ -116,10 +117,9 @@ def attention_from_disk(
     names, statistics = split_names(() if see is None else see)
     sources = {"query": query, "key": key, "value": value}
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
-    problem = make_problem(*_stand_ins(sources), **options, see=statistics)
-    _check_statistics(problem)
-    statistics = problem.see
-    problem = replace(problem, see=tuple([one for one in statistics if not isinstance(one, Lse)]))
+    asked = make_problem(*_stand_ins(sources), **options, see=statistics)
+    _check_statistics(asked)
+    problem = replace(asked, see=tuple([statistic for statistic in asked.see if not isinstance(statistic, Lse)]))
     sizes = choose_sizes(problem, _key_bytes(key, value), parse_bytes(memory_limit), output is None)
     check_output(output, problem, sources)
     run = _Run(problem, sources, find_work(problem.mask, problem.extent, sizes), threads)
@@ -139,7 +139,7 @@ def attention_from_disk(
             run.checkpoint.remove()
     if see is None:
         return result
-    seen = tuple(_build_results(problem, run.state, statistics))
+    _, seen = to_caller_layout(asked, Result(run.state.output, run.state.lse, tuple(_build_results(asked, run.state))))
     return result, seen if names is None else dict(zip(names, seen, strict=True))
 
 
@@ -251,18 +251,12 @@ class _Run:
         return *[slice(None)] * (self.state.lse.ndim - 1), rows
 
 
-def _build_results(problem: Problem, state: State, statistics: Sequence[Statistic]) -> Iterator[Any]:
+def _build_results(problem: Problem, state: State) -> Iterator[Any]:
     """Yield the result of each statistic. `state` has the arrays of those other than lse."""
     others = iter(state.seen)
-    for statistic in statistics:
-        own = [state.lse] if isinstance(statistic, Lse) else next(others)
-        trailing = [array.ndim - len(problem.batch_shape) - 1 for array in own]
-        yield statistic.build_result(
-            [
-                problem.squeeze_heads(array, axes).astype(dtype, copy=False)
-                for array, axes, dtype in zip(own, trailing, statistic.dtypes(problem), strict=True)
-            ]
-        )
+    for statistic in problem.see:
+        own = zip([state.lse] if isinstance(statistic, Lse) else next(others), statistic.dtypes(problem), strict=True)
+        yield statistic.build_result([array.astype(dtype, copy=False) for array, dtype in own])
 
 
 def _stand_ins(sources: dict[str, Any]) -> list[Any]:

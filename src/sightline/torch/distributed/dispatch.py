@@ -9,8 +9,10 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
+from ...dispatch.kernel_list import to_caller_layout
 from ...errors import ParameterError
 from ...partition.shards import Method, ShardLayout, Shards, check_method, check_shards
+from ...problem.kernel import Result
 from ...problem.migration import refuse_arguments
 from ...problem.problem import Problem, make_problem
 from ...problem.validation import (
@@ -135,10 +137,11 @@ def attention(
     run = attention_by_ring if method == "ring" else attention_by_heads
     with autocast_disabled(query):
         output, seen = run(ranks, computed, shards, broadcast_inputs(named), threads)
-    output = to_dtensor(problem.squeeze_heads(output, 2), placement)
+    answers = tuple([_build_result(problem, *each) for each in zip(problem.see, seen, strict=True)])
+    output, results = to_caller_layout(problem, Result(output, None, answers))
+    output = to_dtensor(output, placement)
     if see is None:
         return output
-    results = tuple([_build_result(problem, *each) for each in zip(problem.see, seen, strict=True)])
     return output, results if names is None else dict(zip(names, results, strict=True))
 
 
@@ -225,15 +228,9 @@ def _check_dropout(problem: Problem, keys: Shards) -> None:
 
 
 def _build_result(problem: Problem, statistic: Statistic, arrays: Sequence[Tensor]) -> Any:
-    """Return the result of a statistic from the arrays before a mean over heads or batches.
-
-    The result has no head axis if the caller's arrays have none.
-    """
+    """Return the result of a statistic from the arrays before a mean over heads or batches."""
     if isinstance(statistic, Mean):
         arrays = [statistic.average(array, problem) for array in arrays]
     if not statistic.is_differentiable:
         arrays = [array.detach() for array in arrays]
-    axis = statistic.head_axis(len(problem.batch_shape))
-    if axis is not None:
-        arrays = [problem.squeeze_heads(array, array.ndim - axis - 1) for array in arrays]
     return statistic.build_result(arrays)
