@@ -21,7 +21,7 @@ from sightline.cpu.launch.arguments import convert_sinks
 from sightline.cpu.launch.backward import BoundBackwardCall
 from sightline.cpu.launch.bound_call import BoundCall
 from sightline.cpu.launch.call_family import CallFamily
-from sightline.cpu.launch.prepared_call import KernelInputs
+from sightline.cpu.launch.prepared_call import KernelInputs, PreparedCall
 from sightline.cpu.launch.tile_search import BoundSearch
 from sightline.dispatch import call_cache, call_request
 from sightline.errors import ChangedTableError, ParameterError, TableError
@@ -243,14 +243,14 @@ def keep_numbers(patch):
 
 def keep_seed(patch, kind):
     """Run each bound call of this kind with the seed of the first call."""
-    first = {}
-    make_words = kind.make_words
+    first, run = {}, PreparedCall.run
 
-    def stale(self, fields, tables=(), numbers=(), outputs=(), seed=0):
-        seed = first.setdefault(id(self), (self, seed))[1]
-        return make_words(self, fields, tables, numbers, outputs, seed)
+    def stale(self, *given, seed=0, **named):
+        if isinstance(self.call, kind):
+            seed = first.setdefault(id(self), (self, seed))[1]
+        return run(self, *given, seed=seed, **named)
 
-    patch.setattr(kind, "make_words", stale)
+    patch.setattr(PreparedCall, "run", stale)
 
 
 def run_dropout_directly(patch):
@@ -271,20 +271,14 @@ def keep_sinks(patch):
 
 def keep_address_of_sinks(patch):
     """Run each bound call on the sinks of the first call."""
-    first, kept = {}, []
-    run, make_words = BoundCall.run, BoundCall.make_words
+    first, kept, run = {}, [], PreparedCall.run
 
-    def stale_words(self, fields, *rest):
-        if "sinks" in fields:
-            fields = fields | {"sinks": first.setdefault(id(self), (self, fields["sinks"]))[1]}
-        return make_words(self, fields, *rest)
+    def stale(self, addresses, tables, numbers, threads, key, keep_alive, sinks=0, **named):
+        kept.append(keep_alive)
+        sinks = first.setdefault(id(self), (self, sinks))[1]
+        return run(self, addresses, tables, numbers, threads, key, keep_alive, sinks, **named)
 
-    def keep_alive(self, threads, words, numbers, key, arrays, is_first=False):
-        kept.append(arrays)
-        return run(self, threads, words, numbers, key, arrays, is_first)
-
-    patch.setattr(BoundCall, "make_words", stale_words)
-    patch.setattr(BoundCall, "run", keep_alive)
+    patch.setattr(PreparedCall, "run", stale)
 
 
 def ignore_layouts(patch):

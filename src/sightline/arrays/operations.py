@@ -232,9 +232,9 @@ def memory_layout(array: Array) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
 
 def checksum(array: Array) -> bytes | int:
     """Return a value that changes with the entries of a NumPy array: the bytes of a small array, else their CRC-32."""
-    array = drop_repeats(array)
     if array.nbytes <= MAX_COMPARED_BYTES:
         return bytes(array.tobytes())
+    array = drop_repeats(array)
     return zlib.crc32(array.ravel(order="K").view(np.uint8))
 
 

@@ -190,10 +190,10 @@ def differentiate(
         if d_lse is None:
             return None
     if results is None:
-        fields = {} if d_lse is None else {"d_lse": numpy_address(d_lse)}
+        address = 0 if d_lse is None else numpy_address(d_lse)
         keep_alive = arrays, d_lse
         status, results = entry.prepared.run(
-            addresses, given.tables, given.numbers, threads, operands[1], keep_alive, fields, seed
+            addresses, given.tables, given.numbers, threads, operands[1], keep_alive, d_lse=address, seed=seed
         )
         if status is None:
             return None
@@ -216,10 +216,10 @@ def _subtract_sum(
 ) -> Any:
     """Return d_lse minus the sum `BackwardCall.weights_sum`; None if the sum needs the full dispatch."""
     own_sinks = None if sinks is None else prepared.call.convert_sinks(sinks)
-    fields = {} if own_sinks is None else {"sinks": numpy_address(own_sinks)}
+    address = 0 if own_sinks is None else numpy_address(own_sinks)
     used = *addresses[:NUM_OPERANDS], *addresses[len(READ) :]
     keep_alive = arrays, own_sinks
-    status, (_, sums) = prepared.run(used, given.tables, given.numbers, threads, arrays[1], keep_alive, fields)
+    status, (_, sums) = prepared.run(used, given.tables, given.numbers, threads, arrays[1], keep_alive, address)
     if status != 0:
         return None
     sums = to_numpy(sums).astype(np.float64)

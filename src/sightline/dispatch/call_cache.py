@@ -241,12 +241,12 @@ class CachedCall(ResultBuilder):
 
     def run(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
-        adapter, seed, fields, sinks = self.adapter, request.seed, {}, None
+        adapter, seed, sinks, address = self.adapter, request.seed, None, 0
         if self.has_dropout:
             seed = adapter.draw_seed() if seed is None and adapter.draw_seed is not None else seed or 0
         if request.sinks is not None:
             sinks = self.prepared.call.convert_sinks(request.sinks)
-            fields["sinks"] = numpy_address(sinks)
+            address = numpy_address(sinks)
         status, results = self.prepared.run(
             request.addresses,
             request.tables,
@@ -254,11 +254,13 @@ class CachedCall(ResultBuilder):
             threads,
             key,
             (query, key, value, sinks),
-            fields,
-            seed if self.has_dropout and seed else 0,
+            address,
+            seed=seed if self.has_dropout and seed else 0,
         )
         if status is None or (status and self.statistics):
             return None
+        if not self.needs_lse and not self.statistics:
+            return results[0], ()
         return self.finish(request, query, key, value, results, threads, bool(status), seed or 0)
 
     def finish(

@@ -10,8 +10,9 @@ The call cache, the backward passes, the weights passes and the custom call of X
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from ...arrays.adapters import addresses_of
@@ -20,6 +21,7 @@ from ...formula.expression import Expression
 from ...formula.parameters import structure_of
 from ..calls.launch_record import LaunchRecord
 from ..calls.launcher import FIRST_NUMBER, FIRST_RESULT, MAX_NUMBERS, MAX_RESULTS, UNCHANGED
+from ..codegen.abi import signed_word, to_word
 from .bound_call import BoundCall
 
 RUNS_BEFORE_RECORD = 6  # a record for direct calls, and its buffer, are made for a call that was run so often
@@ -82,7 +84,7 @@ class KernelInputs:
         return arrays, addresses_of(arrays), own_numbers
 
 
-NO_FIELDS: Mapping[str, int] = {}
+COMPUTED = ("sinks", "d_lse", "seed")  # the fields whose words Python computes in each call
 
 
 class PreparedCall:
@@ -115,6 +117,7 @@ class PreparedCall:
         self.call, self.inputs, self.operands, self.results = call, inputs, tuple(operands), tuple(results)
         self.makers, self.num_runs = tuple(makers), 0
         self.has_inputs = bool(inputs.tables or inputs.numbers)
+        self.select_words = itemgetter(*self.find_places())
         self.direct: tuple[int, tuple[Callable[[], Any], ...], LaunchRecord] | None = None
         fits = len(self.makers) <= MAX_RESULTS and len(inputs.numbers) <= MAX_NUMBERS
         self.can_be_direct = can_be_direct and fits and not any(inputs.converters)
@@ -135,7 +138,8 @@ class PreparedCall:
         threads: int | None,
         key: Any,
         keep_alive: tuple[Any, ...],
-        fields: Mapping[str, int] = NO_FIELDS,
+        sinks: int = 0,
+        d_lse: int = 0,
         seed: int = 0,
     ) -> tuple[int | None, list[Any]]:
         """Return the result of `BoundCall.run`, and the results.
@@ -146,20 +150,20 @@ class PreparedCall:
         tables, numbers : the tables and numbers of the caller
         threads, key : as in `BoundCall.run`
         keep_alive : the arrays at these addresses
-        fields : the addresses of other arrays by their fields
+        sinks, d_lse : the addresses of these arrays; 0 if there are none
         seed : the seed of dropout
         """
         results = [make() for make in self.makers]
-        written = addresses_of(results)
-        given = dict(zip(self.operands, addresses, strict=False)) | dict(zip(self.results, written, strict=False))
-        if fields:
-            given |= fields
+        computed = (sinks, d_lse, signed_word(seed) if seed else 0, 0)
         own_tables: Sequence[Any] = ()
-        own_addresses: Sequence[int] = ()
         own_numbers: tuple[float, ...] = ()
         if self.has_inputs:
-            own_tables, own_addresses, own_numbers = self.inputs.of(tables, addresses[len(self.operands) :], numbers)
-        words = self.call.make_words(given, own_addresses, own_numbers, written[len(self.results) :], seed)
+            count = len(self.operands)
+            own_tables, own_addresses, own_numbers = self.inputs.of(tables, addresses[count:], numbers)
+            inputs = (*addresses[:count], *own_addresses, *map(to_word, own_numbers))
+            words = self.select_words((*inputs, *addresses_of(results), *computed))
+        else:
+            words = self.select_words((*addresses[: len(self.operands)], *addresses_of(results), *computed))
         status = self.call.run(threads, words, own_numbers, key, (keep_alive, results, own_tables))
         if self.can_be_direct and status is not None and (self.num_runs < RUNS_BEFORE_RECORD or self.is_outgrown):
             self.prepare_direct(threads, 0 if key is None else key.shape[-2])
@@ -178,13 +182,27 @@ class PreparedCall:
             record = self.call.make_direct_record(threads, num_keys, self.find_sources())
             self.direct = None if record is None else (record.address, self.makers, record)
 
+    def find_places(self) -> list[int]:
+        """Return where `run` finds each word among operands, tables, numbers, results and computed fields."""
+        inputs, operands = self.inputs, len(self.operands)
+        first_number = operands + len(inputs.tables)
+        first_result = first_number + len(inputs.numbers)
+        first_computed = first_result + len(self.makers)
+        place = {name: first_computed + index for index, name in enumerate(COMPUTED)}
+        numbers, unset = range(first_number, first_result), first_computed + len(COMPUTED)
+        return self._place_words(place, first_result, range(operands, first_number), numbers, unset)
+
     def find_sources(self) -> list[int]:
-        """Return the source of each word of the call; see `RecordCode.write_words`."""
-        place = {name: index for index, name in enumerate(self.operands)}
-        place |= {name: FIRST_RESULT + index for index, name in enumerate(self.results)}
-        return [
-            *[place.get(name, UNCHANGED) for name in self.call.call_fields],
-            *[len(self.operands) + table for table in self.inputs.tables],
-            *[FIRST_NUMBER + number for number in self.inputs.numbers],
-            *range(FIRST_RESULT + len(self.results), FIRST_RESULT + len(self.makers)),
-        ]
+        """Return the source of each word in generated code; see `RecordCode.write_words`."""
+        tables = [len(self.operands) + table for table in self.inputs.tables]
+        numbers = [FIRST_NUMBER + number for number in self.inputs.numbers]
+        return self._place_words({}, FIRST_RESULT, tables, numbers, UNCHANGED)
+
+    def _place_words(
+        self, place: dict[str, int], first_result: int, tables: Sequence[int], numbers: Sequence[int], unset: int
+    ) -> list[int]:
+        """Return the place of each word of the call: its fields by name, then tables, numbers and other outputs."""
+        place = place | {name: index for index, name in enumerate(self.operands)}
+        place |= {name: first_result + index for index, name in enumerate(self.results)}
+        outputs = range(first_result + len(self.results), first_result + len(self.makers))
+        return [*[place.get(name, unset) for name in self.call.call_fields], *tables, *numbers, *outputs]
