@@ -10,7 +10,7 @@ import torch
 
 import sightline
 from sightline.errors import ParameterError, ShapeError, UnknownArgumentError
-from sightline.problem.migration import CURES, OPTIONS, OPTIONS_OF
+from sightline.problem.foreign_arguments import CURES, OPTIONS, OPTIONS_OF
 
 B, H, N, M, D = 2, 4, 7, 9, 8
 

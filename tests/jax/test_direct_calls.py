@@ -16,7 +16,7 @@ from sightline import b, h, i, j, s, table
 from sightline.cpu.calls import xla_direct_call, xla_handler
 from sightline.cpu.launch.prepared_call import RUNS_BEFORE_RECORD
 from sightline.cpu.runtime.compile import bound_calls, call_families
-from sightline.jax import direct_entries, dot_product_attention, primitives, target
+from sightline.jax import custom_call, direct_entries, dot_product_attention, primitives
 from sightline.jax.host_calls import parse_call
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the code reads the environment of POSIX")
@@ -53,8 +53,8 @@ def draw(rng):
 @pytest.fixture(name="python_calls")
 def count_python_calls(monkeypatch):
     """Return a list that grows with each call that runs in Python."""
-    calls, parse = [], target.parse_call
-    monkeypatch.setattr(target, "parse_call", lambda text: calls.append(text) or parse(text))
+    calls, parse = [], custom_call.parse_call
+    monkeypatch.setattr(custom_call, "parse_call", lambda text: calls.append(text) or parse(text))
     return calls
 
 
@@ -191,9 +191,9 @@ def test_every_fault_is_seen(fault, draw, monkeypatch, fresh_kernels):
     for module in {xla_direct_call, code}:
         monkeypatch.setattr(module, "PRIME", 0)
     monkeypatch.setattr(xla_handler, "XlaDirectCall", code.XlaDirectCall)
-    monkeypatch.setattr(target, "TARGET", f"sightline direct: {fault}")
-    monkeypatch.setattr(target, "_entries", direct_entries.DirectEntries())
-    monkeypatch.setattr(primitives, "register", target.register.__wrapped__)
+    monkeypatch.setattr(custom_call, "TARGET", f"sightline direct: {fault}")
+    monkeypatch.setattr(custom_call, "_entries", direct_entries.DirectEntries())
+    monkeypatch.setattr(primitives, "register", custom_call.register.__wrapped__)
     if fault is None:
         check_all(draw)
         return

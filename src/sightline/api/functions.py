@@ -18,8 +18,8 @@ from ..formula.library import bias
 from ..kv_cache import KVCache, as_arrays
 from ..partition.cost_model import Hardware, predict_problem
 from ..partition.shards import Method, ShardLayout
+from ..problem.foreign_arguments import refuse_arguments
 from ..problem.kernel import choose
-from ..problem.migration import refuse_arguments
 from ..problem.problem import make_problem
 from ..problem.validation import Layout, check_choice, fold_scale, read_score, split_names, to_heads_first
 from ..reference import streaming

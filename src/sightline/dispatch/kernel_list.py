@@ -1,4 +1,7 @@
-"""The list `KERNELS`, and the forward and backward passes of a validated problem by the kernel that is chosen."""
+"""The list `KERNELS`, and the forward and backward passes of a validated problem by the kernel that is chosen.
+
+`problem.kernel.choose` chooses the kernel. `torch.dispatch.kernels` adds torch's own.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The operators of the formula language. `OPERATORS` has one line for each, with the facts that all passes need.
 
-Each pass over a formula has a dict of rules by the name of the operator: interval arithmetic, derivative, array
-evaluation, Triton code and the CPU's code. Tests check that each dict has a rule for every operator; the derivative has
+Each pass over a formula has a dict of rules by the name of the operator: `formula.interval_arithmetic`,
+`formula.derivative`, `formula.evaluate_array`, `cpu.codegen.render_llvm` and `gpu.codegen.render_triton`. Tests check that each dict has a rule for every operator; the derivative has
 rules only for operators that return floats.
 """
 

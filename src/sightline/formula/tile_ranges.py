@@ -1,7 +1,8 @@
 """Classification of tiles as empty, full or partial: which key blocks each block of queries must process.
 
-Interval arithmetic on the mask decides it. The key axis is bisected only where the bounds leave a tile undecided, so
-the work grows with the number of allowed pairs, not with n².
+`interval_arithmetic` on the mask decides it, with the extremes of tables from `table_bounds`. The key axis is bisected
+only where the bounds leave a tile undecided, so the work grows with the number of allowed pairs, not with n². Repeated
+calls find their tile ranges in generated code: `cpu.codegen.render_bounds` and `cpu.kernels.tile_search`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ except ImportError as error:
         "sightline.jax without JAX", "JAX 0.7 to 0.10", 'pip install "sightline-attention[jax]"'
     ) from error
 
+from .custom_call import register
 from .functional import dot_product_attention
-from .target import register
 
 register()
 

@@ -14,7 +14,7 @@ from ..arrays.operations import resolve_dtype
 from ..errors import ParameterError, ShapeError
 from ..partition.lse_merge import Sums, combine, read_part, start
 from ..partition.shards import ShardLayout, Shards, check_layout
-from ..problem.migration import refuse_arguments
+from ..problem.foreign_arguments import refuse_arguments
 from ..problem.problem import NUM_OPERANDS
 from ..problem.validation import read_sinks, read_statistics, split_names
 from ..statistics import Lse, Statistic, StatisticBase

@@ -23,10 +23,10 @@ from ..errors import KernelRefusedError
 from ..problem.problem import NUM_OPERANDS
 from .array_operations import attend, gradients, tangents
 from .batching import batch
+from .custom_call import register
 from .host_calls import ArrayType, BackwardCall, ForwardCall, HostCall, TangentCall
 from .options import CallOptions
 from .result_indices import LSE, OUTPUT, PRECISE_LSE
-from .target import register
 
 MAX_COMPILED = 256  # programs of calls outside of `jit`; the least recently used is dropped beyond this number
 # the attribute of an abstract array that has the axes of `jax.shard_map` over which the array varies

@@ -1,6 +1,7 @@
 """The base class of statistics: shapes of the arrays, the update by a tile of weights, and the gradient as a formula.
 
-P are the normalised weights before dropout. S are the final masked scores in nats, −∞ where hidden.
+P are the normalised weights before dropout. S are the final masked scores in nats, −∞ where hidden. A new statistic is
+a subclass of `selection.Statistic` and a line in `statistics.STATISTICS`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import _C, Tensor
 from torch.nn import Parameter
 
-from ..arrays.adapters import ADAPTERS, BOOLEANS, ArrayAdapter
+from ..arrays.allocation import ADAPTERS, BOOLEANS, ArrayAdapter
 from ..arrays.kinds import check_class, check_memory, refuse_subclass
 from ..arrays.layouts import MAX_GPUS, Layout, Tensors, make_kind
 from ..dispatch import call_cache

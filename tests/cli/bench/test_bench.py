@@ -264,7 +264,7 @@ def test_the_dot_product_of_pairs_adds_up():
     """The LLVM text of the bfloat16 peak adds two products to each lane, in every chain and iteration."""
     if not has_bfloat16_dot():
         pytest.skip("no AVX-512 bfloat16")
-    from sightline.cpu.kernels.product_loops import NAME, UNROLL, _dot_product_loop
+    from sightline.cpu.kernels.rate_loops import NAME, UNROLL, _dot_product_loop
     from sightline.cpu.runtime.compile import compile_module
     from sightline.cpu.runtime.machine import host
 

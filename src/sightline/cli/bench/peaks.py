@@ -72,7 +72,7 @@ def has_bfloat16_dot() -> bool:
 
 def _flops_try(name: str, threads: int) -> Callable[[], float]:
     """Return a function that makes one try of a loop of independent instructions and returns its rate in FLOP/s."""
-    from ...cpu.kernels.product_loops import make_product_loop
+    from ...cpu.kernels.rate_loops import make_product_loop
     from ...cpu.runtime.compile import compile_module
     from ...cpu.runtime.machine import host
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.product_loops import NAME, make_product_loop
+from ..kernels.rate_loops import NAME, make_product_loop
 from ..runtime.machine import Machine
 from ..runtime.processor import HOST, Processor
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...dispatch.kernel_list import to_caller_layout
 from ...errors import ParameterError
 from ...partition.shards import Method, ShardLayout, Shards, check_method, check_shards
+from ...problem.foreign_arguments import refuse_arguments
 from ...problem.kernel import Result
-from ...problem.migration import refuse_arguments
 from ...problem.problem import Problem, make_problem
 from ...problem.validation import (
     broadcast_inputs,
