@@ -1,8 +1,8 @@
 """The operators of the formula language. `OPERATORS` has one line for each, with the facts that all passes need.
 
 Each pass over a formula has a dict of rules by the name of the operator: `formula.interval_arithmetic`,
-`formula.derivative`, `formula.evaluate_array`, `cpu.codegen.render_llvm` and `gpu.codegen.render_triton`. Tests check that each dict has a rule for every operator; the derivative has
-rules only for operators that return floats.
+`formula.derivative`, `formula.evaluate_array`, `cpu.codegen.render_llvm` and `gpu.codegen.render_triton`. Tests check
+that each dict has a rule for every operator; the derivative has rules only for operators that return floats.
 """
 
 from __future__ import annotations

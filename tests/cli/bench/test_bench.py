@@ -117,7 +117,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", [None, CAUSAL, *MASKS], ids=str)
+@pytest.mark.parametrize("mask", [None, CAUSAL, *MASKS], ids=["no mask", "causal", *MASKS])
 def test_allowed_pairs_are_those_of_the_dense_mask(mask):
     if mask in MASKS:
         mask = Mask("x", lambda n, to_table, formula=MASKS[mask]: lambda *_: formula)

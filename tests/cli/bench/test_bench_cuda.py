@@ -71,7 +71,7 @@ def test_scores_are_the_same_for_flex_attention(name):
     score = cuda_benchmarks.FORMULAS[name]["score"]
     at = {"s": 1.5, "b": 0, "h": 1, "i": 7, "j": 3}
     flex = score.make_function(4, torch.as_tensor)(*(torch.tensor(value) for value in at.values()))
-    assert float(flex) == pytest.approx(float(workloads.evaluate_at(score.formula(4), 9, 9, **at)))
+    assert float(flex) == pytest.approx(float(check.evaluate_at(score.formula(4), 9, 9, **at)))
 
 
 # -- the device --------------------------------------------------------------------------------------------------------

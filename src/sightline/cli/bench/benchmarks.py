@@ -14,14 +14,14 @@ import numpy as np
 from ...errors import ParameterError
 from ...formula.expression import SYMBOLS
 from ...statistics import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
-from .cases import Benchmark, Group, Target
+from .cases import SEED, Benchmark, Group, Target
 from .contenders import Sightline
 from .host_cases import FirstCall
 from .models import MODELS
 from .peers import SightlineInJax
 from .short_calls import OVERHEADS, SHORT_CALLS
 from .tangents import TANGENTS
-from .workloads import CAUSAL, SEED, Mask, Passes, Series, ToTable, Workload
+from .workloads import CAUSAL, Mask, Passes, Series, ToTable, Workload
 
 
 def window(width: int) -> Mask:

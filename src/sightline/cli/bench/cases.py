@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .device import Device
 
 BEST = "best peer"
+SEED = 1706  # of all arrays of the bench
 
 # The results of a contender by name, in float32 NumPy arrays with the axis of heads before the axis of positions:
 # "output", and the gradients "query", "key", "value" and "bias". The repr of a statistic names the tuple of its arrays.

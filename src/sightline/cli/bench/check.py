@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...arrays.operations import resolve_dtype
+from ...formula.evaluate_array import evaluate
+from ...formula.expression import Expression
 from ...formula.library import bias
 from ...problem.problem import Problem
 from ...reference import definition as reference
@@ -35,7 +37,10 @@ from ...reference.accuracy import (
 )
 from ...reference.dropout import keep_factor
 from ...statistics import Pooled, Received, Statistic
-from .workloads import SEED, Inputs, Workload, evaluate_at
+from .cases import SEED
+
+if TYPE_CHECKING:
+    from .workloads import Inputs, Workload
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -122,6 +127,15 @@ def sample(workload: Workload, inputs: Inputs, queries: Array | None = None, hea
         rows=i,
         columns=j,
     )
+
+
+def evaluate_at(formula: Expression, n: int, m: int, **symbols: Any) -> Any:
+    """Return an array with what the formula gives, bool or float64.
+
+    `symbols` are arrays of b, h, i, j and s, as far as the formula reads them; they broadcast against each other.
+    """
+    symbols = {name: np.asarray(value) for name, value in symbols.items()} | {"n": n, "m": m}
+    return evaluate(formula, symbols, xp=np, float_dtype=np.dtype("float64"), like=symbols["i"])
 
 
 def _reference_stages(problem: SampledProblem) -> reference.Stages:

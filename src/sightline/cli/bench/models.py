@@ -24,8 +24,7 @@ import numpy as np
 from ...arrays.operations import to_numpy
 from ...reference.accuracy import budget_used
 from ...statistics import entropy
-from .cases import Case, Contender, Group, PreparedCall
-from .workloads import SEED
+from .cases import SEED, Case, Contender, Group, PreparedCall
 
 Arrays = dict[str, Any]  # NumPy arrays by name; the last axis is a row, whose errors are compared with the row's size
 Batch = dict[str, Any]  # the arguments of a model, by name

@@ -21,10 +21,10 @@ import numpy as np
 from ...api.functions import attention
 from ...formula.library import bias, causal, padding
 from ...statistics import entropy
-from .cases import Contender, Group, PreparedCall
+from .cases import SEED, Contender, Group, PreparedCall
 from .check import share_of_budget
 from .contenders import name_results
-from .workloads import CAUSAL, SEED, Inputs, Mask, Workload
+from .workloads import CAUSAL, Inputs, Mask, Workload
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Function = Callable[[Any, Any, Any, Any], Any]  # a function of query, key, value and the extra argument of its kind

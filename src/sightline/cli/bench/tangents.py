@@ -14,8 +14,7 @@ import numpy as np
 
 from ...api.functions import attention
 from ...reference.accuracy import budget_used
-from .cases import Case, Contender, Group, PreparedCall
-from .workloads import SEED
+from .cases import SEED, Case, Contender, Group, PreparedCall
 
 SMALL_LENGTH = 64  # number of queries in a small version
 

@@ -20,18 +20,17 @@ import numpy as np
 
 from ...arrays.operations import resolve_dtype
 from ...caching import cached_property
-from ...formula.evaluate_array import evaluate
 from ...formula.expression import SYMBOLS, Expression
 from ...formula.tables import Table
 from ...formula.tile_ranges import count_pairs
 from ...problem.problem import Problem, make_problem
 from ...statistics import Pooled, Statistic
-from .cases import Case, Contender, Group, PreparedCall, Target
+from .cases import SEED, Case, Contender, Group, PreparedCall, Target
+from .check import share_of_budget
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes of one number of each dtype
-SEED = 1706
 SMALL_LENGTH = 150  # largest number of queries and of keys in a small version; not a multiple of any tile size
 SMALL_CELLS = 50  # largest number of pooled cells per side in a small version; it divides `SMALL_LENGTH`
 CHECKED_GRADIENT_ROWS = 1024  # number of queries whose contributions to the gradients are checked
@@ -215,8 +214,6 @@ class Workload(Case):
 
         If the contender can replace d_output, a d_output of many queries is replaced by a sample of them.
         """
-        from .check import share_of_budget  # which needs this module
-
         if prepared.set_d_output is None:
             return share_of_budget(self, inputs, prepared.results(prepared.call(prepared.setup())))
         sampled = inputs.with_sampled_d_output
@@ -308,12 +305,3 @@ class Inputs:
         sampled = np.zeros_like(self.d_output)
         sampled[..., rows, :] = self.d_output[..., rows, :]
         return replace(self, d_output=sampled)
-
-
-def evaluate_at(formula: Expression, n: int, m: int, **symbols: Any) -> Any:
-    """Return an array with what the formula gives, bool or float64.
-
-    `symbols` are arrays of b, h, i, j and s, as far as the formula reads them; they broadcast against each other.
-    """
-    symbols = {name: np.asarray(value) for name, value in symbols.items()} | {"n": n, "m": m}
-    return evaluate(formula, symbols, xp=np, float_dtype=np.dtype("float64"), like=symbols["i"])

@@ -11,8 +11,8 @@ For a tile of keys j and a block of queries i (Dao et al., "FlashAttention", 202
 In the first three products vectors run along queries, as in the forward kernel. In the last two products vectors run
 along d, on copies of the rows of dO and Q. Both products are added to rows of dV and dK that only one thread writes: a
 work item is one split of the keys of one or all key heads, and loops over all queries of the key heads. The number of
-splits follows from the problem alone (`launch.backward.Split`), and the splits' terms of dQ are added in the order of the splits, so that results
-are the same for any number of threads.
+splits follows from the problem alone (`launch.backward.Split`), and the splits' terms of dQ are added in the order of
+the splits, so that results are the same for any number of threads.
 
 The kernel does not treat NaN and ∞: a gradient that is not finite sets `nonfinite_flag`, and the caller discards the
 results.

@@ -5,9 +5,10 @@
     P              = 2^(Sᵀ − m')                               l  = α l + Σ P
     Oᵀ[d_v][lane]  = α Oᵀ + Σ_key V[key][d_v] · P[key][lane]   at the end O = Oᵀ / l
 
-Register tiles (`codegen.register_tile`) compute both products. A work item is one block of queries of one head. An atomic counter distributes
-the items among the threads. `kernels.score_functions` writes the functions that apply score and mask to a tile. They
-may be in a module of their own, so that the rest of the kernel is compiled once for all formulas.
+Register tiles (`codegen.register_tile`) compute both products. A work item is one block of queries of one head. An
+atomic counter distributes the items among the threads. `kernels.score_functions` writes the functions that apply score
+and mask to a tile. They may be in a module of their own, so that the rest of the kernel is compiled once for all
+formulas.
 """
 
 from __future__ import annotations
