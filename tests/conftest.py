@@ -1,7 +1,8 @@
-"""Settings of all tests: equal random draws in every run, and soak tests only with `-m soak`."""
+"""Settings of all tests: equal random draws in every run, soak and wide tests only with `-m soak` and `-m wide`."""
 
 import gc
 import os
+import zlib
 
 import numpy.ma  # noqa: F401 - its first import fails in a test that has changed NumPy's functions
 import pytest
@@ -40,12 +41,58 @@ def pytest_configure(config):
         settings.load_profile("soak")
 
 
+# What `make test-wide` runs: products of dtypes, layouts and frameworks, and long programs. `make test` runs one in so
+# many of their tests, or none of them for 0. Which one follows from its name, so that every run takes the same.
+WIDE = {
+    "arrays/test_kinds.py::test_right_or_refused_by_name": 6,
+    "cli/bench/test_bench.py::test_a_quick_run": 0,
+    "cli/bench/test_bench_cuda.py": 4,
+    "cli/bench/test_rank_scaling.py": 0,
+    "dispatch/test_repeated_calls.py::test_drawn_calls_equal_the_definition": 3,
+    "gpu/test_interpreted.py::test_interpreted[test_gpu_gradients]": 0,
+    "gpu/test_interpreted.py::test_interpreted[test_gpu_small_problems]": 0,
+    "gpu/test_interpreted.py::test_interpreted[test_gpu_statistics]": 0,
+    "gpu/test_interpreted.py::test_interpreted[test_gpu_tune]": 0,
+    "jax/test_array_operations.py": 0,
+    "jax/test_distributed.py": 0,
+    "jax/test_jax.py": 2,
+    "keras/test_keras_backends.py": 0,
+    "kv_cache/test_kv_cache.py::test_a_compiled_loop_gives_the_same_outputs": 0,
+    "reference/test_gradients.py": 2,
+    "test_examples.py": 0,
+    "torch/distributed/test_distributed_attention.py": 3,
+    "torch/distributed/test_distributed_memory.py": 0,
+    "torch/distributed/test_distributed_training.py": 0,
+    "torch/test_causal_bias.py": 4,
+    "torch/test_layers.py": 3,
+    "torch/test_operator.py::test_agrees_with_torch": 0,
+    "torch/test_operator.py::test_changing_numbers_in_formulas_compile": 0,
+    "torch/test_operator.py::test_gradients_equal_finite_differences": 0,
+    "torch/test_operator.py::test_leading_axes_of_a_bias_broadcast_when_compiled": 3,
+    "transformers/test_mask_interface.py": 4,
+}
+
+
+def is_wide(item):
+    """True if `make test` leaves the test to `make test-wide`."""
+    name = item.nodeid.removeprefix("tests/")
+    kept = next((one_in for start, one_in in WIDE.items() if name.startswith(start)), 1)
+    return kept == 0 or zlib.crc32(name.encode()) % kept > 0
+
+
 def pytest_collection_modifyitems(config, items):
-    """Deselect tests marked `soak` unless -m names that marker."""
-    if "soak" not in config.getoption("markexpr"):
-        deselected = [item for item in items if item.get_closest_marker("soak")]
-        items[:] = [item for item in items if item not in deselected]
-        config.hook.pytest_deselected(items=deselected)
+    """Deselect tests marked `soak`, and wide ones, unless -m names that marker or the command names the test."""
+    chosen, named = config.getoption("markexpr"), any("::" in argument for argument in config.args)
+    for item in items:
+        if not item.get_closest_marker("soak") and is_wide(item):
+            item.add_marker("wide")
+    hidden = [marker for marker in ("soak", "wide") if marker not in chosen and not (marker == "wide" and named)]
+    deselected = [item for item in items if any(map(item.get_closest_marker, hidden))]
+    if "wide" in chosen:
+        deselected += [item for item in items if not item.get_closest_marker("wide")]
+    left_out = set(map(id, deselected))
+    items[:] = [item for item in items if id(item) not in left_out]
+    config.hook.pytest_deselected(items=deselected)
 
 
 def pytest_collection_finish():
