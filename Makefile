@@ -1,4 +1,4 @@
-# The main commands are `make demo`, `make check` and `make test`. Both create .venv if it does not exist.
+# The main commands are `make demo`, `make check` and `make test`. Each creates .venv if it does not exist.
 # `make demo EXTRAS=plot` does not install torch, transformers and the encoder's weights.
 PYTHON ?= python3
 EXTRAS ?= demo

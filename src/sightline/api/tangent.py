@@ -13,10 +13,9 @@ from ..errors import DtypeError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
 from ..problem.kernel import Tangents
-from ..problem.problem import Problem, make_problem
+from ..problem.problem import OPERANDS, Problem, make_problem
 from ..problem.validation import broadcast_inputs, check_choice, read_scale, read_score
 
-OPERANDS = ("query", "key", "value")
 TRANSFORMS = {  # what differentiates arrays of other libraries
     "attention_tangent": {"torch": "torch.func.jvp", "jax": "jax.jvp"},
     "attention_vjp": {"torch": "loss.backward()", "jax": "jax.vjp"},

@@ -20,10 +20,10 @@ from ..dispatch.kernel_list import differentiate, make_plan, solve, to_caller_la
 from ..errors import ChangedTableError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.tables import Table
-from ..problem.problem import Problem, make_problem
+from ..problem.problem import OPERANDS, Problem, make_problem
 from ..problem.validation import check_choice, read_score, split_names
 from ..statistics import Lse, Statistic, StatisticBase, arrays_of, unwrap_mean
-from .tangent import OPERANDS, check_numpy, include_scale
+from .tangent import check_numpy, include_scale
 
 MAX_COMPARED_BYTES, NUM_SAMPLES = 4096, 64
 
@@ -79,10 +79,10 @@ def attention_vjp(
     Raises
     ------
     ParameterError
-        `wrt` names an unknown input, an input that is not given, or a table that the score does not read; or, by `vjp`,
-        a statistic that has no gradient has one.
+        `wrt` names an unknown input, an input that is not given, or a table that the score does not read. `vjp` raises
+        it if `d_seen` has a gradient of a statistic that cannot be differentiated.
     ShapeError, DtypeError
-        A gradient has not the shape of its result, or no floats; or query is no NumPy array.
+        A gradient has another shape than its result, or holds no floats. Query, key or value is no NumPy array.
     ChangedTableError
         `vjp` was called after an array of the call had changed. Of large queries, keys, values and outputs, a few
         entries are compared, so a change of other entries is not found.

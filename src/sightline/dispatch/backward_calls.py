@@ -19,11 +19,10 @@ from ..arrays.layouts import numpy_address
 from ..arrays.operations import accumulator, convert, detach, dtype_name, namespace, to_numpy
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..problem.kernel import Gradients
-from ..problem.problem import NUM_OPERANDS, Problem
+from ..problem.kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients
+from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem
 from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
 from . import lookup
-from .call_cache import OPERANDS
 from .call_request import Request, conditions_of
 from .call_text import count_arrays, split_arrays
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from ..cpu.launch.prepared_call import PreparedCall
 
 MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
-READ = (*OPERANDS, "output", "d_output", "lse")  # what the backward kernel reads besides the tables
-SUMS = ("d_query", "d_key", "d_value")
 
 
 class BackwardInputs(NamedTuple):
@@ -73,13 +70,12 @@ def read_inputs(
     operands : query, key and value
     results : the saved results: output, lse, and the `arrays_to_save`
     """
-    d_output, xp = gradients[0], None
+    d_output = gradients[0]
     has_others = any(gradient is not None for gradient in gradients[1:])
     if d_output is None:
         if not has_others:
             return None
-        xp = namespace(results[0])
-        d_output = xp.zeros_like(results[0])
+        d_output = namespace(results[0]).zeros_like(results[0])
     if not has_others and not conditions_of(request.see):
         return BackwardInputs(d_output, None, request.tables, request.numbers, ())
     added: StatisticGradients | None = StatisticGradients()
@@ -198,11 +194,11 @@ def differentiate(
         if status is None:
             return None
     call, dtype = entry.prepared.call, operands[0].dtype
-    gradients = call.combine(results[: len(SUMS)])
+    gradients = call.combine(results[: len(BACKWARD_SUMS)])
     if gradients[0].dtype != dtype:
         xp = namespace(gradients[0])
         gradients = [xp.astype(gradient, dtype) for gradient in gradients]
-    return BackwardResult(gradients, d_lse, call, results[len(SUMS) :])
+    return BackwardResult(gradients, d_lse, call, results[len(BACKWARD_SUMS) :])
 
 
 def _subtract_sum(
@@ -217,7 +213,7 @@ def _subtract_sum(
     """Return d_lse minus the sum `BackwardCall.weights_sum`; None if the sum needs the full dispatch."""
     own_sinks = None if sinks is None else prepared.call.convert_sinks(sinks)
     address = 0 if own_sinks is None else numpy_address(own_sinks)
-    used = *addresses[:NUM_OPERANDS], *addresses[len(READ) :]
+    used = *addresses[:NUM_OPERANDS], *addresses[len(BACKWARD_OPERANDS) :]
     keep_alive = arrays, own_sinks
     status, (_, sums) = prepared.run(used, given.tables, given.numbers, threads, arrays[1], keep_alive, address)
     if status != 0:
@@ -245,7 +241,7 @@ def keep(
     formulas : mask and score
     """
     call = found.bound_call
-    if call is None or given is None or len(entries) >= MAX_BACKWARD_CALLS:
+    if call is None or given is None:
         return
     from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as the bound call did
 
@@ -265,8 +261,8 @@ def keep(
     makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
     makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]
     can_be_direct = not given.structure and not has_dropout  # else Python computes d_lse, or gives the seed
-    prepared = PreparedCall(call, inputs, READ, SUMS, makers, can_be_direct)
-    entries.setdefault((read[0], given.structure), BackwardCall(prepared, weights_sum))
+    prepared = PreparedCall(call, inputs, BACKWARD_OPERANDS, BACKWARD_SUMS, makers, can_be_direct)
+    lookup.store(entries, (read[0], given.structure), BackwardCall(prepared, weights_sum), MAX_BACKWARD_CALLS)
 
 
 def arrays_to_save(see: Sequence[Statistic], results: Sequence[Any]) -> list[Any]:

@@ -40,7 +40,7 @@ from ..arrays.layouts import numpy_address
 from ..cpu.runtime.compile import bound_calls, call_families
 from ..formula.expression import Expression
 from ..problem.kernel import Result
-from ..problem.problem import NUM_OPERANDS, Problem
+from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem
 from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Statistic, average_over, unwrap_mean
 from . import lookup
 from .call_request import WEIGHTS_STATISTICS, Description, Request, family_key, without_key_length
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from ..cpu.launch.prepared_call import PreparedCall
     from ..cpu.launch.weights_pass import BoundPass
 
-OPERANDS = ("query", "key", "value")  # the first arrays of `Request.addresses`
-
 
 def answer(
     description: Description, query: Any, key: Any, value: Any, sinks: Any, seed: int | None, threads: int | None
@@ -62,7 +60,7 @@ def answer(
     entries = bound_calls()
     found = lookup.find_or_run(entries, structure, numbers, query, key, value, *arrays)
     if type(found) is not tuple:
-        return None if found is None else (found, ()), None
+        return (None if found is None else (found, ())), None
     call, results, layouts, *addresses = found
     request = Request((layouts, structure), tuple(addresses), mask, score, see, tables, numbers, sinks, seed)
     if call is None:
@@ -72,9 +70,9 @@ def answer(
     if call is not None and lookup.find_or_run is lookup.find_in_python:
         lookup.use_generated_functions()
     if results is not None:
-        answer = call.finish(request, query, key, value, results, threads)
-        return (None, request) if answer is None else (answer, None)
-    result = None if call is None else call.run(request, query, key, value, threads)
+        result = call.finish(request, query, key, value, results, threads)
+    else:
+        result = None if call is None else call.run(request, query, key, value, threads)
     return (None, request) if result is None else (result, None)
 
 
@@ -358,6 +356,7 @@ def insert(
         passes.append(CachedPass(call, bound))
     output = problem.squeeze_heads(result.output, 2)
     statistics, statistic_dtypes = describe_statistics(problem)
+    # a direct call that returns its output alone is not joined, so `join` must not be needed for it
     needs_lse = kind.keeps_lse or attach is not None or bool(passes)
     needs_lse = needs_lse or any(isinstance(one.statistic, Lse) for one in statistics)
     has_dropout, can_be_direct = problem.dropout > 0, problem.dropout == 0 and request.sinks is None

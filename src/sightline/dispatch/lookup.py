@@ -6,21 +6,21 @@
 `entries` has the calls that were met: the call cache for forward passes, or the backward passes of one cached call. The
 key of an entry is (layouts, structure). An entry has the attribute `prepared`, a `PreparedCall`. If that call is
 direct, generated code runs it and `results` is a tuple of its results; if it has only one result, this result alone is
-returned. Else `results` is None, and the caller runs the entry. The entry is None if the call was not met. Nothing but
-None is returned if only the full dispatch can read the arrays; see `arrays.layouts`.
+returned. Else `results` is None, and the caller runs the entry. The entry is None if the call was not met. The whole
+result is None if only the full dispatch can read the arrays; see `arrays.layouts`. The full dispatch is the way of a
+first call: all checks, the choice of a kernel, and its planning.
 
 `find_in_python` looks up in Python, and runs no call. It is replaced by generated code when the first entry is found.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..arrays import layouts as array_layouts
 
-MAX_CACHED_CALLS = 256  # beyond this number, `store` drops the least recently used call
+MAX_CACHED_CALLS = 256  # the call cache moves an entry that was used to the end, so the least recently used is dropped
 
 
 def find_in_python(
@@ -63,11 +63,11 @@ def serve_tensors(tensors: array_layouts.Tensors) -> None:
     use(array_layouts.read_in_python, find_in_python)
 
 
-def store(entries: OrderedDict[Any, Any], key: tuple[Any, ...], entry: Any) -> None:
-    """Store an entry, and drop the least recently used entries beyond `MAX_CACHED_CALLS`."""
+def store(entries: dict[Any, Any], key: tuple[Any, ...], entry: Any, limit: int | None = None) -> None:
+    """Store an entry, and drop the first entries of the dict beyond `limit`, by default `MAX_CACHED_CALLS`."""
     entries[key] = entry  # each operation on the dict is atomic, so that no thread waits for a lock
-    while len(entries) > MAX_CACHED_CALLS:
+    while len(entries) > (MAX_CACHED_CALLS if limit is None else limit):
         try:
-            entries.popitem(last=False)
-        except KeyError:  # other threads have removed the last entries
+            del entries[next(iter(entries))]
+        except (KeyError, StopIteration, RuntimeError):  # other threads have changed the dict
             break

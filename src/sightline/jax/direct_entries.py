@@ -38,8 +38,10 @@ class DirectEntries:
 
     def update(self, text: bytes, call: HostCall) -> None:
         """Install the entry of a call with this text that ran in Python, if the call is direct."""
-        prepared = call.find_prepared() if isinstance(call, ForwardCall) and os.name == "posix" else None
-        if prepared is None or prepared.direct is None or not isinstance(call, ForwardCall):
+        if not isinstance(call, ForwardCall) or os.name != "posix":
+            return
+        prepared = call.find_prepared()
+        if prepared is None or prepared.direct is None:
             return
         key, record = (text, machine_setting()), prepared.direct[2]
         entry = self.entries.get(key)

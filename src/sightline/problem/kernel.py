@@ -19,7 +19,7 @@ from ..arrays.operations import convert, namespace, to_numpy
 from ..errors import KernelRefusedError, ParameterError
 from ..formula.expression import Expression, Lookup, walk
 from ..statistics import StatisticGradients
-from .problem import Problem
+from .problem import OPERANDS, Problem
 
 MAX_FORMULA_NODES = 400  # most nodes of mask and score together: LLVM compiles a node in about 10 ms
 MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above this lse, adjacent floats of the dtype differ by 1 or more
@@ -92,6 +92,11 @@ class Tangents:
     value: Any = None
     tables: tuple[Any, ...] = ()
     sinks: Any = None
+
+
+# What a backward kernel reads besides tables, and what the CPU's fills: sums that become gradients.
+BACKWARD_OPERANDS = (*OPERANDS, "output", "d_output", "lse")
+BACKWARD_SUMS = ("d_query", "d_key", "d_value")
 
 
 class Kernel(ABC):

@@ -37,7 +37,8 @@ from ..statistics import Statistic
 from . import validation
 from .validation import Formula, check_device
 
-NUM_OPERANDS = 3  # query, key and value, the first arrays of every list of arguments
+OPERANDS = ("query", "key", "value")  # the first arrays of every list of arguments
+NUM_OPERANDS = len(OPERANDS)
 
 Extent = tuple[int, int, int, int]
 

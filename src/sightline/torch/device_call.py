@@ -27,7 +27,7 @@ from ..dispatch.call_request import Request
 from ..dispatch.lookup import store
 from ..formula.expression import Expression
 from ..gpu.tuning.configurations import selection_version
-from ..problem.kernel import Gradients, Result
+from ..problem.kernel import BACKWARD_OPERANDS, Gradients, Result
 from ..problem.problem import NUM_OPERANDS, Problem
 from .autograd import needs_gradients
 from .graph_attacher import CachedGraphCall, GraphAttacher
@@ -35,7 +35,6 @@ from .graph_attacher import CachedGraphCall, GraphAttacher
 if TYPE_CHECKING:
     from ..gpu.launch.bound_call import BoundCall
 
-BACKWARD_INPUTS = "query", "key", "value", "output", "d_output", "lse"  # what the backward kernels read besides tables
 NUM_AXES = 4  # of query, key and value, as torch's own kernels take them
 MAX_CALLS_BY_NUMBERS = 64  # calls that differ only in the numbers of their formulas: each has kernels of its own
 
@@ -126,7 +125,7 @@ class _GraphCall(CachedGraphCall):
         _, read = self.read_arrays(gradients, inputs, results)
         if read is None or selection is None:
             return
-        addresses = [recorded.inputs[name].data_ptr() for name in BACKWARD_INPUTS]
+        addresses = [recorded.inputs[name].data_ptr() for name in BACKWARD_OPERANDS]
         call = BoundCall.of(recorded, self.formulas, self.request.tables)
         if call is not None and addresses == [*read[1 : 1 + len(addresses)]]:
             if len(calls) >= MAX_BACKWARD_CALLS:

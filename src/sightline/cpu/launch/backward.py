@@ -11,7 +11,7 @@ import numpy as np
 
 from ...arrays.operations import convert, detach, empty, layout, namespace, to_numpy
 from ...formula.expression import Expression
-from ...problem.kernel import Gradients, is_lse_precise
+from ...problem.kernel import BACKWARD_SUMS, Gradients, is_lse_precise
 from ...problem.problem import Problem
 from ...statistics import Mass, StatisticGradients
 from ..codegen.abi import BACKWARD_CALL_FIELDS
@@ -31,8 +31,6 @@ from .forward import forward
 from .statistics import FusedStatistics
 from .table_gradients import TableGradient, differentiate_sinks, find_table_gradients, sum_table_gradients
 
-OPERANDS = ("query", "key", "value", "output", "d_output", "lse")  # the arrays that the kernel reads besides the tables
-SUMS = ("d_query", "d_key", "d_value")  # the fields of `BoundBackwardCall.sum_shapes`
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
 
 
@@ -102,7 +100,7 @@ def backward(
     rows = problem.query.shape[:-1]
     lse, d_lse_rows = _broadcast_rows(saved[1], rows), None if d_lse is None else _broadcast_rows(d_lse, rows)
     arrays = arguments.arrays | {"output": output, "d_output": d_output, "lse": lse, "d_lse": d_lse_rows}
-    arrays |= dict(zip(SUMS, sums, strict=True))
+    arrays |= dict(zip(BACKWARD_SUMS, sums, strict=True))
     fields = {name: layout(array)[0] for name, array in arrays.items() if array is not None}
     tables, outputs = ([x.ctypes.data for x in found] for found in (arguments.tables, table_sums))
     words = call.make_words(fields, tables, arguments.numbers, outputs, problem.seed)

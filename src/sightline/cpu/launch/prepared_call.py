@@ -154,7 +154,7 @@ class PreparedCall:
         seed : the seed of dropout
         """
         results = [make() for make in self.makers]
-        computed = (sinks, d_lse, signed_word(seed) if seed else 0, 0)
+        computed = (sinks, d_lse, signed_word(seed) if seed else 0, 0)  # the last is the word of a field without value
         own_tables: Sequence[Any] = ()
         own_numbers: tuple[float, ...] = ()
         if self.has_inputs:
