@@ -154,6 +154,27 @@ def test_an_array_that_changes_before_the_backward_pass(rng, place):
             vjp(np.ones_like(output))
 
 
+@pytest.mark.parametrize("statistic", [sightline.entropy(), sightline.mass(i > j), sightline.max_score()], ids=str)
+def test_a_statistic_that_changes_before_the_backward_pass(rng, statistic):
+    for _ in range(3):
+        _, (result,), vjp = sightline.attention_vjp(*draw(rng), see=[statistic])
+        first_array(result)[...] += 1
+        with pytest.raises(ChangedTableError):
+            vjp(d_seen=[np.ones((B, H, N))])
+
+
+def test_a_table_of_torch(rng):
+    q, k, v = draw(rng)
+    for _ in range(3):
+        own, same = rng.normal(size=H), rng.normal(size=H)
+        same[:] = own
+        tables = table(torch.from_numpy(own)), table(same)
+        found = [sightline.attention_vjp(q, k, v, score=s + x[h] * j, wrt=[x])[2](np.ones_like(q))[x] for x in tables]
+        assert type(found[0]) is np.ndarray
+        assert found[0].dtype == np.float64
+        assert np.array_equal(*found)
+
+
 X = np.ones((1, 2, 3, 4))
 ERRORS = {  # arguments, those of vjp, and the error
     "a tensor": (lambda: sightline.attention_vjp(*[torch.ones(1, 1, 2, 2)] * 3), DtypeError),
@@ -161,6 +182,18 @@ ERRORS = {  # arguments, those of vjp, and the error
     "an unknown input": (lambda: sightline.attention_vjp(X, X, X, wrt=["keys"]), ParameterError),
     "sinks that are not given": (lambda: sightline.attention_vjp(X, X, X, wrt=["sinks"]), ParameterError),
     "a table that is not read": (lambda: sightline.attention_vjp(X, X, X, wrt=[table(X)]), ParameterError),
+    "a name without a sequence": (lambda: sightline.attention_vjp(X, X, X, wrt="query"), ParameterError),
+    "a table without a sequence": (lambda: sightline.attention_vjp(X, X, X, wrt=table(X)), ParameterError),
+    "no sequence": (lambda: sightline.attention_vjp(X, X, X, wrt=None), ParameterError),
+    "no sequence of gradients": (
+        lambda: sightline.attention_vjp(X, X, X, see=sightline.lse())[2](d_seen=1.0),
+        ParameterError,
+    ),
+    "a masked gradient": (lambda: sightline.attention_vjp(X, X, X)[2](np.ma.masked_array(X, True)), DtypeError),
+    "a gradient that is a tensor": (
+        lambda: sightline.attention_vjp(X, X, X)[2](torch.ones(X.shape, requires_grad=True)),
+        DtypeError,
+    ),
     "a wrong shape": (lambda: sightline.attention_vjp(X, X, X)[2](np.ones((2, 3, 4))), ShapeError),
     "whole numbers": (lambda: sightline.attention_vjp(X, X, X)[2](np.ones(X.shape, int)), DtypeError),
     "too many gradients": (lambda: sightline.attention_vjp(X, X, X)[2](d_seen=[X]), ParameterError),
@@ -174,5 +207,7 @@ ERRORS = {  # arguments, those of vjp, and the error
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case):
     call, error = ERRORS[case]
-    with pytest.raises(error):
+    with pytest.raises(error) as caught:
         call()
+    if "without a sequence" in case:
+        assert "wrt is" in str(caught.value)

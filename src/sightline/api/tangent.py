@@ -86,7 +86,7 @@ def attention_tangent(
             f"tangents is a {type(tangents).__name__}", "a mapping from inputs to tangents", '{"query": array}'
         )
     check_choice(kernel, threads)
-    given = {name: _read_tangent(name, tangent) for name, tangent in tangents.items()}
+    given = {name: read_floats("tangent", name, tangent) for name, tangent in tangents.items()}
     if "scale" in given:
         score, scale, learned = include_scale(query, read_score(score), scale)
         given[learned] = _check_tangent("scale", given.pop("scale"), ())[None]
@@ -154,11 +154,11 @@ def _check_tangent(name: str, array: Any, shape: tuple[int, ...]) -> Any:
     return array
 
 
-def _read_tangent(name: Any, tangent: Any) -> Any:
-    """Return the tangent as a NumPy array of floats; a Python number is one."""
-    array = np.asarray(float(tangent)) if isinstance(tangent, int | float) else tangent
+def read_floats(what: str, name: Any, given: Any) -> Any:
+    """Return the tangent or gradient (`what`) of this name as a NumPy array of floats; a Python number is one."""
+    array = np.asarray(float(given)) if isinstance(given, int | float) else given
     if not isinstance(array, np.ndarray | np.generic) or isinstance(array, np.ma.MaskedArray):
-        kind = type(tangent).__name__
-        raise DtypeError(f"a tangent of {name} that is a {kind}", "NumPy arrays of floats", "numpy.asarray(tangent)")
-    check_float_dtype(f"the tangent of {name}", array)
+        kind = type(given).__name__
+        raise DtypeError(f"a {what} of {name} that is a {kind}", "NumPy arrays of floats", f"numpy.asarray({what})")
+    check_float_dtype(f"the {what} of {name}", array)
     return np.asarray(array)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..arrays.operations import check_float_dtype, checksum, to_numpy
+from ..arrays.operations import checksum, to_numpy
 from ..dispatch import backward_calls, call_cache
 from ..dispatch.backward_calls import BackwardCall, BackwardInputs, arrays_to_save, read_inputs
 from ..dispatch.call_cache import CachedCall, CallResult
@@ -23,7 +23,7 @@ from ..formula.tables import Table
 from ..problem.problem import OPERANDS, Problem, make_problem
 from ..problem.validation import check_choice, read_score, split_names
 from ..statistics import Lse, Statistic, StatisticBase, arrays_of, unwrap_mean
-from .tangent import check_numpy, include_scale
+from .tangent import check_numpy, include_scale, read_floats
 
 MAX_COMPARED_BYTES, NUM_SAMPLES = 4096, 64
 
@@ -73,7 +73,7 @@ def attention_vjp(
         `d_output` has the shape of the output. `d_seen` is a sequence, or a dict with the names of `see`: for each
         statistic the gradient of its result, or of the first array of its result. None stands for a gradient of 0. The
         result maps each input of `wrt` to its gradient, which has the input's shape and dtype; that of "scale" is a
-        float. The function may be called more than once. It reads the arrays of the call and the output, so they must
+        float. The function may be called more than once. It reads the arrays of the call and its results, so they must
         not change in between.
 
     Raises
@@ -84,7 +84,7 @@ def attention_vjp(
     ShapeError, DtypeError
         A gradient has another shape than its result, or holds no floats. Query, key or value is no NumPy array.
     ChangedTableError
-        `vjp` was called after an array of the call had changed. Of large queries, keys, values and outputs, a few
+        `vjp` was called after an array of the call had changed. Of large queries, keys, values and results, a few
         entries are compared, so a change of other entries is not found.
     SightlineError
         The errors of `attention`.
@@ -115,18 +115,21 @@ def attention_vjp(
     names, statistics = split_names(see)
     statistics = [statistics] if isinstance(statistics, StatisticBase) else list(statistics or ())
     formula, scale_table = read_score(score), None
+    if isinstance(wrt, str | Table) or not isinstance(wrt, Iterable):
+        raise ParameterError(f"wrt is {wrt!r}", "a sequence of names and tables", 'wrt=["query"]')
+    wrt = [*wrt]
     if any(isinstance(name, str) and name == "scale" for name in wrt):
         formula, scale, scale_table = include_scale(query, formula, scale)
     tables = _read_wrt(wrt, {"query": query, "key": key, "value": value, "sinks": sinks}, formula, scale_table)
     options = {"mask": mask, "score": formula, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     call = _Call((query, key, value), options, statistics, [*tables.values()], kernel, threads)
-    operands, others = (query, key, value, call.output), [sinks, *call.read_tables()]
-    versions = [*map(_sample, operands), *map(_version, others)]
+    read, others = [query, key, value, call.output, *call.read_statistics()], [sinks, *call.read_tables()]
+    versions = [*map(_sample, read), *map(_version, others)]
 
     def vjp(d_output: Any = None, d_seen: Any = None) -> dict[Input, Any]:
-        if [*map(_sample, operands), *map(_version, others)] != versions:
+        if [*map(_sample, read), *map(_version, others)] != versions:
             raise ChangedTableError(
-                "an array of the call, or its output, was changed in place before vjp was called",
+                "an array of the call, or of its results, was changed in place before vjp was called",
                 "arrays with the entries of the call",
                 "copy the array before the call, or change it after vjp",
             )
@@ -224,6 +227,11 @@ class _Call:
             return list(self.forward.request.tables)
         assert self.problem is not None
         return [table.array for table in self.problem.tables]
+
+    def read_statistics(self) -> list[Any]:
+        """Return the arrays of the statistics' results that the backward pass reads."""
+        results = zip(self.statistics, self.seen, strict=True)
+        return [array for one, result in results if one.backward_reads_arrays for array in arrays_of(result)]
 
     def differentiate(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any]:
         """Return the gradients of query, key, value and sinks by name, and those of tables by the table's id."""
@@ -350,6 +358,8 @@ def _read_gradients(d_seen: Any, names: Sequence[str] | None, see: Sequence[Stat
         if unknown:
             raise ParameterError(f"d_seen names {unknown}", f"{allowed}, as in `see`", "the gradients of known results")
         d_seen = [d_seen.get(name) for name in names or ()]
+    if not hasattr(d_seen, "__len__"):
+        raise ParameterError(f"d_seen={d_seen!r}", "a sequence, or a dict with the names of `see`", f"[{d_seen!r}]")
     if len(d_seen) != len(see):
         raise ParameterError(f"{len(d_seen)} gradients in d_seen", f"{len(see)}, one for each statistic", "None for 0")
     found = []
@@ -364,8 +374,7 @@ def _read_gradient(name: str, gradient: Any, result: Any) -> Any:
     """Return the gradient of a result as an array of its dtype, or raise the error of a wrong shape or dtype."""
     if gradient is None:
         return None
-    array = np.asarray(gradient)
-    check_float_dtype(f"the gradient of {name}", array)
+    array = read_floats("gradient", name, gradient)
     if array.shape != result.shape:
         raise ShapeError(
             f"a gradient of {name} of shape {array.shape}",
@@ -407,6 +416,7 @@ def _spread(gradient: Any, axes: tuple[int, ...], shape: tuple[int, ...]) -> Any
 
 def _sum_to(gradient: Any, array: Any) -> Any:
     """Return the gradient of an array that was broadcast to the gradient's shape."""
+    gradient, array = to_numpy(gradient), to_numpy(array)  # a table may have a tensor
     lead = gradient.ndim - array.ndim
     total = gradient.sum(tuple(range(lead))) if lead else gradient
     axes = tuple([axis for axis, length in enumerate(array.shape) if length == 1 and total.shape[axis] != 1])
