@@ -16,7 +16,7 @@ from ..problem.kernel import Tangents
 from ..problem.problem import OPERANDS, Problem, make_problem
 from ..problem.validation import broadcast_inputs, check_choice, read_scale, read_score
 
-TRANSFORMS = {  # what differentiates arrays of other libraries
+TRANSFORMS = {  # the functions of other libraries that differentiate their arrays
     "attention_tangent": {"torch": "torch.func.jvp", "jax": "jax.jvp"},
     "attention_vjp": {"torch": "loss.backward()", "jax": "jax.vjp"},
 }

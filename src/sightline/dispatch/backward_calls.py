@@ -34,7 +34,7 @@ MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
 
 
 class BackwardInputs(NamedTuple):
-    """What a bound call of the backward pass reads besides the arrays of the forward pass.
+    """The inputs of a bound backward pass, besides the arrays of the forward pass.
 
     d_output : the gradient of the output, with adjacent columns
     d_lse : the gradient of lse, and what the statistics add to it: NumPy, (..., H, n) float64; None for 0
@@ -260,7 +260,7 @@ def keep(
         weights_sum = PreparedCall(found.bound_sum, own, OPERANDS, ("output",), columns, False)
     makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
     makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]
-    can_be_direct = not given.structure and not has_dropout  # else Python computes d_lse, or gives the seed
+    can_be_direct = not given.structure and not has_dropout  # Python computes d_lse and the seed
     prepared = PreparedCall(call, inputs, BACKWARD_OPERANDS, BACKWARD_SUMS, makers, can_be_direct)
     lookup.store(entries, (read[0], given.structure), BackwardCall(prepared, weights_sum), MAX_BACKWARD_CALLS)
 

@@ -106,7 +106,7 @@ def identity(array: Any) -> Hashable:
 
 
 def _convert_outside_inference(array: Any, like: Any) -> Any:
-    """Convert as `arrays.operations.convert` does, to a tensor for use outside torch.inference_mode too."""
+    """Convert as `arrays.operations.convert` does. The tensor may be used outside torch.inference_mode too."""
     with _framework_of(like).inference_mode(False):
         return convert(array, like)
 

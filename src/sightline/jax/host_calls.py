@@ -237,7 +237,7 @@ class BackwardCall(HostCall):
         return {}
 
     def read_inputs(self, inputs: Inputs, found: dict[int, Any]) -> BackwardInputs | None:
-        """Return what a bound call reads; None if a statistic has a gradient."""
+        """Return the inputs of a bound backward pass; None if the gradient of a statistic is given."""
         if not found.keys() <= {OUTPUT, LSE}:
             return None
         d_lse = found.get(LSE)

@@ -60,7 +60,7 @@ class DirectCall(ArrayFunction):
         return entry
 
     def direct_of(self, entry: Value) -> Value:
-        """Return a new reference to `entry.prepared.direct`; to None if there is no entry."""
+        """Return a new reference to `entry.prepared.direct`, or to the object None if there is no entry."""
         direct = Variable(self, POINTER, self.context["none"])
         with self.if_else(entry == self.context["none"]) as (yes, no):
             with yes:

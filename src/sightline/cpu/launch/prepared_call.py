@@ -88,7 +88,7 @@ COMPUTED = ("sinks", "d_lse", "seed")  # the fields whose words Python computes 
 
 
 class PreparedCall:
-    """A bound call that only lacks its arrays, numbers and seed.
+    """A bound call, to which each repetition gives only arrays, numbers and a seed.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class PreparedCall:
         return self.rebind(self.call, self.makers)
 
     def rebind(self, call: BoundCall, makers: Sequence[Callable[[], Any]]) -> PreparedCall:
-        """Return the prepared call of another member of the call's family."""
+        """Return the prepared call for another bound call of the same family; see `CallFamily`."""
         return PreparedCall(call, self.inputs, self.operands, self.results, makers, self.can_be_direct)
 
     def run(
