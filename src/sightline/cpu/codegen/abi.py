@@ -83,7 +83,7 @@ _FORWARD_FIELDS = COMMON_FIELDS | {
     "sinks": POINTER,  # (H,) float64
     "imprecise_lse_flag": POINTER,  # set to 1 if an lse is NaN, +∞, or above `kernel.MAX_LSE` in size
 }
-FORWARD_FIELDS = end_with(FORWARD_CALL_FIELDS, _FORWARD_FIELDS)
+FORWARD_FIELDS = end_with(FORWARD_CALL_FIELDS, _FORWARD_FIELDS | {"blocks_per_item": INT64})
 _DECODE_FIELDS = _FORWARD_FIELDS | {
     "split_output": POINTER,  # (num_splits, B, H, n, d_v) in the accumulator's type
     "split_lse": POINTER,  # (num_splits, B, H, n) float64

@@ -15,6 +15,8 @@ from llvmlite import ir
 
 from .values import INT32, INT64, POINTER, VOID, Type, Value, intrinsic_suffix, is_float, lanes_of, vector
 
+CACHE_LINE_BYTES = 64
+
 
 class Variable:
     """A mutable value: a stack slot, which LLVM turns into a register."""

@@ -3,15 +3,20 @@
 The register tile reads numbers along a row or down a column, and broadcasts each number over the lanes. float32 and
 float64 are read in place, with any strides. Rows in narrower formats are first copied to scratch, one tile of keys at a
 time. In the copy, numbers are widened to float32, or the two bfloat16 numbers of a pair are next to each other.
+
+Rows of float32 and float64 are copied too if they are far apart and the copy serves many queries. The rows of one head
+are far apart in a view of (B, n, H, d): a tile of 64 rows then lies in up to 64 pages, and rows whose distance is a
+power of two share a few sets of the first-level cache.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from .builder import CACHE_LINE_BYTES
 from .formats import FloatFormat
 from .register_tile import RegisterTiles
-from .values import INT16, INT32, INT64, Value, vector
+from .values import BOOL, INT16, INT32, INT64, Value, vector
 
 
 class OperandTile:
@@ -24,6 +29,7 @@ class OperandTile:
     max_rows : the most rows of a tile
     needs_rows : True if the kernel calls `row`
     needs_columns : True if the kernel calls `column` or `vector_rows`
+    copies_far_rows : True if `stage` is told whether rows that are far apart shall be copied
     """
 
     def __init__(
@@ -35,17 +41,20 @@ class OperandTile:
         max_rows: int,
         needs_rows: bool = True,
         needs_columns: bool = True,
+        copies_far_rows: bool = False,
     ) -> None:
         self.builder, self.tiles, self.format, self.width = tiles.builder, tiles, format, width
-        self.has_unit_stride = has_unit_stride
+        self.has_unit_stride, self.max_rows = has_unit_stride, max_rows
         self.is_in_place = format.is_native
         self.row_bytes = tiles.packed_length(width) * tiles.itemsize  # bytes per staged row
         self.pair_row_bytes = width * tiles.itemsize  # bytes per staged row of pairs, each with two numbers of a column
-        self.column_row_bytes = self.pair_row_bytes if tiles.paired else self.row_bytes
         is_paired_in_memory = has_unit_stride and width % 2 == 0  # pairs along a row need no copy
-        needs_row_scratch = needs_rows and not is_paired_in_memory if tiles.paired else not self.is_in_place
+        self.may_copy = copies_far_rows and self.is_in_place
+        needs_row_scratch = self.may_copy or not self.is_in_place
+        if tiles.paired:
+            needs_row_scratch = needs_rows and not is_paired_in_memory
         self.row_scratch = tiles.scratch(max_rows * self.row_bytes) if needs_row_scratch else None
-        self.column_scratch = None if tiles.paired else self.row_scratch
+        self.column_scratch = None  # of pairs of two rows
         if tiles.paired and needs_columns:
             self.column_scratch = tiles.scratch(tiles.packed_length(max_rows) * self.pair_row_bytes)
 
@@ -55,44 +64,77 @@ class OperandTile:
         self.column_stride: Any = self.format.itemsize if self.has_unit_stride else column
         self.element_stride = None if self.has_unit_stride else column
 
-    def stage(self, first: Value, count: Value) -> None:
-        """Select `count` rows of the head, from row `first` on, and copy the rows if their format needs a copy."""
+    def stage(self, first: Value, count: Value, serves_many: Any = False) -> None:
+        """Select `count` rows of the head, from row `first` on, and copy them if their format needs a copy.
+
+        If `serves_many`, which only tiles with `copies_far_rows` take, rows that are far apart are copied as well.
+        """
         self.block, self.count = self.head.at(first * self.row_stride), count
-        if self.is_in_place:
-            return
-        builder = self.builder
-        if self.row_scratch is not None:
-            with builder.loop(0, count) as r:
-                source, target = self.block.at(r * self.row_stride), self.row_scratch.at(r * self.row_bytes)
-                if self.tiles.paired:
-                    pair_row(self.tiles, source, target, self.width, self.element_stride)
-                else:
-                    widen_row(self.tiles, self.format, source, target, self.width, self.element_stride)
-        if self.tiles.paired and self.column_scratch is not None:
-            with builder.loop(0, count, 2) as r:
+        self.rows, self.row_step, self.column_step = self.block, self.row_stride, self.column_stride
+        scratch, where = self.row_scratch, self.builder.where
+        if scratch is not None and not self.may_copy:
+            self.copy_rows(scratch)
+            self.rows, self.column_step = scratch, self.tiles.itemsize
+            self.row_step = self.builder.value(self.row_bytes, INT64)
+        elif scratch is not None:
+            self.copies = copies = serves_many & self.is_far()
+            with self.builder.if_then(copies):
+                self.copy_rows(scratch)
+            self.rows = where(copies, scratch, self.block)
+            self.row_step = where(copies, self.row_bytes, self.row_stride)
+            if not self.has_unit_stride:
+                self.column_step = where(copies, self.tiles.itemsize, self.column_stride)
+        if self.column_scratch is not None:
+            with self.builder.loop(0, count, 2) as r:
                 source = self.block.at(r * self.row_stride)
                 target = self.column_scratch.at(r * (self.pair_row_bytes // 2))
                 has_second, strides = r + 1 < count, (self.row_stride, self.element_stride)
                 interleave_rows(self.tiles, source, target, self.width, *strides, has_second)
 
+    def is_far(self) -> Value:
+        """True if rows are at least two rows' lengths apart, or the numbers of a row are not adjacent."""
+        if not self.has_unit_stride:
+            return self.builder.value(True, BOOL)
+        return (self.row_stride >= 2 * self.row_bytes) | (self.row_stride <= -2 * self.row_bytes)
+
+    def prefetch_next(self, part: Value, parts: Value) -> None:
+        """Prefetch one of several parts of the rows after the tile, which `stage` may copy next.
+
+        The processor does not foresee which rows a copy reads, because each of them is in another page.
+        """
+        if not self.may_copy:
+            return
+        builder, rows = self.builder, self.max_rows
+        with builder.if_then(self.copies), builder.loop(part * rows // parts, (part + 1) * rows // parts) as r:
+            row = self.block.at((r + rows) * self.row_stride)
+            for at in range(0, self.width * self.format.itemsize, CACHE_LINE_BYTES):
+                builder.prefetch(row.at(at))
+
+    def copy_rows(self, scratch: Value) -> None:
+        """Copy the tile's rows to scratch, widened or as pairs."""
+        with self.builder.loop(0, self.count) as r:
+            source, target = self.block.at(r * self.row_stride), scratch.at(r * self.row_bytes)
+            if self.tiles.paired:
+                pair_row(self.tiles, source, target, self.width, self.element_stride)
+            else:
+                widen_row(self.tiles, self.format, source, target, self.width, self.element_stride)
+
     def row(self, r: Value) -> tuple[Value, Any]:
         """Return (address of the first number of row r, bytes to the next number). Later rows are the last row."""
         r = self.builder.minimum(r, self.count - 1)
-        if self.row_scratch is not None:
-            return self.row_scratch.at(r * self.row_bytes), self.tiles.itemsize
-        return self.block.at(r * self.row_stride), self.tiles.itemsize if self.tiles.paired else self.column_stride
+        return self.rows.at(r * self.row_step), self.tiles.itemsize if self.tiles.paired else self.column_step
 
     def column(self, c: Value) -> tuple[Value, Any]:
         """Return (address of the first number of column c, bytes to the next number of the column)."""
         if self.column_scratch is not None:
-            return self.column_scratch.at(c * self.tiles.itemsize), self.column_row_bytes
-        return self.block.at(c * self.column_stride), self.row_stride
+            return self.column_scratch.at(c * self.tiles.itemsize), self.pair_row_bytes
+        return self.rows.at(c * self.column_step), self.row_step
 
     def vector_rows(self) -> tuple[Value, Any]:
         """Return (address, bytes from row to row) to load vectors along rows. A row of pairs joins two rows of V."""
         if self.column_scratch is not None:
-            return self.column_scratch, self.column_row_bytes
-        return self.block, self.row_stride
+            return self.column_scratch, self.pair_row_bytes
+        return self.rows, self.row_step
 
     def load_entry(self, r: Value, c: Value) -> Value:
         """Return the number in row r and column c, read from the operand itself and widened."""

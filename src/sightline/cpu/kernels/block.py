@@ -127,11 +127,14 @@ class Block:
         key.locate(args.head_address("key", b, g), args.key_row_stride, args.key_column_stride)
         value.locate(args.head_address("value", b, g), args.value_row_stride, args.value_column_stride)
 
-    def allocate_operand(self, operand_index: int, needs_rows: bool, needs_columns: bool) -> OperandTile:
+    def allocate_operand(
+        self, operand_index: int, needs_rows: bool, needs_columns: bool, copies_far_rows: bool = False
+    ) -> OperandTile:
         """Allocate the operand tile of K (index 1) or V (index 2)."""
         width = (self.spec.d_k, self.spec.d_k, self.spec.d_v)[operand_index]
         unit_stride = self.spec.unit_stride[operand_index]
-        return OperandTile(self.tiles, self.format, width, unit_stride, KEY_BLOCK, needs_rows, needs_columns)
+        needs = needs_rows, needs_columns, copies_far_rows
+        return OperandTile(self.tiles, self.format, width, unit_stride, KEY_BLOCK, *needs)
 
     def flag_imprecise_lse(self, lse: Value) -> None:
         """Set `imprecise_lse_flag` if weights computed from this lse, a float64, would not sum to 1."""

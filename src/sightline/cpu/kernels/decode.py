@@ -22,13 +22,13 @@ import math
 from collections.abc import Callable
 
 from ..codegen.abi import DECODE_FIELDS
-from ..codegen.builder import Variable
+from ..codegen.builder import CACHE_LINE_BYTES, Variable
 from ..codegen.math import exp
 from ..codegen.reduction import reduce_across_groups, reduce_within_groups
 from ..codegen.values import BFLOAT, DOUBLE, INT16, INT64, Value, vector
 from .block import Block
 from .fused_statistics import MIN_EXPONENT
-from .kernel_spec import CACHE_LINE_BYTES, KEY_BLOCK
+from .kernel_spec import KEY_BLOCK
 
 MAX_ROWS_PER_ITEM = 32  # the most query rows of a work item
 SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine

@@ -41,6 +41,13 @@ class FusedStatisticsCode:
         self.max_score_key = [Variable(builder, self.indices) for _ in block.vectors]
         self.sums = {f: (tiles.variables(), tiles.variables()) for f in self.formulas}  # sums of one tile, of all
 
+    def kept_variables(self) -> list[Variable]:
+        """Return the variables of a block that its next tile reads."""
+        kept = [*self.max_score, *self.max_score_key] if self.has_max_score else []
+        if self.has_entropy:
+            kept += [*self.weighted_exponents, *self.weight_sum]
+        return kept + [variable for _, whole in self.sums.values() for variable in whole]
+
     def init(self) -> None:
         """Reset the statistics before the first tile."""
         for v in self.block.vectors:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ...formula.derivative import derivative
 from ...formula.expression import Expression, Lookup, walk
 from ..codegen.abi import OutputArguments
+from ..codegen.builder import CACHE_LINE_BYTES
 from ..codegen.render_llvm import NodeValues, Renderer
 from ..codegen.values import BYTE, DOUBLE, FLOAT, INT32, INT64, Value, bytes_of, element_type, vector
-from .kernel_spec import CACHE_LINE_BYTES, KEY_BLOCK
+from .kernel_spec import KEY_BLOCK
 
 if TYPE_CHECKING:
     from .block import Block

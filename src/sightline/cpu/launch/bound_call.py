@@ -21,8 +21,9 @@ from ...caching import cached_property
 from ..calls.launch_record import FLAGS, LaunchRecord
 from ..calls.python_functions import launcher
 from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word
+from ..codegen.builder import CACHE_LINE_BYTES
 from ..kernels.block import Block
-from ..kernels.kernel_spec import CACHE_LINE_BYTES, KernelSpec, round_up
+from ..kernels.kernel_spec import KernelSpec, round_up
 from ..kernels.tile_search import SEARCH_FIELDS
 from ..runtime.processor import HOST, Processor
 from ..runtime.thread_count import thread_count

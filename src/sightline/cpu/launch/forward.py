@@ -11,14 +11,16 @@ from ...arrays.operations import convert, empty
 from ...problem.kernel import Result
 from ...problem.problem import Problem
 from ..kernels.forward import Forward
-from ..kernels.kernel_spec import KernelSpec
+from ..kernels.kernel_spec import KernelSpec, max_blocks_per_item
 from ..runtime.processor import Processor
+from ..runtime.thread_count import usable_processors
 from .arguments import KernelArguments, prepare, write_kernel
 from .bound_call import BoundCall, run_first
 from .call_family import CallFamily
 from .decode import can_decode, decode
 from .statistics import FusedStatistics, compute_statistics
 
+MIN_ITEMS_PER_PROCESSOR = 2  # so that threads end at about the same time
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 21  # with fewer multiplications a second thread costs more than it saves
 
 
@@ -66,13 +68,17 @@ def forward(
 
 def _bind(arguments: KernelArguments, spec: KernelSpec, processor: Processor, num_outputs: int) -> BoundCall:
     problem = arguments.problem
-    items = problem.B * problem.H * -(-problem.n // arguments.query_block)
+    key_heads = problem.B * problem.G
+    blocks = problem.group * -(-problem.n // arguments.query_block)  # of all heads of a key head
+    share = key_heads * blocks // (MIN_ITEMS_PER_PROCESSOR * usable_processors())
+    per_item = max(min(max_blocks_per_item(spec, arguments.query_block), share), 1)
+    items = key_heads * -(-blocks // per_item)
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
     return BoundCall(
         arguments,
         spec,
         Forward,
-        {"items": items},
+        {"items": items, "blocks_per_item": per_item},
         processor,
         max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
         workspace={"counter": 1, "imprecise_lse_flag": 1},
