@@ -32,12 +32,15 @@ from ..codegen.builder import Variable
 from ..codegen.operand_tiles import interleave_rows, widen_row
 from ..codegen.render_llvm import NodeValues
 from ..codegen.values import DOUBLE, INT64, Value, vector
-from .kernel_spec import KEY_BLOCK, round_up
+from .kernel_spec import KEY_BLOCK, MAX_NUMBERS_PER_ITEM, round_up
 from .recomputed_weights import RecomputedWeights
+from .shared_tiles import SharedTiles
 from .tables import TableGradientCode
 
+MAX_QUERIES = 128  # the most queries whose blocks share tiles; 64 KB of their P and dS are kept
 
-class Backward(RecomputedWeights):
+
+class Backward(SharedTiles, RecomputedWeights):
     """Write the backward kernel into a module.
 
     `spec.roles` gives the role of each extra formula: statistics add the formula to dP ("weights") or to the gradient
@@ -47,20 +50,26 @@ class Backward(RecomputedWeights):
     """
 
     fields = BACKWARD_FIELDS
+    do_t: Value  # dOᵀ[d][lane] of a block
+    dq_t: Value  # dQᵀ[d][lane]
 
     def allocate(self) -> None:
         tiles, spec = self.tiles, self.spec
-        self.q_t, self.s_t = tiles.matrix(tiles.packed_length(spec.d_k)), tiles.matrix(KEY_BLOCK)
-        self.key = self.allocate_operand(1, needs_rows=True, needs_columns=True)
-        self.value = self.allocate_operand(2, needs_rows=True, needs_columns=False)
-        self.do_t = tiles.matrix(tiles.packed_length(spec.d_v))
-        self.dp_t, self.dq_t = tiles.matrix(KEY_BLOCK), tiles.matrix(spec.d_k)
+        self.s_t, self.dp_t = tiles.matrix(KEY_BLOCK), tiles.matrix(KEY_BLOCK)
+        self.key = self.allocate_operand(1, needs_rows=True, needs_columns=True, copies_far_rows=True)
+        self.value = self.allocate_operand(2, needs_rows=True, needs_columns=False, copies_far_rows=True)
+        numbers = 3 * spec.d_k + 2 * spec.d_v  # that are kept of each query
+        self.max_blocks = max(min(MAX_QUERIES, MAX_NUMBERS_PER_ITEM // numbers) // tiles.block, 1)
         self.q_rows, self.do_rows = self.allocate_block_rows(spec.d_k), self.allocate_block_rows(spec.d_v)
-        if self.paired:  # `ds_pairs` has pairs of keys; `p_rows` and `ds_rows` have pairs of queries
-            self.ds_pairs = tiles.matrix(tiles.packed_length(KEY_BLOCK))
-            self.p_rows, self.ds_rows = (tiles.scratch(KEY_BLOCK * tiles.block * 2) for _ in range(2))
+        # P and dS of all blocks, by key: numbers, or bfloat16 whose neighbours are pairs of queries
+        self.number_bytes = tiles.itemsize // tiles.pair_size
+        self.number_row_bytes = self.max_blocks * tiles.block * self.number_bytes
+        self.p_rows, self.ds_rows = (tiles.scratch(KEY_BLOCK * self.number_row_bytes) for _ in range(2))
+        self.ds_pairs = tiles.matrix(tiles.packed_length(KEY_BLOCK)) if self.paired else None  # pairs of keys
         self.lse_matrix, self.delta_matrix = tiles.matrix(1), tiles.matrix(1)
         self.lse, self.delta = tiles.variables(), tiles.variables()
+        rows = {"q_t": tiles.packed_length(spec.d_k), "do_t": tiles.packed_length(spec.d_v), "dq_t": spec.d_k}
+        self.allocate_blocks(self.max_blocks, rows, [*self.lse, *self.delta])
         self.prepare_derivatives()
 
     # -- items ----------------------------------------------------------------------------------------------------
@@ -83,40 +92,51 @@ class Backward(RecomputedWeights):
         b0, b1 = loop_range(index // args.parallel_heads, args.parallel_batches, args.batches)
         g0, g1 = loop_range(index % args.parallel_heads, args.parallel_heads, heads)
         with builder.loop(b0, b1) as b, builder.loop(g0, g1) as g:
+            self.b, self.g = b, g
             self.locate_keys(b, g, self.key, self.value)
             self.first_key_row = (b * heads + g) * args.m
             self.clear_key_gradients()
-            first = g * args.group
-            with builder.loop(first, first + args.group) as h, builder.loop(0, args.query_blocks) as query_block:
-                self.locate(b, h, query_block)
-                with builder.if_else(self.overlaps_tiles(self.first_tile, self.last_tile)) as (yes, no):
-                    with yes:
-                        self.process_query_block()
-                    with no:
-                        self.clear_query_gradients()
+            blocks = args.group * args.query_blocks
+            with builder.loop(0, blocks, self.max_blocks) as first:
+                self.select_blocks(first, builder.minimum(blocks - first, self.max_blocks))
+                self.process_query_blocks()
             self.flag_nonfinite_key_gradients()
 
-    def process_query_block(self) -> None:
-        """Process one block of queries against the split's keys."""
-        builder, args, tiles = self.builder, self.args, self.tiles
+    def process_query_blocks(self) -> None:
+        """Process the selected blocks of queries against the split's keys."""
+        with self.loop_blocks(is_new=True):
+            pass
+        with self.builder.if_else(self.find_tile(self.first_tile) < self.last_tile) as (yes, no):
+            with yes:
+                with self.loop_blocks():
+                    self.prepare_block()
+                with self.loop_shared_tiles(self.first_tile, self.last_tile, (self.key, self.value)) as j0:
+                    self.process_tile(j0)
+                with self.loop_blocks():
+                    self.store_query_gradients()
+            with no, self.loop_blocks():
+                self.clear_query_gradients()
+
+    def prepare_block(self) -> None:
+        """Copy a block's rows of Q and dO, transposed too, and set its dQ to 0."""
+        args, tiles = self.args, self.tiles
         self.o, self.do = args.head_address("output", self.b, self.h), args.head_address("d_output", self.b, self.h)
         self.transpose_queries()
         self.transpose_output_gradients()
         self.copy_rows(self.q, "query", self.spec.unit_stride[0], self.spec.d_k, self.q_rows)
         self.copy_rows(self.do, "d_output", True, self.spec.d_v, self.do_rows)
-        self.evaluate_block()
-        with builder.loop(0, self.spec.d_k) as d:
+        with self.builder.loop(0, self.spec.d_k) as d:
             for v in self.vectors:
-                tiles.store(self.dq_t, d, v, builder.value(0.0, self.vector))
-        with self.loop_tiles(self.first_tile, self.last_tile) as (tile, partial):
-            self.key_tile(tile * KEY_BLOCK, partial)
-        self.store_query_gradients()
+                tiles.store(self.dq_t, d, v, self.builder.value(0.0, self.vector))
 
     # -- rows of the block ----------------------------------------------------------------------------------------
     def allocate_block_rows(self, width: int) -> Value:
         """Allocate scratch for one row per query, padded to whole vectors; a row of pairs joins two queries' rows."""
-        tiles = self.tiles
-        return tiles.scratch(tiles.packed_length(tiles.block) * round_up(width, self.lanes) * tiles.itemsize)
+        return self.tiles.scratch(self.max_blocks * self.block_rows_bytes(width))
+
+    def block_rows_bytes(self, width: int) -> int:
+        """Return the bytes of one block in the scratch of `allocate_block_rows`."""
+        return self.tiles.packed_length(self.tiles.block) * round_up(width, self.lanes) * self.tiles.itemsize
 
     def transpose_output_gradients(self) -> None:
         """Compute dOᵀ[d][lane], and δ and lse in the scores' base per lane. Past the last query lse is ∞, so P = 0."""
@@ -152,6 +172,7 @@ class Backward(RecomputedWeights):
         step = None if is_contiguous else getattr(args, f"{name}_column_stride")
         row_bytes = round_up(width, self.lanes) * tiles.itemsize
         zero = builder.value(0, tiles.operand_vector)
+        target = target.at(self.block_number * self.block_rows_bytes(width))
         with builder.loop(0, tiles.packed_length(tiles.block) * (row_bytes // tiles.align)) as at:
             target.at(at * tiles.align).store(zero, tiles.align)
         first = source.at(self.i0 * row_stride)
@@ -215,33 +236,44 @@ class Backward(RecomputedWeights):
             yield target.at((self.first_key_row + first) * (vectors * self.tiles.align)), count * vectors
 
     # -- tiles ----------------------------------------------------------------------------------------------------
-    def key_tile(self, j0: Value, partial: Value) -> None:
-        """Process one tile: compute its weights and their gradients, and add its terms to dQ, dK and dV."""
-        builder, tiles, spec = self.builder, self.tiles, self.spec
-        self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
-        self.key.stage(j0, self.num_keys)
-        self.value.stage(j0, self.num_keys)
+    def process_tile(self, j0: Value) -> None:
+        """Process one tile: add the terms of all blocks to dQ, then to dK and dV."""
+        builder, spec = self.builder, self.spec
+        with self.loop_blocks(), builder.if_else(self.is_at(j0)) as (yes, no):
+            with yes:
+                for operand in (self.key, self.value):
+                    operand.prefetch_next(self.block_number, self.num_blocks)
+                self.process_block(j0)
+            with no, builder.loop(0, self.num_keys) as key:
+                zero = builder.value(0.0, self.vector)
+                for v in self.vectors:
+                    self.store_numbers(key, v, zero, zero)
+        self.add_to_rows(self.p_rows, self.do_rows, spec.d_v, self.args.d_value, j0)
+        self.add_to_rows(self.ds_rows, self.q_rows, spec.d_k, self.args.d_key, j0)
 
+    def process_block(self, j0: Value) -> None:
+        """Compute P and dS of a block and a tile, and add the tile's terms to dQ."""
+        builder, tiles, spec = self.builder, self.tiles, self.spec
+        self.evaluate_block()
         k_length, v_length = tiles.packed_length(spec.d_k), tiles.packed_length(spec.d_v)
         store_s, store_dp = (functools.partial(tiles.store, matrix) for matrix in (self.s_t, self.dp_t))
         self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, k_length, store_s)
         self.product(self.num_keys, KEY_BLOCK, self.value.row, self.do_t, v_length, store_dp)
-        with builder.if_else(partial) as (yes, no):
+        with builder.if_else(self.is_partial()) as (yes, no):
             with yes:
                 if self.renderers[0] is not None:
                     self.differentiate(j0, masked=True)
             with no:
                 self.differentiate(j0, masked=False)
-
         width, length = spec.d_k, (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
-        matrix = self.ds_pairs if self.paired else self.dp_t
-        self.product(width, width, self.key.column, matrix, length, self.add_to(self.dq_t))
-        p, ds = (self.p_rows, self.ds_rows) if self.paired else (self.s_t, self.dp_t)
-        self.add_to_rows(p, self.do_rows, spec.d_v, self.args.d_value, j0)
-        self.add_to_rows(ds, self.q_rows, spec.d_k, self.args.d_key, j0)
+        if self.ds_pairs is not None:
+            matrix, stride = self.ds_pairs, tiles.row_bytes
+        else:
+            matrix, stride = self.ds_rows.at(self.block_number * tiles.row_bytes), self.number_row_bytes
+        self.product(width, width, self.key.column, matrix, length, self.add_to(self.dq_t), stride)
 
     def differentiate(self, j0: Value, masked: bool) -> None:
-        """Replace Sᵀ by P, and dPᵀ by dS, which includes the scale; add terms to the tables' gradients."""
+        """Compute P and dS, which includes the scale, from Sᵀ and dPᵀ; add terms to the tables' gradients."""
         builder, tiles, spec = self.builder, self.tiles, self.spec
         step = 4 if spec.has_dropout else tiles.pair_size
         self.transpose_tables(j0, 0 if masked else 1)
@@ -305,27 +337,30 @@ class Backward(RecomputedWeights):
         return builder.where(p == 0.0, 0.0, d_score * slope * scale)
 
     def store_weights_and_gradients(self, key: Value, v: int, pairs: list[tuple[Value, Value]]) -> None:
-        """Store P and dS in the matrices that the products read."""
+        """Store P and dS of a few keys where the products read them."""
         tiles = self.tiles
-        if not self.paired:
-            for k, (p, ds) in enumerate(pairs):
-                tiles.store(self.s_t, key + k, v, p)
-                tiles.store(self.dp_t, key + k, v, ds)
-            return
-        row_bytes = tiles.block * 2
-        for k in range(0, len(pairs), 2):
-            joined = self.pack_pairs(pairs[k][1], pairs[k + 1][1])
-            tiles.at(self.ds_pairs, (key + k) // 2, v).store(joined, tiles.align)
-            for u in (k, k + 1):
-                for target, value in zip((self.p_rows, self.ds_rows), pairs[u], strict=True):
-                    self.format.store(target.at((key + u) * row_bytes + v * self.lanes * 2), value)
+        for k, (p, ds) in enumerate(pairs):
+            self.store_numbers(key + k, v, p, ds)
+        if self.ds_pairs is not None:
+            for k in range(0, len(pairs), 2):
+                joined = self.pack_pairs(pairs[k][1], pairs[k + 1][1])
+                tiles.at(self.ds_pairs, (key + k) // 2, v).store(joined, tiles.align)
+
+    def store_numbers(self, key: Value, v: int, p: Value, ds: Value) -> None:
+        """Store P and dS of one key and a vector of the block's queries."""
+        column = self.block_number * (self.tiles.block * self.number_bytes) + v * self.lanes * self.number_bytes
+        for target, numbers in ((self.p_rows, p), (self.ds_rows, ds)):
+            at = target.at(key * self.number_row_bytes + column)
+            if self.paired:
+                self.format.store(at, numbers)
+            else:
+                at.store(numbers, self.tiles.align)
 
     def add_to_rows(self, numbers: Value, rows: Value, width: int, target: Value, j0: Value) -> None:
         """Compute target[j][d] += Σ_i numbers[j][i] · rows[i][d], with vectors along d."""
         builder, tiles = self.builder, self.tiles
         vectors = round_up(width, self.lanes) // self.lanes
         row_bytes = vectors * tiles.align
-        number_row_bytes = tiles.row_bytes // tiles.pair_size
         groups = -(-vectors // tiles.vectors)
         edges = [vectors * k // groups for k in range(groups + 1)]
         for first, last in itertools.pairwise(edges):
@@ -334,11 +369,11 @@ class Backward(RecomputedWeights):
                 keys = [builder.minimum(key + r, self.num_keys - 1) for r in range(count)]
                 addresses = [target.at((self.first_key_row + j0 + k) * row_bytes + first * tiles.align) for k in keys]
                 sums = [[Variable(builder, self.vector, 0.0) for _ in range(first, last)] for _ in range(count)]
-                bases = [numbers.at(k * number_row_bytes) for k in keys]
+                bases = [numbers.at(k * self.number_row_bytes) for k in keys]
                 for address in addresses:
                     for v in range(last - first):
                         builder.prefetch(address.at(v * tiles.align))
-                columns, length = rows.at(first * tiles.align), tiles.packed_length(tiles.block)
+                columns, length = rows.at(first * tiles.align), self.num_blocks * tiles.packed_length(tiles.block)
                 tiles.accumulate(sums, bases, tiles.itemsize, columns, length, row_bytes)
                 for r in range(count):
                     with builder.if_then(key + r < self.num_keys):

@@ -353,17 +353,19 @@ class Block:
         matrix: Value,
         length: Any,
         finish: Callable[[Value, int, Value], None],
+        stride: int | None = None,
     ) -> None:
         """Call finish(row, v, Σ_k number_row[k] · matrix[k][v]) for every row < count ≤ max_count, with k < length.
 
-        `number(row)` returns the address of number_row[0] and the bytes from one k to the next.
+        `number(row)` returns the address of number_row[0] and the bytes from one k to the next. `stride` are the bytes
+        from row to row of the matrix, if it is no scratch matrix of one block.
         """
         builder, tiles = self.builder, self.tiles
 
         def rows(first: Value, count: int) -> None:
             operands = [number(first + r) for r in range(count)]
             sums = [[Variable(builder, self.vector, 0.0) for _ in self.vectors] for _ in range(count)]
-            tiles.accumulate(sums, [base for base, _ in operands], operands[0][1], matrix, length)
+            tiles.accumulate(sums, [base for base, _ in operands], operands[0][1], matrix, length, stride)
             for r in range(count):
                 for v in self.vectors:
                     finish(first + r, v, sums[r][v].get())

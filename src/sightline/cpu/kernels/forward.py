@@ -18,29 +18,25 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from ..codegen.abi import FORWARD_FIELDS
 from ..codegen.builder import Variable
-from ..codegen.values import BOOL, BYTE, DOUBLE, FLOAT, INT32, INT64, VOID, Value
-from .block import Block
+from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, VOID, Value
 from .fused_statistics import FusedStatisticsCode
 from .kernel_spec import KEY_BLOCK, max_blocks_per_item
 from .score_functions import MASK_FUNCTION, SCORE_FUNCTION
-
-NO_TILE = 2**62
-MIN_BLOCKS_FOR_COPY, MIN_QUERIES_FOR_COPY = 4, 96  # fewer do not repay a copy of rows of K and V that are far apart
+from .shared_tiles import NO_TILE, SharedTiles
 
 
-class Forward(Block):
+class Forward(SharedTiles):
     """Write the forward kernel into a module."""
 
     fields = FORWARD_FIELDS
     own_formulas = slice(2, None)
+    o_t: Value  # Oᵀ[d][lane] of a block
 
     def allocate(self) -> None:
-        builder, tiles, spec = self.builder, self.tiles, self.spec
+        tiles, spec = self.tiles, self.spec
         self.s_t = tiles.matrix(KEY_BLOCK)
         self.key = self.allocate_operand(1, needs_rows=True, needs_columns=False, copies_far_rows=True)
         self.value = self.allocate_operand(2, needs_rows=False, needs_columns=True, copies_far_rows=True)
@@ -49,14 +45,10 @@ class Forward(Block):
         # `compensation` collects the rounding errors of `running_sum`
         self.shift, self.alpha, self.compensation = (tiles.variables() for _ in range(3))
         self.fused_statistics = FusedStatisticsCode(self)
-        self.head, self.block_index, self.range_index = (Variable(builder, INT64) for _ in range(3))
-        # what an item keeps of each block: Qᵀ, Oᵀ and the variables
-        self.kept = [*self.running_max, *self.running_sum, *self.compensation, *self.fused_statistics.kept_variables()]
-        self.kept += [self.head, self.block_index, self.range_index]
-        self.o_offset = tiles.packed_length(spec.d_k) * tiles.row_bytes
-        self.kept_offset = self.o_offset + spec.d_v * tiles.row_bytes
-        self.block_bytes = self.kept_offset + len(self.kept) * tiles.align
-        self.blocks = tiles.scratch(max_blocks_per_item(spec, tiles.block) * self.block_bytes)
+        variables = [*self.running_max, *self.running_sum, *self.compensation]
+        rows = {"q_t": tiles.packed_length(spec.d_k), "o_t": spec.d_v}
+        count = max_blocks_per_item(spec, tiles.block)
+        self.allocate_blocks(count, rows, [*variables, *self.fused_statistics.kept_variables()])
 
     def process_item(self, item: Value) -> None:
         """Compute the outputs of the item's blocks."""
@@ -73,7 +65,6 @@ class Forward(Block):
         with self.loop_blocks():
             self.store()
 
-    # -- blocks ---------------------------------------------------------------------------------------------------
     def locate_item(self, item: Value) -> None:
         """Locate the item's key head and blocks. The last blocks, which take longest if causal, come first."""
         builder, args = self.builder, self.args
@@ -82,33 +73,9 @@ class Forward(Block):
         key_heads = args.H // args.group
         key_head_index = item // items
         self.b, self.g = key_head_index // key_heads, key_head_index % key_heads
-        self.first_block = (items - 1 - item % items) * args.blocks_per_item
-        self.num_blocks = builder.minimum(blocks - self.first_block, args.blocks_per_item)
-        self.serves_many = self.num_blocks >= max(MIN_BLOCKS_FOR_COPY, MIN_QUERIES_FOR_COPY // self.tiles.block)
+        first = (items - 1 - item % items) * args.blocks_per_item
+        self.select_blocks(first, builder.minimum(blocks - first, args.blocks_per_item))
         self.locate_keys(self.b, self.g, self.key, self.value)
-
-    @contextmanager
-    def loop_blocks(self, is_new: bool = False) -> Iterator[None]:
-        """Write a loop over the item's blocks: locate a block, load its variables, and store them at the end.
-
-        If `is_new`, the variables have no value yet.
-        """
-        with self.builder.loop(0, self.num_blocks) as k:
-            kept = self.blocks.at(k * self.block_bytes)
-            self.block_number = k
-            self.q_t, self.o_t = kept, kept.at(self.o_offset)
-            places = [kept.at(self.kept_offset + index * self.tiles.align) for index in range(len(self.kept))]
-            if is_new:
-                index = self.first_block + k
-                self.head.set(self.g * self.args.group + index // self.args.query_blocks)
-                self.block_index.set(index % self.args.query_blocks)
-            else:
-                for variable, place in zip(self.kept, places, strict=True):
-                    variable.set(place.load(variable.kind, self.tiles.align))
-            self.locate(self.b, self.head.get(), self.block_index.get())
-            yield
-            for variable, place in zip(self.kept, places, strict=True):
-                place.store(variable.get(), self.tiles.align)
 
     # -- attention of the blocks ----------------------------------------------------------------------------------
     def attend(self, nan_safe: Value) -> None:
@@ -116,23 +83,14 @@ class Forward(Block):
 
         The NaN-safe attempt runs only if an output of the first attempt has a NaN, so that finite inputs cost nothing.
         """
-        builder = self.builder
         with self.loop_blocks():
             self.init_block()
-        tile = Variable(builder, INT64, 0)
-        with builder.infinite_loop() as break_if:
-            tile.set(self.find_tile(tile.get()))
-            break_if(tile.get() == NO_TILE)
-            j0 = tile.get() * KEY_BLOCK
-            self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
-            self.key.stage(j0, self.num_keys, self.serves_many)
-            self.value.stage(j0, self.num_keys, self.serves_many)
-            with self.loop_blocks(), builder.if_then(self.next_tile(tile.get()) == tile.get()):
-                partial = self.args.tile_range_full.at(self.range_index.get()).load(BYTE) == 0
-                for operand in (self.key, self.value):
+        operands = self.key, self.value
+        with self.loop_shared_tiles(0, NO_TILE, operands) as j0, self.loop_blocks():  # noqa: SIM117
+            with self.builder.if_then(self.is_at(j0)):
+                for operand in operands:
                     operand.prefetch_next(self.block_number, self.num_blocks)
-                self.key_tile(j0, partial, nan_safe)
-            tile.set(tile.get() + 1)
+                self.key_tile(j0, self.is_partial(), nan_safe)
 
     def init_block(self) -> None:
         """Prepare the output and the variables of a block."""
@@ -146,26 +104,7 @@ class Forward(Block):
             self.running_sum[v].set(1.0 if self.spec.has_sinks else 0.0)
             self.compensation[v].set(0.0)
         self.fused_statistics.init()
-        self.range_index.set(self.tile_range_start)
-
-    def find_tile(self, first: Value) -> Value:
-        """Return the first tile from `first` on that is in a tile range of any block; `NO_TILE` if there is none."""
-        nearest = Variable(self.builder, INT64, NO_TILE)
-        with self.loop_blocks():
-            with self.builder.infinite_loop() as break_if:  # skip the ranges that end before
-                break_if(self.range_index.get() >= self.tile_range_stop)
-                break_if(self.args.tile_range_last.at(self.range_index.get() * 8).load(INT64) > first)
-                self.range_index.set(self.range_index.get() + 1)
-            nearest.set(self.builder.minimum(self.next_tile(first), nearest.get()))
-        return nearest.get()
-
-    def next_tile(self, first: Value) -> Value:
-        """Return the first tile from `first` on of the block's current range; `NO_TILE` if no range is left."""
-        found = Variable(self.builder, INT64, NO_TILE)
-        with self.builder.if_then(self.range_index.get() < self.tile_range_stop):
-            start = self.args.tile_range_first.at(self.range_index.get() * 8).load(INT64)
-            found.set(self.builder.maximum(start, first))
-        return found.get()
+        self.restart_tiles()
 
     def key_tile(self, j0: Value, partial: Value, nan_safe: Value) -> None:
         """Process one tile of a block: scores, score formula and mask, softmax, weighted sum of V."""

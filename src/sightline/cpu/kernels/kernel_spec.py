@@ -8,7 +8,7 @@ from ..runtime.machine import Machine
 
 KEY_BLOCK = 64  # number of keys in a tile: its scores and its rows of K and V stay in the first two caches
 MAX_QUERIES_PER_ITEM = 512  # of the forward kernel: so many share one copy of a tile of K and V
-MAX_NUMBERS_PER_ITEM = 1 << 16  # numbers of Qᵀ and Oᵀ: 256 KB of float32 stay in the second-level cache
+MAX_NUMBERS_PER_ITEM = 1 << 16  # of Qᵀ, Oᵀ and the like: 256 KB of float32 stay in the second-level cache
 MIN_KEYS_PER_SPLIT = 8 * KEY_BLOCK  # with fewer keys a split of the keys costs more than it saves
 MAX_FEW_QUERIES = 4  # up to this number of queries, the decoding kernel is faster than the forward kernel, which ...
 MIN_DECODE_KEYS = (1, 8, 16, 32)  # ... wins again with fewer keys than these, for 1 to 4 queries
