@@ -18,13 +18,12 @@ from rich.text import Text
 from ..cpu.runtime.thread_count import usable_processors
 from ..errors import ParameterError
 from .bench.benchmarks import select
-from .bench.cases import Benchmark, Target
+from .bench.cases import MEASURES, SERIES_MEASURES, Benchmark, Target
 from .bench.cuda import Cuda
 from .bench.device import Cpu, Device
 from .bench.measure import Settings, run
 from .bench.peaks import UNITS
 from .bench.report import (
-    SERIES_MEASURES,
     Finding,
     Outcome,
     Report,
@@ -95,7 +94,7 @@ def _run_benchmarks(
     """
     description = TextColumn("{task.description}", style="dim")
     columns = BarColumn(bar_width=24, complete_style="cyan"), MofNCompleteColumn(), TimeElapsedColumn(), description
-    is_interactive = console.is_terminal  # the bar has no thread that redraws it, which would slow the timed calls
+    is_interactive = console.is_terminal  # no thread redraws the bar, because such a thread would slow the timed calls
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not is_interactive) as bar:
         task = bar.add_task("peaks", total=len(benchmarks))
         settings.on_progress = lambda message: bar.update(task, description=message, refresh=True)
@@ -164,30 +163,22 @@ def _print_finding(console: Console, finding: Finding) -> None:
 
 
 def _describe_failure(outcome: Outcome) -> Text:
-    """Return why there are no times, with what this means."""
+    """Return the reason why an outcome has no times, after words that say whether the output was wrong."""
     label = "wrong, not reported: " if outcome.wrong else "not measured: "
     return Text(f"{label}{outcome.failed}", style="red" if outcome.wrong else "yellow")
 
 
 def _describe_target(target: Target, device: Device) -> str:
     """Return the target in words."""
-    limit, label = f"{target.limit:g}", device.label(target.implementation)
-    return {
-        "share": f"at least {limit} of the machine's peak",
-        "faster": f"at least {limit} times as fast as {label}",
-        "slower": f"at most {limit} times as long as {label}",
-        "efficiency": f"speedup over {label} at least {limit} times the number of threads",
-        "seconds": f"{label}: at most {format_duration(target.limit)}",
-        "spread": f"largest time per token at most {limit} times the smallest",
-        "growth": f"memory beyond inputs and outputs at most {limit} times the first point's",
-        "extra": f"memory beyond inputs and outputs at most {limit} of the outputs",
-    }[target.measure]
+    label, duration = device.label(target.implementation), format_duration(target.limit)
+    return MEASURES[target.measure].words.format(limit=target.limit, label=label, duration=duration)
 
 
 def _notes(finding: Finding) -> list[str]:
-    """Return the lines below a table, without repetition.
+    """Return the lines to print below a finding's table, each line once.
 
-    They say why contenders have no times and which outputs are wrong. They include remarks and a published figure.
+    They say which contenders have no times and why, and which outputs are wrong. Remarks of the contenders and the
+    published figure follow.
     """
     notes = []
     for entry in (entry for row in finding.rows for entry in row.entries):

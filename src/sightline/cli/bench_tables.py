@@ -10,9 +10,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from .bench.cases import Target
+from .bench.cases import MEASURES, SERIES_MEASURES, Target
 from .bench.report import (
-    SERIES_MEASURES,
     Entry,
     Finding,
     Row,
@@ -68,27 +67,31 @@ def _contender_cells(finding: Finding, entry: Entry) -> Cells:
 
 
 def _point_cells(finding: Finding, row: Row) -> Cells:
-    """Return Sightline's time and memory, and the times of the others over Sightline's."""
-    ours, peers = row.entries[0], finding.labels(timed=True)
+    """Return the cells of a point of a series: Sightline's time and memory, and the others' times over Sightline's."""
+    ours, labels = row.entries[0], finding.labels(timed=True)
+    others = {name: row.entry(name) for name in labels if name != ours.name}
     at = f"{row.n:,}" if finding.axis == "n" else f"{row.coordinate:.1%}"
     return {
         "tokens" if finding.axis == "n" else "pairs allowed": Text(at, style="bold"),
         "time": format_duration(ours.median),
         "per token": format_duration(ours.median / row.n),
         "extra memory": "–" if row.extra_bytes is None else format_amount(row.extra_bytes, "B"),
-    } | {peers[name]: format_ratio(row.ratio(ours, name)) or "–" for name in peers if name != ours.name}
+    } | {labels[name]: format_ratio(ours.speedup_over(other)) if other else "–" for name, other in others.items()}
 
 
 def _case_cells(finding: Finding, row: Row) -> Cells:
-    """Return the times, then the ratios of those that are compared, then Sightline's time beyond another's."""
+    """Return the cells of a case of a group.
+
+    They are the time of every contender, then the ratio of every contender that is no peer, then Sightline's time minus
+    the time of the contender `finding.subtracted`.
+    """
     labels, cells = finding.labels(), Cells({NAME: Text(row.name, style="bold")})
     entries = {name: row.entry(name) for name in labels}
     for name, entry in entries.items():
         cells[labels[name]] = format_duration(entry.median) if entry else "–"
     for name, entry in entries.items():
         if name not in finding.peers:
-            ratio = row.ratio(entry, finding.peers[0]) if entry else None
-            cells[_ratio_title(name, labels[name])] = format_ratio(ratio) or "–"
+            cells[_ratio_title(name, labels[name])] = (entry and format_ratio(finding.ratio(row, entry))) or "–"
     ours, other = entries.get("sightline"), entries.get(finding.subtracted)
     if ours and other:
         cells[f"beyond {other.label}"] = format_duration(ours.excess_over(other))
@@ -108,16 +111,13 @@ def _ratio_title(name: str, label: str) -> str:
 
 
 def verdict_row(verdict: Verdict) -> list[Any]:
-    labels = {
-        "spread": "time per token, largest over smallest",
-        "growth": "extra memory, last point over first",
-        "extra": "extra memory over outputs, largest",
-    }
+    """Return the cells of a row of the table of quantities that are computed from all points of a series."""
     value = "–" if verdict.value is None else f"{verdict.value:.3f}"
-    return [labels[verdict.target.measure], value, *verdict_cells(verdict)]
+    return [MEASURES[verdict.target.measure].title, value, *verdict_cells(verdict)]
 
 
 def verdict_cells(verdict: Verdict | None, threads: int = 1) -> list[Any]:
+    """Return the limit of a verdict's target, and the sign for reached or missed; two empty cells without a verdict."""
     if verdict is None:
         return ["", ""]
     sign, style = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "dim")}[verdict.reached]

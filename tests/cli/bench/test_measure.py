@@ -10,7 +10,7 @@ from sightline.cli.bench.cases import Case, Contender, Group, PreparedCall, Targ
 from sightline.cli.bench.device import Cpu
 from sightline.cli.bench.measure import Settings, run
 from sightline.cli.bench.report import Entry, Finding, Report, Row, summarise
-from sightline.cli.bench.workloads import Inputs, Series, Workload
+from sightline.cli.bench.workloads import Inputs, Workload, series
 from sightline.cli.bench_command import QUICK_WARNING
 
 
@@ -149,7 +149,7 @@ def test_an_error_while_timing_ends_the_problem_and_not_the_run(settings, monkey
 
     monkeypatch.setattr(settings.device, "time_calls", time_calls)
     monkeypatch.setattr(settings.device, "memory", lambda prepared: None)
-    for benchmark in (workload, Series(name="series", axis="n", cases=(workload, workload)), group_of(workload)):
+    for benchmark in (workload, series("series", "n", points=(workload, workload)), group_of(workload)):
         finding = run(benchmark, settings)
         outcome = finding.rows[0] if finding.group else finding
         assert outcome.failed.endswith("RuntimeError: illegal memory access\nthe cure")

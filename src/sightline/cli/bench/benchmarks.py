@@ -21,7 +21,7 @@ from .models import MODELS
 from .peers import SightlineInJax
 from .short_calls import OVERHEADS, SHORT_CALLS
 from .tangents import TANGENTS
-from .workloads import CAUSAL, Mask, Passes, Series, ToTable, Workload
+from .workloads import CAUSAL, Mask, Passes, ToTable, Workload, series
 
 
 def window(width: int) -> Mask:
@@ -54,6 +54,37 @@ def documents(count: int) -> Mask:
 # peers with a forward pass in float32, and in 16 bits
 FLOAT32_PEERS = ("torch", "flex", "onnxruntime", "openvino", "jax", "zentorch", "vllm")
 SIXTEEN_BIT_PEERS = ("torch", "flex", "openvino", "jax", "zentorch", "vllm")
+i, j = SYMBOLS["i"], SYMBOLS["j"]
+ROW_STATISTICS = {  # the statistics that the forward kernel computes in its own pass
+    "lse": lse(),
+    "max_score": max_score(),
+    "entropy": entropy(),
+    "mass": mass(abs(i - j) < 64),
+}
+THREE_STATISTICS = ("max_score", "entropy", "mass")
+MAX_FUSED_SLOWDOWN = 1.15  # limit of the time with statistics that the forward kernel computes over the time without
+# Limits of the time with statistics of a second pass over the time without: for one statistic, and for three that share
+# the pass. A second pass repeats Q Kᵀ and the exponential.
+MAX_SECOND_PASS_SLOWDOWN, MAX_SHARED_PASS_SLOWDOWN = 1.7, 1.9
+BF16 = {"dtype": "bfloat16", "peak": "bfloat16", "baselines": SIXTEEN_BIT_PEERS}
+BACKWARD: dict[str, Any] = {"passes": "backward", "baselines": ("torch", "jax")}
+DECODE: dict[str, Any] = {
+    "H": 32,
+    "G": 8,
+    "n": 1,
+    "m": 8192,
+    "d_k": 128,
+    "peak": "read",
+    "baselines": SIXTEEN_BIT_PEERS,
+}
+BOTH: Passes = "forward and backward"
+ONE_THREAD = ("one thread",)
+LENGTHS, LONG_LENGTHS, MEMORY_LENGTHS = (1024, 2048, 4096, 8192), (32768, 65536, 131072), [2**k for k in range(16, 21)]
+WINDOW_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+IN_JAX = SightlineInJax("sightline", "Sightline", by_position=False)
+IN_JAX_LAYOUT = SightlineInJax("by position", "JAX's layout", by_position=True)
+NUMPY = Sightline("numpy", "NumPy", on_numpy=True)  # short calls on NumPy arrays need no dispatch of JAX
 
 
 def share(limit: float) -> Target:
@@ -64,119 +95,76 @@ def faster(peer: str, limit: float) -> Target:
     return Target("faster", limit, peer)
 
 
-def _forward(name: str, *targets: Target, baselines: tuple[str, ...] = FLOAT32_PEERS, **sizes: Any) -> Workload:
-    return Workload(name=name, targets=targets, baselines=baselines, **sizes)
+def _problem(name: str, *targets: Target, **options: Any) -> Workload:
+    """Return a problem, by default a forward pass in float32 that is compared with all peers."""
+    return Workload(name=name, targets=targets, **({"baselines": FLOAT32_PEERS} | options))
 
 
-def _backward(name: str, *targets: Target, **sizes: Any) -> Workload:
-    return Workload(name=f"backward {name}", targets=targets, passes="backward", baselines=("torch", "jax"), **sizes)
-
-
-def _decode(**sizes: Any) -> Workload:
-    """Return a decoding problem: one query per sequence, a long cache of K and V, four query heads per key head.
-
-    Memory bandwidth limits its speed.
-    """
-    shape = {"H": 32, "G": 8, "n": 1, "m": 8192, "d_k": 128}
-    name = f"decode {sizes['dtype']}"
-    return Workload(name=name, targets=(share(0.75),), peak="read", baselines=SIXTEEN_BIT_PEERS, **(shape | sizes))
-
-
-def _see(name: str, *see: Statistic, limit: float, **sizes: Any) -> Workload:
+def _see(name: str, *see: Statistic, limit: float, **options: Any) -> Workload:
     """Return a forward pass with statistics, compared with the pass without statistics and with dense computations."""
-    targets, baselines = (Target("slower", limit, "without statistics"),), ("without statistics", "dense", "mha")
-    return Workload(name=f"see {name}", see=see, targets=targets, baselines=baselines, **sizes)
+    baselines = ("without statistics", "dense", "mha")
+    return _problem(f"see {name}", Target("slower", limit, baselines[0]), see=see, baselines=baselines, **options)
 
 
-def _jax(name: str, *problems: tuple[int, Mask | None, Passes], also: tuple[Sightline, ...] = ()) -> Group:
-    """Return a group of calls under jax.jit; the shape has 8 heads of width 64. "backward" stands for both passes."""
+def _jax(name: str, lengths: tuple[int, ...], passes: tuple[Passes, ...], *others: Sightline) -> Group:
+    """Return a group of calls under jax.jit, without and with the causal mask, of 8 heads of width 64.
 
-    def workload(n: int, mask: Mask | None, passes: Passes) -> Workload:
-        words = f"n {n}", "causal" * (mask is not None), "backward" * (passes != "forward")
-        contenders: dict[str, Any] = {"ours": IN_JAX, "baselines": (IN_JAX_LAYOUT, "jax", *also)}
-        return Workload(name=" ".join(filter(None, words)), n=n, mask=mask, passes=passes, **contenders)
-
-    description, cases = "1 × 8 heads, d 64, float32, under jit", tuple(workload(*each) for each in problems)
+    The word "backward" in a name stands for a forward and a backward pass. `others` are more contenders.
+    """
+    cases = tuple(
+        Workload(
+            name=f"n {n}" + " causal" * (mask is not None) + " backward" * (each == BOTH),
+            n=n,
+            mask=mask,
+            passes=each,
+            ours=IN_JAX,
+            baselines=(IN_JAX_LAYOUT, "jax", *others),
+        )
+        for n in lengths
+        for mask in (None, CAUSAL)
+        for each in passes
+    )
+    description = "1 × 8 heads, d 64, float32, under jit"
     return Group(name=name, group=name, description=description, cases=cases, packages=("jax",), pip="jax", peer="jax")
 
 
-IN_JAX = SightlineInJax("sightline", "Sightline", by_position=False)
-IN_JAX_LAYOUT = SightlineInJax("by position", "JAX's layout", by_position=True)
-NUMPY = Sightline("numpy", "NumPy", on_numpy=True)  # short calls on NumPy arrays need no dispatch of JAX
-JAX_PASSES: tuple[Passes, ...] = ("forward", "forward and backward")
-i, j = SYMBOLS["i"], SYMBOLS["j"]
-ROW_STATISTICS = {  # the statistics that the forward kernel computes in its own pass
-    "lse": lse(),
-    "max_score": max_score(),
-    "entropy": entropy(),
-    "mass": mass(abs(i - j) < 64),
-}
-THREE_STATISTICS = ("max_score", "entropy", "mass")
-MAX_FUSED_SLOWDOWN = 1.15  # limit of the time with statistics that the forward kernel computes over the time without
-MAX_SECOND_PASS_SLOWDOWN = (
-    1.7  # limit of the time with statistics of a second pass, which repeats Q Kᵀ and the exponential, over without
-)
-MAX_SHARED_PASS_SLOWDOWN = 1.9  # the same for received, top_k and pooled together, which share the second pass
-BF16 = {"dtype": "bfloat16", "peak": "bfloat16"}
-ONE_THREAD = ("one thread",)
-MEMORY_LENGTHS = tuple(2**k for k in range(16, 21))
-WINDOW_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
-LENGTHS = (1024, 2048, 4096, 8192)
-LONG_LENGTHS = (32768, 65536, 131072)
-
 BENCHMARKS: tuple[Benchmark, ...] = (
-    _forward(
+    _problem(
         "forward float32 d64",
         share(0.90),
         faster("torch", 1.25),
         faster("onnxruntime", 1.05),
         baselines=(*FLOAT32_PEERS, "mha"),
     ),
-    _forward("forward float32 d128", share(0.92), faster("openvino", 1.05), d_k=128),
-    _forward("forward float32 causal n1024", faster("torch", 1.6), mask=CAUSAL, n=1024),
-    _forward("forward float32 causal n4096", faster("torch", 1.45), mask=CAUSAL),
-    _forward(
-        "forward bfloat16 d64",
-        share(0.80),
-        faster("torch", 2.2),
-        faster("openvino", 1.1),
-        baselines=SIXTEEN_BIT_PEERS,
-        **BF16,
-    ),
-    _forward(
-        "forward bfloat16 d128",
-        share(0.86),
-        faster("torch", 2.2),
-        faster("openvino", 1.1),
-        baselines=SIXTEEN_BIT_PEERS,
-        d_k=128,
-        **BF16,
-    ),
-    _forward("forward float16 d64", faster("torch", 1.9), baselines=SIXTEEN_BIT_PEERS, dtype="float16"),
-    _backward("float32 d64", share(0.93), faster("torch", 1.35)),
-    _backward("float32 d128", share(0.93), faster("torch", 1.24), d_k=128),
-    _backward("float32 causal", faster("torch", 1.4), mask=CAUSAL),
-    _backward("bfloat16 d64", share(0.70), faster("torch", 1.7), **BF16),
-    Workload(
-        name="both n3001 d80", targets=(faster("torch", 1.3),), passes="forward and backward", H=6, n=3001, d_k=80
-    ),
-    _forward("forward window 256", faster("torch", 20), faster("flex", 4), mask=window(256)),
-    _forward("forward 16 documents n8192", faster("torch", 10), mask=documents(16), n=8192),
-    _forward(
+    _problem("forward float32 d128", share(0.92), faster("openvino", 1.05), d_k=128),
+    _problem("forward float32 causal n1024", faster("torch", 1.6), mask=CAUSAL, n=1024),
+    _problem("forward float32 causal n4096", faster("torch", 1.45), mask=CAUSAL),
+    _problem("forward bfloat16 d64", share(0.80), faster("torch", 2.2), faster("openvino", 1.1), **BF16),
+    _problem("forward bfloat16 d128", share(0.86), faster("torch", 2.2), faster("openvino", 1.1), d_k=128, **BF16),
+    _problem("forward float16 d64", faster("torch", 1.9), baselines=SIXTEEN_BIT_PEERS, dtype="float16"),
+    _problem("backward float32 d64", share(0.93), faster("torch", 1.35), **BACKWARD),
+    _problem("backward float32 d128", share(0.93), faster("torch", 1.24), d_k=128, **BACKWARD),
+    _problem("backward float32 causal", faster("torch", 1.4), mask=CAUSAL, **BACKWARD),
+    _problem("backward bfloat16 d64", share(0.70), faster("torch", 1.7), **(BF16 | BACKWARD)),
+    _problem("both n3001 d80", faster("torch", 1.3), passes=BOTH, H=6, n=3001, d_k=80, baselines=("torch",)),
+    _problem("forward window 256", faster("torch", 20), faster("flex", 4), mask=window(256)),
+    _problem("forward 16 documents n8192", faster("torch", 10), mask=documents(16), n=8192),
+    _problem(
         "forward dropout 0.1",
         faster("torch", 7),
         Target("slower", 1.35, "without dropout"),
         dropout=0.1,
         baselines=("torch", "without dropout"),
     ),
-    _forward("forward d_v 32", faster("torch", 3), d_v=32),
-    _forward("forward d_v 128", faster("torch", 3), d_v=128),
+    _problem("forward d_v 32", faster("torch", 3), d_v=32),
+    _problem("forward d_v 128", faster("torch", 3), d_v=128),
     # n is 2,048 here: the bias, torch's weights and their two gradients are (1, H, n, n), half a GiB each at n 4,096
-    Workload(name="both bias n2048", targets=(faster("torch", 2.5),), passes="forward and backward", n=2048, bias=True),
-    _decode(dtype="float32"),
+    _problem("both bias n2048", faster("torch", 2.5), passes=BOTH, n=2048, bias=True, baselines=("torch",)),
+    # Decoding: one query per sequence, a long cache, four query heads per key head. Memory bandwidth limits its speed.
+    _problem("decode float32", share(0.75), **DECODE),
     # B is 2 here: K and V of a single bfloat16 sequence would fit the last-level cache of the processor
-    _decode(dtype="bfloat16", B=2),
-    _forward(
+    _problem("decode bfloat16", share(0.75), dtype="bfloat16", B=2, **DECODE),
+    _problem(
         "overhead",
         faster("torch", 1.0),
         Target("seconds", 1e-5, "numpy"),
@@ -185,18 +173,14 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         baselines=("torch", "numpy", "zentorch", "vllm"),
     ),
     FirstCall(name="first call", targets=(Target("seconds", 0.3, "compiled"), Target("seconds", 0.03, "from disk"))),
-    Workload(name="threads forward", targets=(Target("efficiency", 0.95, "one thread"),), baselines=ONE_THREAD),
-    Workload(
-        name="threads backward",
-        targets=(Target("efficiency", 0.95, "one thread"),),
-        baselines=ONE_THREAD,
-        passes="backward",
-    ),
-    Series(
-        name="growth window 256",
-        axis="n",
-        cases=tuple(Workload(name=f"n {n}", H=1, n=n, mask=window(256), baselines=()) for n in MEMORY_LENGTHS),
-        targets=(Target("spread", 1.15), Target("extra", 0.05)),
+    _problem("threads forward", Target("efficiency", 0.95, *ONE_THREAD), baselines=ONE_THREAD),
+    _problem("threads backward", Target("efficiency", 0.95, *ONE_THREAD), baselines=ONE_THREAD, passes="backward"),
+    series(
+        "growth window 256",
+        "n",
+        Target("spread", 1.15),
+        Target("extra", 0.05),
+        points=[Workload(name=f"n {n}", H=1, n=n, mask=window(256), baselines=()) for n in MEMORY_LENGTHS],
     ),
     *(_see(name, statistic, limit=MAX_FUSED_SLOWDOWN) for name, statistic in ROW_STATISTICS.items()),
     _see("three of rows", *(ROW_STATISTICS[name] for name in THREE_STATISTICS), limit=MAX_FUSED_SLOWDOWN),
@@ -204,30 +188,31 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _see("top_k 8", top_k(8), limit=MAX_SECOND_PASS_SLOWDOWN, peak=""),
     _see("pooled 256", pooled(256, 256), limit=MAX_SECOND_PASS_SLOWDOWN, peak=""),
     _see("three of a second pass", received(), top_k(8), pooled(32, 32), limit=MAX_SHARED_PASS_SLOWDOWN, peak=""),
-    Series(
-        name="growth pooled 512",
-        axis="n",
-        cases=tuple(
+    series(
+        "growth pooled 512",
+        "n",
+        Target("spread", 1.15),
+        Target("growth", 1.15 * LONG_LENGTHS[-1] / LONG_LENGTHS[0]),
+        points=[
             Workload(name=f"n {n}", H=1, n=n, mask=window(4096), see=(pooled(512, 512),), baselines=())
             for n in LONG_LENGTHS
-        ),
-        targets=(Target("spread", 1.15), Target("growth", 1.15 * LONG_LENGTHS[-1] / LONG_LENGTHS[0])),
+        ],
     ),
-    Series(
-        name="cost by length",
-        axis="n",
-        cases=tuple(Workload(name=f"n {n}", n=n, mask=window(256), baselines=("torch", "flex")) for n in LENGTHS),
+    series(
+        "cost by length",
+        "n",
+        points=[Workload(name=f"n {n}", n=n, mask=window(256), baselines=("torch", "flex")) for n in LENGTHS],
     ),
-    Series(
-        name="cost by area",
-        axis="allowed",
-        cases=tuple(Workload(name=f"w {w}", mask=window(w), baselines=("torch", "flex")) for w in WINDOW_WIDTHS),
+    series(
+        "cost by area",
+        "allowed",
+        points=[Workload(name=f"w {w}", mask=window(w), baselines=("torch", "flex")) for w in WINDOW_WIDTHS],
     ),
     *SHORT_CALLS,
     *OVERHEADS,
     *MODELS,
-    _jax("JAX", *((n, mask, passes) for n in (1024, 4096) for mask in (None, CAUSAL) for passes in JAX_PASSES)),
-    _jax("JAX short calls", *((n, mask, "forward") for n in (1, 16, 64) for mask in (None, CAUSAL)), also=(NUMPY,)),
+    _jax("JAX", (1024, 4096), ("forward", BOTH)),
+    _jax("JAX short calls", (1, 16, 64), ("forward",), NUMPY),
     TANGENTS,
 )
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from .device import Device
@@ -24,31 +24,58 @@ SEED = 1706  # of all arrays of the bench
 Results = dict[str, Any]
 
 
+class Measure(NamedTuple):
+    """A quantity that a target limits: a lower limit if `at_least` is True, else an upper limit.
+
+    `words` describes the target, with places for its limit and for the label of a contender. `title` is the name in
+    the table of quantities that are computed from all points of a series; "" for quantities of one case.
+    """
+
+    at_least: bool
+    words: str
+    title: str = ""
+
+
+MEASURES = {
+    "share": Measure(True, "at least {limit:g} of the machine's peak"),
+    "faster": Measure(True, "at least {limit:g} times as fast as {label}"),
+    "efficiency": Measure(True, "speedup over {label} at least {limit:g} times the number of threads"),
+    "slower": Measure(False, "at most {limit:g} times as long as {label}"),
+    "seconds": Measure(False, "{label}: at most {duration}"),
+    "spread": Measure(
+        False, "largest time per token at most {limit:g} times the smallest", "time per token, largest over smallest"
+    ),
+    "growth": Measure(
+        False,
+        "memory beyond inputs and outputs at most {limit:g} times the first point's",
+        "extra memory, last point over first",
+    ),
+    "extra": Measure(
+        False, "memory beyond inputs and outputs at most {limit:g} of the outputs", "extra memory over outputs, largest"
+    ),
+}
+SERIES_MEASURES = [name for name, measure in MEASURES.items() if measure.title]
+
+
 @dataclass(frozen=True)
 class Target:
     """A limit for one measured quantity of a benchmark.
 
     Parameters
     ----------
-    measure
-        The measured quantity. These have a lower limit: "share", the rate over the device's peak; "faster", another
-        contender's time over Sightline's; "efficiency", the speedup over one thread, divided by the number of threads.
-        These have an upper limit: "slower", Sightline's time over another contender's; "seconds", a contender's time;
-        "spread", the largest time per token of a series over the smallest; "growth", the memory beyond inputs and
-        outputs at the last point of a series over that at the first point; "extra", the largest memory beyond inputs
-        and outputs of a series over that of the outputs.
+    measure : name of the quantity in `MEASURES`
     limit : the lower or upper limit of the quantity
     implementation : name of the other contender in a ratio, or of the contender whose seconds are limited; `BEST` is
         the fastest peer
     """
 
-    measure: Literal["share", "faster", "slower", "efficiency", "seconds", "spread", "growth", "extra"]
+    measure: str
     limit: float
     implementation: str = "sightline"
 
     @property
     def at_least(self) -> bool:
-        return self.measure in ("share", "faster", "efficiency")
+        return MEASURES[self.measure].at_least
 
     def is_met(self, value: float) -> bool:
         """True if the measured quantity `value` is within the limit."""
@@ -118,7 +145,7 @@ class Contender(ABC):
 
 
 class Benchmark:
-    """A case or a group of cases. The attributes here are those of a benchmark without the property."""
+    """A case or a group of cases. An attribute that a benchmark does not have keeps the default that stands here."""
 
     name: str
     description: str
@@ -129,10 +156,10 @@ class Benchmark:
     bytes_moved: int = 0  # bytes of the inputs and outputs of one call
     peak: str = ""  # name in `peaks.Peaks` of the peak in a share of the peak; "" for no share
     published: str = ""  # a published figure to print, with its source; "" for none
-    axis: str = ""  # what differs from case to case of a series: "n", or "allowed", the share of allowed pairs
-    group: str = ""  # name of the groups that are summarised together; "" for a single case and a series
-    peers: tuple[str, ...] = ()  # names of the contenders that are only compared with; () for all other libraries
+    axis: str = ""  # `Group` explains this attribute and the next three
+    group: str = ""
     subtracted: str = ""
+    peers: tuple[str, ...] = ()  # names of the contenders that are only compared with; () for all other libraries
     skip_reason: str | None = None  # why the benchmark cannot run at all; None if it can
 
     def small(self) -> Any:
@@ -151,7 +178,7 @@ class Case(Benchmark):
         return (self,)
 
     def make_inputs(self) -> Any:
-        """Return what all contenders get."""
+        """Return the inputs that all contenders of the case get; None if they make their own."""
 
     def share_of_budget(self, prepared: PreparedCall, inputs: Any) -> float:
         """Return the share of the rounding-error budget that a contender's results use; correct results use up to 1."""
@@ -170,11 +197,14 @@ class HostCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class Group(Benchmark):
-    """A benchmark of several cases.
+    """A benchmark of several cases, whose table has a row for each case.
 
     Parameters
     ----------
     cases : the rows of the table
+    group : name of the groups that are summarised together; "" for a series
+    axis : what differs from case to case of a series: "n", or "allowed", the share of pairs that the mask allows. The
+        cases of a series are workloads by ascending n or share. "" for other groups
     packages : names of the modules that must be installed
     pip : arguments of `pip install` that install the modules in `packages`
     peer : name of the contender whose time over another contender's time is the other contender's ratio
@@ -185,6 +215,7 @@ class Group(Benchmark):
     description: str
     cases: tuple[Any, ...]
     group: str = ""
+    axis: str = ""
     packages: tuple[str, ...] = ("torch",)
     pip: str = "torch"
     peer: str = "torch"
@@ -193,8 +224,7 @@ class Group(Benchmark):
 
     @property
     def peers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The names of the contenders that are only compared with; () for all of other libraries."""
-        return tuple(filter(None, (self.peer, self.subtracted)))
+        return tuple(name for name in (self.peer, self.subtracted) if name and self.group)
 
     @property
     def skip_reason(self) -> str | None:  # type: ignore[override]
@@ -203,4 +233,7 @@ class Group(Benchmark):
 
     def small(self) -> Group:
         """Return the group with small cases. Cases that become equal are left out."""
-        return replace(self, cases=tuple(dict.fromkeys(case.small() for case in self.cases)), targets=())
+        small = [case.small() for case in self.cases]
+        if self.axis:  # the points of a series need different lengths
+            small = [replace(case, n=64 * k, m=64 * k) for k, case in enumerate(small, 1)]
+        return replace(self, cases=tuple(dict.fromkeys(small)), targets=())

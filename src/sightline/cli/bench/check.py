@@ -1,14 +1,14 @@
-"""Check results against the float64 definition, within the rounding-error budget of `sightline.testing`.
+"""Check a contender's results against the float64 definition, within the error budget of `reference.accuracy`.
 
-A problem too large for a dense computation is checked in samples. Of the output, random rows of the first and the last
-head are checked; the sample has all keys that the mask allows for any of these rows. Of the gradients, the whole last
-head is checked, because the gradient of a key sums over all queries whose d_output is not 0
+A problem too large for a dense computation is checked in samples. Of the output, random rows of the first and of the
+last head are checked; the sample has all keys that the mask allows for any of these rows. Of the gradients, the whole
+last head is checked, because the gradient of a key sums over all queries whose d_output is not 0
 (`Inputs.with_sampled_d_output`); the check computes the gradients in chunks of queries. A sample keeps the i, j and h
 of the whole problem, because formulas and dropout read them.
 
 A statistic per query is checked for the sampled queries, a pooled statistic in some whole rows of cells, and a
-statistic per key for the last head with all its queries. The definitions here use dense matrices and share no code with
-`sightline.statistics`.
+statistic per key for the last head with all its queries. The definitions of statistics in this file use dense matrices
+and share no code with `sightline.statistics`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def share_of_budget(workload: Workload, inputs: Inputs, results: dict[str, Any])
 
     Parameters
     ----------
-    results : the contender's results by name, as `implementations.Results`
+    results : the contender's results by name, as `cases.Results`
         "output" is (B, H, n, d_v). Backward passes add the gradients "query", "key", "value" and, with a bias, "bias".
         These arrays are float32 and hold numbers of the workload's dtype. The repr of each statistic of `see` names
         the tuple of that statistic's arrays.
@@ -85,9 +85,11 @@ def share_of_budget(workload: Workload, inputs: Inputs, results: dict[str, Any])
     if results["output"].shape != shape:
         raise ValueError(f"the output has the shape {results['output'].shape}, expected {shape}")
     problem = sample(workload, inputs)
-    shares = [_output_share(problem, results["output"][:, problem.heads][:, :, problem.rows].astype(kind))]
+    stages, output = _reference_stages(problem), results["output"][:, problem.heads][:, :, problem.rows].astype(kind)
+    baseline = compute_baseline(problem).output
+    shares = [budget_used(output, stages.output, baseline, term_sizes(problem, stages.weights))]
     if workload.passes == "forward":
-        shares += [_expected_statistic(workload, inputs, each).share(results[repr(each)]) for each in workload.see]
+        shares += [_statistic_share(workload, inputs, each, results[repr(each)]) for each in workload.see]
     else:
         for name, (truth, rough, size) in _expected_gradients(workload, inputs).items():
             shares.append(budget_used(results[name][:, -1:].astype(kind), truth, rough, size))  # only the last head
@@ -130,9 +132,9 @@ def sample(workload: Workload, inputs: Inputs, queries: Array | None = None, hea
 
 
 def evaluate_at(formula: Expression, n: int, m: int, **symbols: Any) -> Any:
-    """Return an array with what the formula gives, bool or float64.
+    """Return the values of a formula, as a bool or float64 array.
 
-    `symbols` are arrays of b, h, i, j and s, as far as the formula reads them; they broadcast against each other.
+    `symbols` are arrays of those symbols b, h, i, j and s that the formula reads; they broadcast against each other.
     """
     symbols = {name: np.asarray(value) for name, value in symbols.items()} | {"n": n, "m": m}
     return evaluate(formula, symbols, xp=np, float_dtype=np.dtype("float64"), like=symbols["i"])
@@ -155,19 +157,6 @@ def _reference_stages(problem: SampledProblem) -> reference.Stages:
         allowed=True if problem.mask is None else value(problem.mask),
         keep=keep_factor(problem, np, rows, columns, np.float64),
     )
-
-
-def _output_share(problem: SampledProblem, output: Array) -> float:
-    stages = _reference_stages(problem)
-    return budget_used(output, stages.output, compute_baseline(problem).output, term_sizes(problem, stages.weights))
-
-
-@lru_cache(maxsize=8)  # all contenders of a workload share one computation of a statistic
-def _expected_statistic(workload: Workload, inputs: Inputs, statistic: Statistic) -> ExpectedStatistic:
-    rows, heads = queries_to_check(statistic, workload, SAMPLED_ROWS), 1 if isinstance(statistic, Received) else 2
-    problem = sample(workload, inputs, rows, heads)
-    stages = _reference_stages(problem)
-    return ExpectedStatistic.of(statistic, WeightMatrix(problem, stages.weights, stages.masked, stages.lse))
 
 
 @lru_cache(maxsize=2)  # all contenders of a workload share one computation of the gradients
@@ -235,12 +224,12 @@ def _differentiate(
 
 @dataclass(frozen=True)
 class WeightMatrix:
-    """The weights and the scores at sampled positions, each (1, heads, rows, columns)."""
+    """The weights and the scores at sampled positions, each (B, heads, rows, columns)."""
 
     at: SampledProblem
     weights: Array
     scores: Array  # the scores of hidden pairs are −∞
-    lse: Array  # (1, heads, rows)
+    lse: Array  # (B, heads, rows)
     is_sequential: bool = False  # True if `sum` adds term by term, as kernels do, instead of pairwise
 
     def sum(self, array: Array, axis: int) -> Array:
@@ -249,79 +238,78 @@ class WeightMatrix:
         return np.asarray(np.take(np.cumsum(array, axis=axis, dtype=array.dtype), -1, axis=axis))
 
 
-@dataclass(frozen=True)
-class ExpectedStatistic:
-    """What a statistic should be at the sampled positions, by the float64 definition and by plain computations."""
+def _statistic_share(workload: Workload, inputs: Inputs, statistic: Statistic, found: Sequence[Array]) -> float:
+    """Return the largest share of the rounding-error budget that `found` uses, a contender's arrays of a statistic.
 
-    statistic: Statistic
-    at: SampledProblem
-    values: Array  # the statistic by the float64 definition
-    rough: Array  # (orders of summation, ...): the statistic by dense computations in the accumulator's dtype
-    lookup: Array | None  # true scores or weights, if the statistic returns positions of keys; else None
+    If the statistic names keys, the true scores or weights at these keys are checked in place of the keys.
+    """
+    truth, expected, rough = _expected_statistic(workload, inputs, statistic)
+    values, *where = (_select(array, statistic, truth.at) for array in found)
+    shares = []
+    for array in (values, *(_look_up(keys, statistic, truth) for keys in where)):
+        given = array.astype(rough.dtype)
+        if statistic.name in LOG_STATISTICS:
+            shares.append(budget_used(given.ravel(), expected.ravel(), rough.reshape(len(rough), -1), np.float64(1)))
+        else:
+            shares.append(budget_used(given, expected, rough))
+    return max(shares)
 
-    @classmethod
-    def of(cls, statistic: Statistic, truth: WeightMatrix) -> ExpectedStatistic:
-        """Return what `statistic` should be, given the true weights and scores."""
-        (define, _), problem = DEFINITIONS[statistic.name], truth.at
-        scores, rough = _accumulator_scores(problem, np.isneginf(truth.scores)), list[Array]()
-        for order in summation_orders(problem):
-            if order in LOOP_ORDERS:  # a summation in loops takes minutes
-                continue
+
+@lru_cache(maxsize=8)  # all contenders of a workload share one computation of a statistic
+def _expected_statistic(workload: Workload, inputs: Inputs, statistic: Statistic) -> tuple[WeightMatrix, Array, Array]:
+    """Return (true weights and scores, the true statistic of them, the statistic by rounded dense computations).
+
+    The first axis of the last array is the order of summation. Its dtype is the accumulator's.
+    """
+    problem = sample(
+        workload, inputs, queries_to_check(statistic, workload), 1 if isinstance(statistic, Received) else 2
+    )
+    stages, define, rough = _reference_stages(problem), DEFINITIONS[statistic.name], list[Array]()
+    query, key = (np.asarray(x, problem.accumulator) for x in (problem.query, problem.key))
+    products = query @ key.swapaxes(-1, -2)  # a sample has one key head for each query head
+    scores = np.where(np.isneginf(stages.masked), -np.inf, products * products.dtype.type(problem.scale))
+    for order in summation_orders(problem):
+        if order not in LOOP_ORDERS:  # a summation in loops takes minutes
             _, lse, weights = dense_attention(problem, problem.accumulator, order)
             rough.append(define(statistic, WeightMatrix(problem, weights, scores, lse, order % 2 == 1)))
-        lookup = {"max_score": truth.scores, "top_k": truth.weights}.get(statistic.name)
-        return cls(statistic, problem, define(statistic, truth), np.stack(rough), lookup)
-
-    def share(self, found: Sequence[Array]) -> float:
-        """Return the largest share of the rounding-error budget that the arrays in `found` use.
-
-        `found` are the statistic's arrays as a contender returns them, for the whole workload.
-        """
-        _, select = DEFINITIONS[self.statistic.name]
-        values, *where = (select(array, self.statistic, self.at) for array in found)
-        compared = [values, *(self._look_up(keys) for keys in where)]
-        return max(self._share(array.astype(self.rough.dtype)) for array in compared)
-
-    def _share(self, found: Array) -> float:
-        if self.statistic.name in LOG_STATISTICS:
-            return budget_used(
-                found.reshape(-1), self.values.reshape(-1), self.rough.reshape(len(self.rough), -1), np.float64(1)
-            )
-        return budget_used(found, self.values, self.rough)
-
-    def _look_up(self, where: Array) -> Array:
-        """Return the true scores or weights at the key positions in `where`.
-
-        A key outside the sample has NaN. Position −1, no key, has the score −∞ or the weight 0.
-        """
-        assert self.lookup is not None
-        columns, missing = self.at.columns, -np.inf if self.statistic.name == "max_score" else 0.0
-        keys = where.astype(np.int64).reshape(*self.lookup.shape[:-1], -1)
-        index = np.minimum(np.searchsorted(columns, keys), columns.size - 1)
-        values = np.where(columns[index] == keys, np.take_along_axis(self.lookup, index, axis=-1), np.nan)
-        return np.where(keys == -1, missing, values).reshape(where.shape)
+    truth = WeightMatrix(problem, stages.weights, stages.masked, stages.lse)
+    return truth, define(statistic, truth), np.stack(rough)
 
 
-def queries_to_check(statistic: Statistic, workload: Workload, rows: int) -> Array | None:
+def _select(array: Array, statistic: Statistic, at: SampledProblem) -> Array:
+    """Return the part of a contender's array of a statistic that belongs to the sample."""
+    of_heads = array[:, at.heads]
+    if isinstance(statistic, Received):
+        return of_heads[..., at.columns]
+    return of_heads[:, :, np.unique(_cell_rows(statistic, at)) if isinstance(statistic, Pooled) else at.rows]
+
+
+def _look_up(where: Array, statistic: Statistic, truth: WeightMatrix) -> Array:
+    """Return the true scores (`max_score`) or weights (`top_k`) at the key positions in `where`.
+
+    A key outside the sample has NaN. Position −1, which stands for no key, has the score −∞ or the weight 0.
+    """
+    matrix, missing = (truth.scores, -np.inf) if statistic.name == "max_score" else (truth.weights, 0.0)
+    columns, keys = truth.at.columns, where.astype(np.int64).reshape(*matrix.shape[:-1], -1)
+    index = np.minimum(np.searchsorted(columns, keys), columns.size - 1)
+    values = np.where(columns[index] == keys, np.take_along_axis(matrix, index, axis=-1), np.nan)
+    return np.where(keys == -1, missing, values).reshape(where.shape)
+
+
+def queries_to_check(statistic: Statistic, workload: Workload) -> Array | None:
     """Return the queries that are needed to check a statistic; None if random queries suffice.
 
-    A statistic per key needs all queries. A pooled statistic needs whole rows of cells, of about `rows` queries in all.
+    A statistic per key needs all queries. A pooled statistic needs whole rows of cells, which together have about
+    `SAMPLED_ROWS` queries.
     """
     if isinstance(statistic, Received):
         return np.arange(workload.n)
     if not isinstance(statistic, Pooled):
         return None
     edges = _edges(workload.n, statistic.down)
-    count = max(rows * statistic.down // workload.n, 1)
+    count = max(SAMPLED_ROWS * statistic.down // workload.n, 1)
     cells = np.random.default_rng(SEED).choice(statistic.down, min(count, statistic.down), replace=False)
     return np.concatenate([np.arange(edges[r], edges[r + 1]) for r in np.sort(cells)])
-
-
-def _accumulator_scores(problem: SampledProblem, hidden: Array) -> Array:
-    """Return the scaled scores in the accumulator's dtype. The scores of `hidden` pairs are −∞."""
-    query, key = (np.asarray(x, problem.accumulator) for x in (problem.query, problem.key))
-    products = query @ np.repeat(key, problem.group, axis=-3).swapaxes(-1, -2)
-    return np.where(hidden, -np.inf, products * products.dtype.type(problem.scale))
 
 
 def _edges(length: int, cells: int) -> Array:
@@ -370,25 +358,13 @@ def _pooled(statistic: Any, of: WeightMatrix) -> Array:
     return cells if statistic.how == "max" else cells / np.outer(heights, np.diff(edges)).astype(cells.dtype)
 
 
-def _by_query(array: Array, _: Statistic, at: SampledProblem) -> Array:
-    return array[:, at.heads][:, :, at.rows]
-
-
-def _by_key(array: Array, _: Statistic, at: SampledProblem) -> Array:
-    return array[:, at.heads][..., at.columns]
-
-
-def _by_cell(array: Array, statistic: Statistic, at: SampledProblem) -> Array:
-    return array[:, at.heads][:, :, np.unique(_cell_rows(statistic, at))]
-
-
-DEFINITIONS: dict[str, tuple[Callable[[Any, WeightMatrix], Array], Callable[[Array, Any, SampledProblem], Array]]] = {
-    "lse": (lambda _, of: of.lse, _by_query),
-    "max_score": (lambda _, of: np.asarray(of.scores.max(-1)), _by_query),
-    "entropy": (_entropy, _by_query),
-    "mass": (_mass, _by_query),
-    "top_k": (_top_k, _by_query),
-    "received": (_received, _by_key),
-    "pooled": (_pooled, _by_cell),
+# the definition of each statistic by name, as a function of the statistic and of weights and scores
+DEFINITIONS: dict[str, Callable[[Any, WeightMatrix], Array]] = {
+    "lse": lambda _, of: of.lse,
+    "max_score": lambda _, of: np.asarray(of.scores.max(-1)),
+    "entropy": _entropy,
+    "mass": _mass,
+    "top_k": _top_k,
+    "received": _received,
+    "pooled": _pooled,
 }
-"""For each statistic by name: its definition, and a function that selects the sampled positions from its arrays."""

@@ -15,49 +15,42 @@ from .workloads import Inputs, Workload
 StatisticFunction = Callable[[Any, Any], Any]  # a function (scores, weights) → statistic; both arrays are (B, H, n, m)
 
 
-def _mass(statistic: Any, workload: Workload, device: str) -> StatisticFunction:
-    counted = to_tensor(np.array(statistic.mask.array(workload.n, workload.m)), workload.dtype, device)
-    return lambda s, p: (p * counted).sum(-1)
-
-
-def _entropy(statistic: Any, workload: Workload, device: str) -> StatisticFunction:
+def _entropy(weights: Any) -> Any:
     import torch
 
-    return lambda s, p: torch.special.entr(p).sum(-1)
+    return torch.special.entr(weights).sum(-1)
 
 
-def _received(statistic: Any, workload: Workload, device: str) -> StatisticFunction:
-    return {"sum": lambda s, p: p.sum(-2), "mean": lambda s, p: p.mean(-2), "max": lambda s, p: p.amax(-2)}[
-        statistic.how
-    ]
+def _pool(statistic: Pooled, weights: Any) -> Any:
+    cells = weights.unflatten(-1, (statistic.across, -1)).unflatten(-3, (statistic.down, -1))
+    return cells.amax((-3, -1)) if statistic.how == "max" else cells.mean((-3, -1))
 
 
-def _pooled(statistic: Any, workload: Workload, device: str) -> StatisticFunction:
-    def cells(p: Any) -> Any:
-        return p.unflatten(-1, (statistic.across, -1)).unflatten(-3, (statistic.down, -1))
-
-    if statistic.how == "max":
-        return lambda s, p: cells(p).amax((-3, -1))
-    return lambda s, p: cells(p).mean((-3, -1))
-
-
-WEIGHT_STATISTICS: dict[str, Callable[[Any, Workload, str], StatisticFunction]] = {
-    "entropy": _entropy,
-    "mass": _mass,
-    "top_k": lambda statistic, workload, device: lambda s, p: tuple(p.topk(statistic.k)),
-    "received": _received,
-    "pooled": _pooled,
+# The arguments of each function are (statistic, scores s, weights p, counted). `counted` is the mask of a `mass` as a
+# tensor (n, m) of 0 and 1, and None for other statistics.
+SCORE_STATISTICS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+    "lse": lambda _, s, p, counted: s.logsumexp(-1),
+    "max_score": lambda _, s, p, counted: tuple(s.max(-1)),
 }
-SCORE_STATISTICS: dict[str, Callable[[Any, Workload, str], StatisticFunction]] = {
-    "lse": lambda statistic, workload, device: lambda s, p: s.logsumexp(-1),
-    "max_score": lambda statistic, workload, device: lambda s, p: tuple(s.max(-1)),
+WEIGHT_STATISTICS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+    "entropy": lambda _, s, p, counted: _entropy(p),
+    "mass": lambda _, s, p, counted: (p * counted).sum(-1),
+    "top_k": lambda of, s, p, counted: tuple(p.topk(of.k)),
+    "received": lambda of, s, p, counted: {"sum": p.sum, "mean": p.mean, "max": p.amax}[of.how](-2),
+    "pooled": lambda of, s, p, counted: _pool(of, p),
 }
 
 
 def dense_statistics(workload: Workload, device: str = "cpu") -> Sequence[StatisticFunction]:
     """Return for each of the workload's statistics a function that computes it from dense scores and weights."""
-    makers = WEIGHT_STATISTICS | SCORE_STATISTICS
-    return [makers[statistic.name](statistic, workload, device) for statistic in workload.see]
+
+    def prepare(statistic: Any) -> StatisticFunction:
+        counted, compute = None, (WEIGHT_STATISTICS | SCORE_STATISTICS)[statistic.name]
+        if statistic.name == "mass":
+            counted = to_tensor(np.array(statistic.mask.array(workload.n, workload.m)), workload.dtype, device)
+        return lambda scores, weights: compute(statistic, scores, weights, counted)
+
+    return [prepare(statistic) for statistic in workload.see]
 
 
 def has_uneven_cells(workload: Workload) -> bool:

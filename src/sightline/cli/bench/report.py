@@ -19,11 +19,10 @@ from typing import Any, Literal
 
 from ... import __version__
 from ...errors import name_file
-from .cases import BEST, Target
+from .cases import BEST, SERIES_MEASURES, Target
 from .peaks import UNITS
 
 PAGE = 4096  # size of a page of memory in bytes
-SERIES_MEASURES = ("spread", "growth", "extra")  # quantities that are computed from all points of a series
 LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "transformers", "onnxruntime", "openvino", "jax")
 
 
@@ -98,11 +97,6 @@ class Row(Outcome):
         """Return the results of the contender called `name`; None if it has no times or is not in the case."""
         return next((entry for entry in self.entries if entry.name == name and entry.seconds), None)
 
-    def ratio(self, entry: Entry, peer: str) -> float | None:
-        """Return the peer's time over the contender's time; None if either has no times."""
-        other = self.entry(peer)
-        return entry.speedup_over(other) if entry.seconds and other is not None else None
-
 
 @dataclass
 class Finding(Outcome):
@@ -168,21 +162,27 @@ class Finding(Outcome):
             return None
         return self.work / entry.median / self.best
 
+    def ratio(self, row: Row, entry: Entry) -> float | None:
+        """Return the first peer's time over the contender's time in a row; None for a peer, or if a time is missing."""
+        other = None if entry.name in self.peers else row.entry(self.peers[0])
+        return entry.speedup_over(other) if entry.seconds and other is not None else None
+
     def evaluate(self, targets: Iterable[Target]) -> None:
         """Set `verdicts` by comparing the measurements with the targets. A target for a share needs `best`."""
         self.verdicts = [Verdict(target, None if self.failed else self._measure(target)) for target in targets]
 
     def _measure(self, target: Target) -> float | None:
         ours, other = self.entry("sightline"), self.target_entry(target)
+        if target.measure in SERIES_MEASURES:
+            return {"spread": self._time_spread, "growth": self._memory_growth, "extra": self._extra_share}[
+                target.measure
+            ]()
         if target.measure == "seconds":
             return other.median if other else None
-        if target.measure == "share":
-            return self.share(ours) if ours else None
-        if target.measure in SERIES_MEASURES:
-            measures = {"spread": self._time_spread, "growth": self._memory_growth, "extra": self._extra_share}
-            return measures[target.measure]()
         if ours is None or other is None:
             return None
+        if target.measure == "share":
+            return self.share(ours)
         if target.measure == "slower":
             return other.speedup_over(ours)
         if target.measure == "efficiency":
@@ -248,18 +248,15 @@ class Report:
         for finding, saved in zip(self.findings, document["findings"], strict=True):
             for verdict, saved_verdict in zip(finding.verdicts, saved["verdicts"], strict=True):
                 saved_verdict["reached"] = verdict.reached
-            saved_rows = saved.pop("rows")
-            for row, saved_row in zip(finding.rows, saved_rows, strict=True):
+            rows = saved.pop("rows")
+            for row, saved_row in zip(finding.rows, rows, strict=True):
                 for entry, saved_entry in zip(row.entries, saved_row["entries"], strict=True):
                     saved_entry["median"] = entry.median if entry.seconds else None
                     saved_entry["share"] = finding.share(entry)
                     if finding.group:
-                        is_peer = entry.name in finding.peers
-                        saved_entry["ratio"] = None if is_peer else row.ratio(entry, finding.peers[0])
-            saved |= {"entries": [], "points": [], "cases": []}
-            saved[finding.kind] = saved_rows
-            if finding.kind == "entries":
-                saved["entries"] = [entry for row in saved_rows for entry in row["entries"]]
+                        saved_entry["ratio"] = finding.ratio(row, entry)
+            kinds = {"entries": [entry for row in rows for entry in row["entries"]], "points": rows, "cases": rows}
+            saved |= {kind: found if kind == finding.kind else [] for kind, found in kinds.items()}
         document["groups"] = {group: list(map(asdict, summaries)) for group, summaries in self.groups.items()}
         document["machine"] = machine() | self.machine
         path = Path(path)
@@ -291,8 +288,7 @@ def summarise(findings: Sequence[Finding]) -> list[RatioSummary]:
     for finding in findings:
         for row in finding.rows:
             for entry in row.entries:
-                ratio = None if entry.name in finding.peers else row.ratio(entry, finding.peers[0])
-                if ratio is not None:
+                if (ratio := finding.ratio(row, entry)) is not None:
                     labels[entry.name] = entry.label
                     ratios.setdefault(entry.name, {})[finding.name, row.name] = ratio
     summaries = []

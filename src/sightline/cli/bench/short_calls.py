@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +24,11 @@ from ...statistics import entropy
 from .cases import SEED, Contender, Group, PreparedCall
 from .check import share_of_budget
 from .contenders import name_results
-from .workloads import CAUSAL, Inputs, Mask, Workload
+from .workloads import CAUSAL, Inputs, Mask, Passes, Workload
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Function = Callable[[Any, Any, Any, Any], Any]  # a function of query, key, value and the extra argument of its kind
+# A function of query, key, value and the extra argument, which is what a call gets besides: a bias, mask or lengths.
+Function = Callable[[Any, Any, Any, Any], Any]
 
 POOL_SIZE = 16  # number of prepared inputs that the calls of a contender use in rotation
 CHECKED_INPUTS = (0, POOL_SIZE - 1)  # indices of the inputs for which the results are checked
@@ -44,19 +45,17 @@ SHAPES = (  # (B, H, n, d)
     (1, 12, 512, 64),
 )
 OVERHEAD_SHAPE = (1, 1, 1, 8)
-
-
-BOTH_PASSES: dict[str, Any] = {"passes": "forward and backward"}
+BOTH_PASSES: Passes = "forward and backward"
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # (a remark, options of `ShortCall`) by the name of the kind
     "plain": ("", {}),
     "causal": ("", {"mask": CAUSAL}),
-    "padding mask": ("", {"extra": "mask"}),
-    "padding formula": ("torch makes a bool mask", {"extra": "lengths"}),
+    "padding mask": ("", {}),
+    "padding formula": ("torch makes a bool mask", {}),
     "bias": ("", {"bias": True}),
     "entropy": ("torch without", {"see": (entropy(),)}),
-    "training causal": ("", {"mask": CAUSAL} | BOTH_PASSES),
-    "training padding mask": ("", {"extra": "mask"} | BOTH_PASSES),
-    "training dropout": (f"dropout {DROPOUT}", {"dropout": DROPOUT} | BOTH_PASSES),
+    "training causal": ("", {"mask": CAUSAL, "passes": BOTH_PASSES}),
+    "training padding mask": ("", {"passes": BOTH_PASSES}),
+    "training dropout": (f"dropout {DROPOUT}", {"dropout": DROPOUT, "passes": BOTH_PASSES}),
 }
 OVERHEAD_KINDS = ("plain", "causal", "padding mask", "bias", "entropy")
 TRAINING_KINDS = OVERHEAD_KINDS[:3]
@@ -65,7 +64,7 @@ TRAINING_KINDS = OVERHEAD_KINDS[:3]
 # -- the functions --------------------------------------------------------------------------------------------------
 
 
-OWN_SIGNATURE: dict[str, Function] = {  # Sightline's function by `ShortCall.function`
+OWN_SIGNATURE: dict[str, Function] = {  # calls of `sightline.attention` by `ShortCall.function`
     "plain": lambda query, key, value, _: attention(query, key, value),
     "causal": lambda query, key, value, _: attention(query, key, value, mask=causal()),
     "padding mask": lambda query, key, value, mask: attention(query, key, value, mask=mask),
@@ -75,28 +74,8 @@ OWN_SIGNATURE: dict[str, Function] = {  # Sightline's function by `ShortCall.fun
 }
 
 
-def sightline_functions() -> dict[str, Function]:
-    """Return Sightline's function for each kind of call: torch's signature if it can express the call."""
-    from ...torch import scaled_dot_product_attention
-
-    return OWN_SIGNATURE | _functions_with_signature_of_torch(scaled_dot_product_attention)
-
-
-def torch_functions() -> dict[str, Function]:
-    """Return torch's function for each kind of call."""
-    import torch
-
-    scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
-
-    def with_lengths(query: Any, key: Any, value: Any, lengths: Any) -> Any:
-        mask = torch.arange(key.shape[-2], device=lengths.device) < lengths[:, None]
-        return scaled_dot_product_attention(query, key, value, mask[:, None, None])
-
-    functions = _functions_with_signature_of_torch(scaled_dot_product_attention)
-    return functions | {"padding formula": with_lengths, "entropy": functions["plain"]}
-
-
-def _functions_with_signature_of_torch(attend: Callable[..., Any]) -> dict[str, Function]:
+def with_signature_of_torch(attend: Callable[..., Any]) -> dict[str, Function]:
+    """Return the calls of a function that has the signature of torch's `scaled_dot_product_attention`."""
     return {
         "plain": lambda query, key, value, _: attend(query, key, value),
         "causal": lambda query, key, value, _: attend(query, key, value, is_causal=True),
@@ -106,23 +85,41 @@ def _functions_with_signature_of_torch(attend: Callable[..., Any]) -> dict[str, 
     }
 
 
+def sightline_functions() -> dict[str, Function]:
+    """Return the calls of Sightline, by torch's signature where it can express the call."""
+    from ...torch import scaled_dot_product_attention
+
+    return OWN_SIGNATURE | with_signature_of_torch(scaled_dot_product_attention)
+
+
+def torch_functions() -> dict[str, Function]:
+    """Return the calls of torch's function. Torch has no statistics, so "entropy" is a plain call."""
+    import torch
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def with_lengths(query: Any, key: Any, value: Any, lengths: Any) -> Any:
+        mask = torch.arange(key.shape[-2], device=lengths.device) < lengths[:, None]
+        return attend(query, key, value, mask[:, None, None])
+
+    functions = with_signature_of_torch(attend)
+    return functions | {"padding formula": with_lengths, "entropy": functions["plain"]}
+
+
 def empty_functions() -> dict[str, Function]:
     """Return for each training kind a function whose output is not written, and whose gradients are d_output itself."""
     import torch
 
     class Empty(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
-            return torch.empty_like(query)
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            return torch.empty_like(inputs[0])
 
         @staticmethod
         def backward(ctx: Any, *d_output: Any) -> Any:
-            return d_output * 3
+            return d_output * 3  # a tuple of three gradients
 
-    def apply(query: Any, key: Any, value: Any, _: Any) -> Any:
-        return Empty.apply(query, key, value)  # type: ignore[no-untyped-call]
-
-    return dict.fromkeys(TRAINING_KINDS, apply)
+    return dict.fromkeys(TRAINING_KINDS, lambda *inputs: Empty.apply(*inputs[:3]))  # type: ignore[no-untyped-call]
 
 
 # -- the inputs -----------------------------------------------------------------------------------------------------
@@ -135,31 +132,27 @@ class Pool:
     """
 
     def __init__(self, case: ShortCall, size: int = POOL_SIZE) -> None:
-        self.cases: list[ShortCall] = []
-        self.inputs: list[Inputs] = []
-        self.arrays: list[tuple[Array | None, ...]] = []
+        self.cases, self.inputs, self.arrays, self.position = list[ShortCall](), list[Inputs](), list[Any](), 0
         for index in range(size):
             rng = np.random.default_rng([SEED, index])
             inputs, lengths = Inputs.of(case, rng), draw_lengths(rng, case.B, case.n)
             is_token = np.arange(case.n) < lengths[:, None, None, None]
-            extra = {"mask": is_token, "lengths": lengths, "": inputs.bias}[case.extra]
-            self.cases.append(replace(case, mask=_padding_mask(lengths)) if case.extra else case)
+            extra = {"padding mask": is_token, "padding formula": lengths}.get(case.function, inputs.bias)
+            self.cases.append(case if extra is inputs.bias else replace(case, mask=_padding_mask(lengths)))
             self.inputs.append(inputs)
             self.arrays.append((inputs.query, inputs.key, inputs.value, extra, inputs.d_output))
         self.tensors = [_to_tensors(arrays, case) for arrays in self.arrays]
-        self.position = 0
 
     def next(self, on_numpy: bool = False) -> tuple[Any, ...]:
         """Return (query, key, value, extra argument, d_output) of the next call; the extra argument is a new object.
 
-        They are tensors, or arrays if `on_numpy` is True.
+        They are tensors, or arrays if `on_numpy` is True. An argument that the case does not have is None.
         """
         self.position = (self.position + 1) % len(self.arrays)
-        arguments: tuple[Any, ...] = (self.arrays if on_numpy else self.tensors)[self.position]
-        query, key, value, extra, d_output = arguments
+        *arrays, extra, d_output = (self.arrays if on_numpy else self.tensors)[self.position]
         if extra is not None:
             extra = extra.copy() if on_numpy else extra.clone()
-        return query, key, value, extra, d_output
+        return *arrays, extra, d_output
 
 
 def draw_lengths(rng: np.random.Generator, B: int, n: int) -> Array:
@@ -180,7 +173,7 @@ def _padding_mask(lengths: Array) -> Mask:
 def _to_tensors(arrays: tuple[Array | None, ...], case: ShortCall) -> tuple[Any, ...]:
     """Return the arrays as tensors on the case's device, arrays of floats in its dtype.
 
-    In training the first three, query, key and value, require gradients.
+    In training, query, key and value require gradients.
     """
     import torch
 
@@ -188,8 +181,8 @@ def _to_tensors(arrays: tuple[Array | None, ...], case: ShortCall) -> tuple[Any,
         dtype = getattr(torch, case.dtype) if array.dtype == np.float32 else None
         return torch.from_numpy(array).to(case.device, dtype)
 
-    tensors = [None if array is None else convert(array) for array in arrays]
-    return *(tensor.requires_grad_(case.is_training) for tensor in tensors[:3] if tensor is not None), *tensors[3:]
+    query, key, value, *others = (None if array is None else convert(array) for array in arrays)
+    return *(tensor.requires_grad_(case.is_training) for tensor in (query, key, value) if tensor is not None), *others
 
 
 # -- the contenders and the cases -----------------------------------------------------------------------------------
@@ -197,7 +190,7 @@ def _to_tensors(arrays: tuple[Array | None, ...], case: ShortCall) -> tuple[Any,
 
 @dataclass(frozen=True, eq=False)
 class Caller(Contender):
-    """A contender that calls a function of a table on the inputs of a pool."""
+    """A contender that calls a function of a table, such as `torch_functions()`, on the inputs of a pool."""
 
     name: str
     label: str
@@ -207,7 +200,7 @@ class Caller(Contender):
     has_results: bool = True
 
     def reference(self, case: ShortCall) -> ShortCall | None:
-        """Return the case, for torch without statistics. None without results, and for torch's own random numbers."""
+        """Return the case, for torch without statistics. None if there are no results or torch draws the dropout."""
         if not self.is_peer:
             return case
         return replace(case, see=()) if self.has_results and not case.dropout else None
@@ -241,16 +234,10 @@ def train(function: Function, arguments: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortCall(Workload):
-    """One kind of call at one shape, with as many keys as queries.
+    """A call of one of the `KINDS` at one shape, with as many keys as queries."""
 
-    Parameters
-    ----------
-    extra : what calls get besides query, key and value: the bias if "", a bool mask (B, 1, 1, n), or the lengths (B,)
-    device : torch's name of the device
-    """
-
-    extra: Literal["", "mask", "lengths"] = ""
-    device: str = "cpu"
+    kind: str
+    device: str = "cpu"  # torch's name of the device
     ours: Contender | str = SIGHTLINE
     baselines: tuple[Contender | str, ...] = (TORCH,)
 
@@ -259,7 +246,7 @@ class ShortCall(Workload):
         """Return a call of a kind in `KINDS` at a shape (B, H, n, d), by default called by the shape."""
         B, H, n, d = shape
         options: dict[str, Any] = {"name": _name(shape), "B": B, "H": H, "n": n, "d_k": d} | KINDS[kind][1] | more
-        return cls(**options)
+        return cls(kind=kind, **options)
 
     @property
     def is_training(self) -> bool:
@@ -267,11 +254,8 @@ class ShortCall(Workload):
 
     @property
     def function(self) -> str:
-        """The name of the function that is called."""
-        if self.extra:
-            return "padding mask" if self.extra == "mask" else "padding formula"
-        present = {"bias": self.bias, "entropy": self.see, "dropout": self.dropout, "causal": self.mask}
-        return next((name for name, value in present.items() if value), "plain")
+        """The name of the called function in the tables of functions; training calls the same function."""
+        return self.kind.removeprefix("training ")
 
     def small(self) -> ShortCall:
         shape = B, H, n, _ = min(self.B, 2), min(self.H, 2), min(self.n, SMALL_LENGTH), self.d_k
@@ -316,34 +300,29 @@ def _name(shape: tuple[int, ...]) -> str:
     return " × ".join(map(str, shape))
 
 
-def _make_groups(dtype: str, device: str) -> tuple[Group, ...]:
+def _short_calls(dtype: str, device: str) -> tuple[Group, ...]:
     return tuple(
         Group(
             name=f"short calls {kind}",
             group="short calls",
-            description=", ".join(filter(None, [f"B × H × n × d, {dtype}", remark])),
+            description=f"B × H × n × d, {dtype}" + (f", {remark}" if remark else ""),
             cases=tuple(ShortCall.of(kind, shape, dtype=dtype, device=device) for shape in SHAPES),
         )
         for kind, (remark, _) in KINDS.items()
     )
 
 
-def _make_overhead(name: str, remark: str, kinds: tuple[str, ...], subtracted: str = "", **more: Any) -> Group:
-    titles = {kind: "see=[entropy()]" if kind == "entropy" else kind for kind in kinds}
-    return Group(
-        name=name,
-        group=name,
-        description=f"1 × 1 × 1 × 8, one key, float32{remark}",
-        cases=tuple(ShortCall.of(kind, OVERHEAD_SHAPE, name=titles[kind], **more) for kind in kinds),
-        subtracted=subtracted,
-    )
+def _overhead(name: str, remark: str, kinds: tuple[str, ...], subtracted: str = "", **more: Any) -> Group:
+    titles = {"entropy": "see=[entropy()]"}
+    cases = tuple(ShortCall.of(kind, OVERHEAD_SHAPE, name=titles.get(kind, kind), **more) for kind in kinds)
+    description = f"1 × 1 × 1 × 8, one key, float32{remark}"
+    return Group(name=name, group=name, description=description, cases=cases, subtracted=subtracted)
 
 
-SHORT_CALLS = _make_groups("float32", "cpu")
-CUDA_SHORT_CALLS = _make_groups("bfloat16", "cuda")
+SHORT_CALLS = _short_calls("float32", "cpu")
+CUDA_SHORT_CALLS = _short_calls("bfloat16", "cuda")
+TRAINING: dict[str, Any] = {"passes": BOTH_PASSES, "baselines": (TORCH, EMPTY)}
 OVERHEADS = (
-    _make_overhead("overhead by kind", "", OVERHEAD_KINDS, baselines=(NUMPY, TORCH)),
-    _make_overhead(
-        "overhead training", ", forward and backward", TRAINING_KINDS, "empty", baselines=(TORCH, EMPTY), **BOTH_PASSES
-    ),
+    _overhead("overhead by kind", "", OVERHEAD_KINDS, baselines=(NUMPY, TORCH)),
+    _overhead("overhead training", ", forward and backward", TRAINING_KINDS, "empty", **TRAINING),
 )

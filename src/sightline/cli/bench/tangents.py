@@ -1,22 +1,21 @@
-"""The benchmark "tangents": output and tangent in one call, beside the output alone and the dense formula.
+"""The group "tangents": output and tangent in one call, beside the output alone and the dense formula.
 
-The tangent is the derivative of the output in the direction of given tangents of query, key and value. The dense
-formula is differentiated by `torch.func.jvp`.
+The tangent is the derivative of the output in the direction of given tangents of query, key and value. Each contender
+is a function of query, key and value that `torch.func.jvp` differentiates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ...api.functions import attention
 from ...reference.accuracy import budget_used
-from .cases import SEED, Case, Contender, Group, PreparedCall
-
-SMALL_LENGTH = 64  # number of queries in a small version
+from .cases import SEED, Contender, Group, PreparedCall
+from .workloads import Workload
 
 
 def attend_densely(query: Any, key: Any, value: Any) -> Any:
@@ -25,7 +24,7 @@ def attend_densely(query: Any, key: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Differentiator(Contender):
-    """A contender that computes output and tangent of a function, or its output alone."""
+    """A contender that computes output and tangent of a function; only the output if `has_tangent` is False."""
 
     name: str
     label: str
@@ -42,35 +41,28 @@ class Differentiator(Contender):
         return PreparedCall(lambda _: self.function(*inputs[0]), threads=threads)
 
 
-@dataclass(frozen=True)
-class TangentCase(Case):
-    """Attention of 2 heads of width 64 and n queries, without a mask.
+@dataclass(frozen=True, kw_only=True)
+class TangentCase(Workload):
+    """Attention without a mask.
 
-    Parameters
-    ----------
-    wanted : the places of the operands that have tangents: 0 for query, 1 for key, 2 for value
+    `wanted` has the places of the operands that have tangents: 0 for query, 1 for key, 2 for value.
     """
 
-    n: int
+    H: int = 2
     wanted: tuple[int, ...] = (0, 1, 2)
-    contenders: tuple[Contender | str, ...] = (
-        Differentiator("sightline", "Sightline", attention),
+    peak: str = ""
+    ours: Contender | str = Differentiator("sightline", "Sightline", attention)
+    baselines: tuple[Contender | str, ...] = (
         Differentiator("dense", "dense formula", attend_densely, is_peer=True),
         Differentiator("output", "output alone", attention, is_peer=True, has_tangent=False),
     )
 
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return f"n {self.n} {', '.join(('query', 'key', 'value')[k] for k in self.wanted)}"
-
-    def small(self) -> TangentCase:
-        return replace(self, n=min(self.n, SMALL_LENGTH))
-
     def make_inputs(self) -> Any:
-        """Return (query, key, value) and their tangents."""
+        """Return the tensors (query, key, value), and their tangents."""
         import torch
 
-        arrays = torch.from_numpy(np.random.default_rng(SEED).standard_normal((6, 1, 2, self.n, 64), np.float32))
+        shape = 6, self.B, self.H, self.n, self.d_k
+        arrays = torch.from_numpy(np.random.default_rng(SEED).standard_normal(shape, np.float32))
         return arrays[:3], arrays[3:]
 
     def share_of_budget(self, prepared: PreparedCall, inputs: Any) -> float:
@@ -83,10 +75,8 @@ class TangentCase(Case):
         from torch.func import jvp
 
         def of_wanted(*changed: Any) -> Any:
-            every = list(operands)
-            for place, operand in zip(self.wanted, changed, strict=True):
-                every[place] = operand
-            return function(*every)
+            every = dict(enumerate(operands)) | dict(zip(self.wanted, changed, strict=True))
+            return function(*every.values())
 
         return jvp(of_wanted, tuple(operands[k] for k in self.wanted), tuple(tangents[k] for k in self.wanted))
 
@@ -95,6 +85,10 @@ TANGENTS = Group(
     name="tangents",
     group="tangents",
     description="1 × 2 heads, d 64, float32, output and tangent by torch.func.jvp",
-    cases=tuple(TangentCase(n, wanted) for n in (1024, 4096) for wanted in ((0, 1, 2), (0,), (2,))),
+    cases=tuple(
+        TangentCase(name=f"n {n} {operands}", n=n, wanted=wanted)
+        for n in (1024, 4096)
+        for operands, wanted in {"query, key, value": (0, 1, 2), "query": (0,), "value": (2,)}.items()
+    ),
     peer="dense",
 )

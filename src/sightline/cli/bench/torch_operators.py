@@ -18,8 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .cases import PreparedCall
 from .contenders import Peer, name_results, prepare_with_autograd, to_tensor
 from .workloads import Inputs, Workload
@@ -111,10 +109,8 @@ class Zentorch(Peer):
         import_module("zentorch")  # registers the operator
         attend = torch.ops.zentorch.zentorch_sdpa
         options: dict[str, Any] = {"is_causal": True} if workload.is_causal else {}
-        if workload.needs_mask_array:
-            assert workload.formula is not None
-            allowed = workload.formula.array(workload.n, workload.m)[None, None]
-            options["attn_mask"] = torch.from_numpy(np.where(allowed, np.float32(0), np.float32(-np.inf)))
+        if workload.added_mask is not None:
+            options["attn_mask"] = torch.from_numpy(workload.added_mask)
 
         def forward(query: Any, key: Any, value: Any, bias: Any) -> Any:
             given = options if bias is None else {"attn_mask": bias}

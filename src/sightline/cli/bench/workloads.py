@@ -12,8 +12,8 @@ FLOPs. The softmax is not counted, as is usual (Dao, "FlashAttention-2", 2023, s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -25,12 +25,12 @@ from ...formula.tables import Table
 from ...formula.tile_ranges import count_pairs
 from ...problem.problem import Problem, make_problem
 from ...statistics import Pooled, Statistic
+from ...statistics.base import itemsize
 from .cases import SEED, Case, Contender, Group, PreparedCall, Target
 from .check import share_of_budget
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes of one number of each dtype
 SMALL_LENGTH = 150  # largest number of queries and of keys in a small version; not a multiple of any tile size
 SMALL_CELLS = 50  # largest number of pooled cells per side in a small version; it divides `SMALL_LENGTH`
 CHECKED_GRADIENT_ROWS = 1024  # number of queries whose contributions to the gradients are checked
@@ -146,6 +146,21 @@ class Workload(Case):
         return self.mask is not None and not self.is_causal
 
     @property
+    def mask_array(self) -> Array | None:
+        """The mask as a bool array (1, 1, n, m), True for allowed pairs; None if `needs_mask_array` is False.
+
+        The array has one batch and one head, since the masks of the benchmarks do not read b or h.
+        """
+        if self.formula is None or not self.needs_mask_array:
+            return None
+        return np.array(self.formula.array(self.n, self.m)[None, None])  # a writable copy, as torch requires
+
+    @property
+    def added_mask(self) -> Array | None:
+        """`mask_array` as float32 numbers to add to the scores: 0 for allowed pairs, −∞ for hidden pairs."""
+        return None if self.mask_array is None else np.where(self.mask_array, np.float32(0), np.float32(-np.inf))
+
+    @property
     def features(self) -> list[str]:
         """The features of the workload that not every library has."""
         present = {
@@ -190,14 +205,14 @@ class Workload(Case):
         inputs = (queries + keys) * self.d_k + keys * self.d_v + self.bias * self.H * self.n * self.m
         output = queries * self.d_v
         passes = {"forward": inputs + output, "backward": 2 * (inputs + output)}
-        return passes.get(self.passes, 2 * inputs + output) * ITEM_SIZES[self.dtype]
+        return passes.get(self.passes, 2 * inputs + output) * itemsize(self.dtype)
 
     @property
     def output_bytes(self) -> int:
         """The bytes of the output and of the statistics together."""
         arrays = [array for statistic in self.see for array in statistic.outputs(self._meta_problem)]
-        statistics = sum(math.prod(shape) * np.dtype(resolve_dtype(np, dtype)).itemsize for shape, dtype in arrays)
-        return int(self.B * self.H * self.n * self.d_v * ITEM_SIZES[self.dtype] + statistics)
+        statistics = sum(math.prod(shape) * itemsize(dtype) for shape, dtype in arrays)
+        return self.B * self.H * self.n * self.d_v * itemsize(self.dtype) + statistics
 
     @property
     def _meta_problem(self) -> Problem:
@@ -239,30 +254,13 @@ def _limit_cells(statistic: Statistic) -> Statistic:
     return replace(statistic, down=min(statistic.down, SMALL_CELLS), across=min(statistic.across, SMALL_CELLS))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Series(Group):
-    """A benchmark of one workload at several sizes, to measure how its time and memory grow.
-
-    Parameters
-    ----------
-    axis : what differs from point to point: "n", or "allowed", the share of pairs that the mask allows
-    cases : the workload at each point, by ascending n or share
-    """
-
-    axis: Literal["n", "allowed"]
-    description: str = field(init=False)
-    peer: str = ""
-
-    def __post_init__(self) -> None:
-        first, last = self.cases[0], self.cases[-1]
-        sizes = f"n {first.n:,} to {last.n:,}" if self.axis == "n" else f"n {first.n:,}, {len(self.cases)} windows"
-        mask = f", {first.mask.description}" if self.axis == "n" and first.mask else ""
-        description = f"{first.B} × {first.H} heads, {sizes}, d {first.d_k}{mask}"
-        object.__setattr__(self, "description", description)
-
-    def small(self) -> Series:
-        cases = (replace(case.small(), n=64 * k, m=64 * k) for k, case in enumerate(self.cases, 1))
-        return replace(self, cases=tuple(cases), targets=())
+def series(name: str, axis: Literal["n", "allowed"], *targets: Target, points: Sequence[Workload]) -> Group:
+    """Return a benchmark of one workload at several sizes, which shows how its time and memory grow."""
+    first, last = points[0], points[-1]
+    sizes = f"n {first.n:,} to {last.n:,}" if axis == "n" else f"n {first.n:,}, {len(points)} windows"
+    mask = f", {first.mask.description}" if axis == "n" and first.mask else ""
+    description = f"{first.B} × {first.H} heads, {sizes}, d {first.d_k}{mask}"
+    return Group(name=name, description=description, cases=tuple(points), axis=axis, targets=targets)
 
 
 @dataclass(frozen=True, eq=False)
