@@ -23,7 +23,7 @@ examples:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formatter of the help of `sightline`: lists the commands without a line for their placeholder COMMAND."""
+    """A formatter of the help text that leaves out the line which argparse prints for the placeholder COMMAND."""
 
     def _format_action(self, action: argparse.Action) -> str:
         text = super()._format_action(action)
@@ -31,10 +31,10 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subcommand that the arguments name and return the exit code of the process. Without one, print the help.
+    """Run the subcommand that the arguments name. If they name none, print the help. Return the process's exit code.
 
-    0: success. 1: in `bench`, Sightline gave a wrong output or raised an error. 2: another error, whose message is
-    printed to standard error. 130: Ctrl-C.
+    The code is 0 for success. It is 1 if `bench` found that Sightline gave a wrong output or raised an error. It is 2
+    for every other error, whose message is printed to standard error. It is 130 for Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -203,7 +203,7 @@ def _info(_: argparse.Namespace) -> None:
 
 def _bench(options: argparse.Namespace) -> int:
     if options.ranks:
-        from .ranks_command import bench_ranks
+        from .bench.rank_scaling import bench_ranks
 
         bench_ranks(options.quick)
         return 0

@@ -13,7 +13,7 @@ def test_every_case_is_measured_predicted_and_printed(monkeypatch, capsys):
         found.append(measure_ranks(256, repeats, ranks=(1, 2)))
         return found[0]
 
-    monkeypatch.setattr("sightline.cli.ranks_command.measure_ranks", measure)
+    monkeypatch.setattr("sightline.cli.bench.rank_scaling.measure_ranks", measure)
     assert main(["bench", "--ranks", "--quick"]) == 0
     page = capsys.readouterr().out
     assert page.count("predicted") == len(CASES)

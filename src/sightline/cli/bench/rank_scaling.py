@@ -1,8 +1,8 @@
-"""Attention over several processes of one thread each: measured times beside those that the cost model predicts.
+"""`sightline bench --ranks`: attention over several processes of one thread each, measured and predicted times.
 
-The prediction begins with rates that are measured too. One process alone measures the FLOP/s of the forward and of the
-backward pass of each mask. An exchange of plain arrays between all processes measures the bandwidth. Attention over a
-short sequence measures the time of a call that computes almost nothing.
+The cost model (`partition.cost_model`) predicts the times from measured rates. One process alone measures the FLOP/s of
+the forward and of the backward pass of each mask. An exchange of plain arrays between all processes measures the
+bandwidth. Attention over a short sequence measures the time of a call that computes almost nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from rich.text import Text
 
 from ...cpu.runtime.thread_count import usable_processors
+from ...errors import MissingExtraError
 from ...formula.expression import Expression
 from ...formula.library import causal, window
 from ...partition.cost_model import Hardware, predict_problem
 from ...partition.shards import ShardLayout
 from ...problem.problem import Problem, make_problem
+from ..console import key_value_table, make_console, note, section, table
+from .report import format_amount, format_duration, format_ratio
 
 RANKS = (1, 2, 4)
+SIZE, QUICK_SIZE = 16_384, 512  # positions of the sequence
 HEADS, WIDTH, WINDOW = 4, 64, 512
 EXCHANGED = 4 << 20  # bytes that each process sends to the next one, to measure the bandwidth
 SHORT = 64  # positions of the sequence of a call that computes almost nothing
@@ -75,7 +80,38 @@ class _Timing(NamedTuple):
     passes: dict[str, tuple[float, float]]  # (forward, backward) of each case by name
     overhead: tuple[float, float]  # (forward, backward) of a call that computes almost nothing
     bandwidth: float
-    latency: float  # of an exchange of one byte
+    latency: float  # the seconds of an exchange of one byte
+
+
+def bench_ranks(quick: bool = False) -> None:
+    """Print the measured and the predicted times of every case."""
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        raise MissingExtraError("bench --ranks without torch", "torch 2.6 or later", "pip install torch") from error
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise MissingExtraError("bench --ranks with a torch without gloo", "a torch with gloo", "pip install torch")
+    console = make_console()
+    n = QUICK_SIZE if quick else SIZE
+    console.print(Text("Attention over several processes of one thread each, by the ring", style="bold"))
+    note(console, f"float32, {n:,} positions, on {usable_processors()} processors, which the processes share")
+    results, hardware = measure_ranks(n, 1 if quick else 3)
+    link = next(iter(hardware.values()))
+    exchange = f"{format_amount(link.bandwidth, 'B/s')}, {format_duration(link.latency)} latency, in the largest group"
+    console.print(key_value_table([("exchange", exchange)]))
+    for name, rates in hardware.items():
+        section(console, name)
+        forward, backward = (format_amount(rates.rate(back), "FLOP/s") for back in (False, True))
+        note(console, f"one process: {forward} forward, {backward} backward; the predictions begin with these rates")
+        rows = [_row(result) for result in results if result.case == name]
+        console.print(table("processes", "pass", "measured", "predicted", "ratio", rows=rows, left=2))
+    if quick:
+        note(console, "\nA quick run: a short sequence and one round. Its times and ratios mean nothing.")
+
+
+def _row(result: RankResult) -> list[str]:
+    times = format_duration(result.measured), format_duration(result.predicted)
+    return [str(result.ranks), result.name, *times, format_ratio(result.ratio)]
 
 
 def measure_ranks(
@@ -113,7 +149,7 @@ def measure_ranks(
 
 
 def _run_group(size: int, n: int, repeats: int) -> _Timing:
-    """Start the processes of a group and return the timing of its first one."""
+    """Start the processes of a group, and return the timing that the process of rank 0 measures."""
     from torch import multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
