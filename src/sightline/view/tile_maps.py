@@ -80,7 +80,7 @@ def tile_map(
     """
     m, formula = n if m is None else m, read_mask(mask)
     if formula is None:
-        raise MaskError("tiles of no mask", "a condition", "tile_map(sightline.causal(), 1000)")
+        raise MaskError("no mask, which has no tiles", "a condition", "tile_map(sightline.causal(), 1000)")
     if min(n, m, block) < 1 or min(batch, head) < 0:
         raise ParameterError(
             f"n={n}, m={m}, block={block}, batch={batch}, head={head}",
@@ -90,8 +90,15 @@ def tile_map(
     validate_extent(formula, n, m, batch, head)
     while -(-max(n, m) // block) > MAX_TILES:
         block *= 2
-    kinds = tile_kinds(formula, n, m, block, batch=batch, head=head)
     axis = plotting.new_axis(axis, 5.2, 4.6)
+    _draw_tiles(axis, tile_kinds(formula, n, m, block, batch=batch, head=head), block)
+    axis.set(xlabel="key j", ylabel="query i", xlim=(-0.5, m - 0.5), ylim=(n - 0.5, -0.5), box_aspect=min(n / m, 4))
+    plotting.set_position_ticks(axis, "xy")
+    return plotting.finish(axis, title or f"{formula}   tiles of {block} × {block}")
+
+
+def _draw_tiles(axis: Any, kinds: Array, block: int) -> None:
+    """Draw tiles of `block` × `block` pairs, each in the colour of its kind, and a legend of the kinds."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
@@ -102,9 +109,7 @@ def tile_map(
         for draw, count in ((axis.axvline, kinds.shape[1]), (axis.axhline, kinds.shape[0])):
             for edge in range(1, count):
                 draw(edge * block - 0.5, color="white", linewidth=0.6)
-    shares = [f"{name} {(kinds == kind).mean():.1%}" for kind, (name, _) in KINDS.items()]
-    patches = [Patch(color=colour, label=share) for share, (_, colour) in zip(shares, KINDS.values(), strict=True)]
+    patches = [
+        Patch(color=colour, label=f"{name} {(kinds == kind).mean():.1%}") for kind, (name, colour) in KINDS.items()
+    ]
     axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
-    axis.set(xlabel="key j", ylabel="query i", xlim=(-0.5, m - 0.5), ylim=(n - 0.5, -0.5), box_aspect=min(n / m, 4))
-    plotting.set_position_ticks(axis, "xy")
-    return plotting.finish(axis, title or f"{formula}   tiles of {block} × {block}")

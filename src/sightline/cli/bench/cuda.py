@@ -14,6 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
+from ...caching import cached_property
 from ...errors import DeviceError, MissingExtraError
 from ...gpu.tuning import cache
 from .cases import Case, Contender, PreparedCall
@@ -31,7 +32,7 @@ PEAK_REPEATS = 10  # matrix products or copies in one try of a peak
 
 
 class Cuda(Device):
-    """torch's current CUDA device.
+    """torch's current CUDA device, on which the benchmarks for GPUs run.
 
     Parameters
     ----------
@@ -48,7 +49,7 @@ class Cuda(Device):
     def __init__(
         self, threads: int, device: str = "cuda", runtime: Any = None, options: dict[str, Any] | None = None
     ) -> None:
-        self.threads, self.device, self._runtime = threads, device, runtime
+        self.threads, self.device, self.given_runtime = threads, device, runtime
         options = {"kernel": "triton"} if options is None else options
         variants: tuple[Contender, ...] = (
             Sightline(options=options, device=device),
@@ -60,12 +61,10 @@ class Cuda(Device):
         self.peaks = CudaPeaks(device=device, time_call=self._time_call)
         self._flush_buffer: Any = None
 
-    @property
+    @cached_property
     def runtime(self) -> Any:
         """`torch.cuda`, or the replacement that was given."""
-        if self._runtime is None:
-            self._runtime = require_cuda()
-        return self._runtime
+        return self.given_runtime or require_cuda()
 
     def check(self) -> None:
         """Raise the errors of `require_cuda` if torch is not installed or finds no device."""
@@ -201,19 +200,15 @@ class CudaPeaks(Peaks):
 
         if name == "matmul":
             a, b = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=self.device, dtype=torch.bfloat16) for _ in range(2))
-            out, work = torch.empty_like(a), 2 * MATRIX_SIZE**3
-
-            def call() -> Any:
-                return torch.matmul(a, b, out=out)
+            target, work = torch.empty_like(a), 2 * MATRIX_SIZE**3
+            run = partial(torch.matmul, a, b, out=target)
         else:
             source = torch.ones(COPY_BYTES, dtype=torch.int8, device=self.device)
             target, work = torch.empty_like(source), 2 * COPY_BYTES
-
-            def call() -> Any:
-                return target.copy_(source)
+            run = partial(target.copy_, source)
 
         def once() -> float:
-            return PEAK_REPEATS * work / self.time_call(lambda: [call() for _ in range(PEAK_REPEATS)])
+            return PEAK_REPEATS * work / self.time_call(lambda: [run() for _ in range(PEAK_REPEATS)])
 
         once()
         return once

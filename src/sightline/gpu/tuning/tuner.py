@@ -163,6 +163,22 @@ def tune(
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks}
     problem = make_problem(query, key, value, dropout=dropout, seed=seed, see=see, **options)
     kernel = Triton() if kernel is None else kernel
+    _check_tunable(kernel, problem)
+    run = TuningRun(problem, kernel, _time_with_events if timer is None else timer)
+    cache.prepare_folder()  # raises an error now, and not after minutes of measurements
+    import torch
+
+    passes = [run.forward, *([run.backward] if gradients else [])]
+    # CUDA events belong to the current device.
+    with _progress_bar(show) as step, torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
+        tuning = Tuning(run.device, tuple(tuned for each in passes for tuned in run.tune_pass(each, step)))
+    if show:
+        print(tuning)
+    return tuning
+
+
+def _check_tunable(kernel: Any, problem: Problem) -> None:
+    """Raise the errors of `tune` for a `kernel` that is no `Triton`, and for a problem that cannot be tuned."""
     if not isinstance(kernel, Triton):
         raise ParameterError(f"kernel={kernel!r}", "sightline.gpu.Triton(), or None", "leave kernel=None")
     reasons = list(kernel.refuses(problem))
@@ -180,18 +196,6 @@ def tune(
             f"decoding, or 2 · B · H · max(n, {MIN_COUNTED_QUERIES}) · m · (d_k + d_v) above {MAX_SMALL_FLOPS:,}",
             "tune with the lengths of your long calls",
         )
-    tuning_run = TuningRun(problem, kernel, _time_with_events if timer is None else timer)
-    cache.prepare_folder()  # an error is raised now, not after minutes of measurements
-    import torch
-
-    passes = [tuning_run.forward, *([tuning_run.backward] if gradients else [])]
-    # CUDA events belong to the current device.
-    with _progress_bar(show) as step, torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
-        found = tuple(tuned for each in passes for tuned in tuning_run.tune_pass(each, step))
-    tuning = Tuning(tuning_run.device, found)
-    if show:
-        print(tuning)
-    return tuning
 
 
 class TuningRun:
