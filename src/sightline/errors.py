@@ -66,7 +66,7 @@ class ParameterError(SightlineError, ValueError):
 
 
 class UnknownArgumentError(SightlineError, TypeError):
-    """A function received an argument that it does not have, such as one of another library. Also a TypeError."""
+    """A function received an argument that it does not accept, such as another library's. Also a TypeError."""
 
 
 class MaskError(SightlineError, TypeError):

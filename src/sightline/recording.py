@@ -78,7 +78,7 @@ class Call:
         if len(matches) != 1:
             asked = [repr(statistic) for statistic in self.statistics]
             raise ParameterError(
-                f"{name!r} of statistics {', '.join(asked)}", "one statistic's name", f"seen[{asked[0]!r}], say"
+                f"{name!r} of statistics {', '.join(asked)}", "one statistic's name", f"seen[{asked[0]!r}], for example"
             )
         return self.results[matches[0]]
 
@@ -86,7 +86,9 @@ class Call:
         """Return the call with the results of these query heads alone. `heads` are the heads' numbers in the model."""
         missing = [head for head in heads if head not in self.heads]
         if missing:
-            raise ParameterError(f"heads {missing} of {self.layer}", f"heads {list(self.heads)}", "heads=[0], say")
+            raise ParameterError(
+                f"heads {missing} of {self.layer}", f"heads {list(self.heads)}", f"heads={[*self.heads][:1]}"
+            )
         places = [self.heads.index(head) for head in heads]
         pairs = zip(self.statistics, self.results, strict=True)
         return replace(self, heads=tuple(heads), results=tuple(_of_heads(*pair, places) for pair in pairs))
@@ -119,10 +121,12 @@ class Seen:
     def tokens(self) -> Tokens | None:
         """The labels of positions: a list for each batch entry, or a dict of such lists.
 
-        The dict has the keys "encoder" and "decoder". If no labels were set, they are the tokens of the last call's
-        inputs, or None if these are unknown. Labels have one string for each position. The longest list of a side has
-        as many strings as the recorded calls have positions, or more if the recording has steps of a generation;
-        shorter lists belong to texts with padding at the end. Other labels raise ParameterError.
+        The dict has the keys "encoder" and "decoder". If no labels were set, the labels are the tokens of the last
+        call's inputs; they are None if these tokens are unknown.
+
+        A list has one string for each position. The longest list must have as many strings as the recorded calls have
+        positions. It may have more strings if the recording has steps of a generation. A shorter list belongs to a text
+        with padding at its end. For other labels ParameterError is raised.
         """
         if self._tokens is None and self.calls and self.calls[-1].inputs is not None:
             return self.calls[-1].inputs.tokens
@@ -151,7 +155,7 @@ class Seen:
         for side, labels in (self._tokens if isinstance(self._tokens, Mapping) else {"": self._tokens}).items():
             positions, is_generation = _count_positions(self.calls, side)
             given = max(map(len, labels), default=0)
-            is_too_long = given > positions and not is_generation  # layers do not get the last tokens of a generation
+            is_too_long = given > positions and not is_generation  # no layer gets the last token of a generation
             if positions and (len(labels) > texts or given < positions or is_too_long):
                 raise ParameterError(
                     f"tokens of {len(labels)} texts of up to {given} tokens, for calls of {texts} texts of {positions} "
@@ -226,7 +230,10 @@ class Seen:
         return _piece(queries, first, call.n), _piece(keys, call.key_start, call.m)
 
     def __getitem__(self, name: str | int | slice) -> Any:
-        """Return the call at an index, the list of calls of a slice, or for a name that statistic's result per call."""
+        """Return the call at an index, or the calls of a slice as a list.
+
+        For the name of a statistic, return the list of its results, one result for each call.
+        """
         return [call[name] for call in self.calls] if isinstance(name, str) else self.calls[name]
 
     def __iter__(self) -> Iterator[Call]:
@@ -300,12 +307,15 @@ def map_arrays(function: Callable[[Any], Any], result: Any) -> Any:
 
 
 def _side(call: Call) -> str:
-    """Return the side whose sequence the call's queries are."""
+    """Return "encoder" if the call's queries are positions of the encoder's sequence, else "decoder"."""
     return "encoder" if "encoder" in call.layer.split(".") else "decoder"
 
 
 def _count_positions(calls: Sequence[Call], side: str) -> tuple[int, bool]:
-    """Return the number of positions of a side's sequence, and whether it grew in steps. The side "" is every side."""
+    """Return the number of positions of a side's sequence, and True if the sequence grew in steps, as in generation.
+
+    The side is "encoder" or "decoder". The side "" counts the calls of both.
+    """
     own = [call for call in calls if call.kind == "self" and side in ("", _side(call))]
     counts = [call.key_start + (call.query_start or 0) + call.n for call in own]
     if side == "encoder":
@@ -314,7 +324,7 @@ def _count_positions(calls: Sequence[Call], side: str) -> tuple[int, bool]:
 
 
 def _labels_of_side(tokens: Tokens | None, side: str, entry: int) -> Sequence[str] | None:
-    """Return the labels of one batch entry; None if there are none."""
+    """Return the labels of a side, "encoder" or "decoder", in one batch entry; None if `tokens` lacks them."""
     labels = tokens.get(side) if isinstance(tokens, Mapping) else tokens
     return None if labels is None or not -len(labels) <= entry < len(labels) else labels[entry]
 
@@ -329,7 +339,10 @@ def _first_array(results: Any) -> Any:
 
 
 def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
-    """Return the part of a statistic's result at these indices of its head axis. Raise if it has no head axis."""
+    """Return the part of a statistic's result at these indices of its head axis.
+
+    If the statistic has no head axis, ParameterError is raised.
+    """
     axis = statistic.head_axis(1)
     if axis is None:
         raise ParameterError(f"heads of {statistic!r}", "statistics of each head", "leave heads=... out")

@@ -43,11 +43,14 @@ def assert_conforms(run: Callable[[Problem], Result], problem: Problem) -> None:
         if dtype_name(actual) != dtype:
             raise AssertionError(f"{what} has dtype {dtype_name(actual)}, not {dtype}")
         if "lse" in what:
-            actual, expected = actual.reshape(-1), expected.reshape(-1)  # lse is one row of the budget
+            actual, expected = (
+                actual.reshape(-1),
+                expected.reshape(-1),
+            )  # the whole lse counts as one row; see `reference.accuracy`
         assert_within_budget(actual, expected, orders, what, sizes.get(what))
 
 
-GUARD_BYTES = 4096  # the size of each guard; a kernel that reads past an end with its widest vector stays inside
+GUARD_BYTES = 4096  # the size of each guard: even a read of the widest vector at an end of the array stays inside
 
 
 def with_guards(array: Any) -> tuple[Any, Callable[[], None]]:

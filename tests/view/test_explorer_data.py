@@ -191,7 +191,7 @@ def test_recordings_without_weights(rng):
     del results["entropy"]
     with pytest.raises(ParameterError, match="missing entropy"):
         explorer.from_seen(recording_of([call("layer.0", results, 6, 6)], [list("abcdef")]))
-    with pytest.raises(ParameterError, match="nothing seen"):
+    with pytest.raises(ParameterError, match="nothing was recorded"):
         explorer.from_seen(recording_of([], []))
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-# A word has at most one white-space character, its first. Further white space makes words of its own.
+# A word may begin with one white-space character and has no other. All other white space forms words of its own.
 WORD = re.compile(r"\s+(?!\S)|\s?\S+")
 
 Word = tuple[str, ...]  # the pieces of one word

@@ -112,9 +112,10 @@ def shorten(text: str, width: int) -> str:
 
 
 def visible_indices(length: int, maximum: int, last: int | None = None) -> list[int | None]:
-    """Return which of `length` indices to show, at most `maximum`. One None stands for a middle that is left out.
+    """Return the indices from 0 to `length` − 1 that are shown: at most `maximum` entries.
 
-    `last` is the number of indices after the middle, by default about half.
+    If there are more indices, one None takes the place of those in the middle. `last` is the number of indices after
+    None, by default about half.
     """
     if length <= maximum:
         return list(range(length))

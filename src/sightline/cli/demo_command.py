@@ -137,7 +137,7 @@ def _print_times(console: Console, cat: Activations, moby: Activations, layer: i
 
 
 def describe_times(measured: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return for each input one sentence per other contender, which names the faster one and the ratio of the times.
+    """Return sentences that compare Sightline with each other contender on each input, by the ratio of their times.
 
     `measured` has for each input, such as "short", the seconds of each contender by name, with "Sightline" among them.
     """
@@ -159,9 +159,10 @@ def describe_times(measured: Mapping[str, Mapping[str, float]]) -> list[str]:
 def compare_times(
     arrays: list[Array], lengths: Array | None, repeats: int, on_round: Callable[[], Any] = lambda: None
 ) -> dict[str, float]:
-    """Return the seconds per call, by name, of Sightline, torch's attention and plain NumPy: the median of the turns.
+    """Return the seconds of one call of Sightline, of torch's attention and of plain NumPy, by name.
 
-    torch's attention is left out if torch is not installed.
+    The seconds are medians over the turns. torch's attention is left out if torch is not installed. `on_round` is
+    called after each round of turns.
     """
     device = Cpu(1)
     device.pause = 0.0

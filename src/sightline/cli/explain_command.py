@@ -107,7 +107,10 @@ def _print_merges(console: Console, walk: Walkthrough) -> None:
 
 
 def _merge_table(walk: Walkthrough, texts: Sequence[str]) -> Table:
-    """Return the table of the merges, with the text after each merge. Without `texts` it names the pieces made."""
+    """Return the table of the merges, with the text after each merge.
+
+    `texts` are the texts in the order of the rows. If `texts` is empty, the last column has the new tokens instead.
+    """
     tokens = walk.tokenization
     rows: list[tuple[str, ...]] = [("characters", "", "", str(len(walk.text) + 1), texts[0] if texts else "")]
     for index in visible_indices(len(tokens.merges), MAX_STEPS):

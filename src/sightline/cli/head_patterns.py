@@ -72,7 +72,10 @@ def _statistics(tokens: Sequence[str]) -> list[Statistic]:
 
 
 def _collect(layers: Sequence[int], tokens: Sequence[str], results: Sequence[Sequence[Any]]) -> HeadPatterns:
-    """Return the head patterns, given for each layer the results of the statistics `_statistics` on one text."""
+    """Return the head patterns of some layers on one text.
+
+    `results` has for each layer the results of the statistics that `_statistics(tokens)` returns.
+    """
     arrays = [[to_numpy(result)[0] for result in of_layer] for of_layer in results]
     masses = []
     for index, pattern in enumerate(patterns(tokens), 1):

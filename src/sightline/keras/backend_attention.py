@@ -38,7 +38,7 @@ class AttentionMask:
     window: int | None = None
 
     def formula(self, arrays: Sequence[Any]) -> Expression | None:
-        """Return the mask as a formula. `arrays` are those of the mask, as tensors or as NumPy arrays."""
+        """Return the mask as a formula. `arrays` are `self.arrays`, or the same arrays in NumPy."""
         parts = [dense(array) for array in arrays]
         if self.is_causal:
             parts.append(causal())
@@ -48,11 +48,17 @@ class AttentionMask:
 
 
 def expand(mask: Any, axes: str) -> Any:
-    """Return a mask with the given axes, among b, h, i and j, as booleans with the axes of the scores (B, H, n, m)."""
+    """Return a mask as booleans with the four axes of the scores (B, H, n, m).
+
+    `axes` has a letter for each axis of the given mask: b for batch, h for head, i for query and j for key. The other
+    axes of the result have length 1.
+    """
     mask = keras.ops.cast(mask, "bool")
     if len(mask.shape) != len(axes):
         raise ShapeError(
-            f"a mask of shape {tuple(mask.shape)}", f"the axes ({', '.join(axes)})", "one entry for each of these axes"
+            f"a mask of shape {tuple(mask.shape)}",
+            f"a shape with the axes ({', '.join(axes)})",
+            "one entry for each of these axes",
         )
     return mask[tuple([slice(None) if axis in axes else None for axis in "bhij"])]
 
@@ -67,12 +73,12 @@ def attend(
     seed: Any = None,
     with_weights: bool = False,
 ) -> tuple[Any, Any]:
-    """Return the output of attention, and the weights before dropout or None.
+    """Return (output, weights). The weights are those before dropout, or None unless `with_weights` is True.
 
     Parameters
     ----------
     query, key, value : (..., H, n, d_k), (..., H, m, d_k) and (..., H, m, d_v), tensors of Keras's backend
-    mask : its arrays are tensors of the backend too
+    mask : the mask in parts; its arrays are tensors of Keras's backend
     dropout : the probability that a weight is dropped
     seed : a scalar tensor of integers from 0 to 2³¹ − 2, required with dropout
     with_weights : return the weights, which need O(n · m) memory

@@ -158,9 +158,10 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]
 
 
 def _merge_axes(mask: Any, lead: int, query_axes: tuple[Any, ...], key_axes: tuple[Any, ...]) -> Any:
-    """Return a mask for scores (leading axes, query axes, key axes) as one for scores (leading axes, n, m).
+    """Return a mask with its query axes merged to one axis n, and its key axes merged to one axis m.
 
-    Missing leading axes are the last ones, as in Keras: the axes between the first axes of the mask and its query axes.
+    The given mask has the axes (leading axes, query axes, key axes). If it has fewer than `lead` leading axes, axes of
+    length 1 are inserted before its query axes, as Keras does.
     """
     mask, last = ops.cast(mask, "bool"), len(query_axes) + len(key_axes)
     while len(mask.shape) < lead + last:

@@ -74,7 +74,7 @@ def _refuse(*_: Any) -> Any:
 
 @dataclass(frozen=True)
 class _HostCall:
-    """A call without its arrays, and its forward and backward pass on NumPy arrays."""
+    """A call without its arrays. Its methods compute the forward and the backward pass on NumPy arrays."""
 
     mask: AttentionMask
     dropout: float

@@ -84,7 +84,7 @@ WINDOW_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 IN_JAX = SightlineInJax("sightline", "Sightline", by_position=False)
 IN_JAX_LAYOUT = SightlineInJax("by position", "JAX's layout", by_position=True)
-NUMPY = Sightline("numpy", "NumPy", on_numpy=True)  # short calls on NumPy arrays need no dispatch of JAX
+NUMPY = Sightline("numpy", "NumPy", on_numpy=True)  # the same calls on NumPy arrays, without JAX
 
 
 def share(limit: float) -> Target:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .device import Device
 
 BEST = "best peer"
-SEED = 1706  # of all arrays of the bench
+SEED = 1706  # seed of the random numbers in all arrays of the bench
 
 # The results of a contender by name, in float32 NumPy arrays with the axis of heads before the axis of positions:
 # "output", and the gradients "query", "key", "value" and "bias". The repr of a statistic names the tuple of its arrays.
@@ -135,7 +135,8 @@ class Contender(ABC):
     def reference(self, case: Any) -> Any:
         """Return the case whose true results the contender's results are checked against.
 
-        None, for no check, if the results depend on random numbers of the peer, or if there are no results.
+        The result is None if the contender's results cannot be checked: because it has none, or because they depend on
+        random numbers that the peer draws.
         """
         return case
 

@@ -57,8 +57,9 @@ def to_float32(result: Any) -> Any:
 def name_results(workload: Workload, result: Any) -> Results:
     """Return the `Results` of a contender.
 
-    `result` is the output; (output, statistics) if the workload has statistics; (output, gradients of query, key, value
-    and, with a bias, the bias) if it has a backward pass.
+    `result` is what the contender's function returned: the output alone; (output, statistics) if the workload has
+    statistics; (output, gradients) if the workload has a backward pass. The gradients are those of query, key, value
+    and, with a bias, of the bias.
     """
     if workload.passes != "forward":
         output, gradients = result
@@ -191,6 +192,9 @@ def torch_threads() -> int:
 
 
 def set_threads(threads: int) -> None:
-    """Set torch's number of threads if torch is loaded. `Contender.prepare` sets that of other libraries."""
+    """Set torch's number of threads if torch is loaded.
+
+    The numbers of threads of other libraries are set once, by `Contender.prepare`.
+    """
     if torch_threads() != threads and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)

@@ -77,7 +77,7 @@ class Cpu(Device):
     """The CPU as a benchmark device; the host's clock times the calls."""
 
     variants, peers, benchmarks = VARIANTS, PEERS, BENCHMARKS
-    pause = 0.25  # longer than threads of other libraries spin after a call, which is up to 0.2 s
+    pause = 0.25  # after a call, threads of other libraries wait in a loop for up to 0.2 s
 
     def __init__(self, threads: int) -> None:
         self.threads, self.peaks = threads, Peaks(threads)

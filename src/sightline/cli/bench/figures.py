@@ -222,7 +222,7 @@ def _format_axes(axis: Any, finding: Finding, title: str, label: Callable[[float
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=base)
     low, high = axis.get_ylim()
-    if high / low < MIN_AXIS_RATIO:  # a wider axis shows nearly constant numbers as nearly constant
+    if high / low < MIN_AXIS_RATIO:  # on a shorter axis, small differences would look large
         middle = (low * high) ** 0.5
         axis.set_ylim(middle / MIN_AXIS_RATIO**0.5, middle * MIN_AXIS_RATIO**0.5)
     points = [point.coordinate for point in finding.rows]

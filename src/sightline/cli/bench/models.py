@@ -143,9 +143,10 @@ class ModelInputs:
         self._references: dict[bytes, tuple[Arrays, Arrays]] = {}  # by the generated tokens as bytes
 
     def references(self, found: Arrays) -> tuple[Arrays, Arrays]:
-        """Return what models of transformers compute in place of `found`: in float64, and in float32 by plain steps.
+        """Return the true arrays in place of `found`, and the same arrays of the eager model in float32.
 
-        The contenders of a case share the results, unless they generated different tokens.
+        The true arrays are those of transformers' own model in float64. The contenders of a case share the results,
+        unless they generated different tokens.
         """
         key = found["tokens"].tobytes() if "tokens" in found else b""
         if key not in self._references:
@@ -263,7 +264,7 @@ class EncoderCase(ModelCase):
 
 
 def _of_tokens(entropies: Any, is_token: Any) -> Any:
-    """Return entropies (layers, B, H, n) as (tokens, layers, H), without those of padding."""
+    """Return entropies (layers, B, H, n) as (tokens, layers, H), without the entropies of padding tokens."""
     return entropies.transpose(1, 3, 0, 2)[is_token]
 
 
@@ -273,7 +274,7 @@ class GenerationCase(ModelCase):
 
     new_tokens: int = 32
     pads_left: ClassVar[bool] = True
-    exact_attention: ClassVar[str] = "sdpa"  # the eager one in float64 gives NaN for a query that sees no key
+    exact_attention: ClassVar[str] = "sdpa"  # "eager" in float64 gives NaN for a query that sees no key
 
     def small(self) -> ModelCase:
         return replace(super().small(), new_tokens=SMALL_NEW_TOKENS)  # type: ignore[call-arg]

@@ -101,7 +101,7 @@ class MultiHead(Peer):
     lacks = ("backward pass", "mask", "dropout", "bias", "grouped heads", "d_v ≠ d_k", "m ≠ n")
 
     def refuses(self, workload: Workload) -> str | None:
-        """Refuse statistics of scores, and pooled cells of unequal sizes too."""
+        """Return why the peer cannot compute the workload; it returns no scores, and needs cells of equal size."""
         if any(statistic.name not in WEIGHT_STATISTICS for statistic in workload.see):
             return "it returns weights, not scores"
         return super().refuses(workload) or ("only cells of equal size" if has_uneven_cells(workload) else None)

@@ -28,12 +28,12 @@ LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "transformers", "onnxruntim
 
 @dataclass
 class Entry:
-    """The results of one contender on one workload."""
+    """The results of one contender on one case."""
 
     name: str
     label: str
     seconds: list[float] = field(default_factory=list)  # seconds per call, one number per round
-    first_seconds: float | None = None  # seconds of preparation and first call with compilation; None without a call
+    first_seconds: float | None = None  # of the preparation and the first call, with compilation; None if not called
     memory: int | None = None  # peak bytes of a call beyond those in use before it, with its outputs; None if unknown
     budget: float | None = None  # share of the rounding-error budget that the results use; None if not checked
     skip_reason: str | None = None  # why the contender has no times; None if it has times
@@ -70,7 +70,7 @@ class Verdict:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Whether there are times, and if not, why."""
+    """The reason why a benchmark or a case has no times, if it has none."""
 
     failed: str | None = None  # why there are no times: Sightline's output is wrong or missing; None if there are times
     wrong: bool = False  # True if Sightline's output is wrong
@@ -100,7 +100,10 @@ class Row(Outcome):
 
 @dataclass
 class Finding(Outcome):
-    """The results of one benchmark. The failure of a case of a group is in its row, and the others' is here."""
+    """The results of one benchmark.
+
+    If a case of a group has no times, the reason is in the row of the case. For other benchmarks it is in the finding.
+    """
 
     name: str
     description: str

@@ -158,7 +158,7 @@ class Pool:
 def draw_lengths(rng: np.random.Generator, B: int, n: int) -> Array:
     """Draw the lengths (B,) of a padded batch: the longest is n, the others are uniform from half of n to n.
 
-    A batch of one text, padded to a fixed length, has a random length too.
+    A batch of one text has a random length too, like a text that was padded to a fixed length.
     """
     lengths = rng.integers(max((n + 1) // 2, 1), n, size=B, endpoint=True)
     if B > 1:
@@ -171,7 +171,7 @@ def _padding_mask(lengths: Array) -> Mask:
 
 
 def _to_tensors(arrays: tuple[Array | None, ...], case: ShortCall) -> tuple[Any, ...]:
-    """Return the arrays as tensors on the case's device, arrays of floats in its dtype.
+    """Return the arrays as tensors on the case's device. Arrays of floats get the case's dtype.
 
     In training, query, key and value require gradients.
     """
@@ -200,7 +200,10 @@ class Caller(Contender):
     has_results: bool = True
 
     def reference(self, case: ShortCall) -> ShortCall | None:
-        """Return the case, for torch without statistics. None if there are no results or torch draws the dropout."""
+        """Return the case that the results are checked against, for torch without statistics; None for no check.
+
+        There is no check if the contender has no results, or if torch's own random numbers choose the dropped weights.
+        """
         if not self.is_peer:
             return case
         return replace(case, see=()) if self.has_results and not case.dropout else None

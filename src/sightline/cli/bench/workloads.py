@@ -80,7 +80,8 @@ Passes = Literal["forward", "backward", "forward and backward"]
 class Workload(Case):
     """Attention of one call. The contenders compute it in turns, all on equal arrays.
 
-    The lengths of the axes have the names of `problem.problem`. G = 0 is replaced by H, m = 0 by n, d_v = 0 by d_k.
+    B, H, G, n, m, d_k and d_v are the lengths of the axes, as in `problem.problem.Problem`. The default of G is H, that
+    of m is n, and that of d_v is d_k.
     """
 
     name: str

@@ -47,11 +47,12 @@ class Pairs(namedtuple("Pairs", "b h i j n m")):
 # -- a tile ------------------------------------------------------------------------------------------------------------
 @triton.jit
 def compute_weights(products, pairs, inside, lse, params, formulas, PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr):
-    """Return (P, final scores) of a tile from its products Q · K; 0 and −∞ where the pair is hidden or not `inside`.
+    """Return (P, final scores) of a tile from its products Q · K.
 
-    With a score formula, the scores are in nats; without one, they are not yet scaled. `lse` is (high, low) in the unit
-    of the scores. In a full tile, `inside` is False only for queries past the last query. The lse of these queries
-    makes P 0, so their scores are set to −∞ only if a table has a gradient.
+    P is 0 and the score is −∞ where the pair is hidden or not `inside`. With a score formula, the scores are in nats;
+    without one, they are not yet scaled. `lse` is (high, low) in the unit of the scores. In a full tile, `inside` is
+    False only for queries past the last query. The lse of these queries makes P 0, so their scores are set to −∞ only
+    if a table has a gradient.
     """
     s = products
     if formulas.score_at is not None:

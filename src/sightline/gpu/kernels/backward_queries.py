@@ -17,7 +17,7 @@ class Block(
 ):
     """A block of queries, and the heads of K and V that they attend to.
 
-    `inside`, `delta`, and both `high` and `low` of `lse` = (high, low) are (rows, 1). `inside` is False past the last
+    `lse` is (high, low). `high`, `low`, `delta` and `inside` have the shape (rows, 1). `inside` is False past the last
     query.
     """
 
@@ -26,7 +26,8 @@ class Block(
 def process_key_range(state, first, last, block, formulas, OPTIONS: tl.constexpr, meta, PARTIAL: tl.constexpr):
     """Return the state after the tiles of keys `first` ... `last` − 1. The state is dQ without the factor `scale`.
 
-    OPTIONS is (KINDS, NAN_SAFE).
+    OPTIONS is (KINDS, NAN_SAFE). KINDS has the kinds of the lookups whose tables get a gradient. If NAN_SAFE, NaN and ∞
+    in K are replaced by 0.
     """
     NAN_SAFE: tl.constexpr = OPTIONS[1]
     CHECKED: tl.constexpr = PARTIAL or NAN_SAFE

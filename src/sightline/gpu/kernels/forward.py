@@ -192,7 +192,8 @@ def forward(
     """Compute attention for one block of queries of a head.
 
     If SUBBLOCKS is not 0, the kernel is its NaN-safe variant: each program recomputes some of the flagged blocks. It
-    divides a flagged block into SUBBLOCKS blocks of `meta.rows` queries. Without flags, every block is NaN-safe.
+    divides a flagged block into SUBBLOCKS blocks of `meta.rows` queries. If `nonfinite_flags` is None, NaN-safe code
+    computes every block.
 
     Parameters
     ----------

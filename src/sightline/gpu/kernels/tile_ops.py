@@ -219,7 +219,7 @@ def update_softmax(s, tile_max, maximum, total, compensation, unit):
     x = (s - shift[:, None]) * unit
     p = tl.exp2(x)
     sums = tl.sum(p, 1)
-    # Knuth's TwoSum: an error of l would be an error of lse, which later passes read.
+    # Knuth's TwoSum keeps the rounding error of l: an error of l would be an error of lse, which later passes read.
     old = total * alpha
     total = old + sums
     share = total - old

@@ -26,7 +26,7 @@ from .tile_loop import ScheduleRow, loop_over_tiles
 class Block(namedtuple("Block", "query key location lse scale unit tables extra")):
     """A block of queries, and the key head that they attend to.
 
-    `lse` is (high, low), (rows, 1) each, and `extra` has further arguments that one kernel alone needs.
+    `lse` is (high, low); `high` and `low` have the shape (rows, 1). `extra` has arguments that only one kernel needs.
     """
 
 
@@ -157,7 +157,7 @@ def receive_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, me
         high, low = tile_ops.load_lse(block.lse, b * block.H + h, i0, n, block.unit, meta)
         p = tile_ops.weight(s, unit, (high[:, None], low[:, None]))
         if USE_MAX:
-            p = tl.where(p == p, p, float("inf"))  # a maximum skips NaN; no weight is above 1
+            p = tl.where(p == p, p, float("inf"))  # `tl.max` skips NaN, so ∞ stands for NaN; no weight is above 1
         if PARTIAL:
             p = tl.where((i0 + tl.arange(0, meta.rows))[:, None] < n, p, 0.0)
         state = combine(state, reduce(p, 0, USE_MAX).to(tl.float64), USE_MAX)

@@ -59,7 +59,7 @@ def pool_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, meta,
         j0 = tile * meta.keys
         p = tile_ops.weight(compute_scores(block, j0, formulas, PARTIAL, meta), block.unit, block.lse)
         if USE_MAX:
-            p = tl.where(p == p, p, float("inf"))  # a maximum skips NaN; no weight is above 1
+            p = tl.where(p == p, p, float("inf"))  # `tl.max` skips NaN, so ∞ stands for NaN; no weight is above 1
         across = cell_indices(j0 + tl.arange(0, meta.keys), keys)
         start = cell_index(tl.maximum(j0, keys.first), keys.start, keys.stop, keys.cells) - keys.cell
         end = cell_index(tl.minimum(j0 + meta.keys, keys.last) - 1, keys.start, keys.stop, keys.cells) - keys.cell + 1
@@ -108,7 +108,7 @@ def pooled(
 
     The grid covers the queries i_start ... i_stop − 1 and the keys j_start ... j_stop − 1. Of N queries and R rows of
     cells, row r has the queries ⌊r N / R⌋ ... ⌊(r + 1) N / R⌋ − 1, counted from i_start. The keys are divided into
-    columns of cells likewise. If a block of queries lies in the cells of two programs, both compute its weights.
+    columns of cells in the same way. If a block of queries lies in the cells of two programs, both compute its weights.
 
     Parameters
     ----------

@@ -62,8 +62,9 @@ class Operands:
         return FormulaFunctions(**{name: compile_function(source, name) for name, source in sources.items()})
 
     def combine_functions(self, names: Sequence[str], expressions: Sequence[str], name: str) -> Any:
-        """Return a function `name` whose result is the tuple of `expressions`, which call the generated functions
-        `names`; None if `names` is empty.
+        """Return a function `name` that returns the tuple of `expressions`; None if `names` is empty.
+
+        The expressions call the generated functions that `names` lists.
         """
         return combine_functions([self.sources[each] for each in names], expressions, name) if names else None
 
@@ -74,11 +75,11 @@ class Operands:
         return arguments | self.scale_arguments() | formulas
 
     def block_arguments(self, blocks: int, items: int, has_flags: bool = True) -> dict[str, Any]:
-        """Return the arguments that a kernel with a NaN-safe variant needs besides the common arguments.
+        """Return the arguments of a kernel that divides heads into blocks and has a NaN-safe variant.
 
-        `blocks` is the number of blocks of a head, and `items` the number of blocks of all heads. `nonfinite_flags` is
-        an uninitialised int32 array with one flag for each block, in which the kernel marks non-finite results; None
-        if every block is NaN-safe.
+        `blocks` is the number of blocks of a head, and `items` the number of blocks of all heads. The argument
+        `nonfinite_flags` is an int32 array with one number for each block, which the kernel sets to 1 if the block's
+        result is not finite. It is None if `has_flags` is False: then NaN-safe code computes every block.
         """
         flags = self.problem.query.new_empty(items, dtype=torch.int32) if has_flags else None
         return {"blocks": blocks, "items": items, "nonfinite_flags": flags, "SUBBLOCKS": 0}
@@ -123,7 +124,7 @@ class Operands:
         return {"dropout_state": state, "dropout_scale": 0.0 if dropout == 1 else 1 / (1 - dropout)}
 
     def sinks(self) -> Any:
-        """Return the sinks as `prepare_sinks` does; None without sinks."""
+        """Return the sinks as a contiguous float64 array (H,); None if the problem has no sinks."""
         return None if self.problem.sinks is None else prepare_sinks(self.problem.sinks)
 
 

@@ -112,8 +112,8 @@ def backward_launches(
 
     They compute, one after another: δ and the scaled lse; dQ; dQ, NaN-safe; dK and dV; dK and dV, NaN-safe. A NaN-safe
     launch recomputes the blocks whose results in the previous launch are not finite. For a small problem the other
-    launches are NaN-safe themselves, except that of dQ beside gradients of tables. `arrays` has the kernels' arguments
-    output, d_output, d_lse, lse, rows, sums, d_query, d_key and d_value.
+    launches are NaN-safe themselves, except the launch of dQ if a table needs a gradient. `arrays` has the kernels'
+    arguments output, d_output, d_lse, lse, rows, sums, d_query, d_key and d_value.
     """
     sizes = select("backward_queries", problem, architecture)
     sizes = sizes if lookups or not problem.is_small_on_gpu else small_sizes(sizes)

@@ -29,7 +29,7 @@ class BoundTable(NamedTuple):
 
     place : its index in `Request.tables`
     strides : its strides on the device
-    must_move : True if the array of the request lies elsewhere
+    must_move : True if the kernels cannot read the array of the request, so that every run copies it to the device
     """
 
     place: int
@@ -74,7 +74,7 @@ class BoundCall:
         """Return the bound call of a recorded call; None if its launches depend on more than layouts and formulas.
 
         They may depend on the entries of a table, on an address that is not aligned, or on an array that a run does
-        not have. `formulas` are those of the call, from `Request.formulas`, and `tables` those of the request.
+        not have. `formulas` and `tables` are the attributes of the call's `Request`.
         """
         bound_tables = _bind_tables(recorded, formulas, tables)
         addresses = [x.data_ptr() for x in recorded.flat_inputs if isinstance(x, torch.Tensor)]
@@ -95,7 +95,7 @@ class BoundCall:
         ----------
         arrays : the tensors that the kernels read besides tables and sinks; query is the first
         addresses : the addresses of these tensors, and of `tables`
-        tables, sinks : those of the request
+        tables, sinks : the tables and the sinks of the request
         """
         query = arrays[0]
         if query.dtype is torch.float32 and dot_precision(query) != self.precision:
@@ -116,7 +116,7 @@ class BoundCall:
         return None if reduce(or_, values) % ALIGNMENT else Inputs(read, values)
 
     def run(self, inputs: Inputs, seed: int) -> list[Any]:
-        """Launch the kernels on the current stream, and return the results. `seed` is that of dropout."""
+        """Launch the kernels on the current stream, and return the results. `seed` is the seed of dropout."""
         query = inputs.arrays[0]
         device = query.get_device()
         if device >= 0 and device != torch.cuda.current_device():
@@ -139,7 +139,10 @@ class BoundCall:
             launch(*pack(values, constants), stream=stream)
 
     def _retain_schedules(self, query: Any, stream: int) -> None:
-        """Protect the memory of the schedules, see `retain`. To do so once covers all later work of a stream."""
+        """Keep the memory of the schedules from being reused while kernels on the stream read it; see `retain`.
+
+        One call of `retain` covers all later work of the stream, but not the work that a CUDA graph captures.
+        """
         if stream in self.streams and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         for schedule in self.schedules:

@@ -22,13 +22,14 @@ from ..kernels.tile_ops import MetaParameters
 from ..tuning.configurations import Configuration
 from .arguments import dropout_state
 
-# The kernels' arguments for arrays that a call allocates without filling them, unless these are inputs of the call.
+# Names of the kernels' arguments whose arrays a call allocates without filling them. If an array of such a name is an
+# input of the call, the call does not allocate it.
 WRITTEN_ARGUMENTS = frozenset(
     {"output", "lse", "nonfinite_flags", "split_output", "split_lse", "seen", "rows", "d_query", "d_key", "d_value"}
 )
 TUPLE_ARGUMENTS = ("tables", "dropout_state")  # each of these arguments holds several inputs
-# By `KernelLaunch._memory_key`: the number of stages that fits shared memory, for kernels whose configured number does
-# not.
+# For kernels whose configured number of stages exceeds shared memory: the number of stages that fits, by
+# `KernelLaunch._memory_key`.
 REDUCED_STAGES: dict[Hashable, int] = {}
 
 
@@ -51,7 +52,10 @@ class KernelLaunch:
         return {"num_warps": self.configuration.warps, "num_stages": stages, "enable_fp_fusion": False}
 
     def kernel_arguments(self) -> dict[str, Any]:
-        """Return the arguments as the kernel takes them: Triton's compiler needs wrapped compile-time constants."""
+        """Return the arguments in the form that the kernel takes.
+
+        For Triton's compiler, the compile-time constants are wrapped in `tl.constexpr`.
+        """
         if not isinstance(self.kernel, JITFunction):  # Triton's interpreter
             return self.arguments
         metas = {name: x for name, x in self.arguments.items() if isinstance(x, MetaParameters)}
@@ -60,7 +64,7 @@ class KernelLaunch:
     def launch(self) -> Any:
         """Run the kernel on the current stream, with fewer stages if the configured number exceeds shared memory.
 
-        The result is the compiled kernel, and None in Triton's interpreter.
+        Return the compiled kernel; None if Triton's interpreter ran the kernel.
 
         Raises
         ------
@@ -119,7 +123,7 @@ class RecordedCall(NamedTuple):
         results: Sequence[Any],
         others: Mapping[str, Any] | None = None,
     ) -> RecordedCall:
-        """Return the record of a call whose inputs are those of the problem, and `others`."""
+        """Return the record of a call. Its inputs are the arrays of the problem, and `others` by argument names."""
         inputs: dict[str, Any] = {"query": problem.query, "key": problem.key, "value": problem.value, **(others or {})}
         inputs["tables"] = tuple([table.array for table in tables])
         if problem.sinks is not None:
@@ -154,7 +158,7 @@ class BoundLaunch(NamedTuple):
 
 
 class UnboundArgumentError(Exception):
-    """An array is neither an input, nor allocated by the call, nor part of a schedule."""
+    """`LaunchBinder` met an array that is no input, that the call did not allocate, and that is no schedule's."""
 
 
 class LaunchBinder:
@@ -185,7 +189,9 @@ class LaunchBinder:
         for name, given in recorded.inputs.items():
             self.numbers[name] = self.num_inputs
             self.num_inputs += len(given) if isinstance(given, tuple) else 1
-        self.written: dict[int, int] = {}  # for each array that the call allocates its index in `makers`, by its id
+        self.written: dict[
+            int, int
+        ] = {}  # the index in `makers` of each array that the call allocates, by the array's id
         self.makers: list[Callable[[], Any]] = []
         self.schedules: list[Schedule] = []
         self.constants: list[Any] = []  # of the launch that is being bound
@@ -226,7 +232,10 @@ class LaunchBinder:
         return f"constants[{len(self.constants) - 1}]"
 
     def _tuple(self, value: tuple[Any, ...], parts: Sequence[str]) -> str:
-        """Return the expression of a tuple. The interpreter's kernels read the fields of named tuples by name."""
+        """Return the expression of a tuple with these parts.
+
+        In Triton's interpreter a named tuple keeps its class, because kernels read its fields by name.
+        """
         text = f"({', '.join(parts)}{',' * (len(parts) == 1)})"
         return text if self.is_compiled or type(value) is tuple else self._constant(type(value)) + text
 

@@ -110,7 +110,7 @@ def can_serve(problem: Problem, statistic: Statistic) -> bool:
 
 
 def allocate_outputs(problem: Problem, statistic: Statistic) -> list[Any]:
-    """Return the output arrays of a kernel, filled with the result of the entries that the kernel does not write."""
+    """Return the output arrays of a kernel. Entries that the kernel does not write already hold their result."""
     shapes, dtypes = statistic.shapes(problem, (*problem.batch_shape, problem.H), problem.n), statistic.dtypes(problem)
     if isinstance(statistic, Mean):  # so that the sum over batches and heads is rounded once, after its division
         dtypes = (problem.accumulator,)

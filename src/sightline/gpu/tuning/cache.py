@@ -30,7 +30,7 @@ MAX_CACHED_LOOKUPS = 4096  # most look-ups whose results are held in memory; a r
 
 
 def folder() -> Path | None:
-    """Return the folder of the cache; None if there is none, for example because SIGHTLINE_CACHE is "off"."""
+    """Return the folder of the tuning cache; None if no folder can be used, as with SIGHTLINE_CACHE=off."""
     try:
         return cache_folder() / "tuned"
     except OSError:
@@ -132,9 +132,9 @@ def num_changes() -> int:
 
 @lru_cache(maxsize=1)
 def _existing_folder() -> Path | None:
-    """Return the folder of the cache; None if there is no such folder.
+    """Return the folder of the tuning cache; None if the folder does not exist.
 
-    On most computers `tune` was never called. Then this one check replaces the search for files.
+    On most computers `tune` was never called, so that the folder does not exist and no file need be looked for.
     """
     path = folder()
     return path if path is not None and os.path.isdir(path) else None
@@ -187,7 +187,7 @@ def environment() -> dict[str, str]:
             found["driver"] = path.read_text(errors="replace").partition("\n")[0]
     for name in ("torch", "triton"):
         try:
-            found[name] = import_module(name).__version__  # the distributions that install it have various names
+            found[name] = import_module(name).__version__  # not `importlib.metadata`: several packages install triton
         except ImportError:
             found[name] = ""
     return found

@@ -154,7 +154,7 @@ def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configu
 def _fits(kernel: str, sizes: Configuration, problem: Problem, architecture: str) -> bool:
     """Return True if a block's tiles fit shared memory, and its scores and sums fit the registers.
 
-    The tiles are those that stay in shared memory and those that the pipeline loads ahead.
+    Shared memory holds the tiles that the whole loop of a block uses, and the tiles that the pipeline loads ahead.
     """
     outer, inner = (sizes.keys, sizes.rows) if kernel == "backward_keys" else (sizes.rows, sizes.keys)
     d_k, d_v = problem.d_k, problem.d_v
@@ -186,7 +186,7 @@ def default_configuration(architecture: str, kernel: str, dtype: str, width: int
     if kernel == "weights_pass":  # its registers hold scores, and lists of `top_k` or cells of `pooled`, but no output
         side = 32 if dtype in ("float32", "float64") else 64
         return Configuration(side, side, 4, 2)
-    if dtype in ("float32", "float64"):  # the products use no matrix units, and larger tiles spill kilobytes
+    if dtype in ("float32", "float64"):  # no matrix units, and registers hold no larger tiles
         rows = 64 if dtype == "float32" and width <= 64 else 32
         if architecture.startswith("gfx"):
             return Configuration(rows, 32, 4, 1)

@@ -24,7 +24,7 @@ Tokens = Sequence[str] | Sequence[Sequence[str]]
 PAGE_BYTES = 10_000_000  # default limit of a page's size; such a page opens quickly and fits into a mail
 ESTIMATED_SHARE = 0.96  # of the limit for rounded weights; the rest is for the error of the estimate and the program
 TOP_ENTRIES = 8  # default number of weights stored exactly per query and per key if a page cannot hold all weights
-MAP_SIDES = (32, 1024)  # (least, most) cells per side of a pooled map: fewer show nothing, more are slow to draw
+MAP_SIDES = (32, 1024)  # (least, most) cells per side of a pooled map; a browser draws more cells slowly
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def text_name(tokens: Sequence[str]) -> str:
 def _as_layers(weights: Any) -> list[Array]:
     """Return an array of weights (B, H, n, m) for every layer.
 
-    The dtype of an array does not change here. Later float16 stays float16, and other dtypes become float32.
+    The arrays keep their dtypes. `_make_layer` converts dtypes other than float16 to float32.
     """
     given = weights if isinstance(weights, Sequence) else [weights]
     arrays: list[Array] = [np.asarray(to_numpy(array)) for array in given]
@@ -267,8 +267,8 @@ def _check(queries: Sequence[Any], keys: Sequence[Any], arrays: Sequence[Array])
 def _split_budget(limit: int, all_weights: Sequence[Array], top: int) -> tuple[int, int]:
     """Return (number of exact weights per query and per key, largest number of cells per side of a pooled map).
 
-    The exact weights get half of the limit, or less if fewer than `top` of them do not fill it, but there is at least
-    one per query and per key. The maps get the rest.
+    Half of the limit is for exact weights, but there are at most `top` and at least one per query and per key. The maps
+    get the bytes that the exact weights leave.
     """
     lists, heads = sum(len(p) * sum(p.shape[1:]) for p in all_weights), sum(map(len, all_weights))
     count = int(min(max(limit / 2 / BASE64_RATIO / (8 * lists), 1), top))  # 8 bytes: float32 weight, int32 position

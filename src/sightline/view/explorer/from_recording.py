@@ -60,11 +60,13 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
     """
     if not hasattr(seen, "calls"):
         raise ParameterError(
-            f"a page of a {type(seen).__name__}", "an Exploration or a Seen", "from_weights(tokens, weights)"
+            f"an explorer page of a {type(seen).__name__}", "an Exploration or a Seen", "from_weights(tokens, weights)"
         )
     runs = [_last_run([call for call in seen.calls if call.layer == layer]) for layer in seen.layers]
     if not runs:
-        raise ParameterError("nothing seen", "calls of at least one layer", "with watch(...) as seen: model(**inputs)")
+        raise ParameterError(
+            "a Seen without calls: nothing was recorded", "calls of a layer", "with watch(...) as seen: model(**inputs)"
+        )
     statistic_names = [[statistic.name for statistic in run[-1].statistics] for run in runs]
     batch = range(len(to_numpy(_first(runs[0][-1].results[0]))))
     if all("weights" in names for names in statistic_names):

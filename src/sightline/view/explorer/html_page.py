@@ -73,7 +73,7 @@ def save_html(data: Exploration | Any, path: str | Path) -> Path:
         data is neither an Exploration nor a Seen, the Seen lacks statistics that the page needs, or the file cannot be
         written.
     """
-    page = html(data).encode("utf-8", "replace")  # "replace", as a folder's name may hold lone surrogates
+    page = html(data).encode("utf-8", "replace")  # a folder's name, as the title, may not be valid UTF-8
     try:
         path = Path(path)
         path.write_bytes(page)
