@@ -296,7 +296,7 @@ FAULTS = {  # the module, a line of its source, and the line with the fault
         "for tile in range(first, last):",
         "for tile in range(first, last - 1):",
     ),
-    "wrong key head of a group": ("kernels.backward_queries", "h // args.group)", "h % (args.H // args.group))"),
+    "wrong key head of a group": ("kernels.backward_queries", "h // args.group", "h % (args.H // args.group)"),
     "dropped weights in dP": (
         "kernels.backward_queries",
         "dp * block.dropout_scale, 0.0)",

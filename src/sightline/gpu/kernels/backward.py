@@ -77,11 +77,13 @@ def evaluate_on_scores(formula, s, pairs, params, formulas):
 
 
 @triton.jit
-def compute_d_scores(p, dp, s, products, pairs, delta, params, sums, formulas, KINDS: tl.constexpr, CHECKED):
-    """Return dS of a tile from P and dP, without the factor `scale`. Add the tile's part to the gradients of tables.
+def compute_d_scores(tile, delta, params, sums, formulas, KINDS: tl.constexpr, CHECKED):
+    """Return dS of a tile, without the factor `scale`. Add the tile's part to the gradients of tables.
 
-    If CHECKED, the term P ∘ (dP − δ) is set to 0 where P is 0, since dP may be NaN or ∞ there.
+    `tile` is (P, dP, final scores, products Q · K, pairs). If CHECKED, the term P ∘ (dP − δ) is set to 0 where P is 0,
+    since dP may be NaN or ∞ there.
     """
+    p, dp, s, products, pairs = tile
     if formulas.d_weights_at is not None:
         dp += evaluate_on_scores(formulas.d_weights_at, s, pairs, params, formulas)
     ds = p * (dp - delta)

@@ -56,7 +56,8 @@ def process_query_range(state, first, last, block, formulas, NAN_SAFE: tl.conste
             nonfinite = classify_nonfinite(dropped, do, nonfinite, meta)
             do, q = tile_ops.zero_nonfinite(do), tile_ops.zero_nonfinite(q)
         dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=meta.precision)
-        ds = compute_d_scores(p, dp, s, products, pairs, delta[None, :], params, None, formulas, (), CHECKED)
+        values = (p, dp, s, products, pairs)
+        ds = compute_d_scores(values, delta[None, :], params, None, formulas, (), CHECKED)
         dk = tl.dot(ds.to(q.dtype), tl.trans(q), dk, input_precision=meta.precision)
     return dk, dv, nonfinite
 

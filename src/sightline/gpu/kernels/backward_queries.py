@@ -49,9 +49,8 @@ def process_key_range(state, first, last, block, formulas, OPTIONS: tl.constexpr
         if block.dropout_state is not None:
             keep = tile_ops.dropout_mask(block.dropout_state, block.location, j0, meta.rows, meta.keys)
             dp = tl.where(keep, dp * block.dropout_scale, 0.0)
-        ds = compute_d_scores(
-            *(p, dp, s, products, pairs, block.delta, block.params, block.sums, formulas, OPTIONS[0], CHECKED)
-        )
+        values = (p, dp, s, products, pairs)
+        ds = compute_d_scores(values, block.delta, block.params, block.sums, formulas, OPTIONS[0], CHECKED)
         if NAN_SAFE:
             k = tile_ops.zero_nonfinite(k)
         state = tl.dot(ds.to(k.dtype), tl.trans(k), state, input_precision=meta.precision)
@@ -75,10 +74,8 @@ def compute_block(args, b, h, first, row, formulas, KINDS: tl.constexpr, NAN_SAF
     lse, inside_column = (high, low), inside[:, None]
     delta = tl.load(rows[2] + at, mask=inside, other=0.0)[:, None]
     location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m)
-    key, value = (
-        tile_ops.locate_head(args.key, b, h // args.group),
-        tile_ops.locate_head(args.value, b, h // args.group),
-    )
+    g = h // args.group
+    key, value = tile_ops.locate_head(args.key, b, g), tile_ops.locate_head(args.value, b, g)
     params = ScoreParams(scale, tile_ops.scalar(args.unit, meta.accumulator), args.tables)
     dropout_scale, state = tile_ops.scalar(args.dropout_scale, meta.accumulator), args.dropout_state
     block = Block(q, do, inside_column, lse, delta, location, key, value, params, dropout_scale, state, args.sums)

@@ -129,12 +129,14 @@ def merge_splits(
         location = split_output + (split * step + at)[:, None] * meta.d_v + column
         share = tl.load(location, mask=inside[:, None] & (column < meta.d_v), other=0.0)
         found += weight[:, None] * share
-    factor = tile_ops.scalar(dropout_scale, meta.accumulator)
-    args = KernelArguments(query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, dropout_state, tables)
+    args = KernelArguments(
+        *(query, key, value, output, lse, n, m, H, group, sign, scale, unit),
+        *(schedule, sinks, dropout_state, dropout_scale, tables),
+    )
     if tile_ops.has_nan(found) != 0:
         state = compute_block(args, position, 0, 0, formulas, 0, True, nan_safe_meta)
-        store(state, output, lse, sinks, position, 0, n, H, unit, factor, nan_safe_meta)
+        store(state, args, position, 0, unit, nan_safe_meta)
     else:
         high = total.to(meta.accumulator)
         merged = State(found, high, (total - high.to(tl.float64)).to(meta.accumulator), maximum, (), ())
-        store(merged, output, lse, sinks, position, 0, n, H, 1.0, factor, meta)
+        store(merged, args, position, 0, 1.0, meta)

@@ -28,9 +28,12 @@ from .tile_loop import ScheduleRow, loop_over_tiles
 
 
 class KernelArguments(
-    namedtuple("KernelArguments", "query key value n m H group sign scale unit schedule sinks dropout_state tables")
+    namedtuple(
+        "KernelArguments",
+        "query key value output lse n m H group sign scale unit schedule sinks dropout_state dropout_scale tables",
+    )
 ):
-    """The arguments of a kernel that `compute_block` reads; see `forward`."""
+    """The arguments of a kernel that `compute_block` and `store` read; see `forward`."""
 
 
 class Block(namedtuple("Block", "query key value location scale unit dropout_state tables")):
@@ -87,7 +90,8 @@ def process_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, m
         x, p, sums, log2_alpha, alpha, maximum, total, compensation = tile_ops.update_softmax(
             s, tile_max, maximum, total, compensation, block.unit
         )
-        fused = fused_statistics.update(fused, s, x, p, sums, tile_max, alpha, log2_alpha, j, block, formulas, meta)
+        step = (x, p, sums, tile_max, alpha, log2_alpha)
+        fused = fused_statistics.update(fused, s, step, j, block, formulas, meta)
         if block.dropout_state is not None:
             p = tl.where(tile_ops.dropout_mask(block.dropout_state, block.location, j0, meta.rows, meta.keys), p, 0.0)
         v = tile_ops.load_rows(block.value, j0, meta.keys, m, meta.d_v, meta.padded_d_v, bound, meta)
@@ -115,11 +119,14 @@ def init(sink, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
 
 
 @triton.jit
-def store(state, output, lse, sinks, position, first, n, H, unit, dropout_scale, meta):
+def store(state, args, position, first, unit, meta):
     """Write O / l and lse of the block of queries that begins at query `first` of a head.
 
-    For a query without a visible key O / l is 0, and lse is the sink, or −∞ without a sink.
+    `unit` is the unit of the running maximum. For a query without a visible key O / l is 0, and lse is the sink, or −∞
+    without a sink.
     """
+    n, output = args.n, args.output
+    dropout_scale = tile_ops.scalar(args.dropout_scale, meta.accumulator)
     rows = first + tl.arange(0, meta.rows)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
     safe = tl.where(state.total == 0, 1.0, state.total)
@@ -127,8 +134,9 @@ def store(state, output, lse, sinks, position, first, n, H, unit, dropout_scale,
     rows = (state.output * (dropout_scale / safe)[:, None]).to(output.dtype.element_ty)
     tl.store(output + at[:, None] * meta.d_v + column, rows, mask=inside[:, None] & (column < meta.d_v))
     unit = tile_ops.scalar(unit, tl.float64)
-    found = tile_ops.compute_lse(state.maximum, state.total, state.compensation, sinks, position % H, unit)
-    tl.store(lse + at, found, mask=inside)
+    h = position % args.H
+    found = tile_ops.compute_lse(state.maximum, state.total, state.compensation, args.sinks, h, unit)
+    tl.store(args.lse + at, found, mask=inside)
 
 
 @triton.jit
@@ -139,10 +147,8 @@ def compute_block(args, position, first, row, formulas, SUMS: tl.constexpr, NAN_
     """
     b, h, n, m = position // args.H, position % args.H, args.n, args.m
     q = tile_ops.load_queries(args.query, b, h, first, n, args.sign, meta)
-    key, value = (
-        tile_ops.locate_head(args.key, b, h // args.group),
-        tile_ops.locate_head(args.value, b, h // args.group),
-    )
+    g = h // args.group
+    key, value = tile_ops.locate_head(args.key, b, g), tile_ops.locate_head(args.value, b, g)
     location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m)
     scale, unit = tile_ops.scalar(args.scale, meta.accumulator), tile_ops.scalar(args.unit, meta.accumulator)
     block = Block(q, key, value, location, scale, unit, args.dropout_state, args.tables)
@@ -209,8 +215,10 @@ def forward(
     dropout_state, dropout_scale : see `Operands.dropout_arguments`
     seen : the arrays that `fused_statistics.store` writes
     """
-    args = KernelArguments(query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, dropout_state, tables)
-    factor = tile_ops.scalar(dropout_scale, meta.accumulator)
+    args = KernelArguments(
+        *(query, key, value, output, lse, n, m, H, group, sign, scale, unit),
+        *(schedule, sinks, dropout_state, dropout_scale, tables),
+    )
     if SUBBLOCKS == 0:
         item = tl.program_id(0)
         position, block = item // blocks, blocks - 1 - item % blocks
@@ -218,7 +226,7 @@ def forward(
         state = compute_block(args, position, first, block, formulas, len(seen[3]), nonfinite_flags is None, meta)
         if nonfinite_flags is not None:
             tl.store(nonfinite_flags + item, tile_ops.has_nan(state.output))
-        store(state, output, lse, sinks, position, first, n, H, unit, factor, meta)
+        store(state, args, position, first, unit, meta)
         scale = tile_ops.scalar(scale, meta.accumulator)
         fused_statistics.store(state, seen, position, first, n, scale, formulas, meta)
     else:
@@ -228,4 +236,4 @@ def forward(
                 for subblock in range(SUBBLOCKS):
                     first = (block * SUBBLOCKS + subblock) * meta.rows
                     state = compute_block(args, position, first, block, formulas, 0, True, meta)
-                    store(state, output, lse, sinks, position, first, n, H, unit, factor, meta)
+                    store(state, args, position, first, unit, meta)

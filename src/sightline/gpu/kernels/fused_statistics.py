@@ -37,16 +37,18 @@ def init(SUMS: tl.constexpr, meta):
 
 
 @triton.jit
-def update(fused_state, s, x, p, tile_sum, tile_max, alpha, log2_alpha, j, block, formulas, meta):
+def update(fused_state, s, step, j, block, formulas, meta):
     """Return the state after one more tile, whose keys are j.
 
     Parameters
     ----------
-    s, x, p : (rows, keys) the scores of `tile_ops.compute_scores`, the exponents x, and p = 2^x before dropout
-    tile_sum, tile_max : (rows,) Σ p and the largest s of the tile
-    alpha, log2_alpha : (rows,) 2^(m − m') and m − m'
+    s : (rows, keys) the scores of `tile_ops.compute_scores`
+    step : (x, p, Σ p, largest s, α, log2 α) of the tile
+        The exponents x and p = 2^x before dropout have the shape (rows, keys). The others have the shape (rows,). α is
+        2^(m − m').
     """
     max_score, max_key, power_sum, mass, sums = fused_state
+    x, p, tile_sum, tile_max, alpha, log2_alpha = step
     b, h, i, n, m = block.location
     if meta.max_score:
         first_nan = tl.min(tl.where(s != s, j, tile_ops.NO_KEY), 1)  # NaN counts as the largest score

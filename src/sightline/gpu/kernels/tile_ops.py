@@ -282,11 +282,9 @@ def dropout_mask(dropout_state, location, first, ROWS: tl.constexpr, KEYS: tl.co
     quad = tl.broadcast_to((first // 4 + tl.arange(0, KEYS // 4))[None, :], (ROWS, KEYS // 4))
     none = tl.zeros_like(quad)
     low, high, dropped = _unpack_word(dropout_state[0]), _unpack_word(dropout_state[1]), _unpack_word(dropout_state[2])
-    b, h, i = (
-        location.b + _unpack_word(dropout_state[3]).to(tl.int32) + none,
-        location.h + _unpack_word(dropout_state[4]).to(tl.int32) + none,
-        location.i + _unpack_word(dropout_state[5]).to(tl.int32) + none,
-    )
+    b = location.b + _unpack_word(dropout_state[3]).to(tl.int32) + none
+    h = location.h + _unpack_word(dropout_state[4]).to(tl.int32) + none
+    i = location.i + _unpack_word(dropout_state[5]).to(tl.int32) + none
     quad += _unpack_word(dropout_state[6]).to(tl.int32)
     w0, w1, w2, w3 = tl.philox((high << 32) | low, b, h, i, quad)
     uniform_words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # entry [..., a, c] is word 2 a + c

@@ -23,6 +23,10 @@ from . import tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 
+class KernelArguments(namedtuple("KernelArguments", "query key lse n m H group sign scale unit tables")):
+    """The arguments that the kernels of the second pass share."""
+
+
 class Block(namedtuple("Block", "query key location lse scale unit tables extra")):
     """A block of queries, and the key head that they attend to.
 
@@ -31,15 +35,15 @@ class Block(namedtuple("Block", "query key location lse scale unit tables extra"
 
 
 @triton.jit
-def load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, meta):
+def load_block(args, b, h, first, extra, meta):
     """Return the `Block` of queries that begins at query `first` of a head."""
-    high, low = tile_ops.load_lse(lse, b * H + h, first, n, unit, meta)
-    q = tile_ops.load_queries(query, b, h, first, n, sign, meta)
-    head = tile_ops.locate_head(key, b, h // group)
-    location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m)
+    high, low = tile_ops.load_lse(args.lse, b * args.H + h, first, args.n, args.unit, meta)
+    q = tile_ops.load_queries(args.query, b, h, first, args.n, args.sign, meta)
+    head = tile_ops.locate_head(args.key, b, h // args.group)
+    location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, args.n, meta), args.n, args.m)
     lse = (high[:, None], low[:, None])
-    scale, unit = tile_ops.scalar(scale, meta.accumulator), tile_ops.scalar(unit, meta.accumulator)
-    return Block(q, head, location, lse, scale, unit, tables, extra)
+    scale, unit = tile_ops.scalar(args.scale, meta.accumulator), tile_ops.scalar(args.unit, meta.accumulator)
+    return Block(q, head, location, lse, scale, unit, args.tables, extra)
 
 
 @triton.jit
@@ -125,17 +129,17 @@ def dense_weights(
     across = H // heads  # number of matrices of a batch
     first = row * meta.rows
     corner = output + (tl.cast(matrix, tl.int64) * n + first) * m
+    args = KernelArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
     for k in range(batches * heads):
         b, h = matrix // across * batches + k // heads, matrix % across * heads + k % heads
-        extra = (corner, n - first)
-        block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, meta)
+        block = load_block(args, b, h, first, (corner, n - first), meta)
         schedule_row = ScheduleRow(schedule, b, h, row, m, None, False)
         loop_over_tiles((), store_range, schedule_row, meta.keys, meta.even, block, formulas, OUTPUT_KIND, meta)
         tl.debug_barrier()  # the next iteration reads what other threads wrote in this iteration
 
 
 # -- the weight that each key receives ---------------------------------------------------------------------------------
-class KeyBlock(namedtuple("KeyBlock", "key first b h query lse n m H sign scale unit tables")):
+class KeyBlock(namedtuple("KeyBlock", "key first b h args")):
     """A block of keys that begins at key `first` of a head, and the arguments needed to load queries and their lse."""
 
 
@@ -145,16 +149,16 @@ def receive_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, me
 
     The state is the sum or maximum of the weights that each key receives, (keys,) float64.
     """
-    b, h, n = block.b, block.h, block.n
-    scale, unit = tile_ops.scalar(block.scale, meta.accumulator), tile_ops.scalar(block.unit, meta.accumulator)
+    b, h, args, n = block.b, block.h, block.args, block.args.n
+    scale, unit = tile_ops.scalar(args.scale, meta.accumulator), tile_ops.scalar(args.unit, meta.accumulator)
     for tile in range(first, last):
         i0 = tile * meta.rows
-        location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(i0, n, meta), n, block.m)
-        q = tile_ops.load_queries(block.query, b, h, i0, n, block.sign, meta)
+        location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(i0, n, meta), n, args.m)
+        q = tile_ops.load_queries(args.query, b, h, i0, n, args.sign, meta)
         products = tl.dot(q, block.key, input_precision=meta.precision)
         j = block.first + tl.arange(0, meta.keys)[None, :]
-        s = tile_ops.compute_scores(products, location, j, scale, block.tables, formulas, PARTIAL, meta)
-        high, low = tile_ops.load_lse(block.lse, b * block.H + h, i0, n, block.unit, meta)
+        s = tile_ops.compute_scores(products, location, j, scale, args.tables, formulas, PARTIAL, meta)
+        high, low = tile_ops.load_lse(args.lse, b * args.H + h, i0, n, args.unit, meta)
         p = tile_ops.weight(s, unit, (high[:, None], low[:, None]))
         if USE_MAX:
             p = tl.where(p == p, p, float("inf"))  # `tl.max` skips NaN, so ∞ stands for NaN; no weight is above 1
@@ -198,7 +202,8 @@ def received(
     j0 = row * meta.keys
     head = tile_ops.locate_head(key, b, h // group)
     k = tile_ops.load_transposed(head, j0, meta.keys, m, meta.d_k, meta.padded_d_k, not meta.even, meta)
-    block = KeyBlock(k, j0, b, h, query, lse, n, m, H, sign, scale, unit, tables)
+    args = KernelArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
+    block = KeyBlock(k, j0, b, h, args)
     row = ScheduleRow(schedule, b, h, row, n, None, j0 + meta.keys > m)
     state = tl.zeros((meta.keys,), tl.float64)
     state = loop_over_tiles(state, receive_range, row, meta.rows, False, block, formulas, USE_MAX, meta)

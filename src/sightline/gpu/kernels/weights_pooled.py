@@ -9,7 +9,7 @@ import triton.language as tl
 
 from . import tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
-from .weights_pass import combine, compute_scores, load_block, reduce
+from .weights_pass import KernelArguments, combine, compute_scores, load_block, reduce
 
 
 class CellSpan(NamedTuple):
@@ -127,11 +127,12 @@ def pooled(
     b, h = position // H, position % H
     queries = CellSpan(i_first, i_last, r_first, i_start, i_stop, rows)
     keys = CellSpan(j_first, j_last, c_first, j_start, j_stop, columns)
+    args = KernelArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
     cells = tl.zeros((DOWN, ACROSS), tl.float64)
     for row in range(i_first // meta.rows, tl.cdiv(i_last, meta.rows)):
         first = row * meta.rows
         extra = (cell_indices(first + tl.arange(0, meta.rows), queries), keys)
-        block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, meta)
+        block = load_block(args, b, h, first, extra, meta)
         schedule_row = ScheduleRow(schedule, b, h, row, m, window, False)
         cells = loop_over_tiles(cells, pool_range, schedule_row, meta.keys, meta.even, block, formulas, USE_MAX, meta)
     if USE_MAX:

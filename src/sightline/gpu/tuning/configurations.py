@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from ...problem.problem import Problem
+from ...statistics.base import itemsize
 from . import cache
 
 MAX_SIZE = 1024  # largest number in any field of a configuration that is read from a file
@@ -22,7 +23,6 @@ MAX_TILE_KEYS = 128  # most keys of a tile: `classify_nonfinite` counts the keys
 WIDE_HEAD = 128  # a head with larger d_k or d_v needs more warps
 ROWS_PER_WARP = 16  # rows of the matrix product of one warp
 MAX_REGISTERS = 255  # most registers of a thread
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # KiB of shared memory for a block of threads, by the prefix of the architecture's name
 SHARED_MEMORY_KIB = {"sm_80": 163, "sm_8": 99, "sm_90": 227, "sm_10": 227, "sm_12": 99, "gfx": 64}
 
@@ -139,7 +139,7 @@ def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configu
         return [Configuration(rows, keys, 1, 1, widens_operands) for rows in (16, 32) for keys in (16, 32)]
     is_decode = kernel == "decode"  # memory bandwidth limits this kernel
     # Wide heads and wide dtypes need the registers of more warps than the rows of a tile can keep busy.
-    crowded = max(problem.d_k, problem.d_v) > WIDE_HEAD or ITEMSIZE[problem.dtype] > 2
+    crowded = max(problem.d_k, problem.d_v) > WIDE_HEAD or itemsize(problem.dtype) > 2
     found = [
         Configuration(*((inner, outer) if kernel == "backward_keys" else (outer, inner)), warps, stages)
         for outer in ((16,) if is_decode else (32, 64, 128) if crowded else (64, 128))
@@ -164,7 +164,7 @@ def _fits(kernel: str, sizes: Configuration, problem: Problem, architecture: str
         "weights_pass": (d_k, 1, 0),
     }.get(kernel, (d_k, 1, d_v))
     read = d_k if kernel == "weights_pass" else d_k + d_v
-    shared = (outer * resident + sizes.stages * inner * read) * ITEMSIZE[problem.dtype]
+    shared = (outer * resident + sizes.stages * inner * read) * itemsize(problem.dtype)
     threads = sizes.warps * (64 if architecture.startswith("gfx") else 32)
     return shared <= shared_memory_of(architecture) and outer * (tiles * inner + sum_width) // threads <= MAX_REGISTERS
 
