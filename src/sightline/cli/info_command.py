@@ -116,7 +116,8 @@ def info() -> None:
 def _print_support(console: Console, found: dict[str, dict[str, tuple[str, ...]]]) -> None:
     console.print()
     samples = next(iter(found.values()))
-    rows = [(sample, *(_support_mark(found[kernel][sample]) for kernel in found)) for sample in samples]
+    marks = {True: Text("no", style="dim"), False: Text("yes", style="green")}  # by whether there are reasons
+    rows = [(sample, *(marks[bool(found[kernel][sample])] for kernel in found)) for sample in samples]
     console.print(table("", *found, rows=rows))
     for kernel, answers in found.items():
         for reason in dict.fromkeys(reason for reasons in answers.values() for reason in reasons):
@@ -221,7 +222,3 @@ def _version_or_reason(name: str, use: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return f"not installed ({use})" if use else "not installed"
-
-
-def _support_mark(reasons: tuple[str, ...]) -> Text:
-    return Text("no", style="dim") if reasons else Text("yes", style="green")

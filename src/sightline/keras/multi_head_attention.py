@@ -90,7 +90,7 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]
         use_causal_mask: bool = False,
     ) -> Any:
         """Return the mask in parts if the inputs have three axes, else Keras's dense mask or None."""
-        if not self._has_one_sequence_axis(len(query.shape)):
+        if len(query.shape) != 3 or tuple(self._attention_axes) != (1,):
             return super()._compute_attention_mask(
                 query, value, query_mask, value_mask, key_mask, attention_mask, use_causal_mask
             )
@@ -127,10 +127,6 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]
             output, weights = attend(*heads, mask=attention_mask, **options)
             return ops.swapaxes(output, 1, 2), weights
         return self._attend_along_axes(query, key, value, attention_mask, options)
-
-    def _has_one_sequence_axis(self, rank: int) -> bool:
-        """True if inputs of this rank are (batch, n, width), with attention along n."""
-        return rank == 3 and tuple(self._attention_axes) == (1,)
 
     def _attend_along_axes(
         self, query: Any, key: Any, value: Any, mask: Any, options: dict[str, Any]

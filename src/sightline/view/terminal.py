@@ -60,7 +60,11 @@ def draw_blocks(values: Array, colour: bool) -> list[str]:
     at most 32 columns; otherwise it is one character wide and half a character high.
     """
     if not colour:
-        return ["".join(_shade(value) for value in row) for row in values]
+        count = len(SHADES)
+        shades = [
+            [HIDDEN_CELL if np.isnan(x) else SHADES[min(int(x * count), count - 1)] * 2 for x in row] for row in values
+        ]
+        return ["".join(row) for row in shades]
     if max(values.shape) <= 32:
         return ["".join(f"\x1b[48;2;{_colour_code(value)}m  " for value in row) + RESET for row in values]
     if values.shape[0] % 2:
@@ -88,10 +92,6 @@ def frame_lines(lines: list[str], width: int, rows: tuple[int, int], columns: tu
     foot = start + (end.rjust(width - len(start)) if len(start) + len(end) < width else f" … {end}")
     pad = " " * (margin + 1)
     return [f"{pad}┌{'─' * width}┐", *body, f"{pad}└{'─' * width}┘", f"{pad} {foot}"]
-
-
-def _shade(value: float) -> str:
-    return HIDDEN_CELL if np.isnan(value) else SHADES[min(int(value * len(SHADES)), len(SHADES) - 1)] * 2
 
 
 def _colour_code(value: float) -> str:

@@ -59,52 +59,32 @@ SERIES_MEASURES = [name for name, measure in MEASURES.items() if measure.title]
 
 @dataclass(frozen=True)
 class Target:
-    """A limit for one measured quantity of a benchmark.
+    """A limit for one measured quantity of a benchmark."""
 
-    Parameters
-    ----------
-    measure : name of the quantity in `MEASURES`
-    limit : the lower or upper limit of the quantity
-    implementation : name of the other contender in a ratio, or of the contender whose seconds are limited; `BEST` is
-        the fastest peer
-    """
-
-    measure: str
+    measure: str  # name of the quantity in `MEASURES`
     limit: float
+    # name of the other contender in a ratio, or of the contender whose seconds are limited; `BEST` is the fastest peer
     implementation: str = "sightline"
 
     @property
     def at_least(self) -> bool:
         return MEASURES[self.measure].at_least
 
-    def is_met(self, value: float) -> bool:
-        """True if the measured quantity `value` is within the limit."""
-        return bool(value >= self.limit if self.at_least else value <= self.limit)
-
 
 @dataclass
 class PreparedCall:
     """A contender that is ready to be called on its arrays.
 
-    Parameters
-    ----------
-    call : the timed function; its argument is the result of `setup`
-    results : the function that converts the result of `call` to what the case checks; it is not timed
-    setup : the function that runs before every call; it is not timed. If only the backward pass is timed, `setup` runs
-        the forward pass.
-    threads : number of threads that torch uses during the call
-    close : the function that releases the contender's memory
-    set_d_output : the function that replaces d_output; None for forward passes, and if the contender cannot replace it
-    includes_host : True if on a GPU the host's clock times consecutive calls, instead of CUDA's events
+    If only the backward pass is timed, `setup` runs the forward pass.
     """
 
-    call: Callable[[Any], Any]
-    results: Callable[[Any], Results] = lambda result: result
-    setup: Callable[[], Any] = lambda: None
-    threads: int = 1
-    close: Callable[[], None] = lambda: None
-    set_d_output: Callable[[Any], Any] | None = None
-    includes_host: bool = False
+    call: Callable[[Any], Any]  # the timed function; its argument is the result of `setup`
+    results: Callable[[Any], Results] = lambda result: result  # converts the result of `call` to what the case checks
+    setup: Callable[[], Any] = lambda: None  # runs before every call, and is not timed
+    threads: int = 1  # number of threads that torch uses during the call
+    close: Callable[[], None] = lambda: None  # releases the contender's memory
+    set_d_output: Callable[[Any], Any] | None = None  # replaces d_output; None if the contender cannot replace it
+    includes_host: bool = False  # True if on a GPU the host's clock times consecutive calls, instead of CUDA's events
 
 
 def missing_packages(packages: tuple[str, ...]) -> list[str]:
@@ -200,27 +180,20 @@ class HostCase(Case):
 class Group(Benchmark):
     """A benchmark of several cases, whose table has a row for each case.
 
-    Parameters
-    ----------
-    cases : the rows of the table
-    group : name of the groups that are summarised together; "" for a series
-    axis : what differs from case to case of a series: "n", or "allowed", the share of pairs that the mask allows. The
-        cases of a series are workloads by ascending n or share. "" for other groups
-    packages : names of the modules that must be installed
-    pip : arguments of `pip install` that install the modules in `packages`
-    peer : name of the contender whose time over another contender's time is the other contender's ratio
-    subtracted : name of a contender whose time is subtracted from Sightline's in a column of its own; "" for none
+    The groups of one `group` are summarised together. A group with an `axis` is a series: its cases are workloads by
+    ascending n, or by ascending share of the pairs that the mask allows. The ratio of a contender is the time of `peer`
+    over the contender's time.
     """
 
     name: str
     description: str
     cases: tuple[Any, ...]
-    group: str = ""
-    axis: str = ""
-    packages: tuple[str, ...] = ("torch",)
-    pip: str = "torch"
-    peer: str = "torch"
-    subtracted: str = ""
+    group: str = ""  # "" for a series
+    axis: str = ""  # what differs from case to case of a series: "n" or "allowed"; "" for other groups
+    packages: tuple[str, ...] = ("torch",)  # names of the modules that must be installed
+    pip: str = "torch"  # arguments of `pip install` that install the modules in `packages`
+    peer: str = "torch"  # name of a contender
+    subtracted: str = ""  # name of the contender whose time a column subtracts from Sightline's; "" for no column
     targets: tuple[Target, ...] = ()
 
     @property

@@ -111,13 +111,13 @@ def sample(workload: Workload, inputs: Inputs, queries: Array | None = None, hea
         j = np.flatnonzero(np.broadcast_to(allowed, shape).any((0, 1, 2)))
     group = workload.H // workload.G
     key, value = (array[:, head_indices // group][:, :, j].astype(kind) for array in (inputs.key, inputs.value))
-    score = workload.score_formula if inputs.bias is None else bias(inputs.bias.astype(kind))
+    score = workload.score.formula(workload.H) if workload.score else None
     return SampledProblem(
         inputs.query[:, head_indices][:, :, i].astype(kind),
         key,
         value,
         mask=mask,
-        score=score,
+        score=score if inputs.bias is None else bias(inputs.bias.astype(kind)),
         sinks=None,
         scale=float(1 / np.sqrt(workload.d_k)),
         dropout=workload.dropout,

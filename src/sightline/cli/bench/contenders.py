@@ -110,23 +110,15 @@ def prepare_with_autograd(
 
 @dataclass(eq=False)
 class Sightline(Contender):
-    """`sightline.attention`, called as a user calls it: on tensors if torch is installed, else on NumPy arrays.
-
-    Parameters
-    ----------
-    options : more arguments of `attention`
-    changes : attributes of a workload that the variant computes with other values, and these values
-    threads : number of threads; None for as many as the other contenders use
-    on_numpy : True for NumPy arrays even if torch is installed
-    """
+    """`sightline.attention`, called as a user calls it: on tensors if torch is installed, else on NumPy arrays."""
 
     name: str = "sightline"
     label: str = "Sightline"
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # more arguments of `attention`
     device: str = "cpu"
-    changes: dict[str, Any] = field(default_factory=dict)
-    threads: int | None = None
-    on_numpy: bool = False
+    changes: dict[str, Any] = field(default_factory=dict)  # attributes of the workload that the variant replaces
+    threads: int | None = None  # None for as many as the other contenders use
+    on_numpy: bool = False  # True for NumPy arrays even if torch is installed
     is_peer = False
 
     def refuses(self, workload: Workload) -> str | None:
@@ -143,7 +135,8 @@ class Sightline(Contender):
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         workload, threads = self.reference(workload), self.threads or threads
         on_numpy = self.on_numpy or find_spec("torch") is None
-        to_table = Table if on_numpy or self.device == "cpu" else self._device_table
+        on_cpu = on_numpy or self.device == "cpu"
+        to_table: ToTable = Table if on_cpu else lambda array: Table(to_tensor_on(self.device)(array))
         given: dict[str, Any] = {
             "mask": workload.mask and workload.mask.formula(workload.n, to_table),
             "score": workload.score and workload.score.formula(workload.H, to_table),
@@ -168,9 +161,6 @@ class Sightline(Contender):
             return attention(query, key, value, **options)
 
         return prepare_with_autograd(workload, inputs, forward, threads, self.device)
-
-    def _device_table(self, array: Any) -> Table:
-        return Table(to_tensor_on(self.device)(array))
 
 
 VARIANTS: dict[str, Contender] = {

@@ -154,7 +154,7 @@ def _check_tile_count(schedule_arrays: Any, tiles: dict[str, int]) -> None:
     scheduled = int((tiles_before[rows[:, 2]] - tiles_before[rows[:, 0]]).sum())
     expected = tiles["full"] + tiles["partial"]
     if expected % scheduled:
-        raise ValueError(f"a schedule of {scheduled} tiles for a mask of {expected}")
+        raise ValueError(f"a schedule of {scheduled} tiles for a mask with {expected} tiles")
 
 
 if __name__ == "__main__":

@@ -74,10 +74,8 @@ def run(benchmark: Benchmark, settings: Settings) -> Finding:
                 if selected.peak:
                     settings.device.peaks.measure(selected.peak, PEAK_TRIES)
             except Exception as error:  # the failure is recorded, and the run continues with the other problems
-                known = isinstance(error, WrongAnswerError)
-                outcome.failed = (f"{case.name}: " if selected.axis else "") + (
-                    str(error) if known else _format_error(error)
-                )
+                reason = str(error) if isinstance(error, WrongAnswerError) else _format_error(error)
+                outcome.failed = f"{case.name}: {reason}" if selected.axis else reason
                 outcome.wrong, outcome.refused = getattr(error, "wrong", False), getattr(error, "refused", False)
             if selected.axis and not finding.failed:
                 row.n, row.outputs = case.n, case.output_bytes

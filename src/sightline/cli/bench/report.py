@@ -65,7 +65,10 @@ class Verdict:
 
     @property
     def reached(self) -> bool | None:
-        return None if self.value is None else self.target.is_met(self.value)
+        """True if the quantity is within the limit; None if it was not measured."""
+        if self.value is None:
+            return None
+        return bool(self.value >= self.target.limit if self.target.at_least else self.value <= self.target.limit)
 
 
 @dataclass(kw_only=True)

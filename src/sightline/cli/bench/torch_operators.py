@@ -50,7 +50,8 @@ class Vllm(Peer):
         operators = _operators()
         B, H, G, n, m, d = workload.B, workload.H, workload.G, workload.n, workload.m, workload.d_k
         arrays = (inputs.query, inputs.key, inputs.value)
-        query, key, value = (_to_rows(to_tensor(array, workload.dtype)) for array in arrays)
+        tensors = (to_tensor(array, workload.dtype) for array in arrays)
+        query, key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in tensors)  # (B n, H, d)
         blocks = -(-m // BLOCK_SIZE)
         caches = [torch.zeros(B * blocks, G, BLOCK_SIZE, d, dtype=key.dtype) for _ in range(2)]
         slots = torch.arange(B)[:, None] * blocks * BLOCK_SIZE + torch.arange(m)
@@ -72,11 +73,6 @@ class Vllm(Peer):
             return name_results(workload, output.reshape(B, n, H, d).transpose(1, 2))
 
         return PreparedCall(forward, results, threads=threads)
-
-
-def _to_rows(tensor: Any) -> Any:
-    """Return (B, H, n, d) as (B n, H, d)."""
-    return tensor.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 @cache
@@ -112,8 +108,9 @@ class Zentorch(Peer):
         import_module("zentorch")  # registers the operator
         attend = torch.ops.zentorch.zentorch_sdpa
         options: dict[str, Any] = {"is_causal": True} if workload.is_causal else {}
-        if workload.added_mask is not None:
-            options["attn_mask"] = torch.from_numpy(workload.added_mask)
+        added = workload.added_mask
+        if added is not None:
+            options["attn_mask"] = torch.from_numpy(added)
 
         def forward(query: Any, key: Any, value: Any, bias: Any) -> Any:
             given = options if bias is None else {"attn_mask": bias}

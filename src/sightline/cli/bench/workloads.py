@@ -23,7 +23,7 @@ from ...caching import cached_property
 from ...formula.expression import SYMBOLS, Expression
 from ...formula.tables import Table
 from ...formula.tile_ranges import count_pairs
-from ...problem.problem import Problem, make_problem
+from ...problem.problem import make_problem
 from ...statistics import Pooled, Statistic
 from ...statistics.base import itemsize
 from .cases import SEED, Case, Contender, Group, PreparedCall, Target
@@ -159,7 +159,8 @@ class Workload(Case):
     @property
     def added_mask(self) -> Array | None:
         """`mask_array` as float32 numbers to add to the scores: 0 for allowed pairs, −∞ for hidden pairs."""
-        return None if self.mask_array is None else np.where(self.mask_array, np.float32(0), np.float32(-np.inf))
+        allowed = self.mask_array
+        return None if allowed is None else np.where(allowed, np.float32(0), np.float32(-np.inf))
 
     @property
     def features(self) -> list[str]:
@@ -178,11 +179,6 @@ class Workload(Case):
             "m ≠ n": self.m != self.n,
         }
         return [name for name, is_present in present.items() if is_present]
-
-    @property
-    def score_formula(self) -> Expression | None:
-        """The changed score as a formula, without the bias; None if the workload has no score."""
-        return None if self.score is None else self.score.formula(self.H)
 
     @cached_property
     def allowed(self) -> int:
@@ -211,16 +207,12 @@ class Workload(Case):
     @property
     def output_bytes(self) -> int:
         """The bytes of the output and of the statistics together."""
-        arrays = [array for statistic in self.see for array in statistic.outputs(self._meta_problem)]
-        statistics = sum(math.prod(shape) * itemsize(dtype) for shape, dtype in arrays)
-        return self.B * self.H * self.n * self.d_v * itemsize(self.dtype) + statistics
-
-    @property
-    def _meta_problem(self) -> Problem:
-        """The workload as a `Problem` whose arrays are one broadcast number, so that they take no memory."""
         zero = np.zeros((), resolve_dtype(np, self.dtype))
         shapes = [(self.H, self.n, self.d_k), (self.G, self.m, self.d_k), (self.G, self.m, self.d_v)]
-        return make_problem(*(np.broadcast_to(zero, (self.B, *shape)) for shape in shapes))
+        problem = make_problem(*(np.broadcast_to(zero, (self.B, *shape)) for shape in shapes))  # takes no memory
+        arrays = [array for statistic in self.see for array in statistic.outputs(problem)]
+        statistics = sum(math.prod(shape) * itemsize(dtype) for shape, dtype in arrays)
+        return self.B * self.H * self.n * self.d_v * itemsize(self.dtype) + statistics
 
     def make_inputs(self) -> Inputs:
         return Inputs.of(self)

@@ -46,11 +46,6 @@ def encode_ranges(ranges: TileRanges) -> tuple[Any, Any]:
     return rows.astype(np.int32), pairs.astype(np.int32)
 
 
-def swap_queries_and_keys(mask: Expression) -> Expression:
-    """Return the transposed mask: i and j are swapped, and so are n and m."""
-    return mask.rewrite({name: SYMBOLS[other] for name, other in zip("ijnm", "jimn", strict=True)})
-
-
 def make_schedule(problem: Problem, query_block: int, key_block: int, of_keys: bool = False) -> Schedule | None:
     """Return the schedule of a problem: the ranges of key tiles that each block of queries visits.
 
@@ -68,8 +63,9 @@ def make_schedule(problem: Problem, query_block: int, key_block: int, of_keys: b
 
 def _build_schedule(mask: Expression, problem: Problem, query_block: int, key_block: int, of_keys: bool) -> Schedule:
     B, H, n, m = problem.extent
-    if of_keys:
-        ranges = find_tile_ranges(swap_queries_and_keys(mask), (B, H, m, n), key_block, query_block)
+    if of_keys:  # the tile ranges of the transposed mask
+        swapped = {name: SYMBOLS[other] for name, other in zip("ijnm", "jimn", strict=True)}
+        ranges = find_tile_ranges(mask.rewrite(swapped), (B, H, m, n), key_block, query_block)
     else:
         ranges = find_tile_ranges(mask, problem.extent, query_block, key_block)
     rows, pairs = encode_ranges(ranges)
