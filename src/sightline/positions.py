@@ -140,7 +140,9 @@ def _read_positions(x: Any, positions: Any) -> Any:
     if not hasattr(positions, "dtype"):
         positions = np.asarray(positions)
     if not dtype_name(positions).startswith(("int", "uint", "float", "bfloat")):
-        raise DtypeError(f"positions of dtype {dtype_name(positions)}", "ints or floats", "cast positions")
+        raise DtypeError(
+            f"positions of dtype {dtype_name(positions)}", "ints or floats", "cast: positions.astype(float)"
+        )
     given, rows = tuple(positions.shape), tuple(x.shape[:-1])
     if len(given) > len(rows) or any(p not in (1, r) for p, r in zip(given[::-1], rows[::-1], strict=False)):
         raise ShapeError(

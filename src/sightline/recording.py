@@ -78,7 +78,9 @@ class Call:
         if len(matches) != 1:
             asked = [repr(statistic) for statistic in self.statistics]
             raise ParameterError(
-                f"{name!r} of statistics {', '.join(asked)}", "one statistic's name", f"seen[{asked[0]!r}], for example"
+                f"{name!r} of a call with the statistics {', '.join(asked)}",
+                "one statistic's name",
+                f"seen[{asked[0]!r}], for example",
             )
         return self.results[matches[0]]
 
@@ -87,7 +89,9 @@ class Call:
         missing = [head for head in heads if head not in self.heads]
         if missing:
             raise ParameterError(
-                f"heads {missing} of {self.layer}", f"heads {list(self.heads)}", f"heads={[*self.heads][:1]}"
+                f"heads {missing} of {self.layer}, which were not recorded",
+                f"heads {list(self.heads)}",
+                f"heads={[*self.heads][:1]}",
             )
         places = [self.heads.index(head) for head in heads]
         pairs = zip(self.statistics, self.results, strict=True)
@@ -160,7 +164,7 @@ class Seen:
                 raise ParameterError(
                     f"tokens of {len(labels)} texts of up to {given} tokens, for calls of {texts} texts of {positions} "
                     "positions",
-                    "one token for each position, those of padding at the end left out or empty",
+                    "one token for each position; those of padding at the end may be missing or empty",
                     "tokens=[tokenizer.convert_ids_to_tokens(row) for row in input_ids.tolist()]",
                 )
 
@@ -291,7 +295,7 @@ def select_names(names: Sequence[str], asked: str | int | Sequence[str | int]) -
         if not fitting:
             shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
             raise ParameterError(
-                f"layer {one!r} of {len(names)}",
+                f"layer {one!r} of {len(names)} layers",
                 f"a path or pattern among {shown}, or a number below {len(names)}",
                 'layers=[0], or layers=["*.self_attn"]',
             )

@@ -237,7 +237,7 @@ def _as_layers(weights: Any) -> list[Array]:
         )
     for array in arrays:
         if array.dtype.kind in "cOSU":
-            raise DtypeError(f"weights of dtype {array.dtype}", "real numbers", "cast them")
+            raise DtypeError(f"weights of dtype {array.dtype}", "real numbers", "weights.astype('float32')")
         if (array < 0).any():
             raise ParameterError(
                 f"weights with an entry {array.min()}", "normalised weights, at least 0", "apply softmax to scores"
