@@ -16,7 +16,7 @@ from sightline.arrays.operations import namespace
 from sightline.errors import FormulaError
 from sightline.formula.derivative import DERIVATIVE_RULES, derivative
 from sightline.formula.evaluate_array import ARRAY_RULES, evaluate, evaluate_dense
-from sightline.formula.expression import apply, parse_text
+from sightline.formula.expression import apply, parse_text, table_lookup
 from sightline.formula.interval_arithmetic import BOUND_RULES
 from sightline.formula.operators import OPERATORS
 from sightline.formula.parameters import structure_of
@@ -302,8 +302,8 @@ def test_text_gives_the_formula_back(formula):
 @settings(max_examples=100)
 @given(st.one_of(conditions(EXTENT), scores(EXTENT)))
 def test_other_tables_with_the_same_values_change_nothing(formula):
-    copies = [Table(np.array(entry.array), entry.axes) for entry in formula.tables]
-    same(values(formula.with_tables(copies)), values(formula))
+    copied = formula.rewrite(lookup=table_lookup(lambda entry: Table(np.array(entry.array), entry.axes)))
+    same(values(copied), values(formula))
 
 
 # -- derivatives -----------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def doubled(x, times):
 def every_pass(formula):
     str(formula)
     parse_text(formula.text, formula.tables)
-    formula.with_tables(formula.tables)
+    formula.rewrite()
     derivative(formula)
     values(formula)
     return formula.free_symbols, formula.tables

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 import torch
 
-from sightline.formula.expression import Expression
+from sightline.formula.expression import Expression, table_lookup
 from sightline.gpu.refusals import MIN_TRITON_VERSION_BY_DTYPE, triton_version
 from triton_interpreter import INTERPRETED
 
@@ -52,7 +52,7 @@ def moved(value, device):
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, Expression):
-        return value.with_tables([table.with_array(moved(table.array, device)) for table in value.tables])
+        return value.rewrite(lookup=table_lookup(lambda table: table.with_array(moved(table.array, device))))
     if isinstance(value, tuple):
         parts = [moved(each, device) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..formula.expression import Expression, Lookup, is_compiling, parse_text, walk
+from ..formula.expression import Expression, Lookup, is_compiling, node_record, parse_text, walk
 from ..formula.tables import Table
 from ..problem.kernel import Result
 from ..problem.problem import Problem
@@ -108,7 +108,7 @@ def to_text(formula: Expression | None) -> tuple[str, list[Table]]:
     slot = {id(table): k for k, table in enumerate(tables)}
     lines = []
     for node in nodes:
-        texts = [str(word) if isinstance(word, int) else f'"{word}"' for word in node.node_record(number, slot)]
+        texts = [str(word) if isinstance(word, int) else f'"{word}"' for word in node_record(node, number, slot)]
         lines.append("[" + ",".join(texts) + "]")
     return "[" + ",".join(lines) + "]", tables
 

@@ -1,7 +1,7 @@
-"""The leading axes of dense arrays (..., H, n, m) with more than four axes, which stand for the batch axes of a call.
+"""Dense arrays (..., H, n, m) as tables. Their leading axes, those before the last three, stand for the batch axes.
 
-A formula is written before the batch axes are known. The table of such an array has one axis for all leading axes of
-the array, and `Table.batch_axes` has the lengths of the leading axes. When the batch axes are known,
+A formula is written before the batch axes are known. If an array has more than four axes, its table has one axis for
+all leading axes, and `Table.batch_axes` has the lengths of the leading axes. When the batch axes are known,
 `align_batch_axes` broadcasts the leading axes to the batch axes: it replaces the index of the table's first axis.
 """
 
@@ -12,6 +12,9 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from ..arrays.kinds import check_class, is_array
 from ..arrays.operations import broadcast_to, drop_repeats, namespace
 from ..errors import ShapeError
 from .expression import SYMBOLS, Expression, Indices, Lookup, as_expression, intern
@@ -67,7 +70,27 @@ class BatchAxes:
         return as_expression(0 if index is None else index)
 
 
-def merge_leading_axes(array: Any) -> Table:
+def dense_table(array: Any) -> Table:
+    """Return the table of a dense array. Its axes stand for the last of b, h, i and j."""
+    if not is_array(array):
+        array = np.asarray(array)
+    check_class("a table", array)  # before the first read of an attribute
+    return _merge_leading_axes(array) if array.ndim > 4 else Table(array, axes=tuple("bhij"[4 - array.ndim :]))
+
+
+def read_densely(table: Table) -> Expression:
+    """Return the lookup of a `dense_table` at the symbols of its axes; the index of an axis of length 1 is 0.
+
+    `BatchAxes` are read as if they were the batch axes of a call, until `align_batch_axes` broadcasts them.
+    """
+    axes = zip("bhij"[4 - table.ndim :], table.shape, strict=True)
+    indices = [as_expression(0) if length == 1 else SYMBOLS[name] for name, length in axes]
+    if table.batch_axes is not None:
+        indices[0] = table.batch_axes.index(table.batch_axes.shape)
+    return intern(Lookup(table, tuple(indices)))
+
+
+def _merge_leading_axes(array: Any) -> Table:
     """Return the table of an array with more than four axes; see `BatchAxes`.
 
     The entries are copied only if the strides of the leading axes do not allow one stride for all of them.

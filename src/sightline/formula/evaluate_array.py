@@ -73,7 +73,7 @@ def evaluate_at(formula: Expression, *, b: Any, h: Any, i: Any, j: Any, n: int, 
 def _integer_division(name: str) -> Callable[[Any, Any, Any], Any]:
     """Return the array rule of `name`, which is "floor_divide" or "remainder".
 
-    For whole numbers, division by 0 gives 0, as in NumPy. No backend traps on it.
+    A whole number divided by 0 gives 0, as in NumPy, and no library raises an error.
     """
 
     def rule(xp: Any, x: Any, y: Any) -> Any:

@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
 from ..caching import cached_property
 from ..errors import FormulaError
@@ -40,7 +40,7 @@ class Expression(ExpressionMethods):
 
     kind: Kind
     arguments: tuple[Expression, ...]
-    template: ClassVar[Expression | None] = None  # the formula that `parameters.fill` copied
+    template: ClassVar[Expression | None] = None  # the formula that `parameters.from_template` copied
 
     # -- reading ----------------------------------------------------------------------------------------------------
     def __repr__(self) -> str:
@@ -54,9 +54,9 @@ class Expression(ExpressionMethods):
 
     @cached_property
     def structures(self) -> dict[tuple[int, int], Structure]:
-        """The results of `parameters.structure_of` for this formula alone.
+        """The results of those calls of `parameters.structure_of` whose other arguments were None.
 
-        The keys are the number of its arguments, and the place of this formula among them.
+        A key has the number of arguments of the call, and the place of this formula among them.
         """
         return {}
 
@@ -76,12 +76,7 @@ class Expression(ExpressionMethods):
         nodes = walk(self)
         number = {id(node): k for k, node in enumerate(nodes)}
         slot = {id(t): k for k, t in enumerate(self.tables)}
-        return json.dumps([node.node_record(number, slot) for node in nodes], separators=(",", ":"))
-
-    def with_tables(self, tables: Sequence[Table]) -> Expression:
-        """Return the formula with `tables` in place of its own tables, in the order of `self.tables`."""
-        new = {id(old): table for old, table in zip(self.tables, tables, strict=True)}
-        return self.rewrite(lookup=table_lookup(lambda old: new[id(old)]))
+        return json.dumps([node_record(node, number, slot) for node in nodes], separators=(",", ":"))
 
     def with_scores(self, scores: Expression) -> Expression:
         """Return the formula with `scores` in place of s."""
@@ -116,9 +111,6 @@ class Expression(ExpressionMethods):
         return fold(visit, self)
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
-    def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
-        raise NotImplementedError(f"{type(self).__name__} has no text form")
-
     def own_values(self) -> tuple[Any, ...]:
         """Return what distinguishes this node from other nodes of its class with the same arguments."""
         return ()
@@ -132,9 +124,6 @@ class Symbol(Expression):
     kind: Kind
     arguments: tuple[Expression, ...] = ()
 
-    def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
-        return [self.name]
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _symbol, (self.name,)  # a copy is the symbol itself, because `derivative` compares nodes by identity
 
@@ -146,9 +135,6 @@ class Constant(Expression):
     value: bool | int | float
     kind: Kind
     arguments: tuple[Expression, ...] = ()
-
-    def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
-        return ["constant", self.kind, repr(self.value)]
 
     def own_values(self) -> tuple[Any, ...]:
         return self.kind, repr(self.value)  # the kind tells 1 from True, and `repr` tells −0.0 from 0.0
@@ -178,9 +164,6 @@ class Parameter(Expression):
     def own_values(self) -> tuple[Any, ...]:
         return self.slot, self.kind
 
-    def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
-        return ["parameter", self.slot, self.kind]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Apply(Expression):
@@ -192,9 +175,6 @@ class Apply(Expression):
 
     def own_values(self) -> tuple[Any, ...]:
         return (self.operator,)
-
-    def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
-        return [self.operator, *(number[id(a)] for a in self.arguments)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -211,19 +191,15 @@ class Lookup(Expression):
     def kind(self) -> Kind:  # type: ignore[override]
         return self.table.kind
 
-    def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
-        return ["lookup", slot[id(self.table)], *(number[id(a)] for a in self.arguments)]
-
 
 _INTERNED: dict[tuple[Any, ...], weakref.ref[Expression]] = {}
 
 
 def intern(node: Expression) -> Expression:
-    """Return the single node with the class, values, table and arguments of this node.
+    """Return the stored node that equals this node in class, values, table and arguments; store this one if none does.
 
-    So equal formulas are one object, and a cache can use a formula as its key. The dict `_INTERNED` holds weak
-    references. It needs no lock, because `dict.setdefault` is atomic. While torch.compile traces, this node itself is
-    returned.
+    So equal formulas are one object, and a formula can be the key of a cache. The dict `_INTERNED` has weak references
+    to the nodes. It needs no lock, because `dict.setdefault` is atomic. While torch.compile traces, nothing is stored.
     """
     if is_compiling():
         return node
@@ -356,7 +332,7 @@ def walk(*roots: Expression) -> list[Expression]:
         remaining = [argument for argument in node.arguments if id(argument) not in done]
         if [argument for argument in remaining if argument.arguments]:
             stack += reversed(remaining)
-        else:  # leaves need no place on the stack
+        else:  # nodes without arguments are not put on the stack
             for argument in remaining:
                 done[id(argument)] = argument
             done[id(stack.pop())] = node
@@ -384,6 +360,18 @@ def table_lookup(change: Callable[[Table], Table]) -> Callable[[Table, Indices],
         return intern(Lookup(changed[id(table)], indices))
 
     return lookup
+
+
+def node_record(node: Expression, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
+    """Return one node of `Expression.text`, by the number of each earlier node and the slot of each table."""
+    arguments = [number[id(argument)] for argument in node.arguments]
+    if isinstance(node, Lookup):
+        return ["lookup", slot[id(node.table)], *arguments]
+    if isinstance(node, Constant):
+        return ["constant", node.kind, repr(node.value)]
+    if isinstance(node, Parameter):
+        return ["parameter", node.slot, node.kind]
+    return [node.operator, *arguments] if isinstance(node, Apply) else [cast(Symbol, node).name]
 
 
 def parse_text(text: str, tables: Sequence[Table]) -> Expression:

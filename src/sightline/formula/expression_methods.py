@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Passes:
-    """Functions of modules that import `expression`, for the methods of `Expression`.
+    """The functions that methods of `Expression` call. The modules of these functions import `expression` themselves.
 
     `formula/__init__.py` sets every attribute except `picture`, which `sightline/__init__.py` sets.
     """

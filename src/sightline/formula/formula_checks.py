@@ -1,7 +1,7 @@
 """Checks of formulas that need the lengths (B, H, n, m).
 
-They find reads outside a table, whole numbers of 2⁵³ or more, and tables whose axes do not fit the lengths. The code of
-kernels depends on `find_index_ranges`.
+The checks find reads outside a table, whole numbers of 2⁵³ or more, and tables whose axes do not fit the lengths. The
+code generators of kernels call `find_index_ranges`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def check_formulas(mask: Expression | None, score: Expression | None, extent: Ex
 
 
 def is_valid_for_all_entries(formula: Expression, extent: Extent) -> bool:
-    """True if no entries of its tables can make the formula invalid: `Table.bounds` has the limits of all entries.
+    """True if the formula is valid for all entries that its tables, whose entries are unknown, may have.
 
-    There are two conditions. Every read stays inside its table, also at hidden pairs. No whole number reaches 2⁵³. The
-    second condition takes unknown entries to be at most 2⁵² in absolute value, because most tables of positions and
-    lengths have 64-bit integers.
+    A formula is valid if every read stays inside its table, also at hidden pairs, and if no whole number reaches 2⁵³.
+    Unknown integers count as at most 2⁵² in absolute value: most tables of positions and lengths have 64-bit integers,
+    whose limits would fail the second condition.
     """
     bounds = compute_intervals(formula, make_box(extent))
     is_exact = _find_large_integer(formula, extent, bounds) is None
@@ -118,12 +118,7 @@ def _read_assumed_entries(node: Lookup, indices: list[Interval]) -> Interval:
 
 def check_spans(formula: Expression, extent: Extent) -> None:
     """Raise ShapeError if an axis of a table does not have the length of the symbol that it stands for."""
-    for table in formula.tables:
-        _check_span(table, extent)
-
-
-def _check_span(table: Any, extent: Extent) -> None:
-    for name, length in table.span_lengths:
+    for table, (name, length) in [(each, span) for each in formula.tables for span in each.span_lengths]:
         span = extent["bhij".index(name)]
         if length not in (1, span):
             raise ShapeError(

@@ -17,11 +17,12 @@ import numpy as np
 from ..arrays.operations import framework
 from ..errors import FormulaError, SightlineError
 from .expression import SYMBOLS, Expression, as_expression
+from .numpy_functions import accepts
 from .tables import Table
 from .tensor_reads import ReadableArray, table_reads
 from .torch_masks import block_formula, is_block_mask
 
-MAX_FUNCTION_DEPTH = 4  # NumPy's arrays are found in the function, the functions that it calls, ...: so many levels
+MAX_FUNCTION_DEPTH = 4  # levels that are searched for arrays: the function, the functions that it calls, and so on
 MAX_CONTAINER_LENGTH = 64  # arrays are not searched for in longer lists, tuples and dicts
 ROLES = {  # by the name of the argument: what FlexAttention calls its function, and the function's parameters there
     "mask": ("mask_mod", "b, h, q_idx, kv_idx"),
@@ -32,7 +33,7 @@ ROLES = {  # by the name of the argument: what FlexAttention calls its function,
 def to_formula(value: Any, argument: str, symbols: str) -> Expression:
     """Return `value`, which is an expression, a number or a function, as an expression.
 
-    `argument` is the name of the value in error messages. `symbols` names the arguments of the function.
+    `argument` is the name of the value in error messages. `symbols` has the names of the function's arguments.
 
     Raises
     ------
@@ -76,17 +77,16 @@ def _name(function: Any) -> str:
 
 
 def _check_parameters(function: Any, argument: str, names: list[str]) -> None:
-    """Raise FormulaError unless the function can be called with so many arguments; guess what was meant."""
+    """Raise FormulaError unless the function takes as many arguments as `names` has. The error suggests a cure."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions written in C have no signature
         return
-    if _accepts(signature, len(names)):
+    if accepts(signature, *names):
         return
     parameters = ", ".join(signature.parameters)
-    meant = {4: "mask", 5: "score"}
-    for count, other in meant.items():
-        if _accepts(signature, count) and other != argument and argument in ROLES:
+    for count, other in ((4, "mask"), (5, "score")):
+        if accepts(signature, *range(count)) and other != argument and argument in ROLES:
             raise FormulaError(
                 f"{argument}={_name(function)} takes {count} arguments ({parameters}), as a {ROLES[other][0]} does",
                 f"a function of {len(names)} arguments ({ROLES[argument][1]})",
@@ -100,15 +100,7 @@ def _check_parameters(function: Any, argument: str, names: list[str]) -> None:
     )
 
 
-def _accepts(signature: inspect.Signature, count: int) -> bool:
-    try:
-        signature.bind(*range(count))
-    except TypeError:
-        return False
-    return True
-
-
-# -- arrays of NumPy and JAX, which torch's mode does not see ---------------------------------------------------------
+# -- arrays of NumPy and JAX, which torch's mode does not change ------------------------------------------------------
 
 
 def _wrap_arrays(function: Any, depth: int = MAX_FUNCTION_DEPTH) -> Any:
@@ -157,7 +149,7 @@ def _wrap_arrays(function: Any, depth: int = MAX_FUNCTION_DEPTH) -> Any:
 
 
 def _is_same(items: Iterable[Any], others: Iterable[Any]) -> bool:
-    """True if the items are the same objects, so that what a function keeps in a container is not lost in a copy."""
+    """True if the items are the same objects. The caller then makes no copy, because a function may write to it."""
     return all(item is other for item, other in zip(items, others, strict=True))
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays.kinds import check_class, is_array
 from ..arrays.operations import to_numpy
 from ..errors import MaskError, ParameterError, ShapeError
-from .batch_axes import merge_leading_axes
-from .expression import SYMBOLS, Expression, Lookup, apply, as_expression, intern, is_compiling
-from .operators import Kind
-from .parameters import fill
+from .batch_axes import dense_table, read_densely
+from .expression import SYMBOLS, Expression, apply
+from .parameters import from_template
 from .tables import Table
 
 __all__ = [
@@ -32,7 +28,6 @@ __all__ = [
     "window",
 ]
 
-EXAMPLE_DTYPES = {"bool": np.bool_, "int": np.int64, "float": np.float64}
 MAX_GRADIENT_BYTES = 1 << 40  # a table's gradient has one number for every entry, also if entries repeat in memory
 
 b, h, i, j, s = (SYMBOLS[name] for name in "bhijs")
@@ -109,7 +104,7 @@ def padding(lengths: Any) -> Expression:
             "float": "cast the lengths to integers, as in padding([7, 20])",
         }.get(table.kind if table else "int", "padding([7, 20])")
         raise ShapeError(f"lengths {table or lengths}", "(B,) integers, one length per sequence", cure)
-    return _from_template(_padding_by, table)
+    return from_template(_padding_by, table)
 
 
 def _padding_by(lengths: Table) -> Expression:
@@ -153,28 +148,25 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
            [1, 0, 0, 0],
            [0, 1, 1, 1]])
     """
-    if (ids is None) == (lengths is None):
+    if (ids is None) == (lengths is None) or (key_lengths is not None and lengths is None):
+        arguments = {"ids": ids, "lengths": lengths, "key_lengths": key_lengths}
+        given = [name for name, argument in arguments.items() if argument is not None]
         raise ParameterError(
-            "documents with both or neither of ids and lengths", "one of the two", "documents([0, 0, 1])"
+            f"documents with {' and '.join(given) or 'no arguments'}",
+            "one of the two, ids or lengths; key_lengths only with lengths",
+            "documents([0, 0, 1]) or documents(lengths=[3, 5], key_lengths=[7, 2])",
         )
-    if key_lengths is not None and lengths is None:
-        raise ParameterError(
-            "documents with key_lengths and no lengths",
-            "both or lengths alone",
-            "documents(lengths=[3, 5], key_lengths=[7, 2])",
-        )
-    if key_lengths is not None:
-        query_ids, key_ids = _document_ids("lengths", lengths), _document_ids("key_lengths", key_lengths)
-        if len(lengths) != len(key_lengths):
-            raise ShapeError(
-                f"{len(lengths)} lengths and {len(key_lengths)} key_lengths",
-                "one length and one key length per document",
-                "a length of 0 for a document without queries or without keys",
-            )
-        return apply("equal", Table(query_ids, axes=("i",))[i], Table(key_ids, axes=("j",))[j])
     if lengths is not None:
-        numbers = Table(_document_ids("lengths", lengths), axes=("i",))
-        return apply("equal", numbers[i], numbers[j])
+        queries = keys = Table(_document_ids("lengths", lengths), axes=("i",))
+        if key_lengths is not None:
+            keys = Table(_document_ids("key_lengths", key_lengths), axes=("j",))
+            if len(lengths) != len(key_lengths):
+                raise ShapeError(
+                    f"{len(lengths)} lengths and {len(key_lengths)} key_lengths",
+                    "one length and one key length per document",
+                    "a length of 0 for a document without queries or without keys",
+                )
+        return apply("equal", queries[i], keys[j])
     table = Table(ids, axes=(None,) if _ndim(ids) == 1 else ("b", None))
     if table.ndim not in (1, 2) or table.kind != "int":
         raise ShapeError(f"document ids {table}", "(n,) or (B, n) integers", "documents(ids) or documents(lengths=...)")
@@ -226,14 +218,14 @@ def dense(array: Any) -> Expression:
     ShapeError
         When attention is computed: the length of an axis is neither 1 nor the length that it must have.
     """
-    table = _broadcast_table(array)
+    table = dense_table(array)
     if table.kind != "bool":
         raise MaskError(
             f"dense({table})",
             "a boolean array, True where the query attends",
             "dense(array != 0) for integers; score=sightline.bias(array) for numbers to be added to the scores",
         )
-    return _lookup(table)
+    return read_densely(table)
 
 
 def bias(array: Any) -> Expression:
@@ -253,7 +245,7 @@ def bias(array: Any) -> Expression:
         The array requires a gradient of more than 1 TiB, because it was expanded. When attention is computed: the
         length of an axis is neither 1 nor the length that it must have.
     """
-    table = _broadcast_table(array)
+    table = dense_table(array)
     if table.kind == "bool":
         raise ParameterError(f"bias({table})", "numbers to be added", "pass a condition as mask=")
     requires_grad = getattr(table.array, "requires_grad", False)
@@ -264,11 +256,11 @@ def bias(array: Any) -> Expression:
             f"a gradient of at most {MAX_GRADIENT_BYTES:,} bytes",
             "pass the array without expand, because axes of length 1 broadcast",
         )
-    return _bias_by(table) if table.batch_axes is not None else _from_template(_bias_by, table)
+    return _bias_by(table) if table.batch_axes is not None else from_template(_bias_by, table)
 
 
 def _bias_by(array: Table) -> Expression:
-    return s + _lookup(array)
+    return s + read_densely(array)
 
 
 def alibi_slopes(heads: int) -> Any:
@@ -323,7 +315,7 @@ def alibi(slopes: Any) -> Expression:
     table = Table(alibi_slopes(slopes) if _ndim(slopes) == 0 else slopes, axes=("h",))
     if table.ndim != 1:
         raise ShapeError(f"slopes {table}", "(H,) floats, or a number of heads", "alibi(8)")
-    return _from_template(_alibi_by, table)
+    return from_template(_alibi_by, table)
 
 
 def _alibi_by(slopes: Table) -> Expression:
@@ -377,21 +369,6 @@ def relative_bias(table: Any) -> Expression:
     return s + wrapped[distance if wrapped.ndim == 1 else (_first_index(wrapped, h), distance)]
 
 
-def _from_template(write: Callable[[Table], Expression], table: Table) -> Expression:
-    """Return the formula that `write` returns for a table, which depends on the axes of length 1 and on no number."""
-    if is_compiling():
-        return write(table)
-    return fill(_template(write, table.kind, table.axes, tuple([min(length, 2) for length in table.shape])), table)
-
-
-@cache
-def _template(
-    write: Callable[[Table], Expression], kind: Kind, axes: tuple[str | None, ...], shape: tuple[int, ...]
-) -> Expression:
-    """Return the formula for a table of this kind. The shape has 2 for each axis of more than one entry."""
-    return write(Table(np.zeros(shape, EXAMPLE_DTYPES[kind]), axes=axes))
-
-
 def _first_index(table: Table, symbol: Expression) -> Any:
     """Return the index along the first axis: the symbol, or 0 if one entry serves every value of the symbol."""
     return 0 if table.shape[0] == 1 else symbol
@@ -404,25 +381,3 @@ def _ndim(array: Any) -> int:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _broadcast_table(array: Any) -> Table:
-    """Return a table whose axes stand for the last of b, h, i, j. All axes before the last three stand for b."""
-    if not is_array(array):
-        array = np.asarray(array)
-    check_class("a table", array)  # before the first read of an attribute
-    if array.ndim > 4:
-        return merge_leading_axes(array)
-    return Table(array, axes=tuple("bhij"[4 - array.ndim :]))
-
-
-def _lookup(table: Table) -> Expression:
-    """Return the table read at the symbols of its axes; an axis of length 1 is read at 0.
-
-    Leading axes of an array are read as the batch axes themselves, until `align_batch_axes` broadcasts them.
-    """
-    axes = zip("bhij"[4 - table.ndim :], table.shape, strict=True)
-    indices = [as_expression(0) if length == 1 else SYMBOLS[name] for name, length in axes]
-    if table.batch_axes is not None:
-        indices[0] = table.batch_axes.index(table.batch_axes.shape)
-    return intern(Lookup(table, tuple(indices)))

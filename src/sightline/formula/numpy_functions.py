@@ -34,8 +34,8 @@ def translate_call(
 ) -> Expression:
     """Return the formula that `numpy.name(...)` or `torch.name(...)` means.
 
-    `function` is the function itself. It tells a method of a tensor from the function of the same name, and an operator
-    of another library, such as `torch.ops.library.name`, from torch's own.
+    `function` is the function itself, or None for NumPy. It distinguishes a method of a tensor from the function of the
+    same name, and an operator of another library, such as `torch.ops.library.name`, from an operator of torch.
     """
     if not is_compiling():
         qualified = getattr(function, "_qualified_op_name", None) or str(getattr(function, "_schema", "")).split("(")[0]
@@ -47,10 +47,10 @@ def translate_call(
 
 
 def tensor_attribute(value: Expression, name: str) -> Any:
-    """Return `value.name` as of a torch tensor without axes, such as the method `clamp`.
+    """Return the attribute that a torch tensor without axes has, such as the method `clamp`, for a formula.
 
-    Formulas have a dtype and a shape only while a mask or score function is called: elsewhere, an object that has them
-    is an array. AttributeError: formulas have no such attribute.
+    A formula has a dtype and a shape only while a mask or score function is called. At other times this library reads
+    an object with dtype and shape as an array. Raise AttributeError if formulas have no such attribute.
     """
     if name == "device" and is_compiling():
         return None
@@ -77,7 +77,7 @@ def _translate(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library
         try:
             return FUNCTIONS[name](*inputs, **kwargs)
         except TypeError as error:  # the signature is read only after an error, because it takes longer than the call
-            if _accepts(FUNCTIONS[name], inputs, kwargs):
+            if accepts(inspect.signature(FUNCTIONS[name]), *inputs, **kwargs):
                 raise
             raise _unsupported(f"{library}.{name}{_describe(inputs, kwargs)}") from error
     if name not in OPERATORS:
@@ -90,9 +90,10 @@ def _translate(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library
     return apply(name, *operands)
 
 
-def _accepts(function: Callable[..., Any], inputs: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def accepts(signature: inspect.Signature, *inputs: Any, **kwargs: Any) -> bool:
+    """True if a function with this signature can be called with these arguments."""
     try:
-        inspect.signature(function).bind(*inputs, **kwargs)
+        signature.bind(*inputs, **kwargs)
     except TypeError:
         return False
     return True

@@ -3,25 +3,30 @@
 `window(256)` and `window(300)` differ in one number: (i ≥ j) ∧ (i − j < p₀) is the structure of both. A kernel is
 compiled for the structure, and the numbers and tables are arguments of each call.
 
-`fill` makes formulas such as `padding(lengths)` for new arrays. Such a formula takes its structure from a template.
+A template is the formula of a function such as `padding` for an example array. `from_template` puts the caller's array
+in place of the example, and `structure_of` takes the structure of the template.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, cast
 
+import numpy as np
+
 from ..caching import cached_property
-from .expression import Apply, Constant, Expression, Indices, Lookup, Offset, Parameter, intern, walk
+from .expression import Apply, Constant, Expression, Indices, Lookup, Offset, Parameter, intern, is_compiling, walk
 from .operators import Kind
 from .tables import Table
 
-# Operators whose constant operands stay in the code: a division by a constant needs no division, and the derivative
-# of a power depends on the exponent.
+# Operators whose constant operands stay in the code. The compiler turns a division by a constant into a multiplication,
+# and the derivative of a power depends on the exponent.
 OPERATORS_WITH_CONSTANTS = ("floor_divide", "remainder", "power")
 MAX_STRUCTURES = 1024  # the oldest structure is dropped beyond this number
+EXAMPLE_DTYPES = {"bool": np.bool_, "int": np.int64, "float": np.float64}
 CODE_CONSTANTS = (-1, 0, 1, math.inf, -math.inf)  # their values change the form of the code
 
 
@@ -51,7 +56,10 @@ class Structure:
 
     @cached_property
     def key(self) -> tuple[Any, ...] | None:
-        """What structures that share a cached call have in common; None if the full dispatch changes their tables."""
+        """The structure's part of a key of the call cache.
+
+        The key is None if a table has `batch_axes`, because only the full dispatch aligns these axes.
+        """
         if any(table.batch_axes is not None for table in self.tables):
             return None
         return *self.formulas, *[table.axes for table in self.tables]
@@ -65,7 +73,7 @@ def structure_of(*formulas: Expression | None) -> Structure:
     structure = _STRUCTURES.get(formulas)
     if structure is not None:
         return structure
-    # A model passes one mask to all of its layers, so a formula alone keeps its structures.
+    # A model passes one mask to all of its layers. So the structures of a single formula are stored with the formula.
     given = [(formula, place) for place, formula in enumerate(formulas) if formula is not None]
     own, key = (given[0][0].structures, (len(formulas), given[0][1])) if len(given) == 1 else ({}, (0, 0))
     if key in own:
@@ -76,18 +84,29 @@ def structure_of(*formulas: Expression | None) -> Structure:
     return structure
 
 
-def fill(template: Expression, table: Table) -> Expression:
-    """Return the template with this table in place of the template's only table.
+def from_template(write: Callable[[Table], Expression], table: Table) -> Expression:
+    """Return `write(table)`, a formula that depends on which axes of the table have length 1, and on no other number.
 
-    Both tables must have the same kind and axes, which the function does not check. `structure_of` does not walk the
-    returned formula.
+    The functions of `library` call `from_template`. `structure_of` does not walk the returned formula.
     """
+    if is_compiling():
+        return write(table)
+    template = _template(write, table.kind, table.axes, tuple([min(length, 2) for length in table.shape]))
     filled = _replace_table(template, table)
     vars(filled).update(template=template, tables=(table,))
     return filled
 
 
+@cache
+def _template(
+    write: Callable[[Table], Expression], kind: Kind, axes: tuple[str | None, ...], shape: tuple[int, ...]
+) -> Expression:
+    """Return the formula for a table of this kind. The shape has 2 for each axis of more than one entry."""
+    return write(Table(np.zeros(shape, EXAMPLE_DTYPES[kind]), axes=axes))
+
+
 def _replace_table(node: Expression, table: Table) -> Expression:
+    """Return a template with this table in place of its only table, which has the same kind and axes."""
     if type(node) is Lookup:
         return Lookup(table, node.arguments)
     arguments = [_replace_table(argument, table) if argument.tables else argument for argument in node.arguments]
@@ -116,7 +135,7 @@ def _structure_of_templates(formulas: tuple[Expression | None, ...]) -> Structur
     common = _STRUCTURES.get(key)
     if common is None:
         common = _make_structure(key)
-        _store(_STRUCTURES, key, common)  # templates live as long as the process
+        _store(_STRUCTURES, key, common)  # its tables are those of templates, which are never freed
     structure = Structure(common.formulas, tuple([tables[id(table)] for table in common.tables]), common.numbers)
     vars(structure)["key"] = common.key
     return structure
@@ -160,10 +179,13 @@ def _make_structure(formulas: tuple[Expression | None, ...]) -> Structure:
 
 
 def _kept_constants(nodes: list[Expression]) -> set[int]:
-    """Return the ids of the constants that stay in the code because of an operator that reads them."""
-    if not any(isinstance(node, Constant) for node in nodes):
-        return set()
-    return {id(argument) for node in nodes if _keeps_constants(node) for argument in node.arguments}
+    """Return the ids of the arguments that stay in the code if they are constants, because of the node with them."""
+    readers = [
+        node
+        for node in nodes
+        if type(node) is Lookup or (type(node) is Apply and node.operator in OPERATORS_WITH_CONSTANTS)
+    ]
+    return {id(argument) for node in readers for argument in node.arguments}
 
 
 def _build(formulas: tuple[Expression | None, ...], kept: set[int]) -> tuple[Expression | None, ...]:
@@ -199,10 +221,6 @@ def _is_argument(constant: Constant) -> bool:
     return type(constant) is Offset or (constant.kind != "bool" and constant.value not in CODE_CONSTANTS)
 
 
-def _keeps_constants(node: Expression) -> bool:
-    return type(node) is Lookup or (type(node) is Apply and node.operator in OPERATORS_WITH_CONSTANTS)
-
-
-@lru_cache(None)
+@cache
 def _table_parameter(slot: int, kind: Kind) -> TableParameter:
     return TableParameter(slot, kind)

@@ -6,7 +6,6 @@ import math
 
 from .expression import Apply, Constant, Expression, Lookup, Symbol, fold
 from .operators import OPERATORS
-from .tables import Table
 
 MAX_PART_LENGTH = 400  # characters of one subexpression; the text of shared nodes could otherwise grow exponentially
 ATOM_PRECEDENCE = 10  # above the precedence of every operator
@@ -15,7 +14,8 @@ NOT_ASSOCIATIVE = {"subtract", "divide", "floor_divide", "remainder", "power"}
 
 def format_formula(formula: Expression) -> str:
     """Return the formula as one line of text. A single table is named t; several are named t₁, t₂, and so on."""
-    names = _table_names(formula.tables)
+    tables = formula.tables
+    names = {id(t): "t" + (str(k).translate(_SUBSCRIPTS) if len(tables) > 1 else "") for k, t in enumerate(tables, 1)}
 
     def visit(node: Expression, parts: list[tuple[str, int]]) -> tuple[str, int]:
         """Return the text of the node, and the precedence of its outermost operator."""
@@ -25,12 +25,6 @@ def format_formula(formula: Expression) -> str:
         return text, precedence
 
     return fold(visit, formula)[0]
-
-
-def _table_names(tables: tuple[Table, ...]) -> dict[int, str]:
-    if len(tables) == 1:
-        return {id(tables[0]): "t"}
-    return {id(t): "t" + str(k).translate(_SUBSCRIPTS) for k, t in enumerate(tables, 1)}
 
 
 def _format_node(node: Expression, parts: list[tuple[str, int]], names: dict[int, str]) -> tuple[str, int]:

@@ -1,9 +1,9 @@
-"""A cache of facts about formulas, valid while the arrays that the formulas read live and are not written to.
+"""A cache of results about formulas. A result is valid until an array that the formulas read is freed or written to.
 
-The cache pays off for arrays on a device: reading their entries waits for all work queued on the device. torch counts
-the writes to a tensor, so a tensor with the same count has the same entries. A kernel that writes to a tensor without
-torch must call `torch.autograd.graph.increment_version`. Writes to arrays in host memory are not counted, so facts
-about these arrays are computed on every call.
+The cache saves time for arrays on a device, because a read of their entries waits for all work queued on the device.
+torch counts the writes to a tensor, so a tensor with the same count has the same entries. A kernel that writes to a
+tensor without torch must call `torch.autograd.graph.increment_version`. NumPy does not count the writes to an array, so
+results about arrays in host memory are computed on every call.
 """
 
 from __future__ import annotations

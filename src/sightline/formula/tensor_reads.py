@@ -1,8 +1,8 @@
-"""Reads of arrays at formulas, as in `document_id[q_idx]`, while a mask or score function is called.
+"""How a mask or score function reads an array at a formula, as in `document_id[q_idx]`.
 
-A torch tensor stays a tensor: a mode of torch, which is active during the call, turns the reads alone into lookups of
-a table. So tensors are found wherever the function finds them, in closures, attributes or lists. A NumPy array has no
-such mode. It is replaced by a view that reads in this way.
+`from_function.to_formula` calls the function in the context `table_reads`, in which a mode of torch is active. The mode
+turns the read of a tensor at a formula into a lookup of a table, and changes no other operation. So the tensor may come
+from a closure, an attribute or a list. NumPy has no modes, so `to_formula` replaces its arrays by `ReadableArray`s.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def _has_formula(index: Any) -> bool:
 
 @cache
 def torch_mode() -> Any:
-    """Return the class of the mode. Each object makes one table for each tensor. torch.compile traces its objects."""
+    """Return the class of torch's mode. An object of the class makes one table for each tensor.
+
+    While torch.compile traces, every read makes a table of its own.
+    """
     torch = sys.modules["torch"]
 
     class TableReads(torch.overrides.TorchFunctionMode):  # type: ignore[misc, name-defined]

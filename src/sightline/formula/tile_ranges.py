@@ -70,7 +70,7 @@ class TileRanges:
 
     @property
     def _repeats(self) -> int:
-        """The number of batches and heads for which one entry of `batches` and `heads` stands."""
+        """The number of pairs (b, h) that share the ranges of one row, because the mask does not depend on b or h."""
         B, H, _, _ = self.extent
         return (B // self.batches) * (H // self.heads) if B and H else 0
 
@@ -229,8 +229,8 @@ def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Ex
     pairs, as a mask does. If such pairs are added to the mask, kernels can skip tiles, and a NaN at a hidden pair does
     not reach the output.
 
-    An entry of a table in host memory may always be −∞: its entries may change from call to call, and the condition
-    must not. The entries of a table on a device are read, since the reading is cached (`tensor_cache`).
+    A table in host memory counts as a table that may contain −∞, whatever its entries are, because they may change
+    between two calls of one kernel. The entries of a table on a device are read, and `tensor_cache` stores the result.
     """
     bounds = compute_intervals(score, make_box(extent))
 
@@ -239,7 +239,8 @@ def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Ex
         if isinstance(node, Constant):
             return as_expression(True) if node.value == -math.inf else None
         if isinstance(node, Lookup) and node.kind == "float":
-            return node == -math.inf if _may_be_hidden(node, bounds[id(node)]) else None
+            may_hide = device(node.table.array) == "cpu" or bool((bounds[id(node)][0] == -math.inf).any())
+            return node == -math.inf if may_hide else None
         if operator in ("add", "minimum"):
             return _either(*hidden)
         if operator == "subtract":
@@ -252,10 +253,6 @@ def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Ex
         return None
 
     return fold(visit, score)
-
-
-def _may_be_hidden(node: Lookup, interval: Interval) -> bool:
-    return device(node.table.array) == "cpu" or bool((interval[0] == -math.inf).any())
 
 
 def _either(x: Expression | None, y: Expression | None) -> Expression | None:

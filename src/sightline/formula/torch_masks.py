@@ -1,8 +1,9 @@
 """Masks of torch's own classes as formulas: FlexAttention's BlockMask, and CausalBias.
 
-A BlockMask lists blocks of pairs. In a listed block its `mask_mod` decides, in a block listed as full every pair is
-allowed, and in the other blocks every pair is hidden. `create_block_mask` lists the blocks that `mask_mod` allows, so
-there `mask_mod` alone is the mask. Blocks that were listed in another way, as a selection of tiles, are a table.
+A BlockMask has a function `mask_mod` and two lists of blocks of pairs. In a block of the first list, `mask_mod` says
+which pairs are allowed. In a block of the second list, the full blocks, every pair is allowed. In all other blocks
+every pair is hidden. If `create_block_mask` made the lists from `mask_mod`, then `mask_mod` alone is the mask. If the
+lists have other blocks, the formula reads the state of each block from a table.
 
 `torch.nn.attention.bias.causal_lower_right` and `causal_upper_left` return a CausalBias: a tensor without entries of
 its own, which stands for a causal mask of given lengths. The memory of the tensor is not initialised.
@@ -22,7 +23,7 @@ from .library import causal
 from .tables import Table
 
 HIDDEN, PARTIAL, FULL = range(3)
-LARGEST_INDEX = float(2**31)  # of b and h, if the BlockMask has one batch entry or one head for all
+LARGEST_INDEX = float(2**31)  # above every b or h that one batch entry or one head of a BlockMask serves
 
 
 def is_block_mask(value: Any) -> bool:
