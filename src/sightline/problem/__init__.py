@@ -1,1 +1,1 @@
-"""What is asked, the checked arguments of one call, and what a kernel answers."""
+"""The checked arguments of one call (`Problem`), the base class of kernels, and the choice of a kernel."""

@@ -1,6 +1,6 @@
 """Arguments that other attention functions have, and what to write in this library in their place.
 
-`refuse_arguments` serves `attention` and the functions with the same options. The names come from the signatures of
+`attention` and the functions with the same options call `refuse_arguments`. The names come from the signatures of
 torch's `scaled_dot_product_attention` and `flex_attention`, `jax.nn.dot_product_attention`, Keras, Hugging Face
 transformers, FlashAttention and xFormers.
 """

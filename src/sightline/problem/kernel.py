@@ -62,11 +62,13 @@ class Result:
 class Gradients:
     """The gradients of query, key, value and sinks, and a tuple with the gradient of each table of `Problem.tables`.
 
-    `sinks`, or an element of `tables`, is None if that input has no gradient. `bound_call` is a
-    `cpu.launch.backward.BoundBackwardCall` that repeats the call; None if the kernel provides none.
-    `bound_formulas` are the formulas that it reads besides mask and score, those of `StatisticGradients.formulas`.
-    `bound_sum` is a `cpu.launch.bound_call.BoundCall` that repeats the sum over keys of the weights times the first
-    of these formulas; None if the call needed no such sum. `recorded_call` is that of `Result`.
+    `sinks`, or an element of `tables`, is None if that input has no gradient.
+
+    bound_call : a `cpu.launch.backward.BoundBackwardCall` that repeats the call; None if the kernel provides none
+    bound_formulas : the formulas that `bound_call` reads besides mask and score: those of `StatisticGradients.formulas`
+    bound_sum : a `cpu.launch.bound_call.BoundCall` that repeats the sum over keys of the weights times the first of
+        `bound_formulas`; None if the call needed no such sum
+    recorded_call : as in `Result`
     """
 
     query: Any
@@ -94,7 +96,7 @@ class Tangents:
     sinks: Any = None
 
 
-# What a backward kernel reads besides tables, and what the CPU's fills: sums that become gradients.
+# The arrays that a backward kernel reads besides tables, and the sums that the CPU's kernel returns as gradients.
 BACKWARD_OPERANDS = (*OPERANDS, "output", "d_output", "lse")
 BACKWARD_SUMS = ("d_query", "d_key", "d_value")
 
@@ -105,9 +107,9 @@ class Kernel(ABC):
     name: str
     description: str
 
-    @abstractmethod
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Yield every reason why this kernel cannot serve the problem; nothing if the kernel can serve it."""
+        """Yield every reason why this kernel cannot serve the problem; by default the kernel serves every problem."""
+        yield from ()
 
     @abstractmethod
     def cost(self, problem: Problem) -> float:

@@ -65,7 +65,8 @@ class Problem:
     seed: int
     see: tuple[Statistic, ...]
     heads_squeezed: bool  # True if the caller's arrays have no head axis
-    # (b, h, i, j) of the first batch, head, query and key in dropout's counter; the last is a multiple of 4
+    # The position (b, h, i, j) of the first pair, which dropout adds to its counter; not 0 for a part of a problem.
+    # The position j is a multiple of 4.
     dropout_origin: Extent = field(default=(0, 0, 0, 0), kw_only=True)
 
     @property
@@ -174,7 +175,7 @@ class Problem:
         return self.map_formulas(lambda formula: formula.rewrite(lookup=lookup))
 
     def map_tables(self, change: Callable[[Any], Any]) -> Problem:
-        """Return the problem with new tables, `change` applied to their arrays. A table that is shared stays shared."""
+        """Return the problem with `change` applied to the array of each table. Formulas that share a table still do."""
         lookup = table_lookup(lambda table: table.with_array(change(table.array)))
         return self.map_formulas(lambda formula: formula.rewrite(lookup=lookup) if formula.tables else formula)
 
@@ -296,8 +297,8 @@ def _move_tables(problem: Problem) -> Problem:
 def _with_unknown_entries(problem: Problem) -> Problem | None:
     """Return a small problem on a GPU with tables of unknown entries; None for other problems.
 
-    To read entries, the host waits for all work queued on the GPU. To compute every tile takes less time. The result is
-    None too if only the entries can show that the formulas are valid.
+    The host could read the entries only after all work queued on the GPU, and computing every tile takes less time. The
+    result is also None if only the entries can show that the formulas are valid.
     """
     if not (problem.is_small_on_gpu and _waits_for_entries(problem)):
         return None

@@ -215,26 +215,20 @@ def read_sinks(sinks: Any, query: Any) -> Any:
     return arrays.convert(sinks, query)
 
 
-def scalar_formula(what: str, array: Any) -> Expression:
-    """Return a learned number, a tensor with one entry, as an expression that passes gradients to the tensor."""
-    if math.prod(array.shape) != 1:
-        raise ParameterError(
-            f"{what} of shape {tuple(array.shape)}", "one number", f"score=s * table({what})[h] for one number per head"
-        )
-    if not _is_real(arrays.dtype_name(array)):
-        raise ParameterError(f"{what} of dtype {arrays.dtype_name(array)}", "one real number", f"cast {what}")
-    return learned_number(array)
-
-
 def fold_scale(score: Any, scale: Any) -> tuple[Expression, float]:
     """Return a score that includes a learned scale, and 1.0 as the scale.
 
-    The learned scale becomes a table of one entry, which has a gradient.
-
-    `score` is that of `attention`, or an array of biases.
+    A learned scale is a tensor that requires a gradient. It becomes a table of one entry. `score` is the argument of
+    `attention`, or an array of biases.
     """
+    if math.prod(scale.shape) != 1:
+        raise ParameterError(
+            f"scale of shape {tuple(scale.shape)}", "one number", "score=s * table(scale)[h] for one number per head"
+        )
+    if not _is_real(arrays.dtype_name(scale)):
+        raise ParameterError(f"scale of dtype {arrays.dtype_name(scale)}", "one real number", "cast scale")
     formula = library.bias(score) if hasattr(score, "dtype") else read_score(score)
-    scaled = SYMBOLS["s"] * scalar_formula("scale", scale)
+    scaled = SYMBOLS["s"] * learned_number(scale)
     return scaled if formula is None else formula.with_scores(scaled), 1.0
 
 
@@ -339,7 +333,8 @@ def check_threads(name: str, number: Any) -> None:
 def check_device(what: str, array: Any, query: Any) -> None:
     """Raise DeviceError if the array has the query's framework but lies on another device than the query.
 
-    An array of another framework is converted to the query's device later. If it has no memory, it raises DtypeError.
+    An array of another framework is later converted to the query's device. Raise DtypeError if its entries are not in
+    memory.
     """
     if arrays.framework(array) != arrays.framework(query):
         check_memory(what, array)

@@ -5,17 +5,17 @@ kernel's error must be at most twice the error of a dense computation in the tes
 place (ulps):
 
 - Errors are measured row by row, along the last axis. The error of a row is the largest error of its entries. The size
-  of a row is the largest magnitude of its entries. An output is a weighted mean P V whose terms may cancel, and it
-  carries the rounding of the terms, so the size of an output row is the size of its row of P |V|. For the same reason,
-  no row counts as smaller than a sixteenth of the largest row.
-- The error of the dense computation is the largest over all rows, because the error of a single row may be 0 by luck.
+  of a row is the largest magnitude of its entries. The terms of an output P V may cancel, but their rounding errors do
+  not. So the size of an output row is the size of its row of P |V|. For the same reason, no row counts as smaller than
+  a sixteenth of the largest row.
+- The error of the dense computation is the largest over all rows, because the error of a single row may be 0 by chance.
   That error is measured as an absolute error and in ulps of its row, and each row is allowed the smaller of the two. So
-  neither large rows nor rows that cancel excuse the errors of all other rows.
+  a large row, or a row whose terms cancel, does not allow larger errors in the other rows.
 - The dense computation runs in several orders of summation, some by the paper's formula and some as fused kernels
   compute. The largest of the errors counts.
 - The whole lse counts as one row, because its error follows the size of the scores, not the size of the lse. The size
   of this row is at least 1, because the absolute error of ln l is the relative error of the sum l.
-- NaN, ∞ and −∞ must stand exactly where the definition has them.
+- NaN, ∞ and −∞ must have exactly the places that they have in the definition's result.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ..arrays.operations import dtype_name, namespace, resolve_dtype, to_numpy
 from ..formula.derivative import derivative
 from ..formula.evaluate_array import evaluate
-from ..formula.expression import Lookup, walk
+from ..formula.expression import Expression
+from ..problem.kernel import find_learned_lookups
 from ..problem.problem import Problem
 from .definition import Stages, compute_stages
 from .dropout import keep_factor
@@ -144,17 +145,13 @@ def gradient_term_sizes(
         p = np.exp(to_numpy(problem.sinks).astype(np.float64)[:, None] - stages.lse)
         share = np.where(np.isfinite(p), p * lse_error * row, 0.0)
         sizes["sinks"] = share.sum((*range(share.ndim - 2), -1))
-    table_index = {id(table): k for k, table in enumerate(problem.tables)}
-    score = problem.score
-    for node in [] if score is None else walk(score):
-        if score is not None and isinstance(node, Lookup) and node.kind == "float":
-            share = np.where(d_score == 0, 0.0, d_score * np.abs(values(derivative(score, node))))
-            index = [
-                np.broadcast_to(np.clip(values(a), 0, length - 1), share.shape)
-                for a, length in zip(node.arguments, node.table.shape, strict=True)
-            ]
-            total = sizes.setdefault(table_index[id(node.table)], np.zeros(node.table.shape))
-            np.add.at(total, tuple(index), share)
+    for _, node, slot in find_learned_lookups(problem, range(len(problem.tables))):
+        share = np.where(d_score == 0, 0.0, d_score * np.abs(values(derivative(cast(Expression, problem.score), node))))
+        index = [
+            np.broadcast_to(np.clip(values(a), 0, length - 1), share.shape)
+            for a, length in zip(node.arguments, node.table.shape, strict=True)
+        ]
+        np.add.at(sizes.setdefault(slot, np.zeros(node.table.shape)), tuple(index), share)
     return sizes
 
 
@@ -208,9 +205,9 @@ def _permutations(count: int) -> list[Any]:
 
 
 def summation_orders(problem: Problem) -> Sequence[int]:
-    """Return the orders of summation in which to run `dense_attention`.
+    """Return the orders of summation in which `compute_baseline` runs `dense_attention`.
 
-    They are all orders if the problem has fewer than 256 query rows, else four orders, two of which sum in a loop.
+    For fewer than 256 query rows, they are all orders; otherwise they are four orders, two of which sum in a loop.
     """
     return range(NUM_ORDERS) if problem.B * problem.H * problem.n < 256 else (0, 1, *LOOP_ORDERS[:2])
 
@@ -230,15 +227,11 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
     def round_to_dtype(array: Any) -> Any:
         return xp.astype(xp.astype(array, narrow), wide)
 
-    def index(count: int) -> Any:
-        return xp.asarray(_permutations(count)[order], device=problem.query.device)
-
-    def permute(array: Any, axis: int) -> Any:
-        return xp.take(array, index(array.shape[axis]), axis=axis)
-
-    def unpermute(array: Any, axis: int) -> Any:
-        back = np.argsort(_permutations(array.shape[axis])[order])
-        return xp.take(array, xp.asarray(back, device=problem.query.device), axis=axis)
+    def permute(array: Any, axis: int, inverse: bool = False) -> Any:
+        """Return the array with the positions of an axis in the order of summation; if `inverse`, the reverse."""
+        places = _permutations(array.shape[axis])[order]
+        places = np.argsort(places) if inverse else places
+        return xp.take(array, xp.asarray(places, device=problem.query.device), axis=axis)
 
     def repeat_heads(array: Any) -> Any:
         """Return the array with its key heads repeated for every query head, and its keys in the order of summation."""
@@ -271,14 +264,7 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
     sink = negative_infinity
     if problem.sinks is not None:
         sink = xp.astype(problem.sinks, wide)[:, None, None] + xp.zeros_like(negative_infinity)
-    s = xp.concat([sink * (LOG2_E if fused else 1.0), s], axis=-1)
-    largest = xp.max(s, axis=-1, keepdims=True)
-    largest = largest.detach() if hasattr(largest, "detach") else largest  # the result does not depend on the shift
-    shift = xp.where(largest == -xp.inf, xp.zeros_like(largest), largest)
-    p = 2 ** (s - shift) if fused else xp.exp(s - shift)
-    total = xp.sum(p, axis=-1, keepdims=True)
-    divisor = xp.where(total == 0, xp.ones_like(total), total)
-    finite_lse = (shift + xp.log2(divisor)) * LN_2 if fused else shift + xp.log(divisor)
+    p, divisor, finite_lse, lse = _exponentials(xp, xp.concat([sink * (LOG2_E if fused else 1.0), s], axis=-1), fused)
     keep = keep_factor(problem, xp, rows, columns)
     keep = keep if isinstance(keep, float) else permute(permute(keep, -1), -2)
     if fused:
@@ -287,9 +273,24 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
     else:
         weights = round_to_dtype(p / divisor)[..., 1:]
         output = round_to_dtype(matmul(weights * keep, value))
-    lse = xp.where(total == 0, negative_infinity, finite_lse)
-    output, lse, weights = (unpermute(x, -2) for x in (output, lse, weights))
-    return output, lse[..., 0], unpermute(weights, -1)
+    output, lse, weights = (permute(x, -2, inverse=True) for x in (output, lse, weights))
+    return output, lse[..., 0], permute(weights, -1, inverse=True)
+
+
+def _exponentials(xp: Any, s: Any, base_2: bool) -> tuple[Any, Any, Any, Any]:
+    """Return (exponentials of the logits, divisor, finite lse, lse) of each row of logits.
+
+    The divisor is the sum of the exponentials. If every logit is −∞, the divisor is 1, the finite lse 0 and the lse −∞.
+    If `base_2`, the logits are in units of ln 2. The lse is in nats.
+    """
+    largest = xp.max(s, axis=-1, keepdims=True)
+    largest = largest.detach() if hasattr(largest, "detach") else largest  # the result does not depend on the shift
+    shift = xp.where(largest == -xp.inf, xp.zeros_like(largest), largest)
+    p = 2 ** (s - shift) if base_2 else xp.exp(s - shift)
+    total = xp.sum(p, axis=-1, keepdims=True)
+    divisor = xp.where(total == 0, xp.ones_like(total), total)
+    finite_lse = (shift + xp.log2(divisor)) * LN_2 if base_2 else shift + xp.log(divisor)
+    return p, divisor, finite_lse, xp.where(total == 0, xp.full_like(total, -xp.inf), finite_lse)
 
 
 def _matmul_by_loop(x: Any, y: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arrays.operations import convert, namespace, resolve_dtype, to_numpy
 from ..formula.evaluate_array import evaluate_dense
-from ..problem.kernel import Kernel, Refusal, Result
+from ..problem.kernel import Kernel, Result
 from ..problem.problem import Problem
 from ..statistics import Tile, accumulate_statistics
 from .dropout import keep_factor
@@ -170,14 +170,10 @@ def compute_stages(problem: Problem) -> Stages:
 
 
 class Reference(Kernel):
-    """The definition as a kernel. It computes in float64 and needs n · m memory."""
+    """The definition as a kernel. It serves every problem, computes in float64 and needs n · m memory."""
 
     name = "reference"
     description = "the definition, dense float64 in NumPy, n² memory"
-
-    def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Yield nothing: the definition covers every problem."""
-        yield from ()
 
     def cost(self, problem: Problem) -> float:
         return 100.0

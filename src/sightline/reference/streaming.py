@@ -10,7 +10,7 @@ differentiate them to any order.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from ..arrays.operations import convert, framework, namespace, resolve_dtype
 from ..caching import cached_property
 from ..formula.derivative import derivative
 from ..formula.evaluate_array import evaluate
-from ..formula.expression import Lookup, walk
+from ..formula.expression import Expression
 from ..formula.tile_ranges import TileRanges, find_tile_ranges
-from ..problem.kernel import Gradients, Kernel, Refusal, Result
+from ..problem.kernel import Gradients, Kernel, Refusal, Result, find_learned_lookups
 from ..problem.problem import Problem
 from ..statistics import StatisticGradients, Tile, accumulate_statistics, statistic_gradients
 from .dropout import keep_factor
@@ -43,6 +43,7 @@ class TileOps:
 
     @cached_property
     def runs(self) -> TileRanges:
+        """The tile ranges of the mask."""
         problem = self.problem
         columns = min(KEY_BLOCK, 1 << max(problem.m - 1, 0).bit_length())
         rows = max(TILE_ELEMENTS // (max(problem.B * problem.H, 1) * columns), 1)
@@ -61,12 +62,10 @@ class TileOps:
         """
         runs = self.runs
         full: dict[int, int] = {}
-        block = rows.start // runs.query_block
-        for b in range(runs.batches):
-            for h in range(runs.heads):
-                for entry in runs.row(b, h, block):
-                    for column in range(runs.first[entry], runs.last[entry]):
-                        full[column] = full.get(column, 0) + bool(runs.full[entry])
+        for b, h in np.ndindex(runs.batches, runs.heads):
+            for entry in runs.row(b, h, rows.start // runs.query_block):
+                for column in range(runs.first[entry], runs.last[entry]):
+                    full[column] = full.get(column, 0) + bool(runs.full[entry])
         for column in sorted(full):
             start = column * runs.key_block
             stop = min(start + runs.key_block, self.problem.m)
@@ -118,9 +117,8 @@ class TileOps:
 
     def sum_over_keys(self, weights: Any, array: Any) -> Any:
         """Return Σⱼ weights[i, j] · array[j], of shape (*batch_shape, H, rows, width). `array` has the key heads."""
-        rows = weights.shape[-2]
         product = self.nan_safe_matmul(self.group_heads(weights), array)
-        return self.xp.reshape(product, (*self.problem.batch_shape, self.problem.H, rows, array.shape[-1]))
+        return self.xp.reshape(product, (*weights.shape[:-1], array.shape[-1]))
 
     def sum_over_queries(self, weights: Any, array: Any) -> Any:
         """Return Σ weights[i, j] · array[i], of shape (*batch_shape, G, columns, width).
@@ -136,10 +134,8 @@ class TileOps:
 
     def group_heads(self, array: Any) -> Any:
         """Reshape (*batch_shape, H, rows, width) to (*batch_shape, G, H / G · rows, width): one matrix per key head."""
-        problem = self.problem
-        return self.xp.reshape(
-            array, (*problem.batch_shape, problem.G, problem.group * array.shape[-2], array.shape[-1])
-        )
+        problem, (rows, width) = self.problem, array.shape[-2:]
+        return self.xp.reshape(array, (*problem.batch_shape, problem.G, problem.group * rows, width))
 
     def split_lse(self, lse: Any) -> tuple[Any, Any]:
         """Return arrays (high, low) of the accumulator's dtype with high + low = lse; 0 and 0 where the lse is −∞.
@@ -160,17 +156,15 @@ class TileOps:
             return weights @ array
         xp = self.xp
         seen = xp.astype(weights != 0, self.dtype)
-        counts = [
-            seen @ xp.astype(kind, self.dtype) > 0 for kind in (xp.isnan(array), array == xp.inf, array == -xp.inf)
-        ]
-        nan, up, down = counts
+        kinds = (xp.isnan(array), array == xp.inf, array == -xp.inf)
+        nan, up, down = (seen @ xp.astype(kind, self.dtype) > 0 for kind in kinds)
         result = weights @ self.zero_nonfinite(array)
         for where_, value in ((up, xp.inf), (down, -xp.inf), (nan | (up & down), xp.nan)):
             result = xp.where(where_, self.full(value), result)
         return result
 
     def zero_nonfinite(self, array: Any) -> Any:
-        """Return the array with 0 in place of NaN and ∞. A visible NaN or ∞ has made the weights NaN already."""
+        """Return the array with 0 in place of NaN and ∞. If one of them is visible, the weights are NaN anyway."""
         return array if self.is_finite else self.xp.where(self.xp.isfinite(array), array, self.full(0.0))
 
     def full(self, value: float, *shape: int) -> Any:
@@ -221,7 +215,7 @@ def forward(ops: TileOps) -> tuple[Any, Any]:
 
 
 def tiles(ops: TileOps, lse: Any) -> Iterator[Tile]:
-    """Yield every tile that is not empty, with its normalised weights before dropout."""
+    """Yield every tile that is not empty. Its weights are normalised, before dropout."""
     for rows in ops.query_blocks():
         for columns, _, masked, weights in row_tiles(ops, rows, lse):
             yield Tile(rows, columns, weights, masked, lse[..., rows])
@@ -299,12 +293,8 @@ def backward(
             d_key[..., columns, :] += ops.sum_over_queries(d_s, ops.zero_nonfinite(ops.widen(problem.query, rows)))
             d_value[..., columns, :] += ops.sum_over_queries(xp.astype(p * keep, ops.dtype), d_o)
         score_gradients.add_sinks(d_row, lse[..., rows])
-    input_gradients = {
-        name: xp.astype(gradient, problem.query.dtype)
-        for name, gradient in (("query", d_query), ("key", d_key), ("value", d_value))
-    }
-    tables, sinks = score_gradients.gradients()
-    return Gradients(**input_gradients, tables=tables, sinks=sinks)
+    d_query, d_key, d_value = (xp.astype(gradient, problem.query.dtype) for gradient in (d_query, d_key, d_value))
+    return Gradients(d_query, d_key, d_value, *score_gradients.gradients())
 
 
 class ScoreGradients:
@@ -313,12 +303,8 @@ class ScoreGradients:
     def __init__(self, ops: TileOps) -> None:
         self.ops, problem = ops, ops.problem
         self.d_s = None if problem.score is None else derivative(problem.score)
-        nodes = [] if problem.score is None else walk(problem.score)
-        self.lookups = [
-            (node, derivative(problem.score, node))
-            for node in nodes
-            if problem.score is not None and isinstance(node, Lookup) and node.kind == "float"
-        ]
+        learned = find_learned_lookups(problem, range(len(problem.tables)))
+        self.lookups = [(node, derivative(cast(Expression, problem.score), node)) for _, node, _ in learned]
         self.tables = {id(node.table): ops.full(0.0, *node.table.shape) for node, _ in self.lookups}
         self.sinks = None if problem.sinks is None else ops.full(0.0, problem.H)
 
@@ -360,9 +346,7 @@ class ScoreGradients:
         tables = tuple(
             xp.astype(self.tables[id(t)], t.array.dtype) if id(t) in self.tables else None for t in problem.tables
         )
-        if self.sinks is None or problem.sinks is None:
-            return tables, None
-        return tables, xp.astype(self.sinks, problem.sinks.dtype)
+        return tables, None if self.sinks is None else xp.astype(self.sinks, cast(Any, problem.sinks).dtype)
 
 
 def _scatter_add(target: Any, index: tuple[Any, ...], values: Any) -> None:
@@ -384,10 +368,6 @@ class Streaming(Kernel):
 
     name = "streaming"
     description = "tiles in plain array operations (NumPy, torch on any device, array API), O(n) memory"
-
-    def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Yield nothing: streaming serves every problem."""
-        yield from ()
 
     def cost(self, problem: Problem) -> float:
         return 10.0

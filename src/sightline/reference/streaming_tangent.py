@@ -56,7 +56,7 @@ def tangent(problem: Problem, tangents: Tangents, saved: tuple[Any, Any]) -> tup
 
 
 def _product_tangent(ops: TileOps, tangents: Tangents, rows: slice, columns: slice) -> Any:
-    """Return the tangent of Q Kᵀ · scale over a tile. NaN and ∞ that are hidden have no effect on the result."""
+    """Return the tangent of Q Kᵀ · scale over a tile. The caller ignores its entries at hidden pairs, NaN and ∞ too."""
     problem, total = ops.problem, ops.full(0.0)
     for query, key in ((tangents.query, problem.key), (problem.query, tangents.key)):
         if query is not None and key is not None:

@@ -1,8 +1,4 @@
-"""Statistics of the weights, which `see=[...]` requests.
-
-P are the normalised weights before dropout, S the final masked scores. A statistic is a small class that receives the
-weights tile by tile and updates its own arrays. A new statistic needs a class and a line in `STATISTICS`.
-"""
+"""Statistics of the weights, which `see=[...]` requests. `base` describes what a statistic is."""
 
 from __future__ import annotations
 

@@ -122,9 +122,9 @@ class StatisticGradients:
         return {name: formula for name, formula in named.items() if formula is not None}
 
     def add_to_d_lse(self, d_lse: Any) -> Any:
-        """Return d_lse + lse − weights_sum; None if all three are absent.
+        """Return d_lse + lse − weights_sum. A term that is None is left out; the result is None if all three are None.
 
-        The last term corrects δ for the row sum of P ∘ dP, since dP includes `weights`.
+        The last term changes δ by the row sum of P ∘ `weights`, because dP includes `weights`.
         """
         terms = [term for term in (d_lse, self.lse) if term is not None]
         if self.weights_sum is not None:
@@ -191,7 +191,10 @@ class StatisticBase:
         return arrays
 
     def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
-        """Return the arrays over the keys of all parts, whose lse is `lse`. Key positions count from the same key."""
+        """Return the arrays over the keys of all parts; `lse` is the lse over these keys.
+
+        In every part, a key has its position in the whole sequence.
+        """
         raise NotImplementedError(type(self).__name__)
 
     def build_result(self, arrays: Sequence[Any]) -> Any:

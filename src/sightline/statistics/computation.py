@@ -1,4 +1,4 @@
-"""The computation of statistics: each from lse alone, in a forward kernel, by another kernel, or by streaming."""
+"""How kernels compute statistics: from lse alone, in the forward kernel, by another kernel, or by streaming."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FusedStatistics:
         return [*self.max_score, *self.entropy, *self.masses.values()]
 
     def arrays_of(self, statistic: Statistic) -> list[Any] | None:
-        """Return the arrays of a statistic; None if the forward kernel does not compute the statistic."""
+        """Return the arrays of a requested statistic; None if the forward kernel does not compute it."""
         if isinstance(statistic, Mass):
             return [self.masses[id(statistic)]]
         return {MaxScore: self.max_score, Entropy: self.entropy}.get(type(statistic))
@@ -75,9 +75,9 @@ def dispatch_statistics(
 
     Parameters
     ----------
-    compute_arrays : function that computes a statistic's arrays by a kernel; None if no kernel computes the statistic
-        The function is called with `computed_statistic` of each statistic. If that is not the statistic itself but what
-        it averages, the arrays are averaged here.
+    compute_arrays : function that returns a statistic's arrays from a kernel, or None if no kernel computes it
+        The function is called with `computed_statistic` of each statistic. If that is the statistic that a mean
+        averages, `dispatch_statistics` averages the arrays.
     compute_by_streaming : function that returns the results of all statistics of a problem
         It is called once, with all statistics that no kernel computes.
     """

@@ -89,7 +89,7 @@ class Pooled(Statistic):
 
     name = "pooled"
 
-    def __repr__(self) -> str:  # with the parameter names of `pooled`, because `rows` is a method here
+    def __repr__(self) -> str:  # with the parameters' names in `pooled`: the field is `down`, as `rows` is a method
         return super().__repr__().replace("down=", "rows=").replace("across=", "columns=")
 
     @property
@@ -161,15 +161,16 @@ class Pooled(Statistic):
 
 
 def cell_of(position: Any, length: int, cells: int) -> Any:
-    """Return the index r of the cell that has the position (a number or a formula), if `cells` cells share `length`.
+    """Return the index of the cell that contains the position, which is a number or a formula.
 
-    Cell r has the positions from ⌊r · length / cells⌋ to before ⌊(r + 1) · length / cells⌋.
+    `length` positions are divided among `cells` cells. Cell r has the positions from ⌊r · length / cells⌋ to before
+    ⌊(r + 1) · length / cells⌋.
     """
     return ((position + 1) * cells - 1) // length
 
 
 def cell_lengths(first: int, stop: int, cells: int) -> Any:
-    """Return the number of positions in each cell, if the cells share the positions from `first` to before `stop`."""
+    """Return the number of positions in each cell. The cells divide the positions from `first` to before `stop`."""
     return np.diff(np.arange(cells + 1) * (stop - first) // cells)
 
 

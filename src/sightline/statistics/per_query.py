@@ -106,9 +106,9 @@ class MaxScore(Statistic):
 
 
 def _has_underflowed_maximum(context: BackwardContext, largest: Any) -> bool:
-    """True if some query's largest score may have a weight that underflowed to 0.
+    """True if the weight of some query's largest score may have underflowed to 0.
 
-    Only a sink allows this, because the largest weight is at least 1/m without sinks.
+    This is possible only with sinks, because without sinks the largest weight is at least 1/m.
     """
     if context.problem.sinks is None:
         return False
@@ -248,8 +248,7 @@ def lse() -> Statistic:
 
     The result is (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in nats; −∞ for a query
     that sees no key and has no sink. `sightline.merge` uses lse to merge attention over disjoint sets of keys. lse has
-    a gradient. Source:
-    Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    a gradient. Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     return Lse()
 

@@ -35,7 +35,7 @@ class WeightedSum(Statistic):
         return (dtype_name(problem.query),)
 
     def _rows(self, problem: Problem) -> Any:
-        """Return x in the query's library. If the caller's arrays have no head axis but x has a batch axis, add one."""
+        """Return x in the query's library. An x with a batch axis gets a head axis if the caller's arrays have none."""
         x = convert(self.x, problem.query)
         return x[..., None, :, :] if problem.heads_squeezed and x.ndim > 2 else x
 
