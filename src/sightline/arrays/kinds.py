@@ -104,9 +104,7 @@ def _find_kind(array: Any) -> Kind | None:
     if not is_array(array):
         return Kind(f"a {type(array).__name__}", "{x}=numpy.asarray({x})")
     source = framework(array)
-    if (
-        source == "numpy"
-    ):  # `numpy.ma` is loaded if there is a masked array; an import here might be its first, in a fork
+    if source == "numpy":  # a masked array has loaded `numpy.ma`; an import here could be the first one, in a fork
         is_masked = isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ()))
         return MASKED_ARRAY if is_masked else None
     if source == "jax":

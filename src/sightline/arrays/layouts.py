@@ -2,8 +2,8 @@
 
     read_arrays(query, key, value, ...)  →  (layouts, address of query, address of key, address of value, ...)
 
-`layouts` is a bytes object of 64-bit words. Equal layouts mean equal types, dtypes, shapes and strides. Each array has
-its head, then the length of each axis, then the stride of each axis in bytes:
+`layouts` is a bytes object of 64-bit words. Equal layouts mean equal types, dtypes, shapes and strides. The words of an
+array are its head, then the length of each axis, then the stride of each axis in bytes:
 
     head = itemsize · 2⁴⁸ + dtype · 2¹⁶ + number of axes · 2⁸ + gpu · 2² + requires_grad · 2 + is_tensor
 
@@ -13,7 +13,7 @@ the GPU whose memory holds the tensor, and 0 for an array in the processor's mem
 The result is None, and the call needs the full dispatch, if one of the following holds. The type of an array is neither
 exactly NumPy's ndarray nor torch's Tensor or Parameter. A tensor is neither in the processor's memory nor in the memory
 of one of the first `MAX_GPUS` GPUs, has no strides, is a negative view, or has a dtype without a code in DLPack. torch
-itself must see the call: torch traces or transforms it, computes forward derivatives, or a mode is active.
+traces or transforms the call, computes forward derivatives, or has an active mode.
 
 The functions of this module define the results. `dispatch.lookup` replaces `read_arrays` by generated code, which does
 the same in a third of the time.
@@ -46,10 +46,6 @@ class Layout(NamedTuple):
     def itemsize(self) -> int:
         return self.kind >> 48
 
-    @property
-    def requires_gradient(self) -> bool:
-        return bool(self.kind & GRADIENT_BIT)
-
 
 class Tensors(NamedTuple):
     """How tensors of torch are read.
@@ -58,7 +54,7 @@ class Tensors(NamedTuple):
     ----------
     types : the two types of tensors
     read : function (tensor) that returns its `Layout` and its address; None if the call needs the full dispatch
-    conditions : functions without arguments; if the result of one is true, torch must see the call
+    conditions : functions without arguments; if the result of one is true, the call needs the full dispatch
     is_grad_enabled : function without arguments; if its result is false, no tensor requires a gradient
     exchange : the capsule with DLPack's exchange functions of tensors; None if this torch has none
     """
@@ -151,18 +147,18 @@ numpy_address = _header_address if _header_address(_probe) == _interface_address
 
 
 def serve_tensors(tensors: Tensors) -> None:
-    """Read tensors of torch from now on."""
+    """Make `read_in_python` read tensors of torch too. `torch.dispatch` calls this function when it is imported."""
     global _tensors
     _tensors = tensors
 
 
 def tensors() -> Tensors:
-    """Return how tensors of torch are read."""
+    """Return what `serve_tensors` has stored."""
     return _tensors
 
 
 class NoTensor:
-    """The type of tensors before torch is served: no array has it."""
+    """The type of tensors before `serve_tensors` is called. No array has this type."""
 
 
 _tensors = Tensors((NoTensor, NoTensor), lambda _: None, (), lambda: False, None)

@@ -159,9 +159,7 @@ def broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
     """Return the array broadcast to that shape, as a view. Lengths in `shape` may be symbols of torch.compile."""
     if hasattr(array, "expand"):
         return array.expand(shape)
-    return (
-        np.broadcast_to(array, shape) if isinstance(array, np.ndarray) else namespace(array).broadcast_to(array, shape)
-    )
+    return (np if isinstance(array, np.ndarray) else namespace(array)).broadcast_to(array, shape)
 
 
 def swap_heads(array: Array) -> Array:
@@ -172,13 +170,13 @@ def swap_heads(array: Array) -> Array:
 
 
 def drop_repeats(array: Array) -> Array:
-    """Return a view of the array in which every axis of stride 0 has length 1; the array itself if it has none.
+    """Return a view of the array in which every axis of stride 0 has length 1; the array itself if it has no such axis.
 
-    Entries repeat along an axis of stride 0, as `broadcast_to` makes one.
+    Entries repeat along an axis of stride 0. `broadcast_to` makes such axes.
     """
     if isinstance(array, np.ndarray):
         strides: tuple[int, ...] = array.strides
-    elif framework(array) == "torch" and is_strided(array):
+    elif framework(array) == "torch" and not hasattr(array, "mask") and "strided" in str(array.layout):
         strides = array.stride()
     else:
         return array
@@ -194,11 +192,6 @@ def map_entries(function: Callable[[Array], Array], array: Array) -> Array:
     """
     entries = drop_repeats(array)
     return function(array) if entries is array else broadcast_to(function(entries), tuple(array.shape))
-
-
-def is_strided(array: Array) -> bool:
-    """True if the array is plain memory with strides, neither a sparse nor a masked array."""
-    return not hasattr(array, "mask") and "strided" in str(getattr(array, "layout", "strided"))
 
 
 def take(array: Array, indices: Any, axis: int) -> Array:
