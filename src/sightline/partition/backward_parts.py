@@ -19,10 +19,10 @@ from ..problem.problem import Problem
 from ..statistics import StatisticGradients, itemsize
 from .part import part_of
 
-MAX_SUM_BYTES = 64 << 20  # of the splits' sums in one part
+MAX_SUM_BYTES = 64 << 20  # the largest size of the splits' sums in one part
 MIN_SPLIT_BYTES = 2 * MAX_SUM_BYTES  # smaller sums are not divided
-MAX_KEYS = 1 << 16  # of a part
-KEY_TILE = 1024  # of the search for the keys that a part sees
+MAX_KEYS = 1 << 16  # the most keys of a part
+KEY_TILE = 1024  # the keys of a tile in the search for the keys that a part sees
 
 
 def needs_parts(problem: Problem, kernel: Kernel, wanted_tables: Collection[int], added: StatisticGradients) -> bool:
@@ -83,7 +83,7 @@ def _bytes_per_query(problem: Problem) -> int:
 
 
 def _parts(problem: Problem) -> Iterator[tuple[slice, slice]]:
-    """Yield queries and the keys that some of them see. Pairs that are in no part are hidden."""
+    """Yield (queries, keys) of each part. A pair that is in no part is hidden."""
     count = max(MAX_SUM_BYTES // _bytes_per_query(problem) // KEY_TILE, 1) * KEY_TILE
     ranges = find_tile_ranges(problem.mask, problem.extent, count, KEY_TILE)
     for block in range(ranges.query_blocks):

@@ -217,15 +217,16 @@ def _entries(numbers: Array, column: np.ndarray[Any, Any]) -> Array:
 def _ring(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bool) -> PassCost:
     """Return the cost of a pass of `ring`.
 
-    While a rank computes a block, the next block arrives, and backward the gradients of the block before are returned.
-    A transfer begins when both ranks have begun the step, and a step ends when its transfers have ended.
+    While a rank computes a block, it receives the next block. In the backward pass it also returns the gradients of the
+    previous block to their owner. A transfer begins when both ranks have begun the step, and a step ends when its
+    transfers have ended.
     """
     block, gradient = sizes.key_numbers * sizes.itemsize, sizes.key_numbers * sizes.accumulator * backward
     per_pair = sizes.flops(backward)
     begin, received, sent, largest = np.zeros((4, schedule.size))
     idle = _Step(0, *np.zeros((3, schedule.size)))
     previous = idle
-    last = [idle] * (1 + backward)  # backward, the gradients of the last block return after all blocks
+    last = [idle] * (1 + backward)  # backward, the gradients of the last block are returned at the end
     for step, following in pairwise(chain(_steps(schedule), last)):
         end = begin + step.pairs * per_pair / hardware.rate(backward)
         arriving = block * following.received + gradient * previous.sent
@@ -248,9 +249,10 @@ def _ring(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bool) 
 
 
 def _exchange(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bool) -> PassCost:
-    """Return the cost of a pass of `heads`: positions are exchanged for heads, computed, and exchanged back.
+    """Return the cost of a pass of `heads`: the ranks exchange inputs, compute their heads and exchange results.
 
-    Backward, dO takes the place of query, key and value, and dQ, dK and dV that of the output.
+    In the forward pass, the inputs are query, key and value, and the result is the output. In the backward pass, the
+    input is dO, and the results are dQ, dK and dV.
     """
     ranks, share = schedule.size, _head_shares(sizes, schedule.size)
     queries, keys = (np.array(shards.lengths, dtype=np.float64) for shards in (schedule.queries, schedule.keys))
@@ -259,11 +261,11 @@ def _exchange(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bo
     width = sizes.batches * sizes.itemsize
 
     def outgoing(arrays: list[tuple[Array, int]]) -> Array:
-        """Bytes that a rank holds of other ranks' heads."""
+        """Return the bytes of other ranks' heads that each rank holds before the exchange."""
         return width * sum((own * numbers * (1 - share) for own, numbers in arrays), np.zeros(ranks))
 
     def incoming(arrays: list[tuple[Array, int]]) -> Array:
-        """Bytes of the rank's heads that other ranks hold."""
+        """Return the bytes of each rank's heads that other ranks hold before the exchange."""
         return width * sum(((own.sum() - own) * numbers * share for own, numbers in arrays), np.zeros(ranks))
 
     there, back = (results, inputs) if backward else (inputs, results)
@@ -285,13 +287,13 @@ def _exchange(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bo
 
 
 def _head_shares(sizes: Sizes, ranks: int) -> Array:
-    """Return (ranks,): the part of all heads that each rank computes."""
+    """Return (ranks,): the share of all heads that each rank computes."""
     shares: Array = np.diff(divide_heads(sizes.key_heads, ranks)) / max(sizes.key_heads, 1)
     return shares
 
 
 def _own_bytes(schedule: Schedule, sizes: Sizes, backward: bool) -> Array:
-    """Return the bytes of the rank's query, key, value, output and lse; backward, of their gradients too."""
+    """Return the bytes of each rank's query, key, value, output and lse; `backward` adds those of the gradients."""
     queries, keys = (np.array(shards.lengths, dtype=np.float64) for shards in (schedule.queries, schedule.keys))
     numbers = queries * sizes.query_numbers + keys * sizes.key_numbers
     lse = queries * sizes.batches * sizes.query_heads * sizes.accumulator

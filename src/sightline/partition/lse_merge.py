@@ -93,13 +93,13 @@ def _merge(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
 
 
 class Sums(NamedTuple):
-    """Attention over some keys: sums over weights exp(S − shift), which are not normalised.
+    """Attention over some keys, as sums over the weights exp(S − shift), which are not normalised.
 
-    The result of attention over these keys is such sums too: its shift is the lse, and its total is 1.
+    For the result of attention over these keys, the shift is the lse, and the total is 1.
 
     shift : (..., H, n)
-    total : (..., H, n), or a number for every query: the sum of the weights, that of the sink included
-    keys : the same without the sink
+    total : (..., H, n), or a number for every query: the sum of the weights, the sink's weight included
+    keys : like `total`, without the sink's weight
     output : (..., H, n, d_v)
     seen : the arrays of each statistic
     """
@@ -198,8 +198,10 @@ def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
         out, lse = part
         if isinstance(lse, tuple | list) and len(lse) == 1:
             lse = lse[0]
-        for name, array in (("out", out), ("lse", lse)):
-            _check_array(f"{name} of part {index}", array)
+        for what, array in ((f"out of part {index}", out), (f"lse of part {index}", lse)):
+            if framework(array) not in ("numpy", "torch", "jax") or not hasattr(array, "dtype"):
+                raise DtypeError(f"{what} is a {type(array).__name__}", "arrays of NumPy, torch or JAX", CURE)
+            check_float_dtype(what, array)
         if tuple(lse.shape) != tuple(out.shape[:-1]) or out.ndim < 2:
             raise ShapeError(
                 f"part {index} has out {tuple(out.shape)} and lse {tuple(lse.shape)}",
@@ -212,12 +214,6 @@ def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
         raise ParameterError("merge of no parts", "at least one part", CURE)
     _check_alike(outs, lses)
     return outs, lses
-
-
-def _check_array(what: str, array: Any) -> None:
-    if framework(array) not in ("numpy", "torch", "jax") or not hasattr(array, "dtype"):
-        raise DtypeError(f"{what} is a {type(array).__name__}", "arrays of NumPy, torch or JAX", CURE)
-    check_float_dtype(what, array)
 
 
 def _check_alike(outs: list[Any], lses: list[Any]) -> None:

@@ -21,7 +21,7 @@ def shift(
     """Return a formula of the whole problem as a formula of a part.
 
     In a part, h, i and j count from the first head, query and key of the part. n and m stay the lengths of `problem`.
-    One kernel serves the parts of all positions, because their first query and key are `Offset`s.
+    The first query and the first key are `Offset`s, which are arguments of a kernel. So one kernel serves all parts.
     """
     symbols: dict[str, Expression] = {"n": as_expression(problem.n), "m": as_expression(problem.m)}
     for name, first in (("i", first_row), ("j", first_key)):

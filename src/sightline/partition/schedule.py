@@ -24,8 +24,8 @@ from .shards import Shards, Span
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
-MIN_TILE, MAX_TILES = 64, 2048  # positions of a tile of the search, at least; tiles along a sequence, at most
-KEY_BYTES, MIN_KEYS = 8 << 20, 256  # the size of a block of keys and values, about; its number of keys, at least
+MIN_TILE, MAX_TILES = 64, 2048  # the fewest positions of a tile of the search, and the most tiles along a sequence
+KEY_BYTES, MIN_KEYS = 8 << 20, 256  # the approximate size of a block of keys and values, and its fewest keys
 MAX_PIECES_AT_ONCE = 1 << 16  # pieces whose bounds are computed together; the number limits the memory
 
 
@@ -198,7 +198,7 @@ def _find_schedule(
     if mask is not None:
         _clear_hidden(pieces, mask, extent, rows, columns)
     is_seen = (pieces > 0) | (full > 0)
-    pieces *= (1 + MIN_TILE / max(sizes)) / 2  # a kernel's tiles are small: about half of them are empty in a large one
+    pieces *= (1 + MIN_TILE / max(sizes)) / 2  # of a large partial tile, a kernel skips about half: its own are small
     pieces += full
     pieces *= rows.lengths[:, None] * columns.lengths
     pairs = columns.reduce_spans(np.add, rows.reduce_spans(np.add, pieces).T).T
@@ -214,8 +214,9 @@ _find_cached = lru_cache(64)(_find_schedule)
 def _cut(owner: int, spans: Sequence[Span], block_length: int) -> list[KeyBlock]:
     """Return the blocks of a rank's spans: the first block of each span, then the second of each, and so on.
 
-    Under a causal mask, a block of the first span of a zigzag is much work for some ranks, and a block of the last span
-    for the others. In turn they keep the ranks in step, since a rank waits for the ranks with which it exchanges.
+    Under a causal mask and the layout zigzag, a block of the first span is much work for some ranks, and a block of the
+    last span is much work for the others. In this order the ranks have about the same work at the same time, so they
+    wait less for the ranks with which they exchange blocks.
     """
     cut = [span.cut(block_length) for span in spans]
     in_turn = [piece for group in zip_longest(*cut) for piece in group if piece is not None]
@@ -265,9 +266,9 @@ class _Pieces:
         return found
 
     def find_ends(self, is_seen: Any) -> Indices:
-        """Return (2, spans, ...): the first seen position of each span, and the position after the last one.
+        """Return (2, spans, ...): the first seen position of each span, and the position after the last seen one.
 
-        Both are 0 if there is none. `is_seen` is (pieces, ...).
+        Both numbers are 0 if no position of the span is seen. `is_seen` is (pieces, ...).
         """
         shape = (-1, *(1,) * (is_seen.ndim - 1))
         first, last = (ends.reshape(shape) for ends in (self.first, self.last))
@@ -282,7 +283,7 @@ def _clear_hidden(
 ) -> None:
     """Set the entries of cut pieces to 0 where bounds prove that the mask hides every pair. The tiles are partial.
 
-    Without this, a tile on the border of two ranks would make a rank need the whole block of its neighbour.
+    Otherwise a rank would need a whole block of another rank because of one tile that has positions of both ranks.
     """
     at = np.argwhere((pieces > 0) & (rows.is_cut[:, None] | columns.is_cut))
     for chunk in np.array_split(at, -(-len(at) // MAX_PIECES_AT_ONCE)) if len(at) else ():
