@@ -8,11 +8,58 @@ from typing import Any
 import numpy as np
 
 from ..arrays.kinds import check_kind, is_array
-from ..arrays.operations import check_float_dtype, framework, to_numpy
-from ..errors import DtypeError, ParameterError, ShapeError
+from ..arrays.operations import check_float_dtype, device, dtype_name, framework, to_numpy
+from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
+
+ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
 
 
-def check_array(name: str, array: Any) -> None:
+def check_append(key: Any, value: Any, stored: tuple[Any, Any], ndim: int, casts_inputs: bool) -> None:
+    """Raise if key and value do not fit each other, or do not fit the earlier appends.
+
+    Parameters
+    ----------
+    key, value : the arrays to append
+    stored : the storage of keys and of values; None and None before the first append
+    ndim : the number of axes of the arrays of earlier appends
+    casts_inputs : True if the cache casts every append to its own dtype
+    """
+    for name, array in (("key", key), ("value", value)):
+        _check_array(name, array)
+    if key.ndim not in (2, 3, 4) or tuple(key.shape[:-1]) != tuple(value.shape[:-1]):
+        raise ShapeError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)}", ACCEPTED_SHAPES, "give one value to a key"
+        )
+    if dtype_name(key) != dtype_name(value):
+        raise DtypeError(
+            f"key of {dtype_name(key)}, value of {dtype_name(value)}", "one dtype", "cast the key or the value"
+        )
+    like = key if stored[0] is None else stored[0]
+    for name, array in (("key", key), ("value", value)):
+        if (framework(array), device(array)) != (framework(like), device(like)):
+            raise DeviceError(
+                f"{name} is {framework(array)} on {device(array)}",
+                f"{framework(like)} on {device(like)}, as before",
+                f"convert or move the {name} first, or make another KVCache",
+            )
+    if not casts_inputs and dtype_name(key) != dtype_name(like):
+        raise DtypeError(
+            f"key and value of {dtype_name(key)}, the cache stores {dtype_name(like)}",
+            "the dtype of the first append",
+            f"cast key and value, or make the cache by KVCache(dtype={dtype_name(like)!r}), which casts every append",
+        )
+    for name, array, old in zip(("key", "value"), (key, value), stored, strict=True):
+        found, wanted = unsqueeze_to_4d(array).shape, None if old is None else old.shape
+        if wanted and (array.ndim != ndim or (*found[:2], found[3]) != (*wanted[:2], wanted[3])):
+            shape = [str(length) for length in wanted]
+            shape[2] = "t"
+            del shape[1 : 1 + (ndim < 4)], shape[: ndim == 2]
+            raise ShapeError(
+                f"{name} {tuple(array.shape)}", f"({', '.join(shape)}), as before", "or make another KVCache"
+            )
+
+
+def _check_array(name: str, array: Any) -> None:
     """Raise unless the array is a plain float array of NumPy or torch that requires no gradient."""
     if is_array(array):
         check_kind(name, array)
@@ -50,7 +97,7 @@ def to_integers(values: Any) -> Any:
     """Return whole numbers as a new int64 array; None if the values are something else.
 
     An empty list counts as whole numbers, although NumPy reads it as floats. A number beyond int64 becomes the largest
-    int64. Other dtypes are not safe to compute with: uint64 and int64 make floats, and torch reads uint8 as a mask.
+    int64. Other dtypes would give errors: NumPy adds uint64 and int64 as floats, and torch reads uint8 as a mask.
     """
     try:
         array = to_numpy(values)

@@ -9,16 +9,15 @@ from typing import Any, Literal
 import numpy as np
 
 from ..arrays.operations import FLOATS, device, dtype_name, framework
-from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
+from ..errors import DtypeError, ParameterError, ShapeError
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
 from ..formula.tables import Table
-from .argument_checks import check_array, check_count, check_lengths, to_integers, unsqueeze_to_4d
+from .argument_checks import check_append, check_count, check_lengths, to_integers, unsqueeze_to_4d
 from .row_positions import check_row_positions
 from .storage import allocate, grow, reorder_batch, write
 
 GROWTH_FACTOR = 2  # the capacity of a full cache is doubled, so a position is copied about once in total
-ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
 
 _NUMBERS = itertools.count()
 b, i, j = (SYMBOLS[name] for name in "bij")
@@ -176,7 +175,7 @@ class KVCache:
             padding is another word, or a tensor requires a gradient: append `key.detach()`, or pass plain arrays to
             attention.
         """
-        self._check(key, value)
+        check_append(key, value, (self._key, self._value), self._ndim, self._casts_inputs)
         if padding not in ("right", "left"):
             raise ParameterError(
                 f"padding={padding!r}", '"right" or "left"', 'padding="left" if padding precedes the tokens'
@@ -314,12 +313,7 @@ class KVCache:
 
     def are_newest(self, n: int) -> bool:
         """True if n queries are the rows of the newest append; False if `truncate` has removed all of these rows."""
-        return n == self.num_newest and self._newest_have_positions
-
-    @property
-    def num_newest(self) -> int:
-        """The number of rows of the newest append."""
-        return int(self._newest_positions.shape[1])
+        return n == self._newest_positions.shape[1] and self._newest_have_positions
 
     # -- internals --------------------------------------------------------------------------------------------------
     @property
@@ -328,7 +322,7 @@ class KVCache:
         return None if self._has_equal_lengths else library.padding(self._lengths)
 
     def _set_lengths(self, lengths: Any, newest: Any) -> None:
-        """Set the lengths and the newest positions, and forget the issued masks.
+        """Set the lengths and the positions of the newest append, and remove the masks that `causal` has returned.
 
         `_max_length` and `_has_equal_lengths` are plain Python, so that torch.compile can read them.
         """
@@ -342,49 +336,11 @@ class KVCache:
         self._has_equal_lengths = bool((lengths == self._max_length).all())
 
     def _view(self, length: int) -> tuple[Any, Any]:
-        """Return key and value of the first `length` positions, even if another thread appends meanwhile."""
+        """Return views of key and value with the first `length` positions. Another thread may append meanwhile."""
         if self._key is None:
             raise _nothing_appended()
         index = {4: (), 3: (slice(None), 0), 2: (0, 0)}[self._ndim]
         return self._key[index][..., :length, :], self._value[index][..., :length, :]
-
-    def _check(self, key: Any, value: Any) -> None:
-        """Raise if key and value do not fit each other or the earlier appends."""
-        for name, array in (("key", key), ("value", value)):
-            check_array(name, array)
-        if key.ndim not in (2, 3, 4) or tuple(key.shape[:-1]) != tuple(value.shape[:-1]):
-            raise ShapeError(
-                f"key {tuple(key.shape)} and value {tuple(value.shape)}", ACCEPTED_SHAPES, "give one value to a key"
-            )
-        if dtype_name(key) != dtype_name(value):
-            raise DtypeError(
-                f"key of {dtype_name(key)}, value of {dtype_name(value)}", "one dtype", "cast the key or the value"
-            )
-        like = key if self._key is None else self._key
-        for name, array in (("key", key), ("value", value)):
-            if (framework(array), device(array)) != (framework(like), device(like)):
-                raise DeviceError(
-                    f"{name} is {framework(array)} on {device(array)}",
-                    f"{framework(like)} on {device(like)}, as before",
-                    f"convert or move the {name} first, or make another KVCache",
-                )
-        if self._key is None:
-            return
-        if not self._casts_inputs and dtype_name(key) != self._dtype:
-            raise DtypeError(
-                f"key and value of {dtype_name(key)}, the cache stores {self._dtype}",
-                "the dtype of the first append",
-                f"cast key and value, or make the cache by KVCache(dtype={self._dtype!r}), which casts every append",
-            )
-        for name, array, stored in (("key", key, self._key), ("value", value, self._value)):
-            found, wanted = unsqueeze_to_4d(array).shape, stored.shape
-            if array.ndim != self._ndim or (*found[:2], found[3]) != (*wanted[:2], wanted[3]):
-                shape = [str(length) for length in wanted]
-                shape[2] = "t"
-                del shape[1 : 1 + (self._ndim < 4)], shape[: self._ndim == 2]
-                raise ShapeError(
-                    f"{name} {tuple(array.shape)}", f"({', '.join(shape)}), as before", "or make another KVCache"
-                )
 
     def _allocate(self, key: Any, value: Any, axes: int) -> None:
         """Allocate storage for arrays like these, for the first append."""
@@ -409,16 +365,15 @@ def _nothing_appended() -> ParameterError:
 def as_arrays(
     query: Any, cache: KVCache, mask: Any, score: Any = None, see: Any = (), has_sinks: bool = False
 ) -> tuple[Any, Any, Any]:
-    """Return (key, value, mask) of attention on a cache, with plain arrays in place of the cache if they suffice.
+    """Return (key, value, mask) of attention on a cache: plain arrays if they suffice, else (cache, None, mask).
 
     Plain arrays suffice if the query has the cache's array type and dtype, and one of the following holds. All
-    sequences have the same length. The mask is None or a formula, to which a condition is added that hides the
-    positions beyond each sequence's end; torch.compile does not trace this. The mask is the last result of `causal`.
+    sequences have the same length. The mask is the last result of `causal`. The mask is None or a formula, and
+    torch.compile does not trace the call: then the result's mask also hides the positions beyond each sequence's end.
 
     `check_row_positions` checks mask, score and the conditions of `see`.
 
-    The causal mask is dropped if the query is the newest position of every sequence, because such a query sees every
-    key.
+    The returned mask is None if the query is the newest position of every sequence, because it then sees every key.
     """
     if type(query) is not type(cache._key) or query.dtype != cache._key.dtype:
         return cache, None, mask

@@ -1,4 +1,4 @@
-"""A check of formulas on a cache.
+"""A check of the formulas of a call on a cache.
 
 The row `i` of a query is not the query's position in its sequence if the cache has earlier positions.
 """
@@ -25,12 +25,10 @@ NONE, ROW, KEY, PAIR = range(4)  # whether a number depends on the row i, the ke
 
 
 def check_row_positions(cache: KVCache, n: int, mask: Any, score: Any, see: Any = (), has_sinks: bool = False) -> None:
-    """Raise FormulaError if a formula would take the rows of n queries for their positions, and they are not.
+    """Raise FormulaError if a formula uses the row of a query as the query's position, and the two numbers differ.
 
-    A mask of `cache.causal` that was made before the cache changed is an error too.
-
-    The queries of a call are numbered from 0, so in `i >= j` the newest token after 100 others is at i = 0, and would
-    see the first key alone.
+    The queries of a call are numbered from 0. So in `i >= j` the newest token after 100 others has i = 0, and would see
+    the first key alone. A mask of `cache.causal` that was made before the cache changed is an error too.
 
     Parameters
     ----------
@@ -92,21 +90,22 @@ def _reads_scores(statistic: Any) -> bool:
 
 
 def _shift(cache: KVCache, n: int) -> float:
-    """Return the number that turns rows into positions, the same one in all sequences; ∞ if there is none."""
+    """Return the difference position − row of n queries; ∞ if it is not above 0 or differs between sequences."""
     positions = cache.positions(None if cache.are_newest(n) else n)
     shifts = (positions - np.arange(n))[positions >= 0]
     return float(shifts[0]) if shifts.size and (shifts == shifts[0]).all() and shifts[0] > 0 else math.inf
 
 
 def compares_rows(formula: Expression, needs_lse: bool = False, n: int | None = None, shift: float = math.inf) -> bool:
-    """True if the formula compares the row i of a query with the key j, or joins them in any way but by a sum.
+    """True if the formula compares the row i of a query with the key j, or computes with both in any way but a sum.
 
     A score that is linear in i − j, such as that of `alibi`, has the same weights if i is shifted by a constant,
-    because the shift adds the same number to all scores of a query. It has another lse: True if `needs_lse`.
+    because the shift adds the same number to all scores of a query. Only the lse differs, so the result for such a
+    score is `needs_lse`.
 
-    Three things make a position of a row. A whole number is added to it that comes from m or from a table, or that is
-    at least `shift`, as `_shift` finds it. The comparison reads m. The row is the index of an axis with n entries, one
-    for each row.
+    In three cases the formula already computes with positions. It adds to the row a whole number that comes from m or
+    from a table, or that is at least `shift`, the result of `_shift`. Its comparison reads m. It uses the row as the
+    index of a table's axis with n entries, one for each row.
     """
     uses: dict[int, int] = {id(SYMBOLS["i"]): ROW, id(SYMBOLS["j"]): KEY}
     for node in walk(formula):
@@ -128,7 +127,7 @@ def _has_rows(table: Table, axis: int, n: int | None) -> bool:
 
 
 def _is_shifted(node: Expression, shift: float) -> bool:
-    """True if a sum of whole numbers makes a position of a row, or if a comparison reads m, the number of keys."""
+    """True if the node is a sum that turns a row into a position, or a comparison that reads m, the number of keys."""
     if not isinstance(node, Apply) or len(node.arguments) != 2:
         return False
     if node.kind == "bool":

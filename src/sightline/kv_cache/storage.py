@@ -8,15 +8,13 @@ import numpy as np
 
 from ..arrays.operations import dtype_name, namespace, resolve_dtype
 
-__all__ = ["allocate", "grow", "reorder_batch", "write"]
-
 Array = Any
 
 
 def allocate(like: Array, batch: int, capacity: int, dtype: str) -> Array:
     """Return zeros of shape (batch, G, capacity, d), with the library, the device, G and d of `like`.
 
-    Uninitialised memory may hold NaN. A kernel that meets NaN at hidden positions must check them a second time.
+    Uninitialised memory may hold NaN, and a kernel computes a block a second time if its hidden positions have NaN.
     """
     xp = namespace(like)
     shape = (batch, like.shape[1], capacity, like.shape[3])
