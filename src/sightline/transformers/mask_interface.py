@@ -29,8 +29,8 @@ b, i, j, n, m = (SYMBOLS[name] for name in "bijnm")
 class FormulaMask(Tensor):
     """A bool mask (B, 1, n, m) that stores its formula and no entries; an entry is True where the query attends.
 
-    A model passes the mask unchanged from the mask function to the attention layers. Any other tensor operation on the
-    mask runs on the dense array, which transformers' own code computes then.
+    A model passes the mask unchanged from the mask function to the attention layers. If the model uses the mask in any
+    other tensor operation, transformers' own code computes the dense array, and the operation reads that array.
 
     Attributes
     ----------
@@ -108,19 +108,10 @@ def sightline_mask(
         compiles the model, if formulas cannot express the mask function, or if it hides nothing and None is not
         allowed. Otherwise it is a `FormulaMask`.
     """
+    lengths = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": use_vmap}
     make_dense: Callable[[], Tensor] = partial(
-        sdpa_mask,
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        kv_offset,
-        mask_function,
-        attention_mask,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        use_vmap=use_vmap,
-        device=device,
+        sdpa_mask, *lengths, mask_function, attention_mask, **options, device=device
     )
     if torch.compiler.is_compiling():
         return make_dense()
@@ -148,8 +139,9 @@ def sightline_mask(
 def _position_formulas(query_start: int, key_start: int, cached: int) -> tuple[Expression, Expression]:
     """Return the positions of queries and keys in the sequence, as formulas of i and j.
 
-    All offsets give formulas of one structure, so that they share a kernel: the number of keys in a growing cache is
-    m − n, and other offsets are tables with one entry. As constants, the offsets 0 and 1 would give other kernels.
+    The formulas of all offsets have one structure, so they share a kernel. `cached` is the number of keys minus the
+    number of queries. If it is the offset of the queries, as in a growing cache, the offset is m − n. Other offsets are
+    tables with one entry, because the constants 0 and 1 would give other structures.
     """
     row: Expression = i
     column: Expression = j

@@ -64,9 +64,9 @@ def watch(
     ------
     ParameterError
         `model` is not a module, its attention does not use transformers' attention interface, `layers` matches no
-        layer, `see` is not a nonempty list of statistics, or `heads`, `tokens` or `tokenizer` has the wrong type. The
-        call of a layer raises the error for a head that the layer does not have, and the exit that for `tokens` of a
-        wrong length, or for a watch that recorded no call.
+        layer, `see` is not a nonempty list of statistics, or `heads`, `tokens` or `tokenizer` has the wrong type. A
+        call of a layer raises it for a head that the layer does not have. The exit of the context raises it for
+        `tokens` of a wrong length, and if no call was recorded.
 
     Examples
     --------
@@ -111,7 +111,10 @@ def watch(
 
 
 def _explain_missing_calls(model: nn.Module) -> tuple[str, str]:
-    """Return why a watch of the model recorded no call, and the cure: the model may have changed its attention."""
+    """Return the reason why a watch of the model recorded no call, and the cure.
+
+    One reason is that the model has changed its own attention implementation.
+    """
     used = {config._attn_implementation for config in _collect_configurations(model)} - {NAME, None}
     if not used:
         return explain_missing_calls(model)
@@ -124,7 +127,7 @@ def _explain_missing_calls(model: nn.Module) -> tuple[str, str]:
 
 
 def _token_recorder(models: list[PreTrainedModel], tokenizer: Any) -> TokenRecorder | None:
-    """Return a recorder of the outermost model's tokens; None if several models with own texts are outermost."""
+    """Return a recorder of the tokens of the model that contains all other models; None if no model contains all."""
     inner = {id(module) for model in models for module in model.modules() if module is not model}
     outermost = [model for model in models if id(model) not in inner]
     source = Tokenizer(tokenizer, outermost[0].config.name_or_path)
@@ -141,7 +144,10 @@ def _uses_attention_interface(kind: Any) -> bool:
 
 
 def _is_cross_attention(name: str, module: nn.Module) -> bool:
-    """True for cross-attention: by the layer's `is_cross_attention`, else by the end of its path and its class name."""
+    """True for cross-attention.
+
+    The attribute `is_cross_attention` of the layer says so; without it, the end of the layer's path and its class name.
+    """
     declared = getattr(module, "is_cross_attention", None)
     if isinstance(declared, bool):
         return declared

@@ -1,7 +1,7 @@
 """The tokens of a watched model's inputs, which label the positions of its recording.
 
 Hooks on the model read the ids of the tokens that the model is called with. A tokenizer turns the ids into strings when
-the labels are read for the first time, so that a recording whose labels nobody reads costs no tokenizer.
+the labels are read for the first time, so no tokenizer is loaded if nobody reads the labels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..recording import Tokens
 
 PREPARE = "prepare_inputs_for_generation"
 PADDING = -1  # in place of the id of a padding token at the end of a text
-Ids = list[list[int | None]]  # for each batch entry the ids of its positions; None if the model got the id before
+Ids = list[list[int | None]]  # for each batch entry the ids of its positions; None for ids of calls without a recording
 
 
 class Tokenizer:
@@ -103,7 +103,7 @@ _RECORDERS: WeakKeyDictionary[PreTrainedModel, list[TokenRecorder]] = WeakKeyDic
 
 
 def _read_generated(model: PreTrainedModel) -> Any:
-    """Return the method of a model that `generate` calls with all ids, which hands the ids to the model's recorders."""
+    """Return a function in place of the method that `generate` calls with all ids; it gives the ids to recorders."""
     prepare = getattr(model, PREPARE)
 
     @wraps(prepare)
@@ -122,7 +122,7 @@ def _length_without_padding(is_real: Tensor) -> int:
 
 
 class TokenRecorder:
-    """Reads the ids of the tokens that a model is called with; `current` are those known so far.
+    """A reader of the ids of the tokens that a model is called with. `current` has the ids that are known so far.
 
     Parameters
     ----------
@@ -173,12 +173,12 @@ class TokenRecorder:
         return read
 
     def _add(self, side: str, ids: Tensor, mask: Any, cache: Any) -> None:
-        """Take over the ids of a call: after those in the cache, or as a new text."""
+        """Store the ids of a call: after the ids of the positions in the cache, or as a new text."""
         start = int(cache.get_seq_length()) if side != "encoder" and hasattr(cache, "get_seq_length") else 0
         count, generated = start + ids.shape[1], None if side == "encoder" else self.generated
         known: Ids = self.current.by_side.get(side, [])
         if generated is not None and generated.shape == (len(ids), count):
-            rows: Ids = generated.tolist()  # beams change places, so the ids before are read again
+            rows: Ids = generated.tolist()  # a beam search reorders the sequences, so earlier ids are read again
         elif start and len(known) == len(ids):
             rows = [
                 (row[:start] + [None] * (start - len(row))) + new for row, new in zip(known, ids.tolist(), strict=True)
