@@ -1,4 +1,4 @@
-"""The order of work of one call: blocks of keys that fit the memory limit, and the queries that see each block."""
+"""The work items of one call: blocks of keys that fit the memory limit, and the queries that see each block."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ...problem.problem import Problem
 from ...statistics import itemsize
 
 UNITS = ("", "k", "M", "G", "T")
-MIN_POSITIONS = 64  # of a block of keys and of a range of queries
-SEARCH_ROWS = 256  # queries of a tile in the search for the queries that see a block
-MAX_PAIRS = 1 << 30  # of one work item, so that an interrupt is answered within seconds
-BLOCKS_IN_MEMORY = 2  # the block that is computed and the block that is read meanwhile
-COPIES = 6  # arrays of the size of a part's output, or of its statistics, that merging a part needs at once
+MIN_POSITIONS = 64  # the fewest keys of a block, and the fewest queries of a work item
+SEARCH_ROWS = 256  # the queries of a tile in the search for the queries that see a block
+MAX_PAIRS = 1 << 30  # the most pairs of one work item, so that an interrupt takes effect within seconds
+BLOCKS_IN_MEMORY = 2  # the block that is computed, and the block that is read at the same time
+COPIES = 6  # how many arrays of the size of a part's output, or of its statistics, the merge of a part needs at once
 KEY_MULTIPLE = 4  # dropout counts keys in groups of 4
 
 
@@ -60,7 +60,7 @@ def choose_sizes(problem: Problem, key_bytes: int, limit: int, output_in_memory:
     ----------
     problem : the whole problem, with the statistics other than lse
     key_bytes : the bytes of one position of key and value, over all batches and heads
-    limit : bytes
+    limit : the bytes that the call may use
     output_in_memory : True if the result is a new array, False if it is written to a file or to the caller's array
 
     Raises

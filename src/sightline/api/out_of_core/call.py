@@ -53,8 +53,8 @@ def attention_from_disk(
 ) -> Any:
     """Compute `attention` for keys and values that are larger than memory.
 
-    Keys and values are read once, in blocks that fit `memory_limit`; one thread reads the next block while the current
-    one is computed. A block is computed only for the queries that can see one of its keys, and a block that no query
+    Keys and values are read once, in blocks that fit `memory_limit`. One thread reads the next block while the current
+    block is computed. A block is computed only for the queries that can see one of its keys, and a block that no query
     sees is not read. The results of the blocks are merged exactly, by the formula of `merge`.
 
     Parameters
@@ -69,8 +69,8 @@ def attention_from_disk(
         `lse()`, `entropy()`, `max_score()`, `mass(condition)` and `top_k(k)`. The others need all keys at once.
     output : path, or array (..., H, n, d_v) of the inputs' dtype, optional
         Where the output is written: the path of a file in NumPy's format .npy, or an array such as a numpy.memmap. The
-        default is a new array in memory. The file gets its room on the disk before the work. It is written at the end,
-        and a call that stops early leaves no new file.
+        default is a new array in memory. Disk space for the file is reserved before the first block is computed. The
+        file is written at the end, and a call that stops early leaves no new file.
     memory_limit : int or str, default "2 GB"
         The bytes that the call may use beside its arguments. The limit contains the sums of all queries, which are
         always in memory: n · H · (d_v + 2) · 4 bytes, or n · H · (d_v + 1) · 8 bytes for float64; and up to 16 bytes
@@ -78,8 +78,8 @@ def attention_from_disk(
     checkpoint : path of a folder, optional
         The folder in which the state is saved every minute and when the call stops early, for example by Ctrl-C. A
         second call with the same arguments continues from there and gives the same bits as an uninterrupted call. When
-        the call finishes, the state is removed. The state needs twice the room of the sums on the disk. A second call
-        hashes the query, and the keys and values that the first one has used, so changed entries are found.
+        the call finishes, the state is removed. On the disk, the state takes twice the bytes of the sums. A second call
+        hashes the query, and the keys and values that the first call has used, so it finds changed entries.
     progress : bool or function (finished, total), optional
         True shows a progress bar on stderr; the default shows one if stderr is a terminal.
 
@@ -98,7 +98,7 @@ def attention_from_disk(
         or no folder, the output is read-only or the file of an input, or another call uses the checkpoint or the file
         of the output.
     OSError
-        A disk has no room for the output or the state. The error is raised before the work.
+        A disk has no space for the output or the state. The error is raised before the first block is computed.
 
     References
     ----------
@@ -158,9 +158,9 @@ class _Run:
         self.merged: tuple[int, Sums] | None = None  # the item that is being stored, and the results of its queries
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Continue from the state of a checkpoint, and save states there.
+        """Continue from the state of a checkpoint, and save later states in it.
 
-        The blocks that the finished items have read are read again, because they may have changed since.
+        The blocks that the finished items have read are read and hashed again, because their entries may have changed.
         """
         self.checkpoint = checkpoint
         checkpoint.load(self.state)
@@ -236,7 +236,7 @@ class _Run:
         return Sums(lse, 1.0, keys, output, [[rest.pop(0) for _ in own] for own in self.state.seen])
 
     def _store(self) -> None:
-        """Store the merged rows. An interrupt may stop this at any point, and `save` then repeats it."""
+        """Store the merged rows. If an interrupt stops this method at any point, `save` calls it again."""
         if self.merged is None:
             return
         number, found = self.merged
@@ -252,7 +252,7 @@ class _Run:
 
 
 def _build_results(problem: Problem, state: State) -> Iterator[Any]:
-    """Yield the result of each statistic. `state` has the arrays of those other than lse."""
+    """Yield the result of each statistic. `state.seen` has the arrays of the statistics other than lse."""
     others = iter(state.seen)
     for statistic in problem.see:
         own = zip([state.lse] if isinstance(statistic, Lse) else next(others), statistic.dtypes(problem), strict=True)
@@ -260,7 +260,7 @@ def _build_results(problem: Problem, state: State) -> Iterator[Any]:
 
 
 def _stand_ins(sources: dict[str, Any]) -> list[Any]:
-    """Return arrays with the shapes and dtypes of the sources that take no memory."""
+    """Return arrays that have the shapes and dtypes of the sources, and that take no memory."""
     found = []
     for name, array in sources.items():
         if not (hasattr(array, "shape") and hasattr(array, "dtype")) or arrays.framework(array) in ("torch", "jax"):
@@ -295,11 +295,11 @@ def _check_statistics(problem: Problem) -> None:
 
 @contextmanager
 def _report_progress(progress: Progress) -> Iterator[Callable[[int, int], Any]]:
-    """Yield a function of (finished work items, all work items).
+    """Yield the function that is called with (finished work items, all work items) after each item.
 
     Parameters
     ----------
-    progress : the function itself; True for a progress bar on stderr, None for one if stderr is a terminal
+    progress : the function itself; True for a progress bar on stderr; None for a bar if stderr is a terminal
     """
     if callable(progress):
         yield progress

@@ -27,11 +27,11 @@ from .locked_file import LockedFile
 
 FILE_NAME = "attention.state"
 MARK = b"sightline state3"  # the number changes with the meaning of a saved state
-HEADER_BYTES = 4096  # of each copy
+HEADER_BYTES = 4096  # the size of each copy's header
 HASH_BYTES = 32
-HASHED_ELEMENTS = 1 << 16  # of an array that are copied and hashed at once
+HASHED_ELEMENTS = 1 << 16  # the elements of an array that are copied and hashed at once
 BLOCKS = "memory_limit, or output given or not"  # what the work items depend on beside the other arguments
-COPIES = 2  # one is written while the other one holds the state before
+COPIES = 2  # while one copy is written, the other copy has the state before
 NUMBERS = struct.Struct(f"<{len(MARK)}sQ{HASH_BYTES}s{HASH_BYTES}s{HASH_BYTES}s")
 NOTHING_READ = (bytes(HASH_BYTES), bytes(HASH_BYTES))
 
@@ -60,7 +60,7 @@ class State:
 
 @dataclass(frozen=True)
 class _Header:
-    """What the file says of one copy of the state."""
+    """The header of one copy of the state."""
 
     finished: int
     read: tuple[bytes, bytes]
@@ -73,15 +73,15 @@ class _Header:
 
 
 class Checkpoint:
-    """The file that holds the state of one call, while the call has it open and locked.
+    """The file with the state of one call, while the call has the file open and locked.
 
-    The file has room for two copies of the state. It begins with two headers of `HEADER_BYTES`, then come the arrays
-    of the first copy, then those of the second. A state is written over the older copy, its header last, so the
-    newer copy is whole at any time. Every byte that is read is under a checksum.
+    The file stores two copies of the state. Its first bytes are the two headers, of `HEADER_BYTES` each. The arrays of
+    the first copy follow, and then the arrays of the second copy. `save` replaces the older copy and writes its header
+    last, so the newer copy is complete at any time. Checksums cover every byte that is read.
 
     Parameters
     ----------
-    folder : of the file; it is created if it does not exist
+    folder : the folder of the file; it is created if it does not exist
     arguments : the hash of each argument of the call
     items : the number of work items of the call
     """
@@ -112,14 +112,14 @@ class Checkpoint:
         self.file.close()
 
     def load(self, state: State) -> None:
-        """Read the newest whole state, if there is one, into `state`. Then make room for both copies.
+        """Read the newest complete state, if there is one, into `state`. Then reserve disk space for both copies.
 
         Raises
         ------
         ParameterError
-            The state belongs to other arguments, or no copy of it is whole.
+            The state belongs to other arguments, or no copy of it is complete.
         OSError
-            The disk has no room for both copies.
+            The disk has no space for both copies.
         """
         stored = [bytearray(HEADER_BYTES) for _ in range(COPIES)]
         for copy, content in enumerate(stored):
@@ -141,7 +141,7 @@ class Checkpoint:
 
     def save(self, state: State) -> None:
         """Replace the older copy of the state."""
-        self._make_folder()  # someone may have removed it, or only the file
+        self._make_folder()  # the folder, or the file alone, may have been removed
         self.file.return_to_place(_offset(COPIES, state))
         copy = (self.copy + 1) % COPIES
         for offset, array in _places(copy, state):
@@ -167,7 +167,7 @@ class Checkpoint:
         return header if mark == MARK and content[: size + HASH_BYTES] == header.pack() else None
 
     def _read(self, header: _Header, copy: int, state: State) -> bool:
-        """Read a copy of the state, and return True if it is whole."""
+        """Read a copy of the state, and return True if it is complete."""
         self._check_arguments(header)
         is_read = all(self.file.read(offset, array) for offset, array in _places(copy, state))
         if not is_read or _checksum(state) != header.checksum or header.finished > self.items:
@@ -196,12 +196,12 @@ class Checkpoint:
 
 
 def _offset(copy: int, state: State) -> int:
-    """Return the place of a copy's first array in the file."""
+    """Return the offset of a copy's first array in the file."""
     return COPIES * HEADER_BYTES + copy * sum([int(array.nbytes) for array in state.arrays])
 
 
 def _places(copy: int, state: State) -> Iterator[tuple[int, Any]]:
-    """Yield the place in the file of each array of a copy, and the array."""
+    """Yield (offset in the file, array) of each array of a copy."""
     offset = _offset(copy, state)
     for array in state.arrays:
         yield offset, array
@@ -218,7 +218,7 @@ def _checksum(state: State) -> bytes:
 def hash_arguments(problem: Problem, sources: dict[str, Any], items: list[WorkItem]) -> dict[str, bytes]:
     """Return a hash of each argument that the result depends on.
 
-    The hashes of key and value are of shape and dtype. `hash_block` hashes their entries as they are read.
+    The hashes of key and value cover shape and dtype. `hash_block` hashes their entries when a block has been read.
     """
     shapes = {name: [tuple(map(int, array.shape)), str(array.dtype), sys.byteorder] for name, array in sources.items()}
     return {
@@ -266,7 +266,7 @@ def _hash(*parts: Any) -> bytes:
 
 
 def _add_array(found: Any, array: Any) -> None:
-    """Hash dtype, shape and entries of an array of two or more axes, some positions at a time."""
+    """Hash dtype, shape and entries of an array of two or more axes, a few positions at a time."""
     *outer, positions, width = array.shape
     found.update(f"{array.dtype} {tuple(array.shape)}\n".encode())
     step = max(HASHED_ELEMENTS // max(int(np.prod(outer, dtype=np.int64)) * width, 1), 1)

@@ -1,4 +1,4 @@
-"""Files that one call at a time writes, with room for all their bytes before the work begins."""
+"""Files that only one call at a time may write, and whose bytes are allocated on the disk before they are written."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ NOT_SUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.
 class LockedFile:
     """A file that is open for reading and writing, and that no other call opens until it is closed.
 
-    The system releases the lock when the process ends, however it ends. A file system without locks is used without.
+    The system releases the lock when the process ends, however it ends. If the file system has no locks, the file is
+    used without a lock.
 
     Parameters
     ----------
-    path : of the file, which is created if it does not exist
+    path : the path of the file, which is created if it does not exist
     argument : the argument of the call that named the file
 
     Raises
@@ -74,7 +75,7 @@ class LockedFile:
         return _has_name(self.file, self.path)
 
     def return_to_place(self, size: int) -> None:
-        """If the file is not in place, open the file of its name, and give the first `size` bytes room on the disk."""
+        """If the path no longer names this file, open a file of that name and allocate its first `size` bytes."""
         if not self.is_in_place():
             removed = self.file
             self._open()
@@ -82,12 +83,12 @@ class LockedFile:
             self.allocate(size)
 
     def allocate(self, size: int) -> None:
-        """Give the first `size` bytes room on the disk. The bytes of an existing file keep their values.
+        """Allocate the first `size` bytes of the file on the disk. The bytes of an existing file keep their values.
 
         Raises
         ------
         OSError
-            The disk has no room, or a file may not be so large.
+            The disk has no space, or a file may not be so large.
         """
         reserve(self.file, 0, size, self.path, self.argument)
 
@@ -100,7 +101,7 @@ class LockedFile:
                 data = data[self.file.write(data) :]
 
     def read(self, offset: int, values: Any) -> bool:
-        """Read the bytes of a contiguous array, and return True; return False if the file ends before."""
+        """Read the bytes of a contiguous array. Return False if the file ends before the array is full, else True."""
         data = _bytes_of(values)
         with name_file(self.path):
             self.file.seek(offset)
@@ -121,21 +122,22 @@ class LockedFile:
             os.fsync(self.file.fileno())
 
     def restore_size(self) -> None:
-        """Return the file to its first size; remove a file that did not exist."""
+        """Cut the file to the size that it had before it was opened; remove it if it did not exist then."""
         if self.existed:
             self.truncate(self.first_size)
         else:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the file. Another file of its name stays."""
+        """Remove the file. If another file has its name now, that file is not removed."""
         if self.is_in_place():
             os.unlink(self.path)
 
     def close(self) -> None:
         """Release the lock and close the file.
 
-        A forked process and a memory map of the file have copies of the descriptor. They would keep the lock.
+        A forked process and a memory map of the file have copies of the descriptor. Without the release, the file would
+        stay locked until these copies are closed.
         """
         if fcntl is not None and not self.file.closed:
             try:
@@ -147,14 +149,14 @@ class LockedFile:
 
 
 def reserve(file: IO[bytes], start: int, size: int, path: str, what: str) -> None:
-    """Give `size` bytes from `start` on room on the disk, so that writing them later does not meet a full disk.
+    """Allocate `size` bytes of the file from byte `start` on, so that no later write of them fails on a full disk.
 
-    A file system that cannot allocate is asked only whether it has so many bytes free.
+    If the file system cannot allocate, `size` is only compared with the free bytes of the disk.
 
     Raises
     ------
     OSError
-        The disk has no room, or a file may not be so large. The message has the bytes needed and the bytes free.
+        The disk has no space, or a file may not be so large. The message has the bytes needed and the bytes free.
     """
     free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
     try:

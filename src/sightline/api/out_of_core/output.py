@@ -17,9 +17,9 @@ from ...errors import DtypeError, ParameterError, ShapeError
 from ...problem.problem import Problem
 from .locked_file import LockedFile, reserve
 
-COPY_ELEMENTS = 1 << 20  # of the output that are converted at once
+COPY_ELEMENTS = 1 << 20  # the elements of the output that are converted at once
 
-Write = Callable[[Any], Any]  # writes the output, given in the accumulator's dtype, and returns what the caller gets
+Write = Callable[[Any], Any]  # writes the output, given in the accumulator's dtype, and returns the caller's result
 
 
 def check_output(output: Any, problem: Problem, sources: dict[str, Any]) -> None:
@@ -44,17 +44,17 @@ def check_output(output: Any, problem: Problem, sources: dict[str, Any]) -> None
 
 @contextmanager
 def open_output(output: Any, problem: Problem) -> Iterator[Write]:
-    """Make room for the output on its disk, and yield the function that writes it.
+    """Reserve disk space for the output, and yield the function that writes it.
 
-    A file that is new is removed if the `with` block fails, so a file of the output is always whole. A file that
-    existed keeps its bytes until the output is written.
+    A new file is removed if the `with` block fails, so a file of the output is always complete. A file that existed
+    keeps its bytes until the output is written.
 
     Raises
     ------
     ParameterError
         Another call writes to the file.
     OSError
-        The disk has no room for the output.
+        The disk has no space for the output.
     """
     if not isinstance(output, str | PathLike):
         _reserve_mapped(output)
@@ -90,12 +90,12 @@ def _write_array(target: Any, problem: Problem, output: Any) -> Any:
 def _write_file(file: LockedFile, header: bytes, size: int, problem: Problem, output: Any) -> Any:
     """Write a file of `size` bytes in the format .npy, and return a numpy.memmap of it.
 
-    `write` raises an error on a full disk; an assignment to a memory map would end the process. The header is written
-    last, so a file that is not whole cannot be loaded.
+    `LockedFile.write` raises an error if the disk is full; an assignment to a memory map would end the process. The
+    header is written last, so NumPy does not load an incomplete file.
     """
     shape, dtype = _form(problem)
     entries = output.reshape(-1)
-    file.return_to_place(size)  # someone may have removed it since the work began
+    file.return_to_place(size)  # the file may have been removed since it was opened
     file.write(0, bytes(len(header)))
     for start in range(0, entries.size, COPY_ELEMENTS):
         part = entries[start : start + COPY_ELEMENTS].astype(dtype)
@@ -115,7 +115,7 @@ def _form(problem: Problem) -> tuple[tuple[int, ...], Any]:
 
 
 def _file_header(shape: tuple[int, ...], dtype: Any) -> bytes:
-    """Return what precedes the entries of an array in a file of the format .npy."""
+    """Return the bytes before the entries of an array in a file of the format .npy."""
     file = io.BytesIO()
     form = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, form)
@@ -123,7 +123,7 @@ def _file_header(shape: tuple[int, ...], dtype: Any) -> bytes:
 
 
 def _reserve_mapped(output: Any) -> None:
-    """Make room on the disk for the part of a file that an array maps. The file may have holes."""
+    """Reserve disk space for the part of a file that an array maps. A file may have holes, which take no space yet."""
     mapped = _find_map(output)
     if mapped is None or mapped.filename is None or mapped.mode == "c" or not os.path.isfile(mapped.filename):
         return
@@ -135,7 +135,7 @@ def _reserve_mapped(output: Any) -> None:
 
 
 def _find_map(array: Any) -> Any:
-    """Return the numpy.memmap of a whole mapping that an array views; None if the array maps no file."""
+    """Return the numpy.memmap of the whole mapping of which the array is a view; None if the array maps no file."""
     found = None
     while isinstance(array, np.ndarray):
         found = array if isinstance(array, np.memmap) else found
