@@ -1,4 +1,4 @@
-"""Layouts of arrays, which are part of the keys of the call cache, and the addresses of the arrays.
+"""Layouts, addresses and allocation of arrays, for the call cache. Layouts are part of the keys of the cache.
 
     read_arrays(query, key, value, ...)  →  (layouts, address of query, address of key, address of value, ...)
 
@@ -24,6 +24,8 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -163,3 +165,44 @@ class NoTensor:
 
 _tensors = Tensors((NoTensor, NoTensor), lambda _: None, (), lambda: False, None)
 read_arrays: Callable[..., tuple[Any, ...] | None] = read_in_python
+
+
+# -- how the call cache allocates arrays: one adapter for each type of array -------------------------------------------
+
+
+@dataclass(frozen=True)
+class ArrayAdapter:
+    """The functions by which the cache allocates arrays of one type. `torch.dispatch` adds the adapter of tensors.
+
+    Parameters
+    ----------
+    address : array → address of the array's first entry
+    make_empty : (shape, dtype or its name) → function () that allocates an array
+    finish_lse : (lse float64, output) → lse as users receive it
+    draw_seed : () → a seed of dropout; None if the caller must give one
+    """
+
+    address: Callable[[Any], int]
+    make_empty: Callable[[tuple[int, ...], Any], Callable[[], Any]]
+    finish_lse: Callable[[Any, Any], Any]
+    draw_seed: Callable[[], int] | None
+
+
+ADAPTERS: dict[type, ArrayAdapter] = {}
+BOOLEANS: set[Any] = {np.dtype(bool)}  # the dtypes of boolean arrays
+
+
+def addresses_of(arrays: Sequence[Any]) -> list[int]:
+    """Return the addresses of arrays whose types are in `ADAPTERS`."""
+    return [ADAPTERS[type(array)].address(array) for array in arrays]
+
+
+def _finish_lse(lse: Any, output: Any) -> Any:
+    return lse.astype(np.float64 if output.dtype == np.float64 else np.float32)
+
+
+def _make_empty(shape: tuple[int, ...], dtype: Any) -> Callable[[], Any]:
+    return partial(np.empty, shape, dtype)
+
+
+ADAPTERS[np.ndarray] = ArrayAdapter(numpy_address, _make_empty, _finish_lse, None)

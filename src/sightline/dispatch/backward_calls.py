@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.allocation import ADAPTERS
-from ..arrays.layouts import numpy_address
+from ..arrays.layouts import ADAPTERS, numpy_address
 from ..arrays.operations import accumulator, convert, detach, dtype_name, namespace, to_numpy
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of

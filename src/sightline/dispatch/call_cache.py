@@ -35,8 +35,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..arrays.allocation import ADAPTERS, ArrayAdapter
-from ..arrays.layouts import numpy_address
+from ..arrays.layouts import ADAPTERS, ArrayAdapter, numpy_address
 from ..cpu.runtime.compile import bound_calls, call_families
 from ..formula.expression import Expression
 from ..problem.kernel import Result

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..arrays import layouts as array_layouts
-from ..arrays.allocation import ADAPTERS, BOOLEANS
+from ..arrays.layouts import ADAPTERS, BOOLEANS
 from ..cpu.kernels.kernel_spec import min_decode_keys
 from ..cpu.runtime.machine import CPU_VARIABLE
 from ..formula import from_function, library

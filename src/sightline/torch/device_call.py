@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention  # bound before `replacing` replaces it
 
 from ..arrays import layouts as array_layouts
-from ..arrays.allocation import ADAPTERS
+from ..arrays.layouts import ADAPTERS
 from ..cpu.runtime.compile import bound_calls
 from ..dispatch.backward_calls import MAX_BACKWARD_CALLS
 from ..dispatch.call_cache import CallResult, ResultBuilder, describe_statistics

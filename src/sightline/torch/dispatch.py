@@ -10,9 +10,8 @@ import torch
 from torch import _C, Tensor
 from torch.nn import Parameter
 
-from ..arrays.allocation import ADAPTERS, BOOLEANS, ArrayAdapter
 from ..arrays.kinds import check_class, check_memory, refuse_subclass
-from ..arrays.layouts import MAX_GPUS, Layout, Tensors, make_kind
+from ..arrays.layouts import ADAPTERS, BOOLEANS, MAX_GPUS, ArrayAdapter, Layout, Tensors, make_kind
 from ..dispatch import call_cache
 from ..dispatch.call_request import Request, conditions_of
 from ..dispatch.kernel_list import KERNELS, make_plan, to_caller_layout

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from ...arrays.allocation import addresses_of
+from ...arrays.layouts import addresses_of
 from ...arrays.operations import memory_layout
 from ...formula.expression import Expression
 from ...formula.parameters import structure_of

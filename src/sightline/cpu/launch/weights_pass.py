@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.allocation import ArrayAdapter
+from ...arrays.layouts import ArrayAdapter
 from ...arrays.operations import convert, empty, layout, namespace, resolve_dtype, to_numpy
 from ...caching import cached_property
 from ...problem.kernel import MAX_LSE
