@@ -35,8 +35,8 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
         out is an array (..., n, d_v) of float16, bfloat16, float32 or float64, of NumPy, torch or JAX. lse is an array
         (..., n), in nats, in the accumulator's dtype (float64 if out is float64, else float32) or in float64. Shapes
         and dtypes must be equal in all parts; nothing is broadcast. An lse of −∞ means that the query sees no key of
-        the part. The query's row of out is ignored if the factor of the part is 0, because the lse is −∞ or the factor
-        underflows. The tuple (lse,) that `attention(..., see=[lse()])` returns is accepted in place of lse.
+        the part. The query's row of out is ignored if the part's factor is 0 for this query. The tuple (lse,) that
+        `attention(..., see=[lse()])` returns is accepted in place of lse.
 
     Returns
     -------
@@ -45,8 +45,7 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     lse : (..., n)
         The merged lse, in the dtype of the parts' lse; −∞ for a query that sees no key in any part.
 
-    In torch and JAX, out and lse have gradients of any order. A part's gradients are 0 where a query sees no key of the
-    part.
+    In torch and JAX, out and lse have gradients of any order. They are 0 for a part of which a query sees no key.
 
     Raises
     ------
@@ -67,8 +66,7 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     Examples
     --------
     >>> import numpy as np, sightline
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = (rng.normal(size=(8, 500, 64)) for _ in range(3))
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 8, 500, 64))
     >>> halves = [slice(0, 250), slice(250, 500)]
     >>> parts = [sightline.attention(q, k[:, half], v[:, half], see=[sightline.lse()]) for half in halves]
     >>> out, lse = sightline.merge(parts)

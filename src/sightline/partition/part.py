@@ -11,27 +11,6 @@ from ..problem.problem import Problem
 from ..statistics import Statistic
 
 
-def shift(
-    formula: Expression,
-    problem: Problem,
-    first_head: int = 0,
-    first_row: int | None = None,
-    first_key: int | None = None,
-) -> Expression:
-    """Return a formula of the whole problem as a formula of a part.
-
-    In a part, h, i and j count from the first head, query and key of the part. n and m stay the lengths of `problem`.
-    The first query and the first key are `Offset`s, which are arguments of a kernel. So one kernel serves all parts.
-    """
-    symbols: dict[str, Expression] = {"n": as_expression(problem.n), "m": as_expression(problem.m)}
-    for name, first in (("i", first_row), ("j", first_key)):
-        if first is not None:
-            symbols[name] = SYMBOLS[name] + intern(Offset(first, "int", name=name))
-    if first_head:
-        symbols["h"] = SYMBOLS["h"] + first_head
-    return formula.rewrite(symbols) if symbols.keys() & formula.free_symbols else formula
-
-
 def part_of(
     problem: Problem,
     query: Any,
@@ -45,7 +24,9 @@ def part_of(
 ) -> Problem:
     """Return the problem of some queries on some keys.
 
-    `sightline.merge` joins the results of parts. A part has no sinks, since a sink counts once.
+    `sightline.merge` joins the results of parts. A part has no sinks, since a sink counts once. In the formulas of a
+    part, h, i and j count from the first head, query and key of the part, and n and m stay the lengths of `problem`.
+    The first query and the first key are `Offset`s, which are arguments of a kernel. So one kernel serves all parts.
 
     Parameters
     ----------
@@ -66,7 +47,13 @@ def part_of(
             "parts that begin at multiples of 4",
             "align the parts of the keys",
         )
+    symbols: dict[str, Expression] = {"n": as_expression(problem.n), "m": as_expression(problem.m)}
+    for name, first in (("i", first_row), ("j", first_key)):
+        if first is not None:
+            symbols[name] = SYMBOLS[name] + intern(Offset(first, "int", name=name))
+    if first_head:
+        symbols["h"] = SYMBOLS["h"] + first_head
     part = replace(problem, query=query, key=key, value=value, sinks=None, see=see)
-    part = part.map_formulas(lambda formula: shift(formula, problem, first_head, first_row, first_key))
+    part = part.map_formulas(lambda f: f.rewrite(symbols) if symbols.keys() & f.free_symbols else f)
     b, h, i, j = problem.dropout_origin
     return replace(part, dropout_origin=(b, h + first_head, i + (first_row or 0), j + (first_key or 0)))

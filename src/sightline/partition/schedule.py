@@ -1,6 +1,6 @@
 """Which keys each rank needs, and how many pairs it computes with them.
 
-Every rank computes the same schedule from the mask, so no rank asks another one.
+Every rank computes the same schedule from the mask, so the ranks send no messages about it.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _find_schedule(
     if mask is not None:
         _clear_hidden(pieces, mask, extent, rows, columns)
     is_seen = (pieces > 0) | (full > 0)
-    pieces *= (1 + MIN_TILE / max(sizes)) / 2  # of a large partial tile, a kernel skips about half: its own are small
+    pieces *= (1 + MIN_TILE / max(sizes)) / 2  # a kernel has smaller tiles, and skips about half of a partial one
     pieces += full
     pieces *= rows.lengths[:, None] * columns.lengths
     pairs = columns.reduce_spans(np.add, rows.reduce_spans(np.add, pieces).T).T
@@ -258,7 +258,7 @@ class _Pieces:
         padded = np.concatenate([values, np.zeros_like(values, shape=(1, *values.shape[1:]))])  # at the index `end`
         if not len(self.begin):
             return padded[:0]
-        order = np.argsort(self.begin, kind="stable")  # then `reduceat` reads no piece between two spans
+        order = np.argsort(self.begin, kind="stable")  # in this order, `reduceat` reads no piece between two spans
         bounds = np.stack([self.begin[order], self.end[order]], axis=1)
         found = np.empty_like(values, shape=(len(order), *values.shape[1:]))
         found[order] = operation.reduceat(padded, bounds.ravel(), axis=0)[::2]
