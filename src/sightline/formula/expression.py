@@ -48,7 +48,7 @@ class Expression(ExpressionMethods):
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
-        """The tables that the formula reads, each once, in the order in which `walk` meets them."""
+        """The tables that the formula reads, each once, in the order in which `walk` returns their lookups."""
         found = {id(node.table): node.table for node in walk(self) if isinstance(node, Lookup)}
         return tuple(found.values())
 

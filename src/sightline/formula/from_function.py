@@ -24,7 +24,7 @@ from .torch_masks import block_formula, is_block_mask
 
 MAX_FUNCTION_DEPTH = 4  # levels that are searched for arrays: the function, the functions that it calls, and so on
 MAX_CONTAINER_LENGTH = 64  # arrays are not searched for in longer lists, tuples and dicts
-ROLES = {  # by the name of the argument: what FlexAttention calls its function, and the function's parameters there
+ROLES = {  # argument → FlexAttention's name of such a function, and the parameters that the function has there
     "mask": ("mask_mod", "b, h, q_idx, kv_idx"),
     "score": ("score_mod", "score, b, h, q_idx, kv_idx"),
 }

@@ -149,8 +149,8 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
            [0, 1, 1, 1]])
     """
     if (ids is None) == (lengths is None) or (key_lengths is not None and lengths is None):
-        arguments = {"ids": ids, "lengths": lengths, "key_lengths": key_lengths}
-        given = [name for name, argument in arguments.items() if argument is not None]
+        named = ("ids", ids), ("lengths", lengths), ("key_lengths", key_lengths)
+        given = [name for name, argument in named if argument is not None]
         raise ParameterError(
             f"documents with {' and '.join(given) or 'no arguments'}",
             "one of the two, ids or lengths; key_lengths only with lengths",
@@ -170,8 +170,8 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
     table = Table(ids, axes=(None,) if _ndim(ids) == 1 else ("b", None))
     if table.ndim not in (1, 2) or table.kind != "int":
         raise ShapeError(f"document ids {table}", "(n,) or (B, n) integers", "documents(ids) or documents(lengths=...)")
-    batch_index = () if table.ndim == 1 else (_first_index(table, b),)
-    return apply("equal", table[(*batch_index, i)], table[(*batch_index, j)])
+    batch = () if table.ndim == 1 else (_first_index(table, b),)
+    return apply("equal", table[(*batch, i)], table[(*batch, j)])
 
 
 def _document_ids(name: str, lengths: Any) -> Any:
@@ -203,7 +203,7 @@ def prefix(length: int) -> Expression:
 
 
 def dense(array: Any) -> Expression:
-    """Return the mask array[b, h, i, j] of an array that holds it in full. True lets query i attend to key j.
+    """Return the mask array[b, h, i, j] of an array with an entry for each pair. True lets query i attend to key j.
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ from .composed_functions import COMPOSED
 from .expression import Expression, apply, is_compiling
 from .operators import OPERATOR_ALIASES, OPERATORS
 from .tensor_casts import CASTS
-from .tensor_reads import is_reading
+from .tensor_reads import IS_READING
 
 FUNCTIONS: dict[str, Callable[..., Expression]] = {**COMPOSED, **CASTS}
 METHODS = {*OPERATORS, *OPERATOR_ALIASES, *FUNCTIONS}
@@ -54,7 +54,7 @@ def tensor_attribute(value: Expression, name: str) -> Any:
     """
     if name == "device" and is_compiling():
         return None
-    if name in ATTRIBUTES and not is_compiling() and is_reading() and "torch" in sys.modules:
+    if name in ATTRIBUTES and not is_compiling() and IS_READING.get() and "torch" in sys.modules:
         return ATTRIBUTES[name](sys.modules["torch"], value)
     if name not in METHODS:
         raise AttributeError(f"formulas have no attribute {name!r}")

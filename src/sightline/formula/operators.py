@@ -74,7 +74,7 @@ OPERATORS: dict[str, Operator] = {
     "logical_and": Operator("∧", 2, 2, _BOOL, (0, 1)),
     "logical_xor": Operator("⊻", 2, 1, _BOOL, (0, 1)),
     "logical_or": Operator("∨", 2, 1, _BOOL, (0, 1)),
-    "bitwise_and": Operator("&", 2, 4, _INT),  # of integers alone
+    "bitwise_and": Operator("&", 2, 4, _INT),  # only for integers
     "where": Operator("where", 3, 0, lambda kinds: _widest_kind(kinds[1:]), (0,)),
     "exp": Operator("exp", 1, 0, _FLOAT),
     "exp2": Operator("exp2", 1, 0, _FLOAT),

@@ -45,9 +45,9 @@ class TableParameter:
 class Structure:
     """Formulas whose tables and numbers are parameters, and the tables and numbers that they had.
 
-    formulas : their `Lookup`s read `TableParameter`s, and `Parameter`s stand for numbers; equal structures share them
-    tables : the tables by the slot of their parameter: those of the first formula first, each once
-    numbers : the numbers by the slot of their parameter
+    formulas : formulas with `TableParameter`s and `Parameter`s; two structures have the same objects if they are equal
+    tables : the table of each `TableParameter`, by its slot; the tables of the first formula come first
+    numbers : the number of each `Parameter`, by its slot
     """
 
     formulas: tuple[Expression | None, ...]
@@ -87,7 +87,7 @@ def structure_of(*formulas: Expression | None) -> Structure:
 def from_template(write: Callable[[Table], Expression], table: Table) -> Expression:
     """Return `write(table)`, a formula that depends on which axes of the table have length 1, and on no other number.
 
-    The functions of `library` call `from_template`. `structure_of` does not walk the returned formula.
+    The functions of `library` call `from_template`. `structure_of` does not visit the nodes of the result.
     """
     if is_compiling():
         return write(table)
@@ -120,7 +120,7 @@ def _structure_of_templates(formulas: tuple[Expression | None, ...]) -> Structur
     the template's table would stand for two tables, and if no formula has tables.
     """
     templates: list[Expression | None] = []
-    tables: dict[int, Table] = {}  # by the ids of the templates' tables
+    tables: dict[int, Table] = {}  # the table of each formula, by the id of its template's table
     for formula in formulas:
         template = formula
         if formula is not None and formula.tables:

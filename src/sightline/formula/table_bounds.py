@@ -1,8 +1,8 @@
 """The least and the greatest entry of a table over many ranges of its indices at once.
 
 The bounds form a pyramid of aligned blocks; each level has blocks twice as wide as the level below. At most two blocks
-per axis cover a range, from the narrowest level that is at least as wide as the range. The blocks cover at least the
-requested range, and exactly that range if it is one aligned block or one index.
+per axis cover a range; they are of the narrowest level whose blocks are at least as wide as the range. The blocks
+cover at least the requested range, and exactly that range if it is one aligned block or one index.
 """
 
 from __future__ import annotations

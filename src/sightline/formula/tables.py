@@ -40,6 +40,8 @@ class Table:
         The id of the table that this one was converted from; by default the table's own id.
     batch_axes : BatchAxes, optional
         The leading axes of a dense array, which the first axis of the table merges.
+    has_unknown_entries : bool, default False
+        True if a plan must serve all entries of the array's dtype. `bounds` then does not read the array.
 
     Raises
     ------
@@ -56,6 +58,7 @@ class Table:
         axes: tuple[str | None, ...] | None = None,
         batch_axes: BatchAxes | None = None,
         origin: int | None = None,
+        has_unknown_entries: bool = False,
     ) -> None:
         if isinstance(array, Table):
             array = array.array
@@ -72,7 +75,7 @@ class Table:
         self.array: Any = array
         self.axes, self.batch_axes = axes, batch_axes
         self.cache_state: tuple[int, int] | None = None  # the state of the `KVCache` whose positions these are
-        self.has_unknown_entries = False  # see `with_unknown_entries`
+        self.has_unknown_entries = has_unknown_entries
         self.origin = id(self) if origin is None else origin
         self.shape: tuple[int, ...] = tuple(array.shape)  # lengths may be symbols of torch.compile
         self.ndim = len(self.shape)
@@ -138,24 +141,18 @@ class Table:
 
     def with_array(self, array: Any) -> Table:
         """Return a table of another array of the same shape, whose entries are unknown if those of this table are."""
-        other = Table(array, self.axes, self.batch_axes, self.origin)
-        other.has_unknown_entries = self.has_unknown_entries
-        return other
+        return Table(array, self.axes, self.batch_axes, self.origin, self.has_unknown_entries)
 
     def without_axes(self, *symbols: str) -> Table:
         """Return the table with axes of any length in place of those that must span the range of one of the symbols."""
         axes = tuple([None if axis in symbols else axis for axis in self.axes or ()])
         if axes == (self.axes or ()):
             return self
-        other = Table(self.array, axes)
-        other.has_unknown_entries = self.has_unknown_entries
-        return other
+        return Table(self.array, axes, has_unknown_entries=self.has_unknown_entries)
 
     def with_unknown_entries(self) -> Table:
-        """Return the table for a plan that must serve all entries of its dtype: `bounds` does not read the array."""
-        other = self.with_array(self.array)
-        other.has_unknown_entries = True
-        return other
+        """Return the table with `has_unknown_entries`."""
+        return Table(self.array, self.axes, self.batch_axes, self.origin, has_unknown_entries=True)
 
     def __repr__(self) -> str:
         return f"table({'×'.join(map(str, self.shape))} {self.dtype})"

@@ -96,7 +96,7 @@ def _is_capturing(like: Any) -> bool:
 
 
 def identity(array: Any) -> Hashable:
-    """Return a key that identifies a tensor and its contents: no other live array shares it, and a write changes it.
+    """Return a key that identifies a tensor and its contents. No other existing array has it, and a write changes it.
 
     The result is None if the array is no torch tensor, lies on the CPU or on meta, or is an inference tensor.
     """

@@ -43,7 +43,7 @@ def cast(value: Any, kind: Kind) -> Expression:
 
 def _to_integer(x: Expression) -> Expression:
     """Return a float formula rounded toward 0, as an integer."""
-    if getattr(x, "operator", "") == "where":  # as in a truncated quotient, whose branches are rounded
+    if getattr(x, "operator", "") == "where":  # a truncated quotient is a `where` whose branches are rounded
         condition, yes, no = x.arguments
         return where(condition, cast(yes, "int"), cast(no, "int"))
     if getattr(x, "operator", "") in ("floor", "ceil"):

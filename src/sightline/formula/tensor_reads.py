@@ -19,18 +19,13 @@ import numpy as np
 from .expression import Expression, is_compiling
 from .tables import Table
 
-_IS_READING = ContextVar("_IS_READING", default=False)
-
-
-def is_reading() -> bool:
-    """True while a mask or score function is called."""
-    return _IS_READING.get()
+IS_READING = ContextVar("IS_READING", default=False)  # True while a mask or score function is called
 
 
 @contextmanager
 def table_reads() -> Iterator[None]:
     """Return a context in which a formula can be the index of a torch tensor, as in `document_id[q_idx]`."""
-    token = _IS_READING.set(True)
+    token = IS_READING.set(True)
     try:
         if "torch" in sys.modules:
             with torch_mode()():
@@ -38,7 +33,7 @@ def table_reads() -> Iterator[None]:
         else:
             yield
     finally:
-        _IS_READING.reset(token)
+        IS_READING.reset(token)
 
 
 def _has_formula(index: Any) -> bool:
@@ -56,7 +51,7 @@ def torch_mode() -> Any:
     class TableReads(torch.overrides.TorchFunctionMode):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
-            self.tables: dict[int, Table] = {}  # by the id of the tensor, which the table keeps alive
+            self.tables: dict[int, Table] = {}  # by the id of the tensor, which its table refers to
 
         def __torch_function__(self, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Any:
             if function is torch.Tensor.__getitem__ and _has_formula(inputs[1]):

@@ -1,8 +1,8 @@
 """Classification of tiles as empty, full or partial: which key blocks each block of queries must process.
 
-`interval_arithmetic` on the mask decides it, with the extremes of tables from `table_bounds`. The key axis is bisected
-only where the bounds leave a tile undecided, so the work grows with the number of allowed pairs, not with n². Repeated
-calls find their tile ranges in generated code: `cpu.codegen.render_bounds` and `cpu.kernels.tile_search`.
+The class of a tile follows from the bounds of the mask (`interval_arithmetic`). The key axis is bisected only where the
+bounds leave a tile undecided, so the work grows with the number of allowed pairs, not with n². Repeated calls find
+their tile ranges in generated code: `cpu.codegen.render_bounds` and `cpu.kernels.tile_search`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TileRanges:
         return range(int(self.start[row]), int(self.start[row + 1]))
 
     def count_tiles(self, selected: np.ndarray[Any, np.dtype[np.bool_]] | slice = slice(None)) -> Array:
-        """Return (query blocks, key blocks): in how many batches and heads the selected ranges cover each tile."""
+        """Return (query blocks, key blocks): the number of batches and heads in which a selected range has the tile."""
         counts = np.zeros((self.query_blocks, self.key_blocks + 1), np.int64)
         row = np.repeat(np.arange(len(self.start) - 1), np.diff(self.start)) % max(self.query_blocks, 1)
         np.add.at(counts, (row[selected], self.first[selected]), self._repeats)
