@@ -119,7 +119,7 @@ class KVCache:
 
     @property
     def dtype(self) -> str | None:
-        """The dtype of the stored keys and values; None if the first append will decide."""
+        """The dtype of the stored keys and values; None before the first append if `dtype` was not given."""
         return self._dtype
 
     @property
@@ -270,7 +270,7 @@ class KVCache:
     def causal(self, n: int | None = None) -> Expression:
         """Return the mask j ≤ positions[b, i]: a query sees its own and earlier positions; padding sees no position.
 
-        The mask has the positions at the time of this call, so ask for a new mask after each append.
+        The mask has the positions at the time of this call, so call `causal` again after each append.
 
         Parameters
         ----------

@@ -43,7 +43,7 @@ NUM_OPERANDS = len(OPERANDS)
 Extent = tuple[int, int, int, int]
 
 _NORMALIZED = TensorCache(4096)
-MAX_SMALL_FLOPS = 2**31  # of a problem that is small on a GPU: 10 µs at 200 TFLOP/s
+MAX_SMALL_FLOPS = 2**31  # the most FLOPs of a problem that is small on a GPU: 10 µs at 200 TFLOP/s
 MIN_COUNTED_QUERIES = 64  # fewer queries count as this number: reading the keys takes time too
 
 

@@ -25,7 +25,7 @@ from ..statistics import Statistic, StatisticBase
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
 Layout = Literal["BHND", "BNHD"]
 
-MAX_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # for each accumulator's dtype
+MAX_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # by the accumulator's dtype
 
 
 def read_mask(mask: Formula, lengths: tuple[int, int] | None = None) -> Expression | None:

@@ -243,8 +243,7 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
     rows, columns = slice(0, problem.n), slice(0, problem.m)
     b, h, i, j = problem.positions(xp, rows, columns)
     symbols = {"b": b, "h": h, "i": permute(i, 0), "j": permute(j, 0), "n": problem.n, "m": problem.m}
-    row_shape = (*problem.batch_shape, problem.H, problem.n, 1)
-    negative_infinity = xp.full(row_shape, -xp.inf, dtype=wide, device=query.device)
+    negative_infinity = xp.full((*query.shape[:-1], 1), -xp.inf, dtype=wide, device=query.device)
 
     def logits(scaled: Any) -> Any:
         """Apply the score formula and the mask to the scaled scores."""
@@ -261,9 +260,8 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
     s = scores = logits(round_to_dtype(round_to_dtype(products) * problem.scale))
     if fused:
         s = logits(round_to_dtype(matmul(round_to_dtype(query * problem.scale), xp.matrix_transpose(key)))) * LOG2_E
-    sink = negative_infinity
-    if problem.sinks is not None:
-        sink = xp.astype(problem.sinks, wide)[:, None, None] + xp.zeros_like(negative_infinity)
+    sinks = -xp.inf if problem.sinks is None else xp.astype(problem.sinks, wide)[:, None, None]
+    sink = sinks + xp.zeros_like(negative_infinity)
     p, divisor, finite_lse, lse = _exponentials(xp, xp.concat([sink * (LOG2_E if fused else 1.0), s], axis=-1), fused)
     keep = keep_factor(problem, xp, rows, columns)
     keep = keep if isinstance(keep, float) else permute(permute(keep, -1), -2)

@@ -89,7 +89,7 @@ class Pooled(Statistic):
 
     name = "pooled"
 
-    def __repr__(self) -> str:  # with the parameters' names in `pooled`: the field is `down`, as `rows` is a method
+    def __repr__(self) -> str:  # the parameter `rows` of `pooled` is the field `down`, because `rows` is a method
         return super().__repr__().replace("down=", "rows=").replace("across=", "columns=")
 
     @property

@@ -108,11 +108,9 @@ def sightline_mask(
         compiles the model, if formulas cannot express the mask function, or if it hides nothing and None is not
         allowed. Otherwise it is a `FormulaMask`.
     """
-    lengths = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    inputs = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": use_vmap}
-    make_dense: Callable[[], Tensor] = partial(
-        sdpa_mask, *lengths, mask_function, attention_mask, **options, device=device
-    )
+    make_dense: Callable[[], Tensor] = partial(sdpa_mask, *inputs, **options, device=device)
     if torch.compiler.is_compiling():
         return make_dense()
     padding_mask = prepare_padding_mask(attention_mask, kv_length, kv_offset)

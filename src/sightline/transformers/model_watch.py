@@ -19,7 +19,7 @@ from ..torch.hooks import check_module, explain_missing_calls, record_calls, res
 from .attention_interface import NAME
 from .token_labels import Tokenizer, TokenRecorder
 
-CROSS_ATTENTION_NAME = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # in names of cross-attention layers
+CROSS_ATTENTION_NAME = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # part of such layers' names
 
 
 @contextmanager

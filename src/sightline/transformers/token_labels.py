@@ -25,7 +25,7 @@ from ..errors import ParameterError
 from ..recording import Tokens
 
 PREPARE = "prepare_inputs_for_generation"
-PADDING = -1  # in place of the id of a padding token at the end of a text
+PADDING = -1  # replaces the id of a padding token at the end of a text
 Ids = list[list[int | None]]  # for each batch entry the ids of its positions; None for ids of calls without a recording
 
 
@@ -78,7 +78,7 @@ def _local_folder(name: str) -> Path | None:
         return Path(name)
     try:
         cached = try_to_load_from_cache(name, "tokenizer_config.json")
-    except ValueError:  # not the name of a model
+    except ValueError:  # `name` is no name of a model
         return None
     return Path(cached).parent if isinstance(cached, str) else None
 

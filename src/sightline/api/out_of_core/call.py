@@ -154,7 +154,7 @@ class _Run:
         first = start(problem, output, self.sinks, np.float64)
         self.state = State(output, first.shift, first.seen)
         self.checkpoint: Checkpoint | None = None
-        self.read = {-1: NOTHING_READ}  # by number of a block: the hashes of this block and of those before it
+        self.read = {-1: NOTHING_READ}  # number of a block → the hashes of the keys and of the values up to this block
         self.merged: tuple[int, Sums] | None = None  # the item that is being stored, and the results of its queries
 
     def resume(self, checkpoint: Checkpoint) -> None:

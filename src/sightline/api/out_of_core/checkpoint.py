@@ -64,7 +64,7 @@ class _Header:
 
     finished: int
     read: tuple[bytes, bytes]
-    checksum: bytes  # of the arrays
+    checksum: bytes  # the hash of the arrays
     arguments: bytes  # the hashes of the arguments, joined
 
     def pack(self) -> bytes:

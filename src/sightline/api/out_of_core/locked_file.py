@@ -16,7 +16,7 @@ try:
 except ImportError:  # a system without POSIX has no such locks
     fcntl = None  # type: ignore[assignment]
 
-NOT_SUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # by this file system
+NOT_SUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # not possible here
 
 
 class LockedFile:

@@ -150,7 +150,7 @@ def _check_file(output: Any, sources: dict[str, Any]) -> None:
     for name, source in sources.items():
         for array in source if isinstance(source, list) else [source]:
             mapped = _find_map(array)
-            file = getattr(getattr(array, "file", None) if mapped is None else mapped, "filename", None)  # of h5py
+            file = getattr(getattr(array, "file", None) if mapped is None else mapped, "filename", None)  # h5py: `file`
             if file is not None and os.path.exists(file) and os.path.samefile(file, output):
                 raise ParameterError(
                     f"output={str(output)!r}, the file of {name}", "another file", 'output="output.npy"'
