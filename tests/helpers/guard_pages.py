@@ -25,7 +25,7 @@ from repeated_calls import MEMORY, Repetition
 from sightline import b, h, i, j, s, table
 from sightline.cpu import Cpu
 from sightline.cpu.launch import backward as launch_backward
-from sightline.cpu.runtime.compile import bound_calls, call_families
+from sightline.dispatch import call_cache
 from sightline.problem.problem import make_problem
 from sightline.statistics import Pooled, Received, TopK
 from weights_pass_checks import compute_together, pooled, received, top_k, weights
@@ -142,8 +142,7 @@ def main(seed, count, past=0):
     for call in range(count):
         for memory.at_end in (True, False):
             Repetition(seed + call, dict.fromkeys(MEMORY, memory.copy)).check()
-            bound_calls().clear()
-            call_families().clear()
+            call_cache.clear()
             memory.clear()
     print("unharmed")
 

@@ -37,7 +37,6 @@ import numpy as np
 
 from ..arrays.allocation import ADAPTERS, ArrayAdapter
 from ..arrays.layouts import numpy_address
-from ..cpu.runtime.compile import bound_calls, call_families
 from ..formula.expression import Expression
 from ..problem.kernel import Result
 from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem
@@ -51,22 +50,30 @@ if TYPE_CHECKING:
     from ..cpu.launch.prepared_call import PreparedCall
     from ..cpu.launch.weights_pass import BoundPass
 
+calls: OrderedDict[Any, Any] = OrderedDict()  # the calls that were met, by key; the least recently used is the first
+families: OrderedDict[Any, Any] = OrderedDict()  # one of these calls for each family
+
+
+def clear() -> None:
+    """Forget all calls."""
+    calls.clear()
+    families.clear()
+
 
 def answer(
     description: Description, query: Any, key: Any, value: Any, sinks: Any, seed: int | None, threads: int | None
 ) -> tuple[Any, Request | None]:
     """Return (output, seen) of a call, and None; None and its request if it needs the full dispatch."""
     structure, mask, score, see, tables, numbers, arrays = description
-    entries = bound_calls()
-    found = lookup.find_or_run(entries, structure, numbers, query, key, value, *arrays)
+    found = lookup.find_or_run(calls, structure, numbers, query, key, value, *arrays)
     if type(found) is not tuple:
         return (None if found is None else (found, ())), None
     call, results, layouts, *addresses = found
     request = Request((layouts, structure), tuple(addresses), mask, score, see, tables, numbers, sinks, seed)
     if call is None:
-        call = _find_any_key_length(entries, request) or _bind_family(request, query, key, value)
+        call = _find_any_key_length(request) or _bind_family(request, query, key, value)
     else:
-        _mark_as_used(entries, request.key)
+        _mark_as_used(calls, request.key)
     if call is not None and lookup.find_or_run is lookup.find_in_python:
         lookup.use_generated_functions()
     if results is not None:
@@ -76,16 +83,16 @@ def answer(
     return (None, request) if result is None else (result, None)
 
 
-def _find_any_key_length(entries: OrderedDict[Any, Any], request: Request) -> CachedCall | None:
+def _find_any_key_length(request: Request) -> CachedCall | None:
     """Return a call that was cached without its number of keys; None if none is cached. See `without_key_length`.
 
     A copy of the call is stored under the key of the request, because the layers of a model make the same call one
     after another. The copy counts its own runs.
     """
-    call = _lookup(entries, without_key_length(request.key))
+    call = _lookup(calls, without_key_length(request.key))
     if call is not None:
         call = replace(call, prepared=call.prepared.copy())
-        store(entries, request.key, call)
+        store(calls, request.key, call)
     return call
 
 
@@ -104,7 +111,7 @@ def _mark_as_used(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> None:
 def _bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCall | None:
     """Return a cached call for a request whose family was met before, with other lengths; None if there is none."""
     shared_key = family_key(request.key)
-    member = None if shared_key is None else _lookup(call_families(), shared_key)
+    member = None if shared_key is None else _lookup(families, shared_key)
     family = None if member is None else member.prepared.call.family
     if member is None or family is None:
         return None
@@ -114,7 +121,7 @@ def _bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCa
         return None
     prepared = member.prepared.rebind(bound_call, member.make_makers((*query.shape[:-1], value.shape[-1])))
     call = replace(member, prepared=prepared, attach=None if member.attach is None else copy(member.attach))
-    store(bound_calls(), _cache_key(request, bound_call), call)
+    store(calls, _cache_key(request, bound_call), call)
     return call
 
 
@@ -366,7 +373,7 @@ def insert(
     prepared = PreparedCall(bound_call, inputs, OPERANDS, results, (), can_be_direct)
     entry = kind(adapter, statistics, attach, prepared, *rest)
     entry.prepared = prepared.rebind(bound_call, entry.make_makers(tuple(output.shape)))
-    store(bound_calls(), request.key if passes else _cache_key(request, bound_call), entry)
+    store(calls, request.key if passes else _cache_key(request, bound_call), entry)
     shared_key = None if bound_call.family is None or passes else family_key(request.key)
     if shared_key is not None:
-        store(call_families(), shared_key, entry)
+        store(families, shared_key, entry)

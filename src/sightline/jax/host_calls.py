@@ -18,7 +18,6 @@ import numpy as np
 
 from ..arrays.operations import accumulator, dtype_name, resolve_dtype
 from ..caching import cached_property
-from ..cpu.runtime.compile import bound_calls
 from ..dispatch import backward_calls, call_cache, lookup
 from ..dispatch.backward_calls import BackwardCall as RepeatedBackward
 from ..dispatch.backward_calls import BackwardInputs
@@ -188,7 +187,7 @@ class ForwardCall(HostCall):
 
     def find_prepared(self) -> PreparedCall | None:
         """Return the call of the cache if its results are output and lse alone; None if there is none."""
-        found = bound_calls().get(self.keys.get(machine_setting()))
+        found = call_cache.calls.get(self.keys.get(machine_setting()))
         return None if found is None or any(map(count_arrays, self.see)) else found.prepared
 
     @cached_property

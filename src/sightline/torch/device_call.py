@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention  # bound before `re
 
 from ..arrays import layouts as array_layouts
 from ..arrays.allocation import ADAPTERS
-from ..cpu.runtime.compile import bound_calls
+from ..dispatch import call_cache
 from ..dispatch.backward_calls import MAX_BACKWARD_CALLS
 from ..dispatch.call_cache import CallResult, ResultBuilder, describe_statistics
 from ..dispatch.call_request import Request
@@ -181,11 +181,11 @@ def insert(
         return
     squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
     statistics, _ = describe_statistics(problem)
-    variants: Any = bound_calls().get(request.key)
+    variants: Any = call_cache.calls.get(request.key)
     is_outdated = not isinstance(variants, CallsByNumbers) or variants.selection != selection
     if is_outdated or len(variants.calls) >= MAX_CALLS_BY_NUMBERS:
         variants = CallsByNumbers(selection)
-        store(bound_calls(), request.key, variants)
+        store(call_cache.calls, request.key, variants)
     adapter = ADAPTERS[type(inputs[0])]
     variants.calls[request.numbers] = DeviceCall(adapter, statistics, attach, bound_call, squeezed_axis)
 
@@ -196,4 +196,4 @@ def insert_fused(request: Request, inputs: tuple[Tensor, Tensor, Tensor], proble
     # on AMD GPUs `fused.Fused.run` changes key and value
     is_unchanged = all(x is y for x, y in zip(operands, inputs, strict=True)) and problem.query.ndim == NUM_AXES
     if is_unchanged and not needs_gradients(problem) and torch.version.hip is None:
-        store(bound_calls(), request.key, FusedCall(problem))
+        store(call_cache.calls, request.key, FusedCall(problem))
