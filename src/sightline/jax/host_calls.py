@@ -18,16 +18,15 @@ import numpy as np
 
 from ..arrays.operations import accumulator, dtype_name, resolve_dtype
 from ..caching import cached_property
-from ..dispatch import backward_calls, call_cache, lookup
-from ..dispatch.backward_calls import BackwardCall as RepeatedBackward
-from ..dispatch.backward_calls import BackwardInputs
+from ..dispatch import call_cache, lookup
+from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
 from ..dispatch.call_cache import CachedCall, CallResult
 from ..dispatch.call_request import Description, conditions_of, has_cached_kinds, machine_setting
 from ..dispatch.call_text import CallText, count_arrays, flatten_result, locate_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, push_forward
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..problem.kernel import Result, Tangents, is_lse_precise
+from ..problem.kernel import Gradients, Result, Tangents, is_lse_precise
 from ..problem.problem import NUM_OPERANDS, Problem, validate
 from ..statistics import Statistic
 from .result_indices import FIRST_ARRAY, LSE, OUTPUT
@@ -226,66 +225,54 @@ class BackwardCall(HostCall):
         found = dict(zip(self.given, gradients, strict=True))
         if OUTPUT not in found:
             found[OUTPUT] = np.zeros(output.shape, output.dtype)
-        saved = output, lse_words.view(np.float64)[..., 0]
-        own = self.repeat(inputs, saved, found) or self.compute_by_dispatch(inputs, saved, found)
-        return [own[k] for k in self.wanted]
+        lse = lse_words.view(np.float64)[..., 0]
+        forward = ForwardPass(inputs[:NUM_OPERANDS], output, lse, inputs.sinks, inputs.seed, self.threads)
+        passes = self.passes.get(machine_setting())
+        if passes is None:
+            passes = self.passes[machine_setting()] = self.make_passes(inputs)
+        given = self.read_inputs(inputs, forward, found)
+        own = passes.differentiate(given, forward, lambda: self.dispatch(passes.slots, inputs, forward, found))
+        return [own[k] for k in self.wanted_places]
 
     @cached_property
-    def repeated(self) -> dict[Any, dict[Any, RepeatedBackward]]:
-        """The bound calls of this process for each `machine_setting`."""
+    def passes(self) -> dict[Any, BackwardPasses]:
+        """The backward passes of this process for each `machine_setting`."""
         return {}
 
-    def read_inputs(self, inputs: Inputs, found: dict[int, Any]) -> BackwardInputs | None:
-        """Return the inputs of a bound backward pass; None if the gradient of a statistic is given."""
+    @cached_property
+    def wanted_places(self) -> list[int]:
+        """The place of each wanted gradient among those of `BackwardPasses`."""
+        learned = [k for k in self.wanted if k >= NUM_OPERANDS]
+        return [k if k < NUM_OPERANDS else NUM_OPERANDS + learned.index(k) for k in self.wanted]
+
+    def make_passes(self, inputs: Inputs) -> BackwardPasses:
+        formulas = self.text.formulas(inputs.tables)
+        problem = self.make_problem(inputs, formulas)
+        slots, sinks = self.table_slots(problem), NUM_OPERANDS + len(self.wide_tables)
+        wanted_tables = [slots[k] for k in self.wanted if NUM_OPERANDS <= k < sinks]
+        return BackwardPasses.of(problem, formulas, wanted_tables, sinks in self.wanted)
+
+    def read_inputs(self, inputs: Inputs, forward: ForwardPass, found: dict[int, Any]) -> BackwardInputs | None:
+        """Return the inputs of a bound backward pass; None if none can serve, as for gradients of statistics."""
         if not found.keys() <= {OUTPUT, LSE}:
+            return None
+        if not is_lse_precise(forward.lse, accumulator(dtype_name(forward.output))):
             return None
         d_lse = found.get(LSE)
         d_lse = None if d_lse is None else np.ascontiguousarray(d_lse, np.float64)
         structure = () if d_lse is None else ("lse",)
         return BackwardInputs(found[OUTPUT], d_lse, tuple(inputs.tables), self.numbers, structure)
 
-    def repeat(self, inputs: Inputs, saved: tuple[Any, Any], found: dict[int, Any]) -> dict[int, Any] | None:
-        """Return the gradient of each argument by a bound call; None if the call needs the full dispatch."""
-        entries, given = self.repeated.get(machine_setting()), self.read_inputs(inputs, found)
-        if not entries or given is None or not is_lse_precise(saved[1], accumulator(dtype_name(saved[0]))):
-            return None
-        result = backward_calls.differentiate(
-            entries, given, inputs[:NUM_OPERANDS], *saved, inputs.sinks, inputs.seed, self.threads
-        )
-        if result is None:
-            return None
-        own = dict(enumerate(result.operands))
-        slots = self.slots[machine_setting()]
-        totals = result.differentiate_tables({slot: inputs.tables[k - NUM_OPERANDS] for k, slot in slots.items()})
-        own |= {k: totals.get(slot) for k, slot in slots.items()}
-        if inputs.sinks is not None:
-            own[NUM_OPERANDS + len(inputs.tables)] = result.differentiate_sinks(inputs.sinks, given.d_output, *saved)
-        return own
-
-    @cached_property
-    def slots(self) -> dict[Any, dict[int, int]]:
-        """`table_slots` for each `machine_setting` of `repeated`."""
-        return {}
-
-    def compute_by_dispatch(self, inputs: Inputs, saved: tuple[Any, Any], found: dict[int, Any]) -> dict[int, Any]:
-        """Return the gradient of each argument by the full dispatch."""
+    def dispatch(
+        self, slots: Sequence[int], inputs: Inputs, forward: ForwardPass, found: dict[int, Any]
+    ) -> tuple[Gradients, Sequence[Expression | None]]:
+        """Return the gradients by the full dispatch, and the mask and the score of the call."""
         formulas = self.text.formulas(inputs.tables)
         problem = self.make_problem(inputs, formulas)
-        places = locate_arrays(problem.see, FIRST_ARRAY)
-        d_seen = [found.get(own[0]) if own else None for own in places]
-        slots = self.table_slots(problem)
-        wanted_tables = [slots[k] for k in self.wanted if k in slots]
-        plan = make_plan(problem, self.kernel)
-        sums = differentiate(
-            problem, plan, found[OUTPUT], found.get(LSE), tuple(d_seen), saved, wanted_tables, self.threads
-        )
-        entries = self.repeated.setdefault(machine_setting(), {})
-        self.slots[machine_setting()] = slots
-        given, operands = self.read_inputs(inputs, found), inputs[:NUM_OPERANDS]
-        backward_calls.keep(entries, sums, given, formulas, operands, *saved, problem.dropout > 0)
-        own = dict(enumerate((sums.query, sums.key, sums.value))) | {k: sums.tables[slot] for k, slot in slots.items()}
-        own[NUM_OPERANDS + len(self.wide_tables)] = sums.sinks
-        return own
+        d_seen = tuple([found.get(own[0]) if own else None for own in locate_arrays(problem.see, FIRST_ARRAY)])
+        plan, saved = make_plan(problem, self.kernel), (forward.output, forward.lse)
+        sums = differentiate(problem, plan, found[OUTPUT], found.get(LSE), d_seen, saved, slots, self.threads)
+        return sums, formulas
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class _GraphCall(CachedGraphCall):
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
         arrays, read = self.read_arrays(gradients, inputs, results)
-        call = None if read is None else self.attacher.backward_calls.get((selection_version(), read[0]))
+        call = None if read is None else self.attacher.backward.entries.get((selection_version(), read[0]))
         given = None if call is None else call.read_inputs(arrays, read[1:], self.request.tables, None)
         return None if call is None or given is None else call.run(given, self.seed or 0)
 
@@ -121,7 +121,7 @@ class _GraphCall(CachedGraphCall):
     ) -> None:
         from ..gpu.launch.bound_call import BoundCall  # loads triton, as each call of a kernel does
 
-        recorded, calls, selection = found.recorded_call, self.attacher.backward_calls, selection_version()
+        recorded, calls, selection = found.recorded_call, self.attacher.backward.entries, selection_version()
         _, read = self.read_arrays(gradients, inputs, results)
         if read is None or selection is None:
             return
