@@ -14,7 +14,7 @@ from ..arrays.operations import checksum, to_numpy
 from ..dispatch import call_cache
 from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs
 from ..dispatch.call_cache import CachedCall, CallResult
-from ..dispatch.call_request import Request, describe
+from ..dispatch.call_request import Request, describe, new_description, new_structure
 from ..dispatch.call_text import count_arrays, flatten_result, split_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, solve, to_caller_layout
 from ..errors import ChangedTableError, DtypeError, ParameterError, ShapeError
@@ -217,8 +217,8 @@ class _Call:
             return None, None
         score_tables = () if description.score is None else description.score.tables
         places = tuple([[x.origin for x in score_tables].index(table.origin) for table in self.tables])
-        first, *others = description.structure
-        description = description._replace(structure=((*first, "vjp", places), *others))
+        structure, *others = description
+        description = new_description(new_structure(*structure[:-1], places), *others)
         sinks, seed = options["sinks"], options["seed"]
         return call_cache.answer(description, query, key, value, sinks, seed, self.threads)
 

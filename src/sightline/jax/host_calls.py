@@ -21,7 +21,14 @@ from ..caching import cached_property
 from ..dispatch import call_cache, lookup
 from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
 from ..dispatch.call_cache import CachedCall, CallResult
-from ..dispatch.call_request import Description, conditions_of, has_cached_kinds, machine_setting
+from ..dispatch.call_request import (
+    CallStructure,
+    Description,
+    conditions_of,
+    has_cached_kinds,
+    machine_setting,
+    new_structure,
+)
 from ..dispatch.call_text import CallText, count_arrays, flatten_result, locate_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, push_forward
 from ..formula.expression import Expression
@@ -159,7 +166,9 @@ class ForwardCall(HostCall):
         inputs, _ = self.split_arguments(arrays)
         query, key, value, tables, sinks, seed = inputs
         given = (*tables, sinks) if self.has_sinks else tuple(tables)
-        description = Description(self.structure, None, None, self.see, tuple(tables), self.numbers, given)
+        setting = machine_setting()
+        structure = self.make_structure(setting)
+        description = Description(structure, None, None, self.see, tuple(tables), self.numbers, given)
         result, request = call_cache.answer(description, query, key, value, sinks, seed, self.threads)
         if result is None:
             formulas = self.text.formulas(tables)
@@ -168,16 +177,16 @@ class ForwardCall(HostCall):
             if request is not None and self.can_be_cached:
                 read = *formulas, *conditions_of(problem.see)
                 call_cache.insert(request, read, (query, key, value), problem, result, kind=_CachedHostCall)
-        if machine_setting() not in self.keys:
+        if setting not in self.keys:
             layouts = lookup.read_arrays(query, key, value, *given)
-            self.keys[machine_setting()] = None if layouts is None else (layouts[0], self.structure)
+            self.keys[setting] = None if layouts is None else (layouts[0], structure)
         output, lse, *others = flatten_result(self.see, result)
         return [output, lse, lse[..., None].view(np.uint32), *others]
 
-    @property
-    def structure(self) -> tuple[Any, ...]:
-        """As in `call_request`, for a call without a boolean mask and without an array of biases."""
-        return (self.text, self.kernel, self.threads, machine_setting()), (False, False), not self.has_sinks
+    def make_structure(self, setting: Any) -> CallStructure:
+        """Return the structure of the call for a `machine_setting`: it has no boolean mask and no array of biases."""
+        options = self.kernel, self.threads, setting
+        return new_structure(options, (False, False), self.has_sinks, self.text, None)
 
     @cached_property
     def keys(self) -> dict[Any, tuple[Any, ...] | None]:
