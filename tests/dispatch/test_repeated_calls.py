@@ -273,10 +273,10 @@ def keep_address_of_sinks(patch):
     """Run each bound call on the sinks of the first call."""
     first, kept, run = {}, [], PreparedCall.run
 
-    def stale(self, addresses, tables, numbers, threads, key, keep_alive, sinks=0, **named):
+    def stale(self, addresses, tables, numbers, threads, keep_alive, sinks=0, **named):
         kept.append(keep_alive)
         sinks = first.setdefault(id(self), (self, sinks))[1]
-        return run(self, addresses, tables, numbers, threads, key, keep_alive, sinks, **named)
+        return run(self, addresses, tables, numbers, threads, keep_alive, sinks, **named)
 
     patch.setattr(PreparedCall, "run", stale)
 

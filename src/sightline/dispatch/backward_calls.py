@@ -224,7 +224,7 @@ class BackwardPasses:
             address = 0 if d_lse is None else numpy_address(d_lse)
             keep_alive = arrays, d_lse
             status, results = entry.prepared.run(
-                addresses, given.tables, given.numbers, threads, operands[1], keep_alive, d_lse=address, seed=seed
+                addresses, given.tables, given.numbers, threads, keep_alive, d_lse=address, seed=seed
             )
             if status is None:
                 return None
@@ -283,18 +283,18 @@ class BackwardPasses:
         if inputs is None or read is None or read[1:][: len(call.first_operands)] != call.first_operands:
             return
         make_empty, dtype = ADAPTERS[type(output)].make_empty, accumulator(dtype_name(output))
-        weights_sum = None
+        weights_sum, num_keys = None, operands[1].shape[-2]
         if given.needs_weights_sum:
             own = KernelInputs.bind(found.bound_sum, given.tables, (*formulas, found.bound_formulas[0]))
             if own is None:
                 return
             rows = output.shape[:-1]
             columns = make_empty((*rows, 1), output.dtype), make_empty(rows, dtype)
-            weights_sum = PreparedCall(found.bound_sum, own, OPERANDS, ("output",), columns, False)
+            weights_sum = PreparedCall(found.bound_sum, own, OPERANDS, ("output",), columns, num_keys, False)
         makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
         makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]
         can_be_direct = not given.structure and not self.problem.dropout  # Python computes d_lse and the seed
-        prepared = PreparedCall(call, inputs, BACKWARD_OPERANDS, BACKWARD_SUMS, makers, can_be_direct)
+        prepared = PreparedCall(call, inputs, BACKWARD_OPERANDS, BACKWARD_SUMS, makers, num_keys, can_be_direct)
         entry = BackwardEntry(prepared, weights_sum)
         lookup.store(self.entries, (read[0], given.structure), entry, MAX_BACKWARD_CALLS)
 
@@ -313,7 +313,7 @@ def _subtract_sum(
     address = 0 if own_sinks is None else numpy_address(own_sinks)
     used = *addresses[:NUM_OPERANDS], *addresses[len(BACKWARD_OPERANDS) :]
     keep_alive = arrays, own_sinks
-    status, (_, sums) = prepared.run(used, given.tables, given.numbers, threads, arrays[1], keep_alive, address)
+    status, (_, sums) = prepared.run(used, given.tables, given.numbers, threads, keep_alive, address)
     if status != 0:
         return None
     sums = to_numpy(sums).astype(np.float64)

@@ -71,7 +71,7 @@ def answer(
     call, results, layouts, *addresses = found
     request = Request((layouts, structure), tuple(addresses), mask, score, see, tables, numbers, sinks, seed)
     if call is None:
-        call = _find_any_key_length(request) or _bind_family(request, query, key, value)
+        call = _find_any_key_length(request, key) or _bind_family(request, query, key, value)
     else:
         _mark_as_used(calls, request.key)
     if call is not None and lookup.find_or_run is lookup.find_in_python:
@@ -83,7 +83,7 @@ def answer(
     return (None, request) if result is None else (result, None)
 
 
-def _find_any_key_length(request: Request) -> CachedCall | None:
+def _find_any_key_length(request: Request, key: Any) -> CachedCall | None:
     """Return a call that was cached without its number of keys; None if none is cached. See `without_key_length`.
 
     A copy of the call is stored under the key of the request, because the layers of a model make the same call one
@@ -91,7 +91,7 @@ def _find_any_key_length(request: Request) -> CachedCall | None:
     """
     call = _lookup(calls, without_key_length(request.key))
     if call is not None:
-        call = replace(call, prepared=call.prepared.copy())
+        call = replace(call, prepared=call.prepared.copy(key.shape[-2]))
         store(calls, request.key, call)
     return call
 
@@ -119,7 +119,8 @@ def _bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCa
     bound_call = family.bind(query, key, value, tables)
     if bound_call is None:
         return None
-    prepared = member.prepared.rebind(bound_call, member.make_makers((*query.shape[:-1], value.shape[-1])))
+    makers = member.make_makers((*query.shape[:-1], value.shape[-1]))
+    prepared = member.prepared.rebind(bound_call, makers, key.shape[-2])
     call = replace(member, prepared=prepared, attach=None if member.attach is None else copy(member.attach))
     store(calls, _cache_key(request, bound_call), call)
     return call
@@ -257,7 +258,6 @@ class CachedCall(ResultBuilder):
             request.tables,
             request.numbers,
             threads,
-            key,
             (query, key, value, sinks),
             address,
             seed=seed if self.has_dropout and seed else 0,
@@ -285,7 +285,7 @@ class CachedCall(ResultBuilder):
         for prepared, bound in self.passes:
             addresses = *request.addresses[:2], self.adapter.address(lse), *request.addresses[NUM_OPERANDS:]
             keep_alive = query, key, lse
-            status, arrays = prepared.run(addresses, request.tables, request.numbers, threads, None, keep_alive)
+            status, arrays = prepared.run(addresses, request.tables, request.numbers, threads, keep_alive)
             if status is None:
                 return None
             for index, own in zip(bound.indices, bound.finish(arrays), strict=True):
@@ -359,7 +359,7 @@ def insert(
         own = KernelInputs.bind(bound.call, request.tables, formulas[:2])  # mask and score
         if own is None:
             return
-        call = PreparedCall(bound.call, own, ("query", "key", "lse"), (), bound.make_makers(adapter), False)
+        call = PreparedCall(bound.call, own, ("query", "key", "lse"), (), bound.make_makers(adapter), problem.m, False)
         passes.append(CachedPass(call, bound))
     output = problem.squeeze_heads(result.output, 2)
     statistics, statistic_dtypes = describe_statistics(problem)
@@ -370,9 +370,9 @@ def insert(
     results = ("output", "lse") if needs_lse else ("output",)
     squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
     rest = tuple(passes), output.dtype, statistic_dtypes, needs_lse, squeezed_axis, has_dropout
-    prepared = PreparedCall(bound_call, inputs, OPERANDS, results, (), can_be_direct)
+    prepared = PreparedCall(bound_call, inputs, OPERANDS, results, (), problem.m, can_be_direct)
     entry = kind(adapter, statistics, attach, prepared, *rest)
-    entry.prepared = prepared.rebind(bound_call, entry.make_makers(tuple(output.shape)))
+    entry.prepared = prepared.rebind(bound_call, entry.make_makers(tuple(output.shape)), problem.m)
     store(calls, request.key if passes else _cache_key(request, bound_call), entry)
     shared_key = None if bound_call.family is None or passes else family_key(request.key)
     if shared_key is not None:

@@ -105,7 +105,7 @@ def backward(
     tables, outputs = ([x.ctypes.data for x in found] for found in (arguments.tables, table_sums))
     words = call.make_words(fields, tables, arguments.numbers, outputs, problem.seed)
     keep_alive = (*arguments.keep_alive, arrays, *table_sums, problem)
-    if call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True) is None:
+    if call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True) is None:
         return None
     d_query, d_key, d_value = (xp.astype(x, problem.query.dtype, copy=False) for x in call.combine(sums))
     tables_by_slot = {slot: table.array for slot, table in enumerate(problem.tables)}

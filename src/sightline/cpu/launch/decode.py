@@ -138,7 +138,7 @@ class BoundDecodeCall(BoundCall):
         threads: int | None,
         words: Sequence[int],
         numbers: tuple[float, ...],
-        key: Any,
+        num_keys: int,
         keep_alive: tuple[Any, ...],
         is_first: bool = False,
     ) -> int | None:
@@ -146,7 +146,6 @@ class BoundDecodeCall(BoundCall):
 
         The result is None too if there are too few keys.
         """
-        num_keys = key.shape[-2]
         splits = self.splits
         if splits[0] != num_keys:
             if num_keys < self.min_keys:
@@ -155,4 +154,4 @@ class BoundDecodeCall(BoundCall):
         if self.has_little_work(num_keys):
             threads = 1
         words = [*words[: SPLIT_WORDS.start], *splits, *words[SPLIT_WORDS.stop :]]
-        return super().run(threads, words, numbers, key, keep_alive, is_first)
+        return super().run(threads, words, numbers, num_keys, keep_alive, is_first)

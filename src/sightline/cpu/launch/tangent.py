@@ -57,7 +57,7 @@ def tangent(
         fields, [table.ctypes.data for table in arguments.tables], arguments.numbers, seed=problem.seed
     )
     keep_alive = (*arguments.keep_alive, arrays, problem)
-    if call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True) is None:
+    if call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True) is None:
         return None
     return output_tangent, convert(lse_tangent, problem.query)
 

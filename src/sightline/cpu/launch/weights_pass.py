@@ -266,7 +266,7 @@ def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> 
     tables = [table.ctypes.data for table in arguments.tables]
     words = call.make_words(fields, tables, arguments.numbers, [layout(array)[0] for array in arrays])
     keep_alive = (*arguments.keep_alive, lse, arrays)
-    if call.run(threads, words, arguments.numbers, None, keep_alive, is_first=True) is None:
+    if call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True) is None:
         return None
     return bound_pass.finish(arrays)
 
