@@ -27,9 +27,9 @@ from sightline.cpu.calls.launcher import RecordCode
 from sightline.cpu.calls.python_functions import launcher
 from sightline.cpu.kernels.kernel_spec import min_decode_keys
 from sightline.cpu.launch import prepared_call
-from sightline.cpu.launch.decode import BoundDecodeCall
+from sightline.cpu.launch.decode import BoundDecode
 from sightline.dispatch import call_cache, lookup
-from sightline.dispatch.call_cache import CachedCall
+from sightline.dispatch.call_cache import ForwardEntry
 from sightline.dispatch.call_request import describe
 from sightline.errors import DtypeError, FormulaError, SightlineError, TableError
 from sightline.problem.problem import make_problem
@@ -68,14 +68,14 @@ def uncached(arrays, **options):
 def record_hits(monkeypatch):
     """Return a list that grows by one with every call that the cache answers. No call becomes direct."""
     monkeypatch.setattr(prepared_call, "RUNS_BEFORE_RECORD", NEVER)
-    found, run = [], CachedCall.run
+    found, run = [], ForwardEntry.run
 
     def spy(*given):
         answer = run(*given)
         found.extend([1] * (answer is not None))
         return answer
 
-    monkeypatch.setattr(CachedCall, "run", spy)
+    monkeypatch.setattr(ForwardEntry, "run", spy)
     return found
 
 
@@ -903,7 +903,7 @@ def count_calls():
 def decoded(monkeypatch):
     """A list with the result of each cached call of the decoding kernel: True if it computed the output."""
     monkeypatch.setattr(prepared_call, "RUNS_BEFORE_RECORD", NEVER)
-    found, run = [], BoundDecodeCall.run
+    found, run = [], BoundDecode.run
 
     def spy(*given, is_first=False):
         status = run(*given, is_first=is_first)
@@ -911,7 +911,7 @@ def decoded(monkeypatch):
             found.append(status is not None)
         return status
 
-    monkeypatch.setattr(BoundDecodeCall, "run", spy)
+    monkeypatch.setattr(BoundDecode, "run", spy)
     return found
 
 

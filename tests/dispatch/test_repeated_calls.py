@@ -18,7 +18,7 @@ from repeated_calls import Repetition
 from sightline import h, i, j, m, n, padding, s, table
 from sightline.cpu.launch import bound_call, call_family, prepared_call
 from sightline.cpu.launch.arguments import convert_sinks
-from sightline.cpu.launch.backward import BoundBackwardCall
+from sightline.cpu.launch.backward import BoundBackward
 from sightline.cpu.launch.bound_call import BoundCall
 from sightline.cpu.launch.call_family import CallFamily
 from sightline.cpu.launch.prepared_call import KernelInputs, PreparedCall
@@ -304,7 +304,7 @@ ASSUMPTIONS = {
     "addresses of tables are those of the call": keep_addresses,
     "numbers are those of the call": keep_numbers,
     "the seed is that of the call": lambda patch: keep_seed(patch, BoundCall),
-    "the seed of a backward pass is that of its forward pass": lambda patch: keep_seed(patch, BoundBackwardCall),
+    "the seed of a backward pass is that of its forward pass": lambda patch: keep_seed(patch, BoundBackward),
     "a call with dropout is not direct": run_dropout_directly,
     "sinks are those of the call": keep_sinks,
     "the address of sinks is that of the call": keep_address_of_sinks,

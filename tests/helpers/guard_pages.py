@@ -118,8 +118,8 @@ def main(seed, count, past=0):
     def empty(shape, dtype=float, **_):
         return memory.zeros(shape, dtype) if np.dtype(dtype).kind in "fVi" else original_empty(shape, dtype)
 
-    make_sums = launch_backward.BoundBackwardCall.make_table_sums
-    launch_backward.BoundBackwardCall.make_table_sums = lambda call: [memory.copy(sums) for sums in make_sums(call)]
+    make_sums = launch_backward.BoundBackward.make_table_sums
+    launch_backward.BoundBackward.make_table_sums = lambda call: [memory.copy(sums) for sums in make_sums(call)]
     for call in range(count):
         memory.at_end = call % 2 == 0
         problem = random_problem(rng, memory, past)

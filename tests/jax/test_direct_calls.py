@@ -17,7 +17,7 @@ from sightline.cpu.calls import xla_direct_call, xla_handler
 from sightline.cpu.launch.prepared_call import RUNS_BEFORE_RECORD
 from sightline.dispatch import call_cache
 from sightline.jax import custom_call, direct_entries, dot_product_attention, primitives
-from sightline.jax.host_calls import parse_call
+from sightline.jax.xla_calls import parse_call
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the code reads the environment of POSIX")
 B, H, N, M, D = 2, 3, 9, 14, 16

@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays.operations import checksum, to_numpy
 from ..dispatch import call_cache
 from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs
-from ..dispatch.call_cache import CachedCall, CallResult
+from ..dispatch.call_cache import EntryResult, ForwardEntry
 from ..dispatch.call_request import Request, describe, new_description, new_structure
 from ..dispatch.call_text import count_arrays, flatten_result, split_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, solve, to_caller_layout
@@ -145,19 +145,19 @@ def attention_vjp(
 class _Forward(NamedTuple):
     """What a cached call computed, and the request for the call."""
 
-    entry: _CachedVjp
+    entry: _VjpEntry
     request: Request
-    result: CallResult
+    result: EntryResult
 
 
 @dataclass
-class _CachedVjp(CachedCall):
+class _VjpEntry(ForwardEntry):
     """A cached call with its backward passes, for the gradients of the tables of `wrt`; None before the first one."""
 
     keeps_lse: ClassVar[bool] = True
     backward: BackwardPasses | None = field(init=False, default=None)
 
-    def join(self, request: Request, query: Any, key: Any, value: Any, result: CallResult) -> Any:
+    def join(self, request: Request, query: Any, key: Any, value: Any, result: EntryResult) -> Any:
         return _Forward(self, request, result)
 
 
@@ -203,7 +203,7 @@ class _Call:
         output, lse, *self.arrays = flatten_result(problem.see, result)
         self.forward_pass = ForwardPass(operands, output, lse, problem.sinks, problem.seed, threads)
         if request is not None:
-            call_cache.insert(request, formulas, operands, problem, result, kind=_CachedVjp)
+            call_cache.insert(request, formulas, operands, problem, result, kind=_VjpEntry)
 
     def look_up(self) -> tuple[_Forward | None, Request | None]:
         """Return the answer of the call cache, and the request if there is none."""

@@ -30,7 +30,7 @@ from .call_request import Request, conditions_of
 from .call_text import count_arrays, split_arrays
 
 if TYPE_CHECKING:
-    from ..cpu.launch.backward import BoundBackwardCall
+    from ..cpu.launch.backward import BoundBackward
     from ..cpu.launch.prepared_call import PreparedCall
 
 MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
@@ -239,7 +239,7 @@ class BackwardPasses:
 
     def _differentiate_learned(
         self,
-        call: BoundBackwardCall,
+        call: BoundBackward,
         given: BackwardInputs,
         forward: ForwardPass,
         d_lse: Any,

@@ -1,6 +1,6 @@
 """A cache of attention calls: a call whose structure was met before goes straight to its kernel.
 
-    attention(q, k, v, mask=j < table(lengths)[b])  →  Description  →  Request  →  CachedCall  →  kernel
+    attention(q, k, v, mask=j < table(lengths)[b])  →  Description  →  Request  →  ForwardEntry  →  kernel
 
 `call_request` computes the structure of a call, which is a part of the key. `answer` looks the call up by
 `lookup.find_or_run`, and runs it. `cpu.launch.prepared_call` decides how a call is repeated. Calls that differ only in
@@ -48,7 +48,7 @@ from .lookup import store
 if TYPE_CHECKING:
     from ..cpu.launch.bound_call import BoundCall
     from ..cpu.launch.prepared_call import PreparedCall
-    from ..cpu.launch.weights_pass import BoundPass
+    from ..cpu.launch.weights_pass import StatisticsPass
 
 calls: OrderedDict[Any, Any] = OrderedDict()  # the calls that were met, by key; the least recently used is the first
 families: OrderedDict[Any, Any] = OrderedDict()  # one of these calls for each family
@@ -83,7 +83,7 @@ def answer(
     return (None, request) if result is None else (result, None)
 
 
-def _find_any_key_length(request: Request, key: Any) -> CachedCall | None:
+def _find_any_key_length(request: Request, key: Any) -> ForwardEntry | None:
     """Return a call that was cached without its number of keys; None if none is cached. See `without_key_length`.
 
     A copy of the call is stored under the key of the request, because the layers of a model make the same call one
@@ -96,8 +96,8 @@ def _find_any_key_length(request: Request, key: Any) -> CachedCall | None:
     return call
 
 
-def _lookup(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> CachedCall | None:
-    call: CachedCall | None = entries.get(key)
+def _lookup(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> ForwardEntry | None:
+    call: ForwardEntry | None = entries.get(key)
     if call is not None:
         _mark_as_used(entries, key)
     return call
@@ -108,7 +108,7 @@ def _mark_as_used(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> None:
         entries.move_to_end(key)
 
 
-def _bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCall | None:
+def _bind_family(request: Request, query: Any, key: Any, value: Any) -> ForwardEntry | None:
     """Return a cached call for a request whose family was met before, with other lengths; None if there is none."""
     shared_key = family_key(request.key)
     member = None if shared_key is None else _lookup(families, shared_key)
@@ -131,10 +131,10 @@ def _cache_key(request: Request, bound_call: BoundCall) -> tuple[Any, ...]:
     return without_key_length(request.key) if bound_call.has_dynamic_key_length else request.key
 
 
-class CallResult(NamedTuple):
+class EntryResult(NamedTuple):
     """The arrays that a cached call computed.
 
-    arrays : the arrays of every statistic except lse, in the order of `CachedCall.statistics`; of a mean, the arrays
+    arrays : the arrays of every statistic except lse, in the order of `ForwardEntry.statistics`; of a mean, the arrays
         that it averages
     is_lse_imprecise : False if `kernel.is_lse_precise` is true of lse
     seed : the seed of dropout
@@ -147,7 +147,7 @@ class CallResult(NamedTuple):
     seed: int
 
 
-Attacher = Callable[[Request, Any, Any, Any, CallResult], CallResult]
+Attacher = Callable[[Request, Any, Any, Any, EntryResult], EntryResult]
 
 
 class CachedStatistic(NamedTuple):
@@ -172,20 +172,20 @@ class ResultBuilder:
     adapter : the adapter of query, key, value and output
     statistics : the statistics
     attach : function that joins the results to a graph of gradients; None for arrays without gradients
-        It takes the request, query, key, value and a `CallResult`, and returns the result with joined arrays.
+        It takes the request, query, key, value and a `EntryResult`, and returns the result with joined arrays.
     """
 
     adapter: ArrayAdapter
     statistics: tuple[CachedStatistic, ...]
     attach: Attacher | None
 
-    def join(self, request: Request, query: Any, key: Any, value: Any, result: CallResult) -> Any:
+    def join(self, request: Request, query: Any, key: Any, value: Any, result: EntryResult) -> Any:
         """Return (output, seen), joined to a graph of gradients if there is one."""
         if self.attach is not None:
             result = self.attach(request, query, key, value, result)
         return result.output, self.build_seen(result) if self.statistics else ()
 
-    def build_seen(self, result: CallResult) -> tuple[Any, ...]:
+    def build_seen(self, result: EntryResult) -> tuple[Any, ...]:
         """Return the result of each statistic."""
         seen, arrays = [], iter(result.arrays)
         for statistic, _, mean_axes in self.statistics:
@@ -201,7 +201,7 @@ class ResultBuilder:
         return tuple(seen)
 
 
-class CachedPass(NamedTuple):
+class PreparedPass(NamedTuple):
     """The weights pass of one or several statistics of a cached call.
 
     prepared : its call, whose operands are query, key and lse
@@ -209,11 +209,11 @@ class CachedPass(NamedTuple):
     """
 
     prepared: PreparedCall
-    bound: BoundPass
+    bound: StatisticsPass
 
 
 @dataclass
-class CachedCall(ResultBuilder):
+class ForwardEntry(ResultBuilder):
     """A call that only lacks its inputs. The parameters besides those of `ResultBuilder`:
 
     Parameters
@@ -229,7 +229,7 @@ class CachedCall(ResultBuilder):
     """
 
     prepared: PreparedCall
-    passes: tuple[CachedPass, ...]
+    passes: tuple[PreparedPass, ...]
     dtype: Any
     statistic_dtypes: tuple[str, ...]
     needs_lse: bool
@@ -292,7 +292,7 @@ class CachedCall(ResultBuilder):
                 axis = self.squeezed_axis
                 found[index] = own if axis is None else [array.squeeze(axis) for array in own]
         arrays = [array for own in found for array in own]
-        return self.join(request, query, key, value, CallResult(output, lse, arrays, is_lse_imprecise, seed))
+        return self.join(request, query, key, value, EntryResult(output, lse, arrays, is_lse_imprecise, seed))
 
 
 def describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], tuple[str, ...]]:
@@ -330,7 +330,7 @@ def insert(
     problem: Problem,
     result: Result,
     attach: Attacher | None = None,
-    kind: type[CachedCall] = CachedCall,
+    kind: type[ForwardEntry] = ForwardEntry,
 ) -> None:
     """Store a call that went through the full dispatch.
 
@@ -342,7 +342,7 @@ def insert(
     formulas : the formulas of the call, from `Request.formulas`
     arrays : the caller's query, key and value
     problem, result : the problem that was made from the formulas, and its result
-    attach : see `CachedCall`
+    attach : see `ForwardEntry`
     kind : the class of the stored call
     """
     bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
@@ -360,7 +360,7 @@ def insert(
         if own is None:
             return
         call = PreparedCall(bound.call, own, ("query", "key", "lse"), (), bound.make_makers(adapter), problem.m, False)
-        passes.append(CachedPass(call, bound))
+        passes.append(PreparedPass(call, bound))
     output = problem.squeeze_heads(result.output, 2)
     statistics, statistic_dtypes = describe_statistics(problem)
     # a direct call that returns its output alone is not joined, so `join` must not be needed for it

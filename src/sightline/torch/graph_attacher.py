@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, read_inputs
-from ..dispatch.call_cache import CallResult
+from ..dispatch.call_cache import EntryResult
 from ..dispatch.call_request import Request
 from ..dispatch.kernel_list import make_plan
 from ..problem.kernel import Gradients, Plan
@@ -25,7 +25,7 @@ from .autograd import GraphCall, connect, trainable_inputs, with_saved_tables
 class CachedGraphCall(GraphCall):
     """A call that the call cache ran."""
 
-    def __init__(self, attacher: GraphAttacher, request: Request, result: CallResult) -> None:
+    def __init__(self, attacher: GraphAttacher, request: Request, result: EntryResult) -> None:
         if isinstance(request.sinks, np.ndarray):
             request = request._replace(
                 sinks=request.sinks.copy()
@@ -67,7 +67,7 @@ class CachedGraphCall(GraphCall):
         return inputs[-1] if self.attacher.backward.wants_sinks else self.request.sinks
 
 
-class _HostGraphCall(CachedGraphCall):
+class _CpuGraphCall(CachedGraphCall):
     """A call whose arrays are in the processor's memory."""
 
     def differentiate_bound(
@@ -115,7 +115,7 @@ def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str) -> Callable[[],
 
 
 class GraphAttacher:
-    """The function that joins the results of a cached call to torch's graph; see `call_cache.CachedCall`.
+    """The function that joins the results of a cached call to torch's graph; see `call_cache.ForwardEntry`.
 
     Attributes
     ----------
@@ -153,7 +153,7 @@ class GraphAttacher:
             pairs = pairs[NUM_OPERANDS:]
         if not all(x is y for x, y in pairs):
             return None
-        return cls(problem, backward, kernel, threads, len(own), graph_call or _HostGraphCall)
+        return cls(problem, backward, kernel, threads, len(own), graph_call or _CpuGraphCall)
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class GraphAttacher:
         other.__dict__ |= self.__dict__ | {"backward": replace(self.backward)}
         return other
 
-    def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: CallResult) -> CallResult:
+    def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: EntryResult) -> EntryResult:
         axis, lse, operands = self.squeezed_axis, result.lse, (query, key, value)
         results = (result.output, lse, *result.arrays) if self.has_statistics else (result.output,)
         if axis is not None:  # the graph has the head axis
@@ -191,7 +191,7 @@ class GraphAttacher:
         if axis is not None:
             results = tuple([x.squeeze(axis) for x in results])
         lse = results[1] if self.has_statistics else None
-        return CallResult(results[0], lse, results[2:], result.is_lse_imprecise, result.seed)
+        return EntryResult(results[0], lse, results[2:], result.is_lse_imprecise, result.seed)
 
 
 def _adds_head_axis(array: Tensor, operand: Tensor) -> bool:

@@ -16,7 +16,7 @@ from sightline.dispatch import call_cache
 from sightline.errors import ChangedTableError, FormulaError, TableError
 from sightline.formula.tables import Table
 from sightline.formula.tile_ranges import find_tile_ranges
-from sightline.gpu.launch.bound_call import BoundCall
+from sightline.gpu.launch.bound_launches import BoundLaunches
 from sightline.gpu.tuning import cache
 from sightline.gpu.tuning.configurations import Configuration, try_sizes
 from sightline.problem.problem import make_problem
@@ -175,13 +175,13 @@ def repeated(small_kernel, monkeypatch, fresh_calls):
     kernel = small_kernel if INTERPRETED else small_kernel.kernel
     others = [other for other in sightline.dispatch.kernel_list.KERNELS if other.name not in ("triton", "cpu")]
     monkeypatch.setattr(sightline.dispatch.kernel_list, "KERNELS", (kernel, *others))
-    found, run = [], BoundCall.run
+    found, run = [], BoundLaunches.run
 
     def spy(self, *given):
         found.append(self)
         return run(self, *given)
 
-    monkeypatch.setattr(BoundCall, "run", spy)
+    monkeypatch.setattr(BoundLaunches, "run", spy)
     return found
 
 

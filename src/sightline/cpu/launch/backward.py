@@ -94,7 +94,7 @@ def backward(
     output, d_output = (
         with_contiguous_rows(detach(xp.astype(x, problem.query.dtype, copy=False))) for x in (saved[0], d_output)
     )
-    call = BoundBackwardCall(arguments, spec, split, (output, d_output), table_gradients, processor)
+    call = BoundBackward(arguments, spec, split, (output, d_output), table_gradients, processor)
     table_sums = call.make_table_sums()
     sums = [empty(shape, problem.accumulator, problem.query) for shape in call.sum_shapes]
     rows = problem.query.shape[:-1]
@@ -122,7 +122,7 @@ def backward(
     )
 
 
-class BoundBackwardCall(BoundCall):
+class BoundBackward(BoundCall):
     """A call of the backward kernel.
 
     Parameters

@@ -56,14 +56,14 @@ def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = 
 
 def decode(
     problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: FusedStatistics
-) -> BoundDecodeCall | None:
+) -> BoundDecode | None:
     """Fill output, lse and the arrays of the fused statistics, and return the bound call.
 
     The result is None if an output is NaN or ∞: the forward kernel must run.
     """
     arguments = KernelArguments(problem, MAX_ROWS_PER_ITEM)
     spec = make_spec("decode", arguments, unroll=min(problem.group * problem.n, UNROLL), roles=fused.roles)
-    bind = partial(BoundDecodeCall, spec=spec, processor=processor)
+    bind = partial(BoundDecode, spec=spec, processor=processor)
     call = bind(arguments)
     if run_first(call, arguments, output, lse, threads, fused.arrays) is None:
         return None
@@ -71,7 +71,7 @@ def decode(
     return call
 
 
-class BoundDecodeCall(BoundCall):
+class BoundDecode(BoundCall):
     """A call of the decoding kernel for arrays of one layout, with any number of keys if there is no formula.
 
     A KV cache that grows by one key per token has one layout until its storage is full.

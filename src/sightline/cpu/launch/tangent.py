@@ -62,7 +62,7 @@ def tangent(
     return output_tangent, convert(lse_tangent, problem.query)
 
 
-class BoundTangentCall(BoundCall):
+class BoundTangent(BoundCall):
     """A call of the tangent kernel."""
 
     call_fields = TANGENT_CALL_FIELDS
@@ -77,7 +77,7 @@ def _bind(
         values |= operand_fields(f"{name}_tangent", array, arguments.keep_alive)
     items = problem.B * problem.H * -(-problem.n // arguments.query_block)
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
-    return BoundTangentCall(
+    return BoundTangent(
         arguments,
         spec,
         Tangent,

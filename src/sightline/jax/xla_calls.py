@@ -1,6 +1,6 @@
 """Calls of attention that XLA makes: NumPy arrays at given addresses, and results that are written to given addresses.
 
-A call is described by its text, which `HostCall.to_text` writes and `parse_call` reads.
+A call is described by its text, which `XlaCall.to_text` writes and `parse_call` reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..arrays.operations import accumulator, dtype_name, resolve_dtype
 from ..caching import cached_property
 from ..dispatch import call_cache, lookup
 from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
-from ..dispatch.call_cache import CachedCall, CallResult
+from ..dispatch.call_cache import EntryResult, ForwardEntry
 from ..dispatch.call_request import (
     CallStructure,
     Description,
@@ -92,7 +92,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HostCall(ABC):
+class XlaCall(ABC):
     """A call without its arrays.
 
     Parameters
@@ -159,7 +159,7 @@ class HostCall(ABC):
         return dict(zip(places, problem.score_table_indices, strict=True))
 
 
-class ForwardCall(HostCall):
+class XlaForward(XlaCall):
     """A forward pass. Its results are output, lse in float32 or float64, lse in float64, and the statistics' arrays."""
 
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
@@ -176,7 +176,7 @@ class ForwardCall(HostCall):
             result = make_plan(problem, self.kernel).kernel.run(problem, self.threads)
             if request is not None and self.can_be_cached:
                 read = *formulas, *conditions_of(problem.see)
-                call_cache.insert(request, read, (query, key, value), problem, result, kind=_CachedHostCall)
+                call_cache.insert(request, read, (query, key, value), problem, result, kind=_XlaEntry)
         if setting not in self.keys:
             layouts = lookup.read_arrays(query, key, value, *given)
             self.keys[setting] = None if layouts is None else (layouts[0], structure)
@@ -209,17 +209,17 @@ class ForwardCall(HostCall):
         return self.text.statistics(self.example_tables)
 
 
-class _CachedHostCall(CachedCall):
+class _XlaEntry(ForwardEntry):
     """A cached call whose result has lse in float64."""
 
     keeps_lse = True
 
-    def join(self, request: Any, query: Any, key: Any, value: Any, result: CallResult) -> Result:
+    def join(self, request: Any, query: Any, key: Any, value: Any, result: EntryResult) -> Result:
         return Result(result.output, result.lse, self.build_seen(result))
 
 
 @dataclass(frozen=True)
-class BackwardCall(HostCall):
+class XlaBackward(XlaCall):
     """A backward pass. `given` are the indices of the results with gradients, `wanted` those of the arguments.
 
     The arguments are those of the forward pass, its output, its lse in float64, and the gradients of results. The
@@ -263,9 +263,8 @@ class BackwardCall(HostCall):
 
     def read_inputs(self, inputs: Inputs, forward: ForwardPass, found: dict[int, Any]) -> BackwardInputs | None:
         """Return the inputs of a bound backward pass; None if none can serve, as for gradients of statistics."""
-        if not found.keys() <= {OUTPUT, LSE}:
-            return None
-        if not is_lse_precise(forward.lse, accumulator(dtype_name(forward.output))):
+        is_precise = is_lse_precise(forward.lse, accumulator(dtype_name(forward.output)))
+        if not (is_precise and found.keys() <= {OUTPUT, LSE}):
             return None
         d_lse = found.get(LSE)
         d_lse = None if d_lse is None else np.ascontiguousarray(d_lse, np.float64)
@@ -285,7 +284,7 @@ class BackwardCall(HostCall):
 
 
 @dataclass(frozen=True)
-class TangentCall(HostCall):
+class XlaTangent(XlaCall):
     """The tangents of output and lse, if no other result has a gradient. `wanted` are the indices of the arguments.
 
     The arguments are those of the forward pass, its output, its lse in float64, and the tangents of arguments.
@@ -311,7 +310,7 @@ class TangentCall(HostCall):
 
 
 @lru_cache(MAX_CALLS)
-def parse_call(text: bytes) -> HostCall:
+def parse_call(text: bytes) -> XlaCall:
     """Return the call that has this text."""
     kind, values = json.loads(text)
     values["text"] = CallText(*values["text"])
@@ -319,5 +318,5 @@ def parse_call(text: bytes) -> HostCall:
         values[name] = tuple([ArrayType(tuple(shape), *rest) for shape, *rest in values[name]])
     for name in {"wide_tables", "wanted", "given"} & set(values):
         values[name] = tuple(values[name])
-    classes: dict[str, type[HostCall]] = {one.__name__: one for one in (ForwardCall, BackwardCall, TangentCall)}
+    classes: dict[str, type[XlaCall]] = {one.__name__: one for one in (XlaForward, XlaBackward, XlaTangent)}
     return classes[kind](**values)
