@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..cpu.launch.backward import BoundBackward
     from ..cpu.launch.prepared_call import PreparedCall
 
-MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
+MAX_BACKWARD_ENTRIES = 8  # of one `BackwardPasses`; the oldest is dropped
 
 
 class BackwardInputs(NamedTuple):
@@ -296,7 +296,7 @@ class BackwardPasses:
         can_be_direct = not given.structure and not self.problem.dropout  # Python computes d_lse and the seed
         prepared = PreparedCall(call, inputs, BACKWARD_OPERANDS, BACKWARD_SUMS, makers, num_keys, can_be_direct)
         entry = BackwardEntry(prepared, weights_sum)
-        lookup.store(self.entries, (read[0], given.structure), entry, MAX_BACKWARD_CALLS)
+        lookup.store(self.entries, (read[0], given.structure), entry, MAX_BACKWARD_ENTRIES)
 
 
 def _subtract_sum(

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention  # bound before `re
 from ..arrays import layouts as array_layouts
 from ..arrays.allocation import ADAPTERS
 from ..dispatch import call_cache
-from ..dispatch.backward_calls import MAX_BACKWARD_CALLS
+from ..dispatch.backward_calls import MAX_BACKWARD_ENTRIES
 from ..dispatch.call_cache import EntryResult, ResultBuilder, describe_statistics
 from ..dispatch.call_request import Request
 from ..dispatch.lookup import store
@@ -104,7 +104,7 @@ class GpuEntry(ResultBuilder):
 class _GpuGraphCall(CachedGraphCall):
     """A call of the cache in torch's graph."""
 
-    def differentiate_bound(
+    def repeat(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
         arrays, read = self.read_arrays(gradients, inputs, results)
@@ -121,16 +121,14 @@ class _GpuGraphCall(CachedGraphCall):
     ) -> None:
         from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
-        recorded, calls, selection = found.recorded_call, self.attacher.backward.entries, selection_version()
+        recorded, selection = found.recorded_call, selection_version()
         _, read = self.read_arrays(gradients, inputs, results)
         if read is None or selection is None:
             return
         addresses = [recorded.inputs[name].data_ptr() for name in BACKWARD_OPERANDS]
         call = BoundLaunches.of(recorded, self.formulas, self.request.tables)
         if call is not None and addresses == [*read[1 : 1 + len(addresses)]]:
-            if len(calls) >= MAX_BACKWARD_CALLS:
-                calls.clear()
-            calls[selection, read[0]] = call
+            store(self.attacher.backward.entries, (selection, read[0]), call, MAX_BACKWARD_ENTRIES)
 
     def read_arrays(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]

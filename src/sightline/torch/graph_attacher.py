@@ -70,7 +70,7 @@ class CachedGraphCall(GraphCall):
 class _CpuGraphCall(CachedGraphCall):
     """A call whose arrays are in the processor's memory."""
 
-    def differentiate_bound(
+    def repeat(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
         given = None if self.is_lse_imprecise else self.read_inputs(gradients, inputs, results)
