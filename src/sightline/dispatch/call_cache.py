@@ -68,48 +68,48 @@ def answer(
     found = lookup.find_or_run(calls, structure, numbers, query, key, value, *arrays)
     if type(found) is not tuple:
         return (None if found is None else (found, ())), None
-    call, results, layouts, *addresses = found
+    entry, results, layouts, *addresses = found
     request = Request((layouts, structure), tuple(addresses), mask, score, see, tables, numbers, sinks, seed)
-    if call is None:
-        call = _find_any_key_length(request, key) or _bind_family(request, query, key, value)
+    if entry is None:
+        entry = _find_any_key_length(request, key) or _bind_family(request, query, key, value)
     else:
         _mark_as_used(calls, request.key)
-    if call is not None and lookup.find_or_run is lookup.find_in_python:
+    if entry is not None and lookup.find_or_run is lookup.find_in_python:
         lookup.use_generated_functions()
     if results is not None:
-        result = call.finish(request, query, key, value, results, threads)
+        result = entry.finish(request, query, key, value, results, threads)
     else:
-        result = None if call is None else call.run(request, query, key, value, threads)
+        result = None if entry is None else entry.run(request, query, key, value, threads)
     return (None, request) if result is None else (result, None)
 
 
 def _find_any_key_length(request: Request, key: Any) -> ForwardEntry | None:
-    """Return a call that was cached without its number of keys; None if none is cached. See `without_key_length`.
+    """Return an entry that was stored without its number of keys; None if there is none. See `without_key_length`.
 
-    A copy of the call is stored under the key of the request, because the layers of a model make the same call one
+    A copy of the entry is stored under the key of the request, because the layers of a model make the same call one
     after another. The copy counts its own runs.
     """
-    call = _lookup(calls, without_key_length(request.key))
-    if call is not None:
-        call = replace(call, prepared=call.prepared.copy(key.shape[-2]))
-        store(calls, request.key, call)
-    return call
+    entry = _lookup(calls, without_key_length(request.key))
+    if entry is not None:
+        entry = replace(entry, prepared=entry.prepared.copy(key.shape[-2]))
+        store(calls, request.key, entry)
+    return entry
 
 
 def _lookup(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> ForwardEntry | None:
-    call: ForwardEntry | None = entries.get(key)
-    if call is not None:
+    entry: ForwardEntry | None = entries.get(key)
+    if entry is not None:
         _mark_as_used(entries, key)
-    return call
+    return entry
 
 
 def _mark_as_used(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> None:
-    with suppress(KeyError):  # another thread has just dropped the call
+    with suppress(KeyError):  # another thread has just dropped the entry
         entries.move_to_end(key)
 
 
 def _bind_family(request: Request, query: Any, key: Any, value: Any) -> ForwardEntry | None:
-    """Return a cached call for a request whose family was met before, with other lengths; None if there is none."""
+    """Return a new entry for a request whose family was met before, with other lengths; None if there is none."""
     shared_key = family_key(request.key)
     member = None if shared_key is None else _lookup(families, shared_key)
     family = None if member is None else member.prepared.call.family
@@ -121,9 +121,9 @@ def _bind_family(request: Request, query: Any, key: Any, value: Any) -> ForwardE
         return None
     makers = member.make_makers((*query.shape[:-1], value.shape[-1]))
     prepared = member.prepared.rebind(bound_call, makers, key.shape[-2])
-    call = replace(member, prepared=prepared, attach=None if member.attach is None else copy(member.attach))
-    store(calls, _cache_key(request, bound_call), call)
-    return call
+    entry = replace(member, prepared=prepared, attach=None if member.attach is None else copy(member.attach))
+    store(calls, _cache_key(request, bound_call), entry)
+    return entry
 
 
 def _cache_key(request: Request, bound_call: BoundCall) -> tuple[Any, ...]:
