@@ -3,6 +3,7 @@
 import gc
 import os
 import zlib
+from collections import OrderedDict
 
 import numpy.ma  # noqa: F401 - its first import fails in a test that has changed NumPy's functions
 import pytest
@@ -106,7 +107,16 @@ def pytest_unconfigure():
 
 
 @pytest.fixture
-def fresh_kernels(monkeypatch):
+def fresh_calls(monkeypatch):
+    """Start with an empty call cache, and leave no call in it: for tests that change which kernels there are."""
+    from sightline.dispatch import call_cache
+
+    monkeypatch.setattr(call_cache, "calls", OrderedDict())
+    monkeypatch.setattr(call_cache, "families", OrderedDict())
+
+
+@pytest.fixture
+def fresh_kernels(monkeypatch, fresh_calls):
     """Compile kernels again and cache none of them: for tests that change the code generator."""
     from sightline.cpu.runtime import compile
 

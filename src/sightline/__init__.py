@@ -28,6 +28,7 @@ from .formula.tables import Table, table
 from .gpu.tuning.tuner import tune
 from .kv_cache import KVCache
 from .partition.lse_merge import merge
+from .recording import Seen
 from .statistics import entropy, lse, mass, max_score, pooled, received, scores, top_k, weighted_sum, weights
 
 __all__ = [
@@ -89,6 +90,7 @@ def _formula_picture(*arguments: Any, **options: Any) -> Any:
 
 
 PASSES.picture = _formula_picture
+Seen.load_explorer = lambda: import_module(f"{__name__}.view.explorer")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from .errors import ParameterError
 from .problem.validation import labels_by_entry
@@ -116,6 +115,8 @@ class Seen:
         such lists for each sequence. The labels can be set later as `seen.tokens`, for example after generation. By
         default each call has the labels of its `inputs`.
     """
+
+    load_explorer: ClassVar[Callable[[], Any]]  # returns `sightline.view.explorer`; set in `sightline/__init__.py`
 
     def __init__(self, calls: Sequence[Call] = (), tokens: Tokens | Sequence[str] | None = None) -> None:
         self.calls: list[Call] = list(calls)
@@ -261,7 +262,7 @@ class Seen:
         ----------
         options : the keyword arguments of `sightline.view.explorer.from_seen`, such as `title` and `limit`
         """
-        explorer = import_module("sightline.view.explorer")
+        explorer = Seen.load_explorer()
         return explorer.explore(explorer.from_seen(self, **options))
 
     def save_html(self, path: Any, **options: Any) -> None:
@@ -272,7 +273,7 @@ class Seen:
         path : str or Path
         options : the keyword arguments of `sightline.view.explorer.from_seen`, such as `title` and `limit`
         """
-        explorer = import_module("sightline.view.explorer")
+        explorer = Seen.load_explorer()
         explorer.save_html(explorer.from_seen(self, **options), path)
 
     show = explore

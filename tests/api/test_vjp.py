@@ -15,8 +15,7 @@ B, H, G, N, M, D = 2, 4, 2, 9, 13, 8
 
 @pytest.fixture(autouse=True)
 def clear_cache():
-    call_cache.bound_calls().clear()
-    call_cache.call_families().clear()
+    call_cache.clear()
 
 
 def draw(rng, dtype=np.float64, shape=None):

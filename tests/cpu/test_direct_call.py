@@ -28,15 +28,10 @@ DIRECT_KINDS = [kind for kind in KINDS if kind not in (*PYTHON_KINDS, *CONVERTED
 
 @pytest.fixture(autouse=True)
 def clear_cache():
-    clear()
+    call_cache.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepared_call, "RUNS_BEFORE_RECORD", 1)
         yield
-
-
-def clear():
-    call_cache.bound_calls().clear()
-    call_cache.call_families().clear()
 
 
 class Spy:
@@ -67,9 +62,9 @@ def expect(calls):
     """The bits of every call through the full dispatch."""
     found = []
     for operands, options in calls:
-        clear()
+        call_cache.clear()
         found.append(all_bits(sightline.attention(*operands, **options)))
-    clear()
+    call_cache.clear()
     return found
 
 
@@ -131,9 +126,9 @@ def test_other_seeds_after_seed_0(rng):
 
     expected = []
     for seed in (0, 5):
-        clear()
+        call_cache.clear()
         expected.append(differentiate(seed))
-    clear()
+    call_cache.clear()
     assert [differentiate(seed) for seed in (0, 0, 0, 0, 5, 5)] == [*[expected[0]] * 4, *[expected[1]] * 2]
 
 
@@ -166,7 +161,7 @@ def test_a_busy_record_is_left_to_its_user(rng):
     given = arrays(rng)
     (expected,) = expect([(given, {})])
     make_direct(given, dict)
-    (call,) = call_cache.bound_calls().values()
+    (call,) = call_cache.calls.values()
     record = call.prepared.direct[2].array
     record[0] = 1
     with Spy() as direct:
@@ -223,9 +218,9 @@ def test_a_failed_allocation_is_an_error(rng):
 
     given = arrays(rng)
     for see in (None, [sightline.entropy()]):
-        clear()
+        call_cache.clear()
         make_direct(given, lambda see=see: {"see": see})
-        (call,) = call_cache.bound_calls().values()
+        (call,) = call_cache.calls.values()
         right = address, makers, record = call.prepared.direct
         for place in range(len(makers)):
             call.prepared.direct = address, (*makers[:place], fail, *makers[place + 1 :]), record
@@ -244,7 +239,7 @@ def test_references_are_balanced(rng, convert):
     mask = i - j < 3
     for options in ({}, {"mask": mask}, {"see": see}):
         make_direct(given, lambda options=options: options)
-    calls = list(call_cache.bound_calls().values())
+    calls = list(call_cache.calls.values())
     objects = [
         *given,
         *calls,

@@ -27,9 +27,9 @@ from sightline.cpu.calls.launcher import RecordCode
 from sightline.cpu.calls.python_functions import launcher
 from sightline.cpu.kernels.kernel_spec import min_decode_keys
 from sightline.cpu.launch import prepared_call
-from sightline.cpu.launch.decode import BoundDecodeCall
+from sightline.cpu.launch.decode import BoundDecode
 from sightline.dispatch import call_cache, lookup
-from sightline.dispatch.call_cache import CachedCall
+from sightline.dispatch.call_cache import ForwardEntry
 from sightline.dispatch.call_request import describe
 from sightline.errors import DtypeError, FormulaError, SightlineError, TableError
 from sightline.problem.problem import make_problem
@@ -56,31 +56,26 @@ DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 
 @pytest.fixture(autouse=True)
 def clear_cache():
-    clear()
-
-
-def clear():
-    call_cache.bound_calls().clear()
-    call_cache.call_families().clear()
+    call_cache.clear()
 
 
 def uncached(arrays, **options):
     """Return the result of a call with an empty call cache."""
-    clear()
+    call_cache.clear()
     return sightline.attention(*arrays, **options)
 
 
 def record_hits(monkeypatch):
     """Return a list that grows by one with every call that the cache answers. No call becomes direct."""
     monkeypatch.setattr(prepared_call, "RUNS_BEFORE_RECORD", NEVER)
-    found, run = [], CachedCall.run
+    found, run = [], ForwardEntry.run
 
     def spy(*given):
         answer = run(*given)
         found.extend([1] * (answer is not None))
         return answer
 
-    monkeypatch.setattr(CachedCall, "run", spy)
+    monkeypatch.setattr(ForwardEntry, "run", spy)
     return found
 
 
@@ -126,7 +121,7 @@ def test_equal_bits_as_an_uncached_call(layout, dtype, formula, in_torch, seed):
     options = FORMULAS[formula]
     expected = uncached(other, **options())
     uncached(first, **options())
-    assert len(call_cache.bound_calls()) == 1
+    assert len(call_cache.calls) == 1
     with pytest.MonkeyPatch.context() as patch:
         found = record_hits(patch)
         output = sightline.attention(*other, **options())
@@ -179,7 +174,7 @@ def test_the_cache_has_a_limited_size(rng, monkeypatch):
     sightline.attention(q, k, v, mask=i % 2 == 0)  # used again: the second is now the oldest
     sightline.attention(q, k, v, mask=i % 5 == 0)
     left = {(i % stride == 0, None) for stride in (4, 2, 5)}
-    assert {key[1][-1] for key in call_cache.bound_calls()} == left
+    assert {key[1].formulas for key in call_cache.calls} == left
 
 
 def test_cached_calls_do_not_keep_arrays_alive(rng):
@@ -371,7 +366,7 @@ def test_a_buffer_in_use_is_left_to_its_user(rng):
     given = arrays(rng)
     expected = bits(uncached(given))
     sightline.attention(*given)
-    bound = next(iter(call_cache.bound_calls().values())).prepared.call
+    bound = next(iter(call_cache.calls.values())).prepared.call
     busy = bound.record.array
     busy[0] = 1
     assert bits(sightline.attention(*given)) == expected
@@ -410,9 +405,9 @@ def test_a_record_grows_with_the_number_of_tile_ranges(rng, monkeypatch):
 
     sightline.attention(*given, mask=mask(64), threads=1)
     expected = bits(uncached(given, mask=mask(2), threads=1))
-    clear()
+    call_cache.clear()
     sightline.attention(*given, mask=mask(64), threads=1)
-    bound = next(iter(call_cache.bound_calls().values())).prepared.call
+    bound = next(iter(call_cache.calls.values())).prepared.call
     for _ in range(2):
         assert bits(sightline.attention(*given, mask=mask(2), threads=1)) == expected
     monkeypatch.setattr(type(bound), "find_tile_ranges", None)  # the grown record serves the call alone
@@ -447,7 +442,7 @@ def test_a_cached_call_of_another_structure_is_found(rng, kind, monkeypatch):
             assert all_bits(answer) == all_bits(expected)
 
     compare()
-    clear()
+    call_cache.clear()
     monkeypatch.setattr(array_layouts, "read_arrays", without_layouts)
     monkeypatch.setattr(lookup, "find_or_run", lookup.find_in_python)
     monkeypatch.setattr(lookup, "use_generated_functions", lambda: None)
@@ -497,9 +492,9 @@ def test_keys_distinguish_calls(case, library):
         return named_machine
 
     first, second = map(given, DIFFERENT_CALLS[case])
-    clear()
+    call_cache.clear()
     expected = sightline.attention(**second)
-    clear()
+    call_cache.clear()
     before = sightline.attention(**first)
     assert bits(before) != bits(expected)
     assert bits(sightline.attention(**second)) == bits(expected)
@@ -511,22 +506,22 @@ def test_a_requested_kernel_runs(rng):
     sightline.attention(*given)
     again_cpu = sightline.attention(*given, kernel="cpu")
     np.testing.assert_array_equal(again_cpu, sightline.attention(*given))
-    before = len(call_cache.bound_calls())
+    before = len(call_cache.calls)
     sightline.attention(*given, kernel="reference")
     sightline.attention(*given, kernel="streaming")
-    assert len(call_cache.bound_calls()) == before  # other kernels neither are cached nor use a cached call
+    assert len(call_cache.calls) == before  # other kernels neither are cached nor use a cached call
 
 
 def test_a_call_for_another_machine_is_a_miss(rng, monkeypatch):
     given = arrays(rng)
     sightline.attention(*given)
-    assert key_of(*given) in call_cache.bound_calls()
+    assert key_of(*given) in call_cache.calls
     monkeypatch.setenv("SIGHTLINE_CPU", "sse2")
-    assert key_of(*given) not in call_cache.bound_calls()
+    assert key_of(*given) not in call_cache.calls
 
 
 def test_fresh_kernels_do_not_use_cached_calls(rng, fresh_kernels):
-    assert not call_cache.bound_calls()
+    assert not call_cache.calls
 
 
 @pytest.mark.parametrize(
@@ -609,7 +604,7 @@ def test_every_part_of_the_key_is_needed(case):
     base = {"query": X, "key": X[::-1].copy(), "value": np.roll(X, 1).copy()}
 
     def key(changes):
-        layouts, (options, *others, formulas) = key_of(**({"mask": b >= 0} | base | changes))
+        layouts, (options, *others, formulas, _wanted) = key_of(**({"mask": b >= 0} | base | changes))
         parts = [part for kind, shape, strides in parse(layouts) for part in (shape, strides, kind)]
         return [*parts, *options, *others, [*map(id, formulas)]]
 
@@ -621,10 +616,10 @@ def test_a_stale_argument_block_is_found(rng, monkeypatch):
     """A cached call that does not reset the counter computes nothing, which the comparison of bits must find."""
     given = arrays(rng)
     expected = uncached(given)
-    prepared = next(iter(call_cache.bound_calls().values())).prepared.call
+    prepared = next(iter(call_cache.calls.values())).prepared.call
     output, lse = np.full_like(expected, np.nan), np.empty(expected.shape[:-1])
     operands = [x.ctypes.data for x in (*given, output, lse)]
-    prepared.run(1, [*operands, 0, 0], (), given[1], ())
+    prepared.run(1, [*operands, 0, 0], (), given[1].shape[-2], ())
     assert bits(output) == bits(expected)
     _whole, words, address = prepared.buffers.unused[-1]
     assert words[prepared.buffers.offsets["counter"]] != 0
@@ -693,7 +688,7 @@ def test_statistics_of_arrays_without_heads(rng, shape):
     expected = all_bits(uncached(given, see=see))
     for _ in range(10):
         assert all_bits(sightline.attention(*given, see=see)) == expected
-    assert len(call_cache.bound_calls()) == 1
+    assert len(call_cache.calls) == 1
 
 
 def test_gradients_of_means(rng, monkeypatch):
@@ -716,7 +711,7 @@ def test_a_cached_call_keeps_no_table_of_a_condition_alive(rng):
     given, ids = arrays(rng), rng.random(9) < 0.5
     watched = weakref.ref(ids)
     sightline.attention(*given, see=[sightline.mass(table(ids)[j])])
-    assert len(call_cache.bound_calls()) == 1
+    assert len(call_cache.calls) == 1
     del ids
     assert watched() is None
 
@@ -744,7 +739,7 @@ def test_statistics_of_a_growing_cache(rng, see, mask):
     q, k, v = decoding_arrays(rng, 600)
     lengths = (100, 101, 550, 551, 551, 100)
     expected = [all_bits(uncached((q, k[:, :, :m], v[:, :, :m]), see=see, mask=mask)) for m in lengths]
-    clear()
+    call_cache.clear()
     for _ in range(2):
         for length, right in zip(lengths, expected, strict=True):
             given = q, k[:, :, :length], v[:, :, :length]
@@ -858,11 +853,11 @@ def test_tensor_subclasses_are_not_cached(rng):
 
     q, k, v = tensors(rng)
     sightline.attention(q, k, v)
-    before = len(call_cache.bound_calls())
+    before = len(call_cache.calls)
     for place in range(3):
         given = [x.as_subclass(Mine) if at == place else x for at, x in enumerate((q, k, v))]
         assert key_of(*given) is None
-    assert len(call_cache.bound_calls()) == before
+    assert len(call_cache.calls) == before
 
 
 def test_other_devices(rng):
@@ -902,13 +897,13 @@ def test_growing_keys_hit_one_cached_call(rng, dtype, convert, monkeypatch):
 
 def count_calls():
     """The number of bound calls; a call may be stored under several keys."""
-    return len({id(call.prepared.call) for call in call_cache.bound_calls().values()})
+    return len({id(call.prepared.call) for call in call_cache.calls.values()})
 
 
 def decoded(monkeypatch):
     """A list with the result of each cached call of the decoding kernel: True if it computed the output."""
     monkeypatch.setattr(prepared_call, "RUNS_BEFORE_RECORD", NEVER)
-    found, run = [], BoundDecodeCall.run
+    found, run = [], BoundDecode.run
 
     def spy(*given, is_first=False):
         status = run(*given, is_first=is_first)
@@ -916,7 +911,7 @@ def decoded(monkeypatch):
             found.append(status is not None)
         return status
 
-    monkeypatch.setattr(BoundDecodeCall, "run", spy)
+    monkeypatch.setattr(BoundDecode, "run", spy)
     return found
 
 
@@ -985,7 +980,7 @@ def test_a_decoding_loop_has_one_cached_call(rng, convert):
     cache = sightline.KVCache(capacity=610)
     cache.append(k[:, :, :600], v[:, :, :600])
     expected = [bits(uncached((q, k[:, :, : t + 1], v[:, :, : t + 1]))) for t in range(600, 600 + tokens)]
-    clear()
+    call_cache.clear()
     found = []
     for t, right in enumerate(expected, 600):
         cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
@@ -1055,7 +1050,7 @@ def test_gradients_equal_those_of_the_operator(rng, formula, shape, monkeypatch)
     found = record_hits(monkeypatch)
     prepared = outputs_and_gradients(other, direction, **options())
     assert found or len(shape) < 4  # calls that are reshaped first are not cached
-    clear()
+    call_cache.clear()
     assert outputs_and_gradients(other, direction, **options()) == prepared
     monkeypatch.setattr("sightline.api.functions.describe", lambda *given: None)
     assert outputs_and_gradients(other, direction, **options()) == prepared
@@ -1079,7 +1074,7 @@ def test_gradients_of_outputs_whose_gradient_is_expanded(rng, spread):
 
     expected = bits_of(differentiate())
     assert [bits_of(differentiate()) for _ in range(6)] == [expected] * 6
-    clear()
+    call_cache.clear()
     for _ in range(5):  # other gradients are bound first
         torch.autograd.grad(sightline.attention(q, k, v), (q, k, v), weights)
     assert [bits_of(differentiate()) for _ in range(4)] == [expected] * 4
@@ -1156,9 +1151,9 @@ def test_learned_tables_sinks_and_scales(rng, name, dtype, fixed, monkeypatch):
     steps = [draw() for _ in range(4)]
     expected = []
     for step in steps:
-        clear()
+        call_cache.clear()
         expected.append(differentiate(*step))
-    clear()
+    call_cache.clear()
     for step in [draw(), draw()]:
         differentiate(*step)
     monkeypatch.setattr("sightline.api.functions.make_problem", None)

@@ -25,7 +25,7 @@ from repeated_calls import MEMORY, Repetition
 from sightline import b, h, i, j, s, table
 from sightline.cpu import Cpu
 from sightline.cpu.launch import backward as launch_backward
-from sightline.cpu.runtime.compile import bound_calls, call_families
+from sightline.dispatch import call_cache
 from sightline.problem.problem import make_problem
 from sightline.statistics import Pooled, Received, TopK
 from weights_pass_checks import compute_together, pooled, received, top_k, weights
@@ -118,8 +118,8 @@ def main(seed, count, past=0):
     def empty(shape, dtype=float, **_):
         return memory.zeros(shape, dtype) if np.dtype(dtype).kind in "fVi" else original_empty(shape, dtype)
 
-    make_sums = launch_backward.BoundBackwardCall.make_table_sums
-    launch_backward.BoundBackwardCall.make_table_sums = lambda call: [memory.copy(sums) for sums in make_sums(call)]
+    make_sums = launch_backward.BoundBackward.make_table_sums
+    launch_backward.BoundBackward.make_table_sums = lambda call: [memory.copy(sums) for sums in make_sums(call)]
     for call in range(count):
         memory.at_end = call % 2 == 0
         problem = random_problem(rng, memory, past)
@@ -142,8 +142,7 @@ def main(seed, count, past=0):
     for call in range(count):
         for memory.at_end in (True, False):
             Repetition(seed + call, dict.fromkeys(MEMORY, memory.copy)).check()
-            bound_calls().clear()
-            call_families().clear()
+            call_cache.clear()
             memory.clear()
     print("unharmed")
 

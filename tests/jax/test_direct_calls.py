@@ -15,9 +15,9 @@ from fault_planting import broken
 from sightline import b, h, i, j, s, table
 from sightline.cpu.calls import xla_direct_call, xla_handler
 from sightline.cpu.launch.prepared_call import RUNS_BEFORE_RECORD
-from sightline.cpu.runtime.compile import bound_calls, call_families
+from sightline.dispatch import call_cache
 from sightline.jax import custom_call, direct_entries, dot_product_attention, primitives
-from sightline.jax.host_calls import parse_call
+from sightline.jax.xla_calls import parse_call
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the code reads the environment of POSIX")
 B, H, N, M, D = 2, 3, 9, 14, 16
@@ -114,8 +114,7 @@ def test_entries_own_what_they_read(draw, python_calls):
         attend(q, k, v)
     call = weakref.ref(parse_call(python_calls[-1]).find_prepared().call)
     parse_call.cache_clear()
-    bound_calls().clear()
-    call_families().clear()
+    call_cache.clear()
     gc.collect()
     assert call() is not None, "the entry reads the memory of a call that is gone"
     python_calls.clear()

@@ -15,9 +15,10 @@ import torch
 import sightline
 from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
+from sightline.dispatch.backward_calls import BackwardPasses
 from sightline.dispatch.call_text import CallText
 from sightline.errors import FormulaError, ParameterError, ShapeError, SightlineError
-from sightline.jax import batching, dispatch, host_calls
+from sightline.jax import batching, dispatch, xla_calls
 from sightline.problem.problem import make_problem
 from strategies import to_torch
 
@@ -116,10 +117,10 @@ def test_later_calls_need_no_full_dispatch(rng, in_layout_of_jax, monkeypatch):
 
     inputs = [draw() for _ in range(3)]
     found = [jax.block_until_ready(attend(*given)) for given in inputs]
-    monkeypatch.setattr(host_calls, "make_plan", lambda *_: pytest.fail("a plan was made"))
+    monkeypatch.setattr(xla_calls, "make_plan", lambda *_: pytest.fail("a plan was made"))
     assert same_bits([jax.block_until_ready(attend(*given)) for given in inputs[::-1]], found[::-1])
     monkeypatch.undo()
-    monkeypatch.setattr(host_calls.call_cache, "answer", lambda *_: (None, None))
+    monkeypatch.setattr(xla_calls.call_cache, "answer", lambda *_: (None, None))
     assert same_bits([attend(*given) for given in inputs], found)
 
 
@@ -230,11 +231,11 @@ def test_later_backward_passes_need_no_dispatch(rng, dtype, monkeypatch):
 
     expected = jax.block_until_ready(differentiate(*given))
     others = [x[::-1] for x in given]
-    monkeypatch.setattr(host_calls.BackwardCall, "compute_by_dispatch", None)
+    monkeypatch.setattr(xla_calls.XlaBackward, "dispatch", None)
     assert same_bits(differentiate(*given), expected)
     found = jax.block_until_ready(differentiate(*others))
     monkeypatch.undo()
-    monkeypatch.setattr(host_calls.BackwardCall, "repeat", lambda *_: None)
+    monkeypatch.setattr(BackwardPasses, "repeat", lambda *_: None)
     assert same_bits(differentiate(*others), found)
     assert not same_bits(found, expected)
 
@@ -491,7 +492,7 @@ def test_an_error_without_a_text_is_an_error(operands, monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(host_calls.ForwardCall, "run", fail)
+    monkeypatch.setattr(xla_calls.XlaForward, "run", fail)
     with pytest.raises(FAILED, match=type(error).__name__):  # a call with this scale was not made before
         jax.block_until_ready(sightline.attention(*operands, scale=0.123))
 
@@ -568,27 +569,27 @@ def test_a_fault_in_the_batching_rule_is_found(elements, monkeypatch):
 
 def test_a_fault_in_the_order_of_arguments_is_found(operands, monkeypatch):
     plain = [np.asarray(x) for x in operands]
-    host_calls.parse_call.cache_clear()  # of calls that are bound already
-    divide = host_calls.HostCall.split_arguments
+    xla_calls.parse_call.cache_clear()  # of calls that are bound already
+    divide = xla_calls.XlaCall.split_arguments
     monkeypatch.setattr(
-        host_calls.HostCall, "split_arguments", lambda self, arrays: divide(self, [arrays[1], arrays[0], *arrays[2:]])
+        xla_calls.XlaCall, "split_arguments", lambda self, arrays: divide(self, [arrays[1], arrays[0], *arrays[2:]])
     )
     options = {"mask": i >= j, "scale": 0.234}  # generated code repeats calls that other tests made often
     assert not same_bits(sightline.attention(*operands, **options), sightline.attention(*plain, **options))
-    host_calls.parse_call.cache_clear()
+    xla_calls.parse_call.cache_clear()
 
 
 def test_a_program_has_the_text_of_its_call(operands):
     program = jax.jit(attend).lower(*operands).as_text()
     assert "sightline_attention" in program
-    assert "ForwardCall" in program
+    assert "XlaForward" in program
     shape = list(operands[0].shape)
-    types = tuple([host_calls.ArrayType(operands[0].shape, "float32")] * 3)
+    types = tuple([xla_calls.ArrayType(operands[0].shape, "float32")] * 3)
     text, _ = CallText.of(make_problem(*map(np.asarray, operands), mask=i >= j))
-    call = host_calls.ForwardCall(text, types, types[:1], (), False, False, None, 2, False)
+    call = xla_calls.XlaForward(text, types, types[:1], (), False, False, None, 2, False)
     _, values = json.loads(call.to_text())
     assert values["arguments"][0] == [shape, "float32", False]
-    assert host_calls.parse_call(call.to_text().encode()) == call
+    assert xla_calls.parse_call(call.to_text().encode()) == call
 
 
 def test_the_code_of_the_custom_call_lives_as_long_as_the_process():
@@ -596,10 +597,12 @@ def test_the_code_of_the_custom_call_lives_as_long_as_the_process():
     program = """
 import gc, jax, numpy as np, sightline
 from sightline.cpu.runtime import compile
+from sightline.dispatch import call_cache
 x = np.ones((1, 2, 9, 8), np.float32)
 attend = jax.jit(lambda x: sightline.attention(x, x, x))
 expected = attend(jax.numpy.asarray(x))
 compile._cache = compile.KernelCache()
+call_cache.clear()
 gc.collect()
 assert np.array_equal(attend(jax.numpy.asarray(x)), expected)"""
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -209,8 +209,7 @@ def test_a_gradient_of_lse_that_is_left_out_is_found(rng, monkeypatch):
 @pytest.mark.parametrize("see", [[], [sightline.entropy()]], ids=["no statistics", "entropy"])
 @pytest.mark.parametrize("sinks", [None, torch.ones(2), torch.ones(2, requires_grad=True)], ids=str)
 def test_a_checkpoint_whose_first_call_is_not_cached(sinks, see):
-    call_cache.bound_calls().clear()
-    call_cache.call_families().clear()
+    call_cache.clear()
     query, key, value = torch.randn(3, 1, 2, 7, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
     def run(*arrays):
@@ -228,8 +227,7 @@ def test_a_checkpoint_that_draws_another_seed(see):
     """The gradients are those of the second run, as those of torch's dropout are."""
     arrays = torch.randn(3, 1, 2, 7, 4, generator=torch.Generator().manual_seed(0)).requires_grad_().unbind()
     weights = torch.arange(56.0).reshape(1, 2, 7, 4).cos()
-    call_cache.bound_calls().clear()
-    call_cache.call_families().clear()
+    call_cache.clear()
 
     def run(*arrays, seed=None):
         return sightline.attention(*arrays, dropout=0.5, seed=seed, see=see)[0]

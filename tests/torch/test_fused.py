@@ -8,7 +8,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
 from sightline import i, j
-from sightline.cpu.runtime import compile
 from sightline.dispatch.explanation import Explanation
 from sightline.problem.kernel import choose
 from sightline.problem.problem import make_problem
@@ -118,12 +117,11 @@ def test_torchs_kernels_return_nan_for_a_nan_value_with_weight_0(low):
     assert not sightline.attention(query, key, value).isnan().any()
 
 
-def test_a_repeated_call_goes_straight_to_torch(monkeypatch):
+def test_a_repeated_call_goes_straight_to_torch(monkeypatch, fresh_calls):
     planned, make_problem = [], torch_dispatch.parse
     monkeypatch.setattr(torch_dispatch, "FUSED", OnCpu("sm_90"))
     monkeypatch.setattr(torch_dispatch, "_prefers_fused", lambda problem: True)
     monkeypatch.setattr(torch_dispatch, "parse", lambda *x, **options: planned.append(x) or make_problem(*x, **options))
-    monkeypatch.setattr(compile, "_cache", compile.KernelCache())
     for scale in (0.3, 0.5):
         expected = torch.nn.functional.scaled_dot_product_attention(*half(), scale=scale)
         for _ in range(3):

@@ -11,16 +11,17 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ..arrays.operations import checksum, to_numpy
-from ..dispatch import backward_calls, call_cache
-from ..dispatch.backward_calls import BackwardCall, BackwardInputs, arrays_to_save, read_inputs
-from ..dispatch.call_cache import CachedCall, CallResult
-from ..dispatch.call_request import Request, describe
+from ..dispatch import call_cache
+from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs
+from ..dispatch.call_cache import EntryResult, ForwardEntry
+from ..dispatch.call_request import Request, describe, new_description, new_structure
 from ..dispatch.call_text import count_arrays, flatten_result, split_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, solve, to_caller_layout
 from ..errors import ChangedTableError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.tables import Table
-from ..problem.problem import OPERANDS, Problem, make_problem
+from ..problem.kernel import Gradients
+from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem, make_problem
 from ..problem.validation import check_choice, read_score, split_names
 from ..statistics import Lse, Statistic, StatisticBase, arrays_of, unwrap_mean
 from .tangent import check_numpy, include_scale, read_floats
@@ -144,25 +145,19 @@ def attention_vjp(
 class _Forward(NamedTuple):
     """What a cached call computed, and the request for the call."""
 
-    entry: _CachedVjp
+    entry: _VjpEntry
     request: Request
-    result: CallResult
+    result: EntryResult
 
 
 @dataclass
-class _CachedVjp(CachedCall):
-    """A cached call with its bound backward passes.
-
-    shapes : a problem with the shapes of the call, without arrays
-    slots : the index in `Problem.tables` of each table of `wrt`, in the order of `wrt`
-    """
+class _VjpEntry(ForwardEntry):
+    """A cached call with its backward passes, for the gradients of the tables of `wrt`; None before the first one."""
 
     keeps_lse: ClassVar[bool] = True
-    backward: dict[Any, BackwardCall] = field(init=False, default_factory=dict)
-    shapes: Problem | None = field(init=False, default=None)
-    slots: tuple[int, ...] = field(init=False, default=())
+    backward: BackwardPasses | None = field(init=False, default=None)
 
-    def join(self, request: Request, query: Any, key: Any, value: Any, result: CallResult) -> Any:
+    def join(self, request: Request, query: Any, key: Any, value: Any, result: EntryResult) -> Any:
         return _Forward(self, request, result)
 
 
@@ -173,7 +168,10 @@ class _Call:
     ----------
     output, seen : as in `attention`
     forward : what the call cache computed; None if the call went through the full dispatch
-    problem, results : the problem, and its results in the order of `flatten_result`, if a pass had the full dispatch
+    forward_pass : what the backward pass reads of it
+    problem : the problem, if a pass went through the full dispatch
+    formulas : the mask and the score that the problem was made from, if the call can be cached
+    arrays : the arrays of the statistics in the order of `flatten_result`, if the call went through the full dispatch
     """
 
     def __init__(
@@ -187,22 +185,25 @@ class _Call:
     ) -> None:
         self.operands, self.options, self.statistics, self.tables = operands, options, statistics, tables
         self.kernel, self.threads = kernel, threads
-        self.forward: _Forward | None = None
+        self.forward, request = self.look_up()
         self.problem: Problem | None = None
-        found, request = self.look_up()
-        if found is not None:
-            self.forward, self.output = found, found.result.output
-            self.seen = found.entry.build_seen(found.result)
+        self.formulas: tuple[Expression | None, ...] = ()
+        if self.forward is not None:
+            entry, request, found = self.forward
+            self.output, self.seen = found.output, entry.build_seen(found)
+            sinks = None if request.sinks is None else to_numpy(request.sinks)
+            self.forward_pass = ForwardPass(operands, found.output, found.lse, sinks, found.seed, threads)
             return
         if request is not None:
-            mask, score, *_ = formulas = request.formulas()
-            self.options |= {"mask": mask, "score": score}
-        self.problem = problem = make_problem(*operands, **self.options, see=statistics)
+            formulas = request.formulas()
+            self.formulas = formulas[:2]
+        self.problem = problem = self.make_problem()
         result = solve(problem, kernel, threads)
         self.output, self.seen = to_caller_layout(problem, result)
-        self.results = flatten_result(problem.see, result)
+        output, lse, *self.arrays = flatten_result(problem.see, result)
+        self.forward_pass = ForwardPass(operands, output, lse, problem.sinks, problem.seed, threads)
         if request is not None:
-            call_cache.insert(request, formulas, operands, problem, result, kind=_CachedVjp)
+            call_cache.insert(request, formulas, operands, problem, result, kind=_VjpEntry)
 
     def look_up(self) -> tuple[_Forward | None, Request | None]:
         """Return the answer of the call cache, and the request if there is none."""
@@ -216,10 +217,14 @@ class _Call:
             return None, None
         score_tables = () if description.score is None else description.score.tables
         places = tuple([[x.origin for x in score_tables].index(table.origin) for table in self.tables])
-        first, *others = description.structure
-        description = description._replace(structure=((*first, "vjp", places), *others))
+        structure, *others = description
+        description = new_description(new_structure(*structure[:-1], places), *others)
         sinks, seed = options["sinks"], options["seed"]
         return call_cache.answer(description, query, key, value, sinks, seed, self.threads)
+
+    def make_problem(self) -> Problem:
+        options = self.options | dict(zip(("mask", "score"), self.formulas, strict=False))
+        return make_problem(*self.operands, **options, see=self.statistics)
 
     def read_tables(self) -> list[Any]:
         """Return the arrays that the formulas read."""
@@ -235,43 +240,41 @@ class _Call:
 
     def differentiate(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any]:
         """Return the gradients of query, key, value and sinks by name, and those of tables by the table's id."""
-        return self.repeat(d_output, d_seen) or self.dispatch(d_output, d_seen)
-
-    def repeat(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any] | None:
-        """Return the gradients by a bound backward pass; None if there is none."""
-        given = self.read_inputs(d_output, d_seen)
-        if self.forward is None or given is None:
-            return None
-        entry, request, result = self.forward
-        found = backward_calls.differentiate(
-            entry.backward,
-            given,
-            self.operands,
-            result.output,
-            result.lse,
-            request.sinks,
-            result.seed,
-            self.threads,
-        )
-        if found is None:
-            return None
-        arrays = {slot: table.array for slot, table in zip(entry.slots, self.tables, strict=True)}
-        tables = found.differentiate_tables(arrays)
-        named: dict[Any, Any] = dict(zip(OPERANDS, found.operands, strict=True))
-        for slot, table in zip(entry.slots, self.tables, strict=True):
-            named[id(table)] = _sum_to(tables[slot], table.array)
-        if request.sinks is not None:
-            sinks = to_numpy(request.sinks)
-            named["sinks"] = found.differentiate_sinks(sinks, given.d_output, result.output, result.lse)
+        passes = self.find_passes()
+        given = self.read_inputs(passes.problem, d_output, d_seen)
+        found = passes.differentiate(given, self.forward_pass, lambda: self.dispatch(passes.slots, d_output, d_seen))
+        named: dict[Any, Any] = dict(zip(OPERANDS, found, strict=False))
+        for table, gradient in zip(self.tables, found[NUM_OPERANDS:], strict=False):
+            named[id(table)] = _sum_to(gradient, table.array)
+        if passes.wants_sinks:
+            named["sinks"] = found[-1]
         return named
 
-    def read_inputs(self, d_output: Any, d_seen: list[Any]) -> BackwardInputs | None:
+    def find_passes(self) -> BackwardPasses:
+        """Return the backward passes of the cached call, or new ones."""
+        if self.forward is not None and self.forward.entry.backward is not None:
+            return self.forward.entry.backward
+        problem = self.find_problem()
+        slot_of = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
+        slots = [slot_of[table.origin] for table in self.tables]
+        passes = BackwardPasses.of(problem, self.formulas, slots, problem.sinks is not None)
+        if self.forward is not None:
+            self.forward.entry.backward = passes
+        return passes
+
+    def find_problem(self) -> Problem:
+        """Return the problem of the call."""
+        if self.problem is None:
+            assert self.forward is not None
+            self.formulas = self.forward.request.formulas()[:2]
+            self.problem = self.make_problem()
+        return self.problem
+
+    def read_inputs(self, problem: Problem, d_output: Any, d_seen: list[Any]) -> BackwardInputs | None:
         """Return what a bound backward pass reads; None if none can serve this call."""
         if self.forward is None or self.forward.result.is_lse_imprecise:
             return None
         entry, request, result = self.forward
-        if entry.shapes is None:
-            return None
         d_lse, arrays, results = None, iter(result.arrays), [d_output]
         for cached, d in zip(entry.statistics, d_seen, strict=True):
             count = count_arrays(cached.statistic)
@@ -288,20 +291,14 @@ class _Call:
         computed = [result.output, result.lse, *result.arrays]
         saved = [result.output, result.lse, *arrays_to_save(see, computed)]
         gradients = [d_output, d_lse, *results[1:]]
-        return read_inputs(request, entry.shapes, gradients, self.operands, result.lse, saved)
+        return read_inputs(request, problem, gradients, self.operands, result.lse, saved)
 
-    def dispatch(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any]:
-        """Return the gradients by the full dispatch. A bound backward pass is kept for later calls."""
-        formulas: tuple[Expression | None, ...] = ()
-        if self.forward is not None:
-            formulas = mask, score, *_ = self.forward.request.formulas()
-            self.options |= {"mask": mask, "score": score}
-            result = self.forward.result
-            has_means = any(cached.mean_axes is not None for cached in self.forward.entry.statistics)
-            self.results = [result.output, result.lse, *(() if has_means else result.arrays)]
-        if self.problem is None:
-            self.problem = make_problem(*self.operands, **self.options, see=self.statistics)
-        problem, squeezed = self.problem, self.problem.heads_squeezed
+    def dispatch(
+        self, slots: Sequence[int], d_output: Any, d_seen: list[Any]
+    ) -> tuple[Gradients, Sequence[Expression | None]]:
+        """Return the gradients by the full dispatch, and the mask and the score of the call."""
+        problem = self.find_problem()
+        squeezed = problem.heads_squeezed
         if squeezed:
             d_seen = [_add_head_axis(d, x, problem) for d, x in zip(d_seen, self.statistics, strict=True)]
         d_lse = None
@@ -309,23 +306,21 @@ class _Call:
             if isinstance(statistic, Lse) and d is not None:
                 d_lse = d if d_lse is None else d_lse + d
         others = tuple([None if isinstance(x, Lse) else d for d, x in zip(d_seen, self.statistics, strict=True)])
-        output, lse = self.results[:2]
+        _, output, lse, *_ = self.forward_pass
         own = np.zeros_like(output) if d_output is None else d_output[..., None, :, :] if squeezed else d_output
-        slot_of = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
-        slots = tuple([slot_of[table.origin] for table in self.tables])
+        arrays = split_arrays(self.statistics, [output, lse, *self.read_arrays()])
         plan = make_plan(problem, self.kernel)
-        arrays = split_arrays(self.statistics, self.results)
         found = differentiate(problem, plan, own, d_lse, others, (output, lse), slots, self.threads, arrays)
-        if self.forward is not None:
-            entry = self.forward.entry
-            entry.slots, entry.shapes = slots, replace(problem, query=None, key=None, value=None, mask=None, score=None)
-            given, has_dropout = self.read_inputs(d_output, d_seen), problem.dropout > 0
-            backward_calls.keep(entry.backward, found, given, formulas[:2], self.operands, output, lse, has_dropout)
-        gradients = zip(OPERANDS, (found.query, found.key, found.value), self.operands, strict=True)
-        named: dict[Any, Any] = {name: _sum_to(problem.squeeze_heads(d, 2), array) for name, d, array in gradients}
-        for slot, table in zip(slots, self.tables, strict=True):
-            named[id(table)] = _sum_to(found.tables[slot], table.array)
-        return named | {"sinks": found.sinks}
+        gradients = zip((found.query, found.key, found.value), self.operands, strict=True)
+        query, key, value = (_sum_to(problem.squeeze_heads(d, 2), array) for d, array in gradients)
+        return replace(found, query=query, key=key, value=value), self.formulas
+
+    def read_arrays(self) -> Sequence[Any]:
+        """Return the arrays of the statistics in the order of `flatten_result`; () if the call cache averaged some."""
+        if self.forward is None:
+            return self.arrays
+        has_means = any(cached.mean_axes is not None for cached in self.forward.entry.statistics)
+        return () if has_means else self.forward.result.arrays
 
 
 def _read_wrt(

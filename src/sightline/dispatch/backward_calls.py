@@ -1,14 +1,17 @@
 """Backward passes that are repeated: bound calls of the backward kernel, kept beside the forward pass of one structure.
 
-Torch's graph and compiled programs of JAX keep them in dicts of `BackwardCall`s, which `lookup.find_or_run` reads.
-`read_inputs` reads the gradients of results, `differentiate` repeats a call, and `keep` stores a call that went through
-the full dispatch.
+Torch's graph, `attention_vjp` and compiled programs of JAX hold `BackwardPasses`. Each backward pass gives it
+`BackwardInputs` and the `ForwardPass`:
+
+    differentiate  →  repeat    a bound call that was met, found by `lookup.find_or_run`
+                   →  dispatch  otherwise the full dispatch of the caller
+                   →  keep      which stores the bound call that the full dispatch made
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,10 +29,10 @@ from .call_request import Request, conditions_of
 from .call_text import count_arrays, split_arrays
 
 if TYPE_CHECKING:
-    from ..cpu.launch.backward import BoundBackwardCall
+    from ..cpu.launch.backward import BoundBackward
     from ..cpu.launch.prepared_call import PreparedCall
 
-MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
+MAX_BACKWARD_ENTRIES = 8  # of one `BackwardPasses`; the oldest is dropped
 
 
 class BackwardInputs(NamedTuple):
@@ -40,7 +43,7 @@ class BackwardInputs(NamedTuple):
     tables, numbers : those of mask and score, and of the formulas that the statistics add
     structure : the formulas that the statistics add, and what else the kernel depends on; () if only the output has a
         gradient
-    needs_weights_sum : True if `BackwardCall.weights_sum` must be subtracted from d_lse; see `StatisticGradients`
+    needs_weights_sum : True if `BackwardEntry.weights_sum` must be subtracted from d_lse; see `StatisticGradients`
     """
 
     d_output: Any
@@ -53,7 +56,7 @@ class BackwardInputs(NamedTuple):
 
 def read_inputs(
     request: Request,
-    shapes: Problem,
+    problem: Problem,
     gradients: Sequence[Any],
     operands: Sequence[Any],
     lse: Any,
@@ -64,7 +67,7 @@ def read_inputs(
     Parameters
     ----------
     request : the request of the forward pass
-    shapes : a problem with the shapes of the call; its arrays are not read
+    problem : that of `BackwardPasses`
     gradients : the gradients of the results, None for 0
     operands : query, key and value
     results : the saved results: output, lse, and the `arrays_to_save`
@@ -79,7 +82,7 @@ def read_inputs(
         return BackwardInputs(d_output, None, request.tables, request.numbers, ())
     added: StatisticGradients | None = StatisticGradients()
     if has_others:
-        added = _add_statistics(request, shapes, gradients, operands, convert(lse, results[0]), results)
+        added = _add_statistics(request, problem, gradients, operands, convert(lse, results[0]), results)
     if added is None:
         return None
     d_lse = added.add_to_d_lse(gradients[1]) if has_others else None
@@ -94,7 +97,7 @@ def read_inputs(
 
 def _add_statistics(
     request: Request,
-    shapes: Problem,
+    problem: Problem,
     gradients: Sequence[Any],
     operands: Sequence[Any],
     lse: Any,
@@ -106,7 +109,7 @@ def _add_statistics(
     if any(d is not None and statistic.backward_reads_tiles for statistic, d in zip(see, d_seen, strict=True)):
         return None
     query, key, value = operands
-    problem = replace(shapes, query=query, key=key, value=value, see=see)
+    problem = replace(problem, query=query, key=key, value=value, see=see)
     added = statistic_gradients(problem, lse, _no_tiles, d_seen, saved=split_saved(see, results))
     return None if added.includes_zero_weights else added
 
@@ -116,7 +119,7 @@ def _no_tiles() -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class BackwardCall:
+class BackwardEntry:
     """A bound call of the backward pass, an entry for `lookup.find_or_run`.
 
     prepared : the call of the backward kernel; its results are the sums of gradients, those of tables included
@@ -128,76 +131,171 @@ class BackwardCall:
     weights_sum: PreparedCall | None
 
 
-class BackwardResult(NamedTuple):
-    """The results of a bound backward pass.
+class ForwardPass(NamedTuple):
+    """The forward pass of a backward pass: query, key and value, the results that are read, and the options.
 
-    operands : the gradients of query, key and value, in the dtype of query
-    d_lse : the gradient of lse that the kernel read
-    call : the bound call
-    table_sums : the sums of the tables' gradients, for `sum_table_gradients`
+    lse is float64. `sinks`, `seed` and `threads` are as in `attention`, with 0 for no seed.
     """
 
-    operands: list[Any]
-    d_lse: Any
-    call: BoundBackwardCall
-    table_sums: Sequence[Any]
-
-    def differentiate_tables(self, tables: dict[int, Any]) -> dict[int, Any]:
-        """Return the gradients of the learned tables by slot; `tables` has the array of each slot."""
-        from ..cpu.launch.table_gradients import sum_table_gradients
-
-        return sum_table_gradients(self.call.table_gradients, self.table_sums, tables)
-
-    def differentiate_sinks(self, sinks: Any, d_output: Any, output: Any, lse: Any) -> Any:
-        """Return the gradient of the sinks."""
-        from ..cpu.launch.table_gradients import differentiate_sinks
-
-        d_lse = None if self.d_lse is None else convert(self.d_lse, output)
-        return differentiate_sinks(sinks, d_output, d_lse, output, convert(lse, output))
+    operands: Sequence[Any]
+    output: Any
+    lse: Any
+    sinks: Any
+    seed: int
+    threads: int | None
 
 
-def differentiate(
-    entries: dict[Any, BackwardCall],
-    given: BackwardInputs,
-    operands: Sequence[Any],
-    output: Any,
-    lse: Any,
-    sinks: Any,
-    seed: int,
-    threads: int | None,
-) -> BackwardResult | None:
-    """Repeat a bound backward pass; None if none was met with these layouts, or if it needs the full dispatch.
+@dataclass
+class BackwardPasses:
+    """The backward passes of the calls of one structure. Those that were met before are repeated.
+
+    Gradients are lists: of query, key, value, then of the tables `slots`, then of the sinks if `wants_sinks` is true.
 
     Parameters
     ----------
-    operands : query, key and value
-    output, lse : those of the forward pass; lse is float64
-    sinks, seed, threads : those of the forward pass
+    problem : a problem with the options of the calls; its arrays are not read
+    slots : the indices in `Problem.tables` of the tables whose gradients are requested
+    places : the indices of these tables in `BackwardInputs.tables`
+    wants_sinks : True if the gradient of the sinks is requested
+
+    Attributes
+    ----------
+    entries : the bound calls by layouts and structure
     """
-    arrays = (*operands, output, given.d_output, lse, *given.tables)
-    found = lookup.find_or_run(entries, given.structure, given.numbers, *arrays)
-    if found is None or found[0] is None:
-        return None
-    entry, results, _, *addresses = found
-    d_lse = given.d_lse
-    if entry.weights_sum is not None:
-        d_lse = _subtract_sum(entry.weights_sum, d_lse, given, arrays, addresses, sinks, threads)
-        if d_lse is None:
+
+    problem: Problem
+    slots: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    wants_sinks: bool = False
+    entries: dict[Any, Any] = field(init=False, default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, problem: Problem, formulas: Sequence[Expression | None], slots: Sequence[int], wants_sinks: bool
+    ) -> BackwardPasses:
+        """Return the backward passes of a problem; `formulas` are the mask and the score that it was made from.
+
+        If the call cannot be repeated, `formulas` is empty.
+        """
+        origins = [id(table) for table in structure_of(*formulas).tables]
+        places = [origins.index(problem.tables[slot].origin) for slot in slots] if formulas else []
+        sinks = None if problem.sinks is None else ()
+        options = replace(problem, query=None, key=None, value=None, mask=None, score=None, sinks=sinks, see=())
+        return cls(options, tuple(slots), tuple(places), wants_sinks)
+
+    def differentiate(
+        self,
+        given: BackwardInputs | None,
+        forward: ForwardPass,
+        dispatch: Callable[[], tuple[Gradients, Sequence[Expression | None]]],
+    ) -> list[Any]:
+        """Return the gradients by a bound call, or else by `dispatch`.
+
+        Parameters
+        ----------
+        given : what a bound call reads; None if none can serve
+        dispatch : the full dispatch, which returns the gradients, and the mask and the score that it was made for
+        """
+        gradients = self.repeat(given, forward)
+        if gradients is None:
+            found, formulas = dispatch()
+            self.keep(found, given, formulas, forward)
+            gradients = [found.query, found.key, found.value, *[found.tables[slot] for slot in self.slots]]
+            gradients += [found.sinks] * self.wants_sinks
+        return gradients
+
+    def repeat(self, given: BackwardInputs | None, forward: ForwardPass) -> list[Any] | None:
+        """Return the gradients by a bound call; None if none was met with these layouts, or if none can serve."""
+        if given is None:
             return None
-    if results is None:
-        address = 0 if d_lse is None else numpy_address(d_lse)
-        keep_alive = arrays, d_lse
-        status, results = entry.prepared.run(
-            addresses, given.tables, given.numbers, threads, operands[1], keep_alive, d_lse=address, seed=seed
-        )
-        if status is None:
+        operands, output, lse, sinks, seed, threads = forward
+        arrays = (*operands, output, given.d_output, lse, *given.tables)
+        found = lookup.find_or_run(self.entries, given.structure, given.numbers, *arrays)
+        if found is None or found[0] is None:
             return None
-    call, dtype = entry.prepared.call, operands[0].dtype
-    gradients = call.combine(results[: len(BACKWARD_SUMS)])
-    if gradients[0].dtype != dtype:
-        xp = namespace(gradients[0])
-        gradients = [xp.astype(gradient, dtype) for gradient in gradients]
-    return BackwardResult(gradients, d_lse, call, results[len(BACKWARD_SUMS) :])
+        entry, results, _, *addresses = found
+        d_lse = given.d_lse
+        if entry.weights_sum is not None:
+            d_lse = _subtract_sum(entry.weights_sum, d_lse, given, arrays, addresses, sinks, threads)
+            if d_lse is None:
+                return None
+        if results is None:
+            address = 0 if d_lse is None else numpy_address(d_lse)
+            keep_alive = arrays, d_lse
+            status, results = entry.prepared.run(
+                addresses, given.tables, given.numbers, threads, keep_alive, d_lse=address, seed=seed
+            )
+            if status is None:
+                return None
+        call, dtype = entry.prepared.call, operands[0].dtype
+        gradients: list[Any] = call.combine(results[: len(BACKWARD_SUMS)])
+        if gradients[0].dtype != dtype:
+            xp = namespace(gradients[0])
+            gradients = [xp.astype(gradient, dtype) for gradient in gradients]
+        if self.slots or self.wants_sinks:
+            gradients += self._differentiate_learned(call, given, forward, d_lse, results[len(BACKWARD_SUMS) :])
+        return gradients
+
+    def _differentiate_learned(
+        self,
+        call: BoundBackward,
+        given: BackwardInputs,
+        forward: ForwardPass,
+        d_lse: Any,
+        table_sums: Sequence[Any],
+    ) -> list[Any]:
+        """Return the gradients of the tables and the sinks from the sums of a bound call."""
+        from ..cpu.launch.table_gradients import differentiate_sinks, sum_table_gradients
+
+        tables = {slot: given.tables[place] for slot, place in zip(self.slots, self.places, strict=True)}
+        totals = sum_table_gradients(call.table_gradients, table_sums, tables)
+        gradients = [totals.get(slot) for slot in self.slots]
+        if self.wants_sinks:
+            _, output, lse, sinks, *_ = forward
+            d_lse = None if d_lse is None else convert(d_lse, output)
+            gradients.append(differentiate_sinks(sinks, given.d_output, d_lse, output, convert(lse, output)))
+        return gradients
+
+    def keep(
+        self,
+        found: Gradients,
+        given: BackwardInputs | None,
+        formulas: Sequence[Expression | None],
+        forward: ForwardPass,
+    ) -> None:
+        """Store the bound call of a backward pass that went through the full dispatch, if it read these arrays.
+
+        Parameters
+        ----------
+        found : the gradients, with their bound call
+        given : what a repetition reads; None if it cannot be repeated
+        formulas : mask and score
+        """
+        call = found.bound_call
+        if call is None or given is None:
+            return
+        operands, output, lse, *_ = forward
+        from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as the bound call did
+
+        inputs = KernelInputs.bind(call, given.tables, (*formulas, *found.bound_formulas))
+        read = lookup.read_arrays(*operands, output, given.d_output, lse, *given.tables)
+        if inputs is None or read is None or read[1:][: len(call.first_operands)] != call.first_operands:
+            return
+        make_empty, dtype = ADAPTERS[type(output)].make_empty, accumulator(dtype_name(output))
+        weights_sum, num_keys = None, operands[1].shape[-2]
+        if given.needs_weights_sum:
+            own = KernelInputs.bind(found.bound_sum, given.tables, (*formulas, found.bound_formulas[0]))
+            if own is None:
+                return
+            rows = output.shape[:-1]
+            columns = make_empty((*rows, 1), output.dtype), make_empty(rows, dtype)
+            weights_sum = PreparedCall(found.bound_sum, own, OPERANDS, ("output",), columns, num_keys, False)
+        makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
+        makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]
+        can_be_direct = not given.structure and not self.problem.dropout  # Python computes d_lse and the seed
+        prepared = PreparedCall(call, inputs, BACKWARD_OPERANDS, BACKWARD_SUMS, makers, num_keys, can_be_direct)
+        entry = BackwardEntry(prepared, weights_sum)
+        lookup.store(self.entries, (read[0], given.structure), entry, MAX_BACKWARD_ENTRIES)
 
 
 def _subtract_sum(
@@ -209,59 +307,16 @@ def _subtract_sum(
     sinks: Any,
     threads: int | None,
 ) -> Any:
-    """Return d_lse minus the sum `BackwardCall.weights_sum`; None if the sum needs the full dispatch."""
+    """Return d_lse minus the sum `BackwardEntry.weights_sum`; None if the sum needs the full dispatch."""
     own_sinks = None if sinks is None else prepared.call.convert_sinks(sinks)
     address = 0 if own_sinks is None else numpy_address(own_sinks)
     used = *addresses[:NUM_OPERANDS], *addresses[len(BACKWARD_OPERANDS) :]
     keep_alive = arrays, own_sinks
-    status, (_, sums) = prepared.run(used, given.tables, given.numbers, threads, arrays[1], keep_alive, address)
+    status, (_, sums) = prepared.run(used, given.tables, given.numbers, threads, keep_alive, address)
     if status != 0:
         return None
     sums = to_numpy(sums).astype(np.float64)
     return -sums if d_lse is None else d_lse - sums
-
-
-def keep(
-    entries: dict[Any, BackwardCall],
-    found: Gradients,
-    given: BackwardInputs | None,
-    formulas: Sequence[Expression | None],
-    operands: Sequence[Any],
-    output: Any,
-    lse: Any,
-    has_dropout: bool,
-) -> None:
-    """Store the bound call of a backward pass that went through the full dispatch, if it read these arrays.
-
-    Parameters
-    ----------
-    found : the gradients, with their bound call
-    given : what a repetition reads; None if it cannot be repeated
-    formulas : mask and score
-    """
-    call = found.bound_call
-    if call is None or given is None:
-        return
-    from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as the bound call did
-
-    inputs = KernelInputs.bind(call, given.tables, (*formulas, *found.bound_formulas))
-    read = lookup.read_arrays(*operands, output, given.d_output, lse, *given.tables)
-    if inputs is None or read is None or read[1:][: len(call.first_operands)] != call.first_operands:
-        return
-    make_empty, dtype = ADAPTERS[type(output)].make_empty, accumulator(dtype_name(output))
-    weights_sum = None
-    if given.needs_weights_sum:
-        own = KernelInputs.bind(found.bound_sum, given.tables, (*formulas, found.bound_formulas[0]))
-        if own is None:
-            return
-        rows = output.shape[:-1]
-        columns = make_empty((*rows, 1), output.dtype), make_empty(rows, dtype)
-        weights_sum = PreparedCall(found.bound_sum, own, OPERANDS, ("output",), columns, False)
-    makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
-    makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]
-    can_be_direct = not given.structure and not has_dropout  # Python computes d_lse and the seed
-    prepared = PreparedCall(call, inputs, BACKWARD_OPERANDS, BACKWARD_SUMS, makers, can_be_direct)
-    lookup.store(entries, (read[0], given.structure), BackwardCall(prepared, weights_sum), MAX_BACKWARD_CALLS)
 
 
 def arrays_to_save(see: Sequence[Statistic], results: Sequence[Any]) -> list[Any]:

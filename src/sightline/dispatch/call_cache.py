@@ -1,6 +1,6 @@
 """A cache of attention calls: a call whose structure was met before goes straight to its kernel.
 
-    attention(q, k, v, mask=j < table(lengths)[b])  →  Description  →  Request  →  CachedCall  →  kernel
+    attention(q, k, v, mask=j < table(lengths)[b])  →  Description  →  Request  →  ForwardEntry  →  kernel
 
 `call_request` computes the structure of a call, which is a part of the key. `answer` looks the call up by
 `lookup.find_or_run`, and runs it. `cpu.launch.prepared_call` decides how a call is repeated. Calls that differ only in
@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from ..arrays.layouts import ADAPTERS, ArrayAdapter, numpy_address
-from ..cpu.runtime.compile import bound_calls, call_families
 from ..formula.expression import Expression
 from ..problem.kernel import Result
 from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem
@@ -48,7 +47,16 @@ from .lookup import store
 if TYPE_CHECKING:
     from ..cpu.launch.bound_call import BoundCall
     from ..cpu.launch.prepared_call import PreparedCall
-    from ..cpu.launch.weights_pass import BoundPass
+    from ..cpu.launch.weights_pass import StatisticsPass
+
+calls: OrderedDict[Any, Any] = OrderedDict()  # the calls that were met, by key; the least recently used is the first
+families: OrderedDict[Any, Any] = OrderedDict()  # one of these calls for each family
+
+
+def clear() -> None:
+    """Forget all calls."""
+    calls.clear()
+    families.clear()
 
 
 def answer(
@@ -56,54 +64,53 @@ def answer(
 ) -> tuple[Any, Request | None]:
     """Return (output, seen) of a call, and None; None and its request if it needs the full dispatch."""
     structure, mask, score, see, tables, numbers, arrays = description
-    entries = bound_calls()
-    found = lookup.find_or_run(entries, structure, numbers, query, key, value, *arrays)
+    found = lookup.find_or_run(calls, structure, numbers, query, key, value, *arrays)
     if type(found) is not tuple:
         return (None if found is None else (found, ())), None
-    call, results, layouts, *addresses = found
+    entry, results, layouts, *addresses = found
     request = Request((layouts, structure), tuple(addresses), mask, score, see, tables, numbers, sinks, seed)
-    if call is None:
-        call = _find_any_key_length(entries, request) or _bind_family(request, query, key, value)
+    if entry is None:
+        entry = _find_any_key_length(request, key) or _bind_family(request, query, key, value)
     else:
-        _mark_as_used(entries, request.key)
-    if call is not None and lookup.find_or_run is lookup.find_in_python:
+        _mark_as_used(calls, request.key)
+    if entry is not None and lookup.find_or_run is lookup.find_in_python:
         lookup.use_generated_functions()
     if results is not None:
-        result = call.finish(request, query, key, value, results, threads)
+        result = entry.finish(request, query, key, value, results, threads)
     else:
-        result = None if call is None else call.run(request, query, key, value, threads)
+        result = None if entry is None else entry.run(request, query, key, value, threads)
     return (None, request) if result is None else (result, None)
 
 
-def _find_any_key_length(entries: OrderedDict[Any, Any], request: Request) -> CachedCall | None:
-    """Return a call that was cached without its number of keys; None if none is cached. See `without_key_length`.
+def _find_any_key_length(request: Request, key: Any) -> ForwardEntry | None:
+    """Return an entry that was stored without its number of keys; None if there is none. See `without_key_length`.
 
-    A copy of the call is stored under the key of the request, because the layers of a model make the same call one
+    A copy of the entry is stored under the key of the request, because the layers of a model make the same call one
     after another. The copy counts its own runs.
     """
-    call = _lookup(entries, without_key_length(request.key))
-    if call is not None:
-        call = replace(call, prepared=call.prepared.copy())
-        store(entries, request.key, call)
-    return call
+    entry = _lookup(calls, without_key_length(request.key))
+    if entry is not None:
+        entry = replace(entry, prepared=entry.prepared.copy(key.shape[-2]))
+        store(calls, request.key, entry)
+    return entry
 
 
-def _lookup(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> CachedCall | None:
-    call: CachedCall | None = entries.get(key)
-    if call is not None:
+def _lookup(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> ForwardEntry | None:
+    entry: ForwardEntry | None = entries.get(key)
+    if entry is not None:
         _mark_as_used(entries, key)
-    return call
+    return entry
 
 
 def _mark_as_used(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> None:
-    with suppress(KeyError):  # another thread has just dropped the call
+    with suppress(KeyError):  # another thread has just dropped the entry
         entries.move_to_end(key)
 
 
-def _bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCall | None:
-    """Return a cached call for a request whose family was met before, with other lengths; None if there is none."""
+def _bind_family(request: Request, query: Any, key: Any, value: Any) -> ForwardEntry | None:
+    """Return a new entry for a request whose family was met before, with other lengths; None if there is none."""
     shared_key = family_key(request.key)
-    member = None if shared_key is None else _lookup(call_families(), shared_key)
+    member = None if shared_key is None else _lookup(families, shared_key)
     family = None if member is None else member.prepared.call.family
     if member is None or family is None:
         return None
@@ -111,10 +118,11 @@ def _bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCa
     bound_call = family.bind(query, key, value, tables)
     if bound_call is None:
         return None
-    prepared = member.prepared.rebind(bound_call, member.make_makers((*query.shape[:-1], value.shape[-1])))
-    call = replace(member, prepared=prepared, attach=None if member.attach is None else copy(member.attach))
-    store(bound_calls(), _cache_key(request, bound_call), call)
-    return call
+    makers = member.make_makers((*query.shape[:-1], value.shape[-1]))
+    prepared = member.prepared.rebind(bound_call, makers, key.shape[-2])
+    entry = replace(member, prepared=prepared, attach=None if member.attach is None else copy(member.attach))
+    store(calls, _cache_key(request, bound_call), entry)
+    return entry
 
 
 def _cache_key(request: Request, bound_call: BoundCall) -> tuple[Any, ...]:
@@ -122,10 +130,10 @@ def _cache_key(request: Request, bound_call: BoundCall) -> tuple[Any, ...]:
     return without_key_length(request.key) if bound_call.has_dynamic_key_length else request.key
 
 
-class CallResult(NamedTuple):
+class EntryResult(NamedTuple):
     """The arrays that a cached call computed.
 
-    arrays : the arrays of every statistic except lse, in the order of `CachedCall.statistics`; of a mean, the arrays
+    arrays : the arrays of every statistic except lse, in the order of `ForwardEntry.statistics`; of a mean, the arrays
         that it averages
     is_lse_imprecise : False if `kernel.is_lse_precise` is true of lse
     seed : the seed of dropout
@@ -138,7 +146,7 @@ class CallResult(NamedTuple):
     seed: int
 
 
-Attacher = Callable[[Request, Any, Any, Any, CallResult], CallResult]
+Attacher = Callable[[Request, Any, Any, Any, EntryResult], EntryResult]
 
 
 class CachedStatistic(NamedTuple):
@@ -163,20 +171,20 @@ class ResultBuilder:
     adapter : the adapter of query, key, value and output
     statistics : the statistics
     attach : function that joins the results to a graph of gradients; None for arrays without gradients
-        It takes the request, query, key, value and a `CallResult`, and returns the result with joined arrays.
+        It takes the request, query, key, value and a `EntryResult`, and returns the result with joined arrays.
     """
 
     adapter: ArrayAdapter
     statistics: tuple[CachedStatistic, ...]
     attach: Attacher | None
 
-    def join(self, request: Request, query: Any, key: Any, value: Any, result: CallResult) -> Any:
+    def join(self, request: Request, query: Any, key: Any, value: Any, result: EntryResult) -> Any:
         """Return (output, seen), joined to a graph of gradients if there is one."""
         if self.attach is not None:
             result = self.attach(request, query, key, value, result)
         return result.output, self.build_seen(result) if self.statistics else ()
 
-    def build_seen(self, result: CallResult) -> tuple[Any, ...]:
+    def build_seen(self, result: EntryResult) -> tuple[Any, ...]:
         """Return the result of each statistic."""
         seen, arrays = [], iter(result.arrays)
         for statistic, _, mean_axes in self.statistics:
@@ -192,7 +200,7 @@ class ResultBuilder:
         return tuple(seen)
 
 
-class CachedPass(NamedTuple):
+class PreparedPass(NamedTuple):
     """The weights pass of one or several statistics of a cached call.
 
     prepared : its call, whose operands are query, key and lse
@@ -200,11 +208,11 @@ class CachedPass(NamedTuple):
     """
 
     prepared: PreparedCall
-    bound: BoundPass
+    bound: StatisticsPass
 
 
 @dataclass
-class CachedCall(ResultBuilder):
+class ForwardEntry(ResultBuilder):
     """A call that only lacks its inputs. The parameters besides those of `ResultBuilder`:
 
     Parameters
@@ -220,7 +228,7 @@ class CachedCall(ResultBuilder):
     """
 
     prepared: PreparedCall
-    passes: tuple[CachedPass, ...]
+    passes: tuple[PreparedPass, ...]
     dtype: Any
     statistic_dtypes: tuple[str, ...]
     needs_lse: bool
@@ -249,7 +257,6 @@ class CachedCall(ResultBuilder):
             request.tables,
             request.numbers,
             threads,
-            key,
             (query, key, value, sinks),
             address,
             seed=seed if self.has_dropout and seed else 0,
@@ -277,14 +284,14 @@ class CachedCall(ResultBuilder):
         for prepared, bound in self.passes:
             addresses = *request.addresses[:2], self.adapter.address(lse), *request.addresses[NUM_OPERANDS:]
             keep_alive = query, key, lse
-            status, arrays = prepared.run(addresses, request.tables, request.numbers, threads, None, keep_alive)
+            status, arrays = prepared.run(addresses, request.tables, request.numbers, threads, keep_alive)
             if status is None:
                 return None
             for index, own in zip(bound.indices, bound.finish(arrays), strict=True):
                 axis = self.squeezed_axis
                 found[index] = own if axis is None else [array.squeeze(axis) for array in own]
         arrays = [array for own in found for array in own]
-        return self.join(request, query, key, value, CallResult(output, lse, arrays, is_lse_imprecise, seed))
+        return self.join(request, query, key, value, EntryResult(output, lse, arrays, is_lse_imprecise, seed))
 
 
 def describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], tuple[str, ...]]:
@@ -322,7 +329,7 @@ def insert(
     problem: Problem,
     result: Result,
     attach: Attacher | None = None,
-    kind: type[CachedCall] = CachedCall,
+    kind: type[ForwardEntry] = ForwardEntry,
 ) -> None:
     """Store a call that went through the full dispatch.
 
@@ -334,7 +341,7 @@ def insert(
     formulas : the formulas of the call, from `Request.formulas`
     arrays : the caller's query, key and value
     problem, result : the problem that was made from the formulas, and its result
-    attach : see `CachedCall`
+    attach : see `ForwardEntry`
     kind : the class of the stored call
     """
     bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
@@ -351,8 +358,8 @@ def insert(
         own = KernelInputs.bind(bound.call, request.tables, formulas[:2])  # mask and score
         if own is None:
             return
-        call = PreparedCall(bound.call, own, ("query", "key", "lse"), (), bound.make_makers(adapter), False)
-        passes.append(CachedPass(call, bound))
+        call = PreparedCall(bound.call, own, ("query", "key", "lse"), (), bound.make_makers(adapter), problem.m, False)
+        passes.append(PreparedPass(call, bound))
     output = problem.squeeze_heads(result.output, 2)
     statistics, statistic_dtypes = describe_statistics(problem)
     # a direct call that returns its output alone is not joined, so `join` must not be needed for it
@@ -362,10 +369,10 @@ def insert(
     results = ("output", "lse") if needs_lse else ("output",)
     squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
     rest = tuple(passes), output.dtype, statistic_dtypes, needs_lse, squeezed_axis, has_dropout
-    prepared = PreparedCall(bound_call, inputs, OPERANDS, results, (), can_be_direct)
+    prepared = PreparedCall(bound_call, inputs, OPERANDS, results, (), problem.m, can_be_direct)
     entry = kind(adapter, statistics, attach, prepared, *rest)
-    entry.prepared = prepared.rebind(bound_call, entry.make_makers(tuple(output.shape)))
-    store(bound_calls(), request.key if passes else _cache_key(request, bound_call), entry)
+    entry.prepared = prepared.rebind(bound_call, entry.make_makers(tuple(output.shape)), problem.m)
+    store(calls, request.key if passes else _cache_key(request, bound_call), entry)
     shared_key = None if bound_call.family is None or passes else family_key(request.key)
     if shared_key is not None:
-        store(call_families(), shared_key, entry)
+        store(families, shared_key, entry)

@@ -36,6 +36,31 @@ _environment: Any = getattr(os.environ, "_data", os.environ)
 _cpu_variable: Any = CPU_VARIABLE.encode() if os.supports_bytes_environ else CPU_VARIABLE
 
 
+class CallStructure(NamedTuple):
+    """What the dispatch depends on besides the layouts of arrays. It is hashed and compared as a tuple.
+
+    options : scale, dropout, kernel, threads, `machine_setting`, and the classes and parameters of the statistics
+    has_arrays : two booleans: whether the mask is a boolean array, and whether the score is an array of biases
+    has_sinks : True if the last of `Description.arrays` are sinks
+    formulas : `Structure.key` of mask, score and conditions, () if there are none; the `CallText` in programs of JAX
+    wanted_tables : for `attention_vjp`, the indices of the score's tables with gradients; None for all other callers
+    """
+
+    options: tuple[Any, ...]
+    has_arrays: tuple[bool, bool]
+    has_sinks: bool
+    formulas: Any
+    wanted_tables: tuple[int, ...] | None
+
+
+def new_structure(*members: Any) -> CallStructure:
+    """Return `CallStructure(*members)` in half the time."""
+    return tuple.__new__(CallStructure, members)
+
+
+_plain_structures: dict[Any, CallStructure] = {}  # calls without formulas, sinks and options, by `machine_setting`
+
+
 class Description(NamedTuple):
     """A call without its layouts.
 
@@ -48,7 +73,7 @@ class Description(NamedTuple):
     arrays : the tables, and then the sinks if there are any
     """
 
-    structure: tuple[Any, ...]
+    structure: CallStructure
     mask: Any
     score: Any
     see: tuple[Statistic, ...]
@@ -57,7 +82,7 @@ class Description(NamedTuple):
     arrays: tuple[Any, ...]
 
 
-def _new_description(*members: Any) -> Description:
+def new_description(*members: Any) -> Description:
     """Return `Description(*members)` in half the time."""
     return tuple.__new__(Description, members)
 
@@ -109,17 +134,25 @@ def describe(
     if adapter is None:
         return None
     options: tuple[Any, ...]
+    setting, has_formulas = machine_setting(), not (mask is None and score is None and sinks is None)
+    statistics: tuple[Statistic, ...] = ()
     if scale is seed is see is kernel is threads is None and type(dropout) is float and dropout == 0:
-        options = None, 0.0, None, None, machine_setting(), None
-        statistics: tuple[Statistic, ...] = ()
+        if not has_formulas:
+            structure = _plain_structures.get(setting)
+            if structure is None:
+                structure = new_structure((None, 0.0, None, None, setting, None), (False, False), False, (), None)
+                _plain_structures[setting] = structure
+            return new_description(structure, None, None, (), (), (), ())
+        options = None, 0.0, None, None, setting, None
     else:
         described = (None, ()) if see is None else _describe_statistics(see)
         if described is None or not _are_valid(scale, dropout, seed, kernel, threads, adapter.draw_seed is not None):
             return None
         statistics_key, statistics = described
-        options = scale, dropout, kernel, threads, machine_setting(), statistics_key
-    if mask is None and score is None and sinks is None and not (statistics and conditions_of(statistics)):
-        return _new_description((options,), None, None, statistics, (), (), ())
+        options = scale, dropout, kernel, threads, setting, statistics_key
+        if not has_formulas and not conditions_of(statistics):
+            structure = new_structure(options, (False, False), False, (), None)
+            return new_description(structure, None, None, statistics, (), (), ())
     return _describe_formulas(options, mask, score, statistics, sinks)
 
 
@@ -204,20 +237,21 @@ def _describe_formulas(
         score = from_function.to_formula(score, "score", "s b h i j")
     conditions = conditions_of(see)
     formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score, *conditions
-    if any(formula is not None for formula in formulas):
-        structure = structure_of(*formulas)
-        key, numbers = structure.key, structure.numbers
+    if conditions or formulas[0] is not None or formulas[1] is not None:
+        found = structure_of(*formulas)
+        key, numbers = found.key, found.numbers
         if key is None:
             return None  # the full dispatch changes the indices of the tables
-        if structure.tables:
-            tables += tuple([table.array for table in structure.tables])
+        if found.tables:
+            tables += tuple([table.array for table in found.tables])
     if has_arrays[1]:
         place = len(tables)
         if conditions:
             place = has_arrays[0] + (0 if formulas[0] is None else len(structure_of(formulas[0]).tables))
         tables = (*tables[:place], score, *tables[place:])
     arrays = tables if sinks is None else (*tables, sinks)
-    return _new_description((options, has_arrays, sinks is None, key), mask, score, see, tables, numbers, arrays)
+    structure = new_structure(options, has_arrays, sinks is not None, key, None)
+    return new_description(structure, mask, score, see, tables, numbers, arrays)
 
 
 def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -233,13 +267,8 @@ def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None
     sizes = query[1], keys[1], values[1], query[3], keys[3], values[3], query[0]
     choice = min(query[2], MAX_SMALL_LENGTH), keys[2] >= min_decode_keys(query[2])
-    lengths = arrays[-1].shape if _has_sinks(structure) else ()  # other lengths of sinks are errors
+    lengths = arrays[-1].shape if structure.has_sinks else ()  # other lengths of sinks are errors
     return sizes, choice, lengths, *map(_without_lengths, arrays), structure
-
-
-def _has_sinks(structure: tuple[Any, ...]) -> bool:
-    """True if the last of `Description.arrays` are sinks; see `_describe_formulas`."""
-    return len(structure) > 1 and not structure[2]
 
 
 def _without_lengths(layout: array_layouts.Layout) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """The custom call of XLA by which compiled programs run attention on the CPU.
 
-    program  →  XLA  →  handler (generated code)  →  callback (Python)  →  HostCall  →  kernel
+    program  →  XLA  →  handler (generated code)  →  callback (Python)  →  XlaCall  →  kernel
                                                   →  kernel, if the call was run before; see `direct_entries`
 
 A program has the text of a call, and no address. The process that executes the program makes the call of the text when
@@ -26,7 +26,7 @@ from ..cpu.runtime.machine import CPU_VARIABLE
 from ..cpu.runtime.processor import HOST
 from ..errors import MissingExtraError
 from .direct_entries import DirectEntries
-from .host_calls import parse_call
+from .xla_calls import parse_call
 
 TARGET = "sightline_attention"
 MIN_MINOR, MAX_MINOR = 1, 3  # of XLA's FFI 0.x: the versions whose structs `xla_handler` knows

@@ -12,8 +12,8 @@ from ..cpu.calls.launcher import FIRST_NUMBER, NUM_VALUES
 from ..cpu.calls.xla_direct_call import ENTRY_FIELDS
 from ..cpu.codegen.abi import to_word
 from ..dispatch.call_request import machine_setting
-from .host_calls import ForwardCall, HostCall
 from .result_indices import LSE, OUTPUT
+from .xla_calls import XlaCall, XlaForward
 
 if TYPE_CHECKING:
     from ..cpu.calls.launch_record import LaunchRecord
@@ -36,9 +36,9 @@ class DirectEntries:
         self.entries: dict[tuple[bytes, Any], _Entry] = {}
         self.made: list[_Entry] = []  # all entries: a thread may still read one that another has replaced
 
-    def update(self, text: bytes, call: HostCall) -> None:
+    def update(self, text: bytes, call: XlaCall) -> None:
         """Install the entry of a call with this text that ran in Python, if the call is direct."""
-        if not isinstance(call, ForwardCall) or os.name != "posix":
+        if not isinstance(call, XlaForward) or os.name != "posix":
             return
         prepared = call.find_prepared()
         if prepared is None or prepared.direct is None:
@@ -66,7 +66,7 @@ class _Entry(NamedTuple):
 
 
 def _make_entry(
-    text: bytes, setting: bytes | None, call: ForwardCall, prepared: PreparedCall, record: LaunchRecord
+    text: bytes, setting: bytes | None, call: XlaForward, prepared: PreparedCall, record: LaunchRecord
 ) -> _Entry:
     output = call.results[OUTPUT]
     *lead, heads, queries, width = output.shape

@@ -24,9 +24,9 @@ from ..problem.problem import NUM_OPERANDS
 from .array_operations import attend, gradients, tangents
 from .batching import batch
 from .custom_call import register
-from .host_calls import ArrayType, BackwardCall, ForwardCall, HostCall, TangentCall
 from .options import CallOptions
 from .result_indices import LSE, OUTPUT, PRECISE_LSE
+from .xla_calls import ArrayType, XlaBackward, XlaCall, XlaForward, XlaTangent
 
 MAX_COMPILED = 256  # programs of calls outside of `jit`; the least recently used is dropped beyond this number
 # the attribute of an abstract array that has the axes of `jax.shard_map` over which the array varies
@@ -112,7 +112,7 @@ Places = tuple[set[int], set[int]]  # indices of arguments, and of results
 
 
 def _lower(
-    make_call: Callable[..., HostCall],
+    make_call: Callable[..., XlaCall],
     find_operands: Callable[..., Places],
     ctx: Any,
     *operands: Any,
@@ -141,7 +141,7 @@ def _lower(
     return _lower_operations(partial(_call_by_position, call))(ctx, *operands)
 
 
-def _call_by_position(call: HostCall, *arrays: Any) -> list[Any]:
+def _call_by_position(call: XlaCall, *arrays: Any) -> list[Any]:
     """Return the results of the custom call, of arrays that it reads and writes in another order of memory."""
     given = [_swap_if(kind.by_position, x) for kind, x in zip(call.arguments, arrays, strict=True)]
     types = [jax.ShapeDtypeStruct(kind.memory_shape, kind.dtype) for kind in call.results]
@@ -173,7 +173,7 @@ def _lower_operations(function: Callable[..., list[Any]]) -> Any:
     return mlir.lower_fun(function, multiple_results=True)
 
 
-mlir.register_lowering(attention_p, partial(_lower, ForwardCall, _forward_operands), platform="cpu")
+mlir.register_lowering(attention_p, partial(_lower, XlaForward, _forward_operands), platform="cpu")
 mlir.register_lowering(attention_p, _lower_operations(lambda *inputs, options: attend(inputs, options)))
 
 
@@ -221,7 +221,7 @@ _lower_tangents = _lower_operations(tangents)
 def _lower_tangents_on_cpu(ctx: Any, *operands: Any, options: CallOptions, wanted: tuple[int, ...]) -> Any:
     """Return the custom call of XLA, or operations of JAX if statistics have tangents."""
     if options.differentiable_results(ctx.avals_in) == [OUTPUT, LSE]:
-        return _lower(TangentCall, _tangent_operands, ctx, *operands, options=options, wanted=wanted)
+        return _lower(XlaTangent, _tangent_operands, ctx, *operands, options=options, wanted=wanted)
     return _lower_tangents(ctx, *operands, options=options, wanted=wanted)
 
 
@@ -248,7 +248,7 @@ def _backward_types(*inputs: Any, options: CallOptions, wanted: tuple[int, ...],
 
 
 backward_p.def_abstract_eval(_backward_types)
-mlir.register_lowering(backward_p, partial(_lower, BackwardCall, _backward_operands), platform="cpu")
+mlir.register_lowering(backward_p, partial(_lower, XlaBackward, _backward_operands), platform="cpu")
 mlir.register_lowering(backward_p, _lower_operations(gradients))
 ad.primitive_jvps[backward_p] = partial(_differentiate_again, gradients)
 

@@ -45,7 +45,7 @@ class Result:
     seen : the result of each statistic of `problem.see`
     bound_call : a `cpu.launch.bound_call.BoundCall` that repeats the call for other arrays of the same layout; None if
         the kernel provides none
-    bound_passes : with `bound_call`, the `cpu.launch.weights_pass.BoundPass` objects that computed statistics of
+    bound_passes : with `bound_call`, the `cpu.launch.weights_pass.StatisticsPass` objects that computed statistics of
         `problem.see`; the forward kernel computed the other statistics
     recorded_call : a `gpu.launch.launches.RecordedCall`, from which a bound call on a GPU can be made; or None
     """
@@ -64,7 +64,7 @@ class Gradients:
 
     `sinks`, or an element of `tables`, is None if that input has no gradient.
 
-    bound_call : a `cpu.launch.backward.BoundBackwardCall` that repeats the call; None if the kernel provides none
+    bound_call : a `cpu.launch.backward.BoundBackward` that repeats the call; None if the kernel provides none
     bound_formulas : the formulas that `bound_call` reads besides mask and score: those of `StatisticGradients.formulas`
     bound_sum : a `cpu.launch.bound_call.BoundCall` that repeats the sum over keys of the weights times the first of
         `bound_formulas`; None if the call needed no such sum

@@ -71,7 +71,7 @@ class GraphCall(ABC):
         """Return lse, a tensor or a NumPy array; `results` are those of `results_to_save`."""
         return results[1]
 
-    def differentiate_bound(
+    def repeat(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
         """Return the gradients of the inputs by a bound call; None if there is none."""
@@ -147,7 +147,7 @@ class _Attention(torch.autograd.Function):
         refuse_old_vmap(gradients)
         has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
         gradients = _with_contiguous_rows(gradients[0]), *gradients[1:]
-        found = None if has_graph else call.differentiate_bound(gradients, inputs, results)
+        found = None if has_graph else call.repeat(gradients, inputs, results)
         if found is None:
             given = [gradient for gradient in gradients if gradient is not None]
             if not given:

@@ -23,7 +23,7 @@ from ..problem.kernel import Kernel, Result, choose
 from ..problem.problem import Problem, parse, validate
 from ..problem.validation import fold_scale
 from ..statistics import Statistic, solve_selections_separately
-from . import device_call, operator
+from . import gpu_entries, operator
 from .autograd import INTERCEPTIONS, attach_to_graph, is_intercepted, needs_gradients
 from .derivatives import Derivative, apply, is_transformed, refuse_functionalize, refuse_tangents
 from .fused import Fused
@@ -79,7 +79,7 @@ def run(
     if kernel == FUSED.name or (kernel is None and not is_transformed() and _prefers_fused(problem)):
         result = choose((FUSED,), problem, FUSED.name).kernel.run(problem)
         if request is not None:
-            device_call.insert_fused(request, caller_inputs, problem)
+            gpu_entries.insert_fused(request, caller_inputs, problem)
         return to_caller_layout(problem, result)
     if _is_eager(problem):
         for name, array in _tensors(problem):
@@ -174,7 +174,7 @@ def _run_eager(
     result = solve_selections_separately(problem, run_kernel)
     if request is not None:
         if result.recorded_call is not None:
-            device_call.insert(request, formulas, caller_inputs, problem, result, kernel, threads)
+            gpu_entries.insert(request, formulas, caller_inputs, problem, result, kernel, threads)
         elif not needs_gradients(problem):
             call_cache.insert(request, formulas, caller_inputs, problem, result)
         else:

@@ -12,27 +12,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..dispatch import backward_calls
-from ..dispatch.backward_calls import BackwardInputs, read_inputs
-from ..dispatch.call_cache import CallResult
+from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, read_inputs
+from ..dispatch.call_cache import EntryResult
 from ..dispatch.call_request import Request
 from ..dispatch.kernel_list import make_plan
-from ..formula.parameters import structure_of
 from ..problem.kernel import Gradients, Plan
 from ..problem.problem import NUM_OPERANDS, Problem, make_problem
 from ..statistics import Statistic, unwrap_mean
-from .autograd import GraphCall, connect, trainable_inputs, with_saved_tables, without_tensors
+from .autograd import GraphCall, connect, trainable_inputs, with_saved_tables
 
 
 class CachedGraphCall(GraphCall):
     """A call that the call cache ran."""
 
-    def __init__(self, attacher: GraphAttacher, request: Request, result: CallResult) -> None:
+    def __init__(self, attacher: GraphAttacher, request: Request, result: EntryResult) -> None:
         if isinstance(request.sinks, np.ndarray):
             request = request._replace(
                 sinks=request.sinks.copy()
             )  # the caller may change them before the backward pass
-        self.wanted_tables, self.num_inputs = attacher.wanted_tables, attacher.num_inputs
+        self.wanted_tables, self.num_inputs = attacher.backward.slots, attacher.num_inputs
         self.attacher, self.request = attacher, request
         self.seed = result.seed if attacher.options["dropout"] else None
         self.own_lse = None if attacher.has_statistics else result.lse
@@ -66,36 +64,21 @@ class CachedGraphCall(GraphCall):
 
     def sinks(self, inputs: Sequence[Tensor]) -> Any:
         """Return the sinks: the saved tensor if they are learned, else the array of the request."""
-        return inputs[-1] if self.attacher.has_learned_sinks else self.request.sinks
+        return inputs[-1] if self.attacher.backward.wants_sinks else self.request.sinks
 
 
-class _HostGraphCall(CachedGraphCall):
+class _CpuGraphCall(CachedGraphCall):
     """A call whose arrays are in the processor's memory."""
 
-    def differentiate_bound(
+    def repeat(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
         given = None if self.is_lse_imprecise else self.read_inputs(gradients, inputs, results)
-        if given is None:
-            return None
-        attacher, lse, sinks = self.attacher, self.lse(results), self.sinks(inputs)
-        found = backward_calls.differentiate(
-            attacher.backward_calls,
-            given,
-            inputs[:NUM_OPERANDS],
-            results[0],
-            lse,
-            sinks,
-            self.seed or 0,
-            self.threads,
-        )
-        if found is None or self.num_inputs == NUM_OPERANDS:
-            return None if found is None else found.operands
-        tables = found.differentiate_tables(dict(zip(self.wanted_tables, inputs[NUM_OPERANDS:], strict=False)))
-        learned = [tables[index] for index in self.wanted_tables]
-        if attacher.has_learned_sinks:
-            learned.append(found.differentiate_sinks(inputs[-1], given.d_output, results[0], lse))
-        return [*found.operands, *learned]
+        return self.attacher.backward.repeat(given, self.forward_pass(inputs, results))
+
+    def forward_pass(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> ForwardPass:
+        sinks, lse = self.sinks(inputs), self.lse(results)
+        return ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, self.seed or 0, self.threads)
 
     def read_inputs(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
@@ -104,12 +87,12 @@ class _HostGraphCall(CachedGraphCall):
 
         Hooks on saved tensors may have changed the layouts of the inputs.
         """
-        attacher, lse = self.attacher, self.lse(results)
-        given = read_inputs(self.request, attacher.shapes, gradients, inputs[:NUM_OPERANDS], lse, results)
-        if given is None or not attacher.learned_places:
+        backward, lse = self.attacher.backward, self.lse(results)
+        given = read_inputs(self.request, backward.problem, gradients, inputs[:NUM_OPERANDS], lse, results)
+        if given is None or not backward.places:
             return given
         tables = list(given.tables)
-        for place, tensor in zip(attacher.learned_places, inputs[NUM_OPERANDS:], strict=False):
+        for place, tensor in zip(backward.places, inputs[NUM_OPERANDS:], strict=False):
             tables[place] = tensor
         return given._replace(tables=tuple(tables))
 
@@ -120,12 +103,8 @@ class _HostGraphCall(CachedGraphCall):
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        given, attacher = self.read_inputs(gradients, inputs, results), self.attacher
-        has_dropout = bool(attacher.options["dropout"])
-        operands, lse = inputs[:NUM_OPERANDS], self.lse(results)
-        backward_calls.keep(
-            attacher.backward_calls, found, given, self.formulas, operands, results[0], lse, has_dropout
-        )
+        given, forward = self.read_inputs(gradients, inputs, results), self.forward_pass(inputs, results)
+        self.attacher.backward.keep(found, given, self.formulas, forward)
 
 
 def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str) -> Callable[[], Tensor]:
@@ -136,17 +115,14 @@ def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str) -> Callable[[],
 
 
 class GraphAttacher:
-    """The function that joins the results of a cached call to torch's graph; see `call_cache.CachedCall`.
+    """The function that joins the results of a cached call to torch's graph; see `call_cache.ForwardEntry`.
 
     Attributes
     ----------
     options : the arguments of `make_problem` that are the same in every call
-    wanted_tables : the indices in `Problem.tables` of the learned tables
-    learned_places : the indices in `Request.tables` of the learned tables
-    has_learned_sinks : True if the sinks require a gradient
+    backward : the backward passes; its `slots` and `places` are those of the learned tables
     num_inputs : how many inputs the graph has: query, key, value, the learned tables and the learned sinks
     squeezed_axis : the axis of the heads in the graph's results if the caller's arrays have no such axis; else None
-    backward_calls : the bound calls of the backward pass by the layouts of the arrays that they read
     graph_call : the class of the calls in the graph
     """
 
@@ -167,10 +143,9 @@ class GraphAttacher:
         by default that of arrays in the processor's memory.
         """
         inputs, wanted = trainable_inputs(problem)
-        origins = [id(table) for table in structure_of(*formulas).tables]
-        places = [origins.index(problem.tables[index].origin) for index in wanted]
-        own = [*caller_inputs, *[request.tables[place] for place in places]]
         has_learned_sinks = problem.sinks is not None and bool(problem.sinks.requires_grad)
+        backward = BackwardPasses.of(problem, formulas, wanted, has_learned_sinks)
+        own = [*caller_inputs, *[request.tables[place] for place in backward.places]]
         if has_learned_sinks:
             own.append(request.sinks)
         pairs = list(zip(own, inputs, strict=False))
@@ -178,47 +153,45 @@ class GraphAttacher:
             pairs = pairs[NUM_OPERANDS:]
         if not all(x is y for x, y in pairs):
             return None
-        attacher = cls(problem, kernel, threads)
-        attacher.graph_call = graph_call or _HostGraphCall
-        attacher.wanted_tables, attacher.learned_places = wanted, tuple(places)
-        attacher.has_learned_sinks, attacher.num_inputs = has_learned_sinks, len(own)
-        return attacher
+        return cls(problem, backward, kernel, threads, len(own), graph_call or _CpuGraphCall)
 
-    wanted_tables: tuple[int, ...] = ()
-    learned_places: tuple[int, ...] = ()
-    has_learned_sinks, num_inputs = False, NUM_OPERANDS
-    graph_call: type[CachedGraphCall] = _HostGraphCall
-
-    def __init__(self, problem: Problem, kernel: str | None, threads: int | None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        backward: BackwardPasses,
+        kernel: str | None,
+        threads: int | None,
+        num_inputs: int,
+        graph_call: type[CachedGraphCall],
+    ) -> None:
         self.options = {"scale": problem.scale, "dropout": problem.dropout}
-        self.shapes = replace(without_tensors(problem), mask=None, score=None, see=())
+        self.backward, self.num_inputs, self.graph_call = backward, num_inputs, graph_call
         self.has_statistics = bool(problem.see)  # if there are none, lse is no result
         self.squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
         self.kernel, self.threads = kernel, threads
-        self.accumulator = getattr(torch, problem.accumulator)
-        self.backward_calls: dict[Any, Any] = {}
 
     def __copy__(self) -> GraphAttacher:
-        """Return an attacher for calls with other lengths: the same options, and no bound backward calls."""
+        """Return an attacher for calls with other lengths: the same options, and no backward pass that was met."""
         other = object.__new__(GraphAttacher)
-        other.__dict__ |= self.__dict__ | {"backward_calls": {}}
+        other.__dict__ |= self.__dict__ | {"backward": replace(self.backward)}
         return other
 
-    def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: CallResult) -> CallResult:
+    def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: EntryResult) -> EntryResult:
         axis, lse, operands = self.squeezed_axis, result.lse, (query, key, value)
         results = (result.output, lse, *result.arrays) if self.has_statistics else (result.output,)
         if axis is not None:  # the graph has the head axis
             operands = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
             results, lse = tuple([x.unsqueeze(axis) for x in results]), lse[..., None, :]
         call = self.graph_call(self, request, result._replace(lse=lse))
-        learned = [request.tables[place] for place in self.learned_places]
-        if self.has_learned_sinks:
+        backward = self.backward
+        learned = [request.tables[place] for place in backward.places]
+        if backward.wants_sinks:
             learned.append(request.sinks)
         results = connect(call, results, [*operands, *learned])
         if axis is not None:
             results = tuple([x.squeeze(axis) for x in results])
         lse = results[1] if self.has_statistics else None
-        return CallResult(results[0], lse, results[2:], result.is_lse_imprecise, result.seed)
+        return EntryResult(results[0], lse, results[2:], result.is_lse_imprecise, result.seed)
 
 
 def _adds_head_axis(array: Tensor, operand: Tensor) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 import sightline
 from sample_problems import arrays
 from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s, softcap, table, top_k, where, window
-from sightline.cpu.runtime import compile as runtime
+from sightline.dispatch import call_cache
 from sightline.gpu.launch.forward import uses_decode
 from sightline.problem.problem import make_problem
 from sightline.testing import LAYOUTS, assert_conforms
@@ -164,7 +164,7 @@ def test_the_same_bits_every_time(triton_kernel):
     assert torch.equal(first.lse, second.lse)
 
 
-def test_dispatch_through_torch(triton_kernel, monkeypatch):
+def test_dispatch_through_torch(triton_kernel, monkeypatch, fresh_calls):
     """`attention` runs the kernels through torch's operator and autograd, with statistics and a learned table."""
     dispatch = sys.modules["sightline.dispatch.kernel_list"]
     x = [torch.from_numpy(a).requires_grad_() for a in arrays((2, 4, 21, 12), "float32", groups=2, m=35)]
@@ -182,7 +182,7 @@ def test_dispatch_through_torch(triton_kernel, monkeypatch):
     monkeypatch.setattr(kind, "backward", lambda *given, **more: called.append("backward") or backward(*given, **more))
     others = [kernel for kernel in dispatch.KERNELS if kernel.name != triton_kernel.name]  # names are unique
     monkeypatch.setattr(dispatch, "KERNELS", (triton_kernel, *others))
-    monkeypatch.setattr(runtime, "_cache", runtime.KernelCache())  # without the calls of other kernels
+    call_cache.clear()  # the calls of other kernels
     for found, sound in zip(compute(), expected, strict=True):
         torch.testing.assert_close(found, sound)
     assert called == ["forward", "backward"]

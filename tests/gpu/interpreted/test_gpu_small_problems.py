@@ -12,11 +12,11 @@ import sightline.gpu.launch.backward  # loads the modules that faults are plante
 from on_device import DEVICE
 from sample_problems import arrays
 from sightline import bias, causal, dense, entropy, i, j, lse, mass, max_score, padding, s, softcap, table
-from sightline.cpu.runtime import compile as runtime
+from sightline.dispatch import call_cache
 from sightline.errors import ChangedTableError, FormulaError, TableError
 from sightline.formula.tables import Table
 from sightline.formula.tile_ranges import find_tile_ranges
-from sightline.gpu.launch.bound_call import BoundCall
+from sightline.gpu.launch.bound_launches import BoundLaunches
 from sightline.gpu.tuning import cache
 from sightline.gpu.tuning.configurations import Configuration, try_sizes
 from sightline.problem.problem import make_problem
@@ -170,19 +170,18 @@ CALLS = {  # functions that return the options of a call with new tables
 
 
 @pytest.fixture
-def repeated(small_kernel, monkeypatch):
+def repeated(small_kernel, monkeypatch, fresh_calls):
     """Let `attention` use these kernels. Return a list that gets an element for each repeated call."""
     kernel = small_kernel if INTERPRETED else small_kernel.kernel
     others = [other for other in sightline.dispatch.kernel_list.KERNELS if other.name not in ("triton", "cpu")]
     monkeypatch.setattr(sightline.dispatch.kernel_list, "KERNELS", (kernel, *others))
-    monkeypatch.setattr(runtime, "_cache", runtime.KernelCache())
-    found, run = [], BoundCall.run
+    found, run = [], BoundLaunches.run
 
     def spy(self, *given):
         found.append(self)
         return run(self, *given)
 
-    monkeypatch.setattr(BoundCall, "run", spy)
+    monkeypatch.setattr(BoundLaunches, "run", spy)
     return found
 
 
@@ -199,9 +198,9 @@ def results(inputs, options):
 
 
 def without_cache(inputs, options):
-    runtime._cache.bound_calls.clear()
+    call_cache.calls.clear()
     found = results(inputs, options)
-    runtime._cache.bound_calls.clear()
+    call_cache.calls.clear()
     return found
 
 
@@ -241,9 +240,9 @@ def test_each_number_of_a_formula_has_its_own_kernels(repeated):
 
 def without_cache_keeping(inputs, options):
     """Return the output of a new call, and keep the entries of the cache."""
-    entries = dict(runtime._cache.bound_calls)
+    entries = dict(call_cache.calls)
     (output,) = without_cache(inputs, options)
-    runtime._cache.bound_calls.update(entries)
+    call_cache.calls.update(entries)
     return output
 
 

@@ -94,7 +94,7 @@ def backward(
     output, d_output = (
         with_contiguous_rows(detach(xp.astype(x, problem.query.dtype, copy=False))) for x in (saved[0], d_output)
     )
-    call = BoundBackwardCall(arguments, spec, split, (output, d_output), table_gradients, processor)
+    call = BoundBackward(arguments, spec, split, (output, d_output), table_gradients, processor)
     table_sums = call.make_table_sums()
     sums = [empty(shape, problem.accumulator, problem.query) for shape in call.sum_shapes]
     rows = problem.query.shape[:-1]
@@ -105,7 +105,7 @@ def backward(
     tables, outputs = ([x.ctypes.data for x in found] for found in (arguments.tables, table_sums))
     words = call.make_words(fields, tables, arguments.numbers, outputs, problem.seed)
     keep_alive = (*arguments.keep_alive, arrays, *table_sums, problem)
-    if call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True) is None:
+    if call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True) is None:
         return None
     d_query, d_key, d_value = (xp.astype(x, problem.query.dtype, copy=False) for x in call.combine(sums))
     tables_by_slot = {slot: table.array for slot, table in enumerate(problem.tables)}
@@ -122,7 +122,7 @@ def backward(
     )
 
 
-class BoundBackwardCall(BoundCall):
+class BoundBackward(BoundCall):
     """A call of the backward kernel.
 
     Parameters

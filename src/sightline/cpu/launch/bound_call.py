@@ -199,7 +199,7 @@ class BoundCall:
         threads: int | None,
         words: Sequence[int],
         numbers: tuple[float, ...],
-        key: Any,
+        num_keys: int,
         keep_alive: tuple[Any, ...],
         is_first: bool = False,
     ) -> int | None:
@@ -211,7 +211,7 @@ class BoundCall:
         ----------
         words : the result of `make_words`
         numbers : the numbers of the formulas
-        key : the array of keys
+        num_keys : the number of keys, which a decoding call divides into splits
         keep_alive : the arrays at the addresses among the words, which must stay alive while threads work
         is_first : True for the call that this object was made for, whose tile ranges are bound
         """
@@ -334,4 +334,4 @@ def run_first(
     words = call.make_words(fields, tables, arguments.numbers, addresses, problem.seed)
     keep_alive = (*arguments.keep_alive, output, lse, sinks, *outputs)
     thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices
-    return call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True)
+    return call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True)

@@ -56,14 +56,14 @@ def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = 
 
 def decode(
     problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: FusedStatistics
-) -> BoundDecodeCall | None:
+) -> BoundDecode | None:
     """Fill output, lse and the arrays of the fused statistics, and return the bound call.
 
     The result is None if an output is NaN or ∞: the forward kernel must run.
     """
     arguments = KernelArguments(problem, MAX_ROWS_PER_ITEM)
     spec = make_spec("decode", arguments, unroll=min(problem.group * problem.n, UNROLL), roles=fused.roles)
-    bind = partial(BoundDecodeCall, spec=spec, processor=processor)
+    bind = partial(BoundDecode, spec=spec, processor=processor)
     call = bind(arguments)
     if run_first(call, arguments, output, lse, threads, fused.arrays) is None:
         return None
@@ -71,7 +71,7 @@ def decode(
     return call
 
 
-class BoundDecodeCall(BoundCall):
+class BoundDecode(BoundCall):
     """A call of the decoding kernel for arrays of one layout, with any number of keys if there is no formula.
 
     A KV cache that grows by one key per token has one layout until its storage is full.
@@ -138,7 +138,7 @@ class BoundDecodeCall(BoundCall):
         threads: int | None,
         words: Sequence[int],
         numbers: tuple[float, ...],
-        key: Any,
+        num_keys: int,
         keep_alive: tuple[Any, ...],
         is_first: bool = False,
     ) -> int | None:
@@ -146,7 +146,6 @@ class BoundDecodeCall(BoundCall):
 
         The result is None too if there are too few keys.
         """
-        num_keys = key.shape[-2]
         splits = self.splits
         if splits[0] != num_keys:
             if num_keys < self.min_keys:
@@ -155,4 +154,4 @@ class BoundDecodeCall(BoundCall):
         if self.has_little_work(num_keys):
             threads = 1
         words = [*words[: SPLIT_WORDS.start], *splits, *words[SPLIT_WORDS.stop :]]
-        return super().run(threads, words, numbers, key, keep_alive, is_first)
+        return super().run(threads, words, numbers, num_keys, keep_alive, is_first)

@@ -97,6 +97,7 @@ class PreparedCall:
     operands : the fields of the caller's arrays before the tables
     results : the fields of the first results; the other results are outputs of the call that are no fields
     makers : functions that allocate the results
+    num_keys : the number of keys
     can_be_direct : False if a repetition needs words that Python computes: a seed, the addresses of converted sinks
 
     Attributes
@@ -112,23 +113,24 @@ class PreparedCall:
         operands: Sequence[str],
         results: Sequence[str],
         makers: Sequence[Callable[[], Any]],
+        num_keys: int,
         can_be_direct: bool = True,
     ) -> None:
         self.call, self.inputs, self.operands, self.results = call, inputs, tuple(operands), tuple(results)
-        self.makers, self.num_runs = tuple(makers), 0
+        self.makers, self.num_keys, self.num_runs = tuple(makers), num_keys, 0
         self.has_inputs = bool(inputs.tables or inputs.numbers)
         self.select_words = itemgetter(*self.find_places())
         self.direct: tuple[int, tuple[Callable[[], Any], ...], LaunchRecord] | None = None
         fits = len(self.makers) <= MAX_RESULTS and len(inputs.numbers) <= MAX_NUMBERS
         self.can_be_direct = can_be_direct and fits and not any(inputs.converters)
 
-    def copy(self) -> PreparedCall:
-        """Return the same call, which counts its own runs and has a record of its own."""
-        return self.rebind(self.call, self.makers)
+    def copy(self, num_keys: int) -> PreparedCall:
+        """Return the call for so many keys, which counts its own runs and has a record of its own."""
+        return self.rebind(self.call, self.makers, num_keys)
 
-    def rebind(self, call: BoundCall, makers: Sequence[Callable[[], Any]]) -> PreparedCall:
+    def rebind(self, call: BoundCall, makers: Sequence[Callable[[], Any]], num_keys: int) -> PreparedCall:
         """Return the prepared call for another bound call of the same family; see `CallFamily`."""
-        return PreparedCall(call, self.inputs, self.operands, self.results, makers, self.can_be_direct)
+        return PreparedCall(call, self.inputs, self.operands, self.results, makers, num_keys, self.can_be_direct)
 
     def run(
         self,
@@ -136,7 +138,6 @@ class PreparedCall:
         tables: Sequence[Any],
         numbers: tuple[float, ...],
         threads: int | None,
-        key: Any,
         keep_alive: tuple[Any, ...],
         sinks: int = 0,
         d_lse: int = 0,
@@ -148,7 +149,7 @@ class PreparedCall:
         ----------
         addresses : those of the operands, and then those of the tables
         tables, numbers : the tables and numbers of the caller
-        threads, key : as in `BoundCall.run`
+        threads : as in `BoundCall.run`
         keep_alive : the arrays at these addresses
         sinks, d_lse : the addresses of these arrays; 0 if there are none
         seed : the seed of dropout
@@ -164,9 +165,9 @@ class PreparedCall:
             words = self.select_words((*inputs, *addresses_of(results), *computed))
         else:
             words = self.select_words((*addresses[: len(self.operands)], *addresses_of(results), *computed))
-        status = self.call.run(threads, words, own_numbers, key, (keep_alive, results, own_tables))
+        status = self.call.run(threads, words, own_numbers, self.num_keys, (keep_alive, results, own_tables))
         if self.can_be_direct and status is not None and (self.num_runs < RUNS_BEFORE_RECORD or self.is_outgrown):
-            self.prepare_direct(threads, 0 if key is None else key.shape[-2])
+            self.prepare_direct(threads)
         return status, results
 
     @property
@@ -175,11 +176,11 @@ class PreparedCall:
         search, direct = self.call.search, self.direct
         return search is not None and direct is not None and 0 < direct[2].capacity < search.capacity
 
-    def prepare_direct(self, threads: int | None, num_keys: int) -> None:
+    def prepare_direct(self, threads: int | None) -> None:
         """Count one more run. If the call was run often enough, make the record for direct calls."""
         self.num_runs += 1
         if self.num_runs >= RUNS_BEFORE_RECORD:
-            record = self.call.make_direct_record(threads, num_keys, self.find_sources())
+            record = self.call.make_direct_record(threads, self.num_keys, self.find_sources())
             self.direct = None if record is None else (record.address, self.makers, record)
 
     def find_places(self) -> list[int]:

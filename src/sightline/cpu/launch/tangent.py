@@ -57,12 +57,12 @@ def tangent(
         fields, [table.ctypes.data for table in arguments.tables], arguments.numbers, seed=problem.seed
     )
     keep_alive = (*arguments.keep_alive, arrays, problem)
-    if call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True) is None:
+    if call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True) is None:
         return None
     return output_tangent, convert(lse_tangent, problem.query)
 
 
-class BoundTangentCall(BoundCall):
+class BoundTangent(BoundCall):
     """A call of the tangent kernel."""
 
     call_fields = TANGENT_CALL_FIELDS
@@ -77,7 +77,7 @@ def _bind(
         values |= operand_fields(f"{name}_tangent", array, arguments.keep_alive)
     items = problem.B * problem.H * -(-problem.n // arguments.query_block)
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
-    return BoundTangentCall(
+    return BoundTangent(
         arguments,
         spec,
         Tangent,

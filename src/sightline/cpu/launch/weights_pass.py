@@ -39,7 +39,7 @@ Range = tuple[int, int]
 Output = tuple[tuple[int, ...], str, bool]  # shape, dtype, and True if the kernel expects zeros
 
 
-class WeightsPassCall(BoundCall):
+class BoundWeightsPass(BoundCall):
     """A call of a weights pass. `arguments` are those of the problem that it was made for."""
 
     call_fields = WEIGHTS_CALL_FIELDS
@@ -78,7 +78,7 @@ class StatisticArrays:
 
 
 @dataclass(frozen=True)
-class BoundPass:
+class StatisticsPass:
     """The weights pass of one or several statistics for one structure.
 
     Parameters
@@ -87,7 +87,7 @@ class BoundPass:
     indices : the index of each statistic among those that were given to `bind_passes`
     """
 
-    call: WeightsPassCall
+    call: BoundWeightsPass
     statistics: tuple[StatisticArrays, ...]
     indices: tuple[int, ...] = (0,)
 
@@ -116,7 +116,7 @@ def _fill_with_zeros(make: Callable[[], Any]) -> Any:
     return array
 
 
-Bound = tuple[KernelArguments, BoundPass]
+Bound = tuple[KernelArguments, StatisticsPass]
 
 
 def bind_passes(problem: Problem, statistics: Sequence[Statistic], processor: Processor = HOST) -> list[Bound]:
@@ -164,8 +164,8 @@ def _bind(problem: Problem, statistics: Sequence[Statistic], indices: tuple[int,
     arguments, spec = _prepare("statistics", problem, processor, roles=roles, k=k)
     grid = Grid.of(arguments, statistics)
     arrays = tuple([_arrays_of(x, arguments, grid) for x in statistics])
-    call = WeightsPassCall(arguments, spec, WeightStatistics, grid.items, processor=processor, **grid.fields())
-    return arguments, BoundPass(call, arrays, indices)
+    call = BoundWeightsPass(arguments, spec, WeightStatistics, grid.items, processor=processor, **grid.fields())
+    return arguments, StatisticsPass(call, arrays, indices)
 
 
 def _prepare(kernel: str, problem: Problem, processor: Processor, **more: Any) -> tuple[KernelArguments, KernelSpec]:
@@ -266,7 +266,7 @@ def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> 
     tables = [table.ctypes.data for table in arguments.tables]
     words = call.make_words(fields, tables, arguments.numbers, [layout(array)[0] for array in arrays])
     keep_alive = (*arguments.keep_alive, lse, arrays)
-    if call.run(threads, words, arguments.numbers, None, keep_alive, is_first=True) is None:
+    if call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True) is None:
         return None
     return bound_pass.finish(arrays)
 
@@ -336,6 +336,6 @@ def _bind_weights(problem: Problem, indices: tuple[int, ...], processor: Process
     blocks = -(-problem.n // arguments.query_block)
     fields = {"first_query": 0, "last_query": problem.n, "query_blocks": blocks}
     items = problem.B * problem.H * blocks
-    call = WeightsPassCall(arguments, spec, WeightTiles, items, processor=processor, **fields)
+    call = BoundWeightsPass(arguments, spec, WeightTiles, items, processor=processor, **fields)
     shape = (*problem.batch_shape, problem.H, problem.n, problem.m)
-    return arguments, BoundPass(call, (StatisticArrays(((shape, problem.dtype, True),), list),), indices)
+    return arguments, StatisticsPass(call, (StatisticArrays(((shape, problem.dtype, True),), list),), indices)

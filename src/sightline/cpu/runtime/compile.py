@@ -59,9 +59,7 @@ class KernelCache:
 
     def __init__(self) -> None:
         self._kernels: OrderedDict[str, Address] = OrderedDict()
-        self.bound_calls: OrderedDict[Any, Any] = OrderedDict()  # calls with bound arguments; see `call_cache`
         self.common_codes: OrderedDict[str, bytes] = OrderedDict()  # the object code of common parts
-        self.call_families: OrderedDict[Any, Any] = OrderedDict()  # one of these calls for each family
         self.reset_locks()
 
     def reset_locks(self) -> None:
@@ -99,19 +97,6 @@ class KernelCache:
 
 
 _cache = KernelCache()
-
-
-def bound_calls() -> OrderedDict[Any, Any]:
-    """Return the cache of bound calls, the least recently used call first. `call_cache` reads and fills the cache."""
-    return _cache.bound_calls
-
-
-def call_families() -> OrderedDict[Any, Any]:
-    """Return the cache with one call of each family, the least recently used first. `call_cache` reads and fills it.
-
-    The calls of a family differ only in lengths and strides.
-    """
-    return _cache.call_families
 
 
 class Part(NamedTuple):

@@ -1,4 +1,4 @@
-"""Bound calls pass to compiled kernels what the first call passed, with the addresses of their own arrays."""
+"""Bound launches pass to compiled kernels what the first call passed, with the addresses of their own arrays."""
 
 from contextlib import contextmanager
 
@@ -14,7 +14,7 @@ from triton.runtime.driver import driver
 
 from sightline.formula.parameters import structure_of
 from sightline.gpu import Triton, aot
-from sightline.gpu.launch.bound_call import BoundCall
+from sightline.gpu.launch.bound_launches import BoundLaunches
 from sightline.gpu.launch.launches import REDUCED_STAGES, LaunchBinder
 
 TARGET = "sm_90"
@@ -73,7 +73,7 @@ def check(recording, recorded, arrays, options):
     written = {binder.written[id(array)]: array for array in arrays_of(recorded) if id(array) in binder.written}
     formulas = options.get("mask"), options.get("score")
     tables = [table.array for table in structure_of(*formulas).tables]
-    call = BoundCall.of(recorded, formulas, tables)
+    call = BoundLaunches.of(recorded, formulas, tables)
     call.makers = [lambda array=array: array for _, array in sorted(written.items())]
     assert len(call.makers) == len(binder.makers)
     assert len(call.launches) == len(launches)

@@ -1,8 +1,8 @@
-"""Cached calls of tensors on a GPU: a call that was met before goes straight to the launches of its kernels.
+"""Entries of the call cache for tensors on a GPU: a call that was met before goes straight to its launches.
 
-    attention(q, k, v, mask=causal())  →  Request  →  DeviceCall  →  BoundCall  →  kernels
+    attention(q, k, v, mask=causal())  →  Request  →  GpuEntry  →  BoundLaunches  →  kernels
 
-The calls are entries of the call cache beside those of the CPU; see `call_cache`. A call is stored if its launches
+The entries lie beside those of the CPU; see `call_cache`. A call is stored if its launches
 depend on the layouts of its arrays and on its formulas alone. So the entries of its tables must not have decided its
 plan: see `Table.with_unknown_entries`.
 """
@@ -20,9 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention  # bound before `re
 
 from ..arrays import layouts as array_layouts
 from ..arrays.layouts import ADAPTERS
-from ..cpu.runtime.compile import bound_calls
-from ..dispatch.backward_calls import MAX_BACKWARD_CALLS
-from ..dispatch.call_cache import CallResult, ResultBuilder, describe_statistics
+from ..dispatch import call_cache
+from ..dispatch.backward_calls import MAX_BACKWARD_ENTRIES
+from ..dispatch.call_cache import EntryResult, ResultBuilder, describe_statistics
 from ..dispatch.call_request import Request
 from ..dispatch.lookup import store
 from ..formula.expression import Expression
@@ -33,7 +33,7 @@ from .autograd import needs_gradients
 from .graph_attacher import CachedGraphCall, GraphAttacher
 
 if TYPE_CHECKING:
-    from ..gpu.launch.bound_call import BoundCall
+    from ..gpu.launch.bound_launches import BoundLaunches
 
 NUM_AXES = 4  # of query, key and value, as torch's own kernels take them
 MAX_CALLS_BY_NUMBERS = 64  # calls that differ only in the numbers of their formulas: each has kernels of its own
@@ -45,7 +45,7 @@ class _PythonEntry:
     prepared: ClassVar[Any] = SimpleNamespace(direct=None)
 
 
-class FusedCall(_PythonEntry):
+class FusedEntry(_PythonEntry):
     """A call that torch's own kernels serve; see `fused`."""
 
     def __init__(self, problem: Problem) -> None:
@@ -56,14 +56,14 @@ class FusedCall(_PythonEntry):
         return scaled_dot_product_attention(query, key, value, scale=self.scale, enable_gqa=self.is_grouped), ()
 
 
-class CallsByNumbers(_PythonEntry):
+class EntriesByNumbers(_PythonEntry):
     """The calls of one request with different numbers in their formulas. `calls` has them by these numbers.
 
     `selection` is the `selection_version` of the calls.
     """
 
     def __init__(self, selection: int) -> None:
-        self.calls: dict[tuple[float, ...], DeviceCall] = {}
+        self.calls: dict[tuple[float, ...], GpuEntry] = {}
         self.selection = selection
 
     def run(self, request: Request, query: Tensor, key: Tensor, value: Tensor, threads: int | None) -> Any:
@@ -73,42 +73,42 @@ class CallsByNumbers(_PythonEntry):
 
 
 @dataclass
-class DeviceCall(ResultBuilder):
+class GpuEntry(ResultBuilder):
     """A call that only lacks its inputs. The parameters besides those of `ResultBuilder`:
 
     Parameters
     ----------
-    bound_call : the launches
+    launches : the launches
     squeezed_axis : the axis of the heads in the results if the caller's arrays have no such axis; else None
     """
 
-    bound_call: BoundCall
+    launches: BoundLaunches
     squeezed_axis: int | None
 
     def run(self, request: Request, query: Tensor, key: Tensor, value: Tensor) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
         operands = query, key, value
-        inputs = self.bound_call.read_inputs(operands, request.addresses, request.tables, request.sinks)
+        inputs = self.launches.read_inputs(operands, request.addresses, request.tables, request.sinks)
         if inputs is None:
             return None
         seed = request.seed or 0
-        if request.seed is None and self.bound_call.has_dropout and self.adapter.draw_seed is not None:
+        if request.seed is None and self.launches.has_dropout and self.adapter.draw_seed is not None:
             seed = self.adapter.draw_seed()
-        results = self.bound_call.run(inputs, seed)
+        results = self.launches.run(inputs, seed)
         if self.squeezed_axis is not None:
             results = [array.squeeze(self.squeezed_axis) for array in results]
         output, lse, *arrays = results
-        return self.join(request, query, key, value, CallResult(output, lse, arrays, False, seed))
+        return self.join(request, query, key, value, EntryResult(output, lse, arrays, False, seed))
 
 
-class _GraphCall(CachedGraphCall):
+class _GpuGraphCall(CachedGraphCall):
     """A call of the cache in torch's graph."""
 
-    def differentiate_bound(
+    def repeat(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
         arrays, read = self.read_arrays(gradients, inputs, results)
-        call = None if read is None else self.attacher.backward_calls.get((selection_version(), read[0]))
+        call = None if read is None else self.attacher.backward.entries.get((selection_version(), read[0]))
         given = None if call is None else call.read_inputs(arrays, read[1:], self.request.tables, None)
         return None if call is None or given is None else call.run(given, self.seed or 0)
 
@@ -119,18 +119,16 @@ class _GraphCall(CachedGraphCall):
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        from ..gpu.launch.bound_call import BoundCall  # loads triton, as each call of a kernel does
+        from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
-        recorded, calls, selection = found.recorded_call, self.attacher.backward_calls, selection_version()
+        recorded, selection = found.recorded_call, selection_version()
         _, read = self.read_arrays(gradients, inputs, results)
         if read is None or selection is None:
             return
         addresses = [recorded.inputs[name].data_ptr() for name in BACKWARD_OPERANDS]
-        call = BoundCall.of(recorded, self.formulas, self.request.tables)
+        call = BoundLaunches.of(recorded, self.formulas, self.request.tables)
         if call is not None and addresses == [*read[1 : 1 + len(addresses)]]:
-            if len(calls) >= MAX_BACKWARD_CALLS:
-                calls.clear()
-            calls[selection, read[0]] = call
+            store(self.attacher.backward.entries, (selection, read[0]), call, MAX_BACKWARD_ENTRIES)
 
     def read_arrays(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
@@ -165,7 +163,7 @@ def insert(
     problem, result : the problem that was made from the formulas, and its result
     kernel, threads : as in `attention`
     """
-    from ..gpu.launch.bound_call import BoundCall  # loads triton, as each call of a kernel does
+    from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
     operands = problem.query, problem.key, problem.value
     selection = selection_version()
@@ -173,21 +171,21 @@ def insert(
         return
     attach = None
     if needs_gradients(problem):
-        attach = GraphAttacher.of(request, formulas, inputs, problem, kernel, threads, _GraphCall)
+        attach = GraphAttacher.of(request, formulas, inputs, problem, kernel, threads, _GpuGraphCall)
         if attach is None:
             return
-    bound_call = BoundCall.of(result.recorded_call, formulas, request.tables)
-    if bound_call is None:
+    launches = BoundLaunches.of(result.recorded_call, formulas, request.tables)
+    if launches is None:
         return
     squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
     statistics, _ = describe_statistics(problem)
-    variants: Any = bound_calls().get(request.key)
-    is_outdated = not isinstance(variants, CallsByNumbers) or variants.selection != selection
+    variants: Any = call_cache.calls.get(request.key)
+    is_outdated = not isinstance(variants, EntriesByNumbers) or variants.selection != selection
     if is_outdated or len(variants.calls) >= MAX_CALLS_BY_NUMBERS:
-        variants = CallsByNumbers(selection)
-        store(bound_calls(), request.key, variants)
+        variants = EntriesByNumbers(selection)
+        store(call_cache.calls, request.key, variants)
     adapter = ADAPTERS[type(inputs[0])]
-    variants.calls[request.numbers] = DeviceCall(adapter, statistics, attach, bound_call, squeezed_axis)
+    variants.calls[request.numbers] = GpuEntry(adapter, statistics, attach, launches, squeezed_axis)
 
 
 def insert_fused(request: Request, inputs: tuple[Tensor, Tensor, Tensor], problem: Problem) -> None:
@@ -196,4 +194,4 @@ def insert_fused(request: Request, inputs: tuple[Tensor, Tensor, Tensor], proble
     # on AMD GPUs `fused.Fused.run` changes key and value
     is_unchanged = all(x is y for x, y in zip(operands, inputs, strict=True)) and problem.query.ndim == NUM_AXES
     if is_unchanged and not needs_gradients(problem) and torch.version.hip is None:
-        store(bound_calls(), request.key, FusedCall(problem))
+        store(call_cache.calls, request.key, FusedEntry(problem))

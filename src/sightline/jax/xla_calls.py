@@ -1,6 +1,6 @@
 """Calls of attention that XLA makes: NumPy arrays at given addresses, and results that are written to given addresses.
 
-A call is described by its text, which `HostCall.to_text` writes and `parse_call` reads.
+A call is described by its text, which `XlaCall.to_text` writes and `parse_call` reads.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ import numpy as np
 
 from ..arrays.operations import accumulator, dtype_name, resolve_dtype
 from ..caching import cached_property
-from ..cpu.runtime.compile import bound_calls
-from ..dispatch import backward_calls, call_cache, lookup
-from ..dispatch.backward_calls import BackwardCall as RepeatedBackward
-from ..dispatch.backward_calls import BackwardInputs
-from ..dispatch.call_cache import CachedCall, CallResult
-from ..dispatch.call_request import Description, conditions_of, has_cached_kinds, machine_setting
+from ..dispatch import call_cache, lookup
+from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
+from ..dispatch.call_cache import EntryResult, ForwardEntry
+from ..dispatch.call_request import (
+    CallStructure,
+    Description,
+    conditions_of,
+    has_cached_kinds,
+    machine_setting,
+    new_structure,
+)
 from ..dispatch.call_text import CallText, count_arrays, flatten_result, locate_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, push_forward
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..problem.kernel import Result, Tangents, is_lse_precise
+from ..problem.kernel import Gradients, Result, Tangents, is_lse_precise
 from ..problem.problem import NUM_OPERANDS, Problem, validate
 from ..statistics import Statistic
 from .result_indices import FIRST_ARRAY, LSE, OUTPUT
@@ -87,7 +92,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HostCall(ABC):
+class XlaCall(ABC):
     """A call without its arrays.
 
     Parameters
@@ -154,14 +159,16 @@ class HostCall(ABC):
         return dict(zip(places, problem.score_table_indices, strict=True))
 
 
-class ForwardCall(HostCall):
+class XlaForward(XlaCall):
     """A forward pass. Its results are output, lse in float32 or float64, lse in float64, and the statistics' arrays."""
 
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         inputs, _ = self.split_arguments(arrays)
         query, key, value, tables, sinks, seed = inputs
         given = (*tables, sinks) if self.has_sinks else tuple(tables)
-        description = Description(self.structure, None, None, self.see, tuple(tables), self.numbers, given)
+        setting = machine_setting()
+        structure = self.make_structure(setting)
+        description = Description(structure, None, None, self.see, tuple(tables), self.numbers, given)
         result, request = call_cache.answer(description, query, key, value, sinks, seed, self.threads)
         if result is None:
             formulas = self.text.formulas(tables)
@@ -169,17 +176,17 @@ class ForwardCall(HostCall):
             result = make_plan(problem, self.kernel).kernel.run(problem, self.threads)
             if request is not None and self.can_be_cached:
                 read = *formulas, *conditions_of(problem.see)
-                call_cache.insert(request, read, (query, key, value), problem, result, kind=_CachedHostCall)
-        if machine_setting() not in self.keys:
+                call_cache.insert(request, read, (query, key, value), problem, result, kind=_XlaEntry)
+        if setting not in self.keys:
             layouts = lookup.read_arrays(query, key, value, *given)
-            self.keys[machine_setting()] = None if layouts is None else (layouts[0], self.structure)
+            self.keys[setting] = None if layouts is None else (layouts[0], structure)
         output, lse, *others = flatten_result(self.see, result)
         return [output, lse, lse[..., None].view(np.uint32), *others]
 
-    @property
-    def structure(self) -> tuple[Any, ...]:
-        """As in `call_request`, for a call without a boolean mask and without an array of biases."""
-        return (self.text, self.kernel, self.threads, machine_setting()), (False, False), not self.has_sinks
+    def make_structure(self, setting: Any) -> CallStructure:
+        """Return the structure of the call for a `machine_setting`: it has no boolean mask and no array of biases."""
+        options = self.kernel, self.threads, setting
+        return new_structure(options, (False, False), self.has_sinks, self.text, None)
 
     @cached_property
     def keys(self) -> dict[Any, tuple[Any, ...] | None]:
@@ -188,7 +195,7 @@ class ForwardCall(HostCall):
 
     def find_prepared(self) -> PreparedCall | None:
         """Return the call of the cache if its results are output and lse alone; None if there is none."""
-        found = bound_calls().get(self.keys.get(machine_setting()))
+        found = call_cache.calls.get(self.keys.get(machine_setting()))
         return None if found is None or any(map(count_arrays, self.see)) else found.prepared
 
     @cached_property
@@ -202,17 +209,17 @@ class ForwardCall(HostCall):
         return self.text.statistics(self.example_tables)
 
 
-class _CachedHostCall(CachedCall):
+class _XlaEntry(ForwardEntry):
     """A cached call whose result has lse in float64."""
 
     keeps_lse = True
 
-    def join(self, request: Any, query: Any, key: Any, value: Any, result: CallResult) -> Result:
+    def join(self, request: Any, query: Any, key: Any, value: Any, result: EntryResult) -> Result:
         return Result(result.output, result.lse, self.build_seen(result))
 
 
 @dataclass(frozen=True)
-class BackwardCall(HostCall):
+class XlaBackward(XlaCall):
     """A backward pass. `given` are the indices of the results with gradients, `wanted` those of the arguments.
 
     The arguments are those of the forward pass, its output, its lse in float64, and the gradients of results. The
@@ -227,70 +234,57 @@ class BackwardCall(HostCall):
         found = dict(zip(self.given, gradients, strict=True))
         if OUTPUT not in found:
             found[OUTPUT] = np.zeros(output.shape, output.dtype)
-        saved = output, lse_words.view(np.float64)[..., 0]
-        own = self.repeat(inputs, saved, found) or self.compute_by_dispatch(inputs, saved, found)
-        return [own[k] for k in self.wanted]
+        lse = lse_words.view(np.float64)[..., 0]
+        forward = ForwardPass(inputs[:NUM_OPERANDS], output, lse, inputs.sinks, inputs.seed, self.threads)
+        passes = self.passes.get(machine_setting())
+        if passes is None:
+            passes = self.passes[machine_setting()] = self.make_passes(inputs)
+        given = self.read_inputs(inputs, forward, found)
+        own = passes.differentiate(given, forward, lambda: self.dispatch(passes.slots, inputs, forward, found))
+        return [own[k] for k in self.wanted_places]
 
     @cached_property
-    def repeated(self) -> dict[Any, dict[Any, RepeatedBackward]]:
-        """The bound calls of this process for each `machine_setting`."""
+    def passes(self) -> dict[Any, BackwardPasses]:
+        """The backward passes of this process for each `machine_setting`."""
         return {}
 
-    def read_inputs(self, inputs: Inputs, found: dict[int, Any]) -> BackwardInputs | None:
-        """Return the inputs of a bound backward pass; None if the gradient of a statistic is given."""
-        if not found.keys() <= {OUTPUT, LSE}:
+    @cached_property
+    def wanted_places(self) -> list[int]:
+        """The place of each wanted gradient among those of `BackwardPasses`."""
+        learned = [k for k in self.wanted if k >= NUM_OPERANDS]
+        return [k if k < NUM_OPERANDS else NUM_OPERANDS + learned.index(k) for k in self.wanted]
+
+    def make_passes(self, inputs: Inputs) -> BackwardPasses:
+        formulas = self.text.formulas(inputs.tables)
+        problem = self.make_problem(inputs, formulas)
+        slots, sinks = self.table_slots(problem), NUM_OPERANDS + len(self.wide_tables)
+        wanted_tables = [slots[k] for k in self.wanted if NUM_OPERANDS <= k < sinks]
+        return BackwardPasses.of(problem, formulas, wanted_tables, sinks in self.wanted)
+
+    def read_inputs(self, inputs: Inputs, forward: ForwardPass, found: dict[int, Any]) -> BackwardInputs | None:
+        """Return the inputs of a bound backward pass; None if none can serve, as for gradients of statistics."""
+        is_precise = is_lse_precise(forward.lse, accumulator(dtype_name(forward.output)))
+        if not (is_precise and found.keys() <= {OUTPUT, LSE}):
             return None
         d_lse = found.get(LSE)
         d_lse = None if d_lse is None else np.ascontiguousarray(d_lse, np.float64)
         structure = () if d_lse is None else ("lse",)
         return BackwardInputs(found[OUTPUT], d_lse, tuple(inputs.tables), self.numbers, structure)
 
-    def repeat(self, inputs: Inputs, saved: tuple[Any, Any], found: dict[int, Any]) -> dict[int, Any] | None:
-        """Return the gradient of each argument by a bound call; None if the call needs the full dispatch."""
-        entries, given = self.repeated.get(machine_setting()), self.read_inputs(inputs, found)
-        if not entries or given is None or not is_lse_precise(saved[1], accumulator(dtype_name(saved[0]))):
-            return None
-        result = backward_calls.differentiate(
-            entries, given, inputs[:NUM_OPERANDS], *saved, inputs.sinks, inputs.seed, self.threads
-        )
-        if result is None:
-            return None
-        own = dict(enumerate(result.operands))
-        slots = self.slots[machine_setting()]
-        totals = result.differentiate_tables({slot: inputs.tables[k - NUM_OPERANDS] for k, slot in slots.items()})
-        own |= {k: totals.get(slot) for k, slot in slots.items()}
-        if inputs.sinks is not None:
-            own[NUM_OPERANDS + len(inputs.tables)] = result.differentiate_sinks(inputs.sinks, given.d_output, *saved)
-        return own
-
-    @cached_property
-    def slots(self) -> dict[Any, dict[int, int]]:
-        """`table_slots` for each `machine_setting` of `repeated`."""
-        return {}
-
-    def compute_by_dispatch(self, inputs: Inputs, saved: tuple[Any, Any], found: dict[int, Any]) -> dict[int, Any]:
-        """Return the gradient of each argument by the full dispatch."""
+    def dispatch(
+        self, slots: Sequence[int], inputs: Inputs, forward: ForwardPass, found: dict[int, Any]
+    ) -> tuple[Gradients, Sequence[Expression | None]]:
+        """Return the gradients by the full dispatch, and the mask and the score of the call."""
         formulas = self.text.formulas(inputs.tables)
         problem = self.make_problem(inputs, formulas)
-        places = locate_arrays(problem.see, FIRST_ARRAY)
-        d_seen = [found.get(own[0]) if own else None for own in places]
-        slots = self.table_slots(problem)
-        wanted_tables = [slots[k] for k in self.wanted if k in slots]
-        plan = make_plan(problem, self.kernel)
-        sums = differentiate(
-            problem, plan, found[OUTPUT], found.get(LSE), tuple(d_seen), saved, wanted_tables, self.threads
-        )
-        entries = self.repeated.setdefault(machine_setting(), {})
-        self.slots[machine_setting()] = slots
-        given, operands = self.read_inputs(inputs, found), inputs[:NUM_OPERANDS]
-        backward_calls.keep(entries, sums, given, formulas, operands, *saved, problem.dropout > 0)
-        own = dict(enumerate((sums.query, sums.key, sums.value))) | {k: sums.tables[slot] for k, slot in slots.items()}
-        own[NUM_OPERANDS + len(self.wide_tables)] = sums.sinks
-        return own
+        d_seen = tuple([found.get(own[0]) if own else None for own in locate_arrays(problem.see, FIRST_ARRAY)])
+        plan, saved = make_plan(problem, self.kernel), (forward.output, forward.lse)
+        sums = differentiate(problem, plan, found[OUTPUT], found.get(LSE), d_seen, saved, slots, self.threads)
+        return sums, formulas
 
 
 @dataclass(frozen=True)
-class TangentCall(HostCall):
+class XlaTangent(XlaCall):
     """The tangents of output and lse, if no other result has a gradient. `wanted` are the indices of the arguments.
 
     The arguments are those of the forward pass, its output, its lse in float64, and the tangents of arguments.
@@ -316,7 +310,7 @@ class TangentCall(HostCall):
 
 
 @lru_cache(MAX_CALLS)
-def parse_call(text: bytes) -> HostCall:
+def parse_call(text: bytes) -> XlaCall:
     """Return the call that has this text."""
     kind, values = json.loads(text)
     values["text"] = CallText(*values["text"])
@@ -324,5 +318,5 @@ def parse_call(text: bytes) -> HostCall:
         values[name] = tuple([ArrayType(tuple(shape), *rest) for shape, *rest in values[name]])
     for name in {"wide_tables", "wanted", "given"} & set(values):
         values[name] = tuple(values[name])
-    classes: dict[str, type[HostCall]] = {one.__name__: one for one in (ForwardCall, BackwardCall, TangentCall)}
+    classes: dict[str, type[XlaCall]] = {one.__name__: one for one in (XlaForward, XlaBackward, XlaTangent)}
     return classes[kind](**values)

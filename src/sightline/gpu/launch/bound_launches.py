@@ -1,6 +1,6 @@
-"""Bound calls: the launches of a call, repeated for other arrays of the same layouts without planning.
+"""Bound launches: those of one call, repeated for other arrays of the same layouts without planning.
 
-A bound call keeps what layouts and formulas decide: compiled kernels, grids, tile ranges and numbers. A run allocates
+They keep what layouts and formulas decide: compiled kernels, grids, tile ranges and numbers. A run allocates
 the arrays that the kernels write, and passes their addresses and those of its inputs.
 """
 
@@ -44,10 +44,10 @@ class Inputs(NamedTuple):
     addresses: list[int]
 
 
-class BoundCall:
+class BoundLaunches:
     """The launches of a recorded call. They can run again for other arrays of the same layouts.
 
-    The class method `of` makes a bound call. `LaunchBinder` explains `launches`, `makers` and `schedules`.
+    The class method `of` makes the object. `LaunchBinder` explains `launches`, `makers` and `schedules`.
 
     Parameters
     ----------
@@ -70,8 +70,8 @@ class BoundCall:
     @classmethod
     def of(
         cls, recorded: RecordedCall, formulas: Sequence[Expression | None], tables: Sequence[Any]
-    ) -> BoundCall | None:
-        """Return the bound call of a recorded call; None if its launches depend on more than layouts and formulas.
+    ) -> BoundLaunches | None:
+        """Return the launches of a recorded call; None if they depend on more than layouts and formulas.
 
         They may depend on the entries of a table, on an address that is not aligned, or on an array that a run does
         not have. `formulas` and `tables` are the attributes of the call's `Request`.
