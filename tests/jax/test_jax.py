@@ -13,12 +13,16 @@ import pytest
 import torch
 
 import sightline
+from gradient_checks import NAMES, differentiated
 from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
 from sightline.dispatch.call_text import CallText
 from sightline.errors import FormulaError, ParameterError, ShapeError, SightlineError
 from sightline.jax import batching, dispatch, host_calls
 from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import gradient_term_sizes, summation_orders
+from sightline.reference.definition import compute_stages
+from sightline.testing import assert_within_budget
 from strategies import to_torch
 
 B, H, N, D = 2, 4, 20, 8
@@ -178,22 +182,32 @@ def test_gradients_of_some_arguments_and_results(operands):
 
 
 @pytest.mark.parametrize("hidden", [np.nan, np.inf, 3e38])
-def test_hidden_values_give_no_warnings_and_no_gradients(operands, hidden):
+def test_hidden_values_give_no_warnings_and_no_gradients(rng, operands, hidden):
     """Array operations compute these gradients, and their hidden products overflow. A warning is an error in tests."""
+    mask, see = (i >= j) & (j != 5), [sightline.received("max")]
+    d_output, d_received = (rng.normal(size=shape).astype(np.float32) for shape in (SHAPE, (B, H, N)))
 
-    def differentiate(filler):
+    def fill(filler):
         query, key, value = operands
-        given = [query * 9, *(x.at[..., 5, :].set(filler) for x in (key, value))]
-        options = {"mask": (i >= j) & (j != 5), "see": [sightline.received("max")]}
+        return query * 9, *(x.at[..., 5, :].set(filler) for x in (key, value))
 
-        def loss(*x):
-            output, (received,) = sightline.attention(*x, **options)
-            return (output**2).sum() + (received**2).sum()
+    def loss(*x):
+        output, (received,) = sightline.attention(*x, mask=mask, see=see)
+        return (output * d_output).sum() + (received * d_received).sum()
 
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(*given)
-
-    for found, expected in zip(differentiate(hidden), differentiate(0.0), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    problem = make_problem(*map(np.asarray, fill(0.0)), mask=mask)
+    d_weights = np.zeros((B, H, N, N), np.float32)
+    largest = compute_stages(problem).weights.argmax(-2)[..., None, :]
+    np.put_along_axis(d_weights, largest, d_received[..., None, :], -2)
+    seeds = d_output, np.zeros((B, H, N), np.float32), d_weights
+    (oracle,), *orders = (
+        differentiated(problem, [seeds], dtype, order)
+        for dtype, order in [("float64", 0), *(("float32", order) for order in summation_orders(problem))]
+    )
+    sizes = gradient_term_sizes(problem, *seeds)
+    found = jax.jit(jax.grad(loss, (0, 1, 2)))(*fill(hidden))
+    for name, own, right, *plain in zip(NAMES, found, oracle, *(order for (order,) in orders), strict=True):
+        assert_within_budget(own, right, plain, f"gradient of {name}", sizes[name])
 
 
 @pytest.mark.parametrize("reads", ["the mask", "a condition", "mask and score"])
