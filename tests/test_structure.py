@@ -118,7 +118,7 @@ def imports_of_tests(folder):
         texts = [
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ]
-        names = [name for text in texts for name in re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)]
+        names = [name for text in texts for name in re.findall(r"^[ \t]*(?:from|import) (\w+)", text, re.MULTILINE)]
         for name in [*imported(path, ""), *names]:
             if re.match(r"test_|conftest\b|tests\b", name):
                 found.append(f"{path.relative_to(folder)} imports {name}")
