@@ -2,10 +2,11 @@
 
 import ast
 import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
 
-import import_graph
 import sightline
 
 SOURCE = Path(sightline.__file__).parent
@@ -13,10 +14,69 @@ TESTS = Path(__file__).parent
 HELPERS = TESTS / "helpers"
 
 
+def modules(folder: Path) -> dict[str, Path]:
+    """Return the paths of a package's modules by module name; the package is named after its folder."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def executed(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node of the syntax tree except those under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in child.orelse:
+                yield other
+                yield from executed(other)
+        else:
+            yield child
+            yield from executed(child)
+
+
+def imported(path: Path, package: str) -> Iterator[str]:
+    """Yield the absolute names that a file imports: `a.b.c` for `import a.b.c` and for `from a.b import c`."""
+    for node in executed(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            start = [".".join(parents[: len(parents) - node.level + 1])] if node.level else []
+            source = ".".join([*start, *([node.module] if node.module else [])])
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module":
+            yield from (word.value for word in node.args[:1] if isinstance(word, ast.Constant))
+
+
+def graph(folder: Path) -> dict[str, set[str]]:
+    """Return for each module of the package in this folder the modules that it imports.
+
+    The implicit import of a parent package does not count. Imports inside functions count; imports under
+    `if TYPE_CHECKING` do not.
+    """
+    known = modules(folder)
+    found: dict[str, set[str]] = {}
+    for name, path in known.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        targets = (target if target in known else target.rpartition(".")[0] for target in imported(path, package))
+        found[name] = {target for target in targets if target in known and target != name}
+    return found
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle, the first one twice; nothing if there is no circle."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def test_no_modules_import_each_other_in_a_circle():
     """Imports inside functions count; imports for a type checker do not."""
-    found = import_graph.described(import_graph.graph(SOURCE))
-    assert not found, "\n".join(found)
+    found = circle(graph(SOURCE))
+    assert not found, " -> ".join(found)
 
 
 def package(folder, **texts):
@@ -29,12 +89,8 @@ def package(folder, **texts):
 
 def test_a_circle_is_found(tmp_path):
     late = "def f():\n    from planted.first import f\n    return f\n"
-    found = import_graph.circles(
-        import_graph.graph(
-            package(tmp_path / "planted", first="from . import second\n", second=late, third="import os\n")
-        )
-    )
-    assert found == [["planted.first", "planted.second"]]
+    folder = package(tmp_path / "planted", first="from . import second\n", second=late, third="import os\n")
+    assert set(circle(graph(folder))) == {"planted.first", "planted.second"}
 
 
 def test_a_circle_through_packages_and_import_module_is_found(tmp_path):
@@ -44,15 +100,14 @@ def test_a_circle_through_packages_and_import_module_is_found(tmp_path):
         __init__="from .deep import name\n",
         deep="name = 1\nload = lambda: import_module('planted.base')\n",
     )
-    found = import_graph.circles(import_graph.graph(folder))
-    assert found == [["planted.base", "planted.inner", "planted.inner.deep"]]
+    assert set(circle(graph(folder))) == {"planted.base", "planted.inner", "planted.inner.deep"}
 
 
 def test_imports_for_a_type_checker_are_no_circle(tmp_path):
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .first import f\nelse:\n    import math\n"
-    edges = import_graph.graph(package(tmp_path / "planted", first="from .second import g\n", second=text))
+    edges = graph(package(tmp_path / "planted", first="from .second import g\n", second=text))
     assert edges == {"planted": set(), "planted.first": {"planted.second"}, "planted.second": set()}
-    assert import_graph.circles(edges) == []
+    assert circle(edges) == []
 
 
 def imports_of_tests(folder):
@@ -63,8 +118,8 @@ def imports_of_tests(folder):
         texts = [
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ]
-        names = [name for text in texts for name in re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)]
-        for name in [*import_graph.imported(path, ""), *names]:
+        names = [name for text in texts for name in re.findall(r"^[ \t]*(?:from|import) (\w+)", text, re.MULTILINE)]
+        for name in [*imported(path, ""), *names]:
             if re.match(r"test_|conftest\b|tests\b", name):
                 found.append(f"{path.relative_to(folder)} imports {name}")
     return found
@@ -97,7 +152,7 @@ def test_no_folder_of_tests_is_importable():
 
 def test_no_module_has_the_name_of_a_public_function():
     """`sightline.attention` was once both a function and a module."""
-    found = [name for name in import_graph.modules(SOURCE) if name.rpartition(".")[2] in sightline.__all__]
+    found = [name for name in modules(SOURCE) if name.rpartition(".")[2] in sightline.__all__]
     assert not found, ", ".join(found)
 
 

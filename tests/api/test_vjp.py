@@ -27,7 +27,7 @@ CALLS = {  # options, given a function that makes the tables: NumPy's arrays or 
     "plain": lambda rng, wrap: {},
     "causal": lambda rng, wrap: {"mask": i >= j},
     "padding": lambda rng, wrap: {"mask": j < table(rng.integers(1, M, B))[sightline.b]},
-    "numbers": lambda rng, wrap: {"mask": i + int(rng.integers(0, 9)) >= j, "score": s * float(rng.random() + 1)},
+    "numbers": lambda rng, wrap: {"mask": i + int(rng.integers(4, 9)) >= j, "score": s * float(rng.random() + 1)},
     "a learned table": lambda rng, wrap: {"score": s + table(wrap(rng.normal(size=H)))[h] * (i - j)},
     "a learned bias": lambda rng, wrap: {"score": s + table(wrap(rng.normal(size=(N, M))))[i, j], "mask": i >= j},
     "two tables": lambda rng, wrap: {

@@ -87,7 +87,7 @@ def test_an_interrupt_inside_llvmlite_does_not_stop_other_threads(calls_before, 
 
 @posix
 def test_children_of_forks_call():
-    assert printed("forked_calls.py", 0, 20, timeout=300) == "children: 20\n"
+    assert printed("forked_calls.py", 0, 10, timeout=300) == "children: 10\n"
 
 
 @posix

@@ -27,7 +27,7 @@ from sightline.dispatch import call_cache, call_request
 from sightline.errors import ChangedTableError, ParameterError, TableError
 from sightline.problem import problem
 
-SEEDS, SEEDS_PER_TEST = 60, 10
+SEEDS, SEEDS_PER_TEST = 60, 5
 REPEATS = 9  # calls until a call is direct, and one more
 
 

@@ -7,7 +7,7 @@ import sightline
 from sightline import i, j, table
 from sightline.api.out_of_core import block_plan
 
-N = 700
+N = 330
 SIZES = block_plan.BlockSizes(keys=64, queries=100)
 
 
@@ -19,7 +19,7 @@ def drawn(seed=0, dtype=np.float32, n=N, heads=(4, 2)):
 
 def options():
     """Return a mask of a window, two sinks and documents, a score with a table, and sinks."""
-    start = sightline.documents(lengths=[250, N - 250])
+    start = sightline.documents(lengths=[150, N - 150])
     rng = np.random.default_rng(1)
     mask = ((i >= j) & (i - j < 90) | (j < 2)) & start
     return {"mask": mask, "score": sightline.s + table(rng.normal(size=N))[j], "sinks": rng.normal(size=4)}

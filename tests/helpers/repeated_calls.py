@@ -231,7 +231,8 @@ class Repetition:
         self.options = {"threads": 1} if rng.random() < 0.3 else {}
         self.runs_before_record = int(rng.choice([1, 6]))
         self.dropout = float(rng.choice([0.1, 0.5])) if rng.random() < 0.2 else 0.0
-        self.results = {"output": [], "lse": []}  # for each call: the result, the definition's, the sizes of terms, dense results
+        # for each call: the result, the definition's result, the sizes of its terms, the dense computation's results
+        self.results = {"output": [], "lse": []}
 
     def __repr__(self):
         calls = f"{self.B}×{self.G}×{self.group} d={self.d} mask={self.mask!r} score={self.score!r} index={self.index}"

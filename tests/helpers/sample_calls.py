@@ -11,6 +11,15 @@ def arrays(rng, shapes=((1, 2, 9, 8),) * 3, dtype=np.float32):
     return [rng.normal(size=shape).astype(dtype) for shape in shapes]
 
 
+def tensors(rng, **options):
+    return [torch.from_numpy(x).requires_grad_(**options) if options else torch.from_numpy(x) for x in arrays(rng)]
+
+
+def decoding_arrays(rng, m=700, dtype=np.float32, H=4, G=2):
+    """A query of one token, and m keys and values."""
+    return arrays(rng, ((1, H, 1, 64), (1, G, m, 64), (1, G, m, 64)), dtype)
+
+
 def bits(array):
     """The array's bytes in C order, for arrays of NumPy and torch."""
     if isinstance(array, torch.Tensor):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import sightline
+from gradient_checks import NAMES, differentiated
 from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
 from sightline.dispatch.backward_calls import BackwardPasses
@@ -20,6 +21,9 @@ from sightline.dispatch.call_text import CallText
 from sightline.errors import FormulaError, ParameterError, ShapeError, SightlineError
 from sightline.jax import batching, dispatch, xla_calls
 from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import gradient_term_sizes, summation_orders
+from sightline.reference.definition import compute_stages
+from sightline.testing import assert_within_budget
 from strategies import to_torch
 
 B, H, N, D = 2, 4, 20, 8
@@ -142,8 +146,7 @@ def test_traced_tables_sinks_scale_and_seed(rng, operands):
     given = *operands, lengths, slopes, sinks
     expected = call(*map(np.asarray, given), 1.0, 7)
     assert same_bits(jax.jit(call, static_argnums=6)(*given, 1.0, seed), expected)
-    close = call(*map(np.asarray, given), 0.3, 7)
-    np.testing.assert_allclose(jax.jit(call)(*given, scale, seed), close, rtol=1e-5, atol=1e-6)
+    assert same_bits(jax.jit(call)(*given, scale, seed), call(*map(np.asarray, given), float(scale), 7))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -165,8 +168,9 @@ def test_gradients_are_those_of_torch(rng, operands):
     tensors = [to_torch(np.asarray(x)).requires_grad_() for x in given]
     expected = torch.autograd.grad(loss(*tensors), tensors)
     for differentiate in (jax.grad(loss, range(5)), jax.jit(jax.grad(loss, range(5)))):
-        for x, right in zip(differentiate(*given), expected, strict=True):
-            np.testing.assert_allclose(x, right.numpy(), rtol=2e-5, atol=2e-5)
+        *found, of_sinks = differentiate(*given)
+        assert same_bits(found, [x.numpy() for x in expected[:-1]])
+        np.testing.assert_allclose(of_sinks, expected[-1].numpy(), rtol=2e-5, atol=2e-5)  # added in another order
 
 
 def test_gradients_of_some_arguments_and_results(operands):
@@ -179,22 +183,32 @@ def test_gradients_of_some_arguments_and_results(operands):
 
 
 @pytest.mark.parametrize("hidden", [np.nan, np.inf, 3e38])
-def test_hidden_values_give_no_warnings_and_no_gradients(operands, hidden):
+def test_hidden_values_give_no_warnings_and_no_gradients(rng, operands, hidden):
     """Array operations compute these gradients, and their hidden products overflow. A warning is an error in tests."""
+    mask, see = (i >= j) & (j != 5), [sightline.received("max")]
+    d_output, d_received = (rng.normal(size=shape).astype(np.float32) for shape in (SHAPE, (B, H, N)))
 
-    def differentiate(filler):
+    def fill(filler):
         query, key, value = operands
-        given = [query * 9, *(x.at[..., 5, :].set(filler) for x in (key, value))]
-        options = {"mask": (i >= j) & (j != 5), "see": [sightline.received("max")]}
+        return query * 9, *(x.at[..., 5, :].set(filler) for x in (key, value))
 
-        def loss(*x):
-            output, (received,) = sightline.attention(*x, **options)
-            return (output**2).sum() + (received**2).sum()
+    def loss(*x):
+        output, (received,) = sightline.attention(*x, mask=mask, see=see)
+        return (output * d_output).sum() + (received * d_received).sum()
 
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(*given)
-
-    for found, expected in zip(differentiate(hidden), differentiate(0.0), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    problem = make_problem(*map(np.asarray, fill(0.0)), mask=mask)
+    d_weights = np.zeros((B, H, N, N), np.float32)
+    largest = compute_stages(problem).weights.argmax(-2)[..., None, :]
+    np.put_along_axis(d_weights, largest, d_received[..., None, :], -2)
+    seeds = d_output, np.zeros((B, H, N), np.float32), d_weights
+    (oracle,), *orders = (
+        differentiated(problem, [seeds], dtype, order)
+        for dtype, order in [("float64", 0), *(("float32", order) for order in summation_orders(problem))]
+    )
+    sizes = gradient_term_sizes(problem, *seeds)
+    found = jax.jit(jax.grad(loss, (0, 1, 2)))(*fill(hidden))
+    for name, own, right, *plain in zip(NAMES, found, oracle, *(order for (order,) in orders), strict=True):
+        assert_within_budget(own, right, plain, f"gradient of {name}", sizes[name])
 
 
 @pytest.mark.parametrize("reads", ["the mask", "a condition", "mask and score"])
@@ -351,7 +365,7 @@ def test_scan_cond_checkpoint_and_jacrev(operands):
     assert same_bits(jax.grad(loss)(query, jax.checkpoint(attend)), expected)
     rows = jax.jacrev(lambda query: attend(query, key, value)[0, 0, :2, 0])(query)
     one = jax.grad(lambda query: attend(query, key, value)[0, 0, 1, 0])(query)
-    np.testing.assert_allclose(rows[1], one, rtol=1e-5, atol=1e-7)
+    assert same_bits(rows[1], one)
 
 
 def test_donation_and_ahead_of_time_compilation(operands):

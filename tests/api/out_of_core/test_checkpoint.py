@@ -180,7 +180,7 @@ def test_one_changed_entry_is_refused(place, kind, small_blocks, tmp_path):
     np.save(path, arrays[place])
     if kind != "the same array":
         arrays[place] = np.load(path, mmap_mode="r+")
-    stopped(tmp_path / "state", arrays, count=20)
+    stopped(tmp_path / "state", arrays, count=8)
     if kind == "another file of the name":
         changed = drawn()[place]
         path.unlink()
@@ -203,25 +203,25 @@ def test_entries_that_no_finished_item_has_read_may_change(small_blocks, tmp_pat
 
 
 def test_copied_files_continue(whole, tmp_path):
-    stopped(tmp_path / "state", count=20)
+    stopped(tmp_path / "state", count=8)
     arrays = []
     for place, array in enumerate(drawn()):
         np.save(tmp_path / f"{place}.npy", array)
         arrays.append(np.load(tmp_path / f"{place}.npy", mmap_mode="r"))
     output, finished = continued(tmp_path / "state", arrays)
-    assert finished == 20
+    assert finished == 8
     assert output.tobytes() == whole.tobytes()
 
 
 def test_other_layouts_of_the_same_entries_continue(small_blocks, tmp_path):
     """The bits may differ, because the kernels may add in another order."""
-    stopped(tmp_path, count=20)
+    stopped(tmp_path, count=8)
     arrays = [np.ascontiguousarray(np.moveaxis(array, -2, 0)) for array in drawn()]
     case = Case(*[np.moveaxis(array, 0, -2) for array in arrays], options())
 
     def run(problem):
         (output, (lse,)), finished = continued(tmp_path, case.arrays, see=[sightline.lse()])
-        assert finished == 20
+        assert finished == 8
         return Result(output, lse.astype(np.float64))
 
     assert_conforms(run, case.make_problem())
@@ -324,9 +324,9 @@ def test_nan_in_the_arrays_is_no_damage(small_blocks, tmp_path):
     arrays = drawn()
     arrays[1][0, 0, 3] = np.nan
     arrays[2][1, 1, 5] = np.inf
-    stopped(tmp_path, arrays, count=20)
+    stopped(tmp_path, arrays, count=8)
     output, finished = continued(tmp_path, arrays)
-    assert finished == 20
+    assert finished == 8
     assert output.tobytes() == sightline.attention_from_disk(*arrays, **options()).tobytes()
 
 
@@ -474,9 +474,10 @@ def test_a_fork_that_lives_on_does_not_keep_the_lock(whole, tmp_path):
 
 
 PROGRAM = """
-import sys, time, numpy as np, sightline
+import signal, sys, time, numpy as np, sightline
 from sightline import i, j
 from sightline.api.out_of_core import block_plan, call
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores the signal
 block_plan.MAX_PAIRS, call.SECONDS_BETWEEN_SAVES = 1 << 20, float(sys.argv[2])
 x = np.random.default_rng(0).normal(size=(4, 4096, 64)).astype(np.float32)
 

@@ -396,13 +396,6 @@ def command(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-@pytest.fixture
-def fast_peaks(monkeypatch):
-    """Short tries and a small buffer."""
-    monkeypatch.setattr("sightline.cli.bench.peaks.TRY_SECONDS", 1e-3)
-    monkeypatch.setattr("sightline.cli.bench.peaks.BUFFER_BYTES", 1 << 22)
-
-
 def test_the_list_has_every_problem(capsys):
     code, out, _ = command(capsys, "--list")
     assert code == 0

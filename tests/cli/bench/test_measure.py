@@ -56,7 +56,7 @@ def group_of(*cases, **options):
 
 
 @pytest.fixture
-def settings():
+def settings(fast_peaks):
     device = Cpu(1)
     device.pause = 0.0
     return Settings(device, seconds=0.01, quick=True)
@@ -210,6 +210,7 @@ def test_cases_are_saved(tmp_path):
     assert saved["quick"] is True
 
 
+@pytest.mark.usefixtures("fast_peaks")
 def test_cases_are_printed(capsys, monkeypatch):
     cases = [
         row_of("first", sightline=[1e-5], torch=[2e-5], empty=[4e-6]),
@@ -220,8 +221,6 @@ def test_cases_are_printed(capsys, monkeypatch):
         finding_of(*cases, name=name, peers=("torch", "empty"), subtracted="empty") for name in ("plain", "causal")
     ]
     remaining = iter(findings)
-    monkeypatch.setattr("sightline.cli.bench.peaks.TRY_SECONDS", 1e-3)
-    monkeypatch.setattr("sightline.cli.bench.peaks.BUFFER_BYTES", 1 << 22)
     monkeypatch.setattr("sightline.cli.bench_command.run", lambda benchmark, settings: next(remaining))
     assert main(["bench", "--quick", "--only", "forward float32 d64", "--only", "forward float32 d128"]) == 1
     out = capsys.readouterr().out

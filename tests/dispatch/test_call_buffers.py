@@ -1,0 +1,166 @@
+"""The buffers of cached calls: calls from many threads, buffers in use, and buffers that grow or must be cleared."""
+
+import ctypes
+import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import sightline
+from cached_calls import uncached
+from sample_calls import KINDS, all_bits, arrays, bits, decoding_arrays, draw_inputs
+from sightline import i, j, table
+from sightline.cpu.calls.launcher import RecordCode
+from sightline.cpu.calls.python_functions import launcher
+from sightline.dispatch import call_cache
+
+
+def test_many_threads_at_once(rng):
+    """Each call has its own argument block: ten Python threads with two layouts all get their own results."""
+    questions = [arrays(rng, shape) for shape in (((1, 4, 33, 16),) * 3, ((3, 4, 33, 16),) * 3) for _ in range(5)]
+    expected = [bits(uncached(given, mask=i >= j)) for given in questions]
+    start = threading.Barrier(len(questions))
+
+    def ask(number):
+        start.wait()
+        return all(bits(sightline.attention(*questions[number], mask=i >= j)) == expected[number] for _ in range(200))
+
+    with ThreadPoolExecutor(len(questions)) as pool:
+        assert all(pool.map(ask, range(len(questions))))
+
+
+def call_structures_from_threads(rng, calls):
+    """Call eight structures from eight threads at once, and compare every answer with the answer of one thread."""
+    kinds = KINDS[:8]
+    given = arrays(rng, ((2, 3, 40, 8),) * 3)
+    questions = [[draw_inputs(rng, kind, 2, 3, 40, 40) for _ in range(3)] for kind in kinds]
+    expected = [[all_bits(uncached(given, **options)) for options in each] for each in questions]
+    start = threading.Barrier(len(kinds))
+
+    def ask(number):
+        start.wait()
+        return all(
+            all_bits(sightline.attention(*given, **questions[number][k % 3])) == expected[number][k % 3]
+            for k in range(calls)
+        )
+
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        assert all(pool.map(ask, range(len(kinds))))
+
+
+def test_eight_structures_from_eight_threads(rng):
+    call_structures_from_threads(rng, 30)
+
+
+def test_one_structure_from_eight_threads(rng):
+    """The threads compete for the buffer of one bound call; those that do not get it use another."""
+    given = [arrays(rng) for _ in range(8)]
+    options = [{"mask": sightline.padding(rng.integers(1, 10, 1)), "see": [sightline.top_k(2)]} for _ in given]
+    expected = [all_bits(uncached(x, **more)) for x, more in zip(given, options, strict=True)]
+    start = threading.Barrier(8)
+
+    def ask(number):
+        start.wait()
+        return all(
+            all_bits(sightline.attention(*given[number], **options[number])) == expected[number] for _ in range(200)
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, range(8)))
+
+
+@pytest.mark.soak
+def test_ten_thousand_calls_from_eight_threads_keep_the_memory_flat(rng):
+    call_structures_from_threads(rng, 100)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    call_structures_from_threads(rng, 1250)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+
+
+def test_decoding_from_many_threads_at_once(rng):
+    """Each call has its own argument block, splits and flags: ten Python threads all get their own results."""
+    q, k, v = decoding_arrays(rng, 1400)
+    lengths = [600, 900, 1030, 1400] * 2
+    expected = [bits(uncached((q, k[:, :, :m], v[:, :, :m]))) for m in lengths]
+    start = threading.Barrier(len(lengths))
+
+    def ask(number):
+        length = lengths[number]
+        start.wait()
+        answers = (
+            sightline.attention(q, k[:, :, :length], v[:, :, :length], threads=1 + number % 2) for _ in range(60)
+        )
+        return all(bits(answer) == expected[number] for answer in answers)
+
+    with ThreadPoolExecutor(len(lengths)) as pool:
+        assert all(pool.map(ask, range(len(lengths))))
+
+
+def test_a_buffer_in_use_is_left_to_its_user(rng):
+    given = arrays(rng)
+    expected = bits(uncached(given))
+    sightline.attention(*given)
+    bound = next(iter(call_cache.calls.values())).prepared.call
+    busy = bound.record.array
+    busy[0] = 1
+    assert bits(sightline.attention(*given)) == expected
+    assert busy[0] == 1
+    assert bound.launch(bound.record.address, *[0] * bound.num_words) is None
+    busy[0] = 0
+    assert bits(sightline.attention(*given)) == expected
+    with pytest.raises(OverflowError):
+        bound.launch(bound.record.address, *[2**70] * bound.num_words)
+    assert busy[0] == 0
+    assert bound.launch(bound.record.address, 0) is None  # another number of words
+
+
+def test_a_workspace_that_is_not_cleared_is_found(rng, monkeypatch, fresh_kernels):
+    """Planted fault: the kernel of the second launch finds the counter of the first, and computes nothing."""
+    given = arrays(rng)
+    expected = bits(sightline.attention(*given))
+    monkeypatch.setattr(RecordCode, "clear_workspace", lambda self: None)
+    launcher.cache_clear()
+    try:
+        answers = [sightline.attention(*given) for _ in range(3)]
+        for answer in answers:
+            answer[:] = np.where(np.isfinite(answer), answer, 0)
+        assert any(bits(answer) != expected for answer in answers)
+    finally:
+        launcher.cache_clear()
+
+
+def test_a_stale_argument_block_is_found(rng, monkeypatch):
+    """A cached call that does not reset the counter computes nothing, which the comparison of bits must find."""
+    given = arrays(rng)
+    expected = uncached(given)
+    prepared = next(iter(call_cache.calls.values())).prepared.call
+    output, lse = np.full_like(expected, np.nan), np.empty(expected.shape[:-1])
+    operands = [x.ctypes.data for x in (*given, output, lse)]
+    prepared.run(1, [*operands, 0, 0], (), given[1].shape[-2], ())
+    assert bits(output) == bits(expected)
+    _whole, words, address = prepared.buffers.unused[-1]
+    assert words[prepared.buffers.offsets["counter"]] != 0
+    output[...] = np.nan
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(prepared.kernel)(address)
+    assert np.isnan(output).all()
+
+
+def test_a_record_grows_with_the_number_of_tile_ranges(rng, monkeypatch):
+    """The first contents need few tile ranges. Others need more than the record's buffer can have."""
+    n = 64
+    given = arrays(rng, ((1, 1, n, 8), (1, 1, 4096, 8), (1, 1, 4096, 8)))
+
+    def mask(step):
+        return table((np.arange(4096) // 64 % step == 0).astype(np.int64))[j] > 0
+
+    sightline.attention(*given, mask=mask(64), threads=1)
+    expected = bits(uncached(given, mask=mask(2), threads=1))
+    call_cache.clear()
+    sightline.attention(*given, mask=mask(64), threads=1)
+    bound = next(iter(call_cache.calls.values())).prepared.call
+    for _ in range(2):
+        assert bits(sightline.attention(*given, mask=mask(2), threads=1)) == expected
+    monkeypatch.setattr(type(bound), "find_tile_ranges", None)  # the grown record serves the call alone
+    assert bits(sightline.attention(*given, mask=mask(2), threads=1)) == expected

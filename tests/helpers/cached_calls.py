@@ -1,0 +1,50 @@
+"""What the tests of the call cache share: uncached calls to compare with, keys, and a record of the calls that hit."""
+
+import sightline
+from sightline import i, j, s, where
+from sightline.arrays import layouts
+from sightline.cpu.launch import prepared_call
+from sightline.dispatch import call_cache
+from sightline.dispatch.call_cache import ForwardEntry
+from sightline.dispatch.call_request import describe
+
+NEVER = 10**9  # as RUNS_BEFORE_RECORD: no call becomes direct
+FORMULAS = {
+    "none": dict,
+    "causal, written anew": lambda: {"mask": i >= j},
+    "named": lambda: {"mask": sightline.causal("lower right")},
+    "window": lambda: {"mask": (i >= j) & (i - j < 7)},
+    "score": lambda: {"score": where(j < 3, s * 0.5, s - 1)},
+    "both": lambda: {"mask": sightline.window(5, 2), "score": sightline.softcap(2.0)},
+    "scale": lambda: {"scale": 0.3},
+    "one thread": lambda: {"threads": 1, "kernel": "cpu"},
+    "two threads": lambda: {"threads": 2},
+}
+
+
+def uncached(arrays, **options):
+    """Return the result of a call with an empty call cache."""
+    call_cache.clear()
+    return sightline.attention(*arrays, **options)
+
+
+def record_hits(monkeypatch):
+    """Return a list that grows by one with every call that the cache answers. No call becomes direct."""
+    monkeypatch.setattr(prepared_call, "RUNS_BEFORE_RECORD", NEVER)
+    found, run = [], ForwardEntry.run
+
+    def spy(*given):
+        answer = run(*given)
+        found.extend([1] * (answer is not None))
+        return answer
+
+    monkeypatch.setattr(ForwardEntry, "run", spy)
+    return found
+
+
+def key_of(query, key, value, **options):
+    """The key of a call of `sightline.attention` with these arguments; None if the call cannot be cached."""
+    nothing = dict.fromkeys(("mask", "score", "scale", "sinks", "seed", "see", "kernel", "threads")) | {"dropout": 0.0}
+    description = describe(query, **(nothing | options))
+    found = None if description is None else layouts.read_arrays(query, key, value, *description.arrays)
+    return None if found is None else (found[0], description.structure)
