@@ -108,7 +108,7 @@ class Backward(SharedTiles, RecomputedWeights):
             pass
         with self.builder.if_else(self.find_tile(self.first_tile) < self.last_tile) as (yes, no):
             with yes:
-                with self.loop_blocks():
+                with self.loop_blocks(stores=True):
                     self.prepare_block()
                 with self.loop_shared_tiles(self.first_tile, self.last_tile, (self.key, self.value)) as j0:
                     self.process_tile(j0)
@@ -239,7 +239,7 @@ class Backward(SharedTiles, RecomputedWeights):
     def process_tile(self, j0: Value) -> None:
         """Process one tile: add the terms of all blocks to dQ, then to dK and dV."""
         builder, spec = self.builder, self.spec
-        with self.loop_blocks(), builder.if_else(self.is_at(j0)) as (yes, no):
+        with self.loop_blocks(loads=True), builder.if_else(self.is_at(j0)) as (yes, no):
             with yes:
                 for operand in (self.key, self.value):
                     operand.prefetch_next(self.block_number, self.num_blocks)

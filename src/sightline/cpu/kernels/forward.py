@@ -62,7 +62,7 @@ class Forward(SharedTiles):
             needs_attempt.set(False)
             with self.loop_blocks():
                 needs_attempt.set(needs_attempt.get() | self.has_nan())
-        with self.loop_blocks():
+        with self.loop_blocks(loads=True):
             self.store()
 
     def locate_item(self, item: Value) -> None:
@@ -83,10 +83,10 @@ class Forward(SharedTiles):
 
         The NaN-safe attempt runs only if an output of the first attempt has a NaN, so that finite inputs cost nothing.
         """
-        with self.loop_blocks():
+        with self.loop_blocks(stores=True):
             self.init_block()
         operands = self.key, self.value
-        with self.loop_shared_tiles(0, NO_TILE, operands) as j0, self.loop_blocks():  # noqa: SIM117
+        with self.loop_shared_tiles(0, NO_TILE, operands) as j0, self.loop_blocks(loads=True, stores=True):  # noqa: SIM117
             with self.builder.if_then(self.is_at(j0)):
                 for operand in operands:
                     operand.prefetch_next(self.block_number, self.num_blocks)

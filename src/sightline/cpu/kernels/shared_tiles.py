@@ -37,7 +37,7 @@ class SharedTiles(Block):
     def allocate_blocks(self, count: int, matrices: Mapping[str, int], variables: Sequence[Variable]) -> None:
         """Allocate what is kept of each of `count` blocks: matrices with so many rows, by attribute, and variables."""
         self.head, self.block_index, self.range_index = (Variable(self.builder, INT64) for _ in range(3))
-        self.kept_variables = [*variables, self.head, self.block_index, self.range_index]
+        self.kept_variables = [self.range_index, self.head, self.block_index, *variables]
         self.kept_matrices, self.kept_offset = {}, 0
         for name, rows in matrices.items():
             self.kept_matrices[name] = self.kept_offset
@@ -51,10 +51,13 @@ class SharedTiles(Block):
         self.serves_many = count >= max(MIN_BLOCKS_FOR_COPY, MIN_QUERIES_FOR_COPY // self.tiles.block)
 
     @contextmanager
-    def loop_blocks(self, is_new: bool = False) -> Iterator[None]:
-        """Write a loop over the blocks: locate a block, load its variables, and store them at the end.
+    def loop_blocks(self, is_new: bool = False, loads: bool = False, stores: bool = False) -> Iterator[None]:
+        """Write a loop over the blocks, and locate each.
 
-        If `is_new`, the variables have no value yet.
+        Parameters
+        ----------
+        is_new : the first loop over the selected blocks
+        loads, stores : the body reads, or sets, the variables that the kernel keeps of each block
         """
         args, align = self.args, self.tiles.align
         with self.builder.loop(0, self.num_blocks) as k:
@@ -62,18 +65,18 @@ class SharedTiles(Block):
             for name, offset in self.kept_matrices.items():
                 setattr(self, name, kept.at(offset))
             places = [kept.at(self.kept_offset + index * align) for index in range(len(self.kept_variables))]
+            variables = list(zip(self.kept_variables, places, strict=True))
+            for variable, place in [] if is_new else variables if loads else variables[:3]:
+                variable.set(place.load(variable.kind, align))
             if is_new:
                 index = self.first_block + k
                 self.head.set(self.g * args.group + index // args.query_blocks)
                 self.block_index.set(index % args.query_blocks)
-            else:
-                for variable, place in zip(self.kept_variables, places, strict=True):
-                    variable.set(place.load(variable.kind, align))
             self.locate(self.b, self.head.get(), self.block_index.get())
             if is_new:
-                self.range_index.set(self.tile_range_start)
+                self.restart_tiles()
             yield
-            for variable, place in zip(self.kept_variables, places, strict=True):
+            for variable, place in (variables[3:] if stores else []) + variables[: 3 if is_new else 1]:
                 place.store(variable.get(), align)
 
     def restart_tiles(self) -> None:
