@@ -28,7 +28,7 @@ class OperandTile:
     has_unit_stride : True if adjacent numbers of a row are adjacent in memory
     max_rows : the most rows of a tile
     needs_rows : True if the kernel calls `row`
-    needs_columns : True if the kernel calls `column` or `vector_rows`
+    needs_columns : True if the kernel calls `column`
     copies_far_rows : True if `stage` is told whether rows that are far apart shall be copied
     """
 
@@ -129,12 +129,6 @@ class OperandTile:
         if self.column_scratch is not None:
             return self.column_scratch.at(c * self.tiles.itemsize), self.pair_row_bytes
         return self.rows.at(c * self.column_step), self.row_step
-
-    def vector_rows(self) -> tuple[Value, Any]:
-        """Return (address, bytes from row to row) to load vectors along rows. A row of pairs joins two rows of V."""
-        if self.column_scratch is not None:
-            return self.column_scratch, self.pair_row_bytes
-        return self.rows, self.row_step
 
     def load_entry(self, r: Value, c: Value) -> Value:
         """Return the number in row r and column c, read from the operand itself and widened."""

@@ -2,7 +2,7 @@
 
 The query heads that share a key head are rows of one small matrix, so that K and V are read once for all of them. Here
 vectors run along d. A score is a sum over lanes, computed for many keys at once by a tree of shuffles. A weight is
-broadcast and multiplies a row of V.
+broadcast and multiplies a row of V. Narrow floats are widened in registers.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
@@ -44,8 +44,6 @@ class Decode(Block):
 
     def allocate(self) -> None:
         tiles, spec = self.tiles, self.spec
-        self.key = self.allocate_operand(1, needs_rows=not self.paired, needs_columns=False)
-        self.value = self.allocate_operand(2, needs_rows=False, needs_columns=not self.paired)
         self.query_row_bytes = tiles.packed_length(spec.d_k) * tiles.itemsize
         self.score_row_bytes = KEY_BLOCK * tiles.itemsize
         self.output_row_bytes = spec.d_v * tiles.itemsize
@@ -81,7 +79,7 @@ class Decode(Block):
         self.b, self.g = head_index // heads, head_index % heads
         self.first_row = batch * MAX_ROWS_PER_ITEM
         self.num_rows = builder.minimum(rows - self.first_row, MAX_ROWS_PER_ITEM)
-        self.locate_keys(self.b, self.g, self.key, self.value)
+        self.key_head, self.value_head = (args.head_address(name, self.b, self.g) for name in ("key", "value"))
         row = self.b * args.tile_range_batch_stride
         self.tile_range_start = args.tile_range_start.at(row * 8).load(INT64)
         self.tile_range_stop = args.tile_range_start.at(row * 8 + 8).load(INT64)
@@ -125,15 +123,14 @@ class Decode(Block):
         """Process one tile of keys: scores, weights, weighted sum of V."""
         builder = self.builder
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
-        self.key.stage(j0, self.num_keys)
-        self.values = self.args.head_address("value", self.b, self.g).at(j0 * self.args.value_row_stride)
+        self.keys = self.key_head.at(j0 * self.args.key_row_stride)
+        self.values = self.value_head.at(j0 * self.args.value_row_stride)
         self.score_tile()
         with builder.if_else(partial | (self.num_keys < KEY_BLOCK)) as (yes, no):
             with yes, builder.loop(0, self.num_rows) as r:
                 self.softmax(r, j0, masked=True)
             with no, builder.loop(0, self.num_rows) as r:
                 self.softmax(r, j0, masked=False)
-        self.value.stage(j0, self.num_keys)
         self.accumulate_values()
 
     # -- scores ---------------------------------------------------------------------------------------------------
@@ -141,28 +138,18 @@ class Decode(Block):
         """Compute S[r][key], a few rows and keys at a time, and prefetch rows of V."""
         builder, tiles = self.builder, self.tiles
         rows = self.spec.unroll
-        staged = self.key.row_scratch
         group_lanes = SHUFFLE_BYTES // tiles.itemsize
         partial_row_bytes = KEY_BLOCK // group_lanes * tiles.align  # bytes per query row in self.sums
-        base, step = (self.key.block, self.key.row_stride) if staged is None else (staged, self.key.row_bytes)
+        keys_at_once = max(min(self.machine.vector_registers // 2 // rows, UNROLL), 1)  # so that sums stay in registers
         with builder.loop(0, self.num_rows, rows) as first:
             indices = (builder.minimum(first + r, self.num_rows - 1) for r in range(rows))
             queries = [self.queries.at(index * self.query_row_bytes) for index in indices]
             with builder.loop(0, self.num_keys, UNROLL) as key:
-                keys = [base.at(builder.minimum(key + k, self.num_keys - 1) * step) for k in range(UNROLL)]
-                sums = [[Variable(builder, self.vector, 0.0) for _ in keys] for _ in queries]
-                ahead = range(VALUE_PREFETCH_DISTANCE, VALUE_PREFETCH_DISTANCE + UNROLL)
-                prefetch_rows = [self.values.at((key + k) * self.value.row_stride) for k in ahead]
-                with builder.loop(0, self.query_row_bytes, tiles.align) as at:
-                    left = [query.at(at).load(tiles.operand_vector) for query in queries]
-                    right = [row.at(at).load(tiles.operand_vector) for row in keys]
-                    for line in prefetch_rows:
-                        builder.prefetch(line.at(at))
-                    for r, query in enumerate(left):
-                        for k, row in enumerate(right):
-                            sums[r][k].set(tiles.multiply_add(query, row, sums[r][k].get()))
+                columns = []  # of the sums: for each key, those of the rows
+                for k in range(0, UNROLL, keys_at_once):
+                    columns += self.multiply_keys(queries, key, range(k, min(k + keys_at_once, UNROLL)))
                 for r in range(rows):
-                    for k, partial in enumerate(reduce_within_groups([sum.get() for sum in sums[r]], group_lanes)):
+                    for k, partial in enumerate(reduce_within_groups([sums[r].get() for sums in columns], group_lanes)):
                         address = (key // group_lanes + k) * tiles.align + r * partial_row_bytes
                         self.sums.at(address).store(partial, tiles.align)
             with builder.loop(0, rows) as row_index, builder.loop(0, self.num_keys, self.lanes) as key:
@@ -172,6 +159,33 @@ class Decode(Block):
                 row = builder.minimum(first + row_index, MAX_ROWS_PER_ITEM - 1)
                 target = self.scores.at(row * self.score_row_bytes + key * tiles.itemsize)
                 target.store(reduce_across_groups(vectors, group_lanes))
+
+    def multiply_keys(self, queries: list[Value], first: Value, offsets: range) -> list[list[Variable]]:
+        """Return, for each key at `first` + offset, the sums over d of its products with the rows of Q, by lane."""
+        builder, tiles, args = self.builder, self.tiles, self.args
+        indices = [first + k for k in offsets]
+        keys = [self.keys.at(builder.minimum(key, self.num_keys - 1) * args.key_row_stride) for key in indices]
+        ahead = [self.values.at((key + VALUE_PREFETCH_DISTANCE) * args.value_row_stride) for key in indices]
+        sums = [[Variable(builder, self.vector, 0.0) for _ in queries] for _ in keys]
+        size, width = self.format.itemsize, self.lanes * tiles.pair_size  # bytes of a number, numbers of a vector
+        query_size = tiles.itemsize // tiles.pair_size
+        vectors = max(CACHE_LINE_BYTES // (width * size), 1)  # of K in a cache line
+        vectors = vectors if self.spec.d_k % (vectors * width) == 0 else 1
+        with builder.loop(0, self.spec.d_k, vectors * width) as d:
+            for v in range(vectors):
+                at = d + v * width
+                left = [query.at(at * query_size).load(tiles.operand_vector) for query in queries]
+                right = [self.load_vector(row.at(at * size)) for row in keys]
+                for row in ahead if v == 0 else ():
+                    builder.prefetch(row.at(d * size))
+                for totals, numbers in zip(sums, right, strict=True):
+                    for total, query in zip(totals, left, strict=True):
+                        total.set(tiles.multiply_add(query, numbers, total.get()))
+        return sums
+
+    def load_vector(self, address: Value) -> Value:
+        """Load a vector of numbers of K or V, widened, or of pairs of bfloat16."""
+        return address.load(self.tiles.operand_vector) if self.paired else self.format.load(address, self.lanes)
 
     def softmax(self, r: Value, j0: Value, masked: bool) -> None:
         """Replace a row of scores by P, and update the row's running maximum and sum."""
@@ -234,23 +248,24 @@ class Decode(Block):
         builder, tiles = self.builder, self.tiles
         rows, vectors = self.spec.unroll, self.spec.d_v // self.lanes
         length = (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
-        matrix, stride = self.value.vector_rows()  # used unless operands are pairs of bfloat16
         starts = range(0, vectors, tiles.vectors)
 
         def make_reader(group: int, width: int) -> Callable[[Value], list[Value]]:
             """Return the function that loads row k of V in a group of vectors and prefetches the group's share of K."""
             key_row_bytes = self.spec.d_k * self.format.itemsize
             lines = range(group * CACHE_LINE_BYTES, key_row_bytes, CACHE_LINE_BYTES * len(starts))
-            offsets = [(starts[group] + v) * tiles.align for v in range(width)]
+            size = self.format.itemsize * tiles.pair_size
+            offsets = [(starts[group] + v) * self.lanes * size for v in range(width)]
 
             def read(k: Value) -> list[Value]:
                 for u in range(tiles.pair_size):
-                    row = (k * tiles.pair_size + (u + KEY_PREFETCH_DISTANCE)) * self.key.row_stride
+                    row = self.keys.at((k * tiles.pair_size + (u + KEY_PREFETCH_DISTANCE)) * self.args.key_row_stride)
                     for at in lines:
-                        builder.prefetch(self.key.block.at(row).at(at))
+                        builder.prefetch(row.at(at))
                 if self.paired:
                     return self.load_value_pairs(k, offsets)
-                return [matrix.at(k * stride + offset).load(tiles.operand_vector) for offset in offsets]
+                row = self.values.at(k * self.args.value_row_stride)
+                return [self.load_vector(row.at(offset)) for offset in offsets]
 
             return read
 
@@ -260,7 +275,7 @@ class Decode(Block):
             for group, start in enumerate(starts):
                 width = min(tiles.vectors, vectors - start)
                 sums = [[Variable(builder, self.vector, 0.0) for _ in range(width)] for _ in range(rows)]
-                tiles.accumulate(sums, bases, tiles.itemsize, matrix, length, read=make_reader(group, width))
+                tiles.accumulate(sums, bases, tiles.itemsize, self.values, length, read=make_reader(group, width))
                 for row_index, row in zip(row_indices, sums, strict=True):
                     alpha = self.alpha.at(row_index * tiles.itemsize).load(self.float)
                     for v, total in enumerate(row):
@@ -270,7 +285,7 @@ class Decode(Block):
     def load_value_pairs(self, k: Value, offsets: list[int]) -> list[Value]:
         """Return V's rows 2k and 2k + 1 joined to pairs, with the columns permuted within every two vectors."""
         keys = (self.builder.minimum(k * 2 + u, self.num_keys - 1) for u in range(2))
-        rows = [self.value.block.at(key * self.value.row_stride) for key in keys]
+        rows = [self.values.at(key * self.args.value_row_stride) for key in keys]
         pairs: list[Value] = []
         for offset in offsets[::2]:
             low, high = (row.at(offset // 2).load(vector(INT16, 2 * self.lanes)) for row in rows)
