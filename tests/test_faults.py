@@ -19,6 +19,7 @@ from sightline.cpu.kernels import (
     block,
     forward,
     fused_statistics,
+    shared_tiles,
     tables,
     weights_by_key,
     weights_by_query,
@@ -52,7 +53,21 @@ FORWARD = {
     "missed last rows": Fault(
         register_tile, "with builder.if_then(count > whole):", "with builder.if_then(count > max_rows):"
     ),
-    "wrong head of a group": Fault(forward, "g = h // args.group", "g = h % (args.H // args.group)"),
+    "wrong key head": Fault(forward, "self.locate_keys(self.b, self.g,", "self.locate_keys(self.b, self.g * 0,"),
+    "a tile range left too late": Fault(
+        shared_tiles, ".load(INT64) > first)", ".load(INT64) >= first)", methods=("find_tile",)
+    ),
+    "variables of another block": Fault(
+        shared_tiles, "(variables[3:] if stores else [])", "(variables[4:] if stores else [])", methods=("loop_blocks",)
+    ),
+    "stride of rows that were copied": Fault(
+        operand_tiles,
+        "where(copies, self.row_bytes, self.row_stride)",
+        "where(copies, self.row_stride, self.row_stride)",
+    ),
+    "last row not copied": Fault(
+        operand_tiles, "with self.builder.loop(0, self.count) as r:", "with self.builder.loop(0, self.count - 1) as r:"
+    ),
     "stale maximum": Fault(
         forward, "self.running_max[v].set(new)", "self.running_max[v].set(self.running_max[v].get())"
     ),
@@ -124,7 +139,7 @@ BACKWARD = {
         "for x in call.combine([sums[0], problem.scale * sums[1], sums[2]]))",
     ),
     "missed tail of queries": Fault(
-        backward, "builder.loop(0, args.query_blocks)", "builder.loop(0, args.n // self.tiles.block)"
+        backward, "blocks = args.group * args.query_blocks", "blocks = args.group * (args.n // self.tiles.block)"
     ),
     "off-by-one mask": Fault(
         backward,
@@ -134,7 +149,19 @@ BACKWARD = {
     ),
     "one split's dQ dropped": Fault(launch_backward, "for term in terms[2:]:", "for term in terms[3:]:"),
     "one head of a group for all": Fault(
-        backward, "builder.loop(first, first + args.group)", "builder.loop(first, first + 1)"
+        shared_tiles,
+        "self.g * args.group + index // args.query_blocks",
+        "self.g * args.group",
+        methods=("loop_blocks",),
+    ),
+    "P of a block that skips the tile": Fault(
+        backward,
+        "self.store_numbers(key, v, zero, zero)",
+        "self.store_numbers(key, v, zero + 1.0, zero)",
+        shows="sinks",
+    ),
+    "dK of the first block alone": Fault(
+        backward, "self.num_blocks * tiles.packed_length(tiles.block)", "tiles.packed_length(tiles.block)"
     ),
     "missed last key": Fault(
         backward, "with builder.if_then(key + r < self.num_keys):", "with builder.if_then(key + r < self.num_keys - 1):"
@@ -280,13 +307,18 @@ def problems():
     )
     k[..., 600:, :] *= 3  # later keys have larger scores, so that the running maximum changes
     sinks = rng.normal(size=4).astype(np.float32)
-    return make_problem(q, k, v), make_problem(q, k, v, mask=(i * 8 >= j) & (j >= i), sinks=sinks)
+    far = [np.swapaxes(np.ascontiguousarray(np.swapaxes(x, 1, 2)), 1, 2) for x in (q, k, v)]  # rows of (B, n, H, d)
+    return make_problem(q, k, v), make_problem(*far, mask=(i * 8 >= j) & (j >= i), sinks=sinks)
 
 
 def small(dtype=np.float32):
-    """Return query, key and value: 2 heads, 1 key head, 3 blocks of queries, 4 tiles of keys, odd widths, lengths."""
+    """Return query, key and value: 2 heads, 1 key head, 3 blocks of queries, 4 tiles of keys, odd widths, lengths.
+
+    Rows of key and value are far apart, so that tiles are copied.
+    """
     rng = np.random.default_rng(8)
-    return [rng.normal(size=size).astype(dtype) for size in ((1, 2, 131, 7), (1, 1, 201, 7), (1, 1, 201, 5))]
+    q, k, v = (rng.normal(size=size).astype(dtype) for size in ((1, 2, 131, 7), (1, 1, 201, 30), (1, 1, 201, 20)))
+    return [q, k[..., 8:15], v[..., :5]]
 
 
 def check_dropout(run):

@@ -12,6 +12,7 @@ from sightline.cpu.kernels import (
     block,
     forward,
     fused_statistics,
+    shared_tiles,
     tables,
     weights_by_key,
     weights_by_query,
@@ -52,7 +53,7 @@ class Fault:
     before: str
     after: str
     more: tuple["Fault", ...] = ()
-    methods: tuple[str, ...] = ()  # the faulty methods of Block or WeightsPass, which replace the originals
+    methods: tuple[str, ...] = ()  # the faulty methods of a base class of kernels, which replace the originals
     shows: str = "plain"  # for a fault of the backward pass: the problem of `DIFFERENTIATED` that reveals it
 
 
@@ -81,7 +82,7 @@ def plant(fault, monkeypatch):
     together = [fault, *(other for other in fault.more if other.module is fault.module)]
     copy = broken(fault.module, *(line for part in together for line in (part.before, part.after)))
     for method in fault.methods:
-        owner = "WeightsPass" if fault.module is weights_pass else "Block"
+        owner = {weights_pass: "WeightsPass", shared_tiles: "SharedTiles"}.get(fault.module, "Block")
         monkeypatch.setattr(getattr(fault.module, owner), method, getattr(getattr(copy, owner), method))
     for module, name in () if fault.methods else PLACES[fault.module]:
         monkeypatch.setattr(module, name, getattr(copy, name))

@@ -1,0 +1,97 @@
+"""Blocks of queries that share tiles of K and V: layouts whose rows are far apart, and items of several blocks."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+import sightline
+from gradient_checks import by_cpu
+from gradient_checks import check as check_gradients
+from sightline import dense, i, j, s
+from sightline.cpu import Cpu
+from sightline.cpu.kernels import shared_tiles
+from sightline.cpu.runtime.machine import CPU_VARIABLE, machine_names, missing_features, named_machine, native_machine
+from sightline.problem.problem import make_problem
+from sightline.testing import assert_conforms
+from strategies import Case
+
+RUNNABLE = [name for name in machine_names() if not missing_features(native_machine(), named_machine(name))]
+B, G, GROUP, N, M, D = 1, 2, 2, 210, 150, 20
+
+
+def _cut(x, at, parts):
+    """Rows of x as one of several parts of wider rows, beside NaN."""
+    wide = np.full((*x.shape[:-1], parts, x.shape[-1]), np.nan, x.dtype)
+    wide[..., at, :] = x
+    return wide[..., at, :]
+
+
+LAYOUTS = {  # of (B, H, n, d): functions that return an equal array
+    "contiguous": np.ascontiguousarray,
+    "view": lambda x: np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2),
+    "fused": lambda x: _cut(x.swapaxes(1, 2), 1, 3).swapaxes(1, 2),
+    "padded rows": lambda x: _cut(x, 0, 2),
+    "backwards": lambda x: np.ascontiguousarray(x[..., ::-1, :].swapaxes(1, 2)).swapaxes(1, 2)[..., ::-1, :],
+    "one row": lambda x: np.broadcast_to(x[..., :1, :], x.shape),
+    "columns first": lambda x: np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2),
+    "gaps in rows": lambda x: _cut(x.reshape(*x.shape, 1), 0, 2)[..., 0],
+}
+FORMULAS = {
+    "plain": {},
+    "causal": {"mask": i >= j},
+    "blocks apart": {"mask": ((i // 40) % 2 == 0) & (abs(i - j) < 30)},  # blocks of queries need different tiles
+    "score": {"score": s * 0.5 + 0.01 * i, "mask": j < i + 20},
+    "dropout": {"dropout": 0.3, "seed": 3},
+}
+
+
+def draw(layout, dtype=np.float32):
+    rng = np.random.default_rng(5)
+    shapes = (B, G * GROUP, N, D), (B, G, M, D), (B, G, M, D - 3)
+    return [LAYOUTS[layout](rng.normal(size=shape).astype(dtype)) for shape in shapes]
+
+
+@pytest.mark.parametrize("machine", RUNNABLE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs(layout, machine, monkeypatch):
+    monkeypatch.setenv(CPU_VARIABLE, machine)
+    for dtype in (np.float32, np.float16):
+        for options in FORMULAS.values():
+            assert_conforms(Cpu().run, make_problem(*draw(layout, dtype), **options))
+
+
+@pytest.mark.parametrize("machine", RUNNABLE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients(layout, machine, monkeypatch):
+    monkeypatch.setenv(CPU_VARIABLE, machine)
+    for options in FORMULAS.values():
+        case = Case(*draw(layout), options)
+        check_gradients(case, differentiate=partial(by_cpu, answer=Cpu().run(case.make_problem())))
+
+
+@pytest.mark.parametrize("layout", ["view", "fused"])
+def test_hidden_rows_may_hold_anything(layout):
+    """A copy of a tile holds hidden rows too, whose NaN and ∞ must not reach an output."""
+    query, key, value = draw(layout)
+    hidden = np.arange(M) % 7 == 3
+    mask = dense(np.broadcast_to(~hidden, (N, M)))
+    key[..., hidden, :], value[..., hidden, :] = np.nan, np.inf
+    assert_conforms(Cpu().run, make_problem(query, key, value, mask=mask))
+
+
+def test_far_rows_are_copied(monkeypatch, fresh_kernels):
+    """The rows of a view are copied for so many queries, and no others: a wrong copy is seen in their outputs alone."""
+    monkeypatch.setattr(shared_tiles.OperandTile, "copy_rows", lambda self, scratch: None)
+    wrong = {layout: sightline.attention(*draw(layout)) for layout in ("contiguous", "view")}
+    right = sightline.attention(*draw("contiguous"), kernel="reference")
+    np.testing.assert_allclose(wrong["contiguous"], right, atol=1e-4)
+    assert not np.allclose(wrong["view"], right, atol=1e-1)
+
+
+@pytest.mark.parametrize("processors", [1, 2, 16, 1000])
+def test_bits_do_not_depend_on_the_blocks_of_an_item(processors, monkeypatch):
+    inputs, expected = draw("view"), sightline.attention(*draw("view"), mask=i >= j)
+    monkeypatch.setattr("sightline.cpu.launch.forward.usable_processors", lambda: processors)
+    sightline.dispatch.call_cache.clear()
+    np.testing.assert_array_equal(sightline.attention(*inputs, mask=i >= j), expected)
