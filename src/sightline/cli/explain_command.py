@@ -35,7 +35,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 MAX_COMPONENTS = 7  # largest number of columns for a vector; a longer one has five components, an ellipsis, the last
 COMPONENT_WIDTH = 9  # characters of a column, with the gap after the column
 LABEL_WIDTH = 14  # characters of the labels of rows, with the gap after them
-MAX_STEPS = 20  # largest number of printed merges
+MAX_PRINTED_MERGES = 20  # largest number of printed merges of the tokenizer
 MAX_BLOCKS = 4  # largest number of printed blocks of the table of tokens
 MAX_ENTRIES = 40  # largest number of printed entries of the vocabulary
 MAX_TOKEN = 16  # largest number of printed characters of a token
@@ -93,7 +93,7 @@ def _print_merges(console: Console, walk: Walkthrough) -> None:
     """Print one row for each merge, with the text after the merge if the rows then fit into the console."""
     merges = walk.tokenization.merges
     found = _merge_table(walk, [])
-    if len(merges) <= MAX_STEPS:
+    if len(merges) <= MAX_PRINTED_MERGES:
         with_texts = _merge_table(walk, _texts_after_merges(walk))
         needed = console.measure(with_texts, options=console.options.update(max_width=10_000)).maximum
         found = with_texts if needed <= console.width else found
@@ -113,7 +113,7 @@ def _merge_table(walk: Walkthrough, texts: Sequence[str]) -> Table:
     """
     tokens = walk.tokenization
     rows: list[tuple[str, ...]] = [("characters", "", "", str(len(walk.text) + 1), texts[0] if texts else "")]
-    for index in visible_indices(len(tokens.merges), MAX_STEPS):
+    for index in visible_indices(len(tokens.merges), MAX_PRINTED_MERGES):
         if index is None:
             rows.append((ELLIPSIS,) * 5)
             continue

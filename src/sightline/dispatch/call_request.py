@@ -125,7 +125,10 @@ def describe(
     kernel: Any,
     threads: Any,
 ) -> Description | None:
-    """Return a call without its layouts: structure, formulas, statistics and arrays. None if it cannot be cached."""
+    """Return a call's structure, formulas, statistics, tables and sinks; None if the call cannot be cached.
+
+    The arrays of query, key and value, and all layouts, are read later.
+    """
     # This check comes before `ADAPTERS` is read: the first trace adds torch's adapter, and torch.compile fails if a
     # second trace of the call takes another path.
     if is_compiling():
