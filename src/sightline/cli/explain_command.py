@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..formula.expression import Expression
-from ..view.picture import formula_picture
+from ..view.formula_pictures import formula_picture
 from .byte_pair_encoding import apply_merges, learn_merges
 from .console import (
     ELLIPSIS,
