@@ -20,8 +20,8 @@ from ...partition.shards import Shards, divide_heads
 from ...problem.problem import Problem
 from ...statistics import arrays_of
 from ..autograd import attach_to_graph
+from .collectives import cut_spans, gather, join_shards, scatter, send_to_all
 from .group import Group
-from .shard import cut_spans, gather, join_shards, scatter, send_to_all
 
 
 def attention_by_heads(
