@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from .console import (
     table,
     visible_indices,
 )
-from .walkthrough import Walkthrough
+from .walkthrough import MASKS, MAX_MERGES, TEXT, Walkthrough, walk_through
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -39,6 +40,41 @@ MAX_PRINTED_MERGES = 20  # largest number of printed merges of the tokenizer
 MAX_BLOCKS = 4  # largest number of printed blocks of the table of tokens
 MAX_ENTRIES = 40  # largest number of printed entries of the vocabulary
 MAX_TOKEN = 16  # largest number of printed characters of a token
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `explain` and its options to the command line."""
+    command = commands.add_parser(
+        "explain",
+        help="show every stage of attention on a text, with shapes and numbers",
+        description="Shows every stage of attention on a text: tokens, embeddings, query, key and value, rotation, "
+        "scores, scaling, mask, softmax, weighted values. Then follows one pair of tokens through all stages. The "
+        "tokens come from byte-pair merges that are learned from the text, step by step. Embeddings and projections "
+        "are random, not trained.",
+    )
+    add = command.add_argument
+    add("text", nargs="*", help=f"any text (default: {TEXT!r}, whose tokens are published)")
+    merges = f"largest number of merges that are learned from the text (default: {MAX_MERGES})"
+    add("--merges", type=int, metavar="N", help=merges)
+    add("--d-model", type=int, default=512, help="width of the embeddings (default: 512)")
+    add("--d-k", type=int, default=64, help="width of query, key and value; even (default: 64)")
+    add("--seed", type=int, default=0, help="seed of the embeddings and projections (default: 0)")
+    add("--mask", default="none", help=f"{MASKS} (default: none)")
+    positions = "positions to follow (default: c and r of the published text, else the last and the first)"
+    add("--pair", type=int, nargs=2, metavar=("QUERY", "KEY"), help=positions)
+    figures = "draw the weights to PATH, and the effect of scaling to a second file, -scaling"
+    add("--figure", metavar="PATH", help=figures)
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    text = " ".join(options.text) if options.text else TEXT  # words without quotes are one text
+    pair = None if options.pair is None else (options.pair[0], options.pair[1])
+    sizes = {"d_model": options.d_model, "d_k": options.d_k, "seed": options.seed}
+    walk = walk_through(text, max_merges=options.merges, mask=options.mask, pair=pair, **sizes)
+    explain(walk, options.seed)
+    if options.figure is not None:
+        write_figures(walk, options.figure)
 
 
 def explain(walk: Walkthrough, seed: int, console: Console | None = None) -> None:
