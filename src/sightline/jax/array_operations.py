@@ -44,7 +44,7 @@ BLOCK_ELEMENTS = 1 << 22  # the most scores of one block, over all batches and h
 
 
 def attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
-    """Return the results of the primitive `attention`. The words of lse in float64 are 0: nothing here reads them."""
+    """Return the results of the primitive `attention`. The words of lse in float64 are 0, and are not read."""
     problem, seed = _make_problem(inputs, options)
     blocks = _Blocks(problem, seed)
     rows = min(max(BLOCK_ELEMENTS // max(problem.B * problem.H * problem.m, 1), 1), max(problem.n, 1))

@@ -96,7 +96,7 @@ class Run:
         return key, value
 
     def _compute(self, item: WorkItem, key: Any, value: Any) -> None:
-        """Compute one work item and merge it into the state."""
+        """Compute one work item and merge its results into the state."""
         state, rows = self.state, item.queries
         query = np.asarray(self.sources["query"][..., rows, :])
         operands = _broadcast({"query": query, "key": key, "value": value}, self.problem)

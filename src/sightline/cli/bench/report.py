@@ -37,7 +37,7 @@ class Entry:
     first_seconds: float | None = None
     # peak bytes during a call, outputs included, minus the bytes in use before it; None if unknown
     memory: int | None = None
-    budget: float | None = None  # share of the rounding-error budget that the results use; None if not checked
+    budget: float | None = None  # largest error over the rounding-error budget; above 1 if wrong; None if not checked
     skip_reason: str | None = None  # why the contender has no times; None if it has times
     note: str = ""
 
@@ -88,7 +88,7 @@ class Row(Outcome):
 
     name: str
     entries: list[Entry] = field(default_factory=list)  # the contenders' results, Sightline's first
-    coordinate: float = 0.0  # of a point of a series: n, or the share of pairs that the mask allows
+    coordinate: float = 0.0  # for a point of a series: n, or the fraction of the pairs that the mask allows
     n: int = 0
     outputs: int = 0  # bytes of the output and the statistics together
 
@@ -114,9 +114,9 @@ class Finding(Outcome):
     description: str
     rows: list[Row] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
-    flops: int = 0  # FLOPs of one call; 0 if no peak is given
+    flops: int = 0  # FLOPs of one call; 0 if `peak` is ""
     bytes_moved: int = 0  # bytes of the inputs and outputs of one call
-    peak: str = ""  # name of the peak in a share of the peak; "" for no share
+    peak: str = ""  # name of the peak that the rate is divided by; "" if no share of a peak is printed
     threads: int = 1
     axis: str = ""  # coordinate of the points of a series: "n" or "allowed"; "" for other benchmarks
     best: float | None = None  # highest rate of the peak in the run, in `unit`; None if the peak was not measured
@@ -219,7 +219,7 @@ class Finding(Outcome):
         return max(extra[-1], PAGE) / max(extra[0], PAGE)
 
     def _extra_share(self) -> float | None:
-        """Return the largest `extra_bytes` of a point over the bytes of its outputs; None if they are unknown."""
+        """Return the largest `extra_bytes` of a point over the bytes of its outputs; None if every `extra_bytes` is."""
         shares = [point.extra_bytes / point.outputs for point in self.rows if point.extra_bytes is not None]
         return max(shares, default=None)
 
