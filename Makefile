@@ -31,7 +31,7 @@ CHECKS := tests/test_structure.py tests/test_imports.py tests/test_caching.py te
   tests/jax/test_direct_calls.py tests/kv_cache/test_row_positions.py tests/keras/test_keras_layer.py \
   tests/partition/test_schedule.py tests/problem/test_problem.py tests/reference/test_dropout.py \
   tests/statistics/test_statistics.py tests/torch/test_functional.py tests/transformers/test_attention_interface.py \
-  tests/view/test_picture.py
+  tests/view/test_formula_pictures.py
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/dev

@@ -84,7 +84,7 @@ b, h, i, j, s, n, m = (SYMBOLS[name] for name in "bhijsnm")
 
 
 def _formula_picture(*arguments: Any, **options: Any) -> Any:
-    from .view.picture import formula_picture
+    from .view.formula_pictures import formula_picture
 
     return formula_picture(*arguments, **options)
 

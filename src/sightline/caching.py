@@ -1,17 +1,11 @@
-"""What every cache uses: properties that are computed once, the folder of the caches on disk, hashes of source files.
-
-SIGHTLINE_CACHE=off disables the caches on disk. SIGHTLINE_CACHE=/a/folder selects their folder.
-"""
+"""What caches use: properties that are computed once, and hashes of the source files that entries on disk depend on."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
-
-CACHE_VARIABLE = "SIGHTLINE_CACHE"
 
 Value = TypeVar("Value")
 
@@ -43,39 +37,6 @@ class cached_property(Generic[Value]):  # noqa: N801 - a decorator, named like t
             return self
         value: Value = vars(instance).setdefault(self.name, self.function(instance))  # `setdefault` is atomic
         return value
-
-
-def cache_setting() -> str:
-    """Return the value of SIGHTLINE_CACHE, "off" in lower case; "" if it is not set."""
-    setting = os.environ.get(CACHE_VARIABLE, "").strip()
-    return "off" if setting.lower() == "off" else setting
-
-
-def cache_folder() -> Path:
-    """Return the folder of the caches on disk, which need not exist.
-
-    Raises
-    ------
-    OSError
-        SIGHTLINE_CACHE is "off" or no absolute path, or it is not set and the user has no home folder.
-    """
-    setting = cache_setting()
-    if setting == "off":
-        raise OSError(f"{CACHE_VARIABLE}=off")
-    if setting:
-        path = Path(os.path.expanduser(setting))
-        if not path.is_absolute():
-            raise OSError(f"{CACHE_VARIABLE}={setting} is neither off nor an absolute path")
-        return path
-    from platformdirs import user_cache_path
-
-    try:
-        path = user_cache_path("sightline", appauthor=False)
-    except RuntimeError:  # newer versions of platformdirs raise it, older ones return a path that begins with ~
-        path = Path("~")
-    if not path.is_absolute():
-        raise OSError(f"the user has no home folder; set HOME, or {CACHE_VARIABLE}=/a/folder")
-    return path
 
 
 def find_sources(package: Path, *places: str) -> list[Path]:

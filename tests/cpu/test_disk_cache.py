@@ -19,7 +19,7 @@ import pytest
 
 import constant_kernels
 from constant_kernels import called, constant, kernel, number_of
-from sightline.caching import CACHE_VARIABLE
+from sightline.cache_folder import CACHE_VARIABLE
 from sightline.cpu.runtime import compile, disk_cache
 from sightline.cpu.runtime.machine import host
 

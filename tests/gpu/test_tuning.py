@@ -15,7 +15,7 @@ import torch
 
 import sightline.problem.problem
 from sightline import i, j
-from sightline.caching import CACHE_VARIABLE
+from sightline.cache_folder import CACHE_VARIABLE
 from sightline.errors import KernelRefusedError, ParameterError
 from sightline.gpu import Triton
 from sightline.gpu.tuning import cache as tuning_cache

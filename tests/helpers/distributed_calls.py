@@ -21,7 +21,7 @@ from sightline.problem.kernel import Gradients, Result
 from sightline.problem.problem import Problem
 from sightline.statistics import arrays_of
 from sightline.torch.distributed import autograd
-from sightline.torch.distributed.shard import cut_spans
+from sightline.torch.distributed.collectives import cut_spans
 from strategies import to_torch
 
 NAMES = ("query", "key", "value")

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
-from sightline import i, j
+from sightline import i, j, padding
 from sightline.errors import MaskError, ParameterError, ShapeError
 from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
@@ -264,6 +265,13 @@ def test_unsuitable_masks_are_refused():
         ours(x, x, x, attn_mask=torch.ones(3, 4, dtype=torch.bool))
     with pytest.raises(MaskError, match=r"attn_mask is a formula(.|\n)*torch.as_tensor\(~mask.array\(n, m\)\)"):
         ours(x, x, x, attn_mask=i >= j)
+    with pytest.raises(MaskError, match=r"key_padding_mask is a formula") as refusal:
+        ours(x, x, x, key_padding_mask=padding([3, 1]))
+    cure = re.search(r"torch.as_tensor\(.+\(N, m\)\)", str(refusal.value)).group()
+    written = eval(cure, {"torch": torch, "mask": padding([3, 1]), "N": 2, "m": 3})
+    expected = torch.tensor([[False, False, False], [False, True, True]])
+    assert torch.equal(written, expected)
+    assert ours(x, x, x, key_padding_mask=written)[0].isfinite().all()
     with pytest.raises(MaskError, match=r"key_padding_mask is a tensor of int64(.|\n)*>= lengths\[:, None\]"):
         ours(x, x, x, key_padding_mask=torch.tensor([3, 1]))
     with pytest.raises(MaskError):

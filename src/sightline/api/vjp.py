@@ -206,7 +206,10 @@ class _Call:
             call_cache.insert(request, formulas, operands, problem, result, kind=_VjpEntry)
 
     def look_up(self) -> tuple[_Forward | None, Request | None]:
-        """Return the answer of the call cache, and the request if there is none."""
+        """Return (answer of the call cache, None), or (None, request) if the cache has no answer.
+
+        The result is (None, None) if the call cannot be cached.
+        """
         query, key, value = self.operands
         options, shapes = self.options, [getattr(x, "shape", ())[:-3] for x in self.operands]
         if min(map(np.ndim, self.operands)) < 4 or shapes[0] != shapes[1] or shapes[0] != shapes[2]:
@@ -239,7 +242,7 @@ class _Call:
         return [array for one, result in results if one.backward_reads_arrays for array in arrays_of(result)]
 
     def differentiate(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any]:
-        """Return the gradients of query, key, value and sinks by name, and those of tables by the table's id."""
+        """Return the gradients of query, key, value and sinks by name, and of each table by its id."""
         passes = self.find_passes()
         given = self.read_inputs(passes.problem, d_output, d_seen)
         found = passes.differentiate(given, self.forward_pass, lambda: self.dispatch(passes.slots, d_output, d_seen))
@@ -271,7 +274,7 @@ class _Call:
         return self.problem
 
     def read_inputs(self, problem: Problem, d_output: Any, d_seen: list[Any]) -> BackwardInputs | None:
-        """Return what a bound backward pass reads; None if none can serve this call."""
+        """Return what a bound backward pass reads; None if no bound pass can serve this call."""
         if self.forward is None or self.forward.result.is_lse_imprecise:
             return None
         entry, request, result = self.forward
@@ -404,7 +407,7 @@ def _add_head_axis(gradient: Any, statistic: Statistic, problem: Problem) -> Any
 
 
 def _spread(gradient: Any, axes: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """Return the gradient of an array of this shape from that of its mean over the axes."""
+    """Return the gradient of an array of this shape from the gradient of the array's mean over the axes."""
     count = np.prod([shape[axis] for axis in axes])
     return np.broadcast_to(np.expand_dims(gradient, axes), shape) / count
 

@@ -151,7 +151,10 @@ def _convert(array: Array, like: Array) -> Array:
 
 
 def to_example(array: Array) -> Array:
-    """Return a NumPy array of zeros with the shape and dtype of an array that may have no entries yet."""
+    """Return a NumPy array of zeros with the shape and dtype of an array whose entries may be unknown.
+
+    The array is a tracer of JAX, for example.
+    """
     return np.zeros(array.shape, resolve_dtype(np, dtype_name(array)))
 
 

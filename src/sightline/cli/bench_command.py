@@ -47,6 +47,40 @@ MIN_PEAK_SHARE = 0.05  # least share of the peak that is printed; a share with a
 Cells = dict[str, Any]  # a row of a table: its cells by the titles of their columns
 
 
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `bench` and its options to the command line."""
+    command = commands.add_parser(
+        "bench",
+        help="time named problems against other libraries and measured peaks",
+        description="Times Sightline and every installed peer library on named problems, alternating between them, "
+        "after each output was checked against the float64 definition. The extra `bench` installs the peers.",
+    )
+    add = command.add_argument
+    devices = "cuda: a GPU, CUDA or ROCm, with its own problems and peers"
+    add("--device", choices=("cpu", "cuda"), default="cpu", help=devices)
+    only = "run problems whose name contains WORD or matches it as a pattern"
+    add("--only", action="append", metavar="WORD", help=only)
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="run problems of this dtype")
+    add("--list", action="store_true", help="list the problems and their targets, and stop")
+    add("--threads", type=int, help="threads of every contender (default: all usable processors)")
+    add("--seconds", type=float, help="timing budget of one problem (default: 10; 2 on a GPU)")
+    add("--quick", action="store_true", help="tiny sizes, to test that everything runs; times and ratios mean nothing")
+    ranks = "instead, time attention over 1, 2 and 4 processes and compare with the times that the cost model predicts"
+    add("--ranks", action="store_true", help=ranks)
+    add("--json", metavar="PATH", help="write all results to PATH, with the time of every round")
+    add("--figures", metavar="FOLDER", help="draw the results to FOLDER")
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.ranks:
+        from .bench.rank_scaling import bench_ranks
+
+        bench_ranks(options.quick)
+        return 0
+    return bench(options)
+
+
 def bench(options: argparse.Namespace) -> int:
     """Run the selected benchmarks. Return 1 if Sightline gave a wrong output or raised an error, else 0."""
     console = make_console()

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from ..view.picture import Picture
+from ..view.formula_pictures import Picture
 from ..view.terminal import colour_of, text_colour_on
 
 Array = np.ndarray[Any, np.dtype[Any]]

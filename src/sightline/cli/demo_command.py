@@ -5,6 +5,7 @@ The command shows which kernel ran, its error, its time and the weights.
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import time
@@ -36,6 +37,34 @@ Array = np.ndarray[Any, np.dtype[Any]]
 PICTURE_PATH = "sightline-demo.png"
 SENTENCE_INDEX = 1  # index of the longer of the two sentences
 COPIES = (2, 6)  # number of copies of the paragraph's activations along the axes of (batches, positions)
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `demo` and its options to the command line."""
+    command = commands.add_parser(
+        "demo",
+        help="check, time and draw attention on activations of a trained model",
+        description="Computes attention on activations of a trained encoder with the default kernel. Shows which "
+        "kernel ran and why, its error against the float64 definition and against the model's own results, its time, "
+        "the weights of one head as a picture, and which tokens every head of the encoder attends to.",
+    )
+    add = command.add_argument
+    add(
+        "--output",
+        metavar="PATH",
+        help="file of the picture: .png, .svg or .pdf; the picture of all heads and the explorer page are written to "
+        "the same folder (default: sightline-demo.png)",
+    )
+    add("--layer", type=int, default=3, choices=(0, 3), help="layer of the model (default: 3)")
+    add("--head", type=int, default=1, choices=range(12), metavar="0-11", help="head to draw (default: 1)")
+    add("--repeats", type=int, default=7, help="timed runs; their median is shown (default: 7)")
+    add("--sentence", metavar="TEXT", help="sentence for the encoder, if the encoder is installed")
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    given = {} if options.sentence is None else {"sentence": options.sentence}
+    demo(options.output, options.layer, options.head, options.repeats, **given)
 
 
 def demo(

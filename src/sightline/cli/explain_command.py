@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..formula.expression import Expression
-from ..view.picture import formula_picture
+from ..view.formula_pictures import formula_picture
 from .byte_pair_encoding import apply_merges, learn_merges
 from .console import (
     ELLIPSIS,
@@ -28,17 +29,52 @@ from .console import (
     table,
     visible_indices,
 )
-from .walkthrough import Walkthrough
+from .walkthrough import MASKS, MAX_MERGES, TEXT, Walkthrough, walk_through
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_COMPONENTS = 7  # largest number of columns for a vector; a longer one has five components, an ellipsis, the last
 COMPONENT_WIDTH = 9  # characters of a column, with the gap after the column
 LABEL_WIDTH = 14  # characters of the labels of rows, with the gap after them
-MAX_STEPS = 20  # largest number of printed merges
+MAX_PRINTED_MERGES = 20  # largest number of printed merges of the tokenizer
 MAX_BLOCKS = 4  # largest number of printed blocks of the table of tokens
 MAX_ENTRIES = 40  # largest number of printed entries of the vocabulary
 MAX_TOKEN = 16  # largest number of printed characters of a token
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `explain` and its options to the command line."""
+    command = commands.add_parser(
+        "explain",
+        help="show every stage of attention on a text, with shapes and numbers",
+        description="Shows every stage of attention on a text: tokens, embeddings, query, key and value, rotation, "
+        "scores, scaling, mask, softmax, weighted values. Then follows one pair of tokens through all stages. The "
+        "tokens come from byte-pair merges that are learned from the text, step by step. Embeddings and projections "
+        "are random, not trained.",
+    )
+    add = command.add_argument
+    add("text", nargs="*", help=f"any text (default: {TEXT!r}, whose tokens are published)")
+    merges = f"largest number of merges that are learned from the text (default: {MAX_MERGES})"
+    add("--merges", type=int, metavar="N", help=merges)
+    add("--d-model", type=int, default=512, help="width of the embeddings (default: 512)")
+    add("--d-k", type=int, default=64, help="width of query, key and value; even (default: 64)")
+    add("--seed", type=int, default=0, help="seed of the embeddings and projections (default: 0)")
+    add("--mask", default="none", help=f"{MASKS} (default: none)")
+    positions = "positions to follow (default: c and r of the published text, else the last and the first)"
+    add("--pair", type=int, nargs=2, metavar=("QUERY", "KEY"), help=positions)
+    figures = "draw the weights to PATH, and the effect of scaling to a second file, -scaling"
+    add("--figure", metavar="PATH", help=figures)
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    text = " ".join(options.text) if options.text else TEXT  # words without quotes are one text
+    pair = None if options.pair is None else (options.pair[0], options.pair[1])
+    sizes = {"d_model": options.d_model, "d_k": options.d_k, "seed": options.seed}
+    walk = walk_through(text, max_merges=options.merges, mask=options.mask, pair=pair, **sizes)
+    explain(walk, options.seed)
+    if options.figure is not None:
+        write_figures(walk, options.figure)
 
 
 def explain(walk: Walkthrough, seed: int, console: Console | None = None) -> None:
@@ -93,7 +129,7 @@ def _print_merges(console: Console, walk: Walkthrough) -> None:
     """Print one row for each merge, with the text after the merge if the rows then fit into the console."""
     merges = walk.tokenization.merges
     found = _merge_table(walk, [])
-    if len(merges) <= MAX_STEPS:
+    if len(merges) <= MAX_PRINTED_MERGES:
         with_texts = _merge_table(walk, _texts_after_merges(walk))
         needed = console.measure(with_texts, options=console.options.update(max_width=10_000)).maximum
         found = with_texts if needed <= console.width else found
@@ -113,7 +149,7 @@ def _merge_table(walk: Walkthrough, texts: Sequence[str]) -> Table:
     """
     tokens = walk.tokenization
     rows: list[tuple[str, ...]] = [("characters", "", "", str(len(walk.text) + 1), texts[0] if texts else "")]
-    for index in visible_indices(len(tokens.merges), MAX_STEPS):
+    for index in visible_indices(len(tokens.merges), MAX_PRINTED_MERGES):
         if index is None:
             rows.append((ELLIPSIS,) * 5)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import subprocess
@@ -53,6 +54,16 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1, "seed": 0},
     "see weights": {"see": [weights()]},
 }
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `info` and its options to the command line."""
+    command = commands.add_parser("info", help="show this machine, the libraries, and what each kernel supports")
+    command.set_defaults(run=_run)
+
+
+def _run(_: argparse.Namespace) -> None:
+    info()
 
 
 def _make_sample(device: str | None = None, dtype: str = "float32", **options: Any) -> Problem:

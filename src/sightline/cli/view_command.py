@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import webbrowser
 from collections.abc import Sequence
 from importlib import import_module
@@ -21,6 +22,28 @@ MODEL_FOLDER = "a directory that save_pretrained wrote"
 STEPS = ("loading the model", "running the model", "writing the page")
 ROUNDED_BYTES = 0.375  # bytes on the page for one weight of a trained model, rounded to 8 bits and compressed
 MAX_MAP_SIDE = 256  # largest number of cells per side of the pooled map that replaces weights too large for a page
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `view` and its options to the command line."""
+    command = commands.add_parser(
+        "view",
+        help="write a page that shows the attention weights of a local model",
+        description="Runs a Hugging Face model from a directory on a text and writes the explorer: one HTML file that "
+        "shows every head of every layer. The command downloads nothing, and the page needs no network.",
+    )
+    add = command.add_argument
+    add("text", nargs="*", help="one text, or several, which are padded to one length")
+    add("--model", required=True, metavar="DIR", help="directory that save_pretrained wrote, with tokenizer")
+    add("--text-file", metavar="PATH", help="file that holds one more text")
+    add("--output", metavar="PATH", help="file of the page (default: sightline-view.html)")
+    add("--open", action="store_true", help="open the page in the browser")
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    texts = collect_texts(options.text, options.text_file)
+    view(options.model, texts, output=options.output, open_browser=options.open)
 
 
 def view(

@@ -193,7 +193,7 @@ class BackwardPasses:
 
         Parameters
         ----------
-        given : what a bound call reads; None if none can serve
+        given : what a bound call reads; None if no bound call can serve
         dispatch : the full dispatch, which returns the gradients, and the mask and the score that it was made for
         """
         gradients = self.repeat(given, forward)
@@ -205,7 +205,7 @@ class BackwardPasses:
         return gradients
 
     def repeat(self, given: BackwardInputs | None, forward: ForwardPass) -> list[Any] | None:
-        """Return the gradients by a bound call; None if none was met with these layouts, or if none can serve."""
+        """Return the gradients by a stored bound call; None if none has these layouts or none can serve."""
         if given is None:
             return None
         operands, output, lse, sinks, seed, threads = forward
@@ -268,7 +268,7 @@ class BackwardPasses:
         Parameters
         ----------
         found : the gradients, with their bound call
-        given : what a repetition reads; None if it cannot be repeated
+        given : what a bound call reads when the pass is repeated; None if the pass cannot be repeated
         formulas : mask and score
         """
         call = found.bound_call

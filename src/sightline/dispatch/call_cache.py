@@ -62,7 +62,10 @@ def clear() -> None:
 def answer(
     description: Description, query: Any, key: Any, value: Any, sinks: Any, seed: int | None, threads: int | None
 ) -> tuple[Any, Request | None]:
-    """Return (output, seen) of a call, and None; None and its request if it needs the full dispatch."""
+    """Return ((output, seen), None) for a call that the cache repeats, else (None, request).
+
+    The result is (None, None) if only the full dispatch can read the arrays.
+    """
     structure, mask, score, see, tables, numbers, arrays = description
     found = lookup.find_or_run(calls, structure, numbers, query, key, value, *arrays)
     if type(found) is not tuple:
@@ -83,7 +86,7 @@ def answer(
 
 
 def _find_any_key_length(request: Request, key: Any) -> ForwardEntry | None:
-    """Return an entry that was stored without its number of keys; None if there is none. See `without_key_length`.
+    """Return an entry that was stored without its number of keys (see `without_key_length`); None if no entry fits.
 
     A copy of the entry is stored under the key of the request, because the layers of a model make the same call one
     after another. The copy counts its own runs.
@@ -108,7 +111,7 @@ def _mark_as_used(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> None:
 
 
 def _bind_family(request: Request, query: Any, key: Any, value: Any) -> ForwardEntry | None:
-    """Return a new entry for a request whose family was met before, with other lengths; None if there is none."""
+    """Return a new entry for a request whose family was met before, with other lengths; None for an unknown family."""
     shared_key = family_key(request.key)
     member = None if shared_key is None else _lookup(families, shared_key)
     family = None if member is None else member.prepared.call.family
@@ -179,7 +182,7 @@ class ResultBuilder:
     attach: Attacher | None
 
     def join(self, request: Request, query: Any, key: Any, value: Any, result: EntryResult) -> Any:
-        """Return (output, seen), joined to a graph of gradients if there is one."""
+        """Return (output, seen), joined to the graph of gradients if the entry has the function `attach`."""
         if self.attach is not None:
             result = self.attach(request, query, key, value, result)
         return result.output, self.build_seen(result) if self.statistics else ()

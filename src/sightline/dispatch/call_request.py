@@ -125,7 +125,10 @@ def describe(
     kernel: Any,
     threads: Any,
 ) -> Description | None:
-    """Return a call without its layouts: structure, formulas, statistics and arrays. None if it cannot be cached."""
+    """Return a call's structure, formulas, statistics, tables and sinks; None if the call cannot be cached.
+
+    The arrays of query, key and value, and all layouts, are read later.
+    """
     # This check comes before `ADAPTERS` is read: the first trace adds torch's adapter, and torch.compile fails if a
     # second trace of the call takes another path.
     if is_compiling():
@@ -178,7 +181,7 @@ def _are_valid(scale: Any, dropout: Any, seed: Any, kernel: Any, threads: Any, d
 
 
 def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ...]] | None:
-    """Return the classes and parameters of the statistics, and the statistics; None if one is not of cached calls."""
+    """Return the classes and parameters of the statistics, and the statistics; None if cached calls cannot have one."""
     if type(see) is not list:
         return None
     key: list[Any] = []
@@ -207,7 +210,7 @@ def has_cached_kinds(see: Sequence[Statistic]) -> bool:
 
 
 def conditions_of(see: Sequence[Statistic]) -> list[Expression]:
-    """Return the formulas of the statistics `mass` among these."""
+    """Return the formula of each `mass` in `see`, also within a mean."""
     statistics = map(unwrap_mean, see)
     return [statistic.mask for statistic in statistics if type(statistic) is Mass]
 

@@ -47,12 +47,15 @@ class CallText(NamedTuple):
         return text, [*mask_tables, *score_tables, *statistic_tables]
 
     def formulas(self, arrays: Sequence[Any]) -> tuple[Expression | None, Expression | None]:
-        """Return mask and score, which read these arrays of the tables."""
+        """Return mask and score as formulas whose tables hold `arrays`; None for one that the call does not have.
+
+        `arrays` are in the order of the tables that `of` returns.
+        """
         mask = parse_text(self.mask, self.tables(arrays, 0)) if self.mask else None
         return mask, parse_text(self.score, self.tables(arrays, 1)) if self.score else None
 
     def statistics(self, arrays: Sequence[Any]) -> tuple[Statistic, ...]:
-        """Return the statistics, whose conditions read these arrays of the tables."""
+        """Return the statistics. The tables of their conditions hold `arrays`, which are those of all tables."""
         tables = self.tables(arrays, 2)
 
         def condition(text: str) -> Expression:

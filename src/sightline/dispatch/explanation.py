@@ -120,7 +120,7 @@ def _formula_lines(problem: Problem) -> tuple[str, ...]:
 
 
 def _prediction_lines(prediction: Prediction) -> list[str]:
-    """Return the table of a prediction: for each pass, the smallest number of a rank, the mean and the largest."""
+    """Return the table of a prediction: for each pass, the smallest, the mean and the largest number over the ranks."""
     hardware, passes = prediction.hardware, (prediction.forward, prediction.backward)
     speed = (
         f"{_format(hardware.flops, 1000, 'FLOP/s')} and {_format(hardware.bandwidth, 1000, 'B/s')} each way per rank"

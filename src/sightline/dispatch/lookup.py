@@ -52,13 +52,13 @@ def use_generated_functions() -> None:
 
 
 def use(reader: Callable[..., Any], finder: Callable[..., Any]) -> None:
-    """Read arrays and look calls up by these functions."""
+    """From now on, read arrays by `reader` and look calls up by `finder`."""
     global find_or_run
     array_layouts.read_arrays, find_or_run = reader, finder
 
 
 def serve_tensors(tensors: array_layouts.Tensors) -> None:
-    """Read tensors of torch from now on."""
+    """From now on, read torch's tensors too, which `tensors` describes."""
     array_layouts.serve_tensors(tensors)
     use(array_layouts.read_in_python, find_in_python)
 

@@ -315,7 +315,7 @@ def apply(operator: str, *values: Any) -> Expression:
     if not_bool:
         argument = arguments[not_bool[0]]
         raise FormulaError(
-            f"{rule.symbol} on {argument}, which is {'an int' if argument.kind == 'int' else 'a float'}",
+            f"{rule.sign} on {argument}, which is {'an int' if argument.kind == 'int' else 'a float'}",
             "conditions",
             "put every comparison in parentheses, (i >= j) & (i - j < 256), since Python's & | ~ bind tighter than >=; "
             f"to use a number as a condition write ({argument} != 0)",

@@ -13,7 +13,7 @@ from ..errors import FormulaError, MaskError, ParameterError
 from .operators import Kind
 
 if TYPE_CHECKING:
-    from ..view.picture import Picture
+    from ..view.formula_pictures import Picture
     from .expression import Expression
     from .tables import Table
 

@@ -78,7 +78,7 @@ def window(left: int, right: int = 0) -> Expression:
             "whole numbers, left ≥ 1 and right ≥ 0",
             "window(1) allows only the key at i; FlashAttention's window_size=(left, right) is window(left + 1, right)",
         )
-    # Not `i - j < left`: torch.compile cannot trace a comparison between a formula and a number that is a symbol.
+    # Not `i - j < left`: torch.compile cannot trace a comparison between a formula and a SymInt, its symbolic int.
     return apply("less", i - j, left) & apply("less_equal", j - i, right)
 
 
@@ -336,7 +336,7 @@ def softcap(t: float) -> Expression:
         t is not positive and finite.
     """
     is_number = isinstance(t, int | float | np.integer | np.floating) and not isinstance(t, bool)
-    if not (is_number and 0 < t < math.inf):  # torch.compile cannot trace `math.isfinite` of a number that is a symbol
+    if not (is_number and 0 < t < math.inf):  # torch.compile cannot trace `math.isfinite` of a SymFloat
         raise ParameterError(f"softcap({t!r})", "a finite cap above 0", "softcap(30.0)")
     return apply("tanh", s / float(t)) * float(t)
 

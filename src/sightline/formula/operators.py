@@ -41,11 +41,11 @@ _BOOL, _INT, _FLOAT = _always("bool"), _always("int"), _always("float")
 class Operator:
     """The notation, the arity and the result kind of an operator.
 
-    `symbol` is the mathematical sign. A larger `precedence` binds tighter; 0 means function notation. `conditions` has
+    `sign` is the printed sign or name. A larger `precedence` binds tighter; 0 means function notation. `conditions` has
     the positions of the arguments that must be conditions.
     """
 
-    symbol: str
+    sign: str
     arity: int
     precedence: int
     kind: Callable[[tuple[Kind, ...]], Kind]

@@ -40,14 +40,14 @@ def _format_node(node: Expression, parts: list[tuple[str, int]], names: dict[int
     if node.operator == "absolute":
         return f"|{parts[0][0]}|", ATOM_PRECEDENCE
     if rule.precedence == 0:
-        return f"{rule.symbol}({', '.join(text for text, _ in parts)})", ATOM_PRECEDENCE
+        return f"{rule.sign}({', '.join(text for text, _ in parts)})", ATOM_PRECEDENCE
     if rule.arity == 1:
-        return rule.symbol + _parenthesize(parts[0], rule.precedence), rule.precedence
+        return rule.sign + _parenthesize(parts[0], rule.precedence), rule.precedence
     left = _parenthesize(parts[0], rule.precedence)
     right = _parenthesize(parts[1], rule.precedence + (node.operator in NOT_ASSOCIATIVE or rule.precedence == 4))
     is_unspaced = node.operator in ("multiply", "power")
     own_precedence = rule.precedence - (node.operator in ("floor_divide", "remainder"))  # prints (i mod 3)·2
-    return f"{left}{rule.symbol}{right}" if is_unspaced else f"{left} {rule.symbol} {right}", own_precedence
+    return f"{left}{rule.sign}{right}" if is_unspaced else f"{left} {rule.sign} {right}", own_precedence
 
 
 def _parenthesize(part: tuple[str, int], precedence: int) -> str:

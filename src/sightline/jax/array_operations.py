@@ -44,7 +44,7 @@ BLOCK_ELEMENTS = 1 << 22  # the most scores of one block, over all batches and h
 
 
 def attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
-    """Return the results of the primitive `attention`. The words of lse in float64 are 0: nothing here reads them."""
+    """Return the results of the primitive `attention`. The words of lse in float64 are 0, and are not read."""
     problem, seed = _make_problem(inputs, options)
     blocks = _Blocks(problem, seed)
     rows = min(max(BLOCK_ELEMENTS // max(problem.B * problem.H * problem.m, 1), 1), max(problem.n, 1))
@@ -103,18 +103,17 @@ def _make_problem(inputs: Sequence[Any], options: CallOptions) -> tuple[Problem,
 
 
 def _narrow(words: Any, dtype: str) -> Any:
-    """Return the numbers of 64 bits in pairs of words, the lower word first, as numbers of 32 bits.
+    """Return float64 numbers in pairs of words, the lower word first, as float32.
 
-    Raises
-    ------
-    DtypeError
-        The numbers are whole numbers, of which some need more than 32 bits.
+    Raise DtypeError for whole numbers: such a table is passed as words only if an entry needs more than 32 bits.
     """
     if dtype != "float64":
         raise DtypeError(
-            f"a table of {dtype} with entries beyond 32 bits, in operations of JAX without 64-bit numbers",
-            "entries of 32 bits in second derivatives, in forward derivatives of statistics, and outside of the CPU",
-            'np.unique(array, return_inverse=True)[1] numbers them, or jax.config.update("jax_enable_x64", True)',
+            f"a table of {dtype} with entries of more than 32 bits, and jax_enable_x64 is off",
+            "whole numbers that fit in 32 bits, for second derivatives, forward derivatives of statistics, and devices "
+            "other than the CPU",
+            'jax.config.update("jax_enable_x64", True); or, if the formula only compares the entries with each other, '
+            "np.unique(array, return_inverse=True)[1]",
         )
     low, high = words[..., 0], words[..., 1]
     sign, exponent = jnp.where(high >> 31 == 1, -1.0, 1.0), (high >> 20 & 0x7FF).astype(jnp.int32)

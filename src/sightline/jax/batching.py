@@ -27,7 +27,7 @@ def batch(
     Parameters
     ----------
     inputs : the arguments of the primitive
-    axes : the mapped axis of each; None for an argument that is the same in every element
+    axes : the mapped axis of each argument; None for an argument that is the same in every element
     """
     size = next(x.shape[axis] for x, axis in zip(inputs, axes, strict=True) if axis is not None)
     given = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(inputs, axes, strict=True)]

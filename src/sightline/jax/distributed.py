@@ -167,7 +167,7 @@ def order(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Any:
 
 
 def _refuse(unknown: dict[str, Any]) -> None:
-    """Raise the error for arguments that the function does not have. No dropout is allowed, under its name too."""
+    """Raise the error for arguments that `attention` does not have here. `dropout=0` and a seed are accepted."""
     others = {name: value for name, value in unknown.items() if name not in ("dropout", "seed")}
     if others:
         refuse_arguments("attention", (), others)
@@ -249,7 +249,7 @@ class _Exchange:
         return self.separate(start(whole, output, sinks, self.dtype))
 
     def separate(self, sums: Sums) -> Sums:
-        """Return the same sums, with a shift without gradient."""
+        """Return equal sums whose shift has no gradient."""
         return combine([sums], self.see, shift=jax.lax.stop_gradient(sums.shift))
 
     def add_block(self, sums: list[Sums], distance: int, index: int) -> list[Sums]:

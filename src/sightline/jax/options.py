@@ -62,7 +62,7 @@ class CallOptions:
         ]
 
     def problem(self, inputs: Sequence[Any]) -> Problem:
-        """Return a problem without contents: for arguments of these types, without formulas."""
+        """Return a problem without formulas, whose arrays have only the shapes and dtypes of `inputs`."""
         query, key, value = (example(x.shape, x.dtype) for x in inputs[:NUM_OPERANDS])
         return self.text.problem((query, key, value), self.tables(inputs))
 
@@ -81,5 +81,5 @@ class CallOptions:
 
 
 def example(shape: Sequence[int], dtype: Any) -> Any:
-    """Return a NumPy array of one number that repeats."""
+    """Return a NumPy array of this shape and dtype that stores one number."""
     return np.broadcast_to(np.zeros((), dtype), tuple(shape))

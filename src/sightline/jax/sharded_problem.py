@@ -79,7 +79,7 @@ class ShardedProblem:
 
     @property
     def _known_mask(self) -> Expression | None:
-        """A mask that hides no pair that the problem shows; it reads no traced table."""
+        """A mask that reads no traced table, and hides no pair that the problem shows; None if nothing is known."""
         whole = replace(self.whole, see=())
         formulas = [formula for formula in (whole.mask, whole.score) if formula is not None]
         if not all(map(_is_known, formulas)):

@@ -194,13 +194,13 @@ class XlaForward(XlaCall):
         return {}
 
     def find_prepared(self) -> PreparedCall | None:
-        """Return the call of the cache if its results are output and lse alone; None if there is none."""
+        """Return the prepared call of the cache; None if the call is not stored or has statistics."""
         found = call_cache.calls.get(self.keys.get(machine_setting()))
         return None if found is None or any(map(count_arrays, self.see)) else found.prepared
 
     @cached_property
     def can_be_cached(self) -> bool:
-        """True if every statistic is one of cached calls."""
+        """True if cached calls may have every statistic of this call."""
         return has_cached_kinds(self.see)
 
     @cached_property
@@ -250,7 +250,7 @@ class XlaBackward(XlaCall):
 
     @cached_property
     def wanted_places(self) -> list[int]:
-        """The place of each wanted gradient among those of `BackwardPasses`."""
+        """The index of each wanted gradient among the gradients that `BackwardPasses` returns."""
         learned = [k for k in self.wanted if k >= NUM_OPERANDS]
         return [k if k < NUM_OPERANDS else NUM_OPERANDS + learned.index(k) for k in self.wanted]
 
@@ -262,7 +262,7 @@ class XlaBackward(XlaCall):
         return BackwardPasses.of(problem, formulas, wanted_tables, sinks in self.wanted)
 
     def read_inputs(self, inputs: Inputs, forward: ForwardPass, found: dict[int, Any]) -> BackwardInputs | None:
-        """Return the inputs of a bound backward pass; None if none can serve, as for gradients of statistics."""
+        """Return the inputs of a bound backward pass; None if no pass can serve, as for gradients of statistics."""
         is_precise = is_lse_precise(forward.lse, accumulator(dtype_name(forward.output)))
         if not (is_precise and found.keys() <= {OUTPUT, LSE}):
             return None

@@ -65,7 +65,8 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
                 raise ParameterError(f"{name}={width!r}", "a whole number of at least 1", f"{name}=64")
         self.dk, self.dv, self.return_attn, self.use_bias = dk, dv, return_attn, use_bias
         self.supports_masking = True
-        self.supports_jit = keras.backend.backend() != "tensorflow"  # XLA cannot call the kernels from TensorFlow
+        # in TensorFlow programs, XLA cannot call the kernels
+        self.supports_jit = keras.backend.backend() != "tensorflow"
         self.query, self.key, self.value = (
             keras.layers.Dense(
                 width, use_bias=use_bias, kernel_initializer="glorot_normal", dtype=self.dtype_policy, name=name

@@ -69,7 +69,8 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.supports_jit = keras.backend.backend() != "tensorflow"  # XLA cannot call the kernels from TensorFlow
+        # in TensorFlow programs, XLA cannot call the kernels
+        self.supports_jit = keras.backend.backend() != "tensorflow"
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         """Create the weights for inputs of these shapes."""

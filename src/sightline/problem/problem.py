@@ -319,7 +319,10 @@ def _waits_for_entries(problem: Problem) -> bool:
 
 
 def _normalize(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:
-    """Check every table read of mask and score. Return the mask that also hides the pairs whose score is −∞."""
+    """Check every table read of mask and score. Return the mask that also hides the pairs whose score is −∞.
+
+    The result is None if there is no mask and the score hides no pair.
+    """
     check_formulas(mask, score, extent)
     hidden = None if score is None else hidden_condition(score, extent)
     return mask if hidden is None else _conjoin(mask, ~hidden)
@@ -334,7 +337,7 @@ def _normalize_with_tables(mask: Expression | None, score: Expression | None, ex
     index = {id(table): k for k, table in enumerate(tables)}
 
     def join_masks() -> tuple[str, list[int]] | None:
-        """Return the joined mask as its text and the indices of the tables that it reads."""
+        """Return the text of the result of `_normalize`, and the indices of the tables that it reads; None for None."""
         joined = _normalize(mask, score, extent)
         return None if joined is None else (joined.text, [index[id(table)] for table in joined.tables])
 
@@ -348,6 +351,7 @@ def _normalize_with_tables(mask: Expression | None, score: Expression | None, ex
 
 
 def _conjoin(mask: Expression | None, other: Expression | None) -> Expression | None:
+    """Return the mask that hides what either mask hides. None stands for a mask that hides nothing."""
     if mask is None or other is None:
         return other if mask is None else mask
     return mask & other

@@ -231,7 +231,7 @@ class Mean(Statistic):
 
 
 def _select(of: Statistic, rows: Any = None, heads: Any = None) -> Selection:
-    """Return the statistic restricted to these queries or heads, in addition to its earlier restriction."""
+    """Return the statistic restricted to these queries or heads, and to those that were selected earlier."""
     queries = None if rows is None else _parse_indices("rows", rows)
     query_heads = None if heads is None else _parse_indices("heads", heads)
     if not isinstance(of, Selection):
@@ -309,7 +309,11 @@ def _key_heads(of_queries: list[int]) -> list[int]:
 
 
 def resolve_indices(what: str, indices: Indices, count: int) -> list[int]:
-    """Return the indices counted from 0. Raise ParameterError if an index is out of range."""
+    """Return a slice or a sequence of indices as a list of numbers from 0 to count − 1.
+
+    Negative indices count from the end. Raise ParameterError if an index of a sequence is out of range; `what` names
+    the selection in the error.
+    """
     if isinstance(indices, slice):
         return list(range(*indices.indices(count)))
     for index in indices:
@@ -335,7 +339,7 @@ def contiguous_span(indices: Indices, count: int) -> tuple[int, int] | None:
 
 
 def _index_array(indices: Indices, count: int, like: Any) -> Any:
-    """Return the indices counted from 0 as an int64 array in the library and on the device of `like`.
+    """Return `resolve_indices` as an int64 array in the library and on the device of `like`, without range checks.
 
     For JAX, which may have no int64, the result is a NumPy array.
     """

@@ -74,7 +74,7 @@ class GraphCall(ABC):
     def repeat(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
-        """Return the gradients of the inputs by a bound call; None if there is none."""
+        """Return the gradients of the inputs by a bound call; None if no bound call can serve."""
         return None
 
     def keep(
@@ -84,7 +84,7 @@ class GraphCall(ABC):
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        """Keep the bound call of `found` for later backward passes with the same layouts, if there are any."""
+        """Keep the bound call of `found` for later backward passes with the same layouts."""
         return
 
 

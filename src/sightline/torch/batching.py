@@ -169,7 +169,7 @@ class _Join:
 
 
 def _kinds(derivative: Derivative, results: list[_Kind]) -> tuple[list[_Kind], list[_Kind]]:
-    """Return the kinds of the tensors and of the outputs of a derivative; `results` are those of order 0."""
+    """Return the kinds of a derivative's tensors and outputs; `results` are the kinds of the results of order 0."""
     if derivative.order == 0:
         seed = [SEED] * derivative.has_seed
         return [ROWS] * 3 + [TABLE] * derivative.num_tables + [SINKS] * derivative.has_sinks + seed, results
@@ -194,7 +194,7 @@ def _element_type(tensor: Tensor, dim: int | None) -> Type:
 
 
 def _make_problem(derivative: Derivative, types: Sequence[Type]) -> Problem:
-    """Return a problem without contents for tensors of order 0 of these types."""
+    """Return a problem whose arrays have the types of the tensors of order 0, and no entries."""
     return derivative.arguments([_example(*each) for each in types]).build_problem()
 
 

@@ -161,7 +161,7 @@ def _run_eager(
     request: Request | None,
     formulas: Sequence[Expression | None],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return (output, seen) without the operator. The call cache stores the call if it has a request."""
+    """Return (output, seen) without the operator. The call cache stores the call if `request` is not None."""
 
     def run_kernel(one: Problem) -> Result:
         if one.dropout and seed is None:

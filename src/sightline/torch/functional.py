@@ -136,12 +136,12 @@ def convert_arguments(
 
 
 def read_causal_bias(bias: Any, query: Tensor, key: Tensor) -> Expression:
-    """Return the formula of a CausalBias for query and key; raise ShapeError if it has other lengths."""
+    """Return the formula of a CausalBias; raise ShapeError if the bias is for other lengths than query and key have."""
     return causal_bias_formula(bias, None if is_nested(query, key) else (query.shape[-2], key.shape[-2]))
 
 
 def _check_mask_kind(attn_mask: Any) -> None:
-    """Raise an error if `attn_mask` is no tensor, or of a kind that cannot be read."""
+    """Raise an error if `attn_mask` is no tensor, or a tensor of a kind that cannot be read."""
     if not isinstance(attn_mask, Tensor):
         raise MaskError(
             "attn_mask is " + ("a formula" if isinstance(attn_mask, Expression) else f"a {type(attn_mask).__name__}"),

@@ -57,9 +57,9 @@ class FusedEntry(_PythonEntry):
 
 
 class EntriesByNumbers(_PythonEntry):
-    """The calls of one request with different numbers in their formulas. `calls` has them by these numbers.
+    """The calls of one request with different numbers in their formulas.
 
-    `selection` is the `selection_version` of the calls.
+    The key of a call in `calls` is its numbers. `selection` is the `selection_version` of the calls.
     """
 
     def __init__(self, selection: int) -> None:

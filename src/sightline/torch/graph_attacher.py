@@ -83,9 +83,9 @@ class _CpuGraphCall(CachedGraphCall):
     def read_inputs(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> BackwardInputs | None:
-        """Return what a bound call reads, with the saved tensors in place of the learned tables; None if none can.
+        """Return what a bound call reads, with the saved tensors in place of the learned tables.
 
-        Hooks on saved tensors may have changed the layouts of the inputs.
+        None if no bound call can serve. Hooks may have changed the layouts of saved tensors.
         """
         backward, lse = self.attacher.backward, self.lse(results)
         given = read_inputs(self.request, backward.problem, gradients, inputs[:NUM_OPERANDS], lse, results)

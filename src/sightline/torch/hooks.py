@@ -134,7 +134,7 @@ def _remove_watcher(module: nn.Module, watcher: Watcher) -> None:
 
 @contextmanager
 def restore_on_exit(owner: Any, name: str) -> Iterator[None]:
-    """Restore an attribute on exit. If several contexts are open for it, the last to exit restores it."""
+    """Restore an attribute on exit. If several contexts hold the attribute, the last one to exit restores it."""
     key = id(owner), name
     with _lock:
         original, count = _ORIGINALS.get(key, (getattr(owner, name), 0))

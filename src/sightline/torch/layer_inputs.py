@@ -20,6 +20,11 @@ from .functional import align_mask, read_causal_bias
 
 Projected = TypeVar("Projected")
 
+CURES_OF_FORMULAS = {  # the end of a call of torch.as_tensor, for a formula given as this argument
+    "attn_mask": "~mask.array(n, m)), or is_causal=True for causal()",
+    "key_padding_mask": "~mask.array(1, m, batch=N).reshape(N, m)) for a formula of b and j, such as padding(lengths)",
+}
+
 
 def check_inputs(**inputs: Any) -> None:
     """Raise DtypeError unless the named inputs of a layer's projections are tensors of kinds that torch can project."""
@@ -86,23 +91,18 @@ def read_mask(mask: Any, hides: bool, query: Tensor, key: Tensor, value: Tensor)
 
 
 def check_array_mask(name: str, array: Any) -> None:
-    """Raise MaskError or DtypeError unless a mask that hides is None, or a readable tensor of booleans or floats."""
+    """Raise MaskError or DtypeError unless `attn_mask` or `key_padding_mask` is None or a tensor that can be read."""
     if array is None:
         return
+    allowed = "a torch tensor: booleans where True hides, or floats that are added to the scores; or None"
     if not isinstance(array, Tensor):
-        raise MaskError(
-            f"{name} is " + ("a formula" if isinstance(array, Expression) else f"a {type(array).__name__}"),
-            "a torch tensor, True hides",
-            f"{name}=torch.as_tensor(~mask.array(n, m)) for a formula, or is_causal=True for causal()"
-            if isinstance(array, Expression)
-            else f"{name}=torch.as_tensor(array)",
-        )
+        given, cure = f"a {type(array).__name__}", f"{name}=torch.as_tensor(array)"
+        if isinstance(array, Expression):
+            given, cure = "a formula", f"{name}=torch.as_tensor({CURES_OF_FORMULAS[name]}"
+        raise MaskError(f"{name} is {given}", allowed, cure)
     check_kind(name, array)
     if not (array.is_floating_point() or array.dtype is torch.bool):
-        zeros_and_ones = f"{name}=mask == 0 if it holds zeros and ones, and 1 attends"
-        lengths = "; key_padding_mask=torch.arange(m) >= lengths[:, None] if it holds lengths"
-        raise MaskError(
-            f"{name} is a tensor of {str(array.dtype).removeprefix('torch.')}",
-            "booleans, True hides, or floats that are added to the scores",
-            zeros_and_ones + lengths * (name == "key_padding_mask"),
-        )
+        zeros_and_ones = f"{name}=mask == 0 if the tensor holds zeros and ones, and 1 attends"
+        lengths = "; key_padding_mask=torch.arange(m) >= lengths[:, None] if the tensor holds lengths"
+        cure = zeros_and_ones + lengths * (name == "key_padding_mask")
+        raise MaskError(f"{name} is a tensor of {str(array.dtype).removeprefix('torch.')}", allowed, cure)

@@ -124,7 +124,7 @@ class _Packing:
 
 
 def check_nested(named: dict[str, Any]) -> None:
-    """Raise ShapeError unless the three are jagged tensors whose sequences fit together."""
+    """Raise ShapeError unless query, key and value are jagged tensors whose sequences fit together."""
     layouts = {name: _layout_of(x) for name, x in named.items()}
     if set(layouts.values()) != {"jagged"}:
         raise ShapeError(
@@ -167,7 +167,7 @@ def _layout_of(array: Any) -> str:
 
 
 def _overlap(nested: Any) -> bool:
-    """True if a sequence goes on after the start of the next. torch.compile traces tensors without entries."""
+    """True if a sequence goes on after the start of the next one; False while torch.compile traces."""
     if nested.lengths() is None or torch.compiler.is_compiling():
         return False
     return bool((nested.lengths() > torch.diff(nested.offsets())).any())

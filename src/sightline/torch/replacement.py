@@ -232,7 +232,7 @@ def _attend(
 def _ask_classes(tensors: Sequence[Any], arguments: Arguments) -> Tensor:
     """Return the result of the `__torch_function__` of the tensors' classes.
 
-    Each of them gets the function that torch.nn.functional has now, with which CausalBias compares it. The default of
+    Each class gets the function that torch.nn.functional has now, with which CausalBias compares it. The default of
     `__torch_function__` calls the function again, then without asking the classes.
     """
     output: Tensor = handle_torch_function(_attend, tensors, *arguments)

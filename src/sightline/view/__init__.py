@@ -14,8 +14,8 @@ i ≥ j   4 queries × 4 keys, 10 of 16 pairs allowed (62.5%)
 
 from .arc_diagram import arcs
 from .by_head import entropy_by_head, head_grid
+from .formula_pictures import Picture, formula_picture
 from .heatmaps import heatmap
-from .picture import Picture, formula_picture
 from .plotting import save
 from .received_chart import received_by_key
 from .scaling import ScalingEffect, effect_of_scaling, scaling_figure

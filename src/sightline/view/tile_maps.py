@@ -11,7 +11,7 @@ from ..formula.expression import Expression
 from ..formula.tile_ranges import find_tile_ranges
 from ..problem.validation import read_mask
 from . import plotting
-from .picture import validate_extent
+from .formula_pictures import validate_extent
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

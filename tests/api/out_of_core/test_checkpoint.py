@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import sightline
 from disk_calls import SIZES, N, continued, drawn, options, stop_after, stopped
 from sightline import i, j, s, table
-from sightline.api.out_of_core import block_plan, call, checkpoint, locked_file
+from sightline.api.out_of_core import block_plan, call, checkpoint, locked_file, run
 from sightline.errors import ParameterError
 from sightline.problem.kernel import Result
 from sightline.statistics import arrays_of
@@ -58,7 +58,7 @@ def test_a_resumed_call_has_the_bits_of_the_statistics(count, small_blocks, tmp_
 
 def test_an_interrupt_while_rows_are_stored_loses_nothing(whole, tmp_path, monkeypatch):
     """Rows that were stored twice have the same bits, because the merged rows are stored, not merged again."""
-    store, calls = call._Run._store, []
+    store, calls = run.Run._store, []
 
     def interrupted(run):
         calls.append(run)
@@ -67,13 +67,13 @@ def test_an_interrupt_while_rows_are_stored_loses_nothing(whole, tmp_path, monke
             raise KeyboardInterrupt
         store(run)
 
-    monkeypatch.setattr(call._Run, "_store", interrupted)
+    monkeypatch.setattr(run.Run, "_store", interrupted)
     stopped(tmp_path, count=-1)
     assert continued(tmp_path)[0].tobytes() == whole.tobytes()
 
 
 def test_the_state_is_saved_from_time_to_time(small_blocks, tmp_path, monkeypatch):
-    monkeypatch.setattr(call, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(run, "SECONDS_BETWEEN_SAVES", 0.0)
     saved = []
     save = checkpoint.Checkpoint.save
     monkeypatch.setattr(
@@ -276,11 +276,11 @@ KINDS = ["cut", "flip", "flip", "flip", "zeros", "noise", "remove", "insert", "s
 
 
 def test_damaged_states_are_refused_or_harmless(small_whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(call, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(run, "SECONDS_BETWEEN_SAVES", 0.0)
     stopped(tmp_path, SMALL, count=4, **CAUSAL)  # both copies of the state are written
     file = next(tmp_path.iterdir())
     content, refused = file.read_bytes(), []
-    monkeypatch.setattr(call, "SECONDS_BETWEEN_SAVES", 60.0)
+    monkeypatch.setattr(run, "SECONDS_BETWEEN_SAVES", 60.0)
 
     @given(st.tuples(st.sampled_from(KINDS), PLACES, PLACES, st.integers(0, 10**6)))
     @settings(max_examples=300)
@@ -332,7 +332,7 @@ def test_nan_in_the_arrays_is_no_damage(small_blocks, tmp_path):
 
 def test_a_crash_at_any_byte_of_a_save_leaves_a_state(small_whole, tmp_path, monkeypatch):
     """After the first save, the file holds a whole state at any time."""
-    monkeypatch.setattr(call, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(run, "SECONDS_BETWEEN_SAVES", 0.0)
     snapshots, write = [], locked_file.LockedFile.write
 
     def record(file, offset, values):
@@ -345,7 +345,7 @@ def test_a_crash_at_any_byte_of_a_save_leaves_a_state(small_whole, tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(locked_file.LockedFile, "write", record)
         stopped(tmp_path, SMALL, count=5, **CAUSAL)
-    monkeypatch.setattr(call, "SECONDS_BETWEEN_SAVES", 60.0)
+    monkeypatch.setattr(run, "SECONDS_BETWEEN_SAVES", 60.0)
     first_header = slice(10, 15)  # of 5 saves with 3 writes of 5 snapshots; only here is no older copy
     assert len(snapshots) == 75
     for number, content in enumerate(snapshots):
@@ -476,9 +476,9 @@ def test_a_fork_that_lives_on_does_not_keep_the_lock(whole, tmp_path):
 PROGRAM = """
 import signal, sys, time, numpy as np, sightline
 from sightline import i, j
-from sightline.api.out_of_core import block_plan, call
+from sightline.api.out_of_core import block_plan, run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores the signal
-block_plan.MAX_PAIRS, call.SECONDS_BETWEEN_SAVES = 1 << 20, float(sys.argv[2])
+block_plan.MAX_PAIRS, run.SECONDS_BETWEEN_SAVES = 1 << 20, float(sys.argv[2])
 x = np.random.default_rng(0).normal(size=(4, 4096, 64)).astype(np.float32)
 
 def report(finished, total):

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sightline
-from disk_calls import SIZES, drawn, options
+from disk_calls import drawn, options
 from fault_planting import broken
 from sightline import i, j
 from sightline.api import out_of_core
-from sightline.api.out_of_core import block_plan, call
+from sightline.api.out_of_core import block_plan, call, run
 from sightline.errors import DtypeError, ParameterError
 from sightline.problem.kernel import Result
 from sightline.statistics import arrays_of
@@ -24,13 +24,11 @@ from statistic_definitions import statistics, usable
 from strategies import Case, cases
 
 
-def check(case, attend=None, see=()):
+def check(case, see=()):
     """Raise AssertionError unless a call from disk agrees with the definition. `see` are statistics other than lse."""
 
     def run(problem):
-        output, seen = (attend or sightline.attention_from_disk)(
-            *case.arrays, **case.options, see=[sightline.lse(), *problem.see]
-        )
+        output, seen = sightline.attention_from_disk(*case.arrays, **case.options, see=[sightline.lse(), *problem.see])
         axis = len(problem.batch_shape)
         if problem.heads_squeezed:
             output = np.expand_dims(output, axis)
@@ -87,31 +85,29 @@ FAULTS = {
         "for first, last in find_runs(is_seen):",
         "for first, last in find_runs(is_seen) if block != 1 else ():",
     ),
-    "keys count from the start of their block": (call, '"first_key": item.keys.start', '"first_key": 0'),
-    "queries count from the start of their range": (call, '"first_row": rows.start', '"first_row": 0'),
-    "sinks count in no block": (call, "None if problem.sinks is None", "None if True"),
+    "keys count from the start of their block": (run, '"first_key": item.keys.start', '"first_key": 0'),
+    "queries count from the start of their range": (run, '"first_row": rows.start', '"first_row": 0'),
+    "sinks count in no block": (run, "None if problem.sinks is None", "None if True"),
     "the next block in place of this one": (
-        call,
+        run,
         "number) for number in numbers)",
         "number) for number in numbers[1:] + numbers)",
     ),
-    "the sink counts as a key": (call, "1.0 if self.sinks is None else", "1.0 if True else"),
-    "found keys count from the start of their block": (call, "result.seen, item.keys.start", "result.seen, 0"),
+    "the sink counts as a key": (run, "1.0 if self.sinks is None else", "1.0 if True else"),
+    "found keys count from the start of their block": (run, "result.seen, item.keys.start", "result.seen, 0"),
     "the last tile of queries is not computed": (block_plan, "in find_runs(is_seen):", "in find_runs(is_seen[:-1]):"),
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_found(name, small_blocks, monkeypatch):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault, small_blocks, monkeypatch):
     """Without a fault this case is that of `test_a_window_with_sinks_and_documents`."""
-    module, before, after = FAULTS[name]
+    module, before, after = FAULTS[fault]
     copy = broken(module, before, after)
-    if module is block_plan:
-        monkeypatch.setattr(call, "find_work", copy.find_work)
-        copy = call
-    monkeypatch.setattr(copy, "choose_sizes", lambda *_: SIZES)
+    name = "find_work" if module is block_plan else "Run"
+    monkeypatch.setattr(call, name, getattr(copy, name))
     with pytest.raises(AssertionError):
-        check(Case(*one_sequence(), options()), copy.attention_from_disk, SEE)
+        check(Case(*one_sequence(), options()), see=SEE)
 
 
 class Counting:

@@ -191,9 +191,9 @@ SMALL_DISK = """
 import os, sys
 import numpy as np, sightline
 from sightline import i, j
-from sightline.api.out_of_core import block_plan, call
+from sightline.api.out_of_core import block_plan, run
 folder, started = sys.argv[1], []
-block_plan.MAX_PAIRS, call.SECONDS_BETWEEN_SAVES = 1 << 16, 0.0
+block_plan.MAX_PAIRS, run.SECONDS_BETWEEN_SAVES = 1 << 16, 0.0
 query, key, value = np.random.default_rng(0).normal(size=(3, 2, 1024, 64)).astype(np.float32)
 given = {"mask": i >= j, "memory_limit": "2 MB"}
 expected = sightline.attention_from_disk(query, key, value, **given)

@@ -9,7 +9,7 @@ import torch
 import sightline.problem.problem
 from on_device import DEVICE, OnDevice
 from sightline import i, j
-from sightline.caching import CACHE_VARIABLE
+from sightline.cache_folder import CACHE_VARIABLE
 from sightline.gpu import Triton
 from sightline.gpu.tuning import cache as tuning_cache
 from sightline.gpu.tuning.configurations import _trial, candidates, select, try_sizes

@@ -74,7 +74,7 @@ def open_output(output: Any, problem: Problem) -> Iterator[Write]:
 
 
 def _write_array(target: Any, problem: Problem, output: Any) -> Any:
-    """Write to the array of the caller, or return a new array if there is none."""
+    """Write to the array of the caller, or return a new array if the caller gave none."""
     output, dtype = problem.squeeze_heads(output, 2), _form(problem)[1]
     if target is None:
         return output.astype(dtype, copy=False)

@@ -93,11 +93,11 @@ def missing_packages(packages: tuple[str, ...]) -> list[str]:
 
 
 class Contender(ABC):
-    """What computes a case: a configuration of Sightline, or a peer. Each is a small subclass."""
+    """What computes a case: a configuration of Sightline, or a peer. Each contender is a small subclass."""
 
     name: str
     label: str
-    is_peer: bool = True  # False for configurations of Sightline; a wrong output or an error of one ends the case
+    is_peer: bool = True  # False for a configuration of Sightline, whose wrong output or error ends the case
     packages: tuple[str, ...] = ()  # names of the modules that must be installed
     pip: str = ""  # arguments of `pip install` that install the modules in `packages`
     note: str = ""  # printed remark on what the times include
@@ -159,7 +159,7 @@ class Case(Benchmark):
         return (self,)
 
     def make_inputs(self) -> Any:
-        """Return the inputs that all contenders of the case get; None if they make their own."""
+        """Return the inputs that all contenders of the case get; None if each contender makes its own."""
 
     def share_of_budget(self, prepared: PreparedCall, inputs: Any) -> float:
         """Return the share of the rounding-error budget that a contender's results use; correct results use up to 1."""

@@ -21,10 +21,10 @@ from .workloads import Inputs, ToTable, Workload
 
 
 class Peer(Contender):
-    """Another library, with the features of workloads that it lacks and the dtypes that it has."""
+    """A contender that is another library."""
 
-    lacks: tuple[str, ...] = ()  # names as in `Workload.features`
-    dtypes: tuple[str, ...] = ()  # () for every dtype
+    lacks: tuple[str, ...] = ()  # names of the missing features, as in `Workload.features`
+    dtypes: tuple[str, ...] = ()  # names of the dtypes that the library has; () for every dtype
 
     def refuses(self, workload: Workload) -> str | None:
         if self.dtypes and workload.dtype not in self.dtypes:

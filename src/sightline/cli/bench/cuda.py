@@ -149,13 +149,13 @@ class Cuda(Device):
         return replace(prepared, call=replay, setup=lambda: None), "as a CUDA graph"
 
     def properties(self) -> dict[str, Any]:
-        """Return the device's name, the versions of its software, and the tuned tile sizes."""
+        """Return the device's name, the versions of its software, and the entries of the tuning cache for any GPU."""
         import torch
 
         cudnn: Any = torch.backends.cudnn
         found = {"device": self.description, "cuda": torch.version.cuda, "hip": torch.version.hip}
         found |= {"cudnn": cudnn.version(), "driver": cache.environment()["driver"]}
-        return found | {"tuned": cache.list_entries()}  # tuned tile sizes replace those of the built-in table
+        return found | {"tuned": cache.list_entries()}  # they replace the built-in tile sizes
 
     def _record_events(self, call: Callable[[], Any]) -> tuple[Any, Any]:
         before, after = (self.runtime.Event(enable_timing=True) for _ in range(2))

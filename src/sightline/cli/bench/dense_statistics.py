@@ -72,7 +72,7 @@ class Dense(Peer):
         self.device = device
 
     def refuses(self, workload: Workload) -> str | None:
-        """Return why the peer cannot compute the workload; besides what it lacks, it needs cells of equal size."""
+        """Return why this contender cannot compute the workload: a missing feature, or pooled cells of unequal size."""
         return super().refuses(workload) or ("only cells of equal size" if has_uneven_cells(workload) else None)
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...caching import CACHE_VARIABLE
+from ...cache_folder import CACHE_VARIABLE
 from ...formula.tile_ranges import find_tile_ranges
 from ...problem.problem import make_problem
 from .cases import HostCase, Target

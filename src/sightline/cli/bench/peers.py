@@ -102,7 +102,7 @@ class MultiHead(Peer):
     lacks = ("backward pass", "mask", "dropout", "bias", "grouped heads", "d_v ≠ d_k", "m ≠ n")
 
     def refuses(self, workload: Workload) -> str | None:
-        """Return why the peer cannot compute the workload; it returns no scores, and needs cells of equal size."""
+        """Return why torch's layer cannot compute the workload: scores, a missing feature, or cells of unequal size."""
         if any(statistic.name not in WEIGHT_STATISTICS for statistic in workload.see):
             return "it returns weights, not scores"
         return super().refuses(workload) or ("only cells of equal size" if has_uneven_cells(workload) else None)

@@ -33,9 +33,11 @@ class Entry:
     name: str
     label: str
     seconds: list[float] = field(default_factory=list)  # seconds per call, one number per round
-    first_seconds: float | None = None  # of the preparation and the first call, with compilation; None if not called
-    memory: int | None = None  # peak bytes of a call beyond those in use before it, with its outputs; None if unknown
-    budget: float | None = None  # share of the rounding-error budget that the results use; None if not checked
+    # seconds of the preparation and the first call, compilation included; None if not called
+    first_seconds: float | None = None
+    # peak bytes during a call, outputs included, minus the bytes in use before it; None if unknown
+    memory: int | None = None
+    budget: float | None = None  # largest error over the rounding-error budget; above 1 if wrong; None if not checked
     skip_reason: str | None = None  # why the contender has no times; None if it has times
     note: str = ""
 
@@ -48,11 +50,11 @@ class Entry:
         return self.budget is not None and not self.budget <= 1
 
     def speedup_over(self, other: Entry) -> float:
-        """Return the other contender's time over this contender's time."""
+        """Return the median, over the rounds, of the other contender's seconds over this contender's."""
         return statistics.median(y / x for x, y in zip(self.seconds, other.seconds, strict=True))
 
     def excess_over(self, other: Entry) -> float:
-        """Return the seconds of this contender minus those of the other contender."""
+        """Return the median, over the rounds, of this contender's seconds minus the other's."""
         return statistics.median(x - y for x, y in zip(self.seconds, other.seconds, strict=True))
 
 
@@ -86,7 +88,7 @@ class Row(Outcome):
 
     name: str
     entries: list[Entry] = field(default_factory=list)  # the contenders' results, Sightline's first
-    coordinate: float = 0.0  # of a point of a series: n, or the share of pairs that the mask allows
+    coordinate: float = 0.0  # for a point of a series: n, or the fraction of the pairs that the mask allows
     n: int = 0
     outputs: int = 0  # bytes of the output and the statistics together
 
@@ -112,9 +114,9 @@ class Finding(Outcome):
     description: str
     rows: list[Row] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
-    flops: int = 0  # FLOPs of one call; 0 if no peak is given
+    flops: int = 0  # FLOPs of one call; 0 if `peak` is ""
     bytes_moved: int = 0  # bytes of the inputs and outputs of one call
-    peak: str = ""  # name of the peak in a share of the peak; "" for no share
+    peak: str = ""  # name of the peak that the rate is divided by; "" if no share of a peak is printed
     threads: int = 1
     axis: str = ""  # coordinate of the points of a series: "n" or "allowed"; "" for other benchmarks
     best: float | None = None  # highest rate of the peak in the run, in `unit`; None if the peak was not measured
@@ -169,12 +171,18 @@ class Finding(Outcome):
         return self.work / entry.median / self.best
 
     def ratio(self, row: Row, entry: Entry) -> float | None:
-        """Return the first peer's time over the contender's time in a row; None for a peer, or if a time is missing."""
+        """Return, for one row of the table, the first peer's time over the contender's time.
+
+        None if the contender is a peer or a time is missing.
+        """
         other = None if entry.name in self.peers else row.entry(self.peers[0])
         return entry.speedup_over(other) if entry.seconds and other is not None else None
 
     def evaluate(self, targets: Iterable[Target]) -> None:
-        """Set `verdicts` by comparing the measurements with the targets. A target for a share needs `best`."""
+        """Set `verdicts` by comparing the measurements with the targets.
+
+        A target for a share of the peak is not measured while `best` is None.
+        """
         self.verdicts = [Verdict(target, None if self.failed else self._measure(target)) for target in targets]
 
     def _measure(self, target: Target) -> float | None:
@@ -211,7 +219,7 @@ class Finding(Outcome):
         return max(extra[-1], PAGE) / max(extra[0], PAGE)
 
     def _extra_share(self) -> float | None:
-        """Return the largest `extra_bytes` of a point over the bytes of its outputs; None if they are unknown."""
+        """Return the largest `extra_bytes` of a point over the bytes of its outputs; None if every `extra_bytes` is."""
         shares = [point.extra_bytes / point.outputs for point in self.rows if point.extra_bytes is not None]
         return max(shares, default=None)
 

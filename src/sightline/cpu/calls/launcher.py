@@ -29,15 +29,16 @@ RECORD_FIELDS: dict[str, Any] = {
     "is_busy": INT64,  # 1 while a thread uses the buffer
     "kernel": POINTER,
     "block": POINTER,  # the kernel's argument block
-    "words": POINTER,  # where the words of the call begin in it
+    "words": POINTER,  # the address in the argument block at which the words of the call begin
     "num_words": INT64,
-    "sources": POINTER,  # for direct calls, where each of these words comes from; see `RecordCode.write_words`
+    # for direct calls, the source of each of these words: an index or `UNCHANGED`; see `RecordCode.write_words`
+    "sources": POINTER,
     "imprecise_lse_flag": POINTER,  # null if the kernel does not set this flag
     "nonfinite_flag": POINTER,
     "search": POINTER,  # the search for tile ranges; 0 if the tile ranges are bound
     "search_block": POINTER,  # the argument block of the search
-    "search_words": POINTER,  # where the words that the search takes begin in it
-    "first_search_word": INT64,  # the first of these words among the words of the call
+    "search_words": POINTER,  # the address in `search_block` of the words that the search takes from the call
+    "first_search_word": INT64,  # the index of the first of these words among the words of the call
     "num_search_words": INT64,
     "count": POINTER,  # the number of tile ranges that the search found; negative if a check failed
     "capacity": INT64,  # the most tile ranges for which the buffer has memory
@@ -80,7 +81,7 @@ class RecordCode:
                 words.at(index * 8).store(values.at(source * 8).load(INT64))
 
     def clear_workspace(self) -> None:
-        """Set the fields of the workspace to 0 that the kernel expects to be 0."""
+        """Set those fields of the workspace to 0 that the kernel expects to be 0."""
         pairs = self.address_of("zeroed_0")
         with self.builder.loop(0, self.field("num_zeroed")) as index:
             pair = pairs.at(index * 16)

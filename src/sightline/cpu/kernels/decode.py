@@ -65,19 +65,19 @@ class Decode(Block):
         with self.loop_tiles(self.first_tile, self.last_tile) as (tile, partial):
             self.key_tile(tile * KEY_BLOCK, partial)
         self.store()
-        finished = builder.atomic_increment(args.finished_splits.at(self.row_batch * 8), "acq_rel")
+        finished = builder.atomic_increment(args.finished_splits.at(self.row_block * 8), "acq_rel")
         with builder.if_then(finished == args.num_splits - 1):
             self.merge_splits()
 
     def locate_item(self, item: Value) -> None:
-        """Locate the item's b, key head g, batch of query rows and split of the keys."""
+        """Set the batch entry b, the key head g, the block of query rows and the split of the keys of an item."""
         builder, args = self.builder, self.args
         heads, rows = args.H // args.group, args.group * args.n
-        batches = (rows + (MAX_ROWS_PER_ITEM - 1)) // MAX_ROWS_PER_ITEM
-        self.split, self.row_batch = item % args.num_splits, item // args.num_splits
-        batch, head_index = self.row_batch % batches, self.row_batch // batches
+        num_blocks = (rows + (MAX_ROWS_PER_ITEM - 1)) // MAX_ROWS_PER_ITEM
+        self.split, self.row_block = item % args.num_splits, item // args.num_splits
+        block, head_index = self.row_block % num_blocks, self.row_block // num_blocks
         self.b, self.g = head_index // heads, head_index % heads
-        self.first_row = batch * MAX_ROWS_PER_ITEM
+        self.first_row = block * MAX_ROWS_PER_ITEM
         self.num_rows = builder.minimum(rows - self.first_row, MAX_ROWS_PER_ITEM)
         self.key_head, self.value_head = (args.head_address(name, self.b, self.g) for name in ("key", "value"))
         row = self.b * args.tile_range_batch_stride

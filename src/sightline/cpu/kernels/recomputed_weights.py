@@ -16,21 +16,21 @@ class RecomputedWeights(Block):
 
     Attributes
     ----------
-    lse : per vector of queries, lse in the scores' base; ∞ past the last query, so that P is 0
-    pair_symbols : the symbols of the pairs that `compute_weight` evaluated last
-    score_values : the values of the nodes of their score formula, by node id
-    final_score : their final score, in nats
+    lse : for each vector of queries, lse in base 2 or e like the scores; ∞ past the last query, so that P is 0
+    pair_symbols : the values of the symbols, by name, for the pairs that `compute_weight` evaluated last
+    score_values : for these pairs, the values of the score formula's nodes, by node id; not set without a formula
+    final_score : for these pairs, the final scores in nats
     """
 
     lse: list[Variable]
 
     @property
     def log_unit(self) -> float:
-        """The factor from nats to the scores' base."""
+        """The factor from nats to the base of the scores, 2 or e."""
         return math.log2(math.e) if self.spec.is_base_2 else 1.0
 
     def load_lse(self, lane: Value) -> Value:
-        """Return the lse of one query in the scores' base; 0 for a query that sees no key."""
+        """Return the lse of one query, in the base of the scores; 0 for a query that sees no key."""
         lse = self.args.lse.at((self.row + lane) * 8).load(DOUBLE)
         return self.builder.where(lse == -math.inf, 0.0, lse) * self.log_unit
 

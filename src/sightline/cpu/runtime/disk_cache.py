@@ -1,6 +1,6 @@
 """The disk cache: object code, one file per kernel, in a folder that no other user can write to.
 
-The environment variable SIGHTLINE_CACHE selects the folder, or disables the cache; see `sightline.caching`.
+The environment variable SIGHTLINE_CACHE selects the folder, or disables the cache; see `sightline.cache_folder`.
 
 A file consists of  MAGIC · sha256(name · code) · code.  The file name is the hash of everything that determines the
 code, so a file is never changed, only replaced by an equal file. A file is written under a temporary name and then
@@ -23,7 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from ...caching import cache_folder, find_sources, hash_sources
+from ...cache_folder import cache_folder
+from ...caching import find_sources, hash_sources
 from ...errors import name_file
 
 IMPORT_TIME = time.time()  # a source file that changed later may differ from the imported code

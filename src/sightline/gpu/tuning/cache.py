@@ -1,6 +1,6 @@
 """The cache on disk of configurations that `sightline.tune` found: one small JSON file for each kernel of a problem.
 
-The files are in the subfolder `tuned` of the folder of `sightline.caching`. A file's name is the hash of its key:
+The files are in the subfolder `tuned` of the folder of `sightline.cache_folder`. A file's name is the hash of its key:
 the kernel, the device and its driver, the versions of torch and Triton, the sources of the kernels, and the structure
 of the problem. A file is written under a temporary name and then renamed, so that several processes may write and read
 at once. Files hold data, no code. A file with unexpected content is ignored.
@@ -19,7 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...caching import CACHE_VARIABLE, cache_folder, cache_setting, find_sources, hash_sources
+from ...cache_folder import CACHE_VARIABLE, cache_folder, cache_setting
+from ...caching import find_sources, hash_sources
 from ...errors import ParameterError
 from ...problem.problem import Problem
 from ...statistics import Lse, unwrap_mean

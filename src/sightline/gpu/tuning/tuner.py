@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import to_numpy
-from ...caching import CACHE_VARIABLE
+from ...cache_folder import CACHE_VARIABLE
 from ...errors import KernelRefusedError, ParameterError
 from ...problem.kernel import Gradients, Result
 from ...problem.problem import MAX_SMALL_FLOPS, MIN_COUNTED_QUERIES, Problem, make_problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from .collectives import shard, unshard
 from .dispatch import attention
-from .shard import shard, unshard
 
 __all__ = ["attention", "shard", "unshard"]

@@ -16,9 +16,9 @@ from ...problem.problem import Problem
 from ...statistics import Lse, Statistic, itemsize
 from ..autograd import check_versions, table_versions, tables_of
 from ..operator import autocast_disabled
+from .collectives import cut_spans
 from .group import Group
 from .ring import ResultGradients, Ring, Saved
-from .shard import cut_spans
 
 QUERY_BYTES, MIN_ROWS = 4 << 20, 256  # the size of a piece of the queries, about; its number of queries, at least
 

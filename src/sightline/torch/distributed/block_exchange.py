@@ -24,8 +24,9 @@ class BlockExchange:
     Parameters
     ----------
     arrays : tensors (..., m_r, width) of this rank's shard, such as key and value
-    gradients : for each array the tensor to which all ranks' gradients are added; None in passes without gradients.
-        The rank that iterates calls `add_gradients` for every block. The sum has a fixed order: that of the rounds.
+    gradients : for each array a tensor like it, to which the gradients from all ranks are added; None in passes
+        without gradients. The rank calls `add_gradients` for every block that it gets. The order of the sum is fixed:
+        own blocks, then one round of transfers after another (see `Round`).
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def _sharded_axes(array: Any) -> list[int]:
 
 
 def to_dtensor(output: Tensor, placement: Placement) -> Any:
-    """Return the output with this placement; the tensor itself if it is None."""
+    """Return the output as a DTensor with this placement; `output` itself if the placement is None."""
     if placement is None:
         return output
     mesh, placements, rows = placement

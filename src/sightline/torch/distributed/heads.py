@@ -20,8 +20,8 @@ from ...partition.shards import Shards, divide_heads
 from ...problem.problem import Problem
 from ...statistics import arrays_of
 from ..autograd import attach_to_graph
+from .collectives import cut_spans, gather, join_shards, scatter, send_to_all
 from .group import Group
-from .shard import cut_spans, gather, join_shards, scatter, send_to_all
 
 
 def attention_by_heads(
@@ -83,7 +83,10 @@ class _Exchange:
         return torch.cat(self._send(x, parts, shapes), dim=self.axis)
 
     def _send(self, x: Tensor, parts: list[Tensor], shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Send `parts[r]` to rank r; return what came from the ranks, with these numbers of heads and positions."""
+        """Send `parts[r]` to rank r, and return the tensor that each rank sent.
+
+        `shapes` has the numbers of heads and of positions of each tensor that arrives.
+        """
         before, after = x.shape[: self.axis], x.shape[self.axis + 2 :]
         return send_to_all(self.group, parts, [x.new_empty((*before, *shape, *after)) for shape in shapes], "heads")
 
@@ -97,7 +100,7 @@ class _Gather:
     heads: Shards
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors, of this rank's heads."""
+        """Return the sum over the ranks of their tensors, only for this rank's heads."""
         return scatter(x, self.group, self.heads, self.axis)
 
     def to_positions(self, x: Tensor) -> Tensor:

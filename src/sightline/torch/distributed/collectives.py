@@ -1,4 +1,4 @@
-"""Shards of a tensor that every rank has whole, and the whole tensor from the shards."""
+"""Collective operations on shards: `shard`, `unshard`, and the gathers, scatters and exchanges of their gradients."""
 
 from __future__ import annotations
 
