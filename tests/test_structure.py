@@ -1,4 +1,4 @@
-"""Layout of source and tests: no import circles, no test that imports a test, no module with a public name."""
+"""Layout of source and tests: no import circles, no test that imports a test, no name that stands for two things."""
 
 import ast
 import re
@@ -154,6 +154,20 @@ def test_no_module_has_the_name_of_a_public_function():
     """`sightline.attention` was once both a function and a module."""
     found = [name for name in modules(SOURCE) if name.rpartition(".")[2] in sightline.__all__]
     assert not found, ", ".join(found)
+
+
+def shared_class_names(folder):
+    """Return the public names that several classes of the folder have."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")]
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {name for name in names if names.count(name) > 1 and not name.startswith("_")}
+
+
+def test_no_two_classes_share_a_public_name(tmp_path):
+    """The two classes that do are one layer for torch and for Keras."""
+    assert shared_class_names(SOURCE) == {"ScaledDotProductAttention", "MultiHeadAttention"}
+    folder = package(tmp_path / "planted", one="class A: ...\nclass _B: ...\n", two="class A: ...\nclass _B: ...\n")
+    assert shared_class_names(folder) == {"A"}
 
 
 def test_no_module_uses_the_cached_property_of_functools():

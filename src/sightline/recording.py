@@ -21,7 +21,7 @@ Labels = Sequence[Sequence[str]]  # for each batch entry, the labels of its posi
 Tokens = Labels | Mapping[str, Labels]  # labels of one sequence, or of two: {"encoder": ..., "decoder": ...}
 
 
-class Inputs(Protocol):
+class LabelledInputs(Protocol):
     """The inputs of a model, whose tokens label the positions of its layers."""
 
     @property
@@ -54,7 +54,7 @@ class Call:
         The recorded statistics.
     results : tuple
         The result of each statistic, of shape (B, heads, …); the statistic defines the other axes.
-    inputs : Inputs, optional
+    inputs : LabelledInputs, optional
         The tokens that the model had got when the layer ran, if the watch knows them.
     """
 
@@ -68,7 +68,7 @@ class Call:
     heads: tuple[int, ...]
     statistics: tuple[Statistic, ...]
     results: tuple[Any, ...]
-    inputs: Inputs | None = None
+    inputs: LabelledInputs | None = None
 
     def __getitem__(self, name: str) -> Any:
         """Return the result of the statistic that has this name ("top_k") or prints as this text ("top_k(8)")."""

@@ -23,7 +23,7 @@ from ..formula.torch_masks import causal_bias_formula, is_block_mask, is_causal_
 from ..statistics import Statistic, StatisticBase
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
-Layout = Literal["BHND", "BNHD"]
+AxisOrder = Literal["BHND", "BNHD"]
 
 MAX_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # by the accumulator's dtype
 

@@ -28,7 +28,7 @@ from .arguments import (
 )
 from .bound_call import BoundCall
 from .forward import forward
-from .statistics import FusedStatistics
+from .statistics import CpuFusedStatistics
 from .table_gradients import TableGradient, differentiate_sinks, find_table_gradients, sum_table_gradients
 
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
@@ -207,7 +207,7 @@ def _sum_over_keys(
 ) -> tuple[Any, BoundCall]:
     """Return Σⱼ P ∘ formula of every query, and the bound call: a forward pass with one column of value."""
     narrow = problem.with_statistics(Mass(formula), value=problem.value[..., :1])
-    fused, lse = FusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
+    fused, lse = CpuFusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
     output = empty((*lse.shape, narrow.d_v), narrow.dtype, narrow.query)
     call = forward(narrow, output, lse, threads, processor, fused)
     return convert(fused.arrays[0].astype(np.float64), problem.query), call

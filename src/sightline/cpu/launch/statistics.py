@@ -9,13 +9,13 @@ import numpy as np
 from ...arrays.operations import convert
 from ...problem.problem import Problem
 from ...reference.streaming import Streaming
-from ...statistics import Statistic, computation
-from ...statistics.computation import computed_statistic, dispatch_statistics
+from ...statistics import Statistic
+from ...statistics.computation import FusedStatistics, computed_statistic, dispatch_statistics
 from ..runtime.processor import Processor
 from . import weights_pass
 
 
-class FusedStatistics(computation.FusedStatistics):
+class CpuFusedStatistics(FusedStatistics):
     """The statistics that the forward kernel computes, and their output arrays; see `FusedStatisticsCode`."""
 
     def __init__(self, problem: Problem) -> None:
@@ -25,7 +25,7 @@ class FusedStatistics(computation.FusedStatistics):
 
 
 def compute_statistics(
-    problem: Problem, lse: Any, fused_statistics: FusedStatistics, threads: int | None, processor: Processor
+    problem: Problem, lse: Any, fused_statistics: CpuFusedStatistics, threads: int | None, processor: Processor
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return two tuples: the result of each statistic of `problem.see`, and the bound weights passes.
 
