@@ -33,7 +33,7 @@ from ..dispatch.call_text import CallText, count_arrays, flatten_result, locate_
 from ..dispatch.kernel_list import differentiate, make_plan, push_forward
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..problem.kernel import Gradients, Result, Tangents, is_lse_precise
+from ..problem.kernel import Gradients, Result, Tangents, is_lse_too_large
 from ..problem.problem import NUM_OPERANDS, Problem, validate
 from ..statistics import Statistic
 from .result_indices import FIRST_ARRAY, LSE, OUTPUT
@@ -263,8 +263,8 @@ class XlaBackward(XlaCall):
 
     def read_inputs(self, inputs: XlaInputs, forward: ForwardPass, found: dict[int, Any]) -> BackwardInputs | None:
         """Return the inputs of a bound backward pass; None if none can serve, as for gradients of statistics."""
-        is_precise = is_lse_precise(forward.lse, accumulator(dtype_name(forward.output)))
-        if not (is_precise and found.keys() <= {OUTPUT, LSE}):
+        dtype = accumulator(dtype_name(forward.output))
+        if is_lse_too_large(forward.lse, dtype) or not found.keys() <= {OUTPUT, LSE}:
             return None
         d_lse = found.get(LSE)
         d_lse = None if d_lse is None else np.ascontiguousarray(d_lse, np.float64)

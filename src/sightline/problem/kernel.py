@@ -218,13 +218,13 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
     )
 
 
-def is_lse_precise(lse: Any, accumulator: str) -> bool:
-    """True if every finite |lse| is at most `MAX_LSE`, so that the weights exp(score − lse) of a query sum to 1.
+def is_lse_too_large(lse: Any, accumulator: str) -> bool:
+    """True if a finite |lse| exceeds `MAX_LSE`, so that the weights exp(score − lse) of a query may not sum to 1.
 
-    Above `MAX_LSE` the scores of the backward pass are rounded differently from the scores that made the lse.
+    The scores of the backward pass are then rounded differently from the scores that made the lse.
     """
     magnitudes = np.abs(to_numpy(lse))
-    return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) <= MAX_LSE[accumulator])
+    return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) > MAX_LSE[accumulator])
 
 
 # -- what the generated kernels of the CPU and of GPUs share ----------------------------------------------------------

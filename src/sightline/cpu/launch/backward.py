@@ -11,7 +11,7 @@ import numpy as np
 
 from ...arrays.operations import convert, detach, empty, layout, namespace, to_numpy
 from ...formula.expression import Expression
-from ...problem.kernel import BACKWARD_SUMS, Gradients, is_lse_precise
+from ...problem.kernel import BACKWARD_SUMS, Gradients, is_lse_too_large
 from ...problem.problem import Problem
 from ...statistics import Mass, StatisticGradients
 from ..codegen.abi import BACKWARD_CALL_FIELDS
@@ -79,7 +79,7 @@ def backward(
     wanted_tables : slots in `Problem.tables` of the tables that need gradients
     statistic_gradients : the gradients of weights, scores and lse that come from statistics
     """
-    if not is_lse_precise(saved[1], problem.accumulator):
+    if is_lse_too_large(saved[1], problem.accumulator):
         return None
     bound_sum = None
     if statistic_gradients.needs_weights_sum:

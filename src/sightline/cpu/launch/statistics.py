@@ -31,21 +31,21 @@ def compute_statistics(
 
     A weights pass computes the statistics that the forward kernel does not compute.
 
-    The kernel `Streaming` computes the statistics that no CPU kernel computes. If `has_nonfinite` is true of lse, then
+    The kernel `Streaming` computes the statistics that no CPU kernel computes. If `is_lse_imprecise` is true, then
     `Streaming` computes every statistic that needs weights.
     """
-    is_nonfinite = weights_pass.has_nonfinite(problem, lse)
+    is_imprecise = weights_pass.is_lse_imprecise(problem, lse)
     statistics = [computed_statistic(statistic) for statistic in problem.see]
     passes: list[Any] = []
     arrays: dict[int, list[Any]] = {}
-    for bound in [] if is_nonfinite else weights_pass.bind_passes(problem, statistics, processor):
+    for bound in [] if is_imprecise else weights_pass.bind_passes(problem, statistics, processor):
         found = weights_pass.run_first(problem, lse, bound, threads)
         if found is not None:
             passes.append(bound[1])
             arrays |= {id(statistics[k]): own for k, own in zip(bound[1].indices, found, strict=True)}
 
     def compute_arrays(statistic: Statistic) -> list[Any] | None:
-        fused_arrays = None if is_nonfinite else fused_statistics.arrays_of(statistic)
+        fused_arrays = None if is_imprecise else fused_statistics.arrays_of(statistic)
         if fused_arrays is not None:
             return [convert(array, problem.query) for array in fused_arrays]
         return arrays.get(id(statistic))
