@@ -1,8 +1,9 @@
 """The base class of kernels, and the choice of a kernel for a problem.
 
 The methods `refuses` and `refuses_backward` of a kernel yield every reason why the kernel cannot serve a problem, each
-with its cure. `choose` takes the cheapest kernel that yields no reason. No other place says what a kernel can do:
-`choose`, `explain`, `sightline info` and the tests call `refuses` and `refuses_backward`.
+with its cure. `choose` takes the cheapest kernel that yields no reason. `choose`, `explain`, `sightline info` and the
+tests call these methods, so no other place says what a kernel can do with a problem. What depends on more than the
+problem, such as gradients of statistics or the size of lse, shows in the pass: `backward` and `tangent` return None.
 """
 
 from __future__ import annotations
