@@ -317,7 +317,7 @@ def split_names(see: Any) -> tuple[tuple[str, ...] | None, Any]:
 
 
 def check_choice(kernel: Any, threads: Any) -> None:
-    """Raise ParameterError unless `kernel` is text or None, and `threads` is None or a whole number of at least 1."""
+    """Raise ParameterError unless `kernel` is text or None, and `threads` is None or a number of threads."""
     if kernel is not None and not isinstance(kernel, str):
         raise ParameterError(f"kernel={kernel!r}", "a kernel's name, or None", 'kernel="cpu"')
     if threads is not None:
@@ -327,7 +327,7 @@ def check_choice(kernel: Any, threads: Any) -> None:
 def check_threads(name: str, number: Any) -> None:
     """Raise ParameterError unless the number of threads is a whole number from 1 to 2³¹ − 1."""
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
-        raise ParameterError(f"{name}={number!r}", "a whole number of at least 1", f"{name}=1")
+        raise ParameterError(f"{name}={number!r}", "a whole number from 1 to 2³¹ − 1", f"{name}=1")
 
 
 def check_device(what: str, array: Any, query: Any) -> None:
