@@ -213,7 +213,7 @@ class PreparedPass(NamedTuple):
 
 @dataclass
 class ForwardEntry(ResultBuilder):
-    """A call that only lacks its inputs. The parameters besides those of `ResultBuilder`:
+    """A call that only lacks its inputs. It has these parameters besides those of `ResultBuilder`.
 
     Parameters
     ----------

@@ -27,9 +27,8 @@ class CachedGraphCall(GraphCall):
 
     def __init__(self, attacher: GraphAttacher, request: Request, result: EntryResult) -> None:
         if isinstance(request.sinks, np.ndarray):
-            request = request._replace(
-                sinks=request.sinks.copy()
-            )  # the caller may change them before the backward pass
+            # the caller may change them before the backward pass
+            request = request._replace(sinks=request.sinks.copy())
         self.wanted_tables, self.num_inputs = attacher.backward.slots, attacher.num_inputs
         self.attacher, self.request = attacher, request
         self.seed = result.seed if attacher.options["dropout"] else None
