@@ -13,7 +13,7 @@ import numpy as np
 
 from ...arrays.operations import to_numpy
 from ...errors import DtypeError, ParameterError, ShapeError
-from ...problem.validation import labels_by_entry
+from ...recording import labels_by_entry
 from ...statistics import entropy_of
 from ..heatmaps import pooled
 from .storage import BASE64_RATIO, MAP_LEVELS, choose_levels
