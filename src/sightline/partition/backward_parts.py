@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import detach, empty
+from ..arrays.operations import detach, empty, itemsize
 from ..formula.tile_ranges import find_runs, find_tile_ranges
 from ..problem.kernel import Gradients, Kernel, is_lse_too_large
 from ..problem.problem import Problem
-from ..statistics import StatisticGradients, itemsize
+from ..statistics import StatisticGradients
 from .part import part_of
 
 MAX_SUM_BYTES = 64 << 20  # the largest size of the splits' sums in one part

@@ -18,14 +18,13 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ...arrays.operations import resolve_dtype
+from ...arrays.operations import itemsize, resolve_dtype
 from ...caching import cached_property
 from ...formula.expression import SYMBOLS, Expression
 from ...formula.tables import Table
 from ...formula.tile_ranges import count_pairs
 from ...problem.problem import make_problem
 from ...statistics import Pooled, Statistic
-from ...statistics.base import itemsize
 from .cases import SEED, Case, CaseGroup, Contender, Target, TimedCall
 from .check import share_of_budget
 
