@@ -1,4 +1,4 @@
-"""Layout of source and tests: no import circles, no test that imports a test, no module with a public name."""
+"""Layout of source and tests: no import circles, no test that imports a test, no name that stands for two things."""
 
 import ast
 import re
@@ -156,6 +156,20 @@ def test_no_module_has_the_name_of_a_public_function():
     assert not found, ", ".join(found)
 
 
+def shared_class_names(folder):
+    """Return the public names that several classes of the folder have."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")]
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {name for name in names if names.count(name) > 1 and not name.startswith("_")}
+
+
+def test_no_two_classes_share_a_public_name(tmp_path):
+    """The two classes that do are one layer for torch and for Keras."""
+    assert shared_class_names(SOURCE) == {"ScaledDotProductAttention", "MultiHeadAttention"}
+    folder = package(tmp_path / "planted", one="class A: ...\nclass _B: ...\n", two="class A: ...\nclass _B: ...\n")
+    assert shared_class_names(folder) == {"A"}
+
+
 def test_no_module_uses_the_cached_property_of_functools():
     """That of Python 3.11 holds a lock; see `sightline.caching`."""
     texts = {path: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
@@ -166,5 +180,34 @@ def test_no_module_uses_the_cached_property_of_functools():
     ] == []
 
 
-def test_dir_shows_the_public_names_and_nothing_else():
-    assert dir(sightline) == sorted(sightline.__all__)
+def rows_without_tests(rows, folder):
+    """Return the rows of `WIDE` whose file does not exist, or does not define the function."""
+    found = []
+    for row in rows:
+        path, _, name = row.partition("::")
+        text = (folder / path).read_text(encoding="utf-8") if (folder / path).exists() else ""
+        if not re.search(rf"^def {name.partition('[')[0]}\(" if name else "^def test_", text, re.MULTILINE):
+            found.append(row)
+    return found
+
+
+def test_every_row_of_wide_tests_names_tests(tmp_path):
+    """A row with an old name would leave long tests in `make test`."""
+    tree = ast.parse((TESTS / "conftest.py").read_text(encoding="utf-8"))
+    (wide,) = (x.value for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "WIDE")
+    assert rows_without_tests(ast.literal_eval(wide), TESTS) == []
+    package(tmp_path / "planted", test_one="def test_a(x):\n    pass\n")
+    gone = ["test_one.py::test_", "test_two.py", "test_one.py::test_b[x]"]
+    assert rows_without_tests(["test_one.py", "test_one.py::test_a[x]", *gone], tmp_path / "planted") == gone
+
+
+def test_dir_shows_the_public_names_and_the_submodules():
+    """The submodules are loaded when they are accessed; completion offers them all the same."""
+    functions = """
+        alibi alibi_slopes attention attention_from_disk attention_tangent attention_vjp bias causal dense documents
+        entropy explain lse mass max_score merge padding pooled prefix received relative_bias scores softcap table
+        threads tiles top_k tune weighted_sum weights where window
+    """
+    modules = "data equinox flax jax keras positions torch transformers view"
+    expected = [*"bhijsnm", "Expression", "KVCache", "Table", *functions.split(), *modules.split()]
+    assert dir(sightline) == sorted(expected)

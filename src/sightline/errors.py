@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from os import PathLike
 
 __all__ = [
-    "ChangedTableError",
+    "ChangedArrayError",
     "DeviceError",
     "DtypeError",
     "FormulaError",
@@ -81,8 +81,8 @@ class TableError(SightlineError, IndexError):
     """A formula reads outside its table. Also an IndexError."""
 
 
-class ChangedTableError(SightlineError, RuntimeError):
-    """A table of a formula was changed in place between forward and backward pass. Also a RuntimeError."""
+class ChangedArrayError(SightlineError, RuntimeError):
+    """An array of a call was changed in place between forward and backward pass. Also a RuntimeError."""
 
 
 class KernelRefusedError(SightlineError, NotImplementedError):

@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, Protocol
 
 from .errors import ParameterError
-from .problem.validation import labels_by_entry
 from .statistics import Statistic
 
 __all__ = ["Call", "Kind", "Seen", "Tokens", "select_names"]
@@ -21,7 +20,7 @@ Labels = Sequence[Sequence[str]]  # for each batch entry, the labels of its posi
 Tokens = Labels | Mapping[str, Labels]  # labels of one sequence, or of two: {"encoder": ..., "decoder": ...}
 
 
-class Inputs(Protocol):
+class LabelledInputs(Protocol):
     """The inputs of a model, whose tokens label the positions of its layers."""
 
     @property
@@ -54,7 +53,7 @@ class Call:
         The recorded statistics.
     results : tuple
         The result of each statistic, of shape (B, heads, …); the statistic defines the other axes.
-    inputs : Inputs, optional
+    inputs : LabelledInputs, optional
         The tokens that the model had got when the layer ran, if the watch knows them.
     """
 
@@ -68,7 +67,7 @@ class Call:
     heads: tuple[int, ...]
     statistics: tuple[Statistic, ...]
     results: tuple[Any, ...]
-    inputs: Inputs | None = None
+    inputs: LabelledInputs | None = None
 
     def __getitem__(self, name: str) -> Any:
         """Return the result of the statistic that has this name ("top_k") or prints as this text ("top_k(8)")."""
@@ -373,3 +372,22 @@ def _row(call: Call) -> tuple[str, ...]:
     start = f" from {call.query_start}" if call.query_start else ""
     heads = str(len(call.heads))
     return call.layer, call.kind, str(call.step), f"{call.n}{start}", str(call.m), heads, "; ".join(results)
+
+
+def labels_by_entry(labels: Any) -> list[list[str]]:
+    """Return a list of labels for each batch entry. A plain list of labels is read as the labels of one entry.
+
+    Raises
+    ------
+    ParameterError
+        `labels` is neither a list of labels nor a list of such lists.
+    """
+    try:
+        entries = [labels] if len(labels) and isinstance(labels[0], str) else labels
+        return [list(map(str, entry)) for entry in entries]
+    except TypeError as error:  # `labels` has no length, or holds numbers instead of lists
+        raise ParameterError(
+            f"tokens of a {type(labels).__name__}: {error}",
+            "a list of strings, or such a list for each text",
+            "tokens=tokenizer.convert_ids_to_tokens(numbers)",
+        ) from error

@@ -43,10 +43,8 @@ def assert_conforms(run: Callable[[Problem], Result], problem: Problem) -> None:
         if dtype_name(actual) != dtype:
             raise AssertionError(f"{what} has dtype {dtype_name(actual)}, not {dtype}")
         if "lse" in what:
-            actual, expected = (
-                actual.reshape(-1),
-                expected.reshape(-1),
-            )  # the whole lse counts as one row; see `reference.accuracy`
+            # the whole lse counts as one row; see `reference.accuracy`
+            actual, expected = actual.reshape(-1), expected.reshape(-1)
         assert_within_budget(actual, expected, orders, what, sizes.get(what))
 
 

@@ -7,7 +7,7 @@ import torch
 import sightline
 from sightline import h, i, j, s, table
 from sightline.dispatch import call_cache
-from sightline.errors import ChangedTableError, DtypeError, ParameterError, ShapeError
+from sightline.errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 
 REPEATS = 9  # calls until a call is direct, and one more
 B, H, G, N, M, D = 2, 4, 2, 9, 13, 8
@@ -149,7 +149,7 @@ def test_an_array_that_changes_before_the_backward_pass(rng, place):
             arrays["query"], arrays["key"], arrays["value"], score=s + table(arrays["table"])[h] * j
         )
         (arrays | {"output": output})[place][..., 0] += 1
-        with pytest.raises(ChangedTableError):
+        with pytest.raises(ChangedArrayError):
             vjp(np.ones_like(output))
 
 
@@ -158,7 +158,7 @@ def test_a_statistic_that_changes_before_the_backward_pass(rng, statistic):
     for _ in range(3):
         _, (result,), vjp = sightline.attention_vjp(*draw(rng), see=[statistic])
         first_array(result)[...] += 1
-        with pytest.raises(ChangedTableError):
+        with pytest.raises(ChangedArrayError):
             vjp(d_seen=[np.ones((B, H, N))])
 
 

@@ -24,7 +24,7 @@ from sightline.cpu.launch.call_family import CallFamily
 from sightline.cpu.launch.prepared_call import KernelInputs, PreparedCall
 from sightline.cpu.launch.tile_search import BoundSearch
 from sightline.dispatch import call_cache, call_request
-from sightline.errors import ChangedTableError, ParameterError, TableError
+from sightline.errors import ChangedArrayError, ParameterError, TableError
 from sightline.problem import problem
 
 SEEDS, SEEDS_PER_TEST = 60, 5
@@ -155,7 +155,7 @@ def test_a_table_that_changes_before_the_backward_pass(rng, kind, in_inference_m
         torch.autograd.grad(result, (q, k), retain_graph=True)
         with torch.inference_mode(in_inference_mode):
             entries[...] = torch.from_numpy(new) if isinstance(entries, torch.Tensor) else new
-        with pytest.raises(ChangedTableError):
+        with pytest.raises(ChangedArrayError):
             torch.autograd.grad(result, (q, k))
 
 

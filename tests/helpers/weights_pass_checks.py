@@ -6,7 +6,7 @@ import numpy as np
 
 from sightline.arrays.operations import dtype_name, to_numpy
 from sightline.cpu import Cpu
-from sightline.cpu.launch.weights_pass import bind_passes, has_nonfinite, run_first
+from sightline.cpu.launch.weights_pass import bind_passes, is_lse_imprecise, run_first
 from sightline.cpu.runtime.processor import HOST
 from sightline.reference.accuracy import dense_attention, summation_orders
 from sightline.reference.definition import compute_stages
@@ -18,9 +18,9 @@ from sightline.testing import assert_within_budget
 
 def compute(problem, lse, statistic, threads, processor):
     """Return the arrays of the statistic; None if streaming must compute it."""
-    if 0 in problem.extent and not has_nonfinite(problem, lse):  # there is no pass if there is nothing to compute
+    if 0 in problem.extent and not is_lse_imprecise(problem, lse):  # there is no pass if there is nothing to compute
         return Cpu().run(problem.with_statistics(statistic)).seen[0]
-    passes = [] if has_nonfinite(problem, lse) else bind_passes(problem, [statistic], processor)
+    passes = [] if is_lse_imprecise(problem, lse) else bind_passes(problem, [statistic], processor)
     found = run_first(problem, lse, passes[0], threads) if passes else None
     return None if found is None else tuple(found[0]) if len(found[0]) > 1 else found[0][0]
 
@@ -139,8 +139,8 @@ def check_pooled(problem, rows, columns, how, within=None, **more):
 
 
 def compute_together(problem, lse, statistics, threads=2, processor=HOST):
-    """Return the result of each statistic, computed by as few passes as possible; None if `has_nonfinite` is true."""
-    if has_nonfinite(problem, lse):
+    """Return the result of each statistic, computed by as few passes as possible; None if `is_lse_imprecise`."""
+    if is_lse_imprecise(problem, lse):
         return None
     passes, found = bind_passes(problem, statistics, processor), {}
     assert len(passes) == max(sum(type(x) is kind for x in statistics) for kind in map(type, statistics))

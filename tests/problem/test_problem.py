@@ -283,7 +283,7 @@ REFUSED = {
         lambda: sightline.attention(*[np.zeros((2, 4096), np.float16)] * 3, kernel="cpu"),
         KernelRefusedError,
         "d_k 4096",
-        "fit a thread's stack",
+        "use widths up to 1024; the streaming kernel serves larger",
         "kernel=None",
     ),
 }

@@ -12,7 +12,7 @@ import sightline
 from sightline.data import load
 from sightline.view import explorer
 from sightline.view.explorer import from_recording, html_page, notebook
-from sightline.view.explorer.data import Exploration, Layer, Links, Text
+from sightline.view.explorer.data import Exploration, Links, ShownLayer, Text
 
 needs_browser = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: apt-get install chromium")
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
@@ -330,7 +330,9 @@ def large(n, rng, heads=2, k=8):
     cells = rng.random((heads, 400, 400)).astype(np.float16)
     ends = rng.random((2, heads, n)).astype(np.float32)
     seen_by = from_recording.links_by_key(looks, n, k)
-    layers = (Layer(f"Layer {number}", tokens, tokens, cells, "mean", *ends, looks, seen_by) for number in range(2))
+    layers = (
+        ShownLayer(f"Layer {number}", tokens, tokens, cells, "mean", *ends, looks, seen_by) for number in range(2)
+    )
     return Exploration("Many tokens", (Text("", tuple(layers)),), ("Told to the reader.",))
 
 

@@ -21,7 +21,7 @@ from ..partition.shards import Method, ShardLayout
 from ..problem.foreign_arguments import refuse_arguments
 from ..problem.kernel import choose
 from ..problem.problem import make_problem
-from ..problem.validation import Layout, check_choice, fold_scale, read_score, split_names, to_heads_first
+from ..problem.validation import AxisOrder, check_choice, fold_scale, read_score, split_names, to_heads_first
 from ..reference import streaming
 from ..reference.streaming import Streaming
 from ..statistics import Statistic, StatisticBase, Tile
@@ -41,7 +41,7 @@ def attention(
     see: Statistic | Sequence[Statistic] | dict[str, Statistic] | None = None,
     kernel: str | None = None,
     threads: int | None = None,
-    layout: Layout = "BHND",
+    layout: AxisOrder = "BHND",
     **unknown: Never,
 ) -> Any:
     """Compute exact scaled dot-product attention, softmax(score(Q Kᵀ · scale) + M) V.
@@ -203,7 +203,7 @@ def explain(
     see: Statistic | Sequence[Statistic] | dict[str, Statistic] | None = None,
     kernel: str | None = None,
     threads: int | None = None,
-    layout: Layout = "BHND",
+    layout: AxisOrder = "BHND",
     source: bool = False,
     ranks: int | None = None,
     shards: ShardLayout = "contiguous",
@@ -297,7 +297,7 @@ def tiles(
     score: Any = None,
     scale: float | None = None,
     sinks: Any = None,
-    layout: Layout = "BHND",
+    layout: AxisOrder = "BHND",
     **unknown: Never,
 ) -> Iterator[Tile]:
     """Yield the normalised weights tile by tile, for problems whose n × m weights do not fit into memory.

@@ -17,7 +17,7 @@ from ..dispatch.call_cache import EntryResult, ForwardEntry
 from ..dispatch.call_request import Request, describe, new_description, new_structure
 from ..dispatch.call_text import count_arrays, flatten_result, split_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, solve, to_caller_layout
-from ..errors import ChangedTableError, DtypeError, ParameterError, ShapeError
+from ..errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.tables import Table
 from ..problem.kernel import Gradients
@@ -84,7 +84,7 @@ def attention_vjp(
         it if `d_seen` has a gradient of a statistic that cannot be differentiated.
     ShapeError, DtypeError
         A gradient has another shape than its result, or holds no floats. Query, key or value is no NumPy array.
-    ChangedTableError
+    ChangedArrayError
         `vjp` was called after an array of the call had changed. Of large queries, keys, values and results, a few
         entries are compared, so a change of other entries is not found.
     SightlineError
@@ -129,7 +129,7 @@ def attention_vjp(
 
     def vjp(d_output: Any = None, d_seen: Any = None) -> dict[Input, Any]:
         if [*map(_sample, read), *map(_version, others)] != versions:
-            raise ChangedTableError(
+            raise ChangedArrayError(
                 "an array of the call, or of its results, was changed in place before vjp was called",
                 "arrays with the entries of the call",
                 "copy the array before the call, or change it after vjp",

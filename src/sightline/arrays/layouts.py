@@ -10,10 +10,12 @@ array are its head, then the length of each axis, then the stride of each axis i
 `dtype` is type_num · 2⁸ + byteorder for NumPy, and the struct DLDataType of DLPack for torch. `gpu` is 1 + the index of
 the GPU whose memory holds the tensor, and 0 for an array in the processor's memory.
 
-The result is None, and the call needs the full dispatch, if one of the following holds. The type of an array is neither
-exactly NumPy's ndarray nor torch's Tensor or Parameter. A tensor is neither in the processor's memory nor in the memory
-of one of the first `MAX_GPUS` GPUs, has no strides, is a negative view, or has a dtype without a code in DLPack. torch
-traces or transforms the call, computes forward derivatives, or has an active mode.
+The result is None, and the call needs the full dispatch, in three cases:
+
+- The type of an array is neither exactly NumPy's ndarray nor torch's Tensor or Parameter.
+- A tensor is neither in the processor's memory nor in the memory of one of the first `MAX_GPUS` GPUs, has no strides,
+  is a negative view, or has a dtype without a code in DLPack.
+- torch traces or transforms the call, computes forward derivatives, or has an active mode.
 
 The functions of this module define the results. `dispatch.lookup` replaces `read_arrays` by generated code, which does
 the same in a third of the time.
@@ -149,7 +151,7 @@ numpy_address = _header_address if _header_address(_probe) == _interface_address
 
 
 def serve_tensors(tensors: Tensors) -> None:
-    """Make `read_in_python` read tensors of torch too. `torch.dispatch` calls this function when it is imported."""
+    """Make `read_in_python` read tensors of torch too. `torch.cached_tensors` calls this function."""
     global _tensors
     _tensors = tensors
 
@@ -172,7 +174,7 @@ read_arrays: Callable[..., tuple[Any, ...] | None] = read_in_python
 
 @dataclass(frozen=True)
 class ArrayAdapter:
-    """The functions by which the cache allocates arrays of one type. `torch.dispatch` adds the adapter of tensors.
+    """The functions by which the cache allocates arrays of one type. `torch.cached_tensors` adds that of tensors.
 
     Parameters
     ----------

@@ -239,3 +239,8 @@ def empty(shape: tuple[int, ...], name: str, like: Array) -> Array:
     if framework(like) == "torch":
         return like.new_empty(shape, dtype=resolve_dtype(namespace(like), name))
     return np.empty(shape, resolve_dtype(np, name))
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one number of the dtype."""
+    return {"float16": 2, "bfloat16": 2, "float32": 4}.get(dtype, 8)

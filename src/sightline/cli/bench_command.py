@@ -21,8 +21,8 @@ from ..cpu.runtime.thread_count import usable_processors
 from ..errors import ParameterError
 from .bench.benchmarks import select
 from .bench.cases import MEASURES, SERIES_MEASURES, Benchmark, Target
-from .bench.cuda import Cuda
-from .bench.device import Cpu, Device
+from .bench.cuda import CudaDevice
+from .bench.device import CpuDevice, Device
 from .bench.measure import Settings, run
 from .bench.peaks import UNITS
 from .bench.report import (
@@ -39,7 +39,7 @@ from .bench.report import (
 )
 from .console import key_value_table, make_console, section, table
 
-DEVICES: dict[str, type[Cpu] | type[Cuda]] = {"cpu": Cpu, "cuda": Cuda}
+DEVICES: dict[str, type[CpuDevice] | type[CudaDevice]] = {"cpu": CpuDevice, "cuda": CudaDevice}
 QUICK_WARNING = "A quick run: tiny sizes and two rounds. Its times and ratios mean nothing."
 NAME = ""  # the title of the column of names
 MIN_PEAK_SHARE = 0.05  # least share of the peak that is printed; a share with a target is always printed

@@ -26,9 +26,9 @@ from ..problem.problem import make_problem
 from ..reference.accuracy import budget_used, compute_baseline, term_sizes
 from ..statistics import lse, weights
 from . import head_patterns
-from .bench.cases import PreparedCall
+from .bench.cases import TimedCall
 from .bench.contenders import torch_threads
-from .bench.device import Cpu
+from .bench.device import CpuDevice
 from .bench.measure import interleave
 from .console import key_value_table, make_console, note, progress, section, table, weight_map
 
@@ -193,13 +193,13 @@ def compare_times(
     The seconds are medians over the turns. torch's attention is left out if torch is not installed. `on_round` is
     called after each round of turns.
     """
-    device = Cpu(1)
+    device = CpuDevice(1)
     device.pause = 0.0
     times = interleave(_prepare_calls(arrays, lengths), device, repeats, seconds=0.0, on_round=on_round)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def _prepare_calls(arrays: list[Array], lengths: Array | None) -> dict[str, PreparedCall]:
+def _prepare_calls(arrays: list[Array], lengths: Array | None) -> dict[str, TimedCall]:
     query, key, value = arrays
     mask = None if lengths is None else padding(lengths)
     allowed = True if lengths is None else (np.arange(key.shape[-2]) < lengths[:, None])[:, None, None, :]
@@ -220,7 +220,7 @@ def _prepare_calls(arrays: list[Array], lengths: Array | None) -> dict[str, Prep
         sdpa = torch.nn.functional.scaled_dot_product_attention
         calls["torch SDPA"] = lambda _: sdpa(q, k, v, attn_mask=hidden)
     calls["NumPy"] = numpy_attention
-    return {name: PreparedCall(call, threads=torch_threads()) for name, call in calls.items()}
+    return {name: TimedCall(call, threads=torch_threads()) for name, call in calls.items()}
 
 
 def _print_weights(console: Console, cat: Activations, seen: Array, layer: int, head: int, output: str | None) -> None:

@@ -20,7 +20,9 @@ def refuse_forward(problem: Problem) -> Iterator[Refusal]:
         yield Refusal(f"arrays of {problem.framework}", "convert them, as with numpy.asarray or torch.from_dlpack")
     elif problem.device != "cpu":
         yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
-    yield from refuse_sizes(problem, MAX_HEAD_WIDTH, f"widths up to {MAX_HEAD_WIDTH} fit a thread's stack")
+    yield from refuse_sizes(
+        problem, MAX_HEAD_WIDTH, f"use widths up to {MAX_HEAD_WIDTH}; the streaming kernel serves larger widths"
+    )
     if importlib.util.find_spec("llvmlite") is None:
         yield Refusal("llvmlite is not installed", "pip install llvmlite")
 

@@ -138,7 +138,7 @@ class EntryResult(NamedTuple):
 
     arrays : the arrays of every statistic except lse, in the order of `ForwardEntry.statistics`; of a mean, the arrays
         that it averages
-    is_lse_imprecise : False if `kernel.is_lse_precise` is true of lse
+    is_lse_imprecise : True if the forward kernel set `imprecise_lse_flag`
     seed : the seed of dropout
     """
 
@@ -174,7 +174,7 @@ class ResultBuilder:
     adapter : the adapter of query, key, value and output
     statistics : the statistics
     attach : function that joins the results to a graph of gradients; None for arrays without gradients
-        It takes the request, query, key, value and a `EntryResult`, and returns the result with joined arrays.
+        It takes the request, query, key, value and an `EntryResult`, and returns the result with joined arrays.
     """
 
     adapter: ArrayAdapter
@@ -216,7 +216,7 @@ class PreparedPass(NamedTuple):
 
 @dataclass
 class ForwardEntry(ResultBuilder):
-    """A call that only lacks its inputs. The parameters besides those of `ResultBuilder`:
+    """A call that only lacks its inputs. It has these parameters besides those of `ResultBuilder`.
 
     Parameters
     ----------

@@ -5,9 +5,12 @@
 The key of a request has everything that the dispatch depends on: the layouts of all arrays, and the structure. Layouts
 are shapes, strides and dtypes. The structure is the formulas without their numbers and tables, and the options. The key
 never has contents of arrays, so new tables at each call are as fast as the same ones. A call has no request, and goes
-through the full dispatch, if one of the following holds. It needs statistics that no kernel computes, or selections of
-statistics. Its scale is an array. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself
-must see the call.
+through the full dispatch, in four cases:
+
+- It needs statistics that no kernel computes, or selections of statistics.
+- Its scale is an array.
+- The type of an array is not exactly NumPy's ndarray or torch's Tensor.
+- torch itself must see the call.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..arrays.operations import itemsize
 from ..formula.tile_ranges import find_tile_ranges
 from ..partition.cost_model import Prediction
 from ..problem.kernel import Plan
 from ..problem.problem import Problem
-from ..statistics import itemsize
 
 TILE = (64, 64)  # the counted tiles have 64 queries and 64 keys; the tiles of a kernel may be larger
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..cpu import Cpu
 from ..gpu import Triton
 from ..partition import backward_parts
-from ..problem.kernel import Gradients, Kernel, Plan, Result, Tangents, choose, is_lse_precise
+from ..problem.kernel import Gradients, Kernel, Plan, Result, Tangents, choose, is_lse_too_large
 from ..problem.problem import Problem
 from ..reference import streaming, streaming_tangent
 from ..reference.definition import Reference
@@ -73,9 +73,9 @@ def differentiate(
             gradients = plan.kernel.backward(problem, d_output, d_lse, saved, wanted_tables, threads, added)
         if gradients is not None:
             return gradients
-        if is_lse_precise(saved[1], problem.accumulator):
-            return streaming.backward(problem, d_output, d_lse, (), saved, added)
-        return streaming.backward(problem, d_output, d_lse, d_seen)
+        if is_lse_too_large(saved[1], problem.accumulator):
+            return streaming.backward(problem, d_output, d_lse, d_seen)
+        return streaming.backward(problem, d_output, d_lse, (), saved, added)
 
 
 def push_forward(

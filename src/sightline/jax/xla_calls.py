@@ -33,7 +33,7 @@ from ..dispatch.call_text import CallText, count_arrays, flatten_result, locate_
 from ..dispatch.kernel_list import differentiate, make_plan, push_forward
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..problem.kernel import Gradients, Result, Tangents, is_lse_precise
+from ..problem.kernel import Gradients, Result, Tangents, is_lse_too_large
 from ..problem.problem import NUM_OPERANDS, Problem, validate
 from ..statistics import Statistic
 from .result_indices import FIRST_ARRAY, LSE, OUTPUT
@@ -80,7 +80,7 @@ def _memory_type(shape: tuple[int, ...], dtype: Any) -> Any:
     return ctypes.c_char * (math.prod(shape) * dtype.itemsize)
 
 
-class Inputs(NamedTuple):
+class XlaInputs(NamedTuple):
     """The arrays of a call: query, key, value, the tables, the sinks and the seed."""
 
     query: Any
@@ -127,16 +127,16 @@ class XlaCall(ABC):
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         """Return the results."""
 
-    def split_arguments(self, arrays: list[Any]) -> tuple[Inputs, list[Any]]:
+    def split_arguments(self, arrays: list[Any]) -> tuple[XlaInputs, list[Any]]:
         """Return the arguments of the forward pass, and then the other arguments."""
         (query, key, value), rest = arrays[:NUM_OPERANDS], arrays[NUM_OPERANDS:]
         given = zip(rest, self.wide_tables, strict=False)
         tables, rest = [x.view(wide)[..., 0] if wide else x for x, wide in given], rest[len(self.wide_tables) :]
         sinks = rest.pop(0) if self.has_sinks else None
         seed = int(rest.pop(0).view(np.uint64)[0]) if self.has_seed else 0
-        return Inputs(query, key, value, tables, sinks, seed), rest
+        return XlaInputs(query, key, value, tables, sinks, seed), rest
 
-    def make_problem(self, inputs: Inputs, formulas: tuple[Expression | None, Expression | None]) -> Problem:
+    def make_problem(self, inputs: XlaInputs, formulas: tuple[Expression | None, Expression | None]) -> Problem:
         operands = inputs.query, inputs.key, inputs.value
         return validate(self.text.problem(operands, inputs.tables, formulas, inputs.sinks, inputs.seed))
 
@@ -254,17 +254,17 @@ class XlaBackward(XlaCall):
         learned = [k for k in self.wanted if k >= NUM_OPERANDS]
         return [k if k < NUM_OPERANDS else NUM_OPERANDS + learned.index(k) for k in self.wanted]
 
-    def make_passes(self, inputs: Inputs) -> BackwardPasses:
+    def make_passes(self, inputs: XlaInputs) -> BackwardPasses:
         formulas = self.text.formulas(inputs.tables)
         problem = self.make_problem(inputs, formulas)
         slots, sinks = self.table_slots(problem), NUM_OPERANDS + len(self.wide_tables)
         wanted_tables = [slots[k] for k in self.wanted if NUM_OPERANDS <= k < sinks]
         return BackwardPasses.of(problem, formulas, wanted_tables, sinks in self.wanted)
 
-    def read_inputs(self, inputs: Inputs, forward: ForwardPass, found: dict[int, Any]) -> BackwardInputs | None:
+    def read_inputs(self, inputs: XlaInputs, forward: ForwardPass, found: dict[int, Any]) -> BackwardInputs | None:
         """Return the inputs of a bound backward pass; None if no pass can serve, as for gradients of statistics."""
-        is_precise = is_lse_precise(forward.lse, accumulator(dtype_name(forward.output)))
-        if not (is_precise and found.keys() <= {OUTPUT, LSE}):
+        dtype = accumulator(dtype_name(forward.output))
+        if is_lse_too_large(forward.lse, dtype) or not found.keys() <= {OUTPUT, LSE}:
             return None
         d_lse = found.get(LSE)
         d_lse = None if d_lse is None else np.ascontiguousarray(d_lse, np.float64)
@@ -272,7 +272,7 @@ class XlaBackward(XlaCall):
         return BackwardInputs(found[OUTPUT], d_lse, tuple(inputs.tables), self.numbers, structure)
 
     def dispatch(
-        self, slots: Sequence[int], inputs: Inputs, forward: ForwardPass, found: dict[int, Any]
+        self, slots: Sequence[int], inputs: XlaInputs, forward: ForwardPass, found: dict[int, Any]
     ) -> tuple[Gradients, Sequence[Expression | None]]:
         """Return the gradients by the full dispatch, and the mask and the score of the call."""
         formulas = self.text.formulas(inputs.tables)

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import detach, empty
+from ..arrays.operations import detach, empty, itemsize
 from ..formula.tile_ranges import find_runs, find_tile_ranges
-from ..problem.kernel import Gradients, Kernel, is_lse_precise
+from ..problem.kernel import Gradients, Kernel, is_lse_too_large
 from ..problem.problem import Problem
-from ..statistics import StatisticGradients, itemsize
+from ..statistics import StatisticGradients
 from .part import part_of
 
 MAX_SUM_BYTES = 64 << 20  # the largest size of the splits' sums in one part
@@ -51,7 +51,7 @@ def backward_in_parts(
     """
     from ..cpu.launch.table_gradients import differentiate_sinks
 
-    if not is_lse_precise(saved[1], problem.accumulator):
+    if is_lse_too_large(saved[1], problem.accumulator):
         return None
     arrays = [detach(array) for array in (problem.query, problem.key, problem.value)]
     d_arrays = [empty(tuple(array.shape), problem.accumulator, array) for array in arrays]

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.operations import itemsize
 from ..errors import ParameterError
 from ..problem.problem import Problem
-from ..statistics import itemsize
 from .schedule import Schedule, find_schedule, key_block_length
 from .shards import Method, ShardLayout, check_method, divide, divide_heads
 

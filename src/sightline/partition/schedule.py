@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.operations import itemsize
 from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.interval_arithmetic import compute_intervals
 from ..formula.tile_ranges import find_tile_ranges, make_box
 from ..problem.problem import Problem
-from ..statistics import itemsize
 from .shards import Shards, Span
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

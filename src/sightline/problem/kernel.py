@@ -1,8 +1,9 @@
 """The base class of kernels, and the choice of a kernel for a problem.
 
 The methods `refuses` and `refuses_backward` of a kernel yield every reason why the kernel cannot serve a problem, each
-with its cure. `choose` takes the cheapest kernel that yields no reason. No other place says what a kernel can do:
-`choose`, `explain`, `sightline info` and the tests call `refuses` and `refuses_backward`.
+with its cure. `choose` takes the cheapest kernel that yields no reason. `choose`, `explain`, `sightline info` and the
+tests call these methods, so no other place says what a kernel can do with a problem. What depends on more than the
+problem, such as gradients of statistics or the size of lse, shows in the pass: `backward` and `tangent` return None.
 """
 
 from __future__ import annotations
@@ -218,13 +219,13 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
     )
 
 
-def is_lse_precise(lse: Any, accumulator: str) -> bool:
-    """True if every finite |lse| is at most `MAX_LSE`, so that the weights exp(score − lse) of a query sum to 1.
+def is_lse_too_large(lse: Any, accumulator: str) -> bool:
+    """True if a finite |lse| exceeds `MAX_LSE`, so that the weights exp(score − lse) of a query may not sum to 1.
 
-    Above `MAX_LSE` the scores of the backward pass are rounded differently from the scores that made the lse.
+    The scores of the backward pass are then rounded differently from the scores that made the lse.
     """
     magnitudes = np.abs(to_numpy(lse))
-    return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) <= MAX_LSE[accumulator])
+    return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) > MAX_LSE[accumulator])
 
 
 # -- what the generated kernels of the CPU and of GPUs share ----------------------------------------------------------

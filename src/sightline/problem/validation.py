@@ -23,7 +23,7 @@ from ..formula.torch_masks import causal_bias_formula, is_block_mask, is_causal_
 from ..statistics import Statistic, StatisticBase
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
-Layout = Literal["BHND", "BNHD"]
+AxisOrder = Literal["BHND", "BNHD"]
 
 MAX_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # by the accumulator's dtype
 
@@ -317,7 +317,7 @@ def split_names(see: Any) -> tuple[tuple[str, ...] | None, Any]:
 
 
 def check_choice(kernel: Any, threads: Any) -> None:
-    """Raise ParameterError unless `kernel` is text or None, and `threads` is None or a whole number of at least 1."""
+    """Raise ParameterError unless `kernel` is text or None, and `threads` is None or a number of threads."""
     if kernel is not None and not isinstance(kernel, str):
         raise ParameterError(f"kernel={kernel!r}", "a kernel's name, or None", 'kernel="cpu"')
     if threads is not None:
@@ -327,7 +327,7 @@ def check_choice(kernel: Any, threads: Any) -> None:
 def check_threads(name: str, number: Any) -> None:
     """Raise ParameterError unless the number of threads is a whole number from 1 to 2³¹ − 1."""
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
-        raise ParameterError(f"{name}={number!r}", "a whole number of at least 1", f"{name}=1")
+        raise ParameterError(f"{name}={number!r}", "a whole number from 1 to 2³¹ − 1", f"{name}=1")
 
 
 def check_device(what: str, array: Any, query: Any) -> None:
@@ -346,22 +346,3 @@ def check_device(what: str, array: Any, query: Any) -> None:
 
 def _format_items(found: dict[str, Any]) -> str:
     return ", ".join(f"{name}: {value}" for name, value in found.items())
-
-
-def labels_by_entry(labels: Any) -> list[list[str]]:
-    """Return a list of labels for each batch entry. A plain list of labels is read as the labels of one entry.
-
-    Raises
-    ------
-    ParameterError
-        `labels` is neither a list of labels nor a list of such lists.
-    """
-    try:
-        entries = [labels] if len(labels) and isinstance(labels[0], str) else labels
-        return [list(map(str, entry)) for entry in entries]
-    except TypeError as error:  # `labels` has no length, or holds numbers instead of lists
-        raise ParameterError(
-            f"tokens of a {type(labels).__name__}: {error}",
-            "a list of strings, or such a list for each text",
-            "tokens=tokenizer.convert_ids_to_tokens(numbers)",
-        ) from error

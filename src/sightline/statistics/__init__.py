@@ -13,7 +13,6 @@ from .base import (
     Tile,
     accumulate_statistics,
     arrays_of,
-    itemsize,
     statistic_gradients,
     weigh,
 )
@@ -46,7 +45,6 @@ __all__ = [
     "deserialize",
     "entropy",
     "entropy_of",
-    "itemsize",
     "lse",
     "mass",
     "max_score",

@@ -287,11 +287,6 @@ def arrays_of(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, tuple) else (result,)
 
 
-def itemsize(dtype: str) -> int:
-    """Return the bytes of one number of the dtype."""
-    return {"float16": 2, "bfloat16": 2, "float32": 4}.get(dtype, 8)
-
-
 def _literal_text(value: Any) -> str:
     """Return a parameter as a Python literal; torch.compile cannot trace `repr` of a tuple."""
     if isinstance(value, tuple):

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..arrays.operations import convert, dtype_name, framework, namespace
+from ..arrays.operations import convert, dtype_name, framework, itemsize, namespace
 from ..errors import ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, where
-from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, Outer, StatisticGradients, Tile, itemsize
+from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, Outer, StatisticGradients, Tile
 from .selection import Statistic
 
 if TYPE_CHECKING:

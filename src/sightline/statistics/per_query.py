@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.operations import namespace, resolve_dtype
+from ..arrays.operations import itemsize, namespace, resolve_dtype
 from ..errors import MaskError, ParameterError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Expression, where
@@ -22,7 +22,6 @@ from .base import (
     Outer,
     StatisticGradients,
     Tile,
-    itemsize,
     weigh,
 )
 from .selection import Statistic

@@ -20,7 +20,7 @@ from ..arrays.operations import checksum, to_numpy
 from ..dispatch.backward_calls import arrays_to_save, split_saved
 from ..dispatch.call_request import conditions_of
 from ..dispatch.call_text import flatten_result
-from ..errors import ChangedTableError
+from ..errors import ChangedArrayError
 from ..problem.kernel import Gradients, Plan, Result
 from ..problem.problem import Problem
 from ..statistics import Statistic
@@ -187,9 +187,9 @@ def table_versions(tables: Sequence[Any]) -> list[Any]:
 
 
 def check_versions(versions: Sequence[Any], tables: Sequence[Any]) -> None:
-    """Raise ChangedTableError unless `table_versions(tables)` still are `versions`."""
+    """Raise ChangedArrayError unless `table_versions(tables)` still are `versions`."""
     if versions != table_versions(tables):
-        raise ChangedTableError(
+        raise ChangedArrayError(
             "a mask, a bias or a table of a formula was changed in place between forward and backward pass",
             "tables with the entries of the forward pass",
             "clone the array before the forward pass, or change it after the backward pass",

@@ -7,15 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import _C, Tensor
+from torch import Tensor
 from torch.nn import Parameter
 
 from ..arrays.kinds import check_class, check_memory, refuse_subclass
-from ..arrays.layouts import ADAPTERS, BOOLEANS, MAX_GPUS, ArrayAdapter, Layout, Tensors, make_kind
 from ..dispatch import call_cache
 from ..dispatch.call_request import Request, conditions_of
 from ..dispatch.kernel_list import KERNELS, make_plan, to_caller_layout
-from ..dispatch.lookup import serve_tensors
 from ..errors import SightlineError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tensor_reads import torch_mode
@@ -24,15 +22,17 @@ from ..problem.problem import Problem, parse, validate
 from ..problem.validation import fold_scale
 from ..statistics import Statistic, solve_selections_separately
 from . import gpu_entries, operator
-from .autograd import INTERCEPTIONS, attach_to_graph, is_intercepted, needs_gradients
+from .autograd import attach_to_graph, is_intercepted, needs_gradients
+from .cached_tensors import register_tensors
 from .derivatives import Derivative, apply, is_transformed, refuse_functionalize, refuse_tangents
 from .fused import Fused
-from .graph_attacher import GraphAttacher, make_empty
+from .graph_attacher import GraphAttacher
 from .nested import is_nested, pack, unpack
 from .operator_schema import OperatorArguments, build_result, make_seed
 
 FUSED = Fused()
 TABLE_READS = torch_mode()
+register_tensors()
 
 
 def kernels() -> tuple[Kernel, ...]:
@@ -200,48 +200,3 @@ def _build_formula(formula: Any, symbols: str) -> Any:
         return formula
     with TABLE_READS():
         return formula(*[SYMBOLS[name] for name in symbols])
-
-
-# -- the call cache -----------------------------------------------------------------------------------------------
-
-
-def _read(tensor: Tensor) -> tuple[Layout, int] | None:
-    """Return the layout and the address of a tensor; None if the call needs the full dispatch."""
-    gpu = 0 if tensor.is_cpu else 1 + tensor.get_device() if tensor.is_cuda else None
-    if gpu is None or gpu > MAX_GPUS or tensor.dtype not in _DLPACK_CODES or tensor.is_neg():
-        return None
-    size = tensor.dtype.itemsize
-    dtype = 1 << 16 | 8 * size << 8 | _DLPACK_CODES[tensor.dtype]
-    needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
-    try:
-        strides = tuple([size * stride for stride in tensor.stride()])
-        address = tensor.data_ptr()
-        layout = Layout(make_kind(size, dtype, needs_gradient, True, gpu), tuple(tensor.shape), strides)
-        return (layout, address) if address else None
-    except RuntimeError:  # tensors that are sparse, nested or opaque have no strides
-        return None
-
-
-def _finish_lse(lse: Tensor, output: Tensor) -> Tensor:
-    return lse if output.dtype == torch.float64 else lse.float()
-
-
-_DLPACK_CODES = {  # the code of each dtype in the struct DLDataType of DLPack
-    **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64), 0),
-    **dict.fromkeys((torch.uint8, torch.uint16, torch.uint32, torch.uint64), 1),
-    **dict.fromkeys((torch.float16, torch.float32, torch.float64), 2),
-    torch.bfloat16: 4,
-    torch.bool: 6,
-}
-BOOLEANS.add(torch.bool)
-_ADAPTER = ArrayAdapter(Tensor.data_ptr, make_empty, _finish_lse, lambda: int(make_seed(None)))
-ADAPTERS.update({Tensor: _ADAPTER, Parameter: _ADAPTER})
-serve_tensors(
-    Tensors(
-        (Tensor, Parameter),
-        _read,
-        (*INTERCEPTIONS, _C._is_any_autocast_enabled),
-        torch.is_grad_enabled,
-        getattr(Tensor, "__dlpack_c_exchange_api__", None),
-    )
-)

@@ -74,7 +74,7 @@ class EntriesByNumbers(_PythonEntry):
 
 @dataclass
 class GpuEntry(ResultBuilder):
-    """A call that only lacks its inputs. The parameters besides those of `ResultBuilder`:
+    """A call that only lacks its inputs. It has these parameters besides those of `ResultBuilder`.
 
     Parameters
     ----------

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, read_inputs
@@ -27,9 +25,8 @@ class CachedGraphCall(GraphCall):
 
     def __init__(self, attacher: GraphAttacher, request: Request, result: EntryResult) -> None:
         if isinstance(request.sinks, np.ndarray):
-            request = request._replace(
-                sinks=request.sinks.copy()
-            )  # the caller may change them before the backward pass
+            # the caller may change them before the backward pass
+            request = request._replace(sinks=request.sinks.copy())
         self.wanted_tables, self.num_inputs = attacher.backward.slots, attacher.num_inputs
         self.attacher, self.request = attacher, request
         self.seed = result.seed if attacher.options["dropout"] else None
@@ -105,13 +102,6 @@ class _CpuGraphCall(CachedGraphCall):
     ) -> None:
         given, forward = self.read_inputs(gradients, inputs, results), self.forward_pass(inputs, results)
         self.attacher.backward.keep(found, given, self.formulas, forward)
-
-
-def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str) -> Callable[[], Tensor]:
-    """Return a function that allocates a tensor of this shape and dtype."""
-    dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-    example = torch.empty((), dtype=dtype).expand(shape)  # it has the memory of one number
-    return partial(torch.empty_like, example)  # half the time of `torch.empty` with a dtype
 
 
 class GraphAttacher:

@@ -15,7 +15,7 @@ from sightline.cli.bench.benchmarks import BENCHMARKS, CAUSAL, select, window
 from sightline.cli.bench.cases import Target
 from sightline.cli.bench.check import sample, share_of_budget
 from sightline.cli.bench.contenders import VARIANTS
-from sightline.cli.bench.device import Cpu
+from sightline.cli.bench.device import CpuDevice
 from sightline.cli.bench.host_cases import FirstCall
 from sightline.cli.bench.peak_memory import can_measure, peak_memory
 from sightline.cli.bench.peaks import Peaks, has_bfloat16_dot
@@ -444,7 +444,7 @@ def test_results_are_saved_before_the_device_fails(capsys, monkeypatch, tmp_path
     assert code == 1
     assert len(json.loads(path.read_text())["findings"]) == len(BENCHMARKS)
     path.unlink()
-    monkeypatch.setattr(Cpu, "synchronize", synchronize)
+    monkeypatch.setattr(CpuDevice, "synchronize", synchronize)
     code, out, _ = command(capsys, "--quick", "--json", str(path))
     assert code == 1
     assert "lost" in out

@@ -12,9 +12,9 @@ from fake_cuda import WORKLOADS, Capturing, Runtime
 from sightline.cli import main
 from sightline.cli.bench import check, cuda, cuda_benchmarks, host_cases, workloads
 from sightline.cli.bench.benchmarks import CAUSAL
-from sightline.cli.bench.cases import BEST, PreparedCall, Target
+from sightline.cli.bench.cases import BEST, Target, TimedCall
 from sightline.cli.bench.check import share_of_budget
-from sightline.cli.bench.cuda import Cuda
+from sightline.cli.bench.cuda import CudaDevice
 from sightline.cli.bench.host_cases import Planning
 from sightline.cli.bench.measure import Settings, run
 from sightline.cli.bench.report import Entry, Finding, Row
@@ -34,8 +34,8 @@ def small(monkeypatch):
 
 
 def make_device(runtime=None):
-    """A `Cuda` device whose tensors are on the CPU."""
-    device = Cuda(1, device="cpu", runtime=runtime or Runtime(), options={})
+    """A `CudaDevice` whose tensors are on the CPU."""
+    device = CudaDevice(1, device="cpu", runtime=runtime or Runtime(), options={})
     device.pause = 0.0
     return device
 
@@ -130,7 +130,7 @@ def test_calls_are_timed_between_events():
 
 def test_the_time_of_short_calls_includes_the_host():
     device, calls = make_device(), []
-    prepared = PreparedCall(lambda state: calls.append(state) or time.sleep(2e-3), lambda x: x, lambda: 7)
+    prepared = TimedCall(lambda state: calls.append(state) or time.sleep(2e-3), lambda x: x, lambda: 7)
     prepared.includes_host = True
     device._record_events = None  # no events
     assert 2e-3 <= device.time_calls(prepared, 3) < 2e-2

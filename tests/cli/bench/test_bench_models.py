@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 import torch
 
 from sightline.cli.bench import models
-from sightline.cli.bench.cases import PreparedCall
-from sightline.cli.bench.device import Cpu
+from sightline.cli.bench.cases import TimedCall
+from sightline.cli.bench.device import CpuDevice
 from sightline.cli.bench.measure import Settings, run
 from sightline.cli.bench.models import MODELS, CopiedModel, EncoderCase, GenerationCase, ModelInputs, TrainingCase
 
@@ -26,7 +26,7 @@ def copy_of(case, implementation="sightline", is_watched=False):
 
 
 def share_of(inputs, copied):
-    return copied.case.share_of_budget(PreparedCall(copied.call, copied.compute), inputs)
+    return copied.case.share_of_budget(TimedCall(copied.call, copied.compute), inputs)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -122,7 +122,7 @@ def test_the_encoder_without_weights_has_the_trained_ones_configuration(monkeypa
 
 
 def test_the_decoder_is_measured():
-    finding = run(DECODER, Settings(Cpu(1), seconds=0.01, quick=True))
+    finding = run(DECODER, Settings(CpuDevice(1), seconds=0.01, quick=True))
     assert finding.failed is None
     for row in finding.rows:
         assert row.failed is None

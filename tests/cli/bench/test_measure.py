@@ -6,8 +6,8 @@ import pytest
 
 from sightline.cli import main
 from sightline.cli.bench import measure
-from sightline.cli.bench.cases import Case, Contender, Group, PreparedCall, Target
-from sightline.cli.bench.device import Cpu
+from sightline.cli.bench.cases import Case, CaseGroup, Contender, Target, TimedCall
+from sightline.cli.bench.device import CpuDevice
 from sightline.cli.bench.measure import Settings, run
 from sightline.cli.bench.report import Entry, Finding, Report, Row, summarise
 from sightline.cli.bench.workloads import Inputs, Workload, series
@@ -33,7 +33,7 @@ class Stub(Contender):
         def close():
             self.is_closed = True
 
-        return PreparedCall(call, lambda _: self.share, close=close)
+        return TimedCall(call, lambda _: self.share, close=close)
 
 
 class StubCase(Case):
@@ -52,12 +52,14 @@ class StubCase(Case):
 
 
 def group_of(*cases, **options):
-    return Group(**{"name": "stubs", "group": "stubs", "description": "about", "packages": ()} | options, cases=cases)
+    return CaseGroup(
+        **{"name": "stubs", "group": "stubs", "description": "about", "packages": ()} | options, cases=cases
+    )
 
 
 @pytest.fixture
 def settings(fast_peaks):
-    device = Cpu(1)
+    device = CpuDevice(1)
     device.pause = 0.0
     return Settings(device, seconds=0.01, quick=True)
 

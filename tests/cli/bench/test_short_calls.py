@@ -9,14 +9,14 @@ pytest.importorskip("torch")
 
 import torch
 
-from sightline.cli.bench.cases import PreparedCall
-from sightline.cli.bench.device import Cpu
+from sightline.cli.bench.cases import TimedCall
+from sightline.cli.bench.device import CpuDevice
 from sightline.cli.bench.measure import Settings, run
 from sightline.cli.bench.short_calls import (
     KINDS,
     OVERHEADS,
     SHORT_CALLS,
-    Pool,
+    InputPool,
     ShortCall,
     draw_lengths,
     infer,
@@ -85,7 +85,7 @@ def test_the_empty_pair_returns_d_output_for_every_input():
 
 
 def test_the_empty_pair_is_timed_and_subtracted():
-    finding = run(TRAINING, Settings(Cpu(1), seconds=0.01, quick=True))
+    finding = run(TRAINING, Settings(CpuDevice(1), seconds=0.01, quick=True))
     assert (finding.peers, finding.subtracted) == (("torch", "empty"), "empty")
     for row in finding.rows:
         assert row.failed is None
@@ -94,7 +94,7 @@ def test_the_empty_pair_is_timed_and_subtracted():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_call_gets_other_tensors_with_other_contents(name):
-    pool = Pool(ShortCall.of(name, SHAPE), 4)
+    pool = InputPool(ShortCall.of(name, SHAPE), 4)
     calls = [pool.next() for _ in range(5)]
     for one, other in pairwise(calls):
         for tensor, next_tensor in zip(one, other, strict=True):
@@ -142,7 +142,7 @@ def share_of_call(name, call):
     """Return the share of the budget that a call of a short call's pool uses."""
     case = ShortCall.of(name, SHAPE)
     inputs = case.make_inputs()
-    return case.share_of_budget(PreparedCall(call, setup=inputs.next), inputs)
+    return case.share_of_budget(TimedCall(call, setup=inputs.next), inputs)
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -13,7 +13,7 @@ from on_device import DEVICE
 from sample_problems import arrays
 from sightline import bias, causal, dense, entropy, i, j, lse, mass, max_score, padding, s, softcap, table
 from sightline.dispatch import call_cache
-from sightline.errors import ChangedTableError, FormulaError, TableError
+from sightline.errors import ChangedArrayError, FormulaError, TableError
 from sightline.formula.tables import Table
 from sightline.formula.tile_ranges import find_tile_ranges
 from sightline.gpu.launch.bound_launches import BoundLaunches
@@ -309,7 +309,7 @@ def test_an_array_changed_before_the_backward_pass_is_an_error(repeated, name):
     for _ in range(3):
         output = sightline.attention(*inputs, **{name: array})
         array[0] = 0
-        with pytest.raises(ChangedTableError):
+        with pytest.raises(ChangedArrayError):
             output.sum().backward()
     assert len(repeated) == 2
 

@@ -97,7 +97,7 @@ def test_the_bench_times_the_kernel_itself(monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", tuple(ours))
     for name, size in {"MATRIX_SIZE": 64, "COPY_BYTES": 1 << 16, "FLUSH_BYTES": 1 << 10}.items():
         monkeypatch.setattr(cuda, name, size)
-    device = cuda.Cuda(1, device="cpu", runtime=Runtime())
+    device = cuda.CudaDevice(1, device="cpu", runtime=Runtime())
     device.pause = 0.0
     workload = dataclasses.replace(
         WORKLOADS["forward window"].small(), n=33, m=33, H=1, G=1, B=1, d_k=16, d_v=16, baselines=()

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from ...arrays.operations import itemsize
 from ...errors import ParameterError
 from ...formula.expression import Expression
 from ...formula.tile_ranges import find_runs, find_tile_ranges
 from ...problem.problem import Problem
-from ...statistics import itemsize
 
 UNITS = ("", "k", "M", "G", "T")
 MIN_POSITIONS = 64  # the fewest keys of a block, and the fewest queries of a work item

@@ -14,7 +14,7 @@ import numpy as np
 from ...errors import ParameterError
 from ...formula.expression import SYMBOLS
 from ...statistics import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
-from .cases import SEED, Benchmark, Group, Target
+from .cases import SEED, Benchmark, CaseGroup, Target
 from .contenders import Sightline
 from .host_cases import FirstCall
 from .models import MODELS
@@ -106,7 +106,7 @@ def _see(name: str, *see: Statistic, limit: float, **options: Any) -> Workload:
     return _problem(f"see {name}", Target("slower", limit, baselines[0]), see=see, baselines=baselines, **options)
 
 
-def _jax(name: str, lengths: tuple[int, ...], passes: tuple[Passes, ...], *others: Sightline) -> Group:
+def _jax(name: str, lengths: tuple[int, ...], passes: tuple[Passes, ...], *others: Sightline) -> CaseGroup:
     """Return a group of calls under jax.jit, without and with the causal mask, of 8 heads of width 64.
 
     The word "backward" in a name stands for a forward and a backward pass. `others` are more contenders.
@@ -125,7 +125,9 @@ def _jax(name: str, lengths: tuple[int, ...], passes: tuple[Passes, ...], *other
         for each in passes
     )
     description = "1 × 8 heads, d 64, float32, under jit"
-    return Group(name=name, group=name, description=description, cases=cases, packages=("jax",), pip="jax", peer="jax")
+    return CaseGroup(
+        name=name, group=name, description=description, cases=cases, packages=("jax",), pip="jax", peer="jax"
+    )
 
 
 BENCHMARKS: tuple[Benchmark, ...] = (

@@ -1,8 +1,8 @@
 """What every benchmark is made of: cases, the contenders that compute them, and groups of cases.
 
 A `Case` is one problem. It makes the inputs, names its contenders and knows the true results. A `Contender` prepares
-the call that is timed. A benchmark is a single case, whose table has a row for each contender, or a `Group` of cases,
-whose table has a row for each case.
+the call that is timed. A benchmark is a single case, whose table has a row for each contender, or a `CaseGroup`, whose
+table has a row for each case.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Target:
 
 
 @dataclass
-class PreparedCall:
+class TimedCall:
     """A contender that is ready to be called on its arrays.
 
     If only the backward pass is timed, `setup` runs the forward pass.
@@ -121,7 +121,7 @@ class Contender(ABC):
         return case
 
     @abstractmethod
-    def prepare(self, case: Any, inputs: Any, threads: int) -> PreparedCall:
+    def prepare(self, case: Any, inputs: Any, threads: int) -> TimedCall:
         """Do the work that is done once and not timed, such as conversion, compilation and layout; return the call."""
 
 
@@ -137,7 +137,7 @@ class Benchmark:
     bytes_moved: int = 0  # bytes of the inputs and outputs of one call
     peak: str = ""  # name in `peaks.Peaks` of the peak in a share of the peak; "" for no share
     published: str = ""  # a published figure to print, with its source; "" for none
-    axis: str = ""  # `Group` explains this attribute and the next three
+    axis: str = ""  # `CaseGroup` explains this attribute and the next three
     group: str = ""
     subtracted: str = ""
     peers: tuple[str, ...] = ()  # names of the contenders that are only compared with; () for all other libraries
@@ -161,7 +161,7 @@ class Case(Benchmark):
     def make_inputs(self) -> Any:
         """Return the inputs that all contenders of the case get; None if each contender makes its own."""
 
-    def share_of_budget(self, prepared: PreparedCall, inputs: Any) -> float:
+    def share_of_budget(self, prepared: TimedCall, inputs: Any) -> float:
         """Return the share of the rounding-error budget that a contender's results use; correct results use up to 1."""
         raise NotImplementedError
 
@@ -177,7 +177,7 @@ class HostCase(Case):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group(Benchmark):
+class CaseGroup(Benchmark):
     """A benchmark of several cases, whose table has a row for each case.
 
     The groups of one `group` are summarised together. A group with an `axis` is a series: its cases are workloads by
@@ -205,7 +205,7 @@ class Group(Benchmark):
         missing = missing_packages(self.packages)
         return f"{' and '.join(missing)} not installed: pip install {self.pip}" if missing else None
 
-    def small(self) -> Group:
+    def small(self) -> CaseGroup:
         """Return the group with small cases. Cases that become equal are left out."""
         small = [case.small() for case in self.cases]
         if self.axis:  # the points of a series need different lengths

@@ -16,7 +16,7 @@ from ...arrays.operations import resolve_dtype, to_numpy
 from ...formula.library import bias
 from ...formula.tables import Table
 from ...statistics import arrays_of
-from .cases import Contender, PreparedCall, Results
+from .cases import Contender, Results, TimedCall
 from .workloads import Inputs, ToTable, Workload
 
 
@@ -74,7 +74,7 @@ def name_results(workload: Workload, result: Any) -> Results:
 
 def prepare_with_autograd(
     workload: Workload, inputs: Inputs, forward: Callable[..., Any], threads: int, device: str = "cpu"
-) -> PreparedCall:
+) -> TimedCall:
     """Prepare a torch function for the passes of the workload, with gradients by torch.autograd.
 
     `forward` is a function of the tensors (query, key, value, bias); the bias is None if the workload has no bias. If
@@ -89,7 +89,7 @@ def prepare_with_autograd(
     arguments = [leaves["query"], leaves["key"], leaves["value"], leaves.get("bias")]
     results = partial(name_results, workload)
     if workload.passes == "forward":
-        return PreparedCall(lambda _: forward(*arguments), results, threads=threads)
+        return TimedCall(lambda _: forward(*arguments), results, threads=threads)
     for leaf in leaves.values():
         leaf.requires_grad_()
     seed = to_tensor(inputs.d_output, workload.dtype, device).clone()  # a copy, since `set_d_output` overwrites it
@@ -101,8 +101,8 @@ def prepare_with_autograd(
         seed.copy_(to_tensor(array, workload.dtype))
 
     if workload.passes == "backward":
-        return PreparedCall(gradients, results, lambda: forward(*arguments), threads, set_d_output=set_d_output)
-    return PreparedCall(lambda _: gradients(forward(*arguments)), results, threads=threads, set_d_output=set_d_output)
+        return TimedCall(gradients, results, lambda: forward(*arguments), threads, set_d_output=set_d_output)
+    return TimedCall(lambda _: gradients(forward(*arguments)), results, threads=threads, set_d_output=set_d_output)
 
 
 # -- Sightline ------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Sightline(Contender):
     def reference(self, workload: Workload) -> Workload:
         return replace(workload, **self.changes)
 
-    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
         workload, threads = self.reference(workload), self.threads or threads
         on_numpy = self.on_numpy or find_spec("torch") is None
         on_cpu = on_numpy or self.device == "cpu"
@@ -153,7 +153,7 @@ class Sightline(Contender):
             if inputs.bias is not None:
                 options["score"] = bias(inputs.bias)
             call = partial(attention, query, key, value, **options)
-            return PreparedCall(lambda _: call(), partial(name_results, workload), threads=threads)
+            return TimedCall(lambda _: call(), partial(name_results, workload), threads=threads)
 
         def forward(query: Any, key: Any, value: Any, added: Any) -> Any:
             if added is not None and "score" not in options:

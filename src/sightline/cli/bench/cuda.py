@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from ...caching import cached_property
 from ...errors import DeviceError, MissingExtraError
 from ...gpu.tuning import cache
-from .cases import Case, Contender, PreparedCall
+from .cases import Case, Contender, TimedCall
 from .contenders import Sightline
 from .cuda_benchmarks import BENCHMARKS
 from .device import Device
@@ -31,7 +31,7 @@ HEAD_START_FLUSHES = 40  # flushes at the start of a turn; they take millisecond
 PEAK_REPEATS = 10  # matrix products or copies in one try of a peak
 
 
-class Cuda(Device):
+class CudaDevice(Device):
     """torch's current CUDA device, on which the benchmarks for GPUs run.
 
     Parameters
@@ -74,7 +74,7 @@ class Cuda(Device):
     def description(self) -> str:
         return str(self.runtime.get_device_name())
 
-    def time_calls(self, prepared: PreparedCall, repeats: int) -> float:
+    def time_calls(self, prepared: TimedCall, repeats: int) -> float:
         """Time each call between two CUDA events.
 
         An untimed call and some flushes of the caches come first. While the device runs these, the host queues the
@@ -99,7 +99,7 @@ class Cuda(Device):
             float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3 / repeats
         )  # elapsed_time is in ms
 
-    def _time_on_host(self, prepared: PreparedCall, repeats: int) -> float:
+    def _time_on_host(self, prepared: TimedCall, repeats: int) -> float:
         """Return the host's seconds per call, from the first call until the device has finished the last."""
         states = [prepared.setup() for _ in range(repeats)]
         self.synchronize()
@@ -109,7 +109,7 @@ class Cuda(Device):
         self.synchronize()
         return (time.perf_counter() - started) / repeats
 
-    def memory(self, prepared: PreparedCall) -> int | None:
+    def memory(self, prepared: TimedCall) -> int | None:
         """Return the peak that torch's allocator counts; memory that a library allocates itself is not included."""
         state = prepared.setup()
         gc.collect()
@@ -124,7 +124,7 @@ class Cuda(Device):
     def synchronize(self) -> None:
         self.runtime.synchronize()
 
-    def prepare_for_timing(self, prepared: PreparedCall, case: Case) -> tuple[PreparedCall, str]:
+    def prepare_for_timing(self, prepared: TimedCall, case: Case) -> tuple[TimedCall, str]:
         """Return the call and a note. The call is replaced by its CUDA graph if the case requests a graph.
 
         A call that torch cannot capture as a graph is returned unchanged.

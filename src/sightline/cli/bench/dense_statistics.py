@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...statistics import Pooled
-from .cases import PreparedCall
+from .cases import TimedCall
 from .contenders import Peer, prepare_with_autograd, to_tensor
 from .workloads import Inputs, Workload
 
@@ -75,7 +75,7 @@ class Dense(Peer):
         """Return why this contender cannot compute the workload: a missing feature, or pooled cells of unequal size."""
         return super().refuses(workload) or ("only cells of equal size" if has_uneven_cells(workload) else None)
 
-    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
         import torch
 
         statistics, scale, hidden = dense_statistics(workload, self.device), workload.d_k**-0.5, None

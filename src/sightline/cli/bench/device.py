@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .benchmarks import BENCHMARKS
-from .cases import BEST, Benchmark, Case, Contender, PreparedCall
+from .cases import BEST, Benchmark, Case, Contender, TimedCall
 from .contenders import VARIANTS, set_threads
 from .peak_memory import peak_memory
 from .peaks import Peaks
@@ -36,11 +36,11 @@ class Device(ABC):
         """A short name of the device for tables and figures."""
 
     @abstractmethod
-    def time_calls(self, prepared: PreparedCall, repeats: int) -> float:
+    def time_calls(self, prepared: TimedCall, repeats: int) -> float:
         """Return the mean seconds of one call over `repeats` calls."""
 
     @abstractmethod
-    def memory(self, prepared: PreparedCall) -> int | None:
+    def memory(self, prepared: TimedCall) -> int | None:
         """Return the peak bytes of a call beyond the memory in use before the call, including the call's outputs.
 
         None if the system cannot measure the peak.
@@ -52,7 +52,7 @@ class Device(ABC):
     def synchronize(self) -> None:  # noqa: B027
         """Wait until the device has finished all work that was queued."""
 
-    def prepare_for_timing(self, prepared: PreparedCall, case: Case) -> tuple[PreparedCall, str]:
+    def prepare_for_timing(self, prepared: TimedCall, case: Case) -> tuple[TimedCall, str]:
         """Return the call in the form that this device times, and a note to print.
 
         By default the call is unchanged and the note is empty.
@@ -73,7 +73,7 @@ class Device(ABC):
         return known.label if known else "the best peer" if name == BEST else name
 
 
-class Cpu(Device):
+class CpuDevice(Device):
     """The CPU as a benchmark device; the host's clock times the calls."""
 
     variants, peers, benchmarks = VARIANTS, PEERS, BENCHMARKS
@@ -86,7 +86,7 @@ class Cpu(Device):
     def description(self) -> str:
         return f"{self.threads} threads" if self.threads > 1 else "one thread"
 
-    def time_calls(self, prepared: PreparedCall, repeats: int) -> float:
+    def time_calls(self, prepared: TimedCall, repeats: int) -> float:
         """Time the calls with the host's clock. If `repeats` > 1, one untimed call comes first."""
         set_threads(prepared.threads)
         time.sleep(self.pause)
@@ -101,7 +101,7 @@ class Cpu(Device):
             del result
         return total / repeats
 
-    def memory(self, prepared: PreparedCall) -> int | None:
+    def memory(self, prepared: TimedCall) -> int | None:
         return peak_memory(prepared.call, prepared.setup)
 
     def set_threads(self, threads: int) -> None:

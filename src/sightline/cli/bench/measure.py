@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .cases import Benchmark, Case, Contender, HostCase, PreparedCall
+from .cases import Benchmark, Case, Contender, HostCase, TimedCall
 from .device import Device
 from .report import Entry, Finding, Row
 
@@ -114,7 +114,7 @@ def _measure_case(case: Case, benchmark: Benchmark, settings: Settings) -> list[
     if isinstance(case, HostCase):
         settings.on_progress(title)
         return [Entry(name, name, seconds) for name, seconds in case.measure_seconds(settings.device).items()]
-    inputs, entries, prepared = case.make_inputs(), list[Entry](), dict[str, PreparedCall]()
+    inputs, entries, prepared = case.make_inputs(), list[Entry](), dict[str, TimedCall]()
     with ExitStack() as stack:
         for contender in settings.contenders(case):
             settings.on_progress(f"{title}: {contender.label}, first call and check")
@@ -150,7 +150,7 @@ def _prepare_and_check(
     entry: Entry,
     stack: ExitStack,
     measures_memory: bool,
-) -> PreparedCall:
+) -> TimedCall:
     """Return the contender's call, after a first call and a check of its results.
 
     The time and the memory of the first call, and the result of the check, are stored in `entry`. `stack` gets the
@@ -181,7 +181,7 @@ def _format_error(error: Exception) -> str:
 
 
 def interleave(
-    prepared: dict[str, PreparedCall],
+    prepared: dict[str, TimedCall],
     device: Device,
     rounds: int,
     seconds: float,
@@ -216,7 +216,7 @@ def interleave(
     return times
 
 
-def _calibrate_repeats(prepared: PreparedCall, device: Device, tries: int = 1) -> int:
+def _calibrate_repeats(prepared: TimedCall, device: Device, tries: int = 1) -> int:
     """Return a number of calls that together take at least `MIN_TIMED_SECONDS`, by the shortest of `tries` turns."""
     count = 1
     while (taken := min(device.time_calls(prepared, count) for _ in range(tries)) * count) < MIN_TIMED_SECONDS:

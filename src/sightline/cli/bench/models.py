@@ -24,7 +24,7 @@ import numpy as np
 from ...arrays.operations import to_numpy
 from ...reference.accuracy import budget_used
 from ...statistics import entropy
-from .cases import SEED, Case, Contender, Group, PreparedCall
+from .cases import SEED, Case, CaseGroup, Contender, TimedCall
 
 Arrays = dict[str, Any]  # NumPy arrays by name; the last axis is a row, whose errors are compared with the row's size
 Batch = dict[str, Any]  # the arguments of a model, by name
@@ -100,10 +100,10 @@ class ModelContender(Contender):
     is_watched: bool = False
     is_peer: bool = False
 
-    def prepare(self, case: ModelCase, inputs: ModelInputs, threads: int) -> PreparedCall:
+    def prepare(self, case: ModelCase, inputs: ModelInputs, threads: int) -> TimedCall:
         model = copy_with_attention(inputs.model, self.attention)
         copied = CopiedModel(case, model, inputs.batches, self.is_watched)
-        return PreparedCall(copied.call, copied.compute, copied.next, threads, copied.close)
+        return TimedCall(copied.call, copied.compute, copied.next, threads, copied.close)
 
 
 class CopiedModel:
@@ -208,7 +208,7 @@ class ModelCase(Case):
     def make_inputs(self) -> ModelInputs:
         return ModelInputs(self)
 
-    def share_of_budget(self, prepared: PreparedCall, inputs: ModelInputs) -> float:
+    def share_of_budget(self, prepared: TimedCall, inputs: ModelInputs) -> float:
         """Return the largest share of the rounding-error budget that the results for the first batch use.
 
         The true results are those of transformers' model in float64. The error of its eager model sets the budget.
@@ -334,8 +334,8 @@ class TrainingCase(ModelCase):
 MIXED_LENGTHS = tuple(8 + 120 * k // 31 for k in range(32))  # from 8 to 128 tokens
 
 
-def _group(name: str, description: str, *cases: ModelCase) -> Group:
-    return Group(
+def _group(name: str, description: str, *cases: ModelCase) -> CaseGroup:
+    return CaseGroup(
         name=f"models {name}",
         group="models",
         description=description,

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...api.functions import attention
 from ...arrays.operations import resolve_dtype
-from .cases import Contender, PreparedCall
+from .cases import Contender, TimedCall
 from .contenders import Peer, name_results, prepare_with_autograd, to_tensor, to_tensor_on
 from .dense_statistics import WEIGHT_STATISTICS, Dense, dense_statistics, has_uneven_cells
 from .torch_operators import Vllm, Zentorch
@@ -41,7 +41,7 @@ class Torch(Peer):
         """Return the workload; None if it has dropout, since torch's own generator chooses the dropped weights."""
         return None if workload.dropout else workload
 
-    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -70,7 +70,7 @@ class Flex(Peer):
         self.device = device
         self.lacks = ("dropout", "bias", "statistics", *(("backward pass",) if device == "cpu" else ()))
 
-    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
         import torch
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -107,7 +107,7 @@ class MultiHead(Peer):
             return "it returns weights, not scores"
         return super().refuses(workload) or ("only cells of equal size" if has_uneven_cells(workload) else None)
 
-    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
         import torch
 
         kind, width = getattr(torch, workload.dtype), workload.H * workload.d_k
@@ -127,7 +127,7 @@ class MultiHead(Peer):
             named = name_results(workload, result)
             return named | {"output": split_heads(named["output"], workload)}
 
-        return PreparedCall(call, results, threads=threads)
+        return TimedCall(call, results, threads=threads)
 
 
 class OnnxRuntime(Peer):
@@ -140,7 +140,7 @@ class OnnxRuntime(Peer):
     has_arena = True
     lacks, dtypes = ("backward pass", "dropout", "grouped heads"), ("float32",)
 
-    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
         import onnxruntime
 
         settings = onnxruntime.SessionOptions()
@@ -150,7 +150,7 @@ class OnnxRuntime(Peer):
         added = inputs.bias if workload.bias else workload.added_mask
         if added is not None:
             feed["bias"] = added
-        return PreparedCall(
+        return TimedCall(
             lambda _: session.run(None, feed)[0], lambda out: {"output": split_heads(out, workload)}, threads=threads
         )
 
@@ -181,7 +181,7 @@ class OpenVino(Peer):
     has_arena = True
     lacks, dtypes = ("backward pass", "dropout", "grouped heads"), tuple(OPENVINO_DTYPES)
 
-    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
         import openvino
 
         kind = getattr(openvino.Type, OPENVINO_DTYPES[workload.dtype])
@@ -209,7 +209,7 @@ class OpenVino(Peer):
             return {"output": output.data.view(dtypes[output.element_type.to_string()]).astype(np.float32)}
 
         call = partial(request.infer, share_outputs=True)
-        return PreparedCall(lambda _: call(), results, threads=threads, close=input_tensors.clear)
+        return TimedCall(lambda _: call(), results, threads=threads, close=input_tensors.clear)
 
     def model(self, workload: Workload, kind: Any) -> Any:
         """Return the OpenVINO model of one operator; `kind` is OpenVINO's type of the arrays."""
@@ -246,7 +246,7 @@ class Jax(Peer):
             options["bias"] = jax.numpy.asarray(inputs.bias, dtype=workload.dtype)
         return partial(jax.nn.dot_product_attention, **options)
 
-    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
         """Prepare one program for "forward", one for "forward and backward", and one for each pass for "backward"."""
         os.environ.setdefault("NPROC", str(threads))  # XLA reads NPROC when a process first uses jax
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -265,7 +265,7 @@ class Jax(Peer):
         arrays, attend = [to_jax(x) for x in (inputs.query, inputs.key, inputs.value)], self.function(workload, inputs)
         if workload.passes == "forward":
             run = jax.jit(attend)
-            return PreparedCall(lambda _: (run(*arrays).block_until_ready(),), results, threads=threads)
+            return TimedCall(lambda _: (run(*arrays).block_until_ready(),), results, threads=threads)
         d_output = to_jax(inputs.d_output)
 
         def differentiate(d_output: Any, *given: Any) -> Any:
@@ -274,7 +274,7 @@ class Jax(Peer):
 
         if workload.passes == "forward and backward":
             both = jax.jit(differentiate)
-            return PreparedCall(lambda _: jax.block_until_ready(both(d_output, *arrays)), results, threads=threads)
+            return TimedCall(lambda _: jax.block_until_ready(both(d_output, *arrays)), results, threads=threads)
         forward_pass = jax.jit(lambda *given: jax.vjp(attend, *given))
         backward_pass = jax.jit(lambda vjp_function, d: vjp_function(d))
 
@@ -282,7 +282,7 @@ class Jax(Peer):
             output, vjp_function = forward_result
             return output, *jax.block_until_ready(backward_pass(vjp_function, d_output))
 
-        return PreparedCall(gradients, results, lambda: jax.block_until_ready(forward_pass(*arrays)), threads)
+        return TimedCall(gradients, results, lambda: jax.block_until_ready(forward_pass(*arrays)), threads)
 
 
 class SightlineInJax(Jax):

@@ -21,7 +21,7 @@ import numpy as np
 from ...api.functions import attention
 from ...formula.library import bias, causal, padding
 from ...statistics import entropy
-from .cases import SEED, Contender, Group, PreparedCall
+from .cases import SEED, CaseGroup, Contender, TimedCall
 from .check import share_of_budget
 from .contenders import name_results
 from .workloads import CAUSAL, Inputs, Mask, Passes, Workload
@@ -125,7 +125,7 @@ def empty_functions() -> dict[str, Function]:
 # -- the inputs -----------------------------------------------------------------------------------------------------
 
 
-class Pool:
+class InputPool:
     """Prepared inputs of one case, which the calls of the contenders use in rotation.
 
     `cases` and `inputs` state the same problems for the check.
@@ -208,10 +208,10 @@ class Caller(Contender):
             return case
         return replace(case, see=()) if self.has_results and not case.dropout else None
 
-    def prepare(self, case: ShortCall, pool: Pool, threads: int) -> PreparedCall:
+    def prepare(self, case: ShortCall, pool: InputPool, threads: int) -> TimedCall:
         call = partial(train if case.is_training else infer, self.functions()[case.function])
         setup = partial(pool.next, self.on_numpy)
-        return PreparedCall(call, setup=setup, threads=threads, includes_host=True)
+        return TimedCall(call, setup=setup, threads=threads, includes_host=True)
 
 
 SIGHTLINE = Caller("sightline", "Sightline", sightline_functions)
@@ -221,13 +221,13 @@ EMPTY = Caller("empty", "empty pair", empty_functions, is_peer=True, has_results
 
 
 def infer(function: Function, arguments: tuple[Any, ...]) -> Any:
-    """Return the result of the function; `arguments` are those of `Pool.next`."""
+    """Return the result of the function; `arguments` are those of `InputPool.next`."""
     query, key, value, extra, _ = arguments
     return function(query, key, value, extra)
 
 
 def train(function: Function, arguments: tuple[Any, ...]) -> Any:
-    """Return (output, gradients of query, key and value); `arguments` are those of `Pool.next`."""
+    """Return (output, gradients of query, key and value); `arguments` are those of `InputPool.next`."""
     import torch
 
     query, key, value, extra, d_output = arguments
@@ -266,9 +266,9 @@ class ShortCall(Workload):
         return replace(self, name=name, B=B, H=H, G=H, n=n, m=n)
 
     def make_inputs(self) -> Any:
-        return Pool(self)
+        return InputPool(self)
 
-    def share_of_budget(self, prepared: PreparedCall, pool: Any) -> float:
+    def share_of_budget(self, prepared: TimedCall, pool: Any) -> float:
         """Return the largest share of the rounding-error budget that the checked inputs' results use.
 
         All other inputs of the pool are used first, so that the check finds a result which belongs to other inputs.
@@ -303,9 +303,9 @@ def _name(shape: tuple[int, ...]) -> str:
     return " × ".join(map(str, shape))
 
 
-def _short_calls(dtype: str, device: str) -> tuple[Group, ...]:
+def _short_calls(dtype: str, device: str) -> tuple[CaseGroup, ...]:
     return tuple(
-        Group(
+        CaseGroup(
             name=f"short calls {kind}",
             group="short calls",
             description=f"B × H × n × d, {dtype}" + (f", {remark}" if remark else ""),
@@ -315,11 +315,11 @@ def _short_calls(dtype: str, device: str) -> tuple[Group, ...]:
     )
 
 
-def _overhead(name: str, remark: str, kinds: tuple[str, ...], subtracted: str = "", **more: Any) -> Group:
+def _overhead(name: str, remark: str, kinds: tuple[str, ...], subtracted: str = "", **more: Any) -> CaseGroup:
     titles = {"entropy": "see=[entropy()]"}
     cases = tuple(ShortCall.of(kind, OVERHEAD_SHAPE, name=titles.get(kind, kind), **more) for kind in kinds)
     description = f"1 × 1 × 1 × 8, one key, float32{remark}"
-    return Group(name=name, group=name, description=description, cases=cases, subtracted=subtracted)
+    return CaseGroup(name=name, group=name, description=description, cases=cases, subtracted=subtracted)
 
 
 SHORT_CALLS = _short_calls("float32", "cpu")

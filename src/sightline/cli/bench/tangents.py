@@ -14,7 +14,7 @@ import numpy as np
 
 from ...api.functions import attention
 from ...reference.accuracy import budget_used
-from .cases import SEED, Contender, Group, PreparedCall
+from .cases import SEED, CaseGroup, Contender, TimedCall
 from .workloads import Workload
 
 
@@ -35,10 +35,10 @@ class Differentiator(Contender):
     def reference(self, case: TangentCase) -> TangentCase | None:
         return case if self.has_tangent else None
 
-    def prepare(self, case: TangentCase, inputs: Any, threads: int) -> PreparedCall:
+    def prepare(self, case: TangentCase, inputs: Any, threads: int) -> TimedCall:
         if self.has_tangent:
-            return PreparedCall(lambda _: case.differentiate(self.function, *inputs), threads=threads)
-        return PreparedCall(lambda _: self.function(*inputs[0]), threads=threads)
+            return TimedCall(lambda _: case.differentiate(self.function, *inputs), threads=threads)
+        return TimedCall(lambda _: self.function(*inputs[0]), threads=threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class TangentCase(Workload):
         arrays = torch.from_numpy(np.random.default_rng(SEED).standard_normal(shape, np.float32))
         return arrays[:3], arrays[3:]
 
-    def share_of_budget(self, prepared: PreparedCall, inputs: Any) -> float:
+    def share_of_budget(self, prepared: TimedCall, inputs: Any) -> float:
         found, wide = prepared.call(None), [x.double() for x in inputs]
         exact, rough = (self.differentiate(attend_densely, *given) for given in (wide, inputs))
         return max(budget_used(x.numpy(), y.numpy(), z.numpy()) for x, y, z in zip(found, exact, rough, strict=True))
@@ -81,7 +81,7 @@ class TangentCase(Workload):
         return jvp(of_wanted, tuple(operands[k] for k in self.wanted), tuple(tangents[k] for k in self.wanted))
 
 
-TANGENTS = Group(
+TANGENTS = CaseGroup(
     name="tangents",
     group="tangents",
     description="1 × 2 heads, d 64, float32, output and tangent by torch.func.jvp",

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .cases import PreparedCall
+from .cases import TimedCall
 from .contenders import Peer, name_results, prepare_with_autograd, to_tensor
 from .workloads import Inputs, Workload
 
@@ -44,7 +44,7 @@ class Vllm(Peer):
         width = None if workload.d_k % WIDTH_MULTIPLE == 0 else f"needs a d_k that is a multiple of {WIDTH_MULTIPLE}"
         return super().refuses(workload) or width
 
-    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
         import torch
 
         operators = _operators()
@@ -72,7 +72,7 @@ class Vllm(Peer):
         def results(output: Any) -> Any:
             return name_results(workload, output.reshape(B, n, H, d).transpose(1, 2))
 
-        return PreparedCall(forward, results, threads=threads)
+        return TimedCall(forward, results, threads=threads)
 
 
 @cache
@@ -102,7 +102,7 @@ class Zentorch(Peer):
     lacks = ("backward pass", "dropout", "d_v ≠ d_k", "causal mask with m ≠ n")
     dtypes = ("float32", "bfloat16")  # most processors compute float16 by torch's kernel
 
-    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
         import torch
 
         import_module("zentorch")  # registers the operator

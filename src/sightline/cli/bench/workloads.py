@@ -18,15 +18,14 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ...arrays.operations import resolve_dtype
+from ...arrays.operations import itemsize, resolve_dtype
 from ...caching import cached_property
 from ...formula.expression import SYMBOLS, Expression
 from ...formula.tables import Table
 from ...formula.tile_ranges import count_pairs
 from ...problem.problem import make_problem
 from ...statistics import Pooled, Statistic
-from ...statistics.base import itemsize
-from .cases import SEED, Case, Contender, Group, PreparedCall, Target
+from .cases import SEED, Case, CaseGroup, Contender, Target, TimedCall
 from .check import share_of_budget
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -217,7 +216,7 @@ class Workload(Case):
     def make_inputs(self) -> Inputs:
         return Inputs.of(self)
 
-    def share_of_budget(self, prepared: PreparedCall, inputs: Inputs) -> float:
+    def share_of_budget(self, prepared: TimedCall, inputs: Inputs) -> float:
         """Return the largest share of a budget that any result uses.
 
         If the contender can replace d_output, a d_output of many queries is replaced by a sample of them.
@@ -247,13 +246,13 @@ def _limit_cells(statistic: Statistic) -> Statistic:
     return replace(statistic, down=min(statistic.down, SMALL_CELLS), across=min(statistic.across, SMALL_CELLS))
 
 
-def series(name: str, axis: Literal["n", "allowed"], *targets: Target, points: Sequence[Workload]) -> Group:
+def series(name: str, axis: Literal["n", "allowed"], *targets: Target, points: Sequence[Workload]) -> CaseGroup:
     """Return a benchmark of one workload at several sizes, which shows how its time and memory grow."""
     first, last = points[0], points[-1]
     sizes = f"n {first.n:,} to {last.n:,}" if axis == "n" else f"n {first.n:,}, {len(points)} windows"
     mask = f", {first.mask.description}" if axis == "n" and first.mask else ""
     description = f"{first.B} × {first.H} heads, {sizes}, d {first.d_k}{mask}"
-    return Group(name=name, description=description, cases=tuple(points), axis=axis, targets=targets)
+    return CaseGroup(name=name, description=description, cases=tuple(points), axis=axis, targets=targets)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,7 @@ class KernelSpec:
     table_gradients: tuple[tuple[int, int, bool], ...] = ()  # lookups whose tables need gradients; see Backward
     tile_lookups: tuple[tuple[int, ...], ...] = ((), ())  # lookups t[..., i, j] of each formula; see TileTables
     extra_formulas: tuple[str, ...] = ()  # besides mask and score; they may read the final score
-    k: int = 0  # number of keys listed for each query; see TopK
+    k: int = 0  # number of keys listed for each query; see TopKCode
     roles: tuple[str, ...] = ()  # what is computed for statistics; see FusedStatisticsCode, Backward, WeightStatistics
 
     @property

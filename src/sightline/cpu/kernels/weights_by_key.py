@@ -17,7 +17,7 @@ MAX_COLUMNS = 2 * KEY_BLOCK  # the most columns of cells in scratch; a tile has 
 SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
 
 
-class Received(StatisticCode):
+class ReceivedCode(StatisticCode):
     """Compute the weight each key receives: Σ_i P[i][j], or the maximum over i.
 
     The output is (2, num_ranges, B, H, m rounded up to whole tiles): the sums of each range of queries, then their
@@ -59,7 +59,7 @@ class Received(StatisticCode):
             self.accumulate(self.sums.at(offset), self.errors.at(offset), total, tiles.itemsize)
 
 
-class Pooled(StatisticCode):
+class PooledCode(StatisticCode):
     """Compute the sums or maxima of P over the cells of a grid on a rectangle of queries and keys.
 
     Of R rows and N queries, row r contains the queries [r N / R, (r + 1) N / R), rounded down. Columns divide the keys

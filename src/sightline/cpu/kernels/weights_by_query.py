@@ -15,7 +15,7 @@ from .kernel_spec import KEY_BLOCK
 from .weights_pass import KeyPairs, StatisticCode
 
 
-class TopK(StatisticCode):
+class TopKCode(StatisticCode):
     """Find the `spec.k` largest weights of each query and their keys; of equal weights the smaller key comes first.
 
     Each lane has a sorted list: the weight of rank r and its key are in row r + 1, and row 0 is ∞, which ends every

@@ -35,9 +35,9 @@ class WeightStatistics(WeightsPass):
 
     def allocate_statistics(self) -> None:
         writers: dict[str, type[StatisticCode]] = {
-            "received": weights_by_key.Received,
-            "pooled": weights_by_key.Pooled,
-            "top_k": weights_by_query.TopK,
+            "received": weights_by_key.ReceivedCode,
+            "pooled": weights_by_key.PooledCode,
+            "top_k": weights_by_query.TopKCode,
         }
         outputs = iter([output.pointer for output in self.args.outputs])
         self.statistics = {}
@@ -90,7 +90,7 @@ class WeightStatistics(WeightsPass):
             logits = list(self.logits(key, j0, masked))
             scores, conditions = [s for _, s, _ in logits], [allowed for _, _, allowed in logits]
             top_k = self.statistics.get("top_k")
-            if isinstance(top_k, weights_by_query.TopK) and len(self.statistics) == 1:
+            if isinstance(top_k, weights_by_query.TopKCode) and len(self.statistics) == 1:
                 top_k.add_scores(KeyPairs(key, j, scores, [], conditions))
                 return
             weights = [self.compute_weight(s, v) for v, s in enumerate(scores)]
@@ -101,7 +101,7 @@ class WeightStatistics(WeightsPass):
     def loop_keys(self, j0: Value) -> Iterator[Value]:
         """Write a loop over the keys of a tile, cell by cell if the pass computes pooled, and yield the key."""
         pooled = self.statistics.get("pooled")
-        if isinstance(pooled, weights_by_key.Pooled):
+        if isinstance(pooled, weights_by_key.PooledCode):
             with pooled.loop_keys(j0) as key:
                 yield key
         else:

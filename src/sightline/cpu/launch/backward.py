@@ -11,7 +11,7 @@ import numpy as np
 
 from ...arrays.operations import convert, detach, empty, layout, namespace, to_numpy
 from ...formula.expression import Expression
-from ...problem.kernel import BACKWARD_SUMS, Gradients, is_lse_precise
+from ...problem.kernel import BACKWARD_SUMS, Gradients, is_lse_too_large
 from ...problem.problem import Problem
 from ...statistics import Mass, StatisticGradients
 from ..codegen.abi import BACKWARD_CALL_FIELDS
@@ -28,7 +28,7 @@ from .arguments import (
 )
 from .bound_call import BoundCall
 from .forward import forward
-from .statistics import FusedStatistics
+from .statistics import CpuFusedStatistics
 from .table_gradients import TableGradient, differentiate_sinks, find_table_gradients, sum_table_gradients
 
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
@@ -79,7 +79,7 @@ def backward(
     wanted_tables : slots in `Problem.tables` of the tables that need gradients
     statistic_gradients : the gradients of weights, scores and lse that come from statistics
     """
-    if not is_lse_precise(saved[1], problem.accumulator):
+    if is_lse_too_large(saved[1], problem.accumulator):
         return None
     bound_sum = None
     if statistic_gradients.needs_weights_sum:
@@ -207,7 +207,7 @@ def _sum_over_keys(
 ) -> tuple[Any, BoundCall]:
     """Return Σⱼ P ∘ formula of every query, and the bound call: a forward pass with one column of value."""
     narrow = problem.with_statistics(Mass(formula), value=problem.value[..., :1])
-    fused, lse = FusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
+    fused, lse = CpuFusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
     output = empty((*lse.shape, narrow.d_v), narrow.dtype, narrow.query)
     call = forward(narrow, output, lse, threads, processor, fused)
     return convert(fused.arrays[0].astype(np.float64), problem.query), call

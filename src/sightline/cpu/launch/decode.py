@@ -24,7 +24,7 @@ from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, make_spec
 from .bound_call import BoundCall, run_first
 from .call_family import CallFamily
 from .product_rates import machine_for
-from .statistics import FusedStatistics
+from .statistics import CpuFusedStatistics
 
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 19  # with fewer multiplications a second thread costs more than it saves
 SPLIT_WORDS = slice(len(FORWARD_CALL_FIELDS), len(DECODE_CALL_FIELDS))  # among the words of a call
@@ -55,7 +55,7 @@ def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = 
 
 
 def decode(
-    problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: FusedStatistics
+    problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: CpuFusedStatistics
 ) -> BoundDecode | None:
     """Fill output, lse and the arrays of the fused statistics, and return the bound call.
 

@@ -18,7 +18,7 @@ from .arguments import KernelArguments, prepare, write_kernel
 from .bound_call import BoundCall, run_first
 from .call_family import CallFamily
 from .decode import can_decode, decode
-from .statistics import FusedStatistics, compute_statistics
+from .statistics import CpuFusedStatistics, compute_statistics
 
 MIN_ITEMS_PER_PROCESSOR = 2  # so that threads end at about the same time
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 21  # with fewer multiplications a second thread costs more than it saves
@@ -28,7 +28,7 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     """Return output, lse and statistics of a problem from the generated kernels."""
     output = empty((*problem.batch_shape, problem.H, problem.n, problem.d_v), problem.dtype, problem.query)
     lse = np.empty((*problem.batch_shape, problem.H, problem.n), np.float64)
-    fused_statistics = FusedStatistics(problem)
+    fused_statistics = CpuFusedStatistics(problem)
     bound_call: BoundCall | None = None
     if lse.size:
         uses_decode = can_decode(problem, processor, fused_statistics.roles)
@@ -46,16 +46,16 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
 
 def source(problem: Problem, processor: Processor) -> str:
     """Return the LLVM text of the forward kernel."""
-    arguments, spec = _prepare(problem, processor, FusedStatistics(problem))
+    arguments, spec = _prepare(problem, processor, CpuFusedStatistics(problem))
     return str(write_kernel(spec, arguments, Forward, processor))
 
 
-def _prepare(problem: Problem, processor: Processor, fused: FusedStatistics) -> tuple[KernelArguments, KernelSpec]:
+def _prepare(problem: Problem, processor: Processor, fused: CpuFusedStatistics) -> tuple[KernelArguments, KernelSpec]:
     return prepare("forward", problem, processor, fused.conditions, roles=fused.roles)
 
 
 def forward(
-    problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: FusedStatistics
+    problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: CpuFusedStatistics
 ) -> BoundCall:
     """Fill output, lse and the arrays of the fused statistics, and return the bound call."""
     arguments, spec = _prepare(problem, processor, fused)

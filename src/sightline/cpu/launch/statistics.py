@@ -9,13 +9,13 @@ import numpy as np
 from ...arrays.operations import convert
 from ...problem.problem import Problem
 from ...reference.streaming import Streaming
-from ...statistics import Statistic, computation
-from ...statistics.computation import computed_statistic, dispatch_statistics
+from ...statistics import Statistic
+from ...statistics.computation import FusedStatistics, computed_statistic, dispatch_statistics
 from ..runtime.processor import Processor
 from . import weights_pass
 
 
-class FusedStatistics(computation.FusedStatistics):
+class CpuFusedStatistics(FusedStatistics):
     """The statistics that the forward kernel computes, and their output arrays; see `FusedStatisticsCode`."""
 
     def __init__(self, problem: Problem) -> None:
@@ -25,27 +25,27 @@ class FusedStatistics(computation.FusedStatistics):
 
 
 def compute_statistics(
-    problem: Problem, lse: Any, fused_statistics: FusedStatistics, threads: int | None, processor: Processor
+    problem: Problem, lse: Any, fused_statistics: CpuFusedStatistics, threads: int | None, processor: Processor
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return two tuples: the result of each statistic of `problem.see`, and the bound weights passes.
 
     A weights pass computes the statistics that the forward kernel does not compute.
 
-    The kernel `Streaming` computes the statistics that no CPU kernel computes. If `has_nonfinite` is true of lse, then
+    The kernel `Streaming` computes the statistics that no CPU kernel computes. If `is_lse_imprecise` is true, then
     `Streaming` computes every statistic that needs weights.
     """
-    is_nonfinite = weights_pass.has_nonfinite(problem, lse)
+    is_imprecise = weights_pass.is_lse_imprecise(problem, lse)
     statistics = [computed_statistic(statistic) for statistic in problem.see]
     passes: list[Any] = []
     arrays: dict[int, list[Any]] = {}
-    for bound in [] if is_nonfinite else weights_pass.bind_passes(problem, statistics, processor):
+    for bound in [] if is_imprecise else weights_pass.bind_passes(problem, statistics, processor):
         found = weights_pass.run_first(problem, lse, bound, threads)
         if found is not None:
             passes.append(bound[1])
             arrays |= {id(statistics[k]): own for k, own in zip(bound[1].indices, found, strict=True)}
 
     def compute_arrays(statistic: Statistic) -> list[Any] | None:
-        fused_arrays = None if is_nonfinite else fused_statistics.arrays_of(statistic)
+        fused_arrays = None if is_imprecise else fused_statistics.arrays_of(statistic)
         if fused_arrays is not None:
             return [convert(array, problem.query) for array in fused_arrays]
         return arrays.get(id(statistic))

@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays.operations import convert, detach, empty, layout, to_numpy
 from ...formula.derivative import score_tangent
 from ...formula.expression import Expression
-from ...problem.kernel import Tangents, is_lse_precise, sink_weights
+from ...problem.kernel import Tangents, is_lse_too_large, sink_weights
 from ...problem.problem import Problem
 from ..codegen.abi import TANGENT_CALL_FIELDS
 from ..kernels.kernel_spec import KernelSpec
@@ -31,7 +31,7 @@ def tangent(
     compute the tangents.
     """
     output, lse = saved
-    if not is_lse_precise(lse, problem.accumulator):
+    if is_lse_too_large(lse, problem.accumulator):
         return None
     given = {name: getattr(tangents, name) for name in ("query", "key", "value")}
     operands = {name: with_contiguous_rows(detach(x)) for name, x in given.items() if x is not None}

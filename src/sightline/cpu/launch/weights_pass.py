@@ -2,7 +2,7 @@
 
 `bind_passes` binds the passes of a problem's statistics, and `run_first` runs a pass for the problem that it is bound
 to. One pass serves several statistics. It takes lse (..., H, n), float64 in nats. If an lse is NaN, +∞ or too large
-(`has_nonfinite`), the kernel `Streaming` must compute the statistics.
+(`is_lse_imprecise`), the kernel `Streaming` must compute the statistics.
 """
 
 from __future__ import annotations
@@ -271,8 +271,11 @@ def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> 
     return bound_pass.finish(arrays)
 
 
-def has_nonfinite(problem: Problem, lse: Any) -> bool:
-    """True if an lse is NaN or +∞, or so large that the weights e^(S − lse) would not sum to 1."""
+def is_lse_imprecise(problem: Problem, lse: Any) -> bool:
+    """True if an lse is NaN or +∞, or exceeds `MAX_LSE` in size, so that the weights e^(S − lse) would not sum to 1.
+
+    The forward kernel sets `imprecise_lse_flag` in the same cases.
+    """
     magnitudes = np.abs(np.where(to_numpy(lse) == -np.inf, 0.0, to_numpy(lse)))
     return not bool(np.max(magnitudes, initial=0.0) <= MAX_LSE[problem.accumulator])
 

@@ -47,7 +47,7 @@ class UntrustedError(OSError):
 
 
 @dataclass(frozen=True)
-class State:
+class DiskCacheState:
     """The state of the disk cache.
 
     Parameters
@@ -113,7 +113,7 @@ def write(name: str, code: bytes) -> None:
         _record_error(error)
 
 
-def state() -> State:
+def state() -> DiskCacheState:
     """Return the current state of the disk cache."""
     path = None
     try:
@@ -125,10 +125,12 @@ def state() -> State:
     except FileNotFoundError:  # there is no folder until the first kernel is stored
         parent = next((step for step in path.parents if step.exists()), path) if path else None
         writable = parent is None or os.access(parent, os.W_OK)
-        return State(path, _last_error()) if writable else State(None, f"{parent} cannot be written to")
+        return (
+            DiskCacheState(path, _last_error()) if writable else DiskCacheState(None, f"{parent} cannot be written to")
+        )
     except OSError as error:
-        return State(None, _error_message(error))
-    return State(path, problem, len(sizes), sum(sizes))
+        return DiskCacheState(None, _error_message(error))
+    return DiskCacheState(path, problem, len(sizes), sum(sizes))
 
 
 @cache

@@ -27,9 +27,9 @@ from . import table_gradient, tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 
-class KernelArguments(
+class SharedArguments(
     namedtuple(
-        "KernelArguments",
+        "SharedArguments",
         "query key value d_output rows n m H group sign scale unit schedule dropout_state dropout_scale tables sums",
     )
 ):

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 
 from . import tile_ops
-from .backward import KernelArguments, Pairs, ScoreParams, compute_d_scores, compute_weights, has_nonfinite, store_rows
+from .backward import Pairs, ScoreParams, SharedArguments, compute_d_scores, compute_weights, has_nonfinite, store_rows
 from .forward import classify_nonfinite, decode_nonfinite
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 
-class Block(namedtuple("Block", "key value first b h query d_output params dropout_scale args")):
+class Keys(namedtuple("Keys", "key value first b h query d_output params dropout_scale args")):
     """A block of rows of K and V that begins at key `first`, and a head of queries that attend to these keys."""
 
 
@@ -81,7 +81,7 @@ def compute_block(args, b, g, first, row, formulas, NAN_SAFE: tl.constexpr, meta
     )
     for h in range(g * args.group, (g + 1) * args.group):
         query, d_output = tile_ops.locate_head(args.query, b, h), tile_ops.locate_head(args.d_output, b, h)
-        block = Block(k, v, first, b, h, query, d_output, params, dropout_scale, args)
+        block = Keys(k, v, first, b, h, query, d_output, params, dropout_scale, args)
         tiles = ScheduleRow(args.schedule, b, h, row, n, None, first + meta.keys > m)
         state = loop_over_tiles(state, process_query_range, tiles, meta.rows, False, block, formulas, NAN_SAFE, meta)
     dk, dv, nonfinite = state
@@ -128,7 +128,7 @@ def backward_keys(
     first blocks of a head run first, since a causal mask gives them the most tiles.
     """
     heads = H // group
-    args = KernelArguments(
+    args = SharedArguments(
         *(query, key, value, d_output, rows, n, m, H, group, sign, scale, unit),
         *(schedule, dropout_state, dropout_scale, tables, None),
     )

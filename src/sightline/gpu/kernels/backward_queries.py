@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 
 from . import tile_ops
-from .backward import KernelArguments, Pairs, ScoreParams, compute_d_scores, compute_weights, has_nonfinite, store_rows
+from .backward import Pairs, ScoreParams, SharedArguments, compute_d_scores, compute_weights, has_nonfinite, store_rows
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 
-class Block(
-    namedtuple("Block", "query d_output inside lse delta location key value params dropout_scale dropout_state sums")
+class Queries(
+    namedtuple("Queries", "query d_output inside lse delta location key value params dropout_scale dropout_state sums")
 ):
     """A block of queries, and the heads of K and V that they attend to.
 
@@ -78,7 +78,7 @@ def compute_block(args, b, h, first, row, formulas, KINDS: tl.constexpr, NAN_SAF
     key, value = tile_ops.locate_head(args.key, b, g), tile_ops.locate_head(args.value, b, g)
     params = ScoreParams(scale, tile_ops.scalar(args.unit, meta.accumulator), args.tables)
     dropout_scale, state = tile_ops.scalar(args.dropout_scale, meta.accumulator), args.dropout_state
-    block = Block(q, do, inside_column, lse, delta, location, key, value, params, dropout_scale, state, args.sums)
+    block = Queries(q, do, inside_column, lse, delta, location, key, value, params, dropout_scale, state, args.sums)
     OPTIONS: tl.constexpr = (KINDS, NAN_SAFE)
     row = ScheduleRow(args.schedule, b, h, row, m, None, False)
     none = tl.zeros((meta.rows, meta.padded_d_k), meta.accumulator)
@@ -140,7 +140,7 @@ def backward_queries(
     schedule, dropout_state, dropout_scale : as in `forward.forward`
     sums, KINDS : for each lookup the array of sums and the kind, see `table_gradient`
     """
-    args = KernelArguments(
+    args = SharedArguments(
         *(query, key, value, d_output, rows, n, m, H, group, sign, scale, unit),
         *(schedule, dropout_state, dropout_scale, tables, sums),
     )

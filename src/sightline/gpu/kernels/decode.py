@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import tile_ops
-from .forward import Block, KernelArguments, State, compute_block, init, process_range, store
+from .forward import ForwardArguments, QueryBlock, SoftmaxState, compute_block, init, process_range, store
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 UNROLL_FACTOR = tl.constexpr(8)  # splits whose loads `merge_splits` overlaps, instead of waiting for each load
@@ -63,7 +63,7 @@ def decode(
     q, k, v = tile_ops.apply_sign(q, sign, meta), tile_ops.locate_head(key, b, g), tile_ops.locate_head(value, b, g)
     location = tile_ops.BlockLocation(b, h, i, n, m)
     scale = tile_ops.scalar(scale, meta.accumulator)
-    queries = Block(q, k, v, location, scale, tile_ops.scalar(unit, meta.accumulator), dropout_state, tables)
+    queries = QueryBlock(q, k, v, location, scale, tile_ops.scalar(unit, meta.accumulator), dropout_state, tables)
     row = ScheduleRow(schedule, b, 0, 0, m, (split * split_size, (split + 1) * split_size), False)
     state = init(None, 0, False, meta)
     state = loop_over_tiles(state, process_range, row, meta.keys, meta.even, queries, formulas, False, meta)
@@ -129,7 +129,7 @@ def merge_splits(
         location = split_output + (split * step + at)[:, None] * meta.d_v + column
         share = tl.load(location, mask=inside[:, None] & (column < meta.d_v), other=0.0)
         found += weight[:, None] * share
-    args = KernelArguments(
+    args = ForwardArguments(
         *(query, key, value, output, lse, n, m, H, group, sign, scale, unit),
         *(schedule, sinks, dropout_state, dropout_scale, tables),
     )
@@ -138,5 +138,5 @@ def merge_splits(
         store(state, args, position, 0, unit, nan_safe_meta)
     else:
         high = total.to(meta.accumulator)
-        merged = State(found, high, (total - high.to(tl.float64)).to(meta.accumulator), maximum, (), ())
+        merged = SoftmaxState(found, high, (total - high.to(tl.float64)).to(meta.accumulator), maximum, (), ())
         store(merged, args, position, 0, 1.0, meta)

@@ -27,20 +27,20 @@ from . import fused_statistics, tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 
-class KernelArguments(
+class ForwardArguments(
     namedtuple(
-        "KernelArguments",
+        "ForwardArguments",
         "query key value output lse n m H group sign scale unit schedule sinks dropout_state dropout_scale tables",
     )
 ):
     """The arguments of a kernel that `compute_block` and `store` read; see `forward`."""
 
 
-class Block(namedtuple("Block", "query key value location scale unit dropout_state tables")):
+class QueryBlock(namedtuple("QueryBlock", "query key value location scale unit dropout_state tables")):
     """A block of queries, and the heads of K and V that they attend to."""
 
 
-class State(NamedTuple):
+class SoftmaxState(NamedTuple):
     """The running softmax of a block of queries."""
 
     output: Any  # Σ P V, not yet divided by l
@@ -99,7 +99,7 @@ def process_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, m
             nonfinite = classify_nonfinite(p, v, nonfinite, meta)
             v = tile_ops.zero_nonfinite(v)
         output = tl.dot(p.to(v.dtype), v, output * alpha[:, None], input_precision=meta.precision)
-    return State(output, total, compensation, maximum, nonfinite, fused)
+    return SoftmaxState(output, total, compensation, maximum, nonfinite, fused)
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def init(sink, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
     if sink is not None:
         total = compensation + 1.0
         maximum = compensation + sink
-    return State(output, total, compensation, maximum, nonfinite, fused_statistics.init(SUMS, meta))
+    return SoftmaxState(output, total, compensation, maximum, nonfinite, fused_statistics.init(SUMS, meta))
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def compute_block(args, position, first, row, formulas, SUMS: tl.constexpr, NAN_
     key, value = tile_ops.locate_head(args.key, b, g), tile_ops.locate_head(args.value, b, g)
     location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m)
     scale, unit = tile_ops.scalar(args.scale, meta.accumulator), tile_ops.scalar(args.unit, meta.accumulator)
-    block = Block(q, key, value, location, scale, unit, args.dropout_state, args.tables)
+    block = QueryBlock(q, key, value, location, scale, unit, args.dropout_state, args.tables)
     sink = None
     if args.sinks is not None:
         logit = tl.load(args.sinks + h) * tile_ops.LOG2_E / tile_ops.scalar(args.unit, tl.float64)
@@ -161,7 +161,7 @@ def compute_block(args, position, first, row, formulas, SUMS: tl.constexpr, NAN_
     state = loop_over_tiles(state, process_range, row, meta.keys, meta.even, block, formulas, NAN_SAFE, meta)
     if NAN_SAFE:
         output, total, compensation, maximum, nonfinite, fused_state = state
-        state = State(output + decode_nonfinite(nonfinite), total, compensation, maximum, nonfinite, fused_state)
+        state = SoftmaxState(output + decode_nonfinite(nonfinite), total, compensation, maximum, nonfinite, fused_state)
     return state
 
 
@@ -210,12 +210,12 @@ def forward(
         The last blocks of a head run first, since a causal mask gives them the most tiles.
     items : number of blocks of all heads
     sign, scale, unit : see `Operands.scale_arguments`
-    schedule : a `tile_loop.Schedule`, or None if there is no mask
+    schedule : a `tile_loop.GpuSchedule`, or None if there is no mask
     sinks : (H,) float64, or None
     dropout_state, dropout_scale : see `Operands.dropout_arguments`
     seen : the arrays that `fused_statistics.store` writes
     """
-    args = KernelArguments(
+    args = ForwardArguments(
         *(query, key, value, output, lse, n, m, H, group, sign, scale, unit),
         *(schedule, sinks, dropout_state, dropout_scale, tables),
     )

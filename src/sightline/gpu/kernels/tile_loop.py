@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-class Schedule(NamedTuple):
+class GpuSchedule(NamedTuple):
     """The tiles that every block visits, as int32 arrays on the device; see `launch.schedule.encode_ranges`."""
 
     rows: Any  # for each block (start, first partial range, stop): the block visits the ranges start ... stop − 1
@@ -23,7 +23,7 @@ class Schedule(NamedTuple):
 class ScheduleRow(NamedTuple):
     """The tiles that one block visits."""
 
-    schedule: Any  # a `Schedule`, or None if the block visits all tiles
+    schedule: Any  # a `GpuSchedule`, or None if the block visits all tiles
     b: Any
     h: Any
     block: Any  # index of the block in its head

@@ -23,11 +23,11 @@ from . import tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 
-class KernelArguments(namedtuple("KernelArguments", "query key lse n m H group sign scale unit tables")):
+class WeightsArguments(namedtuple("WeightsArguments", "query key lse n m H group sign scale unit tables")):
     """The arguments that the kernels of the second pass share."""
 
 
-class Block(namedtuple("Block", "query key location lse scale unit tables extra")):
+class WeightsQueryBlock(namedtuple("WeightsQueryBlock", "query key location lse scale unit tables extra")):
     """A block of queries, and the key head that they attend to.
 
     `lse` is (high, low); `high` and `low` have the shape (rows, 1). `extra` has arguments that only one kernel needs.
@@ -36,14 +36,14 @@ class Block(namedtuple("Block", "query key location lse scale unit tables extra"
 
 @triton.jit
 def load_block(args, b, h, first, extra, meta):
-    """Return the `Block` of queries that begins at query `first` of a head."""
+    """Return the `WeightsQueryBlock` of queries that begins at query `first` of a head."""
     high, low = tile_ops.load_lse(args.lse, b * args.H + h, first, args.n, args.unit, meta)
     q = tile_ops.load_queries(args.query, b, h, first, args.n, args.sign, meta)
     head = tile_ops.locate_head(args.key, b, h // args.group)
     location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, args.n, meta), args.n, args.m)
     lse = (high[:, None], low[:, None])
     scale, unit = tile_ops.scalar(args.scale, meta.accumulator), tile_ops.scalar(args.unit, meta.accumulator)
-    return Block(q, head, location, lse, scale, unit, args.tables, extra)
+    return WeightsQueryBlock(q, head, location, lse, scale, unit, args.tables, extra)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def dense_weights(
     across = H // heads  # number of matrices of a batch
     first = row * meta.rows
     corner = output + (tl.cast(matrix, tl.int64) * n + first) * m
-    args = KernelArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
+    args = WeightsArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
     for k in range(batches * heads):
         b, h = matrix // across * batches + k // heads, matrix % across * heads + k % heads
         block = load_block(args, b, h, first, (corner, n - first), meta)
@@ -139,7 +139,7 @@ def dense_weights(
 
 
 # -- the weight that each key receives ---------------------------------------------------------------------------------
-class KeyBlock(namedtuple("KeyBlock", "key first b h args")):
+class WeightsKeyBlock(namedtuple("WeightsKeyBlock", "key first b h args")):
     """A block of keys that begins at key `first` of a head, and the arguments needed to load queries and their lse."""
 
 
@@ -194,7 +194,7 @@ def received(
     ----------
     output : (B, H, m) in the accumulator's dtype
     blocks : number of blocks of keys in a head
-    schedule : a `tile_loop.Schedule` with the tiles of queries that each block of keys visits, or None without a mask
+    schedule : a `tile_loop.GpuSchedule` with the tiles of queries for each block of keys, or None without a mask
     """
     item = tl.program_id(0)
     position, row = item // blocks, item % blocks
@@ -202,8 +202,8 @@ def received(
     j0 = row * meta.keys
     head = tile_ops.locate_head(key, b, h // group)
     k = tile_ops.load_transposed(head, j0, meta.keys, m, meta.d_k, meta.padded_d_k, not meta.even, meta)
-    args = KernelArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
-    block = KeyBlock(k, j0, b, h, args)
+    args = WeightsArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
+    block = WeightsKeyBlock(k, j0, b, h, args)
     row = ScheduleRow(schedule, b, h, row, n, None, j0 + meta.keys > m)
     state = tl.zeros((meta.keys,), tl.float64)
     state = loop_over_tiles(state, receive_range, row, meta.rows, False, block, formulas, USE_MAX, meta)

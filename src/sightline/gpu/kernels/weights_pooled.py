@@ -9,7 +9,7 @@ import triton.language as tl
 
 from . import tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
-from .weights_pass import KernelArguments, combine, compute_scores, load_block, reduce
+from .weights_pass import WeightsArguments, combine, compute_scores, load_block, reduce
 
 
 class CellSpan(NamedTuple):
@@ -127,7 +127,7 @@ def pooled(
     b, h = position // H, position % H
     queries = CellSpan(i_first, i_last, r_first, i_start, i_stop, rows)
     keys = CellSpan(j_first, j_last, c_first, j_start, j_stop, columns)
-    args = KernelArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
+    args = WeightsArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
     cells = tl.zeros((DOWN, ACROSS), tl.float64)
     for row in range(i_first // meta.rows, tl.cdiv(i_last, meta.rows)):
         first = row * meta.rows

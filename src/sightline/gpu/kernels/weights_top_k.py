@@ -7,7 +7,7 @@ import triton.language as tl
 
 from . import tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
-from .weights_pass import KernelArguments, compute_scores, load_block
+from .weights_pass import WeightsArguments, compute_scores, load_block
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def top_k(
     position, row = item // blocks, blocks - 1 - item % blocks
     first = row * meta.rows
     b, h = position // H, position % H
-    args = KernelArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
+    args = WeightsArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
     block = load_block(args, b, h, first, (), meta)
     values = tl.full((meta.rows, K), float("-inf"), meta.accumulator)
     # The keys of the entries in an empty list differ, so that a new score replaces one entry alone.

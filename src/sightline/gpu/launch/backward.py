@@ -30,7 +30,7 @@ MAX_SLOTTED_ENTRIES = 2**22  # most entries of a table whose gradient is summed 
 
 
 @dataclass(frozen=True)
-class TableGradient:
+class GpuTableGradient:
     """A lookup in the score whose table needs a gradient."""
 
     node: Lookup
@@ -104,7 +104,7 @@ def backward(
 def backward_launches(
     problem: Problem,
     arrays: dict[str, Any],
-    lookups: Sequence[TableGradient],
+    lookups: Sequence[GpuTableGradient],
     statistic_gradients: StatisticGradients,
     architecture: str,
 ) -> Iterator[KernelLaunch]:
@@ -136,7 +136,7 @@ def backward_launches(
 
 
 def _query_launches(
-    operands: Operands, common: dict[str, Any], arrays: dict[str, Any], lookups: Sequence[TableGradient]
+    operands: Operands, common: dict[str, Any], arrays: dict[str, Any], lookups: Sequence[GpuTableGradient]
 ) -> Iterator[KernelLaunch]:
     problem, sizes = operands.problem, operands.sizes
     blocks = -(-problem.n // sizes.rows)
@@ -178,10 +178,10 @@ def _key_launches(
 
 
 # -- tables and sinks --------------------------------------------------------------------------------------------------
-def _table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterator[TableGradient]:
+def _table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterator[GpuTableGradient]:
     """Yield every float lookup in the score whose table is one of `wanted_tables`, with its kind."""
     for _, node, slot in find_learned_lookups(problem, wanted_tables):
-        lookup = TableGradient(node, slot, "any")
+        lookup = GpuTableGradient(node, slot, "any")
         reads = lookup.entry.free_symbols & {"i", "j"}
         if lookup.is_owned_by("i") and lookup.is_owned_by("j"):
             kind = "pair"
@@ -207,7 +207,7 @@ def refuse_tables(
             yield Refusal(f"the gradient of {lookup.node.table}", "use a smaller table, or one indexed by i and j")
 
 
-def _is_supported(problem: Problem, lookup: TableGradient, architecture: str) -> bool:
+def _is_supported(problem: Problem, lookup: GpuTableGradient, architecture: str) -> bool:
     """Return True if the kernels can sum a lookup's contribution to a table gradient; `refuse_tables` lists the limits.
 
     If the table is indexed by both i and j, a program processes the heads that share an entry one after another, and
@@ -236,7 +236,7 @@ def _combine_table_gradients(operands: Operands, count: int) -> Any:
     return operands.combine_functions(names, calls, "table_gradients_at")
 
 
-def _allocate_sums(problem: Problem, lookup: TableGradient) -> Any:
+def _allocate_sums(problem: Problem, lookup: GpuTableGradient) -> Any:
     """Return zeros to which the kernel adds a lookup's gradient: one sum, or `SLOTS` slots, for every table entry."""
     shape = lookup.node.table.shape
     if lookup.kind == "pair":

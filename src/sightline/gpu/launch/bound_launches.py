@@ -37,7 +37,7 @@ class BoundTable(NamedTuple):
     must_move: bool
 
 
-class Inputs(NamedTuple):
+class LaunchInputs(NamedTuple):
     """The inputs of a run: the arrays that the kernels read, query first, and their addresses."""
 
     arrays: list[Any]
@@ -88,7 +88,7 @@ class BoundLaunches:
 
     def read_inputs(
         self, arrays: Sequence[Any], addresses: Sequence[int], tables: Sequence[Any], sinks: Any
-    ) -> Inputs | None:
+    ) -> LaunchInputs | None:
         """Return the inputs of a run; None if the call needs the full dispatch.
 
         Parameters
@@ -113,9 +113,9 @@ class BoundLaunches:
         if self.has_sinks:
             read.append(prepare_sinks(to_device(sinks, query)))
             values.append(read[-1].data_ptr())
-        return None if reduce(or_, values) % ALIGNMENT else Inputs(read, values)
+        return None if reduce(or_, values) % ALIGNMENT else LaunchInputs(read, values)
 
-    def run(self, inputs: Inputs, seed: int) -> list[Any]:
+    def run(self, inputs: LaunchInputs, seed: int) -> list[Any]:
         """Launch the kernels on the current stream, and return the results. `seed` is the seed of dropout."""
         query = inputs.arrays[0]
         device = query.get_device()

@@ -19,7 +19,7 @@ from ..tuning.configurations import Configuration, architecture_of, select
 from .arguments import Operands
 from .launches import KernelLaunch, RecordedCall
 from .schedule import make_schedule
-from .weights_pass import FusedStatistics, compute_statistics
+from .weights_pass import GpuFusedStatistics, compute_statistics
 
 NAN_SAFE_ROWS = 32  # most queries (or keys) of a tile in the NaN-safe launch, which recomputes flagged blocks only
 NAN_SAFE_WARPS = 4  # most warps of a NaN-safe launch
@@ -37,7 +37,7 @@ def run(problem: Problem, architecture: str | None) -> Result:
     rows = (*problem.batch_shape, problem.H, problem.n)
     output = problem.query.new_empty((*rows, problem.d_v))
     lse = problem.query.new_empty(rows, dtype=torch.float64)
-    fused_statistics = FusedStatistics(problem)
+    fused_statistics = GpuFusedStatistics(problem)
     architecture = architecture or architecture_of(problem.query.device)
     recorded = None
     if lse.numel():
@@ -51,7 +51,7 @@ def run(problem: Problem, architecture: str | None) -> Result:
 
 
 def record_forward(
-    problem: Problem, fused_statistics: FusedStatistics, launches: Iterable[KernelLaunch], output: Any, lse: Any
+    problem: Problem, fused_statistics: GpuFusedStatistics, launches: Iterable[KernelLaunch], output: Any, lse: Any
 ) -> RecordedCall | None:
     """Run the launches. Return their record; None if other kernels must compute some statistics.
 
@@ -68,7 +68,7 @@ def record_forward(
 
 
 def attention_launches(
-    problem: Problem, output: Any, lse: Any, architecture: str, fused_statistics: FusedStatistics | None = None
+    problem: Problem, output: Any, lse: Any, architecture: str, fused_statistics: GpuFusedStatistics | None = None
 ) -> Iterator[KernelLaunch]:
     """Return the launches that fill output, lse and the arrays of fused statistics, in the order in which they run."""
     if not fused_statistics and uses_decode(problem):
@@ -81,7 +81,7 @@ def forward_launches(
     output: Any,
     lse: Any,
     architecture: str,
-    fused_statistics: FusedStatistics | None = None,
+    fused_statistics: GpuFusedStatistics | None = None,
 ) -> Iterator[KernelLaunch]:
     """Yield the forward launch over all blocks of queries, and the NaN-safe launch unless the problem is small.
 

@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources
 
 from ...formula.tables import Table
 from ...problem.problem import Problem
-from ..kernels.tile_loop import Schedule
+from ..kernels.tile_loop import GpuSchedule
 from ..kernels.tile_ops import MetaParameters
 from ..tuning.configurations import Configuration
 from .arguments import dropout_state
@@ -193,7 +193,7 @@ class LaunchBinder:
             int, int
         ] = {}  # the index in `makers` of each array that the call allocates, by the array's id
         self.makers: list[Callable[[], Any]] = []
-        self.schedules: list[Schedule] = []
+        self.schedules: list[GpuSchedule] = []
         self.constants: list[Any] = []  # of the launch that is being bound
 
     def bind(self, launch: KernelLaunch, compiled: Any) -> BoundLaunch:
@@ -211,7 +211,7 @@ class LaunchBinder:
             if name in TUPLE_ARGUMENTS:
                 return self._tuple(value, [self._input(number + k, member) for k, member in enumerate(value)])
             return self._input(number, value)
-        if isinstance(value, Schedule):
+        if isinstance(value, GpuSchedule):
             self.schedules.append(value)
             if self.is_compiled:
                 value = value._replace(rows=value.rows.data_ptr(), ranges=value.ranges.data_ptr())

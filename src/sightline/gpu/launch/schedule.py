@@ -12,7 +12,7 @@ from ...formula.tables import bounds_key
 from ...formula.tensor_cache import TensorCache, retain
 from ...formula.tile_ranges import TileRanges, find_tile_ranges
 from ...problem.problem import Problem
-from ..kernels.tile_loop import Schedule
+from ..kernels.tile_loop import GpuSchedule
 
 _SCHEDULES = TensorCache(64)
 # The rows of a head in a schedule are padded to a multiple of this number: Triton compiles one kernel for all integers
@@ -46,7 +46,7 @@ def encode_ranges(ranges: TileRanges) -> tuple[Any, Any]:
     return rows.astype(np.int32), pairs.astype(np.int32)
 
 
-def make_schedule(problem: Problem, query_block: int, key_block: int, of_keys: bool = False) -> Schedule | None:
+def make_schedule(problem: Problem, query_block: int, key_block: int, of_keys: bool = False) -> GpuSchedule | None:
     """Return the schedule of a problem: the ranges of key tiles that each block of queries visits.
 
     With `of_keys`, the schedule has the ranges of query tiles that each block of keys visits. The result is None if the
@@ -61,7 +61,7 @@ def make_schedule(problem: Problem, query_block: int, key_block: int, of_keys: b
     return retain(found, problem.query)
 
 
-def _build_schedule(mask: Expression, problem: Problem, query_block: int, key_block: int, of_keys: bool) -> Schedule:
+def _build_schedule(mask: Expression, problem: Problem, query_block: int, key_block: int, of_keys: bool) -> GpuSchedule:
     B, H, n, m = problem.extent
     if of_keys:  # the tile ranges of the transposed mask
         swapped = {name: SYMBOLS[other] for name, other in zip("ijnm", "jimn", strict=True)}
@@ -73,4 +73,4 @@ def _build_schedule(mask: Expression, problem: Problem, query_block: int, key_bl
     rows = np.pad(rows.reshape(-1, ranges.query_blocks, 3), ((0, 0), (0, stride - ranges.query_blocks), (0, 0)))
     flat = torch.from_numpy(np.concatenate([rows.reshape(-1), pairs.reshape(-1)])).to(problem.query.device)
     batch_stride, head_stride = ranges.heads * stride * (ranges.batches > 1), stride * (ranges.heads > 1)
-    return Schedule(flat[: rows.size], flat[rows.size :], batch_stride, head_stride)
+    return GpuSchedule(flat[: rows.size], flat[rows.size :], batch_stride, head_stride)

@@ -16,9 +16,9 @@ import torch
 from ...problem.problem import Problem
 from ...reference.streaming import TileOps
 from ...reference.streaming import compute_statistics as compute_by_streaming
-from ...statistics import Mean, Pooled, Received, Scores, Statistic, TopK, Weights, computation
+from ...statistics import Mean, Pooled, Received, Scores, Statistic, TopK, Weights
 from ...statistics.base import ForwardContext
-from ...statistics.computation import dispatch_statistics
+from ...statistics.computation import FusedStatistics, dispatch_statistics
 from ..kernels.weights_pass import dense_weights, received
 from ..kernels.weights_pooled import pooled
 from ..kernels.weights_top_k import top_k
@@ -32,7 +32,7 @@ MAX_TOP_K_ENTRIES = 2048  # most entries in all lists of largest weights of a bl
 MAX_PROGRAM_CELLS = (16, 64)  # most (rows, columns) of cells that one program of `pooled` computes
 
 
-class FusedStatistics(computation.FusedStatistics):
+class GpuFusedStatistics(FusedStatistics):
     """The statistics that the forward kernel computes, and their output arrays; see `kernels.fused_statistics`."""
 
     def __init__(self, problem: Problem) -> None:
@@ -61,7 +61,7 @@ class FusedStatistics(computation.FusedStatistics):
 
 
 def compute_statistics(
-    problem: Problem, lse: Any, fused_statistics: FusedStatistics, architecture: str
+    problem: Problem, lse: Any, fused_statistics: GpuFusedStatistics, architecture: str
 ) -> tuple[Any, ...]:
     """Return the result of every statistic of `problem.see`.
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
+from ...arrays.operations import itemsize
 from ...problem.problem import Problem
-from ...statistics.base import itemsize
 from . import cache
 
 MAX_SIZE = 1024  # largest number in any field of a configuration that is read from a file

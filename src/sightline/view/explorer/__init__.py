@@ -11,9 +11,9 @@
 browser. `html`, `save_html` and `explore` also accept the `Seen` that `sightline.transformers.watch` returns.
 """
 
-from .data import Exploration, Layer, Links, Text, from_weights
+from .data import Exploration, Links, ShownLayer, Text, from_weights
 from .from_recording import from_seen
 from .html_page import html, save_html
 from .notebook import explore
 
-__all__ = ["Exploration", "Layer", "Links", "Text", "explore", "from_seen", "from_weights", "html", "save_html"]
+__all__ = ["Exploration", "Links", "ShownLayer", "Text", "explore", "from_seen", "from_weights", "html", "save_html"]

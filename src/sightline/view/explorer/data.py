@@ -13,7 +13,7 @@ import numpy as np
 
 from ...arrays.operations import to_numpy
 from ...errors import DtypeError, ParameterError, ShapeError
-from ...problem.validation import labels_by_entry
+from ...recording import labels_by_entry
 from ...statistics import entropy_of
 from ..heatmaps import pooled
 from .storage import BASE64_RATIO, MAP_LEVELS, choose_levels
@@ -47,7 +47,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Layer:
+class ShownLayer:
     """What the page shows of the heads of one layer on one text.
 
     Parameters
@@ -104,11 +104,11 @@ class Text:
     ----------
     name : str
         The name of the text, shown where the reader chooses a text.
-    layers : tuple of Layer
+    layers : tuple of ShownLayer
     """
 
     name: str
-    layers: tuple[Layer, ...]
+    layers: tuple[ShownLayer, ...]
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def _split_budget(limit: int, all_weights: Sequence[Array], top: int) -> tuple[i
     return count, int(np.clip(np.sqrt(left / heads), *MAP_SIDES))
 
 
-def _make_layer(layer: DenseLayer, count: int, side: int, levels: int | None) -> Layer:
+def _make_layer(layer: DenseLayer, count: int, side: int, levels: int | None) -> ShownLayer:
     """Return a layer of the page. Heads are computed one by one, so that only one head's weights are copied at a time.
 
     If `count` is 0, the layer has all weights. Otherwise it has maps of at most `side` cells per side, and the `count`
@@ -287,10 +287,10 @@ def _make_layer(layer: DenseLayer, count: int, side: int, levels: int | None) ->
     entropy = np.stack([_entropy(head) for head in p]).astype(np.float32)
     received = np.stack([head.sum(0, dtype=np.float64) for head in p]).astype(np.float32)
     if not count:
-        return Layer(*names, p.astype(dtype), "whole", entropy, received, heads=layer.heads, levels=levels)
+        return ShownLayer(*names, p.astype(dtype), "whole", entropy, received, heads=layer.heads, levels=levels)
     cells = np.stack([pooled(head.astype(np.float32), side) for head in p]).astype(np.float32)
     looks, seen_by = (stack_heads([top_links(head, count) for head in matrix]) for matrix in (p, p.swapaxes(1, 2)))
-    return Layer(*names, cells, "mean", entropy, received, looks, seen_by, layer.heads, levels)
+    return ShownLayer(*names, cells, "mean", entropy, received, looks, seen_by, layer.heads, levels)
 
 
 def _entropy(p: Array) -> Array:

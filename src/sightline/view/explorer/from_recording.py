@@ -18,8 +18,8 @@ from .data import (
     TOP_ENTRIES,
     DenseLayer,
     Exploration,
-    Layer,
     Links,
+    ShownLayer,
     Text,
     make_exploration,
     stack_heads,
@@ -131,7 +131,7 @@ def _dense(seen: Any, run: Sequence[Any], entry: int) -> DenseLayer:
     return DenseLayer(run[0].layer, tuple(queries[:n]), tuple(keys[:m]), weights[:, :n, :m], run[0].heads)
 
 
-def _pooled(seen: Any, call: Any, entry: int, top: int, levels: int | None) -> Layer:
+def _pooled(seen: Any, call: Any, entry: int, top: int, levels: int | None) -> ShownLayer:
     """Return a layer of the page from the pooled statistics of one call on one text of the batch.
 
     Padding tokens stay, because the pooled cells include them.
@@ -141,7 +141,7 @@ def _pooled(seen: Any, call: Any, entry: int, top: int, levels: int | None) -> L
     cells, entropy, received = (to_numpy(call[name])[entry] for name in ("pooled", "entropy", "received"))
     weights, where = (to_numpy(part)[entry] for part in call["top_k"])
     looks = Links(weights.astype(np.float32), where.astype(np.int32))
-    return Layer(
+    return ShownLayer(
         call.layer,
         tuple(queries),
         tuple(keys),

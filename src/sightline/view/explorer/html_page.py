@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import ParameterError
 from ..terminal import CIVIDIS
-from .data import Exploration, Layer, Links
+from .data import Exploration, Links, ShownLayer
 from .from_recording import from_seen
 from .storage import compute_scales, pack, to_levels
 
@@ -114,7 +114,7 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
             return None
         return {"weights": store(found.weights), "where": store(found.where), "complete": found.complete}
 
-    def layer_record(place: int, layer: Layer) -> dict[str, Any]:
+    def layer_record(place: int, layer: ShownLayer) -> dict[str, Any]:
         cells, scales = layer.cells, None
         if layer.levels is not None:
             scales = compute_scales(cells, relative=layer.how != "whole")
