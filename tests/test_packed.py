@@ -214,7 +214,7 @@ X = np.zeros((1, 1, 6, 4), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: documents([0, 1], key_lengths=[1, 1]), ParameterError, "no lengths"),
+        (lambda: documents([0, 1], key_lengths=[1, 1]), ParameterError, "ids and key_lengths"),
         (lambda: attention(X, X, X, mask=documents([4, 2])), TableError, r"documents\(lengths=\.\.\.\) if .* sum to 6"),
         (lambda: attention(X, X, X, mask=documents(lengths=[4, 3])), ShapeError, "lengths must sum to 6"),
         (lambda: attention(X, X, X, mask=documents(lengths=[4, 1])), ShapeError, "lengths must sum to 6"),

@@ -235,7 +235,7 @@ def test_threads_are_set_for_torch():
 
 @pytest.mark.skipif(not can_measure(), reason="this system has no peak resident set size that can be reset")
 def test_peak_memory_counts_the_memory_of_a_call():
-    size = 1 << 26
+    size = 1 << 27
 
     def call(_):
         whole = np.ones(size, np.uint8)
