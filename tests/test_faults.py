@@ -154,12 +154,6 @@ BACKWARD = {
         "self.g * args.group",
         methods=("loop_blocks",),
     ),
-    "P of a block that skips the tile": Fault(
-        backward,
-        "self.store_numbers(key, v, zero, zero)",
-        "self.store_numbers(key, v, zero + 1.0, zero)",
-        shows="sinks",
-    ),
     "dK of the first block alone": Fault(
         backward, "self.num_blocks * tiles.packed_length(tiles.block)", "tiles.packed_length(tiles.block)"
     ),

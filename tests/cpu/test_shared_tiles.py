@@ -11,7 +11,9 @@ from gradient_checks import check as check_gradients
 from sightline import dense, i, j, s
 from sightline.cpu import Cpu
 from sightline.cpu.kernels import shared_tiles
+from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.runtime.machine import CPU_VARIABLE, machine_names, missing_features, named_machine, native_machine
+from sightline.dispatch import call_cache
 from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import Case
@@ -65,6 +67,7 @@ def test_outputs(layout, machine, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients(layout, machine, monkeypatch):
     monkeypatch.setenv(CPU_VARIABLE, machine)
+    monkeypatch.setattr(launch_backward, "TARGET_ITEMS", 1)  # one split, in which blocks need some of the tiles
     for options in FORMULAS.values():
         case = Case(*draw(layout), options)
         check_gradients(case, differentiate=partial(by_cpu, answer=Cpu().run(case.make_problem())))
@@ -91,7 +94,25 @@ def test_far_rows_are_copied(monkeypatch, fresh_kernels):
 
 @pytest.mark.parametrize("processors", [1, 2, 16, 1000])
 def test_bits_do_not_depend_on_the_blocks_of_an_item(processors, monkeypatch):
-    inputs, expected = draw("view"), sightline.attention(*draw("view"), mask=i >= j)
-    monkeypatch.setattr("sightline.cpu.launch.forward.usable_processors", lambda: processors)
-    sightline.dispatch.call_cache.clear()
+    """NaN in one query, and in a hidden row of V, must not change the bits of other blocks either."""
+    inputs = draw("view")
+    inputs[0][..., 200, :], inputs[2][..., 100, :] = np.nan, np.nan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sightline.cpu.launch.forward.available_processors", lambda: 10**6)
+        call_cache.clear()
+        expected = sightline.attention(*inputs, mask=i >= j)
+    monkeypatch.setattr("sightline.cpu.launch.forward.available_processors", lambda: processors)
+    call_cache.clear()
     np.testing.assert_array_equal(sightline.attention(*inputs, mask=i >= j), expected)
+
+
+def test_gradients_ignore_rows_of_queries_that_see_nothing():
+    """NaN in the rows of a block without visible keys does not reach dK and dV of its neighbours."""
+    inputs = draw("contiguous")
+    clean, _, vjp = sightline.attention_vjp(*inputs, mask=(i < 64) & (i >= j))
+    expected = vjp(np.ones_like(clean))
+    inputs[0][..., 128:, :] = np.nan
+    output, _, vjp = sightline.attention_vjp(*inputs, mask=(i < 64) & (i >= j))
+    found = vjp(np.ones_like(output))
+    for name in ("key", "value"):
+        np.testing.assert_array_equal(found[name], expected[name])

@@ -102,7 +102,7 @@ class OperandTile:
 
         The processor does not foresee which rows a copy reads, because each of them is in another page.
         """
-        if not self.may_copy:
+        if not self.may_copy or not self.has_unit_stride:
             return
         builder, rows = self.builder, self.max_rows
         with builder.if_then(self.copies), builder.loop(part * rows // parts, (part + 1) * rows // parts) as r:

@@ -32,9 +32,9 @@ from ..codegen.builder import Variable
 from ..codegen.operand_tiles import interleave_rows, widen_row
 from ..codegen.render_llvm import NodeValues
 from ..codegen.values import DOUBLE, INT64, Value, vector
-from .kernel_spec import KEY_BLOCK, MAX_NUMBERS_PER_ITEM, round_up
+from .kernel_spec import KEY_BLOCK, MAX_BYTES_PER_ITEM, round_up
 from .recomputed_weights import RecomputedWeights
-from .shared_tiles import SharedTiles
+from .shared_tiles import SharedTiles, min_blocks_for_copy
 from .tables import TableGradientCode
 
 MAX_QUERIES = 128  # the most queries whose blocks share tiles; 64 KB of their P and dS are kept
@@ -56,10 +56,11 @@ class Backward(SharedTiles, RecomputedWeights):
     def allocate(self) -> None:
         tiles, spec = self.tiles, self.spec
         self.s_t, self.dp_t = tiles.matrix(KEY_BLOCK), tiles.matrix(KEY_BLOCK)
-        self.key = self.allocate_operand(1, needs_rows=True, needs_columns=True, copies_far_rows=True)
-        self.value = self.allocate_operand(2, needs_rows=True, needs_columns=False, copies_far_rows=True)
-        numbers = 3 * spec.d_k + 2 * spec.d_v  # that are kept of each query
-        self.max_blocks = max(min(MAX_QUERIES, MAX_NUMBERS_PER_ITEM // numbers) // tiles.block, 1)
+        query_bytes = (3 * spec.d_k + 2 * spec.d_v) * tiles.itemsize  # that are kept of each query
+        self.max_blocks = max(min(MAX_QUERIES, MAX_BYTES_PER_ITEM // query_bytes) // tiles.block, 1)
+        copies = self.max_blocks >= min_blocks_for_copy(tiles.block)
+        self.key = self.allocate_operand(1, needs_rows=True, needs_columns=True, copies_far_rows=copies)
+        self.value = self.allocate_operand(2, needs_rows=True, needs_columns=False, copies_far_rows=copies)
         self.q_rows, self.do_rows = self.allocate_block_rows(spec.d_k), self.allocate_block_rows(spec.d_v)
         # P and dS of all blocks, by key: numbers, or bfloat16 whose neighbours are pairs of queries
         self.number_bytes = tiles.itemsize // tiles.pair_size
@@ -118,9 +119,13 @@ class Backward(SharedTiles, RecomputedWeights):
                 self.clear_query_gradients()
 
     def prepare_block(self) -> None:
-        """Copy a block's rows of Q and dO, transposed too, and set its dQ to 0."""
+        """Copy a block's rows of Q and dO, transposed too, and set its dQ to 0.
+
+        The rows of a block without a tile in the split are 0: NaN in them would reach dK and dV, as 0 · NaN.
+        """
         args, tiles = self.args, self.tiles
         self.o, self.do = args.head_address("output", self.b, self.h), args.head_address("d_output", self.b, self.h)
+        self.num_copied = self.builder.where(self.next_tile(self.first_tile) < self.last_tile, self.num_valid, 0)
         self.transpose_queries()
         self.transpose_output_gradients()
         self.copy_rows(self.q, "query", self.spec.unit_stride[0], self.spec.d_k, self.q_rows)
@@ -176,7 +181,7 @@ class Backward(SharedTiles, RecomputedWeights):
         with builder.loop(0, tiles.packed_length(tiles.block) * (row_bytes // tiles.align)) as at:
             target.at(at * tiles.align).store(zero, tiles.align)
         first = source.at(self.i0 * row_stride)
-        with builder.loop(0, self.num_valid, tiles.pair_size) as lane:
+        with builder.loop(0, self.num_copied, tiles.pair_size) as lane:
             row, row_target = first.at(lane * row_stride), target.at((lane // tiles.pair_size) * row_bytes)
             if self.paired:
                 interleave_rows(tiles, row, row_target, width, row_stride, step, lane + 1 < self.num_valid)

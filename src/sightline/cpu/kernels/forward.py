@@ -25,7 +25,7 @@ from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, VOID, Value
 from .fused_statistics import FusedStatisticsCode
 from .kernel_spec import KEY_BLOCK, max_blocks_per_item
 from .score_functions import MASK_FUNCTION, SCORE_FUNCTION
-from .shared_tiles import NO_TILE, SharedTiles
+from .shared_tiles import NO_TILE, SharedTiles, min_blocks_for_copy
 
 
 class Forward(SharedTiles):
@@ -38,8 +38,10 @@ class Forward(SharedTiles):
     def allocate(self) -> None:
         tiles, spec = self.tiles, self.spec
         self.s_t = tiles.matrix(KEY_BLOCK)
-        self.key = self.allocate_operand(1, needs_rows=True, needs_columns=False, copies_far_rows=True)
-        self.value = self.allocate_operand(2, needs_rows=False, needs_columns=True, copies_far_rows=True)
+        count = max_blocks_per_item(spec, tiles.block, tiles.itemsize)
+        copies = count >= min_blocks_for_copy(tiles.block)
+        self.key = self.allocate_operand(1, needs_rows=True, needs_columns=False, copies_far_rows=copies)
+        self.value = self.allocate_operand(2, needs_rows=False, needs_columns=True, copies_far_rows=copies)
         self.running_max, self.running_sum, self.tile_max = (tiles.variables() for _ in range(3))
         self.max_row = tiles.matrix(1)  # in which the functions of the formulas return `tile_max`
         # `compensation` collects the rounding errors of `running_sum`
@@ -47,7 +49,6 @@ class Forward(SharedTiles):
         self.fused_statistics = FusedStatisticsCode(self)
         variables = [*self.running_max, *self.running_sum, *self.compensation]
         rows = {"q_t": tiles.packed_length(spec.d_k), "o_t": spec.d_v}
-        count = max_blocks_per_item(spec, tiles.block)
         self.allocate_blocks(count, rows, [*variables, *self.fused_statistics.kept_variables()])
 
     def process_item(self, item: Value) -> None:
@@ -83,14 +84,22 @@ class Forward(SharedTiles):
 
         The NaN-safe attempt runs only if an output of the first attempt has a NaN, so that finite inputs cost nothing.
         """
-        with self.loop_blocks(stores=True):
-            self.init_block()
+        builder = self.builder
+        with self.loop_blocks(loads=True, stores=True):
+            is_wrong = Variable(builder, BOOL, True)
+            with builder.if_then(nan_safe):  # blocks without NaN keep their output, whose bits the other sum may change
+                is_wrong.set(self.has_nan())
+            with builder.if_then(is_wrong.get()):
+                self.init_block()
         operands = self.key, self.value
-        with self.loop_shared_tiles(0, NO_TILE, operands) as j0, self.loop_blocks(loads=True, stores=True):  # noqa: SIM117
-            with self.builder.if_then(self.is_at(j0)):
-                for operand in operands:
-                    operand.prefetch_next(self.block_number, self.num_blocks)
-                self.key_tile(j0, self.is_partial(), nan_safe)
+        with (
+            self.loop_shared_tiles(0, NO_TILE, operands) as j0,
+            self.loop_blocks(loads=True, stores=True),
+            builder.if_then(self.is_at(j0)),
+        ):
+            for operand in operands:
+                operand.prefetch_next(self.block_number, self.num_blocks)
+            self.key_tile(j0, self.is_partial(), nan_safe)
 
     def init_block(self) -> None:
         """Prepare the output and the variables of a block."""

@@ -8,7 +8,7 @@ from ..runtime.machine import Machine
 
 KEY_BLOCK = 64  # number of keys in a tile: its scores and its rows of K and V stay in the first two caches
 MAX_QUERIES_PER_ITEM = 512  # of the forward kernel: so many share one copy of a tile of K and V
-MAX_NUMBERS_PER_ITEM = 1 << 16  # of Qᵀ, Oᵀ and the like: 256 KB of float32 stay in the second-level cache
+MAX_BYTES_PER_ITEM = 1 << 18  # of Qᵀ, Oᵀ and the like, which stay in the second-level cache
 MIN_KEYS_PER_SPLIT = 8 * KEY_BLOCK  # with fewer keys a split of the keys costs more than it saves
 MAX_FEW_QUERIES = 4  # up to this number of queries, the decoding kernel is faster than the forward kernel, which ...
 MIN_DECODE_KEYS = (1, 8, 16, 32)  # ... wins again with fewer keys than these, for 1 to 4 queries
@@ -64,9 +64,12 @@ class KernelSpec:
         return self.score is None and not self.has_sinks
 
 
-def max_blocks_per_item(spec: KernelSpec, query_block: int) -> int:
-    """Return how many blocks of queries a work item of the forward kernel may have; each is kept with Qᵀ and Oᵀ."""
-    queries = min(MAX_QUERIES_PER_ITEM, MAX_NUMBERS_PER_ITEM // (spec.d_k + spec.d_v))
+def max_blocks_per_item(spec: KernelSpec, query_block: int, itemsize: int) -> int:
+    """Return how many blocks of queries a work item of the forward kernel may have; each is kept with Qᵀ and Oᵀ.
+
+    `itemsize` are the bytes of a number of the accumulator's type.
+    """
+    queries = min(MAX_QUERIES_PER_ITEM, MAX_BYTES_PER_ITEM // ((spec.d_k + spec.d_v) * itemsize or 1))
     return max(queries // query_block, 1)
 
 

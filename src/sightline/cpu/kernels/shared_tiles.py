@@ -20,6 +20,11 @@ NO_TILE = 2**62
 MIN_BLOCKS_FOR_COPY, MIN_QUERIES_FOR_COPY = 4, 96  # fewer do not repay a copy of rows of K and V that are far apart
 
 
+def min_blocks_for_copy(query_block: int) -> int:
+    """Return how many blocks, of so many queries each, repay a copy of a tile whose rows are far apart."""
+    return max(MIN_BLOCKS_FOR_COPY, MIN_QUERIES_FOR_COPY // query_block)
+
+
 class SharedTiles(Block):
     """A block among several that share tiles.
 
@@ -48,7 +53,7 @@ class SharedTiles(Block):
     def select_blocks(self, first: Value, count: Value) -> None:
         """Select the blocks of the key head `self.g` that the next loops visit."""
         self.first_block, self.num_blocks = first, count
-        self.serves_many = count >= max(MIN_BLOCKS_FOR_COPY, MIN_QUERIES_FOR_COPY // self.tiles.block)
+        self.serves_many = count >= min_blocks_for_copy(self.tiles.block)
 
     @contextmanager
     def loop_blocks(self, is_new: bool = False, loads: bool = False, stores: bool = False) -> Iterator[None]:

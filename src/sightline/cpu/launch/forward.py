@@ -13,7 +13,7 @@ from ...problem.problem import Problem
 from ..kernels.forward import Forward
 from ..kernels.kernel_spec import KernelSpec, max_blocks_per_item
 from ..runtime.processor import Processor
-from ..runtime.thread_count import usable_processors
+from ..runtime.thread_count import available_processors
 from .arguments import KernelArguments, prepare, write_kernel
 from .bound_call import BoundCall, run_first
 from .call_family import CallFamily
@@ -70,8 +70,10 @@ def _bind(arguments: KernelArguments, spec: KernelSpec, processor: Processor, nu
     problem = arguments.problem
     key_heads = problem.B * problem.G
     blocks = problem.group * -(-problem.n // arguments.query_block)  # of all heads of a key head
-    share = key_heads * blocks // (MIN_ITEMS_PER_PROCESSOR * usable_processors())
-    per_item = max(min(max_blocks_per_item(spec, arguments.query_block), share), 1)
+    share = key_heads * blocks // (MIN_ITEMS_PER_PROCESSOR * available_processors())
+    per_item = max(
+        min(max_blocks_per_item(spec, arguments.query_block, np.dtype(problem.accumulator).itemsize), share), 1
+    )
     items = key_heads * -(-blocks // per_item)
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
     return BoundCall(

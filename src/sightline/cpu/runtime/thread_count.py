@@ -94,7 +94,12 @@ def resolve_thread_count(requested: int | None = None) -> tuple[int, str]:
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_num_threads"):
         return int(torch.get_num_threads()), "torch.get_num_threads()"
-    return max(min(usable_processors(), _cgroup_quota()), 1), "the processors this process may use"
+    return available_processors(), "the processors this process may use"
+
+
+def available_processors() -> int:
+    """Return the number of processors that this process may keep busy."""
+    return max(min(usable_processors(), _cgroup_quota()), 1)
 
 
 def usable_processors() -> int:
