@@ -12,7 +12,6 @@ from fault_planting import broken
 from sightline import i, j, s, table
 from sightline.dispatch import backward_calls, call_cache
 from sightline.statistics import per_query
-from sightline.testing import assert_within_budget
 from sightline.torch import autograd, graph_attacher
 from sightline.torch.operator_schema import make_seed
 
@@ -74,19 +73,9 @@ def defined_gradients(inputs, has_mask, used, factors, dtype):
 
 
 def assert_right(found, inputs, has_mask, used, factors):
-    """Compare gradients with the definition in float64, within the budget of the same operations in float32.
-
-    Other factors add to the error of these operations, because a sum of few terms may have no error by chance.
-    """
-    generator = torch.Generator().manual_seed(0)
-    others = [[x * torch.randn(x.shape, generator=generator) for x in factors] for _ in range(4)]
-    double, single = (
-        [defined_gradients(inputs, has_mask, used, each, dtype) for each in (factors, *others)]
-        for dtype in (torch.float64, torch.float32)
-    )
-    for ours, oracle, *rough in zip(found, double[0], *map(zip, double, single), strict=True):
-        plain = np.stack([oracle + (x - right) for right, x in rough])
-        assert_within_budget(ours, oracle, plain, "gradient")
+    """Compare gradients with the definition in float64. Their entries are about 1, and sums of larger terms."""
+    for ours, oracle in zip(found, defined_gradients(inputs, has_mask, used, factors, torch.float64), strict=True):
+        np.testing.assert_allclose(ours, oracle, atol=2e-5, rtol=1e-4)
 
 
 def make_inputs(rng, has_bias, has_sinks, dtype=torch.float32):
