@@ -53,7 +53,9 @@ READABLE = ("__array__", "__array_interface__", "__dlpack__")  # NumPy reads an 
 def is_array(value: Any) -> bool:
     """True for tensors of torch, and for other objects with shape and dtype."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):  # some have no shape, or raise an error at its read
+    if torch is not None and isinstance(
+        value, torch.Tensor
+    ):  # some tensors have no shape, or raise an error when it is read
         return True
     return hasattr(value, "dtype") and hasattr(value, "shape")
 

@@ -243,7 +243,7 @@ class ForwardEntry(ResultBuilder):
         """Return the functions that allocate the results of the forward kernel; `shape` is that of the output."""
         make_empty, rows = self.adapter.make_empty, shape[:-1]
         makers = [make_empty(shape, self.dtype)]
-        if self.needs_lse:  # without statistics, only the backward pass reads it
+        if self.needs_lse:  # without statistics the caller does not see it: NumPy's suffices
             makers.append(make_empty(rows, "float64") if self.statistics else partial(np.empty, rows))
         return [*makers, *[make_empty(rows, dtype) for dtype in self.statistic_dtypes]]
 

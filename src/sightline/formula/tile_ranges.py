@@ -23,9 +23,9 @@ from .interval_arithmetic import Interval, compute_intervals
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
-MAX_SCORE = 1e30  # bounds of s are finite, so an infinite bound of a node is due to the formula
+MAX_SCORE = 1e30  # the bound of |s|: finite, so that an infinite bound of a node comes from the formula
 SEARCH_BLOCK = (64, 64)
-MAX_ROWS_AT_ONCE = 1 << 16  # rows bisected together; the number limits the memory of the search
+MAX_ROWS_AT_ONCE = 1 << 16  # rows of `TileRanges` that are bisected together, which limits the memory of the search
 
 
 @dataclass(frozen=True, eq=False)

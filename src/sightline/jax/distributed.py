@@ -160,7 +160,7 @@ def order(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Any:
         raise ShapeError(
             f"{length} positions on {ranks} devices",
             f"a multiple of {ranks}",
-            "pad the sequence, and hide the last positions with mask=",
+            "pad the sequence, and hide the added positions with mask=",
         )
     spans = [span for own in divide_equally(length // ranks, ranks, layout).ranks for span in own]
     return np.concatenate([np.arange(span.start, span.stop) for span in spans])

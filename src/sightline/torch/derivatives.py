@@ -183,7 +183,7 @@ class Derivative:
             raise KernelRefusedError(
                 "nested tensors inside torch.func or a forward derivative",
                 "dense tensors",
-                "pass the values, and mask=sightline.documents(lengths=...)",
+                "pass query.values(), key.values(), value.values() and mask=sightline.documents(lengths=...)",
             )
         if self.order == 0:
             results: list[Tensor] = operator.attention(*self.arguments(tensors))

@@ -28,7 +28,7 @@ PEER_STYLES = {  # (colour, marker) of each contender; the colours of Okabe and 
 GREY, LIGHT_GREY = "#555555", "#e6e6e6"
 MIN_AXIS_RATIO = 30.0  # least ratio of the largest number to the smallest number on a logarithmic axis
 CEILINGS = {"bfloat16": "bfloat16 dot", "float32": "float32 FMA", "matmul": "bfloat16 matmul"}
-BANDWIDTHS = {"read": "read", "copy": "copied"}  # label of a bandwidth, by the name of its peak
+BANDWIDTHS = {"read": "read", "copy": "copied"}  # name of a measured peak bandwidth: its label in the figure
 ROOFLINE_PEERS = ("torch", "cudnn")  # the peers that the roofline draws; a line joins a peer's dot and Sightline's
 
 

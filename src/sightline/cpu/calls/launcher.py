@@ -66,7 +66,7 @@ class RecordCode:
         return self.address_of(name).load(RECORD_FIELDS[name], 8)
 
     def exchange_busy(self, new: int) -> Value:
-        """Set `is_busy` and return its value before that, in one atomic operation."""
+        """Set `is_busy` to `new` and return its earlier value, in one atomic operation."""
         return self.builder.atomic_exchange(self.address_of("is_busy"), self.builder.value(new, INT64))
 
     def write_words(self, values: Value) -> None:

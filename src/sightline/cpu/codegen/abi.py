@@ -74,7 +74,7 @@ WEIGHTS_CALL_FIELDS = ("query", "key", "lse")
 
 
 def end_with(names: Sequence[str], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with those of these names last, in this order."""
+    """Return the fields with the fields in `names` moved to the end, in the order of `names`."""
     return {name: kind for name, kind in fields.items() if name not in names} | {name: fields[name] for name in names}
 
 

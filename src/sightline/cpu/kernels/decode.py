@@ -145,7 +145,7 @@ class Decode(Block):
             indices = (builder.minimum(first + r, self.num_rows - 1) for r in range(rows))
             queries = [self.queries.at(index * self.query_row_bytes) for index in indices]
             with builder.loop(0, self.num_keys, UNROLL) as key:
-                columns = []  # of the sums: for each key, those of the rows
+                columns = []  # for each key, the list of its sums with every query row
                 for k in range(0, UNROLL, keys_at_once):
                     columns += self.multiply_keys(queries, key, range(k, min(k + keys_at_once, UNROLL)))
                 for r in range(rows):

@@ -33,7 +33,7 @@ from .tile_search import BoundSearch
 
 MAX_CACHED_BYTES = 1 << 20  # the most bytes of tile ranges and offsets that a cached call may keep alive
 MAX_POOLED_BYTES = 1 << 18  # a larger buffer is allocated for each call and not reused
-WORDS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8  # the counter has its own line: threads write it
+WORDS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8  # each field begins on its own line, because threads write the counter
 CAPACITY_INDEX = list(SEARCH_FIELDS).index("capacity")
 TILE_RANGE_FIELDS = ("tile_range_start", "tile_range_first", "tile_range_last", "tile_range_full")
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

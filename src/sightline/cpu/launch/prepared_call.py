@@ -125,7 +125,7 @@ class PreparedCall:
         self.can_be_direct = can_be_direct and fits and not any(inputs.converters)
 
     def copy(self, num_keys: int) -> PreparedCall:
-        """Return the call for so many keys, which counts its own runs and has a record of its own."""
+        """Return a copy of the call for `num_keys` keys. The copy counts its own runs, and shares no record."""
         return self.rebind(self.call, self.makers, num_keys)
 
     def rebind(self, call: BoundCall, makers: Sequence[Callable[[], Any]], num_keys: int) -> PreparedCall:

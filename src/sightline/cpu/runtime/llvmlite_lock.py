@@ -30,8 +30,8 @@ def release() -> None:
 def repair() -> None:
     """Release the lock if an exception has left this thread as its owner.
 
-    llvmlite takes the lock in Python code, so that a KeyboardInterrupt can arrive when the lock is taken and the code
-    that releases it is not yet in force. Other threads would then wait for the lock forever.
+    llvmlite takes the lock in Python code. A KeyboardInterrupt can therefore arrive after the lock is taken, but before
+    the block that would release it has begun. Other threads would then wait for the lock forever.
     """
     lock = _lock()
     if lock is not None:
