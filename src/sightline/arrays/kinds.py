@@ -53,9 +53,7 @@ READABLE = ("__array__", "__array_interface__", "__dlpack__")  # NumPy reads an 
 def is_array(value: Any) -> bool:
     """True for tensors of torch, and for other objects with shape and dtype."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(
-        value, torch.Tensor
-    ):  # some tensors have no shape, or raise an error when it is read
+    if torch is not None and isinstance(value, torch.Tensor):  # to read the shape of some tensors raises an error
         return True
     return hasattr(value, "dtype") and hasattr(value, "shape")
 
