@@ -67,7 +67,7 @@ def test_outputs(layout, machine, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients(layout, machine, monkeypatch):
     monkeypatch.setenv(CPU_VARIABLE, machine)
-    monkeypatch.setattr(launch_backward, "TARGET_ITEMS", 1)  # one split, in which blocks need some of the tiles
+    monkeypatch.setattr(launch_backward, "TARGET_ITEMS", 1)  # one split, of which a block needs some tiles
     for options in FORMULAS.values():
         case = Case(*draw(layout), options)
         check_gradients(case, differentiate=partial(by_cpu, answer=Cpu().run(case.make_problem())))

@@ -127,7 +127,7 @@ def _explain_missing_calls(model: nn.Module) -> tuple[str, str]:
 
 
 def _token_recorder(models: list[PreTrainedModel], tokenizer: Any) -> TokenRecorder | None:
-    """Return a recorder of the tokens of the model that contains all other models; None if no model contains all."""
+    """Return a recorder of the tokens of the one model that contains all the others; None if there is no such model."""
     inner = {id(module) for model in models for module in model.modules() if module is not model}
     outermost = [model for model in models if id(model) not in inner]
     source = Tokenizer(tokenizer, outermost[0].config.name_or_path)

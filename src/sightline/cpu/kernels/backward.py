@@ -119,7 +119,7 @@ class Backward(SharedTiles, RecomputedWeights):
                 self.clear_query_gradients()
 
     def prepare_block(self) -> None:
-        """Copy a block's rows of Q and dO, transposed too, and set its dQ to 0.
+        """Copy a block's rows of Q and dO, as rows and transposed, and set the block's dQ to 0.
 
         The rows of a block without a tile in the split are 0: NaN in them would reach dK and dV, as 0 · NaN.
         """

@@ -117,7 +117,7 @@ class SharedTiles(Block):
         return self.args.tile_range_full.at(self.range_index.get()).load(BYTE) == 0
 
     def find_tile(self, first: Value) -> Value:
-        """Return the first tile from `first` on that is in a tile range of any block; `NO_TILE` if there is none."""
+        """Return the first tile, from `first` on, that any block needs; `NO_TILE` if no block needs another tile."""
         nearest = Variable(self.builder, INT64, NO_TILE)
         with self.loop_blocks():
             with self.builder.infinite_loop() as break_if:  # skip the ranges that end before
