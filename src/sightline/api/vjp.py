@@ -319,7 +319,7 @@ class _Call:
         return replace(found, query=query, key=key, value=value), self.formulas
 
     def read_arrays(self) -> Sequence[Any]:
-        """Return the arrays of the statistics in the order of `flatten_result`; () if the cache averaged any of them."""
+        """Return the arrays of the statistics ordered as in `flatten_result`; () if the cache averaged any of them."""
         if self.forward is None:
             return self.arrays
         has_means = any(cached.mean_axes is not None for cached in self.forward.entry.statistics)
