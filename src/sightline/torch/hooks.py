@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -98,10 +98,7 @@ def record_calls(
     """
     seen = Seen(tokens=tokens)
     watcher = Watcher(see, heads, seen, {module: name for name, module in modules.items()}, cross_layers, recorder)
-    with ExitStack() as exit_stack:
-        for module in watcher.names:
-            _WATCHERS[module] = (*_WATCHERS.get(module, ()), watcher)
-            exit_stack.callback(_remove_watcher, module, watcher)
+    with registering(_WATCHERS, watcher.names, watcher):
         yield seen
         if not seen.calls:
             what, cure = explain()
@@ -126,10 +123,25 @@ def explain_missing_calls(model: nn.Module) -> tuple[str, str]:
     return "none of them ran", "run the model inside the `with` block; layers= selects layers that run"
 
 
-def _remove_watcher(module: nn.Module, watcher: Watcher) -> None:
-    remaining = tuple(other for other in _WATCHERS.pop(module, ()) if other is not watcher)
-    if remaining:
-        _WATCHERS[module] = remaining
+@contextmanager
+def registering(
+    registry: WeakKeyDictionary[nn.Module, tuple[Any, ...]], modules: Collection[nn.Module], entry: Any
+) -> Iterator[None]:
+    """Add an entry to those of the modules in a registry while the context lasts."""
+    for module in modules:
+        registry[module] = (*registry.get(module, ()), entry)
+    try:
+        yield
+    finally:
+        for module in modules:
+            remaining = tuple(other for other in registry.pop(module, ()) if other is not entry)
+            if remaining:
+                registry[module] = remaining
+
+
+def is_watched(module: nn.Module) -> bool:
+    """True if a `watch` records the calls of the module."""
+    return module in _WATCHERS
 
 
 @contextmanager

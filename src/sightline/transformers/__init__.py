@@ -17,8 +17,10 @@ except ImportError as error:
     ) from error
 
 from .attention_interface import NAME, register
+from .model_masking import masking
+from .model_unpadding import unpadded
 from .model_watch import watch
 
-__all__ = ["NAME", "register", "watch"]
+__all__ = ["NAME", "masking", "register", "unpadded", "watch"]
 
 register()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +15,10 @@ from ..errors import ParameterError
 from ..formula.expression import Expression
 from ..formula.library import bias
 from ..formula.library import softcap as softcap_score
+from ..problem.validation import read_mask
 from ..statistics import weights
-from ..torch.hooks import attend
-from .mask_interface import FormulaMask, sightline_mask
+from ..torch.hooks import attend, is_watched
+from .mask_interface import FormulaMask, position_formulas, sightline_mask
 
 NAME = "sightline"
 UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, with their meaning
@@ -24,6 +27,17 @@ UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, w
     "block_indices": "blocks of keys that an indexer selects",
     "sinks": "sinks for each query",
 }
+
+
+@dataclass
+class AddedMask:
+    """A mask that `masking` adds to layers: a formula of the positions in the sequence, and the calls that read it."""
+
+    rule: Expression
+    calls: int = 0
+
+
+ADDED_MASKS: WeakKeyDictionary[nn.Module, tuple[AddedMask, ...]] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -40,7 +54,7 @@ def sightline_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -92,15 +106,17 @@ def sightline_attention(
                 'attn_implementation="eager" for this model',
             )
     score: Any = None if softcap is None else softcap_score(float(softcap))
-    mask: Any = None
     if position_bias is not None:
         score = _add_to_score(position_bias, score)
-    if isinstance(attention_mask, FormulaMask):
-        mask = attention_mask.formula
-    elif attention_mask is not None and attention_mask.is_floating_point():
-        score = _add_to_score(attention_mask, score)
-    elif attention_mask is not None:
-        mask = attention_mask
+    if attention_mask is not None and attention_mask.is_floating_point():
+        score, attention_mask = _add_to_score(attention_mask, score), None
+    needs_weights = _needs_weights(module, options)
+    unpadding = attention_mask.unpadding if isinstance(attention_mask, FormulaMask) else None
+    if unpadding is not None and (needs_weights or is_watched(module)):  # statistics are those of the padded batch
+        query, key, value = map(unpadding.pad, (query, key, value))
+        attention_mask = attention_mask.padded
+    else:
+        unpadding = None
     output, seen = attend(
         module,
         query,
@@ -108,14 +124,32 @@ def sightline_attention(
         value,
         query_start=getattr(attention_mask, "query_start", None),
         key_start=getattr(attention_mask, "key_start", 0),
-        mask=mask,
+        mask=_add_masks(module, attention_mask, query, key),
         score=score,
         scale=scaling,
         sinks=s_aux,
         dropout=dropout if module.training else 0.0,
-        see=[weights()] if _needs_weights(module, options) else [],
+        see=[weights()] if needs_weights else [],
     )
+    if unpadding is not None:
+        output = unpadding.flatten(output)
     return output.transpose(1, 2).contiguous(), seen[0] if seen else None
+
+
+def _add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tensor) -> Any:
+    """Return the mask of a layer's call: the model's mask, and the masks that `masking` adds to the layer."""
+    mask = attention_mask.formula if isinstance(attention_mask, FormulaMask) else attention_mask
+    if not ADDED_MASKS or torch.compiler.is_compiling():
+        return mask
+    for added in ADDED_MASKS.get(module, ()):
+        if isinstance(attention_mask, FormulaMask):
+            mask = mask & attention_mask.translate(added.rule, query.shape[1])
+        else:
+            cached = key.shape[-2] - query.shape[-2]
+            formula = added.rule.rewrite(position_formulas(cached, 0, cached))
+            mask = formula if mask is None else read_mask(mask) & formula
+        added.calls += 1
+    return mask
 
 
 def _add_to_score(array: Tensor, score: Any) -> Any:

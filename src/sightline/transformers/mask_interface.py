@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ from transformers.masking_utils import (
 )
 
 from ..arrays.operations import to_numpy
+from ..caching import cached_property
 from ..errors import SightlineError
 from ..formula.expression import SYMBOLS, Expression, as_expression
 from ..formula.from_function import to_formula
 from ..formula.tables import Table
+from .unpadding import Unpadding
 
 b, i, j, n, m = (SYMBOLS[name] for name in "bijnm")
 
@@ -35,25 +37,77 @@ class FormulaMask(Tensor):
     Attributes
     ----------
     formula : Expression
+    positions : dict
+        Formulas of the call for those symbols that differ in the sequence: i and j, the positions, and n and m, their
+        number.
     query_start : int
         The position of the first query, counted from the first key.
     key_start : int
         The position of the first key in the sequence.
+    rule : Expression, optional
+        The formula without padding, of the symbols of the sequence. None if it hides nothing.
+    is_real : (B, n) bool tensor, optional
+        False at padding. It is given if queries and keys are the same positions, and some of them are padding.
+    unpadding : Unpadding, optional
+        Given if the queries and keys of the call are the real positions alone.
+    padded : FormulaMask, optional
+        Given with `unpadding`: the mask of the padded batch, which also hides everything from queries at padding.
     """
 
     formula: Expression
+    positions: Mapping[str, Expression]
     query_start: int
     key_start: int
+    rule: Expression | None
+    is_real: Tensor | None
+    unpadding: Unpadding | None
+    padded: FormulaMask | None
     _make_dense: Callable[[], Tensor]
 
     @staticmethod
     def __new__(
-        cls, formula: Expression, shape: tuple[int, ...], device: Any, make_dense: Callable[[], Tensor], *starts: int
+        cls,
+        formula: Expression,
+        shape: tuple[int, ...],
+        device: Any,
+        make_dense: Callable[[], Tensor],
+        positions: Mapping[str, Expression],
+        *,
+        query_start: int = 0,
+        key_start: int = 0,
+        rule: Expression | None = None,
+        is_real: Tensor | None = None,
+        unpadding: Unpadding | None = None,
+        padded: FormulaMask | None = None,
     ) -> FormulaMask:
         mask: FormulaMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.formula, mask._make_dense = formula, make_dense
-        mask.query_start, mask.key_start = starts
+        mask.formula, mask._make_dense, mask.positions = formula, make_dense, positions
+        mask.query_start, mask.key_start = query_start, key_start
+        mask.rule, mask.is_real, mask.unpadding, mask.padded = rule, is_real, unpadding, padded
         return mask
+
+    @cached_property
+    def unpadded(self) -> FormulaMask:
+        """The mask (1, 1, tokens, tokens) of the real positions, of a mask that has `is_real`."""
+        real = cast(Tensor, self.is_real)
+        unpadding = Unpadding(real)
+        formula, count = unpadding.documents, len(unpadding)
+        if self.rule is not None:
+            formula = formula & unpadding.translate(self.rule, heads=1)
+        real_queries = cast(Expression, padding_formula(real)).rewrite({"j": i})
+        padded = FormulaMask(self.formula & real_queries, self.shape, self.device, self.dense, self.positions)
+
+        def make_dense() -> Tensor:
+            entry, column = unpadding.entries, unpadding.columns
+            dense = self.dense().expand(self.shape)[entry[:, None], 0, column[:, None], column]
+            return (dense & (entry[:, None] == entry))[None, None]
+
+        shape = (1, 1, count, count)
+        return FormulaMask(formula, shape, self.device, make_dense, {}, unpadding=unpadding, padded=padded)
+
+    def translate(self, rule: Expression, heads: int) -> Expression:
+        """Return a formula of the symbols of the sequence as a formula of the symbols of the call."""
+        return rule.rewrite(self.positions) if self.unpadding is None else self.unpadding.translate(rule, heads)
 
     def dense(self) -> Tensor:
         """Return the bool array that transformers' own code computes."""
@@ -114,28 +168,42 @@ def sightline_mask(
     if torch.compiler.is_compiling():
         return make_dense()
     padding_mask = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    padding = None if padding_mask is None else _padding_formula(padding_mask[:, kv_offset : kv_offset + kv_length])
+    real = None if padding_mask is None else padding_mask[:, kv_offset : kv_offset + kv_length]
+    padding = None if real is None else padding_formula(real)
     query_start = int(q_offset) - kv_offset
+    rule = None
+    positions = position_formulas(query_start, kv_offset, kv_length - q_length)
     if mask_function is bidirectional_mask_function:
         formula = padding
         if formula is None:
             return None if allow_is_bidirectional_skip else make_dense()
     else:
         try:
-            formula = to_formula(mask_function, "mask", "b h i j")
+            rule = to_formula(mask_function, "mask", "b h i j")
         except SightlineError:  # formulas cannot express the function
             return make_dense()
-        if formula.kind != "bool":
+        if rule.kind != "bool":
             return make_dense()
-        row, column = _position_formulas(query_start, kv_offset, kv_length - q_length)
-        formula = formula.rewrite({"h": as_expression(0), "i": row, "j": column})  # one mask serves all heads
+        rule = rule.rewrite({"h": as_expression(0)})  # one mask serves all heads
+        formula = rule.rewrite(positions)
         formula = formula if padding is None else formula & padding
-    shape = (batch_size, 1, q_length, kv_length)
-    return FormulaMask(formula, shape, device, make_dense, query_start, kv_offset)
+    is_prompt = q_length == kv_length and query_start == kv_offset == 0
+    has_padding = real is not None and padding is not None and bool(real.any())
+    return FormulaMask(
+        formula,
+        (batch_size, 1, q_length, kv_length),
+        device,
+        make_dense,
+        positions,
+        query_start=query_start,
+        key_start=kv_offset,
+        rule=rule,
+        is_real=real if is_prompt and has_padding else None,
+    )
 
 
-def _position_formulas(query_start: int, key_start: int, cached: int) -> tuple[Expression, Expression]:
-    """Return the positions of queries and keys in the sequence, as formulas of i and j.
+def position_formulas(query_start: int, key_start: int, cached: int) -> dict[str, Expression]:
+    """Return the positions of queries (i) and keys (j) in the sequence, and their number (n, m), as formulas.
 
     The formulas of all offsets have one structure, so they share a kernel. `cached` is the number of keys minus the
     number of queries. If it is the offset of the queries, as in a growing cache, the offset is m − n. Other offsets are
@@ -143,17 +211,18 @@ def _position_formulas(query_start: int, key_start: int, cached: int) -> tuple[E
     """
     row: Expression = i
     column: Expression = j
+    length: Expression = m
     if query_start == cached and cached:
         row = i + (m - n)
     elif query_start:
         row = i + Table(np.array([query_start]))[0]
     if key_start:
         first = Table(np.array([key_start]))[0]
-        row, column = row + first, column + first
-    return row, column
+        row, column, length = row + first, column + first, m + first
+    return {"i": row, "j": column, "n": length, "m": length}
 
 
-def _padding_formula(padding_mask: Tensor) -> Expression | None:
+def padding_formula(padding_mask: Tensor) -> Expression | None:
     """Return the formula of a padding mask (B, m), True at real keys; None if every key is real.
 
     The formula compares j with the first and last real key if the real keys of each entry are contiguous; otherwise it

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..errors import ParameterError
 from ..recording import Seen, Tokens
 from ..statistics import Statistic
-from ..torch.hooks import check_module, explain_missing_calls, record_calls, restore_on_exit, select_modules
+from ..torch.hooks import explain_missing_calls, record_calls, select_modules
 from .attention_interface import NAME
+from .model_layers import collect_configurations, find_attention_layers, is_cross_attention, submodels, using_sightline
 from .token_labels import Tokenizer, TokenRecorder
-
-CROSS_ATTENTION_NAME = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # part of such layers' names
 
 
 @contextmanager
@@ -80,29 +76,11 @@ def watch(
     layer               kind  step  queries  keys  heads  results
     layers.0.self_attn  self  0     4        4     2      lse() 1×2×4
     """
-    check_module(model)
-    attention_classes = {kind for kind in set(map(type, model.modules())) if _uses_attention_interface(kind)}
-    attention_modules = {
-        name or type(model).__name__: module
-        for name, module in model.named_modules()
-        if type(module) in attention_classes
-    }
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if not attention_modules or not any(submodel._can_set_attn_implementation() for submodel in models):
-        raise ParameterError(
-            f"a {type(model).__name__} whose attention does not use transformers' attention interface",
-            "models of transformers 5 that support attn_implementation",
-            "sightline.torch.watch(model, ...) for torch's own attention layers",
-        )
-    modules = select_modules(attention_modules, see, layers, heads)
+    modules = select_modules(find_attention_layers(model), see, layers, heads)
     with ExitStack() as exit_stack:
-        for config in _collect_configurations(model):
-            exit_stack.enter_context(restore_on_exit(config, "_attn_implementation_internal"))
-        for submodel in models:
-            if submodel.config._attn_implementation != NAME:
-                submodel.set_attn_implementation(NAME)
-        cross_layers = {name for name, module in modules.items() if _is_cross_attention(name, module)}
-        recorder = _token_recorder(models, tokenizer) if tokens is None else None
+        exit_stack.enter_context(using_sightline(model))
+        cross_layers = {name for name, module in modules.items() if is_cross_attention(name, module)}
+        recorder = _token_recorder(submodels(model), tokenizer) if tokens is None else None
         if recorder is not None:
             exit_stack.enter_context(recorder.record())
         explain = partial(_explain_missing_calls, model)
@@ -115,7 +93,7 @@ def _explain_missing_calls(model: nn.Module) -> tuple[str, str]:
 
     One reason is that the model has changed its own attention implementation.
     """
-    used = {config._attn_implementation for config in _collect_configurations(model)} - {NAME, None}
+    used = {config._attn_implementation for config in collect_configurations(model)} - {NAME, None}
     if not used:
         return explain_missing_calls(model)
     return (
@@ -132,35 +110,3 @@ def _token_recorder(models: list[PreTrainedModel], tokenizer: Any) -> TokenRecor
     outermost = [model for model in models if id(model) not in inner]
     source = Tokenizer(tokenizer, outermost[0].config.name_or_path)
     return TokenRecorder(outermost[0], source) if len(outermost) == 1 else None
-
-
-def _uses_attention_interface(kind: Any) -> bool:
-    """True if a method of the module class, or of a base class, reads transformers' attention interface."""
-    if issubclass(kind, PreTrainedModel):
-        return False
-    methods = [inspect.unwrap(method) for method in vars(kind).values() if inspect.isfunction(method)]
-    own = any("ALL_ATTENTION_FUNCTIONS" in method.__code__.co_names for method in methods)
-    return own or any(_uses_attention_interface(base) for base in kind.__bases__ if issubclass(base, nn.Module))
-
-
-def _is_cross_attention(name: str, module: nn.Module) -> bool:
-    """True for cross-attention.
-
-    The attribute `is_cross_attention` of the layer says so; without it, the end of the layer's path and its class name.
-    """
-    declared = getattr(module, "is_cross_attention", None)
-    if isinstance(declared, bool):
-        return declared
-    return any(CROSS_ATTENTION_NAME.search(part) for part in (*name.split(".")[-2:], type(module).__name__))
-
-
-def _collect_configurations(model: nn.Module) -> list[Any]:
-    """Return every configuration of the model and its submodels once."""
-    by_id: dict[int, Any] = {}
-    pending = [getattr(module, "config", None) for module in model.modules()]
-    while pending:
-        config = pending.pop()
-        if isinstance(config, PreTrainedConfig) and id(config) not in by_id:
-            by_id[id(config)] = config
-            pending += [getattr(config, name, None) for name in config.sub_configs]
-    return list(by_id.values())

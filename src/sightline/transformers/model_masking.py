@@ -1,0 +1,70 @@
+"""`masking` for Hugging Face models: a formula that hides keys, beside the model's own masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..errors import ParameterError
+from ..problem.validation import read_mask
+from ..recording import select_names
+from ..torch.hooks import explain_missing_calls, registering
+from .attention_interface import ADDED_MASKS, AddedMask
+from .model_layers import find_attention_layers, is_cross_attention, using_sightline
+
+
+@contextmanager
+def masking(model: nn.Module, mask: Any, *, layers: str | int | Sequence[str | int] | None = None) -> Iterator[None]:
+    """Hide keys in the self-attention of a transformers model by a formula.
+
+    A query attends to a key if the formula and the model's own masks, such as causal and padding masks, allow it. While
+    the context lasts, the model uses `attn_implementation="sightline"`. On exit the model is restored, after an error
+    too. Contexts may be nested; their formulas are then combined by "and". Cross-attention is not changed.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel, or a module that contains such models
+    mask : formula of b, h, i and j, function (b, h, i, j) or bool array
+        As in `sightline.attention`. In the formula b is the batch entry, h the query head, and i and j are the
+        positions of query and key in the model's input, from 0. Padding and, in generation, cached positions count.
+    layers : path, pattern or number of an attention layer, or a list of them, default all
+        As in `watch`.
+
+    Raises
+    ------
+    ParameterError
+        `model` is not a module, its attention does not use transformers' attention interface, `layers` matches no
+        layer or cross-attention alone. The exit of the context raises it if no layer read the formula.
+    MaskError, FormulaError
+        As in `sightline.attention`.
+
+    Examples
+    --------
+    >>> import torch, transformers, sightline, sightline.transformers
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    >>> model = transformers.BertModel(transformers.BertConfig(vocab_size=10, **sizes)).eval()
+    >>> two_texts = sightline.documents(lengths=[3, 2])
+    >>> with torch.no_grad(), sightline.transformers.masking(model, two_texts):
+    ...     output = model(torch.tensor([[1, 2, 3, 4, 5]])).last_hidden_state
+    """
+    found = find_attention_layers(model)
+    names = found if layers is None else select_names(list(found), layers)
+    modules = [found[name] for name in names if not is_cross_attention(name, found[name])]
+    if not modules:
+        raise ParameterError(f"layers={layers!r}, which are cross-attention", "self-attention", "leave out layers=")
+    rule = read_mask(mask)
+    if rule is None:
+        raise ParameterError("mask=None", "a formula, such as sightline.causal()", "leave out `masking`")
+    added = AddedMask(rule)
+    with using_sightline(model), registering(ADDED_MASKS, modules, added):
+        yield
+        if not added.calls:
+            what, cure = explain_missing_calls(model)
+            raise ParameterError(
+                f"a mask for {len(modules)} attention layers that no layer read: {what}",
+                "a model that calls one of these layers in the `with` block",
+                cure,
+            )

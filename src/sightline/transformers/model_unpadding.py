@@ -1,0 +1,161 @@
+"""`unpadded` for Hugging Face models: the layers compute the real tokens of a padded batch, and no padding."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+from transformers import Cache
+
+from ..errors import ParameterError
+from .mask_interface import FormulaMask
+from .model_layers import find_attention_layers, is_cross_attention, using_sightline
+from .unpadding import Unpadding
+
+
+@contextmanager
+def unpadded(model: nn.Module) -> Iterator[None]:
+    """Compute the layers of a transformers model for the real tokens of a padded batch alone.
+
+    While the context lasts, the tokens of a batch (B, n) with padding pass through each layer as one sequence
+    (1, tokens), in which a token attends to the tokens of its own entry, `sightline.documents(...)`, and the model uses
+    `attn_implementation="sightline"`. Positions are those of the padded batch. Outputs have the shape of the padded
+    batch, with 0 where the last layer's output is padding. Results at real tokens are those of the padded batch, up to
+    the order of sums. Embeddings, poolers and heads compute the padded batch. A batch without padding, and a step of
+    generation, are computed as always. On exit the model is restored, after an error too.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel, or a module that contains such models
+        Encoders and decoders, in inference and in training. Layers with cross-attention are computed as always. `watch`
+        records the statistics of the padded batch, without the queries at padding.
+
+    Raises
+    ------
+    ParameterError
+        `model` is not a module, its attention does not use transformers' attention interface, or tokens meet in its
+        layers not through attention alone, as in a convolution, or by a bias of their places in the padded batch. The
+        error names the part.
+
+    Examples
+    --------
+    >>> import torch, transformers, sightline, sightline.transformers
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    >>> model = transformers.BertModel(transformers.BertConfig(vocab_size=10, **sizes)).eval()
+    >>> real = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    >>> with torch.no_grad(), sightline.transformers.unpadded(model):
+    ...     output = model(torch.randint(1, 10, (2, 5)), attention_mask=real).last_hidden_state
+    >>> output.shape, bool((output[1, 2:] == 0).all())
+    (torch.Size([2, 5, 8]), True)
+    """
+    layers = _stacked_layers(model, set(find_attention_layers(model).values()))
+    layers = [layer for layer in layers if not _has_cross_attention(layer)]
+    for layer in layers:
+        _check_layer(layer)
+    if not layers:
+        raise ParameterError(
+            f"a {type(model).__name__} without a list of layers with self-attention alone",
+            "an encoder or a decoder whose layers are in a torch.nn.ModuleList",
+            "call the model without `unpadded`",
+        )
+    with ExitStack() as exit_stack:
+        exit_stack.enter_context(using_sightline(model))
+        for layer in layers:
+            exit_stack.enter_context(_replacing_forward(layer, _forward_without_padding(layer.forward)))
+        yield
+
+
+def _stacked_layers(module: nn.Module, attention_layers: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the innermost entries of lists of modules that contain attention layers."""
+    if module in attention_layers:
+        return []
+    layers = []
+    for child in module.children():
+        inner = _stacked_layers(child, attention_layers)
+        is_layer = isinstance(module, nn.ModuleList) and any(part in attention_layers for part in child.modules())
+        layers += inner or ([child] if is_layer else [])
+    return layers
+
+
+def _has_cross_attention(layer: nn.Module) -> bool:
+    return any(is_cross_attention(name, module) for name, module in layer.named_modules())
+
+
+def _check_layer(layer: nn.Module) -> None:
+    """Raise ParameterError if tokens meet in the layer not through attention alone, or by their places."""
+    reason = None
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
+            reason = f"{name} is a {type(module).__name__}, which mixes neighbouring tokens"
+        elif "position_bias" in inspect.signature(module.forward).parameters:
+            reason = f"{name or 'the layer'} adds a bias of the places in the padded batch"
+    if reason is not None:
+        raise ParameterError(
+            f"unpadded of a model with {type(layer).__name__}: {reason}",
+            "layers whose tokens meet in self-attention alone",
+            "call the model without `unpadded`, with texts of similar length in a batch",
+        )
+
+
+@contextmanager
+def _replacing_forward(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the layer's `forward`, inside the hooks of the layer, while the context lasts."""
+    own = vars(layer).get("forward")
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward
+        if own is not None:
+            layer.forward = own
+
+
+def _forward_without_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that computes a layer's `forward` for the real tokens, if a mask says which these are."""
+
+    @wraps(forward)
+    def forward_without_padding(*inputs: Any, **options: Any) -> Any:
+        values = tree_flatten((inputs, options))[0]
+        masks = [value.unpadded for value in values if isinstance(value, FormulaMask) and value.is_real is not None]
+        unpadding = masks[0].unpadding if masks else None
+        if unpadding is None or torch.compiler.is_compiling():
+            return forward(*inputs, **options)
+
+        def flatten(value: Any) -> Any:
+            if isinstance(value, FormulaMask):
+                return value.unpadded if value.is_real is not None else value
+            if isinstance(value, Tensor):
+                return unpadding.flatten(value)
+            return PaddingCache(value, unpadding) if isinstance(value, Cache) else value
+
+        output = forward(*tree_map(flatten, inputs), **tree_map(flatten, options))
+        return tree_map(lambda value: unpadding.pad(value) if isinstance(value, Tensor) else value, output)
+
+    return forward_without_padding
+
+
+class PaddingCache:
+    """A cache of transformers that stores the keys and values of the real tokens in the places of the padded batch.
+
+    Parameters
+    ----------
+    cache : transformers.Cache
+    unpadding : Unpadding
+    """
+
+    def __init__(self, cache: Cache, unpadding: Unpadding) -> None:
+        self.cache, self.unpadding = cache, unpadding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def update(self, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Store the keys and values (1, H, tokens, d) of a prompt, and return them."""
+        self.cache.update(self.unpadding.pad(key), self.unpadding.pad(value), *inputs, **options)
+        return key, value

@@ -1,0 +1,93 @@
+"""The real tokens of a padded batch as one sequence, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..arrays.operations import to_numpy
+from ..caching import cached_property
+from ..formula.expression import SYMBOLS, Expression, as_expression, table_lookup
+from ..formula.formula_checks import check_spans
+from ..formula.library import documents
+from ..formula.tables import Table
+
+i, j = SYMBOLS["i"], SYMBOLS["j"]
+
+
+class Unpadding:
+    """The real tokens of a batch (B, n), numbered from entry to entry, and in an entry from left to right.
+
+    Parameters
+    ----------
+    real : (B, n) bool
+        False at padding.
+    """
+
+    def __init__(self, real: Tensor) -> None:
+        self.B, self.n = real.shape
+        self.places = real.flatten().nonzero().squeeze(1)  # the place of each token in the batch with its axes joined
+        self.entries = self.places // self.n  # the entry of each token
+        self.columns = self.places % self.n  # the place of each token in its entry
+
+    def __len__(self) -> int:
+        """The number of real tokens."""
+        return len(self.places)
+
+    @cached_property
+    def documents(self) -> Expression:
+        """The mask of the sequence: a token attends to the tokens of its own entry."""
+        return documents(to_numpy(self.entries))
+
+    @cached_property
+    def symbols(self) -> Mapping[str, Expression]:
+        """The symbols of the padded batch as formulas of the positions in the sequence."""
+        entry, column, length = Table(to_numpy(self.entries)), Table(to_numpy(self.columns)), as_expression(self.n)
+        return {"b": entry[i], "i": column[i], "j": column[j], "n": length, "m": length}
+
+    def translate(self, formula: Expression, heads: int) -> Expression:
+        """Return a formula of the padded batch as a formula of the sequence.
+
+        Raises
+        ------
+        ShapeError
+            An axis of a dense array has neither length 1 nor the length of the padded batch.
+        """
+        check_spans(formula, (self.B, heads, self.n, self.n))
+        return formula.rewrite(self.symbols, table_lookup(lambda table: table.without_axes("b", "i", "j")))
+
+    def flatten(self, array: Tensor) -> Tensor:
+        """Return (B, n), (B, n, d) or (B, H, n, d) with (1, tokens) in place of (B, n); others unchanged.
+
+        B may be 1 instead of the batch's, for an array that all entries share.
+        """
+        if array.ndim == 4:
+            return _heads_first(self.flatten(_heads_last(array)), array.shape[1])
+        if array.ndim not in (2, 3) or array.shape[1] != self.n or array.shape[0] not in (1, self.B):
+            return array
+        if array.shape[0] == self.B:
+            return array.flatten(0, 1).index_select(0, self.places)[None]
+        return array[0].index_select(0, self.columns)[None]
+
+    def pad(self, array: Tensor) -> Tensor:
+        """Return (1, tokens), (1, tokens, d) or (1, H, tokens, d) with (B, n) in place of (1, tokens), 0 at padding.
+
+        Arrays of other shapes are unchanged.
+        """
+        if array.ndim == 4:
+            return _heads_first(self.pad(_heads_last(array)), array.shape[1])
+        if array.ndim not in (2, 3) or array.shape[:2] != (1, len(self)):
+            return array
+        padded = array.new_zeros(self.B * self.n, *array.shape[2:])
+        return padded.index_copy(0, self.places, array[0]).reshape(self.B, self.n, *array.shape[2:])
+
+
+def _heads_last(array: Tensor) -> Tensor:
+    """Return (B, H, n, d) as (B, n, H · d)."""
+    return array.transpose(1, 2).flatten(2)
+
+
+def _heads_first(array: Tensor, heads: int) -> Tensor:
+    """Return (B, n, H · d) as (B, H, n, d)."""
+    return array.unflatten(2, (heads, -1)).transpose(1, 2)  # type: ignore[no-any-return, no-untyped-call]

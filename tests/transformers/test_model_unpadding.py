@@ -1,0 +1,222 @@
+"""Tests of `sightline.transformers.unpadded`: the results of the padded batch, computed for its real tokens alone."""
+
+import copy
+
+import pytest
+import torch
+
+import sightline
+from sightline.errors import ParameterError
+from sightline.testing import assert_within_budget
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from sightline.transformers import unpadded, watch
+from tiny_models import (
+    BATCH,
+    LENGTH,
+    MODELS,
+    MORE_MODELS,
+    SIZES,
+    final_output,
+    make_inputs,
+    make_model,
+    run,
+    to_float64,
+)
+
+ENCODERS = ["BERT", "RoBERTa", "ModernBERT", "DistilBERT", "ELECTRA"]
+DECODERS = [name for name, (head, _) in (MODELS | MORE_MODELS).items() if head.endswith(("CausalLM", "LMHeadModel"))]
+
+
+def real_positions(batch):
+    """Return the index of the real tokens in an array (B, n, ...)."""
+    return batch.inputs["attention_mask"].bool()
+
+
+def tokens_per_linear(model, inputs):
+    """Return the numbers of rows that the linear layers inside the model's list of layers get."""
+    rows, handles = set(), []
+    for layers in [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]:
+        for module in [part for part in layers.modules() if isinstance(part, torch.nn.Linear)]:
+            handles.append(module.register_forward_pre_hook(lambda _, x: rows.add(x[0].shape[:-1].numel())))
+    with torch.no_grad():
+        model(**inputs)
+    for handle in handles:
+        handle.remove()
+    return rows
+
+
+@pytest.mark.usefixtures("by_definition")
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("name", ["BERT", "RoBERTa", "ModernBERT", "Llama", "Gemma 2", "GPT-2"])
+def test_real_tokens_have_the_results_of_the_padded_batch(name, padding):
+    assert_equals_the_padded_batch(name, padding)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("by_definition")
+@pytest.mark.parametrize("padding", ["left", "right", "either"])
+@pytest.mark.parametrize("name", [*ENCODERS, *DECODERS])
+def test_more_models_have_the_results_of_the_padded_batch(name, padding):
+    assert_equals_the_padded_batch(name, padding)
+
+
+def assert_equals_the_padded_batch(name, padding):
+    model = make_model(name)
+    batch = make_inputs(model, padding)
+    real = real_positions(batch)
+    eager = run(model, "eager", batch.inputs)
+    model64, inputs = to_float64(model, batch.inputs)
+    truth = run(model64, "definition", inputs)
+    with torch.no_grad(), unpadded(model):
+        plain = model(**batch.inputs)
+        output = model(**batch.inputs, output_attentions=True, output_hidden_states=True)
+    assert model.config._attn_implementation == "eager"
+    for found in (plain, output):
+        assert_within_budget(*[final_output(each)[real] for each in (found, truth, eager)], "output")
+    assert len(output.hidden_states) > 2
+    assert all(hidden.shape[:2] == (BATCH, LENGTH) for hidden in output.hidden_states)
+    queries = real[:, None].expand(output.attentions[0].shape[:-1])
+    for k, weights in enumerate(output.attentions):
+        assert_within_budget(*[each[queries] for each in (weights, truth.attentions[k], eager.attentions[k])], k)
+        assert not weights[~queries].any()
+
+
+@pytest.mark.parametrize("name", ["BERT", "Llama"])
+def test_layers_compute_no_padding(name):
+    model = make_model(name)
+    batch = make_inputs(model, "right")
+    assert tokens_per_linear(model, batch.inputs) == {BATCH * LENGTH}
+    with unpadded(model):
+        assert tokens_per_linear(model, batch.inputs) == {int(batch.real.sum())}
+        assert tokens_per_linear(model, make_inputs(model, "no").inputs) == {BATCH * LENGTH}
+    assert tokens_per_linear(model, batch.inputs) == {BATCH * LENGTH}
+
+
+def test_the_last_layer_has_zeros_at_padding():
+    model = make_model("BERT").bert
+    batch = make_inputs(model, "right")
+    with torch.no_grad(), unpadded(model):
+        hidden = model(**batch.inputs).last_hidden_state
+    assert hidden[batch.real].ne(0).all()
+    assert not hidden[~batch.real].any()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.tensor([[1, 0, 1, 1, 0, 1], [1, 1, 0, 0, 0, 1]]),  # padding between real tokens
+        torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0]]),  # an entry without real tokens
+        torch.tensor([[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]]),
+        torch.tensor([[1, 1, 1, 0, 0, 0]]),
+    ],
+)
+@pytest.mark.usefixtures("by_definition")
+@pytest.mark.parametrize("name", ["BERT", "Mistral"])
+def test_masks_of_any_form(name, mask):
+    model = make_model(name)
+    inputs = {"input_ids": torch.arange(3, 9).expand(len(mask), -1), "attention_mask": mask}
+    truth, eager = run(to_float64(model, {})[0], "definition", inputs), run(model, "eager", inputs)
+    with torch.no_grad(), unpadded(model):
+        found = model(**inputs)
+    assert_within_budget(*[each.logits[mask.bool()] for each in (found, truth, eager)])
+
+
+@pytest.mark.usefixtures("by_definition")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_the_padded_batch(checkpointing):
+    model = make_model("BERT")
+    batch = make_inputs(model, "right")
+
+    def gradients(module, inputs, implementation):
+        module.set_attn_implementation(implementation)
+        module.zero_grad()
+        module(**inputs).logits[batch.real].sin().sum().backward()
+        return {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}
+
+    model64, inputs = to_float64(model, batch.inputs)
+    truth, eager = gradients(model64, inputs, "definition"), gradients(copy.deepcopy(model), batch.inputs, "eager")
+    if checkpointing:
+        model.activation_checkpointing_enable()
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    with unpadded(model):
+        found = gradients(model, batch.inputs, "sightline")
+    assert found.keys() == truth.keys() == eager.keys()
+    scaled = [
+        torch.cat([(each[name] / truth[name].abs().max()).flatten() for name in truth])
+        for each in (found, truth, eager)
+    ]
+    assert_within_budget(*scaled, "gradients, each as a share of its largest entry")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2"])
+def test_a_prompt_fills_the_cache_of_the_padded_batch(name):
+    model = make_model(name)
+    inputs = make_inputs(model, "left").inputs
+    model.set_attn_implementation("sightline")
+    expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    with unpadded(model):
+        assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), expected)
+
+
+@pytest.mark.usefixtures("by_definition")
+def test_a_watch_records_the_entries_of_the_batch():
+    model = make_model("BERT")
+    batch = make_inputs(model, "right")
+    truth, eager = run(to_float64(model, {})[0], "definition", batch.inputs), run(model, "eager", batch.inputs)
+    with torch.no_grad(), unpadded(model), watch(model, [sightline.weights(), sightline.received()]) as seen:
+        model(**batch.inputs)
+    real = batch.real[:, None, :, None]
+    for call, *weights in zip(seen, truth.attentions, eager.attentions, strict=True):
+        oracle, plain = (each * real for each in weights)
+        assert_within_budget(call["weights"], oracle, plain, "weights")
+        assert_within_budget(call["received"], oracle.sum(-2), plain.sum(-2), "received")
+
+
+@pytest.mark.usefixtures("by_definition")
+def test_the_layers_of_an_encoder_are_unpadded_and_those_with_cross_attention_are_not():
+    model = make_model("BART")
+    batch = make_inputs(model, "right")
+    inputs = batch.inputs | {"attention_mask": batch.real.long()}
+    truth, eager = run(to_float64(model, {})[0], "definition", inputs), run(model, "eager", inputs)
+    with torch.no_grad(), unpadded(model):
+        logits = model(**inputs).logits
+        source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        assert tokens_per_linear(model.get_encoder(), source) == {int(batch.real.sum())}
+    assert_within_budget(*[each[batch.real] for each in (logits, truth.logits, eager.logits)])
+
+
+def test_contexts_may_be_nested_and_leave_nothing_behind():
+    model = make_model("BERT")
+    batch = make_inputs(model, "right")
+    with unpadded(model), unpadded(model):
+        assert tokens_per_linear(model, batch.inputs) == {int(batch.real.sum())}
+    with pytest.raises(KeyError), unpadded(model):
+        raise KeyError
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: make_model("T5"), "bias of the places"),
+        (lambda: torch.nn.Linear(2, 2), "attention interface"),
+        (lambda: transformers.BloomModel(transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=2)), "interface"),
+        (lambda: with_convolution(make_model("BERT")), "Conv1d"),
+        (lambda: make_model("BERT").bert.encoder.layer[0], "interface"),
+    ],
+)
+def test_models_that_cannot_be_unpadded_are_refused(make, reason):
+    with pytest.raises(ParameterError, match=reason), unpadded(make()):
+        pass
+
+
+def with_convolution(model):
+    model.bert.encoder.layer[1].mixer = torch.nn.Conv1d(SIZES["hidden_size"], 4, 3)
+    return model
