@@ -37,7 +37,7 @@ from .bench.report import (
     format_ratio,
     summarise,
 )
-from .console import key_value_table, make_console, section, table
+from .console import key_value_table, make_console, note, section, table
 
 DEVICES: dict[str, type[CpuDevice] | type[CudaDevice]] = {"cpu": CpuDevice, "cuda": CudaDevice}
 QUICK_WARNING = "A quick run: tiny sizes and two rounds. Its times and ratios mean nothing."
@@ -101,6 +101,7 @@ def bench(options: argparse.Namespace) -> int:
     report = Report(threads, settings.seconds, options.quick, settings.device.peaks.best, device=device.description)
     report.machine = device.properties()
     console.print(Text("softmax(Q Kᵀ / √d_k + M) V   against other libraries and measured peaks", style="bold"))
+    note(console, device.description)
     if options.quick:
         console.print(Text(QUICK_WARNING, style="yellow"))
     _run_benchmarks(console, selected, settings, report, options.json)
@@ -157,9 +158,6 @@ def _run_benchmarks(
             if finding.failed and (error := _device_error(settings.device)):
                 console.print(Text(f"The device no longer responds; the run stops here: {error}", style="red"))
                 break
-    for finding, benchmark in zip(report.findings, benchmarks, strict=False):  # fewer findings if the device failed
-        finding.best = report.peaks.get(finding.peak)  # the highest rate measured for the peak in the whole run
-        finding.evaluate(() if settings.quick else benchmark.targets)
 
 
 def _device_error(device: Device) -> Exception | None:
@@ -175,7 +173,7 @@ def _device_error(device: Device) -> Exception | None:
 
 
 def _print_header(console: Console, settings: Settings) -> None:
-    _print_peaks(console, settings.device.peaks.best, f"{settings.device.description}, before the run")
+    _print_peaks(console, settings.device.peaks.best, "before the run")
     absent = [(peer.label, reason) for peer in settings.device.peers.values() if (reason := peer.skip_reason())]
     if absent:
         section(console, "Missing peers")
@@ -194,11 +192,11 @@ def _print_finding(console: Console, finding: Finding) -> None:
         console.print(_describe_failure(finding))
         return
     console.print(finding_table(finding))
-    rows = [verdict_row(verdict) for verdict in finding.verdicts if verdict.target.measure in SERIES_MEASURES]
-    if rows:
-        console.print(table("over all points", "measured", "target", "", rows=rows))
-    for note in _notes(finding):
-        console.print(Text(note, style="dim"))
+    for verdict in (each for each in finding.verdicts if each.target.measure in SERIES_MEASURES):
+        words = MEASURES[verdict.target.measure].words.format(limit=verdict.target.limit)
+        console.print(Text.assemble(f"{words}: {_format_value(verdict)} ", verdict_cells(verdict)[1]))
+    for remark in _notes(finding):
+        note(console, remark)
     for row in finding.rows:
         if row.failed:
             console.print(Text.assemble(f"{row.name}: ", _describe_failure(row)))
@@ -227,7 +225,7 @@ def _notes(finding: Finding) -> list[str]:
         note = entry.skip_reason.splitlines()[0] if entry.skip_reason else entry.note  # the JSON file has every line
         if entry.wrong and not entry.skip_reason:
             note = f"wrong, {entry.budget:.3g} times the budget of rounding errors"
-        if note:
+        if note and not note.startswith("not installed"):  # the list of missing peers has these
             notes.append(f"{entry.label}: {note}")
     return [*dict.fromkeys(notes), *([finding.published] if finding.published else [])]
 
@@ -259,7 +257,7 @@ def _print_summary(console: Console, report: Report, device: Device) -> None:
     ]
     missed = table("missed or not measured", "target", "measured", "", rows=rows, left=2)
     console.print(missed if rows else "All targets are reached.")
-    _print_peaks(console, report.peaks, "best of the whole run; the targets use these")
+    _print_peaks(console, report.peaks, "best of the whole run")
 
 
 def _format_value(verdict: Verdict) -> str:
@@ -274,13 +272,13 @@ def _format_value(verdict: Verdict) -> str:
 def finding_table(finding: Finding) -> Table:
     """Return the table of a finding, without the columns that are empty in every row.
 
-    A row is a contender of a single case, a point of a series, or a case of a group.
+    A row is a contender of a single case, or a case of a group.
     """
-    if finding.kind == "entries":
-        rows = [_contender_cells(finding, entry) for entry in finding.entries if entry.seconds]
+    if finding.group:
+        rows = [_case_cells(finding, row) for row in finding.rows]
+        rows += _summary_rows(finding) if len(rows) > 1 else []
     else:
-        rows = [(_point_cells if finding.axis else _case_cells)(finding, row) for row in finding.rows]
-        rows += _summary_rows(finding) if finding.group and len(rows) > 1 else []
+        rows = [_contender_cells(finding, entry) for entry in finding.entries if entry.seconds]
     titles = dict.fromkeys(title for row in rows for title in row if title == NAME or str(row[title]))
     return table(*titles, rows=[[row.get(title, "") for title in titles] for row in rows])
 
@@ -296,7 +294,7 @@ def _contender_cells(finding: Finding, entry: Entry) -> Cells:
         comparison = ""
     else:
         comparison = format_ratio(entry.speedup_over(ours) if measure == "slower" else ours.speedup_over(entry))
-    limit, sign = verdict_cells(verdict, finding.threads)
+    limit, sign = verdict_cells(verdict)
     return {
         NAME: Text(entry.label, style="bold" if is_first else "red" if entry.wrong else ""),
         "time": format_duration(entry.median),
@@ -308,24 +306,11 @@ def _contender_cells(finding: Finding, entry: Entry) -> Cells:
     }
 
 
-def _point_cells(finding: Finding, row: Row) -> Cells:
-    """Return the cells of a point of a series: Sightline's time and memory, and the others' times over Sightline's."""
-    ours, labels = row.entries[0], finding.labels(timed=True)
-    others = {name: row.entry(name) for name in labels if name != ours.name}
-    at = f"{row.n:,}" if finding.axis == "n" else f"{row.coordinate:.1%}"
-    return {
-        "tokens" if finding.axis == "n" else "pairs allowed": Text(at, style="bold"),
-        "time": format_duration(ours.median),
-        "per token": format_duration(ours.median / row.n),
-        "extra memory": "–" if row.extra_bytes is None else format_amount(row.extra_bytes, "B"),
-    } | {labels[name]: format_ratio(ours.speedup_over(other)) if other else "–" for name, other in others.items()}
-
-
 def _case_cells(finding: Finding, row: Row) -> Cells:
     """Return the cells of a case of a group.
 
-    They are the time of every contender, then the ratio of every contender that is no peer, then Sightline's time minus
-    the time of the contender `finding.subtracted`.
+    They are the time of every contender, then the ratio of every contender that is no peer, then Sightline's time over
+    the time of the contender `finding.beside`. A point of a series has Sightline's time per token and its memory too.
     """
     labels, cells = finding.labels(), Cells({NAME: Text(row.name, style="bold")})
     entries = {name: row.entry(name) for name in labels}
@@ -333,16 +318,22 @@ def _case_cells(finding: Finding, row: Row) -> Cells:
         cells[labels[name]] = format_duration(entry.median) if entry else "–"
     for name, entry in entries.items():
         if name not in finding.peers:
-            cells[_ratio_title(name, labels[name])] = (entry and format_ratio(finding.ratio(row, entry))) or "–"
-    ours, other = entries.get("sightline"), entries.get(finding.subtracted)
+            cells[_ratio_title(name, labels[name])] = format_ratio(finding.ratio(row, entry)) if entry else "–"
+    ours, other = entries.get("sightline"), entries.get(finding.beside)
     if ours and other:
-        cells[f"beyond {other.label}"] = format_duration(ours.excess_over(other))
+        cells[f"over {other.label}"] = format_ratio(other.speedup_over(ours))
+    if ours and finding.axis:
+        extra = row.extra_bytes(ours)
+        cells["per token"] = format_duration(ours.median / row.n)
+        cells["extra memory"] = "–" if extra is None else format_amount(extra, "B")
     return cells
 
 
 def _summary_rows(finding: Finding) -> list[Cells]:
-    """Return the last rows of a group: the geometric mean and the worst of the ratios of each contender."""
+    """Return the last rows of a group: the geometric mean and the worst of the ratios of each contender, if any."""
     summaries = summarise([finding])
+    if not summaries:
+        return []
     mean = {_ratio_title(each.contender, each.label): format_ratio(each.geometric_mean) for each in summaries}
     worst = {_ratio_title(each.contender, each.label): format_ratio(each.worst) for each in summaries}
     return [{NAME: Text("geometric mean", style="dim")} | mean, {NAME: Text("worst", style="dim")} | worst]
@@ -352,24 +343,17 @@ def _ratio_title(name: str, label: str) -> str:
     return "ratio" if name == "sightline" else f"{label} ratio"
 
 
-def verdict_row(verdict: Verdict) -> list[Any]:
-    """Return the cells of a verdict on all points of a series: the name of the quantity, its value, limit and sign."""
-    value = "–" if verdict.value is None else f"{verdict.value:.3f}"
-    return [MEASURES[verdict.target.measure].title, value, *verdict_cells(verdict)]
-
-
-def verdict_cells(verdict: Verdict | None, threads: int = 1) -> list[Any]:
+def verdict_cells(verdict: Verdict | None) -> list[Any]:
     """Return the limit of a verdict's target, and the sign for reached or missed; two empty cells without a verdict."""
     if verdict is None:
         return ["", ""]
     sign, style = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "dim")}[verdict.reached]
-    return [_format_limit(verdict.target, threads), Text(sign, style=style)]
+    return [_format_limit(verdict.target), Text(sign, style=style)]
 
 
-def _format_limit(target: Target, threads: int) -> str:
+def _format_limit(target: Target) -> str:
     """Return the limit of a target as text for the column "target" of a table."""
     sign = "≥" if target.at_least else "≤"
     if target.measure == "seconds":
         return f"{sign} {format_duration(target.limit)}"
-    limit = target.limit * threads if target.measure == "efficiency" else target.limit
-    return f"{sign} {limit:g}" + ("×" if target.measure in ("faster", "slower", "efficiency") else "")
+    return f"{sign} {target.limit:g}" + ("×" if target.measure in ("faster", "slower") else "")

@@ -137,7 +137,7 @@ def _print_support(console: Console, found: dict[str, dict[str, tuple[str, ...]]
 
 def _machine() -> dict[str, str]:
     found = {
-        "processor": f"{_processor_name()}, {thread_count.usable_processors()} usable threads",
+        "processor": f"{processor_name()}, {thread_count.usable_processors()} usable threads",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}, Python {sys.version.split()[0]}",
     }
     if find_spec("llvmlite"):
@@ -217,7 +217,7 @@ def torch_threads() -> str:
     return f"{number}: torch.get_num_threads(), {cause}; torch.set_num_threads changes it"
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
     try:
         with open("/proc/cpuinfo") as lines:
             for line in lines:

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,19 +19,20 @@ from sightline.cli.bench.contenders import VARIANTS
 from sightline.cli.bench.device import CpuDevice
 from sightline.cli.bench.host_cases import FirstCall
 from sightline.cli.bench.peak_memory import can_measure, peak_memory
-from sightline.cli.bench.peaks import Peaks, has_bfloat16_dot
+from sightline.cli.bench.peaks import Peaks, kernel_instructions
 from sightline.cli.bench.peers import PEERS
+from sightline.cli.bench.ragged import RAGGED
 from sightline.cli.bench.report import (
     Entry,
     Finding,
     Report,
     Row,
-    Verdict,
     format_amount,
     format_duration,
     format_ratio,
 )
 from sightline.cli.bench.workloads import Inputs, Mask, Workload
+from sightline.cpu.runtime.machine import missing_features, named_machine, native_machine
 from sightline.errors import ParameterError
 from sightline.formula.evaluate_array import evaluate_dense
 from sightline.problem.problem import make_problem
@@ -91,7 +93,10 @@ def test_names_are_unique_and_contenders_known():
 
 
 def test_selecting():
-    assert [p.name for p in select(BENCHMARKS, ["decode*"])] == ["decode float32", "decode bfloat16"]
+    assert [p.name for p in select(BENCHMARKS, ["decode fl*on 8"])] == [
+        "decode float32 32 on 8",
+        "decode float16 32 on 8",
+    ]
     assert all(p.dtype == "bfloat16" for p in select(BENCHMARKS, dtype="bfloat16"))
     assert select(BENCHMARKS) == BENCHMARKS
     with pytest.raises(ParameterError, match="--list") as caught:
@@ -105,6 +110,43 @@ def test_a_mask_is_causal_by_its_formula():
     for mask, is_causal in ((same, True), (CAUSAL, True), (window(8), False), (None, False)):
         workload = Workload(name="x", n=20, mask=mask)
         assert (workload.is_causal, workload.needs_mask_array) == (is_causal, mask is not None and not is_causal)
+
+
+def test_contenders_get_the_layout_they_are_named_for(monkeypatch):
+    """Views of (B, n, H d), except for the variant "contiguous", and the same numbers in both layouts."""
+    seen, workload = {}, Workload(name="x", B=2, H=3, n=20, d_k=4)
+
+    def attend(query, *_, **__):
+        seen[name] = query.is_contiguous(), query.transpose(1, 2).is_contiguous()
+        return query
+
+    monkeypatch.setattr(contenders, "attention", attend)
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", attend)
+    for name in ("sightline", "contiguous", "torch"):
+        _, results = results_of((VARIANTS | PEERS)[name], workload)
+        np.testing.assert_array_equal(results["output"], Inputs.of(replace(workload, contiguous=True)).query)
+    assert seen == {"sightline": (False, True), "contiguous": (True, False), "torch": (False, True)}
+
+
+@pytest.mark.parametrize("case", RAGGED.small().cases, ids=lambda case: case.name)
+def test_ragged_batches_are_right(case):
+    """The padded contenders have the results of the packed documents at the tokens."""
+    inputs = Inputs.of(case)
+    assert sum(case.mask.lengths(case.n)) == case.n
+    for contender in case.contenders:
+        prepared = contender.prepare(case, inputs, 2)
+        results = prepared.results(prepared.call(prepared.setup()))
+        assert share_of_budget(case, inputs, results) <= 1
+        results["output"][:, :, -1] += 1e-3
+        assert not share_of_budget(case, inputs, results) <= 1
+
+
+def test_the_instruction_set_of_the_kernels_is_named(monkeypatch):
+    monkeypatch.setenv("SIGHTLINE_CPU", "avx2")
+    if not missing_features(native_machine(), named_machine("avx2")):
+        assert kernel_instructions() == "AVX2"
+        assert Peaks().measured_name("bfloat16") == "float32"
+        assert ", AVX2 kernels, 2 threads" in CpuDevice(2).description
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
@@ -247,27 +289,28 @@ def test_peak_memory_counts_the_memory_of_a_call():
 
 
 def test_peaks():
-    """float64 has half the lanes; more tries cannot lower the best; bfloat16 is at least as fast as float32."""
+    """float64 has half the lanes; bfloat16 is at least as fast as float32."""
     peaks = Peaks(1)
     for _ in range(30):  # other programs may slow single tries; the best of all tries counts
-        single, double = peaks.measure("float32", 1), peaks.measure("float64", 1)
+        peaks.measure("float32", 1), peaks.measure("float64", 1)
+        single, double = peaks.best["float32"], peaks.best["float64"]
         if 1.2 < single / double < 3.3:
             break
     assert 1.2 < single / double < 3.3
-    assert peaks.measure("float32", 1) >= single
     assert peaks.measure("read", 1) > 0
-    assert peaks.measure("bfloat16", 1) >= single
+    peaks.measure("bfloat16", 5)
+    assert peaks.best["bfloat16"] >= single / 1.2
     assert peaks.measured_name("float16") == "float32"
 
 
 def test_the_dot_product_of_pairs_adds_up():
     """The LLVM text of the bfloat16 peak adds two products to each lane, in every chain and iteration."""
-    if not has_bfloat16_dot():
-        pytest.skip("no AVX-512 bfloat16")
     from sightline.cpu.kernels.rate_loops import NAME, UNROLL, _dot_product_loop
     from sightline.cpu.runtime.compile import compile_module
     from sightline.cpu.runtime.machine import host
 
+    if not host().has_bf16_dot:
+        pytest.skip("no AVX-512 bfloat16")
     chains, iterations = 3, 5
     address = compile_module(_dot_product_loop(chains), host(), NAME)
     ones = np.full(32, 0x3F80, np.uint16)  # 1.0
@@ -308,7 +351,8 @@ def test_installed_peers_are_right(peer):
 
 def finding_of(ours, peer, **more):
     entries = [Entry("sightline", "Sightline", ours), Entry("torch", "torch", peer)]
-    return Finding("x", "about", [Row("x", entries)], flops=100, bytes_moved=10, peak="float32", best=200.0, **more)
+    rows = [Row("x", entries, peaks=[200.0] * len(ours))]
+    return Finding("x", "about", rows, flops=100, bytes_moved=10, peak="float32", **more)
 
 
 def test_ratios_are_medians_of_rounds():
@@ -320,18 +364,17 @@ def test_ratios_are_medians_of_rounds():
 
 
 def test_each_measure():
-    finding = finding_of([2.0], [3.0], threads=2)
-    targets = [Target("slower", 0.7, "torch"), Target("efficiency", 0.7, "torch"), Target("seconds", 2.5, "torch")]
-    finding.evaluate([*targets, Target("faster", 1.0, "flex")])
-    assert [v.value for v in finding.verdicts] == [pytest.approx(2 / 3), 0.75, 3.0, None]
-    assert [v.reached for v in finding.verdicts] == [True, True, False, None]
+    finding = finding_of([2.0], [3.0])
+    finding.evaluate([Target("slower", 0.7, "torch"), Target("seconds", 2.5, "torch"), Target("faster", 1.0, "flex")])
+    assert [v.value for v in finding.verdicts] == [pytest.approx(2 / 3), 3.0, None]
+    assert [v.reached for v in finding.verdicts] == [True, False, None]
 
 
 def test_verdicts_of_series():
     def point(n, seconds, memory):
-        return Row(f"n {n}", [Entry("sightline", "Sightline", [seconds], memory=memory)], n, n, 8 * n)
+        return Row("", [Entry("sightline", "", [seconds], memory=memory)], coordinate=n, n=n, outputs=8 * n)
 
-    finding = Finding("x", "about", axis="n", rows=[point(10, 1.0, 10_080), point(20, 2.4, 12_160)])
+    finding = Finding("x", "about", group="x", axis="n", rows=[point(10, 1.0, 10_080), point(20, 2.4, 12_160)])
     finding.evaluate((Target("spread", 1.15), Target("growth", 1.25), Target("extra", 100)))
     spread, growth, extra = finding.verdicts
     assert spread.value == pytest.approx(1.2)
@@ -346,40 +389,33 @@ def test_reports_are_json(tmp_path):
     saved = json.loads(report.save(tmp_path / "deep" / "bench.json").read_text())
     (finding,) = saved["findings"]
     assert finding["verdicts"][0]["reached"] is True
-    assert finding["entries"][0]["seconds"] == [1.0]
-    assert finding["entries"][0]["share"] == 0.5
+    assert finding["rows"][0]["entries"][0]["seconds"] == [1.0]
+    assert finding["rows"][0]["entries"][0]["share"] == 0.5
     assert saved["machine"]["numpy"] == np.__version__
     (tmp_path / "full.json.part").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: .*full\.json\.part"):
         report.save(tmp_path / "full.json")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(1.5, "1.5 s"), (0.0123456, "12.3 ms"), (9.96e-6, "9.96 µs"), (3e-7, "300 ns")]
-)
-def test_durations(seconds, text):
-    assert format_duration(seconds) == text
+TEXTS = {
+    format_duration: {1.5: "1.5 s", 0.0123456: "12.3 ms", 9.96e-6: "9.96 µs", 3e-7: "300 ns"},
+    format_ratio: {0.00123: "0.0012×", 0.25: "0.25×", 1.5: "1.50×", 12.34: "12.3×", None: ""},
+    lambda rate: format_amount(rate, "FLOP/s"): {2.32e11: "232 GFLOP/s", 5.8e10: "58 GFLOP/s"},
+    lambda memory: format_amount(memory, "B"): {1536: "1.5 KiB"},
+}
 
 
-@pytest.mark.parametrize(
-    ("ratio", "text"), [(0.00123, "0.0012×"), (0.25, "0.25×"), (1.5, "1.50×"), (12.34, "12.3×"), (None, "")]
-)
-def test_ratios_as_text(ratio, text):
-    assert format_ratio(ratio) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "text"), [(2.32e11, "FLOP/s", "232 GFLOP/s"), (5.8e10, "B/s", "58 GB/s"), (1536, "B", "1.5 KiB")]
-)
-def test_amounts(value, unit, text):
-    assert format_amount(value, unit) == text
+@pytest.mark.parametrize("function", TEXTS)
+def test_texts_of_numbers(function):
+    assert [function(number) for number in TEXTS[function]] == list(TEXTS[function].values())
 
 
 def test_figures(tmp_path):
     report = Report(2, 1.0, False, {"float32": 200.0, "read": 20.0}, [finding_of([1.0], [2.0])])
     report.findings[0].evaluate((Target("faster", 1.5, "torch"), Target("share", 0.5)))
-    points = [Row(f"n {n}", [Entry("sightline", "Sightline", [n / 10], memory=0)], n, n) for n in (8, 16, 32)]
-    report.findings.append(Finding("by length", "about", axis="n", rows=points))
+    entries = {n: [Entry("sightline", "Sightline", [n / 10], memory=0)] for n in (8, 16, 32)}
+    points = [Row(f"n {n}", of_n, coordinate=n, n=n) for n, of_n in entries.items()]
+    report.findings.append(Finding("by length", "about", group="by length", axis="n", rows=points))
     drawn = figures.draw(report, tmp_path / "figures")
     assert [path.name for path in drawn] == ["roofline.png", "ratios.png", "by-length.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
@@ -412,7 +448,7 @@ def test_a_quick_run(capsys, tmp_path):
     for text in ("Peaks", "overhead", "both bias n2048", "Sightline on NumPy", "torch", "Wrote"):
         assert text in out
     assert out.count("Its times and ratios mean nothing.") == 2  # above and below the tables
-    ours = json.loads(path.read_text())["findings"][0]["entries"][0]
+    ours = json.loads(path.read_text())["findings"][0]["rows"][0]["entries"][0]
     assert ours["median"] == statistics.median(ours["seconds"])
     assert ours["budget"] <= 1
 
@@ -458,7 +494,3 @@ def test_errors_are_messages(capsys, arguments):
     code, _, err = command(capsys, *arguments)
     assert code == 2
     assert "cure:" in err
-
-
-def test_verdicts_need_a_value():
-    assert Verdict(Target("share", 0.5), None).reached is None

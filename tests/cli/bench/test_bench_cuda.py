@@ -94,7 +94,6 @@ def test_problems_run(name):
     ours = finding.entry("sightline")
     assert ours.budget <= 1
     assert ours.memory == Runtime.held
-    assert finding.best > 0
     assert finding.share(ours) > 0
     entries = {entry.name: entry for entry in finding.entries}
     for peer in {"flash", "cudnn", "efficient", "dense"} & set(entries):
@@ -169,19 +168,6 @@ def test_peaks():
 
 
 # -- checks and verdicts -----------------------------------------------------------------------------------------------
-
-
-def test_gradients_are_checked_by_chunks(monkeypatch):
-    """The check in chunks of queries accepts right gradients and finds an error in one row."""
-    monkeypatch.setattr(check, "GRADIENT_CHUNK_ROWS", 40)
-    workload = Workload(name="chunks", H=2, n=150, d_k=16, mask=CAUSAL, passes="backward")
-    inputs = Inputs.of(workload)
-    prepared = make_device().variants["sightline"].prepare(workload, inputs, 1)
-    results = prepared.results(prepared.call(prepared.setup()))
-    assert share_of_budget(workload, inputs, results) <= 1
-    wrong = results["value"].copy()
-    wrong[:, -1, 140] *= 1.0001
-    assert not share_of_budget(workload, inputs, results | {"value": wrong}) <= 1
 
 
 def test_long_gradients_are_checked_for_some_queries(monkeypatch):

@@ -84,9 +84,9 @@ def test_the_empty_pair_returns_d_output_for_every_input():
     assert all(torch.equal(gradient, arguments[4]) for gradient in gradients)
 
 
-def test_the_empty_pair_is_timed_and_subtracted():
+def test_the_empty_pair_is_timed():
     finding = run(TRAINING, Settings(CpuDevice(1), seconds=0.01, quick=True))
-    assert (finding.peers, finding.subtracted) == (("torch", "empty"), "empty")
+    assert (finding.peers, finding.beside) == (("torch", "empty"), "empty")
     for row in finding.rows:
         assert row.failed is None
         assert all(row.entry(name) for name in ("sightline", "torch", "empty"))

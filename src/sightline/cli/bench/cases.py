@@ -27,34 +27,24 @@ Results = dict[str, Any]
 class Measure(NamedTuple):
     """A quantity that a target limits: a lower limit if `at_least` is True, else an upper limit.
 
-    `words` describes the target, with places for its limit and for the label of a contender. `title` is the name in
-    the table of quantities that are computed from all points of a series; "" for quantities of one case.
+    `words` describes the target, with places for its limit and for the label of a contender.
     """
 
     at_least: bool
     words: str
-    title: str = ""
 
 
-MEASURES = {
+SERIES_MEASURES = {  # computed from all points of a series
+    "spread": Measure(False, "largest time per token at most {limit:.3g} times the smallest"),
+    "growth": Measure(False, "memory beyond inputs and outputs at most {limit:.3g} times the first point's"),
+    "extra": Measure(False, "memory beyond inputs and outputs at most {limit:.3g} of the outputs"),
+}
+MEASURES = SERIES_MEASURES | {
     "share": Measure(True, "at least {limit:g} of the machine's peak"),
     "faster": Measure(True, "at least {limit:g} times as fast as {label}"),
-    "efficiency": Measure(True, "speedup over {label} at least {limit:g} times the number of threads"),
     "slower": Measure(False, "at most {limit:g} times as long as {label}"),
     "seconds": Measure(False, "{label}: at most {duration}"),
-    "spread": Measure(
-        False, "largest time per token at most {limit:g} times the smallest", "time per token, largest over smallest"
-    ),
-    "growth": Measure(
-        False,
-        "memory beyond inputs and outputs at most {limit:g} times the first point's",
-        "extra memory, last point over first",
-    ),
-    "extra": Measure(
-        False, "memory beyond inputs and outputs at most {limit:g} of the outputs", "extra memory over outputs, largest"
-    ),
 }
-SERIES_MEASURES = [name for name, measure in MEASURES.items() if measure.title]
 
 
 @dataclass(frozen=True)
@@ -137,11 +127,10 @@ class Benchmark:
     bytes_moved: int = 0  # bytes of the inputs and outputs of one call
     peak: str = ""  # name in `peaks.Peaks` of the peak in a share of the peak; "" for no share
     published: str = ""  # a published figure to print, with its source; "" for none
-    axis: str = ""  # `CaseGroup` explains this attribute and the next three
+    axis: str = ""  # `CaseGroup` explains this attribute and the next two
     group: str = ""
-    subtracted: str = ""
+    beside: str = ""
     peers: tuple[str, ...] = ()  # names of the contenders that are only compared with; () for all other libraries
-    skip_reason: str | None = None  # why the benchmark cannot run at all; None if it can
 
     def small(self) -> Any:
         """Return the benchmark with small sizes and without targets, for tests."""
@@ -181,33 +170,26 @@ class CaseGroup(Benchmark):
     """A benchmark of several cases, whose table has a row for each case.
 
     The groups of one `group` are summarised together. A group with an `axis` is a series: its cases are workloads by
-    ascending n, or by ascending share of the pairs that the mask allows. The ratio of a contender is the time of `peer`
-    over the contender's time.
+    ascending n, or by ascending share of the pairs that the mask allows, and their memory is measured. The ratio of a
+    contender is the time of `peer` over the contender's time.
     """
 
     name: str
     description: str
     cases: tuple[Any, ...]
-    group: str = ""  # "" for a series
+    group: str
     axis: str = ""  # what differs from case to case of a series: "n" or "allowed"; "" for other groups
-    packages: tuple[str, ...] = ("torch",)  # names of the modules that must be installed
-    pip: str = "torch"  # arguments of `pip install` that install the modules in `packages`
     peer: str = "torch"  # name of a contender
-    subtracted: str = ""  # name of the contender whose time a column subtracts from Sightline's; "" for no column
+    beside: str = ""  # name of a contender; a column has Sightline's time over its time; "" for no column
     targets: tuple[Target, ...] = ()
 
     @property
     def peers(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(name for name in (self.peer, self.subtracted) if name and self.group)
-
-    @property
-    def skip_reason(self) -> str | None:  # type: ignore[override]
-        missing = missing_packages(self.packages)
-        return f"{' and '.join(missing)} not installed: pip install {self.pip}" if missing else None
+        return tuple(name for name in (self.peer, self.beside) if name)
 
     def small(self) -> CaseGroup:
         """Return the group with small cases. Cases that become equal are left out."""
         small = [case.small() for case in self.cases]
         if self.axis:  # the points of a series need different lengths
-            small = [replace(case, n=64 * k, m=64 * k) for k, case in enumerate(small, 1)]
+            small = [replace(case, name=f"n {64 * k}", n=64 * k, m=64 * k) for k, case in enumerate(small, 1)]
         return replace(self, cases=tuple(dict.fromkeys(small)), targets=())

@@ -3,8 +3,8 @@
 A problem too large for a dense computation is checked in samples. Of the output, random rows of the first and of the
 last head are checked; the sample has all keys that the mask allows for any of these rows. Of the gradients, the whole
 last head is checked, because the gradient of a key sums over all queries whose d_output is not 0
-(`Inputs.with_sampled_d_output`); the check computes the gradients in chunks of queries. A sample keeps the i, j and h
-of the whole problem, because formulas and dropout read them.
+(`Inputs.with_sampled_d_output`). A sample keeps the i, j and h of the whole problem, because formulas and dropout read
+them.
 
 A statistic per query is checked for the sampled queries, a pooled statistic in some whole rows of cells, and a
 statistic per key for the last head with all its queries. The definitions of statistics in this file use dense matrices
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SAMPLED_ROWS = 64  # number of queries that are checked in each sampled head
-GRADIENT_CHUNK_ROWS = 1024  # number of queries in a chunk, whose gradients are computed at once
 INPUT_NAMES = ("query", "key", "value")
 LOG_STATISTICS = ("lse", "max_score")  # statistics whose errors grow with the scores, not with the statistic itself
 
@@ -88,7 +87,9 @@ def share_of_budget(workload: Workload, inputs: Inputs, results: dict[str, Any])
     stages, output = _reference_stages(problem), results["output"][:, problem.heads][:, :, problem.rows].astype(kind)
     baseline = compute_baseline(problem).output
     shares = [budget_used(output, stages.output, baseline, term_sizes(problem, stages.weights))]
-    if workload.passes == "forward":
+    if workload.tangents:
+        shares.append(budget_used(results["tangent"].astype(kind), *_expected_tangent(workload, inputs)))
+    elif workload.passes == "forward":
         shares += [_statistic_share(workload, inputs, each, results[repr(each)]) for each in workload.see]
     else:
         for name, (truth, rough, size) in _expected_gradients(workload, inputs).items():
@@ -167,31 +168,31 @@ def _expected_gradients(workload: Workload, inputs: Inputs) -> dict[str, tuple[A
     """
     assert inputs.d_output is not None
     assert workload.G == workload.H  # so the gradient of a key head sums over one query head only
-    orders = 0, 1  # the other orders of summation are loops, which take minutes at a benchmark's lengths
-    n, m = workload.n, workload.m
+    n, m, narrow = workload.n, workload.m, resolve_dtype(np, workload.dtype)
     shapes = {"query": (n, workload.d_k), "key": (m, workload.d_k), "value": (m, workload.d_v)}
     shapes |= {"bias": (n, m)} if workload.bias else {}
-    wide: dict[Any, Any] = {"truth": np.float64, **dict.fromkeys(orders, np.float32), "size": np.float64}
-    sums = {
-        name: {kind: np.zeros((workload.B, 1, *shape), dtype) for kind, dtype in wide.items()}
-        for name, shape in shapes.items()
-    }
-    contributing = np.flatnonzero(inputs.d_output[:, -1].any((0, -1)))  # queries whose d_output is not 0
-    for rows in np.array_split(contributing, -(-contributing.size // GRADIENT_CHUNK_ROWS)):
-        problem = sample(workload, inputs, rows, heads=1)
-        seed = inputs.d_output[:, problem.heads][:, :, rows]
-        sizes = gradient_term_sizes(problem, seed, stages=_reference_stages(problem))
-        parts: dict[Any, dict[str, Array]] = {"truth": _differentiate(problem, list(shapes), seed, "float64", 0)}
-        parts |= {order: _differentiate(problem, list(shapes), seed, problem.dtype, order) for order in orders}
-        parts["size"] = {name: sizes[0 if name == "bias" else name] for name in shapes}  # the bias is the only table
-        targets: dict[str, Any] = {"query": rows, "bias": slice(None)}  # the bias gradient of a chunk has all n rows
-        for kind, gradients in parts.items():
-            for name, part in gradients.items():
-                sums[name][kind][..., targets.get(name, problem.columns), :] += part[:, -1:]
-    narrow = resolve_dtype(np, workload.dtype)
+    rows = np.flatnonzero(inputs.d_output[:, -1].any((0, -1)))  # queries whose d_output is not 0
+    problem = sample(workload, inputs, rows, heads=1)
+    seed = inputs.d_output[:, problem.heads][:, :, rows]
+    sizes = gradient_term_sizes(problem, seed, stages=_reference_stages(problem))
+    truth = _differentiate(problem, list(shapes), seed, "float64", 0)
+    # the other orders of summation are loops, which take minutes at a benchmark's lengths
+    rough = [_differentiate(problem, list(shapes), seed, problem.dtype, order) for order in (0, 1)]
+    places: dict[str, Any] = {"query": rows, "bias": slice(None)}  # the gradient of a bias has all n rows
+
+    def whole(name: str, part: Array) -> Array:
+        """Return the gradient of the last head with zeros at positions outside the sample."""
+        array = np.zeros((workload.B, 1, *shapes[name]), part.dtype)
+        array[..., places.get(name, problem.columns), :] = part[:, -1:]
+        return array
+
     return {
-        name: (of["truth"], np.stack([of[order].astype(narrow) for order in orders]), of["size"])
-        for name, of in sums.items()
+        name: (
+            whole(name, truth[name]),
+            np.stack([whole(name, each[name]).astype(narrow) for each in rough]),
+            whole(name, sizes[0 if name == "bias" else name]),  # the bias is the only table
+        )
+        for name in shapes
     }
 
 
@@ -217,6 +218,25 @@ def _differentiate(
     leaves = arrays | tables
     gradients = torch.autograd.grad(output, [leaves[name] for name in names], d_output)
     return {name: gradient.numpy() for name, gradient in zip(names, gradients, strict=True)}
+
+
+@lru_cache(maxsize=1)
+def _expected_tangent(workload: Workload, inputs: Inputs) -> tuple[Array, Array]:
+    """Return the true tangent of the output, and the tangent of the dense computation in float32."""
+    import torch
+
+    def tangent(dtype: Any) -> Array:
+        given = {name: torch.from_numpy(getattr(inputs, name)).to(dtype) for name in INPUT_NAMES}
+        directions = tuple(torch.from_numpy(array).to(dtype) for array in inputs.tangents)
+
+        def attend(*operands: Any) -> Any:
+            query, key, value = (given | dict(zip(workload.tangents, operands, strict=True))).values()
+            return (query @ key.mT / workload.d_k**0.5).softmax(-1) @ value
+
+        found: Any = torch.func.jvp(attend, tuple(given[name] for name in workload.tangents), directions)
+        return np.asarray(found[1].numpy())
+
+    return tangent(torch.float64), tangent(torch.float32)
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------

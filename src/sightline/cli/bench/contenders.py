@@ -58,13 +58,15 @@ def name_results(workload: Workload, result: Any) -> Results:
     """Return the `Results` of a contender.
 
     `result` is what the contender's function returned: the output alone; (output, statistics) if the workload has
-    statistics; (output, gradients) if the workload has a backward pass. The gradients are those of query, key, value
-    and, with a bias, of the bias.
+    statistics; (output, tangent) if it has tangents; (output, gradients) if it has a backward pass. The gradients are
+    those of query, key, value and, with a bias, of the bias.
     """
     if workload.passes != "forward":
         output, gradients = result
         names = ("query", "key", "value", "bias")[: len(gradients)]
         return {"output": to_float32(output.detach())} | dict(zip(names, map(to_float32, gradients), strict=True))
+    if workload.tangents:
+        return dict(zip(("output", "tangent"), map(to_float32, result), strict=True))
     output, statistics = result if workload.see else (result, ())
     return {"output": to_float32(output)} | {
         repr(statistic): tuple(map(to_float32, arrays_of(arrays)))
@@ -88,6 +90,14 @@ def prepare_with_autograd(
     leaves = {name: to_tensor(array, workload.dtype, device) for name, array in given.items()}
     arguments = [leaves["query"], leaves["key"], leaves["value"], leaves.get("bias")]
     results = partial(name_results, workload)
+    if workload.tangents:
+        tangents = tuple(to_tensor(array, workload.dtype, device) for array in inputs.tangents)
+
+        def of_operands(*operands: Any) -> Any:
+            return forward(*(leaves | dict(zip(workload.tangents, operands, strict=True))).values(), None)
+
+        operands = tuple(leaves[name] for name in workload.tangents)
+        return TimedCall(lambda _: torch.func.jvp(of_operands, operands, tangents), results, threads=threads)
     if workload.passes == "forward":
         return TimedCall(lambda _: forward(*arguments), results, threads=threads)
     for leaf in leaves.values():
@@ -134,6 +144,7 @@ class Sightline(Contender):
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
         workload, threads = self.reference(workload), self.threads or threads
+        inputs = inputs.contiguous if workload.contiguous else inputs
         on_numpy = self.on_numpy or find_spec("torch") is None
         on_cpu = on_numpy or self.device == "cpu"
         to_table: ToTable = Table if on_cpu else lambda array: Table(to_tensor_on(self.device)(array))
@@ -168,7 +179,9 @@ VARIANTS: dict[str, Contender] = {
     for variant in (
         Sightline(),
         Sightline("numpy", "Sightline on NumPy", on_numpy=True),
+        Sightline("contiguous", "contiguous", changes={"contiguous": True}),
         Sightline("one thread", "one thread", threads=1),
+        Sightline("without tangents", "output alone", changes={"tangents": ()}),
         Sightline("without dropout", "without dropout", changes={"dropout": 0.0}),
         Sightline("without statistics", "without statistics", changes={"see": ()}),
     )

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from ...statistics import Statistic, received
-from .benchmarks import MAX_SECOND_PASS_SLOWDOWN, ROW_STATISTICS, THREE_STATISTICS, documents, window
+from .benchmarks import MAX_SECOND_PASS_SLOWDOWN, ROW_STATISTICS, THREE_STATISTICS, window
 from .cases import BEST, Benchmark, Target
 from .host_cases import Planning
 from .short_calls import CUDA_SHORT_CALLS
-from .workloads import CAUSAL, Mask, Score, ToTable, Workload
+from .workloads import CAUSAL, Documents, Mask, Score, ToTable, Workload
 
 TOKENS = 16384
 DEFAULT_SHAPE: dict[str, Any] = {"dtype": "bfloat16", "H": 16, "d_k": 128, "peak": "matmul"}
@@ -92,7 +92,7 @@ def _see(name: str, *see: Statistic, limit: float, baselines: tuple[str, ...] = 
 FORMULAS: dict[str, dict[str, Any]] = {
     "softcap": {"score": _softcap(30.0), "mask": CAUSAL},
     "alibi": {"score": Score("ALiBi", _alibi), "mask": CAUSAL},
-    "documents": {"mask": documents(16)},
+    "documents": {"mask": Documents(16)},
     "window": {"mask": window(1024)},
     "prefix": {"mask": _prefix(1024)},
 }

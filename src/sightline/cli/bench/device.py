@@ -7,11 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from ..info_command import processor_name
 from .benchmarks import BENCHMARKS
 from .cases import BEST, Benchmark, Case, Contender, TimedCall
 from .contenders import VARIANTS, set_threads
 from .peak_memory import peak_memory
-from .peaks import Peaks
+from .peaks import Peaks, kernel_instructions
 from .peers import PEERS
 
 
@@ -84,7 +85,8 @@ class CpuDevice(Device):
 
     @property
     def description(self) -> str:
-        return f"{self.threads} threads" if self.threads > 1 else "one thread"
+        threads = f"{self.threads} threads" if self.threads > 1 else "one thread"
+        return f"{processor_name()}, {kernel_instructions()} kernels, {threads}"
 
     def time_calls(self, prepared: TimedCall, repeats: int) -> float:
         """Time the calls with the host's clock. If `repeats` > 1, one untimed call comes first."""

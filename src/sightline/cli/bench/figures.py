@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...view import plotting
-from .report import PAGE, Entry, Finding, Report, Row, format_amount, format_duration
+from .report import Entry, Finding, Report, Row, format_amount, format_duration
 
 PEER_STYLES = {  # (colour, marker) of each contender; the colours of Okabe and Ito suit every kind of colour vision
     "sightline": (plotting.BLUE, "o"),
@@ -35,7 +35,7 @@ ROOFLINE_PEERS = ("torch", "cudnn")  # the peers that the roofline draws; a line
 def draw(report: Report, folder: Path) -> list[Path]:
     """Write every figure for which the report has findings, and return the paths of the files."""
     figures: dict[str, Any] = {}
-    if any(finding.best for finding in _compared_findings(report)):
+    if any(finding.rows[0].peaks for finding in _compared_findings(report)):
         figures["roofline"] = roofline(report)
     if _compared_findings(report):
         figures["ratios"] = ratios(report)
@@ -60,45 +60,25 @@ def roofline(report: Report) -> Any:
 
     Source: Williams, Waterman and Patterson, "Roofline", 2009.
     """
-    findings = [finding for finding in _compared_findings(report) if finding.best]
+    findings = [finding for finding in _compared_findings(report) if finding.rows[0].peaks]
     figure = plotting.new_figure(11.5, max(4.6, 1.6 + 0.27 * len(findings)))
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _draw_ceilings(left, report, findings)
-    dots = []
-    for finding in findings:
+    for number, finding in enumerate(findings, 1):
         x = finding.flops / finding.bytes_moved
         rates = {entry.name: finding.flops / entry.median for entry in finding.entries if entry.seconds}
-        dots.append((x, rates["sightline"]))
         for name in rates.keys() & ROOFLINE_PEERS:
             colour, marker = PEER_STYLES[name]
             left.plot([x, x], [rates[name], rates["sightline"]], color=LIGHT_GREY, linewidth=1, zorder=1)
             left.plot(x, rates[name], marker, color=colour, markersize=4, zorder=2, alpha=0.8)
         left.plot(x, rates["sightline"], "o", color=plotting.BLUE, markersize=6.5, zorder=3, alpha=0.9)
+        angle = 2.4 * number  # numbers of neighbouring dots are at different sides of them
+        shift = {"xytext": (11 * np.cos(angle), 11 * np.sin(angle)), "textcoords": "offset points"}
+        left.annotate(str(number), (x, rates["sightline"]), ha="center", va="center", **shift, **NUMBER_STYLE)
     left.set_title("FLOP/s against FLOPs per byte of inputs and outputs", loc="left", fontsize=9)
     _draw_shares(right, findings)
     figure.suptitle(f"Exact attention and the machine's measured peaks, {report.device}", fontsize=11)
-    figure.draw_without_rendering()  # this computes the positions of the dots, which the numbers beside them need
-    _number_dots(left, dots)
     return figure
-
-
-def _number_dots(axis: Any, dots: Sequence[tuple[float, float]]) -> None:
-    """Number the dots of the roofline. A number is put at the nearest place that overlaps no dot and no other number.
-
-    Places are in points.
-    """
-    positions = [np.array(axis.transData.transform(dot)) * (72 / axis.figure.dpi) for dot in dots]
-    taken = list(positions)
-    angles = np.linspace(0, 2 * np.pi, 16, endpoint=False)
-    shifts = [np.array([r * np.cos(a), r * np.sin(a)]) for r in (10, 16, 23, 31, 40, 50) for a in angles]
-    for number, (dot, position) in enumerate(zip(dots, positions, strict=True), 1):
-        free = (x for x in shifts if min(np.hypot(*(position + x - other)) for other in taken) >= 9)
-        shift = next(free, shifts[0])
-        taken.append(position + shift)
-        line = {"arrowstyle": "-", "color": plotting.BLUE, "linewidth": 0.4, "shrinkA": 4, "shrinkB": 3}
-        text = {"xytext": tuple(shift), "textcoords": "offset points", "ha": "center", "va": "center"}
-        arrow = line if np.hypot(*shift) > 11 else None
-        axis.annotate(str(number), dot, color=plotting.BLUE, fontsize=7, arrowprops=arrow, zorder=5, **text)
 
 
 def _draw_ceilings(axis: Any, report: Report, findings: Sequence[Finding]) -> None:
@@ -128,6 +108,7 @@ def _draw_ceilings(axis: Any, report: Report, findings: Sequence[Finding]) -> No
     plotting.hide_upper_spines(axis)
 
 
+NUMBER_STYLE: dict[str, Any] = {"fontsize": 7, "color": plotting.BLUE, "zorder": 5}
 LABEL_STYLE: dict[str, Any] = {"fontsize": 8, "color": GREY}
 
 
@@ -192,19 +173,11 @@ def cost(finding: Finding) -> Any:
     by_length = finding.axis == "n"
     for name, entry in names.items():
         _draw_line(time, finding, name, entry, lambda e, p: e.median / (p.n if by_length else 1) if e.seconds else None)
-        _draw_line(memory, finding, name, entry, _extra_bytes)
+        _draw_line(memory, finding, name, entry, lambda e, p: p.extra_bytes(e))
     _format_axes(time, finding, "time per token" if by_length else "time per call", format_duration, 10)
     _format_axes(memory, finding, "memory beyond inputs and outputs", lambda value: format_amount(value, "B"), 2)
     figure.suptitle(f"Cost by {'length' if by_length else 'allowed pairs'}: {finding.description}", fontsize=10)
     return figure
-
-
-def _extra_bytes(entry: Entry, point: Row) -> float | None:
-    """Return the bytes of memory that a call uses beyond its inputs and outputs; None if the memory was not measured.
-
-    The result is at least one page of memory, since a logarithmic axis has no 0.
-    """
-    return None if entry.memory is None else max(entry.memory - point.outputs, PAGE)
 
 
 def _draw_line(axis: Any, finding: Finding, name: str, entry: Entry, of: Callable[[Entry, Row], float | None]) -> None:
@@ -225,7 +198,7 @@ def _format_axes(axis: Any, finding: Finding, title: str, label: Callable[[float
     if high / low < MIN_AXIS_RATIO:  # on a shorter axis, small differences would look large
         middle = (low * high) ** 0.5
         axis.set_ylim(middle / MIN_AXIS_RATIO**0.5, middle * MIN_AXIS_RATIO**0.5)
-    points = [point.coordinate for point in finding.rows]
+    points = [point.coordinate for point in finding.rows if point.entries]
     axis.set_xlim(points[0] / 1.2, points[-1] * max(points[-1] / points[0], 4) ** 0.38)  # leaves space for labels
     named = [f"{at:,.0f}" if finding.axis == "n" else f"{at:.0%}" if at > 0.095 else f"{at:.1%}" for at in points]
     axis.set_xticks(points, named, rotation=30, ha="right")

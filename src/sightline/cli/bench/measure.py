@@ -18,7 +18,7 @@ from .device import Device
 from .report import Entry, Finding, Row
 
 MIN_TIMED_SECONDS = 0.005  # least seconds of a contender's turn; a shorter call is repeated within the turn
-PEAK_TRIES = 3  # number of tries of the device's peak after every problem
+PEAK_TRIES = 2  # number of tries of the device's peak in every round
 MIN_ROUNDS = 5
 CALIBRATION_TRIES = 3  # untimed turns that decide how often a call of a group is repeated in a turn; the fastest counts
 GROUP_PAUSE = 0.02  # seconds of sleep before a turn in a group of cases, whose contenders all use torch's threads
@@ -49,41 +49,36 @@ def run(benchmark: Benchmark, settings: Settings) -> Finding:
     If an output of Sightline is wrong, the finding has no times of that case, and says why.
     """
     selected: Benchmark = benchmark.small() if settings.quick else benchmark
-    contenders = (each for case in selected.cases for each in settings.contenders(case))
+    contenders = [each for case in selected.cases for each in settings.contenders(case)]
+    missing = next((reason for each in contenders if not each.is_peer and (reason := each.skip_reason())), None)
     finding = Finding(
         selected.name,
         selected.description,
         flops=selected.flops if selected.peak else 0,
         bytes_moved=selected.bytes_moved,
         peak=settings.device.peaks.measured_name(selected.peak) if selected.peak else "",
-        threads=settings.device.threads,
         axis=selected.axis,
         published=selected.published,
         group=selected.group,
         peers=selected.peers or tuple(dict.fromkeys(each.name for each in contenders if each.is_peer)),
-        subtracted=selected.subtracted,
-        failed=selected.skip_reason,
-        refused=selected.skip_reason is not None,
+        beside=selected.beside,
+        failed=missing,
+        refused=missing is not None,
     )
     with _pause_at_most(settings.device, GROUP_PAUSE if selected.group else settings.device.pause):
         for case in selected.cases if finding.failed is None else ():
             row = Row(case.name)
             outcome = row if selected.group else finding
             try:
-                row.entries = _measure_case(case, selected, settings)
-                if selected.peak:
-                    settings.device.peaks.measure(selected.peak, PEAK_TRIES)
+                _measure_case(case, selected, settings, row)
             except Exception as error:  # the failure is recorded, and the run continues with the other problems
-                reason = str(error) if isinstance(error, WrongAnswerError) else _format_error(error)
-                outcome.failed = f"{case.name}: {reason}" if selected.axis else reason
+                outcome.failed = str(error) if isinstance(error, WrongAnswerError) else _format_error(error)
                 outcome.wrong, outcome.refused = getattr(error, "wrong", False), getattr(error, "refused", False)
-            if selected.axis and not finding.failed:
+            if selected.axis and not row.failed:
                 row.n, row.outputs = case.n, case.output_bytes
                 row.coordinate = case.n if selected.axis == "n" else case.allowed / math.prod(case.extent)
-            if finding.failed:
-                break
-            finding.rows.append(row)
-    finding.best = settings.device.peaks.best.get(finding.peak)
+            if not finding.failed:
+                finding.rows.append(row)
     return finding
 
 
@@ -108,12 +103,13 @@ class WrongAnswerError(Exception):
         self.wrong, self.refused = wrong, refused
 
 
-def _measure_case(case: Case, benchmark: Benchmark, settings: Settings) -> list[Entry]:
-    """Check and time every contender of a case. Return the contenders' entries, Sightline's first."""
+def _measure_case(case: Case, benchmark: Benchmark, settings: Settings, row: Row) -> None:
+    """Check and time every contender of a case. Store in `row` the contenders' entries, Sightline's first."""
     title = case.name if case is benchmark else f"{benchmark.name}: {case.name}"
     if isinstance(case, HostCase):
         settings.on_progress(title)
-        return [Entry(name, name, seconds) for name, seconds in case.measure_seconds(settings.device).items()]
+        row.entries = [Entry(name, name, seconds) for name, seconds in case.measure_seconds(settings.device).items()]
+        return
     inputs, entries, prepared = case.make_inputs(), list[Entry](), dict[str, TimedCall]()
     with ExitStack() as stack:
         for contender in settings.contenders(case):
@@ -122,7 +118,7 @@ def _measure_case(case: Case, benchmark: Benchmark, settings: Settings) -> list[
             entry.skip_reason = refusal = contender.skip_reason() or contender.refuses(case)
             if not refusal:
                 try:
-                    measures_memory = not (contender.has_arena or benchmark.group)
+                    measures_memory = not contender.has_arena and bool(benchmark.axis or not benchmark.group)
                     call = _prepare_and_check(contender, case, inputs, settings, entry, stack, measures_memory)
                     prepared[entry.name] = call
                 except Exception as error:  # peers raise many kinds of errors
@@ -135,11 +131,16 @@ def _measure_case(case: Case, benchmark: Benchmark, settings: Settings) -> list[
             if entry.skip_reason and not may_be_missing:
                 raise WrongAnswerError(f"{entry.label} did not run: {entry.skip_reason}", refused=bool(refusal))
         settings.on_progress(f"{title}: timing {len(prepared)} contenders")
-        tries = CALIBRATION_TRIES if benchmark.group else 1
-        times = interleave(prepared, settings.device, settings.rounds, settings.seconds / len(benchmark.cases), tries)
+        tries, seconds = CALIBRATION_TRIES if benchmark.group else 1, settings.seconds / len(benchmark.cases)
+
+        def measure_peak() -> None:
+            if benchmark.peak:
+                row.peaks.append(settings.device.peaks.measure(benchmark.peak, PEAK_TRIES))
+
+        times = interleave(prepared, settings.device, settings.rounds, seconds, tries, measure_peak)
     for entry in entries:
         entry.seconds = times.get(entry.name, [])
-    return entries
+    row.entries = entries
 
 
 def _prepare_and_check(

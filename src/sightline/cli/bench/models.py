@@ -99,6 +99,8 @@ class ModelContender(Contender):
     attention: str
     is_watched: bool = False
     is_peer: bool = False
+    packages: tuple[str, ...] = ("torch", "transformers")
+    pip: str = '"sightline-attention[transformers]"'
 
     def prepare(self, case: ModelCase, inputs: ModelInputs, threads: int) -> TimedCall:
         model = copy_with_attention(inputs.model, self.attention)
@@ -138,21 +140,16 @@ class ModelInputs:
     def __init__(self, case: ModelCase, batches: int = POOL_SIZE) -> None:
         self.case, self.model = case, case.make_model()
         self.batches = [case.make_batch(index, self.model.config.vocab_size) for index in range(batches)]
-        self._references: dict[bytes, tuple[Arrays, Arrays]] = {}  # by the generated tokens as bytes
 
     def references(self, found: Arrays) -> tuple[Arrays, Arrays]:
         """Return the true arrays in place of `found`, and the same arrays of the eager model in float32.
 
-        The true arrays are those of transformers' own model in float64. The contenders of a case share the results,
-        unless they generated different tokens.
+        The true arrays are those of transformers' own model in float64.
         """
-        key = found["tokens"].tobytes() if "tokens" in found else b""
-        if key not in self._references:
-            exact = copy_with_attention(self.model, self.case.exact_attention).double()
-            models = exact, copy_with_attention(self.model, "eager")
-            truth, rough = (self.case.compute_reference(each, self.batches[0], found) for each in models)
-            self._references[key] = truth, rough
-        return self._references[key]
+        exact = copy_with_attention(self.model, self.case.exact_attention).double()
+        models = exact, copy_with_attention(self.model, "eager")
+        truth, rough = (self.case.compute_reference(each, self.batches[0], found) for each in models)
+        return truth, rough
 
 
 # -- the cases ------------------------------------------------------------------------------------------------------
@@ -340,8 +337,6 @@ def _group(name: str, description: str, *cases: ModelCase) -> CaseGroup:
         group="models",
         description=description,
         cases=cases,
-        packages=("torch", "transformers"),
-        pip='"sightline-attention[transformers]"',
         peer="sdpa",
     )
 

@@ -6,8 +6,9 @@
                        products as multiply-adds per cycle
     read               the sum of a buffer far larger than the caches, in bytes read
 
-Every peak is measured with as many threads as the contenders use. A peak is the highest rate of all tries in a run,
-since a disturbance only makes a try slower.
+Every peak is measured with as many threads as the contenders use. Tries follow one another at once, and the fastest
+counts, since a disturbance only makes a try slower. A share of the peak is the median over the rounds of a problem: the
+rate in a round over the peak that is measured in that round. The bandwidth of a shared machine changes with its load.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ class Peaks:
     def measured_name(self, name: str) -> str:
         """Return the name of the peak that is measured for the peak `name`.
 
-        A 16-bit format has the float32 peak if the processor has no dot product for it, since kernels then widen it.
+        A 16-bit format has the float32 peak if the kernels' machine has no dot product for it, since they widen it.
         """
-        return "float32" if name == "float16" or (name == "bfloat16" and not has_bfloat16_dot()) else name
+        if name == "bfloat16":
+            from ...cpu.runtime.machine import host
+
+            return name if host().has_bf16_dot else "float32"
+        return "float32" if name == "float16" else name
 
     def measure(self, name: str, tries: int = TRIES) -> float:
-        """Run `tries` more tries of a peak and return its highest rate so far."""
+        """Run `tries` more tries of a peak, and return the highest rate of these tries."""
         name = self.measured_name(name)
         if name not in self._tries:
             self._tries[name] = self._prepare_try(name)
@@ -55,18 +60,20 @@ class Peaks:
         if name == "bfloat16":
             rate = max(rate, self.measure("float32", tries))
         self.best[name] = max(rate, self.best.get(name, 0.0))
-        return self.best[name]
+        return rate
 
     def _prepare_try(self, name: str) -> Callable[[], float]:
         """Return a function that makes one try of the peak and returns the try's rate."""
         return _bandwidth_try(self.threads) if name == "read" else _flops_try(name, self.threads)
 
 
-def has_bfloat16_dot() -> bool:
-    """True if the processor has AVX-512's dot product of bfloat16 pairs."""
-    import llvmlite.binding as llvm
+def kernel_instructions() -> str:
+    """Return the instruction set of generated kernels, which the variable SIGHTLINE_CPU may restrict."""
+    from ...cpu.runtime.machine import host
 
-    return bool(llvm.get_host_cpu_features().get("avx512bf16"))
+    machine = host()
+    name = {64: "AVX-512", 32: "AVX2"}.get(machine.vector_bytes, "SSE2")
+    return "NEON" if machine.architecture == "aarch64" else name + "-BF16" * machine.has_bf16_dot
 
 
 def _flops_try(name: str, threads: int) -> Callable[[], float]:

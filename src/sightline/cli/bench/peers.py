@@ -189,12 +189,9 @@ class OpenVino(Peer):
         settings["INFERENCE_NUM_THREADS"] = str(threads)
         request = openvino.Core().compile_model(self.model(workload, kind), "CPU", settings).create_infer_request()
         input_tensors: list[Any] = []
-        for array in (inputs.query, inputs.key, inputs.value):
-            bits = (
-                array
-                if workload.dtype == "float32"
-                else array.astype(resolve_dtype(np, workload.dtype)).view(np.uint16)
-            )
+        for array in (inputs.contiguous.query, inputs.contiguous.key, inputs.contiguous.value):
+            dtype = resolve_dtype(np, workload.dtype)
+            bits = array if workload.dtype == "float32" else array.astype(dtype).view(np.uint16)
             input_tensors.append((bits, openvino.Tensor(bits, list(array.shape), kind)))
         if workload.bias:
             input_tensors.append((inputs.bias, openvino.Tensor(inputs.bias, shared_memory=True)))

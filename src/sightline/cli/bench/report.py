@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ... import __version__
 from ...errors import name_file
@@ -53,10 +53,6 @@ class Entry:
         """Return the median, over the rounds, of the other contender's seconds over this contender's."""
         return statistics.median(y / x for x, y in zip(self.seconds, other.seconds, strict=True))
 
-    def excess_over(self, other: Entry) -> float:
-        """Return the median, over the rounds, of this contender's seconds minus the other's."""
-        return statistics.median(x - y for x, y in zip(self.seconds, other.seconds, strict=True))
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -88,15 +84,14 @@ class Row(Outcome):
 
     name: str
     entries: list[Entry] = field(default_factory=list)  # the contenders' results, Sightline's first
+    peaks: list[float] = field(default_factory=list)  # the peak in every round, in `Finding.unit`; [] without a peak
     coordinate: float = 0.0  # for a point of a series: n, or the fraction of the pairs that the mask allows
     n: int = 0
     outputs: int = 0  # bytes of the output and the statistics together
 
-    @property
-    def extra_bytes(self) -> int | None:
-        """The peak bytes of Sightline's call beyond its inputs and outputs; None if they were not measured."""
-        used = self.entries[0].memory
-        return None if used is None else max(used - self.outputs, 0)
+    def extra_bytes(self, entry: Entry) -> int | None:
+        """Return the peak bytes of a call beyond its inputs and outputs, at least `PAGE`; None if unknown."""
+        return None if entry.memory is None else max(entry.memory - self.outputs, PAGE)
 
     def entry(self, name: str) -> Entry | None:
         """Return the results of the contender called `name`; None if it has no times or is not in the case."""
@@ -107,7 +102,7 @@ class Row(Outcome):
 class Finding(Outcome):
     """The results of one benchmark.
 
-    If a case of a group has no times, the reason is in the row of the case. For other benchmarks it is in the finding.
+    If a case of a group has no times, the reason is in the row of the case. For a single case it is in the finding.
     """
 
     name: str
@@ -117,23 +112,16 @@ class Finding(Outcome):
     flops: int = 0  # FLOPs of one call; 0 if `peak` is ""
     bytes_moved: int = 0  # bytes of the inputs and outputs of one call
     peak: str = ""  # name of the peak that the rate is divided by; "" if no share of a peak is printed
-    threads: int = 1
     axis: str = ""  # coordinate of the points of a series: "n" or "allowed"; "" for other benchmarks
-    best: float | None = None  # highest rate of the peak in the run, in `unit`; None if the peak was not measured
     published: str = ""  # a published figure to print, with its source; "" for none
     peers: tuple[str, ...] = ()  # names of the contenders that are other libraries
     group: str = ""  # name of the groups that are summarised together; "" for other benchmarks
-    subtracted: str = ""  # name of a contender of the cases whose time is subtracted from Sightline's; "" for none
-
-    @property
-    def kind(self) -> Literal["entries", "points", "cases"]:
-        """What a row of the finding's table is: a contender, a point of a series, or a case of a group."""
-        return "points" if self.axis else "cases" if self.group else "entries"
+    beside: str = ""  # name of a contender of the cases; a column has Sightline's time over its time; "" for none
 
     @property
     def entries(self) -> list[Entry]:
-        """The results of the contenders of a single case; [] for a series and a group."""
-        return self.rows[0].entries if self.rows and self.kind == "entries" else []
+        """The results of the contenders of a single case; [] for a group."""
+        return self.rows[0].entries if self.rows and not self.group else []
 
     @property
     def unit(self) -> str:
@@ -165,32 +153,27 @@ class Finding(Outcome):
         return min(timed, key=lambda entry: entry.median, default=None)
 
     def share(self, entry: Entry) -> float | None:
-        """Return the contender's rate over the measured peak; None if the rate or the peak is unknown."""
-        if not (self.best and entry.seconds and self.work):
+        """Return the median over the rounds of the contender's rate over the peak; None if either is unknown."""
+        if not (self.work and entry.seconds and self.rows[0].peaks):
             return None
-        return self.work / entry.median / self.best
+        return statistics.median(self.work / x / y for x, y in zip(entry.seconds, self.rows[0].peaks, strict=True))
 
     def ratio(self, row: Row, entry: Entry) -> float | None:
         """Return, for one row of the table, the first peer's time over the contender's time.
 
         None if the contender is a peer or a time is missing.
         """
-        other = None if entry.name in self.peers else row.entry(self.peers[0])
+        other = None if entry.name in self.peers or not self.peers else row.entry(self.peers[0])
         return entry.speedup_over(other) if entry.seconds and other is not None else None
 
     def evaluate(self, targets: Iterable[Target]) -> None:
-        """Set `verdicts` by comparing the measurements with the targets.
-
-        A target for a share of the peak is not measured while `best` is None.
-        """
+        """Set `verdicts` by comparing the measurements with the targets."""
         self.verdicts = [Verdict(target, None if self.failed else self._measure(target)) for target in targets]
 
     def _measure(self, target: Target) -> float | None:
         ours, other = self.entry("sightline"), self.target_entry(target)
         if target.measure in SERIES_MEASURES:
-            return {"spread": self._time_spread, "growth": self._memory_growth, "extra": self._extra_share}[
-                target.measure
-            ]()
+            return self._measure_series(target.measure)
         if target.measure == "seconds":
             return other.median if other else None
         if ours is None or other is None:
@@ -199,29 +182,20 @@ class Finding(Outcome):
             return self.share(ours)
         if target.measure == "slower":
             return other.speedup_over(ours)
-        if target.measure == "efficiency":
-            return ours.speedup_over(other) / self.threads if self.threads > 1 else None
         return ours.speedup_over(other)
 
-    def _time_spread(self) -> float | None:
-        """Return the largest of Sightline's times per token over the smallest; None for fewer than two times."""
-        times = [point.entries[0].median / point.n for point in self.rows if point.entries[0].seconds]
-        return max(times) / min(times) if len(times) > 1 else None
-
-    def _memory_growth(self) -> float | None:
-        """Return `extra_bytes` of the last point over `extra_bytes` of the first, each at least a page.
-
-        None if there are fewer than two points or the bytes of either point are unknown.
-        """
-        extra = [point.extra_bytes for point in self.rows]
-        if len(extra) < 2 or extra[0] is None or extra[-1] is None:
+    def _measure_series(self, measure: str) -> float | None:
+        """Return a quantity of all points; None for fewer than two points, or if the quantity is unknown."""
+        points = [(row, row.entries[0]) for row in self.rows if row.entries and row.entries[0].seconds]
+        extra = [row.extra_bytes(ours) for row, ours in points]
+        if len(points) < 2 or (measure != "spread" and None in extra):
             return None
-        return max(extra[-1], PAGE) / max(extra[0], PAGE)
-
-    def _extra_share(self) -> float | None:
-        """Return the largest `extra_bytes` of a point over the bytes of its outputs; None if every `extra_bytes` is."""
-        shares = [point.extra_bytes / point.outputs for point in self.rows if point.extra_bytes is not None]
-        return max(shares, default=None)
+        if measure == "spread":
+            times = [ours.median / row.n for row, ours in points]
+            return max(times) / min(times)
+        if measure == "growth":
+            return extra[-1] / extra[0]  # type: ignore[operator]
+        return max(x / row.outputs for x, (row, _) in zip(extra, points, strict=True))  # type: ignore[operator]
 
 
 @dataclass
@@ -262,15 +236,12 @@ class Report:
         for finding, saved in zip(self.findings, document["findings"], strict=True):
             for verdict, saved_verdict in zip(finding.verdicts, saved["verdicts"], strict=True):
                 saved_verdict["reached"] = verdict.reached
-            rows = saved.pop("rows")
-            for row, saved_row in zip(finding.rows, rows, strict=True):
+            for row, saved_row in zip(finding.rows, saved["rows"], strict=True):
                 for entry, saved_entry in zip(row.entries, saved_row["entries"], strict=True):
                     saved_entry["median"] = entry.median if entry.seconds else None
                     saved_entry["share"] = finding.share(entry)
                     if finding.group:
                         saved_entry["ratio"] = finding.ratio(row, entry)
-            kinds = {"entries": [entry for row in rows for entry in row["entries"]], "points": rows, "cases": rows}
-            saved |= {kind: found if kind == finding.kind else [] for kind, found in kinds.items()}
         document["groups"] = {group: list(map(asdict, summaries)) for group, summaries in self.groups.items()}
         document["machine"] = machine() | self.machine
         path = Path(path)

@@ -24,7 +24,7 @@ from ...statistics import entropy
 from .cases import SEED, CaseGroup, Contender, TimedCall
 from .check import share_of_budget
 from .contenders import name_results
-from .workloads import CAUSAL, Inputs, Mask, Passes, Workload
+from .workloads import CAUSAL, Inputs, Passes, Workload, padding_mask
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # A function of query, key, value and the extra argument, which is what a call gets besides: a bias, mask or lengths.
@@ -138,7 +138,7 @@ class InputPool:
             inputs, lengths = Inputs.of(case, rng), draw_lengths(rng, case.B, case.n)
             is_token = np.arange(case.n) < lengths[:, None, None, None]
             extra = {"padding mask": is_token, "padding formula": lengths}.get(case.function, inputs.bias)
-            self.cases.append(case if extra is inputs.bias else replace(case, mask=_padding_mask(lengths)))
+            self.cases.append(case if extra is inputs.bias else replace(case, mask=padding_mask(lengths)))
             self.inputs.append(inputs)
             self.arrays.append((inputs.query, inputs.key, inputs.value, extra, inputs.d_output))
         self.tensors = [_to_tensors(arrays, case) for arrays in self.arrays]
@@ -164,10 +164,6 @@ def draw_lengths(rng: np.random.Generator, B: int, n: int) -> Array:
     if B > 1:
         lengths[rng.integers(B)] = n
     return lengths
-
-
-def _padding_mask(lengths: Array) -> Mask:
-    return Mask("padding", lambda n, to_table: lambda b, h, i, j: j < to_table(lengths)[b])
 
 
 def _to_tensors(arrays: tuple[Array | None, ...], case: ShortCall) -> tuple[Any, ...]:
@@ -198,6 +194,8 @@ class Caller(Contender):
     is_peer: bool = False
     on_numpy: bool = False
     has_results: bool = True
+    packages: tuple[str, ...] = ("torch",)
+    pip: str = "torch"
 
     def reference(self, case: ShortCall) -> ShortCall | None:
         """Return the case that the results are checked against, for torch without statistics; None for no check.
@@ -241,6 +239,7 @@ class ShortCall(Workload):
 
     kind: str
     device: str = "cpu"  # torch's name of the device
+    contiguous: bool = True
     ours: Contender | str = SIGHTLINE
     baselines: tuple[Contender | str, ...] = (TORCH,)
 
@@ -315,11 +314,11 @@ def _short_calls(dtype: str, device: str) -> tuple[CaseGroup, ...]:
     )
 
 
-def _overhead(name: str, remark: str, kinds: tuple[str, ...], subtracted: str = "", **more: Any) -> CaseGroup:
+def _overhead(name: str, remark: str, kinds: tuple[str, ...], beside: str = "", **more: Any) -> CaseGroup:
     titles = {"entropy": "see=[entropy()]"}
     cases = tuple(ShortCall.of(kind, OVERHEAD_SHAPE, name=titles.get(kind, kind), **more) for kind in kinds)
     description = f"1 × 1 × 1 × 8, one key, float32{remark}"
-    return CaseGroup(name=name, group=name, description=description, cases=cases, subtracted=subtracted)
+    return CaseGroup(name=name, group=name, description=description, cases=cases, beside=beside)
 
 
 SHORT_CALLS = _short_calls("float32", "cpu")

@@ -71,6 +71,30 @@ class Score(NamedFormula):
     symbols = "sbhij"
 
 
+class Documents(Mask):
+    """The mask of packed documents, which allows the pairs whose query and key are in the same document.
+
+    The lengths of the documents are drawn uniformly from 1 − spread to 1 + spread times their mean.
+    """
+
+    def __init__(self, count: int, spread: float = 0.5) -> None:
+        def make_function(n: int, to_table: ToTable) -> Callable[..., Any]:
+            ids = to_table(np.repeat(np.arange(count), self.lengths(n)))
+            return lambda b, h, i, j: ids[i] == ids[j]
+
+        super().__init__(f"{count} documents", make_function)
+        object.__setattr__(self, "ends", np.cumsum(np.random.default_rng(SEED).uniform(1 - spread, 1 + spread, count)))
+
+    def lengths(self, n: int) -> Array:
+        """Return the lengths of the documents on an axis of n positions."""
+        ends: Array = self.ends  # type: ignore[attr-defined]
+        return np.diff(np.rint(ends * (n / ends[-1])).astype(np.int64), prepend=0)
+
+
+def padding_mask(lengths: Array) -> Mask:
+    return Mask("padding", lambda n, to_table: lambda b, h, i, j: j < to_table(lengths)[b])
+
+
 CAUSAL = Mask("causal", lambda n, to_table: lambda b, h, i, j: i >= j)
 Passes = Literal["forward", "backward", "forward and backward"]
 
@@ -96,10 +120,12 @@ class Workload(Case):
     d_v: int = 0
     mask: Mask | None = None
     score: Score | None = None
+    contiguous: bool = False  # True for arrays of contiguous heads, False for views of (B, n, H d) as models make them
     bias: bool = False  # True adds a (1, H, n, m) bias to the scores; backward passes compute the bias's gradient
     dropout: float = 0.0
     seed: int = SEED  # seed of Sightline's dropout
     see: tuple[Statistic, ...] = ()  # statistics of the forward pass; () if there is a backward pass
+    tangents: tuple[str, ...] = ()  # the operands that have tangents: "query", "key", "value"; () for no tangent
     peak: str = "float32"  # name in `peaks.Peaks` of the peak in a share of the peak; "" for no share
     ours: Contender | str = "sightline"  # the contender that is compared with the others
     baselines: tuple[Contender | str, ...] = ("torch",)  # the other contenders: peers, or variants of Sightline
@@ -147,13 +173,16 @@ class Workload(Case):
 
     @property
     def mask_array(self) -> Array | None:
-        """The mask as a bool array (1, 1, n, m), True for allowed pairs; None if `needs_mask_array` is False.
+        """The mask as a bool array that broadcasts to (B, 1, n, m), True for allowed pairs.
 
-        The array has one batch and one head, since the masks of the benchmarks do not read b or h.
+        None if `needs_mask_array` is False. The masks of the benchmarks do not read h.
         """
         if self.formula is None or not self.needs_mask_array:
             return None
-        return np.array(self.formula.array(self.n, self.m)[None, None])  # a writable copy, as torch requires
+        reads = self.formula.free_symbols
+        B, n = self.B if "b" in reads else 1, self.n if "i" in reads else 1
+        allowed = self.formula.array(n, self.m, batch=B)
+        return np.array(allowed.reshape(B, 1, n, self.m))  # a writable copy, as torch requires
 
     @property
     def added_mask(self) -> Array | None:
@@ -252,7 +281,7 @@ def series(name: str, axis: Literal["n", "allowed"], *targets: Target, points: S
     sizes = f"n {first.n:,} to {last.n:,}" if axis == "n" else f"n {first.n:,}, {len(points)} windows"
     mask = f", {first.mask.description}" if axis == "n" and first.mask else ""
     description = f"{first.B} × {first.H} heads, {sizes}, d {first.d_k}{mask}"
-    return CaseGroup(name=name, description=description, cases=tuple(points), axis=axis, targets=targets)
+    return CaseGroup(name=name, group=name, description=description, cases=tuple(points), axis=axis, targets=targets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,22 +295,35 @@ class Inputs:
     key: Array
     value: Array
     d_output: Array | None  # None if the workload has only a forward pass
-    bias: Array | None  # None if the workload has no bias
+    bias: Array | None = None  # None if the workload has no bias
+    tangents: tuple[Array, ...] = ()  # those of the workload's `tangents`
 
     @classmethod
     def of(cls, workload: Workload, rng: np.random.Generator | None = None) -> Inputs:
         """Draw the arrays of a workload: standard normal numbers, by default the same in every run."""
         rng, dtype = rng or np.random.default_rng(SEED), resolve_dtype(np, workload.dtype)
 
-        def draw(heads: int, *shape: int, B: int = workload.B) -> Array:
-            array = rng.standard_normal((B, heads, *shape), np.float32)
+        def draw(*shape: int) -> Array:
+            array = rng.standard_normal(shape, np.float32)
             return array if workload.dtype == "float32" else array.astype(dtype).astype(np.float32)
 
-        n, m = workload.n, workload.m
-        query, key = draw(workload.H, n, workload.d_k), draw(workload.G, m, workload.d_k)
-        value = draw(workload.G, m, workload.d_v)
-        d_output = draw(workload.H, n, workload.d_v) if workload.passes != "forward" else None
-        return cls(query, key, value, d_output, draw(workload.H, n, m, B=1) if workload.bias else None)
+        def draw_heads(*shape: int) -> Array:
+            array = draw(workload.B, *shape)
+            return array if workload.contiguous else np.ascontiguousarray(array.swapaxes(1, 2)).swapaxes(1, 2)
+
+        H, G, n, m = workload.H, workload.G, workload.n, workload.m
+        shapes = {"query": (H, n, workload.d_k), "key": (G, m, workload.d_k), "value": (G, m, workload.d_v)}
+        query, key, value = (draw_heads(*shape) for shape in shapes.values())
+        d_output = draw_heads(H, n, workload.d_v) if workload.passes != "forward" else None
+        added = draw(1, H, n, m) if workload.bias else None
+        return cls(query, key, value, d_output, added, tuple(draw_heads(*shapes[name]) for name in workload.tangents))
+
+    @cached_property
+    def contiguous(self) -> Inputs:
+        """The same numbers as arrays of contiguous heads."""
+        query, key, value = map(np.ascontiguousarray, (self.query, self.key, self.value))
+        d_output = None if self.d_output is None else np.ascontiguousarray(self.d_output)
+        return replace(self, query=query, key=key, value=value, d_output=d_output)
 
     @cached_property
     def with_sampled_d_output(self) -> Inputs:
