@@ -124,6 +124,33 @@ def test_tables_and_heads(taken):
     assert taken == [True]
 
 
+def check_masks_by_head():
+    """Every head and batch hides other tiles and splits, by a mask and by biases of −∞."""
+    x = arrays("float32", G=8, n=2, m=1300)
+    limits = np.linspace(1, 1300, 16, dtype=np.int64).reshape(2, 8)
+    hidden = np.arange(1300) < limits[::-1, :, None, None]
+    for options in (
+        {"mask": lambda b, h, i, j: j < table(limits)[b, h]},
+        {"score": sightline.bias(np.where(hidden, -np.inf, hidden.cumsum(-1) / 1300))},
+        {"mask": j > 200 * h - 300 * i},
+    ):
+        assert_conforms(Cpu().run, make_problem(*x, **options))
+
+
+def test_masks_by_head_if_no_head_shares_keys(taken):
+    check_masks_by_head()
+    assert taken == [True] * 3
+
+
+def test_the_tile_ranges_of_another_head_are_seen(monkeypatch, fresh_kernels):
+    from fault_planting import broken
+
+    faulty = broken(decode, " + self.g * args.tile_range_head_stride", "")
+    monkeypatch.setattr(launch_decode, "Decode", faulty.Decode)
+    with pytest.raises(AssertionError):
+        check_masks_by_head()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bits_for_any_number_of_threads(dtype, taken):
     problem = make_problem(*arrays(dtype, (1,), 4, 1, 5, 9000), mask=causal("lower right"))

@@ -14,7 +14,7 @@ from ..arrays.operations import checksum, to_numpy
 from ..dispatch import call_cache
 from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs
 from ..dispatch.call_cache import EntryResult, ForwardEntry
-from ..dispatch.call_request import Request, describe, new_description, new_structure
+from ..dispatch.call_request import CallStructure, Description, Request, describe, make_tuple
 from ..dispatch.call_text import count_arrays, flatten_result, split_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, solve, to_caller_layout
 from ..errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
@@ -221,7 +221,7 @@ class _Call:
         score_tables = () if description.score is None else description.score.tables
         places = tuple([[x.origin for x in score_tables].index(table.origin) for table in self.tables])
         structure, *others = description
-        description = new_description(new_structure(*structure[:-1], places), *others)
+        description = make_tuple(Description, CallStructure(*structure[:-1], places), *others)
         sinks, seed = options["sinks"], options["seed"]
         return call_cache.answer(description, query, key, value, sinks, seed, self.threads)
 
@@ -294,7 +294,7 @@ class _Call:
         computed = [result.output, result.lse, *result.arrays]
         saved = [result.output, result.lse, *arrays_to_save(see, computed)]
         gradients = [d_output, d_lse, *results[1:]]
-        return read_inputs(request, problem, gradients, self.operands, result.lse, saved)
+        return read_inputs(request, problem, gradients, self.forward_pass, saved)
 
     def dispatch(
         self, slots: Sequence[int], d_output: Any, d_seen: list[Any]

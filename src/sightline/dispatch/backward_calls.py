@@ -58,8 +58,7 @@ def read_inputs(
     request: Request,
     problem: Problem,
     gradients: Sequence[Any],
-    operands: Sequence[Any],
-    lse: Any,
+    forward: ForwardPass,
     results: Sequence[Any],
 ) -> BackwardInputs | None:
     """Return the inputs of a bound call; None if the gradients need the full dispatch.
@@ -69,20 +68,20 @@ def read_inputs(
     request : the request of the forward pass
     problem : that of `BackwardPasses`
     gradients : the gradients of the results, None for 0
-    operands : query, key and value
     results : the saved results: output, lse, and the `arrays_to_save`
     """
     d_output = gradients[0]
-    has_others = any(gradient is not None for gradient in gradients[1:])
+    has_others = len(gradients) > 1 and any(gradient is not None for gradient in gradients[1:])
     if d_output is None:
         if not has_others:
             return None
         d_output = namespace(results[0]).zeros_like(results[0])
-    if not has_others and not conditions_of(request.see):
+    if not has_others and not (request.see and conditions_of(request.see)):
         return BackwardInputs(d_output, None, request.tables, request.numbers, ())
     added: StatisticGradients | None = StatisticGradients()
     if has_others:
-        added = _add_statistics(request, problem, gradients, operands, convert(lse, results[0]), results)
+        lse = convert(forward.lse, results[0])
+        added = _add_statistics(request, problem, gradients, forward.operands, lse, results)
     if added is None:
         return None
     d_lse = added.add_to_d_lse(gradients[1]) if has_others else None

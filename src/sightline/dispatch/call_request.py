@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..arrays import layouts as array_layouts
 from ..arrays.layouts import ADAPTERS, BOOLEANS
@@ -33,6 +33,7 @@ from ..statistics.computation import computed_statistic
 FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Mass), (Received, Pooled, TopK, Weights)
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
 MAX_MASK_AXES = 4  # b, h, i and j
+Named = TypeVar("Named", bound=tuple[Any, ...])
 
 # `os.environ.get` takes a microsecond, because it encodes the name. On POSIX the dict that it reads is read directly.
 _environment: Any = getattr(os.environ, "_data", os.environ)
@@ -54,11 +55,6 @@ class CallStructure(NamedTuple):
     has_sinks: bool
     formulas: Any
     wanted_tables: tuple[int, ...] | None
-
-
-def new_structure(*members: Any) -> CallStructure:
-    """Return `CallStructure(*members)` in half the time."""
-    return tuple.__new__(CallStructure, members)
 
 
 _plain_structures: dict[Any, CallStructure] = {}  # calls without formulas, sinks and options, by `machine_setting`
@@ -83,11 +79,6 @@ class Description(NamedTuple):
     tables: tuple[Any, ...]
     numbers: tuple[float, ...]
     arrays: tuple[Any, ...]
-
-
-def new_description(*members: Any) -> Description:
-    """Return `Description(*members)` in half the time."""
-    return tuple.__new__(Description, members)
 
 
 class Request(NamedTuple):
@@ -116,6 +107,11 @@ class Request(NamedTuple):
         return mask, score, *conditions_of(self.see)
 
 
+def make_tuple(kind: type[Named], *members: Any) -> Named:
+    """Return `kind(*members)`, a named tuple, in half the time."""
+    return tuple.__new__(kind, members)
+
+
 def describe(
     query: Any,
     mask: Any,
@@ -142,23 +138,27 @@ def describe(
     options: tuple[Any, ...]
     setting, has_formulas = machine_setting(), not (mask is None and score is None and sinks is None)
     statistics: tuple[Statistic, ...] = ()
-    if scale is seed is see is kernel is threads is None and type(dropout) is float and dropout == 0:
+    has_options = not (scale is seed is kernel is threads is None and type(dropout) is float and dropout == 0)
+    if see is None and not has_options:
         if not has_formulas:
             structure = _plain_structures.get(setting)
             if structure is None:
-                structure = new_structure((None, 0.0, None, None, setting, None), (False, False), False, (), None)
+                structure = make_tuple(
+                    CallStructure, (None, 0.0, None, None, setting, None), (False, False), False, (), None
+                )
                 _plain_structures[setting] = structure
-            return new_description(structure, None, None, (), (), (), ())
+            return make_tuple(Description, structure, None, None, (), (), (), ())
         options = None, 0.0, None, None, setting, None
     else:
         described = (None, ()) if see is None else _describe_statistics(see)
-        if described is None or not _are_valid(scale, dropout, seed, kernel, threads, adapter.draw_seed is not None):
+        draws_seed = adapter.draw_seed is not None
+        if described is None or (has_options and not _are_valid(scale, dropout, seed, kernel, threads, draws_seed)):
             return None
         statistics_key, statistics = described
         options = scale, dropout, kernel, threads, setting, statistics_key
-        if not has_formulas and not conditions_of(statistics):
-            structure = new_structure(options, (False, False), False, (), None)
-            return new_description(structure, None, None, statistics, (), (), ())
+        if not has_formulas and not (statistics_key and Mass in statistics_key):
+            structure = make_tuple(CallStructure, options, (False, False), False, (), None)
+            return make_tuple(Description, structure, None, None, statistics, (), (), ())
     return _describe_formulas(options, mask, score, statistics, sinks)
 
 
@@ -196,14 +196,14 @@ def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ..
             kind = type(statistic)
         key.append(kind)
         if kind in WEIGHTS_STATISTICS:
-            parameters = [getattr(statistic, name) for name in kind.__match_args__]
-            key += [*map(type, parameters), *parameters]
+            parameters = tuple([getattr(statistic, name) for name in kind.__match_args__])
+            try:
+                hash(parameters)
+            except TypeError:  # a list as a parameter; the full dispatch raises an error
+                return None
+            key += *map(type, parameters), *parameters
         elif kind not in FORWARD_STATISTICS or (kind is Mass and not isinstance(statistic.mask, Expression)):
             return None
-    try:
-        hash(tuple(key))
-    except TypeError:  # a list as a parameter; the full dispatch raises an error
-        return None
     return tuple(key), tuple(see)
 
 
@@ -241,7 +241,7 @@ def _describe_formulas(
         if not callable(score):
             return None
         score = from_function.to_formula(score, "score", "s b h i j")
-    conditions = conditions_of(see)
+    conditions = conditions_of(see) if see else []
     formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score, *conditions
     if conditions or formulas[0] is not None or formulas[1] is not None:
         found = structure_of(*formulas)
@@ -256,8 +256,8 @@ def _describe_formulas(
             place = has_arrays[0] + (0 if formulas[0] is None else len(structure_of(formulas[0]).tables))
         tables = (*tables[:place], score, *tables[place:])
     arrays = tables if sinks is None else (*tables, sinks)
-    structure = new_structure(options, has_arrays, sinks is not None, key, None)
-    return new_description(structure, mask, score, see, tables, numbers, arrays)
+    structure = make_tuple(CallStructure, options, has_arrays, sinks is not None, key, None)
+    return make_tuple(Description, structure, mask, score, see, tables, numbers, arrays)
 
 
 def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -27,7 +27,7 @@ from ..dispatch.call_request import (
     conditions_of,
     has_cached_kinds,
     machine_setting,
-    new_structure,
+    make_tuple,
 )
 from ..dispatch.call_text import CallText, count_arrays, flatten_result, locate_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, push_forward
@@ -186,7 +186,7 @@ class XlaForward(XlaCall):
     def make_structure(self, setting: Any) -> CallStructure:
         """Return the structure of the call for a `machine_setting`: it has no boolean mask and no array of biases."""
         options = self.kernel, self.threads, setting
-        return new_structure(options, (False, False), self.has_sinks, self.text, None)
+        return make_tuple(CallStructure, options, (False, False), self.has_sinks, self.text, None)
 
     @cached_property
     def keys(self) -> dict[Any, tuple[Any, ...] | None]:

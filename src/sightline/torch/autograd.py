@@ -63,9 +63,9 @@ class GraphCall(ABC):
     def statistics(self) -> Sequence[Statistic]:
         """The statistics whose arrays are results; of means in cached calls, the averaged statistics."""
 
-    def results_to_save(self, results: Sequence[Tensor]) -> list[Tensor]:
+    def results_to_save(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the results that the backward pass reads: output, lse if it is a result, and arrays of statistics."""
-        return [*results[:2], *arrays_to_save(self.statistics, results)]
+        return results if len(results) <= 2 else (*results[:2], *arrays_to_save(self.statistics, results))
 
     def lse(self, results: Sequence[Tensor]) -> Any:
         """Return lse, a tensor or a NumPy array; `results` are those of `results_to_save`."""
@@ -130,8 +130,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: GraphCall, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        ctx.versions = table_versions(call.tables())
-        seeds = [] if call.seed is None else [make_seed(call.seed)]
+        tables = call.tables()
+        ctx.versions = table_versions(tables) if tables else None
+        seeds = () if call.seed is None else (make_seed(call.seed),)
         ctx.save_for_backward(*inputs, *call.results_to_save(results), *seeds)
         ctx.set_materialize_grads(False)
         return results
@@ -139,16 +140,17 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         call, saved = ctx.call, ctx.saved_tensors
-        check_versions(ctx.versions, call.tables())
+        if ctx.versions:
+            check_versions(ctx.versions, call.tables())
         if call.seed is not None:  # a checkpoint saves the results of a second run, which may have drawn another seed
             *saved, seed = saved
             call = call.with_seed(int(seed) % 2**64)
         inputs, results = saved[: call.num_inputs], saved[call.num_inputs :]
-        refuse_old_vmap(gradients)
         has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        gradients = _with_contiguous_rows(gradients[0]), *gradients[1:]
+        gradients = (_with_contiguous_rows(gradients[0]), *gradients[1:])
         found = None if has_graph else call.repeat(gradients, inputs, results)
         if found is None:
+            refuse_old_vmap(gradients)
             given = [gradient for gradient in gradients if gradient is not None]
             if not given:
                 return (None,) * (2 + len(inputs))
@@ -158,9 +160,13 @@ class _Attention(torch.autograd.Function):
         return (None, None, *found)
 
 
+# `apply` without the steps for transforms and their tensors, which no call that reaches `connect` has
+_apply: Any = super(torch.autograd.Function, _Attention).apply
+
+
 def connect(call: GraphCall, results: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the results, connected to the inputs in torch's graph."""
-    connected: tuple[Tensor, ...] = _Attention.apply(call, results, *inputs)  # type: ignore[no-untyped-call]
+    connected: tuple[Tensor, ...] = _apply(call, results, *inputs)
     return connected
 
 

@@ -23,14 +23,14 @@ from .autograd import GraphCall, connect, trainable_inputs, with_saved_tables
 class CachedGraphCall(GraphCall):
     """A call that the call cache ran."""
 
-    def __init__(self, attacher: GraphAttacher, request: Request, result: EntryResult) -> None:
+    def __init__(self, attacher: GraphAttacher, request: Request, result: EntryResult, lse: Any) -> None:
         if isinstance(request.sinks, np.ndarray):
             # the caller may change them before the backward pass
             request = request._replace(sinks=request.sinks.copy())
         self.wanted_tables, self.num_inputs = attacher.backward.slots, attacher.num_inputs
         self.attacher, self.request = attacher, request
         self.seed = result.seed if attacher.options["dropout"] else None
-        self.own_lse = None if attacher.has_statistics else result.lse
+        self.own_lse = None if attacher.has_statistics else lse
         self.is_lse_imprecise = result.is_lse_imprecise
         self.kernel, self.threads = attacher.kernel, attacher.threads
 
@@ -50,7 +50,8 @@ class CachedGraphCall(GraphCall):
         return make_plan(problem, self.kernel)
 
     def tables(self) -> Sequence[Any]:
-        return [*self.request.tables, self.request.sinks]
+        tables, sinks = self.request.tables, self.request.sinks
+        return tables if sinks is None else (*tables, sinks)
 
     @property
     def statistics(self) -> Sequence[Statistic]:
@@ -70,28 +71,25 @@ class _CpuGraphCall(CachedGraphCall):
     def repeat(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
-        given = None if self.is_lse_imprecise else self.read_inputs(gradients, inputs, results)
-        return self.attacher.backward.repeat(given, self.forward_pass(inputs, results))
-
-    def forward_pass(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> ForwardPass:
-        sinks, lse = self.sinks(inputs), self.lse(results)
-        return ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, self.seed or 0, self.threads)
+        given, forward = self.read_inputs(gradients, inputs, results)
+        return self.attacher.backward.repeat(None if self.is_lse_imprecise else given, forward)
 
     def read_inputs(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> BackwardInputs | None:
-        """Return what a bound call reads, with the saved tensors in place of the learned tables.
+    ) -> tuple[BackwardInputs | None, ForwardPass]:
+        """Return what a bound call reads, with the saved tensors in place of the learned tables, and the forward pass.
 
-        None if no bound call can serve. Hooks may have changed the layouts of saved tensors.
+        The first is None if no bound call can serve. Hooks may have changed the layouts of saved tensors.
         """
-        backward, lse = self.attacher.backward, self.lse(results)
-        given = read_inputs(self.request, backward.problem, gradients, inputs[:NUM_OPERANDS], lse, results)
-        if given is None or not backward.places:
-            return given
-        tables = list(given.tables)
-        for place, tensor in zip(backward.places, inputs[NUM_OPERANDS:], strict=False):
-            tables[place] = tensor
-        return given._replace(tables=tuple(tables))
+        backward, lse, sinks = self.attacher.backward, self.lse(results), self.sinks(inputs)
+        forward = ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, self.seed or 0, self.threads)
+        given = read_inputs(self.request, backward.problem, gradients, forward, results)
+        if given is not None and backward.places:
+            tables = list(given.tables)
+            for place, tensor in zip(backward.places, inputs[NUM_OPERANDS:], strict=False):
+                tables[place] = tensor
+            given = given._replace(tables=tuple(tables))
+        return given, forward
 
     def keep(
         self,
@@ -100,7 +98,7 @@ class _CpuGraphCall(CachedGraphCall):
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        given, forward = self.read_inputs(gradients, inputs, results), self.forward_pass(inputs, results)
+        given, forward = self.read_inputs(gradients, inputs, results)
         self.attacher.backward.keep(found, given, self.formulas, forward)
 
 
@@ -167,17 +165,18 @@ class GraphAttacher:
         return other
 
     def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: EntryResult) -> EntryResult:
-        axis, lse, operands = self.squeezed_axis, result.lse, (query, key, value)
+        axis, lse = self.squeezed_axis, result.lse
+        inputs: tuple[Any, ...] = query, key, value
         results = (result.output, lse, *result.arrays) if self.has_statistics else (result.output,)
         if axis is not None:  # the graph has the head axis
-            operands = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
+            inputs = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
             results, lse = tuple([x.unsqueeze(axis) for x in results]), lse[..., None, :]
-        call = self.graph_call(self, request, result._replace(lse=lse))
-        backward = self.backward
-        learned = [request.tables[place] for place in backward.places]
+        call, backward = self.graph_call(self, request, result, lse), self.backward
+        if backward.places:
+            inputs += tuple([request.tables[place] for place in backward.places])
         if backward.wants_sinks:
-            learned.append(request.sinks)
-        results = connect(call, results, [*operands, *learned])
+            inputs += (request.sinks,)
+        results = connect(call, results, inputs)
         if axis is not None:
             results = tuple([x.squeeze(axis) for x in results])
         lse = results[1] if self.has_statistics else None

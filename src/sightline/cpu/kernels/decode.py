@@ -80,7 +80,7 @@ class Decode(Block):
         self.first_row = block * MAX_ROWS_PER_ITEM
         self.num_rows = builder.minimum(rows - self.first_row, MAX_ROWS_PER_ITEM)
         self.key_head, self.value_head = (args.head_address(name, self.b, self.g) for name in ("key", "value"))
-        row = self.b * args.tile_range_batch_stride
+        row = self.b * args.tile_range_batch_stride + self.g * args.tile_range_head_stride
         self.tile_range_start = args.tile_range_start.at(row * 8).load(INT64)
         self.tile_range_stop = args.tile_range_start.at(row * 8 + 8).load(INT64)
         self.first_tile = self.split * args.split_size

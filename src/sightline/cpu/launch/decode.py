@@ -35,9 +35,9 @@ def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = 
     """True if the decoding kernel serves the problem, and the statistics `roles` of the forward kernel.
 
     The kernel needs at most MAX_ROWS_PER_ITEM queries, d_k and d_v that fill whole vectors, adjacent columns of K and
-    V, and a mask that does not depend on the head. The kernel has no dropout. It is faster than the forward kernel for
-    few queries and many keys. More queries are served if few heads would leave threads without work. The only statistic
-    of the kernel is the entropy.
+    V, and a mask that is the same for all heads that share a key head. The kernel has no dropout. It is faster than the
+    forward kernel for few queries and many keys. More queries are served if few heads would leave threads without work.
+    The only statistic of the kernel is the entropy.
     """
     machine = machine_for(processor, problem.dtype)
     uses_bf16_pairs = problem.dtype == "bfloat16" and machine.has_bf16_dot
@@ -50,7 +50,7 @@ def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = 
         and problem.d_k % columns == problem.d_v % columns == 0
         and has_unit_stride(problem.key)
         and has_unit_stride(problem.value)
-        and (problem.mask is None or "h" not in problem.mask.free_symbols)
+        and (problem.mask is None or problem.group == 1 or "h" not in problem.mask.free_symbols)
     )
 
 
