@@ -126,7 +126,7 @@ PAIRS = {  # the first needs two changes: with one, the other factor of the prod
         "tiles.store(self.s_t, past, v, builder.value(-math.inf, self.vector))",
         "tiles.store(self.s_t, past, v, builder.value(0.0, self.vector))",
     ),
-    "halves swapped": Fault(block, "[second.raw, first.raw]", "[first.raw, second.raw]", methods=("pack_pairs",)),
+    "halves swapped": Fault(block, "two, second, first", "two, first, second", methods=("pack_pairs",)),
 }
 
 BACKWARD = {

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from llvmlite import binding as llvm
-from llvmlite import ir
 
 import emulator
 import sightline
@@ -20,8 +19,8 @@ from emulator import Emulator
 from sample_problems import arrays, serves
 from sightline import alibi, causal, documents, h, i, j, lse, padding, s, softcap, table, window
 from sightline.cpu import Cpu
-from sightline.cpu.codegen.builder import Builder
-from sightline.cpu.codegen.values import DOUBLE, POINTER, Value
+from sightline.cpu.codegen.builder import Builder, Module
+from sightline.cpu.codegen.values import DOUBLE, POINTER
 from sightline.cpu.runtime import compile
 from sightline.cpu.runtime.compile import optimised
 from sightline.cpu.runtime.machine import (
@@ -341,7 +340,7 @@ def test_each_machine_has_kernels_of_its_own(monkeypatch, fresh_kernels):
 
 def faulty(write):
     """Return a module whose function stores 1.0 at write(builder, first address of the argument block)."""
-    module = ir.Module("faulty")
+    module = Module()
     builder = Builder(module, "faulty")
     write(builder, builder.arguments[0].load(POINTER, 8)).store(builder.value(1.0, DOUBLE))
     builder.finish()
@@ -364,7 +363,7 @@ def test_writing_outside_an_array_is_detected(neon, offset):
 
 def test_a_crash_is_detected(neon, tmp_path):
     another = Emulator(neon.machine, tmp_path)
-    kernel = another.linked(faulty(lambda builder, _: Value(builder, ir.Constant(POINTER, None))), "faulty")
+    kernel = another.linked(faulty(lambda builder, _: builder.null()), "faulty")
     with pytest.raises(AssertionError, match="ended"):
         another.call(kernel, np.zeros(1, np.int64), 1, ())
     another.file.close()

@@ -3,10 +3,9 @@
 from uuid import uuid4
 
 import numpy as np
-from llvmlite import ir
 
 from sightline.cpu.codegen import math as codegen_math
-from sightline.cpu.codegen.builder import Builder
+from sightline.cpu.codegen.builder import Builder, Module
 from sightline.cpu.codegen.values import DOUBLE, FLOAT, POINTER, vector
 from sightline.cpu.runtime.processor import HOST
 
@@ -23,7 +22,7 @@ PROMISED = {
 def applied(function, x, processor=HOST, lanes=LANES):
     """Apply a function of vectors with `lanes` lanes to an array, whose length is a multiple of `lanes`."""
     kind = FLOAT if x.dtype == np.float32 else DOUBLE
-    module = ir.Module("test")
+    module = Module()
     builder = Builder(module, "apply")
     source, target = (builder.arguments[0].at(8 * index).load(POINTER, 8) for index in range(2))
     with builder.loop(0, x.size, lanes) as at:

@@ -126,13 +126,11 @@ def _sum_loop(width: int) -> Any:
     The threads share the counter. Each sum has 16 independent chains, which hide the latency of an addition.
     `width` is a vector's bytes.
     """
-    from llvmlite import ir
-
-    from ...cpu.codegen.builder import Builder, Variable
+    from ...cpu.codegen.builder import Builder, Module, Variable
     from ...cpu.codegen.values import FLOAT, INT64, POINTER, vector
 
     kind, chains = vector(FLOAT, width // 4), 16
-    builder = Builder(ir.Module("read"), "read")
+    builder = Builder(Module(), "read")
     (arguments,) = builder.arguments
     counter, buffer = arguments.load(POINTER), arguments.at(8).load(POINTER)
     sums = [Variable(builder, kind, 0) for _ in range(chains)]

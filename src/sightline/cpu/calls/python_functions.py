@@ -12,9 +12,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from ...arrays.layouts import MAX_ARRAYS, MAX_AXES, NoTensor, Tensors
+from ..codegen.builder import Module
 from ..codegen.python_function import PYTHON_API
 from ..runtime.processor import HOST
 from ..runtime.python_function import make_function, python_library
@@ -102,7 +102,7 @@ def _has_known_structs() -> bool:
 
 def _compile(writer: type[ArrayReader | DirectCall | Launcher], name: str, key: str) -> Any:
     def build() -> Any:
-        module = ir.Module(name)
+        module = Module()
         writer(module, name).build()
         return module
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-
 from ..codegen.builder import Builder, Variable
 from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, INT64, POINTER, Value
 from .launcher import FIRST_RESULT, RecordCode
@@ -53,7 +51,7 @@ class XlaDirectCall:
         """Run the call, and return true if its results are valid. `buffers` has the addresses of all arrays."""
         builder, is_done = self.builder, Variable(self.builder, BOOL, False)
         slot = slot_of(builder, text, length)
-        self.entry = Value(builder, builder.irbuilder.load_atomic(slot.raw, "acquire", 8, typ=POINTER))
+        self.entry = builder.atomic_load(slot, POINTER)
         self.buffers = buffers
         with builder.if_then(self.entry != builder.null()), builder.if_then(self.is_entry_of(text, length)):
             record = RecordCode(builder, self.field("record"))
@@ -135,12 +133,7 @@ def slot_of(builder: Builder, text: Value, length: Value) -> Value:
 
 def _slots(builder: Builder) -> Value:
     """Return the address of the first slot."""
-    variable = builder.module.globals.get(SLOTS)
-    if variable is None:
-        kind = ir.ArrayType(INT64, NUM_SLOTS)
-        variable = ir.GlobalVariable(builder.module, kind, SLOTS)
-        variable.initializer, variable.linkage, variable.align = ir.Constant(kind, None), "internal", 64
-    return Value(builder, builder.irbuilder.bitcast(variable, POINTER))
+    return builder.global_variable(SLOTS, f"internal global [{NUM_SLOTS} x i64] zeroinitializer, align 64")
 
 
 def build_install(module: Any, name: str) -> None:
@@ -152,5 +145,5 @@ def build_install(module: Any, name: str) -> None:
     entry = builder.arguments[0]
     text, length = (entry.at(8 * list(ENTRY_FIELDS).index(field)) for field in ("text", "length"))
     slot = slot_of(builder, text.load(POINTER), length.load(INT64))
-    builder.atomic_exchange(slot, Value(builder, builder.irbuilder.ptrtoint(entry.raw, INT64)))
+    builder.atomic_exchange(slot, entry.address())
     builder.finish()

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-
-from ..codegen.builder import Builder, Variable
+from ..codegen.builder import Builder, Module, Variable
 from ..codegen.values import INT32, INT64, POINTER, VOID, Value
 from .xla_direct_call import XlaDirectCall, build_install
 
@@ -85,11 +83,9 @@ class XlaHandler(Builder):
 
     def text(self, name: str, text: str) -> Value:
         """Return the address of a constant text, which has this name in the module."""
-        encoded = bytearray(text.encode() + b"\0")
-        constant = ir.Constant(ir.ArrayType(ir.IntType(8), len(encoded)), encoded)
-        variable = ir.GlobalVariable(self.module, constant.type, name)
-        variable.initializer, variable.global_constant, variable.linkage = constant, True, "internal"
-        return Value(self, self.irbuilder.bitcast(variable, POINTER))
+        encoded = text.encode() + b"\0"
+        letters = "".join(f"\\{byte:02x}" for byte in encoded)
+        return self.global_variable(name, f'internal constant [{len(encoded)} x i8] c"{letters}"')
 
     def word(self, offset: int) -> Value:
         return self.frame.at(offset).load(INT64)
@@ -119,12 +115,11 @@ class XlaHandler(Builder):
         The default is rounding to the nearest number, without flushing of denormal numbers to 0.
         """
         if self.architecture == "x86_64":
-            slot = Variable(self, INT32)
-            address = Value(self, slot.slot)
-            self.call("llvm.x86.sse.stmxcsr", VOID, address)
-            before = slot.get()
-            slot.set(0x1F80 if modes is None else modes)
-            self.call("llvm.x86.sse.ldmxcsr", VOID, address)
+            slot = self.alloca_array(INT32, 1)
+            self.call("llvm.x86.sse.stmxcsr", VOID, slot)
+            before = slot.load(INT32)
+            slot.store(self.value(0x1F80, INT32) if modes is None else modes)
+            self.call("llvm.x86.sse.ldmxcsr", VOID, slot)
             return before
         if self.architecture == "aarch64":
             before = self.call("llvm.aarch64.get.fpcr", INT64)
@@ -145,17 +140,12 @@ class XlaHandler(Builder):
 
 def add_to(builder: Builder, name: str, number: int) -> Value:
     """Add a number to a variable of the module, and return its value before that, in one atomic operation."""
-    variable = builder.module.globals.get(name)
-    if variable is None:
-        variable = ir.GlobalVariable(builder.module, INT64, name)
-        variable.initializer, variable.linkage = ir.Constant(INT64, 0), "internal"
-    found = builder.irbuilder.atomic_rmw("add", variable, ir.Constant(INT64, number), "seq_cst")
-    return Value(builder, found)
+    return builder.atomic_add(builder.global_variable(name, "internal global i64 0"), number, "seq_cst")
 
 
 def build_module(name: str, version: tuple[int, int], architecture: str, variable: str) -> Any:
     """Return the LLVM module of the function; the parameters are those of `XlaHandler`."""
-    module = ir.Module(name)
+    module = Module()
     XlaHandler(module, name, version, architecture, variable).build()
     build_install(module, INSTALL)
     close = Builder(module, CLOSE, (), INT64)

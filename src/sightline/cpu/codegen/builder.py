@@ -1,8 +1,11 @@
-"""A small vector language over llvmlite, which reads like NumPy and emits LLVM.
+"""A small vector language that reads like NumPy and emits LLVM.
 
-`Builder` builds one function. `Value` (values.py) is a scalar or vector of the function, with Python's operators. A
+`Builder` writes one function. `Value` (values.py) is a scalar or vector of the function, with Python's operators. A
 scalar that is combined with a vector is broadcast over the lanes. A `Variable` is mutable: a stack slot that LLVM turns
 into a register. Every address is computed with GEP, in bytes.
+
+LLVM reads every line of a function several times. So within a basic block the builder computes no value twice and reads
+no variable twice. It computes sums and products of known integers itself, and drops loops that never run.
 """
 
 from __future__ import annotations
@@ -11,11 +14,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from llvmlite import ir
-
-from .values import INT32, INT64, POINTER, VOID, Type, Value, intrinsic_suffix, is_float, lanes_of, vector
+from .values import INT32, INT64, POINTER, VOID, Type, Value, constant, intrinsic_suffix, lanes_of, vector
 
 CACHE_LINE_BYTES = 64
+
+
+class Module:
+    """The functions and variables of one piece of object code. `str` returns it as LLVM reads it."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, str] = {}
+        self.declarations: dict[str, str] = {}
+        self.variables: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        variables = [f"@{name} = {text}" for name, text in self.variables.items()]
+        declarations = [text for name, text in self.declarations.items() if name not in self.functions]
+        return "\n".join([*variables, *declarations, *self.functions.values()])
 
 
 class Variable:
@@ -23,60 +38,95 @@ class Variable:
 
     def __init__(self, builder: Builder, kind: Type, start: Any = None) -> None:
         self.builder, self.kind = builder, kind
-        self.slot = builder.alloca(kind)
+        self.slot = builder.alloca(str(kind))
         if start is not None:
             self.set(start)
 
     def get(self) -> Value:
-        return Value(self.builder, self.builder.irbuilder.load(self.slot, typ=self.kind))
+        known = self.builder.variables.get(self.slot.name)
+        if known is None:
+            known = self.builder.variables[self.slot.name] = self.slot.load(self.kind, 64)
+        return known
 
     def set(self, value: Any) -> None:
-        value = self.builder.value(value, self.kind).broadcast(lanes_of(self.kind))
-        self.builder.irbuilder.store(value.raw, self.slot)
-
-
-class _Callee:
-    """A function at an address that is known only at run time. llvmlite calls only functions with names."""
-
-    def __init__(self, address: Any, signature: Any) -> None:
-        self.function_type, self.type, self.get_reference = signature, address.type, address.get_reference
+        value = self.builder.value(value, self.kind).broadcast(self.kind.lanes)
+        self.slot.store(value, 64)
+        self.builder.variables[self.slot.name] = value
 
 
 class Builder:
-    """Builds one function of a module. By default, its only argument is a pointer, and it returns nothing."""
+    """Writes one function of a module. By default, its only argument is a pointer, and it returns nothing."""
 
-    def __init__(self, module: Any, name: str, arguments: Sequence[Type] = (POINTER,), result: Type = VOID) -> None:
-        self.module = module
-        self.function = ir.Function(module, ir.FunctionType(result, arguments), name)
-        self.entry = ir.IRBuilder(self.function.append_basic_block("entry"))
-        self.irbuilder = ir.IRBuilder(self.function.append_basic_block("body"))
-        self.body = self.irbuilder.block
-        self.arguments = [Value(self, argument) for argument in self.function.args]
+    def __init__(self, module: Module, name: str, arguments: Sequence[Type] = (POINTER,), result: Type = VOID) -> None:
+        self.module, self.name = module, name
+        self.arguments = [Value(self, kind, f"%argument{k}") for k, kind in enumerate(arguments)]
+        self.head = f"define {result} @{name}({', '.join(f'{x.type} {x.name}' for x in self.arguments)}) {{"
+        self.slots: list[str] = []  # the lines that allocate the stack slots
+        self.lines: list[str] = []
+        self.num_values = self.num_labels = 0
+        self.is_terminated = False  # True if the basic block has ended
+        self.computed: dict[str, Value] = {}  # what the basic block has computed, by instruction
+        self.variables: dict[str, Value] = {}  # the variables that the basic block has read or set, by slot
 
     def finish(self, result: Value | None = None) -> None:
-        """End the function with its result, and branch from the stack slots of the entry block to the body."""
+        """End the function with its result."""
         self.return_(result)
-        self.entry.branch(self.body)
+        self.module.functions[self.name] = "\n".join([self.head, *self.slots, *self.lines, "}"])
 
     def return_(self, result: Value | None = None) -> None:
         """Return from the function. In a conditional block, nothing may follow."""
-        if result is None:
-            self.irbuilder.ret_void()
-        else:
-            self.irbuilder.ret(result.raw)
+        self.write("ret void" if result is None else f"ret {result.type} {result.name}")
+        self.is_terminated = True
+
+    # -- instructions -----------------------------------------------------------------------------------------------
+    def write(self, text: str) -> None:
+        """Write an instruction without a result."""
+        self.lines.append(text)
+
+    def execute(self, kind: Type, text: str) -> Value:
+        """Write an instruction with a result of this type."""
+        name = f"%v{self.num_values}"
+        self.num_values += 1
+        self.lines.append(f"{name} = {text}")
+        return Value(self, kind, name)
+
+    def compute(self, kind: Type, text: str) -> Value:
+        """Write an instruction that depends on its operands alone, unless the basic block has it already."""
+        known = self.computed.get(text)
+        if known is None:
+            known = self.computed[text] = self.execute(kind, text)
+        return known
+
+    def new_labels(self, *names: str) -> list[str]:
+        """Return names of basic blocks."""
+        self.num_labels += 1
+        return [f"{name}{self.num_labels}" for name in names]
+
+    def begin_block(self, label: str) -> None:
+        """Begin a basic block."""
+        self.write(f"{label}:")
+        self.is_terminated = False
+        self.computed, self.variables = {}, {}
+
+    def branch(self, label: str) -> None:
+        """End the basic block, unless it has ended."""
+        if not self.is_terminated:
+            self.write(f"br label %{label}")
+
+    def branch_if(self, condition: Value, yes: str, no: str) -> None:
+        self.write(f"br i1 {condition.name}, label %{yes}, label %{no}")
 
     # -- values ---------------------------------------------------------------------------------------------------
     def value(self, x: Any, kind: Type) -> Value:
         """Return a Python number as a constant of the type, in every lane. A Value is returned unchanged."""
         if isinstance(x, Value):
             return x
-        number = float(x) if is_float(kind) else int(x)
-        lanes = lanes_of(kind)
-        return Value(self, ir.Constant(kind, [number] * lanes if lanes > 1 else number))
+        number = float(x) if kind.is_float else int(x)
+        return Value(self, kind, constant(number, kind), None if kind.is_float or kind.lanes > 1 else int(number))
 
     def null(self) -> Value:
         """Return the null pointer."""
-        return Value(self, ir.Constant(POINTER, None))
+        return Value(self, POINTER, "null")
 
     def promote(self, x: Any, y: Any) -> tuple[Value, Value]:
         """Return both operands in one type: a Python number takes the other's type, and a scalar becomes a vector."""
@@ -87,37 +137,42 @@ class Builder:
 
     def arange(self, lanes: int, kind: Type) -> Value:
         """Return a vector with 0, 1, 2, ... in its lanes."""
-        return Value(self, ir.Constant(vector(kind, lanes), list(range(lanes)) if lanes > 1 else 0))
+        numbers = ", ".join(f"{kind} {k}" for k in range(lanes))
+        return Value(self, vector(kind, lanes), f"<{numbers}>") if lanes > 1 else self.value(0, kind)
 
-    def alloca(self, kind: Type) -> Any:
-        """Allocate a stack slot, aligned for the widest vectors (64 bytes)."""
-        slot = self.entry.alloca(kind)
-        slot.align, slot.type = 64, POINTER
+    def alloca(self, kind: str) -> Value:
+        """Allocate a stack slot of this type, aligned for the widest vectors (64 bytes), and return its address."""
+        slot = Value(self, POINTER, f"%slot{len(self.slots)}")
+        self.slots.append(f"{slot.name} = alloca {kind}, align 64")
         return slot
 
     def alloca_array(self, kind: Type, count: int) -> Value:
         """Allocate `count` elements on the stack, and return their address."""
-        return Value(self, self.alloca(ir.ArrayType(kind, count)))
+        return self.alloca(f"[{count} x {kind}]")
+
+    def global_variable(self, name: str, text: str) -> Value:
+        """Return the address of the module's variable of this name. The first call with a name defines it by `text`."""
+        self.module.variables.setdefault(name, text)
+        return Value(self, POINTER, f"@{name}")
 
     # -- functions ------------------------------------------------------------------------------------------------
-    def declare(self, name: str, signature: Any) -> Any:
-        """Return the module's function of this name. The first call with a name declares the function."""
-        if name in self.module.globals:
-            return self.module.globals[name]
-        return ir.Function(self.module, signature, name)
-
     def call(self, function: str | Value, result: Type, *values: Value) -> Value:
         """Call a C function, by the name of a symbol of this process or by its address."""
-        signature = ir.FunctionType(result, [value.type for value in values])
-        callee = self.declare(function, signature) if isinstance(function, str) else _Callee(function.raw, signature)
-        return Value(self, self.irbuilder.call(callee, [value.raw for value in values]))
+        if isinstance(function, str):
+            kinds = ", ".join([value.type.name for value in values])
+            self.module.declarations.setdefault(function, f"declare {result} @{function}({kinds})")
+        name = f"@{function}" if isinstance(function, str) else function.name
+        text = f"call {result} {name}({', '.join([f'{value.type} {value.name}' for value in values])})"
+        if result is not VOID:
+            return self.execute(result, text)
+        self.write(text)
+        return Value(self, VOID, "")
 
     def call_intrinsic(self, name: str, *values: Any) -> Value:
         """Call the intrinsic llvm.`name` of operands that share one type."""
         kind = max((v.type for v in values if isinstance(v, Value)), key=lanes_of)
-        inputs = [self.value(v, kind).broadcast(lanes_of(kind)) for v in values]
-        function = self.declare(f"llvm.{name}.{intrinsic_suffix(kind)}", ir.FunctionType(kind, [kind] * len(inputs)))
-        return Value(self, self.irbuilder.call(function, [v.raw for v in inputs]))
+        inputs = [self.value(v, kind).broadcast(kind.lanes) for v in values]
+        return self.call(f"llvm.{name}.{intrinsic_suffix(kind)}", kind, *inputs)
 
     def fma(self, x: Any, y: Any, z: Any) -> Value:
         """Return x · y + z, rounded once if the machine has the instruction, otherwise twice. No library is called."""
@@ -126,10 +181,11 @@ class Builder:
     def where(self, condition: Value, yes: Any, no: Any) -> Value:
         """Return `yes` in the lanes where the condition is true, and `no` in the others."""
         yes, no = self.promote(yes, no)
-        lanes = max(lanes_of(condition.type), lanes_of(yes.type))
-        if isinstance(condition.type, ir.VectorType):
+        lanes = max(condition.type.lanes, yes.type.lanes)
+        if condition.type.lanes > 1:
             yes, no = yes.broadcast(lanes), no.broadcast(lanes)
-        return Value(self, self.irbuilder.select(condition.raw, yes.raw, no.raw))
+        operands = f"{condition.type} {condition.name}, {yes.type} {yes.name}, {no.type} {no.name}"
+        return self.compute(yes.type, f"select {operands}")
 
     def maximum(self, x: Any, y: Any) -> Value:
         """Return the larger operand of each lane; y if an operand is NaN, so that one instruction suffices."""
@@ -144,50 +200,79 @@ class Builder:
     # -- control --------------------------------------------------------------------------------------------------
     @contextmanager
     def loop(self, start: Any, stop: Any, step: int = 1, kind: Type = INT64) -> Iterator[Value]:
-        """Build `for index in range(start, stop, step)`, with step > 0, and yield the index."""
-        index = Variable(self, kind, start)
-        head, body, after = (self.function.append_basic_block(name) for name in ("head", "body", "after"))
-        self.irbuilder.branch(head)
-        self.irbuilder.position_at_end(head)
-        self.irbuilder.cbranch((index.get() < self.value(stop, kind)).raw, body, after)
-        self.irbuilder.position_at_end(body)
+        """Build `for index in range(start, stop, step)`, with step > 0, and yield the index.
+
+        The condition is at the end of the body, and once before the loop, so that each iteration ends in one jump.
+        """
+        index, stop = Variable(self, kind, start), self.value(stop, kind)
+        first = index.get()
+        body, after = self.new_labels("body", "after")
+        is_known = first.number is not None and stop.number is not None
+        begin = len(self.lines)
+        if is_known:
+            self.branch(body)
+        else:
+            self.branch_if(first < stop, body, after)
+        self.begin_block(body)
         yield index.get()
         index.set(index.get() + step)
-        self.irbuilder.branch(head)
-        self.irbuilder.position_at_end(after)
+        self.branch_if(index.get() < stop, body, after)
+        if is_known and first.number >= stop.number:  # the loop never runs
+            del self.lines[begin:]
+            self.branch(after)
+        self.begin_block(after)
 
     @contextmanager
     def infinite_loop(self) -> Iterator[Callable[[Value], None]]:
         """Build `while True`, and yield a function that leaves the loop if its argument is true."""
-        body, after = self.function.append_basic_block("again"), self.function.append_basic_block("done")
-        self.irbuilder.branch(body)
-        self.irbuilder.position_at_end(body)
+        body, after = self.new_labels("again", "done")
+        self.branch(body)
+        self.begin_block(body)
 
         def break_if(condition: Value) -> None:
-            continued = self.function.append_basic_block("onward")
-            self.irbuilder.cbranch(condition.raw, after, continued)
-            self.irbuilder.position_at_end(continued)
+            (continued,) = self.new_labels("onward")
+            self.branch_if(condition, after, continued)
+            self.begin_block(continued)
 
         yield break_if
-        self.irbuilder.branch(body)
-        self.irbuilder.position_at_end(after)
+        self.branch(body)
+        self.begin_block(after)
 
-    def if_then(self, condition: Value) -> Any:
+    @contextmanager
+    def if_then(self, condition: Value) -> Iterator[None]:
         """Build `if condition`, for a scalar condition."""
-        return self.irbuilder.if_then(condition.raw)
+        yes, after = self.new_labels("then", "endif")
+        self.branch_if(condition, yes, after)
+        self.begin_block(yes)
+        yield
+        self.branch(after)
+        self.begin_block(after)
 
-    def if_else(self, condition: Value) -> Any:
+    @contextmanager
+    def if_else(self, condition: Value) -> Iterator[tuple[Any, Any]]:
         """Build `if ... else` for a scalar condition. Use: with if_else(c) as (yes, no): with yes: ...; with no: ..."""
-        return self.irbuilder.if_else(condition.raw)
+        yes, no, after = self.new_labels("then", "else", "endif")
+        self.branch_if(condition, yes, no)
+        yield self._arm(yes, after), self._arm(no, after)
+        self.begin_block(after)
+
+    @contextmanager
+    def _arm(self, label: str, after: str) -> Iterator[None]:
+        self.begin_block(label)
+        yield
+        self.branch(after)
 
     def prefetch(self, pointer: Value) -> None:
         """Prefetch the cache line at the pointer into the second-level cache. An invalid address is harmless."""
-        function = self.declare("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [POINTER, INT32, INT32, INT32]))
-        self.irbuilder.call(function, [pointer.raw, INT32(0), INT32(2), INT32(1)])
+        self.call("llvm.prefetch.p0", VOID, pointer, *(self.value(x, INT32) for x in (0, 2, 1)))
+
+    def atomic_load(self, pointer: Value, kind: Type) -> Value:
+        """Load a value of 8 bytes atomically, and all that another thread wrote before it stored the value."""
+        return self.execute(kind, f"load atomic {kind}, ptr {pointer.name} acquire, align 8")
 
     def atomic_exchange(self, pointer: Value, new: Value) -> Value:
         """Store a value atomically, and return the value before. The operation orders all others of the thread."""
-        return Value(self, self.irbuilder.atomic_rmw("xchg", pointer.raw, new.raw, "seq_cst"))
+        return self.execute(new.type, f"atomicrmw xchg ptr {pointer.name}, {new.type} {new.name} seq_cst")
 
     def atomic_increment(self, pointer: Value, ordering: str = "monotonic") -> Value:
         """Add 1 to a counter atomically, and return its value before the addition.
@@ -195,4 +280,8 @@ class Builder:
         With the ordering "acq_rel", a thread that increments the counter sees all that other threads wrote to memory
         before they incremented it.
         """
-        return Value(self, self.irbuilder.atomic_rmw("add", pointer.raw, INT64(1), ordering))
+        return self.atomic_add(pointer, 1, ordering)
+
+    def atomic_add(self, pointer: Value, number: int, ordering: str) -> Value:
+        """Add a number to an integer atomically, and return its value before the addition."""
+        return self.execute(INT64, f"atomicrmw add ptr {pointer.name}, i64 {number} {ordering}")

@@ -7,15 +7,13 @@ library once per lane.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from .builder import Builder
-from .values import DOUBLE, INT32, INT64, Value, element_type, lanes_of
+from .values import DOUBLE, INT32, INT64, Value, element_type, integer, lanes_of
 
 
 class FloatConstants:
@@ -67,20 +65,16 @@ def exp2_by_scaling(builder: Builder, x: Value, degree: int = 5) -> Value:
     One instruction of AVX-512 subtracts the nearest whole number, and another multiplies by a power of two.
     """
     kind, is_double = x.type, element_type(x.type) == DOUBLE
-    letter, all_lanes, rounding = (
-        "d" if is_double else "s",
-        ir.IntType(lanes_of(kind))(-1),
-        INT32(4),
-    )  # INT32(4) selects the current rounding mode
+    letter, all_lanes = "d" if is_double else "s", builder.value(-1, integer(lanes_of(kind)))
+    rounding = builder.value(4, INT32)  # the current rounding mode
 
-    def instruction(name: str, second: Any) -> Callable[[Value], Value]:
-        kinds = [kind, second.type, kind, all_lanes.type, INT32]
-        function = builder.declare(f"llvm.x86.avx512.mask.{name}.p{letter}.512", ir.FunctionType(kind, kinds))
-        return lambda v: Value(builder, builder.irbuilder.call(function, [v.raw, second, v.raw, all_lanes, rounding]))
+    def instruction(name: str, v: Value, second: Value) -> Value:
+        function = f"llvm.x86.avx512.mask.{name}.p{letter}.512"
+        return builder.call(function, kind, v, second, v, all_lanes, rounding)
 
-    fraction = instruction("reduce", INT32(0))(x)  # x − the nearest whole number; 0 for x = −∞
+    fraction = instruction("reduce", x, builder.value(0, INT32))  # x − the nearest whole number; 0 for x = −∞
     power = builder.fma(fraction, horner(builder, fraction, exp2_coefficients(is_double, degree)), 1.0)
-    return instruction("scalef", (x - fraction).raw)(power)
+    return instruction("scalef", power, x - fraction)
 
 
 def exp_of_negative(builder: Builder, x: Value) -> Value:
@@ -122,7 +116,7 @@ def _scale_by_power_of_2(builder: Builder, x: Value, exponent: Value) -> Value:
     """
     constants = FloatConstants(x)
     one = builder.value(1.0, x.type).bits(constants.integer_type)
-    half = Value(builder, builder.irbuilder.ashr(exponent.raw, builder.value(1, exponent.type).raw))
+    half = exponent.shift_right_signed(1)
     for part in (half, exponent - half):
         x = x * ((part << constants.mantissa_bits) + one).bits(element_type(x.type))
     return x

@@ -122,13 +122,13 @@ class OperandTile:
     def row(self, r: Value) -> tuple[Value, Any]:
         """Return (address of the first number of row r, bytes to the next number). Later rows are the last row."""
         r = self.builder.minimum(r, self.count - 1)
-        return self.rows.at(r * self.row_step), self.tiles.itemsize if self.tiles.paired else self.column_step
+        return self.rows.at(r * self.row_step).freeze(), self.tiles.itemsize if self.tiles.paired else self.column_step
 
     def column(self, c: Value) -> tuple[Value, Any]:
         """Return (address of the first number of column c, bytes to the next number of the column)."""
         if self.column_scratch is not None:
             return self.column_scratch.at(c * self.tiles.itemsize), self.pair_row_bytes
-        return self.rows.at(c * self.column_step), self.row_step
+        return self.rows.freeze().at(c * self.column_step), self.row_step
 
     def load_entry(self, r: Value, c: Value) -> Value:
         """Return the number in row r and column c, read from the operand itself and widened."""

@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import ir
-
 from ..runtime.machine import Machine
 from .builder import Builder, Variable
 from .values import BFLOAT, FLOAT, INT32, INT64, Value, bytes_of, vector
 
+PIECE_BYTES = 16  # the lanes of a vector that an instruction of x86 shuffles among each other
 UNROLLED_STEPS = 4  # steps of k per iteration of the inner loop
 
 
@@ -76,12 +75,27 @@ class RegisterTiles:
         self.at(matrix, row, v).store(value, self.align)
 
     def transpose_lanes(self, rows: list[Value]) -> list[Value]:
-        """Transpose a square matrix of n vectors with n lanes each, by log₂ n perfect shuffles of all its rows."""
-        half = len(rows) // 2
-        for _ in range(len(rows).bit_length() - 1):
-            pairs = zip(rows[:half], rows[half:], strict=True)
-            rows = [a.interleave(b, part) for a, b in pairs for part in range(2)]
-        return rows
+        """Transpose a square matrix of n vectors with n lanes each, by log₂ n shuffles of all its rows.
+
+        Each shuffle is one instruction on x86: the first ones are inside of pieces of 16 bytes, the others move pieces.
+        Shuffle number k joins rows whose numbers differ in bit k, and this bit becomes a bit of the lane.
+        """
+        piece, bits = PIECE_BYTES // self.itemsize, len(rows).bit_length() - 1
+        for bit in range(bits):
+            unit = 1 << bit
+            joined: list[Value] = [*rows]
+            for low in (k for k in range(len(rows)) if not k & unit):
+                for part, row in enumerate((low, low | unit)):
+                    a, b = rows[low], rows[low | unit]
+                    if unit < piece:
+                        joined[row] = a.interleave(b, part, unit, piece)
+                    else:
+                        joined[row] = a.deinterleave(b, part, piece, self.lanes)
+            rows = joined
+        if piece < 4:
+            return rows
+        # of the first two bits of its number, a row has got the bits of its lane in reverse
+        return [rows[k & ~3 | (k & 1) << 1 | (k & 2) >> 1] for k in range(len(rows))]
 
     def for_each_row_group(self, count: Any, max_rows: int, write: Callable[[Value, int], None]) -> None:
         """Build write(first, rows) for each group of `self.rows` rows, up to row `count` ≤ `max_rows`.
@@ -143,6 +157,4 @@ class RegisterTiles:
             return self.builder.fma(x, y, z)
         pairs, sums = vector(BFLOAT, 2 * self.lanes), vector(FLOAT, self.lanes)
         name = f"llvm.x86.avx512bf16.dpbf16ps.{self.align * 8}"
-        function = self.builder.declare(name, ir.FunctionType(sums, [sums, pairs, pairs]))
-        operands = [z.raw, x.bitcast(pairs).raw, y.bitcast(pairs).raw]
-        return Value(self.builder, self.builder.irbuilder.call(function, operands))
+        return self.builder.call(name, sums, z, x.bitcast(pairs), y.bitcast(pairs))

@@ -2,79 +2,101 @@
 
 from __future__ import annotations
 
+import operator
+import struct
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
-
-from llvmlite import ir
 
 if TYPE_CHECKING:
     from .builder import Builder
 
-Type = Any  # llvmlite's types are untyped
 
+class Type:
+    """A type of LLVM: its name, the bits of a lane, and the type of a lane. Each type is one object."""
 
-class _BFloatType(ir.types.Type):  # type: ignore[misc]
-    """LLVM's type bfloat, which llvmlite lacks."""
+    def __init__(self, name: str, bits: int, is_float: bool = False, element: Type | None = None, lanes: int = 1):
+        self.name, self.bits, self.is_float, self.lanes = name, bits, is_float, lanes
+        self.element = self if element is None else element
 
     def __str__(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloatType)
-
-    def __hash__(self) -> int:
-        return hash(_BFloatType)
+        return self.name
 
 
-BOOL, BYTE, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-HALF, BFLOAT, FLOAT, DOUBLE = ir.HalfType(), _BFloatType(), ir.FloatType(), ir.DoubleType()
-POINTER, VOID = ir.PointerType(), ir.VoidType()
+@cache
+def integer(bits: int) -> Type:
+    """Return the type of integers with so many bits."""
+    return Type(f"i{bits}", bits)
 
 
+BOOL, BYTE, INT16, INT32, INT64 = map(integer, (1, 8, 16, 32, 64))
+HALF, BFLOAT = Type("half", 16, True), Type("bfloat", 16, True)
+FLOAT, DOUBLE = Type("float", 32, True), Type("double", 64, True)
+POINTER, VOID = Type("ptr", 64), Type("void", 0)
+
+
+@cache
 def vector(kind: Type, lanes: int) -> Type:
     """Return the vector type with `lanes` lanes; the scalar type if `lanes` is 1."""
-    return ir.VectorType(kind, lanes) if lanes > 1 else kind
+    return Type(f"<{lanes} x {kind}>", kind.bits, kind.is_float, kind, lanes) if lanes > 1 else kind
 
 
 def element_type(kind: Type) -> Type:
     """Return the type of one lane; the type itself if the type is a scalar type."""
-    return kind.element if isinstance(kind, ir.VectorType) else kind
+    return kind.element
 
 
 def lanes_of(kind: Type) -> int:
     """Return the number of lanes; 1 for a scalar type."""
-    return int(kind.count) if isinstance(kind, ir.VectorType) else 1
+    return kind.lanes
 
 
 def is_float(kind: Type) -> bool:
     """True if the type is a floating-point type, or a vector type of floating-point lanes."""
-    return isinstance(element_type(kind), ir.HalfType | _BFloatType | ir.FloatType | ir.DoubleType)
+    return kind.is_float
 
 
 def bytes_of(kind: Type) -> int:
     """Return the size in bytes of one lane; of the scalar if the type is a scalar type."""
-    element = element_type(kind)
-    if isinstance(element, ir.IntType):
-        return max(int(element.width) // 8, 1)
-    return 2 if isinstance(element, ir.HalfType | _BFloatType) else 4 if isinstance(element, ir.FloatType) else 8
+    return max(kind.bits // 8, 1)
+
+
+def constant(number: float, kind: Type) -> str:
+    """Return a number as LLVM writes it: a float32 or float64 as the bits of a float64, in every lane of a vector."""
+    if kind.lanes > 1:
+        return f"splat ({kind.element} {constant(number, kind.element)})"
+    if not kind.is_float:
+        return str(number)
+    if kind is FLOAT:
+        (number,) = struct.unpack("f", struct.pack("f", number))
+    return f"0x{struct.unpack('Q', struct.pack('d', number))[0]:016x}"
+
+
+@cache
+def _lane_indices(indices: tuple[int, ...]) -> str:
+    return f"<{len(indices)} x i32> <{', '.join(f'i32 {index}' for index in indices)}>"
 
 
 class Value:
-    """A scalar or vector of the generated function."""
+    """A scalar or vector of the generated function.
+
+    Parameters
+    ----------
+    name : what LLVM calls the value: a register, a global variable or a constant
+    number : the number of an integer constant; None for other values
+    """
 
     __hash__ = object.__hash__
+    __slots__ = ("builder", "name", "number", "type")
 
-    def __init__(self, builder: Builder, raw: Any) -> None:
-        self.builder, self.raw = builder, raw
-
-    @property
-    def type(self) -> Type:
-        return self.raw.type
+    def __init__(self, builder: Builder, kind: Type, name: str, number: int | None = None) -> None:
+        self.builder, self.type, self.name, self.number = builder, kind, name, number
 
     def _binary(self, other: Any, for_float: str, for_int: str) -> Value:
         x, y = self.builder.promote(self, other)
-        name = for_float if is_float(x.type) else for_int
-        return Value(self.builder, getattr(self.builder.irbuilder, name)(x.raw, y.raw))
+        if (x.number is not None or y.number is not None) and (folded := _fold(for_int, x, y)) is not None:
+            return folded
+        return self.builder.compute(x.type, f"{for_float if x.type.is_float else for_int} {x.type} {x.name}, {y.name}")
 
     def __add__(self, other: Any) -> Value:
         return self._binary(other, "fadd", "add")
@@ -110,31 +132,38 @@ class Value:
         """Shift the bits right and fill with zeros: a division by a power of two for non-negative integers."""
         return self._binary(other, "lshr", "lshr")
 
+    def shift_right_signed(self, bits: int) -> Value:
+        """Shift the bits right and fill with the sign: a division by a power of two that rounds down."""
+        return self._binary(bits, "ashr", "ashr")
+
     def __and__(self, other: Any) -> Value:
-        return self._binary(other, "and_", "and_")
+        return self._binary(other, "and", "and")
 
     def __or__(self, other: Any) -> Value:
-        return self._binary(other, "or_", "or_")
+        return self._binary(other, "or", "or")
 
     def __xor__(self, other: Any) -> Value:
         return self._binary(other, "xor", "xor")
 
     def __invert__(self) -> Value:
-        return Value(self.builder, self.builder.irbuilder.not_(self.raw))
+        return self ^ (1 if self.type.element is BOOL else -1)
 
     def __neg__(self) -> Value:
-        irbuilder = self.builder.irbuilder
-        return Value(self.builder, irbuilder.fneg(self.raw) if is_float(self.type) else irbuilder.neg(self.raw))
+        if self.type.is_float:
+            return self.builder.compute(self.type, f"fneg {self.type} {self.name}")
+        return self.builder.value(0, self.type) - self
 
     def compare(self, predicate: str, other: Any) -> Value:
         """Compare lane by lane. With NaN, != is true and every other comparison is false."""
         x, y = self.builder.promote(self, other)
-        irbuilder = self.builder.irbuilder
-        if is_float(x.type):
-            compare = irbuilder.fcmp_unordered if predicate == "!=" else irbuilder.fcmp_ordered
+        name = _PREDICATES[predicate]
+        if x.type.is_float:
+            name = f"fcmp {'u' if predicate == '!=' else 'o'}{name}"
+        elif predicate in ("==", "!="):
+            name = f"icmp {name}"
         else:  # as a signed number of 1 bit, True is −1
-            compare = irbuilder.icmp_unsigned if element_type(x.type) == BOOL else irbuilder.icmp_signed
-        return Value(self.builder, compare(predicate, x.raw, y.raw))
+            name = f"icmp {'u' if x.type.element is BOOL else 's'}{name}"
+        return self.builder.compute(vector(BOOL, x.type.lanes), f"{name} {x.type} {x.name}, {y.name}")
 
     def __lt__(self, other: Any) -> Value:
         return self.compare("<", other)
@@ -156,54 +185,62 @@ class Value:
 
     def to(self, kind: Type) -> Value:
         """Convert the lanes to another type of number. Integers are signed, and truth values become 0 and 1."""
-        source, target = element_type(self.type), element_type(kind)
-        result_type = vector(target, lanes_of(self.type))
-        irbuilder = self.builder.irbuilder
-        if source == target:
+        source, target = self.type.element, kind.element
+        if source is target:
             return self
-        if is_float(source) and is_float(target):
-            raw = (irbuilder.fpext if bytes_of(target) > bytes_of(source) else irbuilder.fptrunc)(self.raw, result_type)
-        elif is_float(target):
-            raw = (irbuilder.uitofp if source == BOOL else irbuilder.sitofp)(self.raw, result_type)
-        elif is_float(source):
-            raw = irbuilder.fptosi(self.raw, result_type)
-        elif target == BOOL:
+        if target is BOOL and not source.is_float:
             return self != 0
-        elif target.width > source.width:
-            raw = (irbuilder.zext if source == BOOL else irbuilder.sext)(self.raw, result_type)
+        if source.is_float and target.is_float:
+            name = "fpext" if target.bits > source.bits else "fptrunc"
+        elif target.is_float:
+            name = "uitofp" if source is BOOL else "sitofp"
+        elif source.is_float:
+            name = "fptosi"
+        elif target.bits > source.bits:
+            name = "zext" if source is BOOL else "sext"
         else:
-            raw = irbuilder.trunc(self.raw, result_type)
-        return Value(self.builder, raw)
+            name = "trunc"
+        return self._convert(name, vector(target, self.type.lanes))
+
+    def _convert(self, name: str, kind: Type) -> Value:
+        if self.number is not None and name in ("sext", "trunc") and kind.lanes == 1:
+            return self.builder.value(_wrap(self.number, kind), kind)
+        return self.builder.compute(kind, f"{name} {self.type} {self.name} to {kind}")
 
     def zero_extend(self, kind: Type) -> Value:
         """Convert integers to a wider type and fill with zeros, for bit patterns, which have no sign."""
-        result_type = vector(element_type(kind), lanes_of(self.type))
-        return Value(self.builder, self.builder.irbuilder.zext(self.raw, result_type))
+        return self._convert("zext", vector(kind.element, self.type.lanes))
 
     def bits(self, kind: Type) -> Value:
         """Reinterpret the bits of each lane as another element type of equal width."""
-        return self.bitcast(vector(element_type(kind), lanes_of(self.type)))
+        return self.bitcast(vector(kind.element, self.type.lanes))
 
     def bitcast(self, kind: Type) -> Value:
         """Reinterpret all bits as another type, whose lanes may have another width."""
-        return Value(self.builder, self.builder.irbuilder.bitcast(self.raw, kind))
+        return self if kind is self.type else self._convert("bitcast", kind)
+
+    def address(self) -> Value:
+        """Return this pointer as an integer."""
+        return self._convert("ptrtoint", INT64)
 
     def broadcast(self, lanes: int) -> Value:
         """Copy a scalar to every lane. A vector is returned unchanged."""
-        if lanes == 1 or isinstance(self.type, ir.VectorType):
+        if lanes == 1 or self.type.lanes > 1:
             return self
-        undefined, irbuilder = ir.Constant(vector(self.type, lanes), ir.Undefined), self.builder.irbuilder
-        first = irbuilder.insert_element(undefined, self.raw, INT32(0))
-        zeros = ir.Constant(vector(INT32, lanes), None)
-        return Value(self.builder, irbuilder.shuffle_vector(first, undefined, zeros))
+        kind = vector(self.type, lanes)
+        if self.number is not None:
+            return self.builder.value(self.number, kind)
+        first = self.builder.compute(kind, f"insertelement {kind} poison, {self.type} {self.name}, i32 0")
+        zeros = f"<{lanes} x i32> zeroinitializer"
+        return self.builder.compute(kind, f"shufflevector {kind} {first.name}, {kind} poison, {zeros}")
 
     def any(self) -> Value:
         """Return a scalar condition: true if this condition is true in at least one lane."""
-        return self.bitcast(ir.IntType(lanes_of(self.type))) != 0
+        return self.bitcast(integer(self.type.lanes)) != 0
 
     def trailing_zeros(self) -> Value:
         """Return the index of the lowest set bit of a nonzero integer."""
-        return Value(self.builder, self.builder.irbuilder.cttz(self.raw, BOOL(1)))
+        return self.builder.call(f"llvm.cttz.{self.type}", self.type, self, self.builder.value(1, BOOL))
 
     def sum(self) -> Value:
         """Return the sum of the lanes."""
@@ -219,13 +256,13 @@ class Value:
 
     def _shuffle(self, other: Value, indices: Sequence[int]) -> Value:
         """Return the lanes at these indices, which count the lanes of this vector, then those of `other`."""
-        shuffle_mask = ir.Constant(vector(INT32, len(indices)), list(indices))
-        return Value(self.builder, self.builder.irbuilder.shuffle_vector(self.raw, other.raw, shuffle_mask))
+        text = f"shufflevector {self.type} {self.name}, {self.type} {other.name}, {_lane_indices(tuple(indices))}"
+        return self.builder.compute(vector(self.type.element, len(indices)), text)
 
     def extract_lanes(self, indices: Sequence[int]) -> Value:
         """Return the lanes at these indices; a scalar if there is one index."""
         if len(indices) == 1:
-            return Value(self.builder, self.builder.irbuilder.extract_element(self.raw, INT32(indices[0])))
+            return self.builder.compute(self.type.element, f"extractelement {self.type} {self.name}, i32 {indices[0]}")
         return self._shuffle(self, indices)
 
     def interleave(self, other: Value, half: int, unit: int = 1, block: int | None = None) -> Value:
@@ -263,30 +300,56 @@ class Value:
     def at(self, offset: Any) -> Value:
         """Return this pointer plus an offset in bytes. A vector of offsets gives a vector of pointers."""
         offset = self.builder.value(offset, INT64)
-        raw = self.builder.irbuilder.gep(self.raw, [offset.raw], source_etype=BYTE)
-        raw.type = vector(POINTER, lanes_of(offset.type))  # llvmlite types the result as one pointer
-        return Value(self.builder, raw)
+        if offset.number == 0:
+            return self
+        text = f"getelementptr i8, ptr {self.name}, {offset.type} {offset.name}"
+        return self.builder.compute(vector(POINTER, offset.type.lanes), text)
+
+    def freeze(self) -> Value:
+        """Return this value, without its origin: LLVM's analysis of a loop takes long if addresses depend on much."""
+        return self.builder.compute(self.type, f"freeze {self.type} {self.name}")
 
     def load(self, kind: Type, align: int = 1) -> Value:
         """Load a value of this type from the pointer. `align` is in bytes."""
-        return Value(self.builder, self.builder.irbuilder.load(self.raw, align=align, typ=kind))
+        return self.builder.execute(kind, f"load {kind}, ptr {self.name}, align {align}")
 
     def store(self, value: Value, align: int = 1) -> None:
         """Store a value at the pointer. `align` is in bytes."""
-        self.builder.irbuilder.store(value.raw, self.raw, align=align)
+        self.builder.write(f"store {value.type} {value.name}, ptr {self.name}, align {align}")
 
     def gather(self, kind: Type, lanes: int) -> Value:
         """Load one number through each pointer of a vector of pointers."""
-        result_type, pointers = vector(kind, lanes), vector(POINTER, lanes)
+        result_type = vector(kind, lanes)
         name = f"llvm.masked.gather.{intrinsic_suffix(result_type)}.v{lanes}p0"
-        signature = ir.FunctionType(result_type, [pointers, vector(BOOL, lanes), result_type])
-        all_lanes = ir.Constant(vector(BOOL, lanes), [1] * lanes)
-        operands = [self.raw, all_lanes, ir.Constant(result_type, ir.Undefined)]
-        return Value(self.builder, self.builder.irbuilder.call(self.builder.declare(name, signature), operands))
+        all_lanes, undefined = self.builder.value(1, vector(BOOL, lanes)), Value(self.builder, result_type, "undef")
+        return self.builder.call(name, result_type, self, all_lanes, undefined)
+
+
+_PREDICATES = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
+
+
+def _wrap(number: int, kind: Type) -> int:
+    """Return the number of this integer type that is equal to another number modulo 2^bits."""
+    half = 1 << (kind.bits - 1)
+    return (number + half) % (2 * half) - half
+
+
+def _fold(operation: str, x: Value, y: Value) -> Value | None:
+    """Return the sum, difference or product of scalar integers if it needs no instruction, else None."""
+    if operation not in _FOLDED or x.type.lanes > 1 or x.type is BOOL:
+        return None
+    if x.number is not None and y.number is not None:
+        return x.builder.value(_wrap(_FOLDED[operation](x.number, y.number), x.type), x.type)
+    neutral = 1 if operation == "mul" else 0
+    if y.number == neutral:
+        return x
+    return y if x.number == neutral and operation != "sub" else None
+
+
+_FOLDED: dict[str, Callable[[int, int], int]] = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
 
 def intrinsic_suffix(kind: Type) -> str:
     """Return the suffix in the names of LLVM's intrinsics for this type: i64, v16f32, ..."""
-    element = element_type(kind)
-    name = f"i{element.width}" if isinstance(element, ir.IntType) else f"f{8 * bytes_of(kind)}"
-    return f"v{lanes_of(kind)}{name}" if isinstance(kind, ir.VectorType) else name
+    name = f"f{kind.bits}" if kind.is_float else f"i{kind.bits}"
+    return f"v{kind.lanes}{name}" if kind.lanes > 1 else name

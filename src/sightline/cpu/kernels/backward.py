@@ -374,7 +374,7 @@ class Backward(SharedTiles, RecomputedWeights):
                 keys = [builder.minimum(key + r, self.num_keys - 1) for r in range(count)]
                 addresses = [target.at((self.first_key_row + j0 + k) * row_bytes + first * tiles.align) for k in keys]
                 sums = [[Variable(builder, self.vector, 0.0) for _ in range(first, last)] for _ in range(count)]
-                bases = [numbers.at(k * self.number_row_bytes) for k in keys]
+                bases = [numbers.at(k * self.number_row_bytes).freeze() for k in keys]
                 for address in addresses:
                     for v in range(last - first):
                         builder.prefetch(address.at(v * tiles.align))

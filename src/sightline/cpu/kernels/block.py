@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-from llvmlite import ir
-
 from ...formula.expression import Expression
 from ...formula.parameters import TableParameter
 from ...problem.kernel import MAX_LSE
 from ...reference.dropout import LOW_32_BITS, philox_rounds
 from ..codegen.abi import LoadedArguments
-from ..codegen.builder import Builder, Variable
+from ..codegen.builder import Builder, Module, Variable
 from ..codegen.formats import FloatFormat, format_of
 from ..codegen.math import exp2_by_scaling, exp2_of_negative, exp_of_negative
 from ..codegen.operand_tiles import OperandTile
@@ -52,7 +50,7 @@ class Block:
         self.paired = spec.dtype == "bfloat16" and machine.has_bf16_dot
         self.integer = INT64 if spec.needs_int64 else INT32
         self.formulas = tuple(formulas)  # the structures of mask, score and the extra formulas
-        self.module = ir.Module("sightline")
+        self.module = Module()
 
     def write(self, name: str) -> Any:
         """Return the module with the kernel. An atomic counter gives each thread its next work item."""
@@ -209,7 +207,7 @@ class Block:
         builder, tiles = self.builder, self.tiles
         whole = count // self.lanes * self.lanes
         with builder.loop(0, len(self.vectors)) as v:
-            rows = [row(v * self.lanes + k) for k in range(self.lanes)]
+            rows = [row(v * self.lanes + k).freeze() for k in range(self.lanes)]
             with builder.loop(0, whole, self.lanes) as c:
                 for k, numbers in enumerate(tiles.transpose_lanes([read(at.at(c * size), self.lanes) for at in rows])):
                     tiles.at(target, c + k, v).store(numbers, tiles.align)
@@ -231,13 +229,15 @@ class Block:
         `numbers` is source[c][lane], or a vector of source[c ...][lane] for as many c as a vector has lanes.
         """
         builder, tiles = self.builder, self.tiles
-        whole = count // self.lanes * self.lanes
+        whole, scratch = count // self.lanes * self.lanes, tiles.scratch(self.lanes * tiles.align)
         with builder.loop(0, len(self.vectors)) as v, builder.loop(0, whole, self.lanes) as c:
             rows = tiles.transpose_lanes([tiles.load(source, c + k, v) for k in range(self.lanes)])
             for k, row in enumerate(rows):
-                lane = v * self.lanes + k
-                with builder.if_then(lane < self.num_valid):
-                    write(lane, c, row)
+                scratch.at(k * tiles.align).store(row, tiles.align)
+            first = v * self.lanes
+            with builder.loop(0, builder.minimum(self.num_valid - first, self.lanes)) as row_index:
+                numbers = scratch.at(row_index * tiles.align).load(tiles.vector, tiles.align)
+                write(first + row_index, c, numbers)
         with builder.loop(0, self.num_valid) as lane, builder.loop(whole, count) as c:
             write(lane, c, self.lane_address(source, c, lane).load(self.float))
 
@@ -375,10 +375,8 @@ class Block:
     def pack_pairs(self, first: Value, second: Value) -> Value:
         """Return two vectors as one vector of bfloat16 pairs, with `first` in the low halves."""
         builder = self.builder
-        one, two = vector(self.float, self.lanes), vector(BFLOAT, 2 * self.lanes)
+        two = vector(BFLOAT, 2 * self.lanes)
         name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{self.tiles.align * 8}"
-        convert = builder.declare(name, ir.FunctionType(two, [one, one]))
-        # `both` has the lanes of `first`, then the lanes of `second`
-        both = Value(builder, builder.irbuilder.call(convert, [second.raw, first.raw]))
+        both = builder.call(name, two, second, first)  # the lanes of `first`, then the lanes of `second`
         mixed = both.extract_lanes([k // 2 + k % 2 * self.lanes for k in range(2 * self.lanes)])
         return mixed.bitcast(vector(INT32, self.lanes))

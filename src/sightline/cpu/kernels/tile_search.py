@@ -12,13 +12,11 @@ from functools import reduce
 from operator import or_
 from typing import Any, cast
 
-from llvmlite import ir
-
 from ...formula.expression import SYMBOLS, Apply, Constant, Expression, Lookup, walk
 from ...formula.interval_arithmetic import Interval
 from ...formula.parameters import TableParameter
 from ..codegen.abi import LoadedArguments
-from ..codegen.builder import Builder, Variable
+from ..codegen.builder import Builder, Module, Variable
 from ..codegen.render_bounds import BoundsNamespace, BoundsRenderer, HiddenEntries, TableExtremes
 from ..codegen.render_llvm import TableSource, parameter_types
 from ..codegen.values import BOOL, BYTE, DOUBLE, INT64, POINTER, Value
@@ -64,7 +62,7 @@ class TileSearch:
 
     def __init__(self, spec: SearchSpec, mask: Expression, others: Sequence[Expression]) -> None:
         self.spec, self.mask, self.formulas = spec, mask, (mask, *others)
-        self.module = ir.Module("sightline")
+        self.module = Module()
 
     def write(self, name: str) -> Any:
         """Return the module with the search."""

@@ -7,10 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from llvmlite.ir import IntType
-
 from ..codegen.builder import Variable
-from ..codegen.values import INT64, Value, bytes_of, vector
+from ..codegen.values import INT64, Value, bytes_of, integer, vector
 from .kernel_spec import KEY_BLOCK
 from .weights_pass import KeyPairs, StatisticCode
 
@@ -112,7 +110,7 @@ class TopKCode(StatisticCode):
         """Append the weights of one key, in the lanes of the candidates, to the pending weights of each lane."""
         builder, tiles, size = self.builder, self.tiles, bytes_of(self.integer)
         tiles.store(self.candidate_weights, 0, v, p)
-        remaining = Variable(builder, INT64, candidates.bitcast(IntType(tiles.lanes)).zero_extend(INT64))
+        remaining = Variable(builder, INT64, candidates.bitcast(integer(tiles.lanes)).zero_extend(INT64))
         with builder.infinite_loop() as break_if:
             break_if(remaining.get() == 0)
             lane = remaining.get().trailing_zeros()

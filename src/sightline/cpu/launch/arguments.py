@@ -179,12 +179,11 @@ def write_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Bloc
 def compile_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
     """Return the compiled kernel as `processor.call` takes it.
 
-    A forward kernel with formulas has two parts. Only one part depends on the formulas, so only this part is compiled
-    for new formulas. A kernel that also computes statistics is not divided.
+    A forward kernel has two parts. Only one part depends on mask and score, so only this part is compiled for new
+    formulas. A kernel whose statistics have formulas is not divided.
     """
     name, machine = f"sightline_{spec.kernel}", machine_for(processor, spec.dtype)
-    has_formulas = spec.mask is not None or spec.score is not None
-    if spec.kernel == "forward" and has_formulas and not spec.roles and processor.links_parts:
+    if spec.kernel == "forward" and not spec.extra_formulas and processor.links_parts:
         rest = without_formulas(spec)
         common = Part(repr(rest), lambda: writer(rest, (None, None), machine).write(name))
         functions = ScoreFunctions(spec, arguments.formulas, machine)

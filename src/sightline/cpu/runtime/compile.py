@@ -27,11 +27,11 @@ from .machine import Machine
 
 MAX_COMMON_CODES = 16  # the oldest is dropped beyond this number
 MAX_KERNELS_IN_MEMORY = 512  # one kernel takes about 80 KB
-# The LLVM passes that each kernel needs. Sightline's generator already unrolls loops for the registers and computes the
-# shared parts of formulas once. The passes inline functions, turn stack slots into registers, and rotate loops so that
-# each iteration ends in one jump. LLVM's code generation does the rest: common subexpressions, hoisting, scheduling.
-# LLVM's full pipeline took 25 to 50 times as long, and the kernels were equally fast.
-PASSES = ("always_inliner", "sroa", "loop_rotate", "simplify_cfg")
+# The LLVM passes that each kernel needs. Sightline's generator already unrolls loops for the registers, ends each
+# iteration in one jump, and computes the shared parts of formulas once. The passes turn stack slots into registers and
+# join basic blocks. LLVM's code generation does the rest: common subexpressions, hoisting, scheduling. LLVM's full
+# pipeline took 25 to 50 times as long, and the kernels were equally fast.
+PASSES = ("sroa", "simplify_cfg")
 # packages with modules that a first call imports
 LAZY_PACKAGES = {"array_api_compat", "llvmlite", "ml_dtypes", "platformdirs", "sightline"}
 MAX_IMPORT_WAITS = 100  # a thread that forks inside an import of its own would wait forever
@@ -119,8 +119,8 @@ def get_or_compile(
     name : str
         The function's name in the module.
     build_module : function ()
-        Returns the module, an llvmlite `ir.Module` or LLVM assembly. The function is called only if neither the memory
-        nor the disk has the kernel.
+        Returns the module, whose `str` is LLVM assembly. The function is called only if neither the memory nor the
+        disk has the kernel.
     machine : Machine
         The LLVM target of the kernel.
     common : Part, optional
