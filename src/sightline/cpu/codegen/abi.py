@@ -61,7 +61,7 @@ COMMON_FIELDS: dict[str, Any] = {
     "dropout_scale": DOUBLE,  # factor of the weights that are not dropped
 }
 FORWARD_CALL_FIELDS = ("query", "key", "value", "output", "lse", "sinks", "seed")
-DECODE_CALL_FIELDS = (*FORWARD_CALL_FIELDS, "m", "items", "num_splits", "split_size")
+DECODE_CALL_FIELDS = (*FORWARD_CALL_FIELDS, "m", "items", "num_splits", "split_size", "heads_per_item")
 BACKWARD_CALL_FIELDS = (
     *("query", "key", "value", "output", "d_output", "lse", "d_lse", "d_query", "d_key", "d_value"),
     "seed",
@@ -93,6 +93,7 @@ _DECODE_FIELDS = _FORWARD_FIELDS | {
     "batches": INT64,
     "num_splits": INT64,  # number of splits of the keys
     "split_size": INT64,  # tiles of keys per split
+    "heads_per_item": INT64,  # the most key heads of a work item
 }
 DECODE_FIELDS = end_with(DECODE_CALL_FIELDS, _DECODE_FIELDS)
 _BACKWARD_FIELDS = COMMON_FIELDS | {

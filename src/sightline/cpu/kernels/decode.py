@@ -19,7 +19,8 @@ The entropy H of a query is merged from the entropies of its splits: with P_p, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..codegen.abi import DECODE_FIELDS
 from ..codegen.builder import CACHE_LINE_BYTES, Variable
@@ -33,59 +34,91 @@ from .kernel_spec import KEY_BLOCK
 MAX_ROWS_PER_ITEM = 32  # the most query rows of a work item
 SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
 UNROLL = 4  # number of query rows, and number of keys, whose products are summed in registers together
-KEY_PREFETCH_DISTANCE = 2 * KEY_BLOCK  # how many rows ahead K is prefetched while V is read
-VALUE_PREFETCH_DISTANCE = KEY_BLOCK  # how many rows ahead V is prefetched while K is read
 
 
 class Decode(Block):
     """Write the decoding kernel into a module."""
 
     fields = DECODE_FIELDS
+    queries: Value  # the query rows of a key head, with what is kept of each; see `loop_heads`
+    output: Value
+    running_sums: Value
+    running_max: Value
+    weighted_exponents: Value  # T = Σ p x of weights p = e^x, if the entropy is requested
 
     def allocate(self) -> None:
         tiles, spec = self.tiles, self.spec
         self.query_row_bytes = tiles.packed_length(spec.d_k) * tiles.itemsize
         self.score_row_bytes = KEY_BLOCK * tiles.itemsize
         self.output_row_bytes = spec.d_v * tiles.itemsize
-        self.queries = tiles.scratch(MAX_ROWS_PER_ITEM * self.query_row_bytes)
-        self.scores = tiles.scratch(MAX_ROWS_PER_ITEM * self.score_row_bytes)
-        self.output = tiles.scratch(MAX_ROWS_PER_ITEM * self.output_row_bytes)
-        self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # scores before the sum over groups of lanes
-        self.running_sums = tiles.scratch(MAX_ROWS_PER_ITEM * tiles.align)
         self.has_entropy = "entropy" in spec.roles
-        if self.has_entropy:  # T = Σ p x of weights p = e^x
-            self.weighted_exponents = tiles.scratch(MAX_ROWS_PER_ITEM * tiles.align)
-        self.running_max, self.alpha = (tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize) for _ in range(2))
+        row_bytes = {"queries": self.query_row_bytes, "output": self.output_row_bytes}
+        row_bytes |= {"running_sums": tiles.align, "running_max": tiles.itemsize}
+        if self.has_entropy:
+            row_bytes["weighted_exponents"] = tiles.align
+        # what is kept of each row of the item, by attribute; `loop_heads` sets the attribute to a head's first row
+        self.kept_rows = {name: (tiles.scratch(MAX_ROWS_PER_ITEM * size), size) for name, size in row_bytes.items()}
+        self.scores = tiles.scratch(MAX_ROWS_PER_ITEM * self.score_row_bytes)
+        self.alpha = tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize)
+        self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # scores before the sum over groups of lanes
 
     def process_item(self, item: Value) -> None:
         """Process one split of the keys for some query rows, then merge the splits if this split finished last."""
         builder, args = self.builder, self.args
         self.locate_item(item)
-        self.init_rows()
-        with self.loop_tiles(self.first_tile, self.last_tile) as (tile, partial):
+        with self.loop_heads():
+            self.init_rows()
+        with self.loop_tiles(self.first_tile, self.last_tile) as (tile, partial), self.loop_heads(tile * KEY_BLOCK):
             self.key_tile(tile * KEY_BLOCK, partial)
-        self.store()
+        with self.loop_heads():
+            self.store()
         finished = builder.atomic_increment(args.finished_splits.at(self.row_block * 8), "acq_rel")
-        with builder.if_then(finished == args.num_splits - 1):
+        with builder.if_then(finished == args.num_splits - 1), self.loop_heads():
             self.merge_splits()
 
     def locate_item(self, item: Value) -> None:
-        """Set the batch entry b, the key head g, the block of query rows and the split of the keys of an item."""
+        """Set the batch entry b, the key heads, the block of query rows and the split of the keys of an item.
+
+        Items of the same keys are neighbours, because the rows of their heads may be neighbours in memory.
+        """
         builder, args = self.builder, self.args
         heads, rows = args.H // args.group, args.group * args.n
+        items_per_split = args.items // args.num_splits
+        self.split, self.row_block = item // items_per_split, item % items_per_split
         num_blocks = (rows + (MAX_ROWS_PER_ITEM - 1)) // MAX_ROWS_PER_ITEM
-        self.split, self.row_block = item % args.num_splits, item // args.num_splits
-        block, head_index = self.row_block % num_blocks, self.row_block // num_blocks
-        self.b, self.g = head_index // heads, head_index % heads
+        head_groups = (heads + (args.heads_per_item - 1)) // args.heads_per_item
+        block, group_index = self.row_block % num_blocks, self.row_block // num_blocks
+        self.b, self.first_head = group_index // head_groups, group_index % head_groups * args.heads_per_item
+        self.num_heads = builder.minimum(heads - self.first_head, args.heads_per_item)
         self.first_row = block * MAX_ROWS_PER_ITEM
         self.num_rows = builder.minimum(rows - self.first_row, MAX_ROWS_PER_ITEM)
-        self.key_head, self.value_head = (args.head_address(name, self.b, self.g) for name in ("key", "value"))
-        row = self.b * args.tile_range_batch_stride + self.g * args.tile_range_head_stride
+        row = self.b * args.tile_range_batch_stride + self.first_head * args.tile_range_head_stride
         self.tile_range_start = args.tile_range_start.at(row * 8).load(INT64)
         self.tile_range_stop = args.tile_range_start.at(row * 8 + 8).load(INT64)
         self.first_tile = self.split * args.split_size
         num_tiles = (args.m + (KEY_BLOCK - 1)) // KEY_BLOCK
         self.last_tile = builder.minimum(self.first_tile + args.split_size, num_tiles)
+
+    @contextmanager
+    def loop_heads(self, j0: Value | None = None) -> Iterator[None]:
+        """Write a loop over the item's key heads, and locate what is kept of each, and its tile of keys at j0."""
+        unroll = self.spec.unroll
+        rows = (self.num_rows + (unroll - 1)) // unroll * unroll  # kept for each head
+        with self.builder.loop(0, self.num_heads) as k:
+            self.g = self.first_head + k
+            for name, (start, size) in self.kept_rows.items():
+                setattr(self, name, start.at(k * rows * size))
+            if j0 is not None:
+                self.keys, self.values = (self.tile_address(name, j0, k) for name in ("key", "value"))
+                self.keys_ahead = self.tile_address("key", j0, k + 2)
+                self.values_ahead = self.tile_address("value", j0, k + 1)
+            yield
+
+    def tile_address(self, name: str, j0: Value, k: Value) -> Value:
+        """Return the address of the rows from j0 on of the item's head number k; past the last head, of later rows."""
+        row_stride, head = getattr(self.args, f"{name}_row_stride"), self.first_head + k % self.num_heads
+        row = j0 + k // self.num_heads * KEY_BLOCK
+        return self.args.head_address(name, self.b, head).at(row * row_stride)
 
     def locate_query(self, r: Value) -> tuple[Value, Value]:
         """Return (h, i) of a query row."""
@@ -123,8 +156,6 @@ class Decode(Block):
         """Process one tile of keys: scores, weights, weighted sum of V."""
         builder = self.builder
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
-        self.keys = self.key_head.at(j0 * self.args.key_row_stride)
-        self.values = self.value_head.at(j0 * self.args.value_row_stride)
         self.score_tile()
         with builder.if_else(partial | (self.num_keys < KEY_BLOCK)) as (yes, no):
             with yes, builder.loop(0, self.num_rows) as r:
@@ -135,7 +166,7 @@ class Decode(Block):
 
     # -- scores ---------------------------------------------------------------------------------------------------
     def score_tile(self) -> None:
-        """Compute S[r][key], a few rows and keys at a time, and prefetch rows of V."""
+        """Compute S[r][key], a few rows and keys at a time, and prefetch the next tile of V."""
         builder, tiles = self.builder, self.tiles
         rows = self.spec.unroll
         group_lanes = SHUFFLE_BYTES // tiles.itemsize
@@ -156,8 +187,7 @@ class Decode(Block):
                 source = self.sums.at(row_index * partial_row_bytes + key * (tiles.align // group_lanes))
                 count = self.lanes // group_lanes
                 vectors = [source.at(k * tiles.align).load(self.vector, tiles.align) for k in range(count)]
-                row = builder.minimum(first + row_index, MAX_ROWS_PER_ITEM - 1)
-                target = self.scores.at(row * self.score_row_bytes + key * tiles.itemsize)
+                target = self.scores.at((first + row_index) * self.score_row_bytes + key * tiles.itemsize)
                 target.store(reduce_across_groups(vectors, group_lanes))
 
     def multiply_keys(self, queries: list[Value], first: Value, offsets: range) -> list[list[Variable]]:
@@ -165,7 +195,7 @@ class Decode(Block):
         builder, tiles, args = self.builder, self.tiles, self.args
         indices = [first + k for k in offsets]
         keys = [self.keys.at(builder.minimum(key, self.num_keys - 1) * args.key_row_stride) for key in indices]
-        ahead = [self.values.at((key + VALUE_PREFETCH_DISTANCE) * args.value_row_stride) for key in indices]
+        ahead = [self.values_ahead.at(key * args.value_row_stride) for key in indices]
         sums = [[Variable(builder, self.vector, 0.0) for _ in queries] for _ in keys]
         size, width = self.format.itemsize, self.lanes * tiles.pair_size  # bytes of a number, numbers of a vector
         query_size = tiles.itemsize // tiles.pair_size
@@ -244,11 +274,12 @@ class Decode(Block):
 
     # -- values ---------------------------------------------------------------------------------------------------
     def accumulate_values(self) -> None:
-        """Compute O[r] = α O[r] + Σ_j P[r][j] · V[j], and prefetch rows of K."""
+        """Compute O[r] = α O[r] + Σ_j P[r][j] · V[j], and prefetch the tile of K after the next."""
         builder, tiles = self.builder, self.tiles
         rows, vectors = self.spec.unroll, self.spec.d_v // self.lanes
         length = (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
-        starts = range(0, vectors, tiles.vectors)
+        widths = self.divide_columns(vectors)
+        starts = [sum(widths[:group]) for group in range(len(widths))]
 
         def make_reader(group: int, width: int) -> Callable[[Value], list[Value]]:
             """Return the function that loads row k of V in a group of vectors and prefetches the group's share of K."""
@@ -259,7 +290,7 @@ class Decode(Block):
 
             def read(k: Value) -> list[Value]:
                 for u in range(tiles.pair_size):
-                    row = self.keys.at((k * tiles.pair_size + (u + KEY_PREFETCH_DISTANCE)) * self.args.key_row_stride)
+                    row = self.keys_ahead.at((k * tiles.pair_size + u) * self.args.key_row_stride)
                     for at in lines:
                         builder.prefetch(row.at(at))
                 if self.paired:
@@ -270,10 +301,9 @@ class Decode(Block):
             return read
 
         with builder.loop(0, self.num_rows, rows) as first:
-            row_indices = [builder.minimum(first + r, MAX_ROWS_PER_ITEM - 1) for r in range(rows)]
+            row_indices = [first + r for r in range(rows)]
             bases = [self.scores.at(row_index * self.score_row_bytes) for row_index in row_indices]
-            for group, start in enumerate(starts):
-                width = min(tiles.vectors, vectors - start)
+            for group, (start, width) in enumerate(zip(starts, widths, strict=True)):
                 sums = [[Variable(builder, self.vector, 0.0) for _ in range(width)] for _ in range(rows)]
                 tiles.accumulate(sums, bases, tiles.itemsize, self.values, length, read=make_reader(group, width))
                 for row_index, row in zip(row_indices, sums, strict=True):
@@ -281,6 +311,19 @@ class Decode(Block):
                     for v, total in enumerate(row):
                         at = self.output.at(row_index * self.output_row_bytes + (start + v) * tiles.align)
                         at.store(builder.fma(at.load(self.vector), alpha, total.get()))
+
+    def divide_columns(self, vectors: int) -> list[int]:
+        """Return how many vectors of V's columns each pass reads: about as many in each, in few passes.
+
+        For each vector of a pass, the registers hold the vector and the sums of the query rows. They also hold a
+        weight, and numbers before they are widened, or products that are not added yet.
+        """
+        others, pair = 1 if self.machine.has_fma and self.format.is_native else 3, self.tiles.pair_size
+        most = (self.machine.vector_registers - others) // (self.spec.unroll + 1) // pair * pair
+        if self.format.name == "float16" and not self.format.has_conversion:  # whose widening takes many registers
+            most = self.tiles.vectors
+        passes = -(-vectors // most)
+        return [(vectors // pair + k) // passes * pair for k in range(passes)]
 
     def load_value_pairs(self, k: Value, offsets: list[int]) -> list[Value]:
         """Return V's rows 2k and 2k + 1 joined to pairs, with the columns permuted within every two vectors."""

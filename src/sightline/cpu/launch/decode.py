@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.operations import layout
 from ...problem.problem import Problem
 from ..codegen.abi import DECODE_CALL_FIELDS, FORWARD_CALL_FIELDS
 from ..kernels.decode import MAX_ROWS_PER_ITEM, UNROLL, Decode
@@ -18,9 +19,10 @@ from ..kernels.kernel_spec import (
     KernelSpec,
     lanes_per_vector,
     min_decode_keys,
+    round_up,
 )
 from ..runtime.processor import Processor
-from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, make_spec
+from .arguments import KernelArguments, has_unit_stride, make_spec
 from .bound_call import BoundCall, run_first
 from .call_family import CallFamily
 from .product_rates import machine_for
@@ -28,6 +30,9 @@ from .statistics import CpuFusedStatistics
 
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 19  # with fewer multiplications a second thread costs more than it saves
 SPLIT_WORDS = slice(len(FORWARD_CALL_FIELDS), len(DECODE_CALL_FIELDS))  # among the words of a call
+TARGET_PARTS = 32  # about how many blocks of rows and splits of keys a call is divided into
+MIN_ITEMS = 8  # fewer items, each of more heads, would leave threads without work
+MAX_HEADS_PER_ITEM = 8  # of heads whose rows are neighbours in memory
 MAX_FEW_HEADS = 4  # up to this number of heads of all batches, splits of the keys keep more threads busy
 
 
@@ -81,16 +86,21 @@ class BoundDecode(BoundCall):
 
     def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
         problem = arguments.problem
-        self.splits = 0, 0, 0, 0  # the words of `run` for the last number of keys
+        self.splits = 0, 0, 0, 0, 0  # the words of `run` for the last number of keys
         self.min_keys = min_decode_keys(problem.n)
         self.work_per_key = problem.B * problem.H * problem.n * (problem.d_k + problem.d_v)  # multiplications
         self.has_dynamic_key_length = spec.mask is None and spec.score is None
         rows, output_rows = problem.group * problem.n, problem.B * problem.H * problem.n
-        self.items_per_split = problem.B * problem.G * -(-rows // MAX_ROWS_PER_ITEM)
-        self.target_splits = -(-TARGET_ITEMS // self.items_per_split)  # number of splits, if there are enough keys
+        self.batches, self.key_heads, self.row_blocks = problem.B, problem.G, -(-rows // MAX_ROWS_PER_ITEM)
+        self.blocks = problem.B * problem.G * self.row_blocks  # of query rows, each of one key head
+        self.target_splits = -(-TARGET_PARTS // self.blocks)  # number of splits, if there are enough keys
+        head_stride, row_stride, _ = layout(problem.key)[1][-3:]
+        max_heads = min(MAX_ROWS_PER_ITEM // round_up(rows, spec.unroll), MAX_HEADS_PER_ITEM)
+        can_share = abs(head_stride) < abs(row_stride) and arguments.tile_ranges.heads == 1
+        self.max_heads_per_item = max_heads if can_share else 1
         num_splits = self.target_splits if self.has_dynamic_key_length else self.split_keys(problem.m)[1]
         size = np.dtype(problem.accumulator).itemsize
-        zeroed = {"counter": 1, "imprecise_lse_flag": 1, "nonfinite_flag": 1, "finished_splits": self.items_per_split}
+        zeroed = {"counter": 1, "imprecise_lse_flag": 1, "nonfinite_flag": 1, "finished_splits": self.blocks}
         workspace = zeroed | {
             "split_lse": num_splits * output_rows,
             "split_output": -(-num_splits * output_rows * problem.d_v * size // 8),
@@ -106,7 +116,7 @@ class BoundDecode(BoundCall):
             Decode,
             values,
             processor,
-            max_threads=self.items_per_split * num_splits,
+            max_threads=self.blocks * num_splits,
             workspace=workspace,
             zeroed=tuple(zeroed),
             outputs=[0] * spec.num_output_arrays,
@@ -118,10 +128,12 @@ class BoundDecode(BoundCall):
         split_size = -(-blocks // min(self.target_splits, -(-m // MIN_KEYS_PER_SPLIT)))
         return split_size, -(-blocks // split_size)
 
-    def make_splits(self, num_keys: int) -> tuple[int, int, int, int]:
+    def make_splits(self, num_keys: int) -> tuple[int, int, int, int, int]:
         """Return the words that follow those of the forward kernel."""
         split_size, num_splits = self.split_keys(num_keys)
-        return num_keys, self.items_per_split * num_splits, num_splits, split_size
+        heads = max(min(self.blocks * num_splits // MIN_ITEMS, self.max_heads_per_item), 1)
+        items = self.batches * -(-self.key_heads // heads) * self.row_blocks * num_splits
+        return num_keys, items, num_splits, split_size, heads
 
     def has_little_work(self, num_keys: int) -> bool:
         """True if a second thread costs more than it saves."""
