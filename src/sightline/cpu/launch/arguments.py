@@ -180,10 +180,12 @@ def compile_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Bl
     """Return the compiled kernel as `processor.call` takes it.
 
     A forward kernel has two parts. Only one part depends on mask and score, so only this part is compiled for new
-    formulas. A kernel whose statistics have formulas is not divided.
+    formulas. A kernel with statistics is not divided if formulas have tables or numbers: these precede the addresses of
+    the statistics in the argument block, so that the part without formulas would not find the statistics.
     """
     name, machine = f"sightline_{spec.kernel}", machine_for(processor, spec.dtype)
-    if spec.kernel == "forward" and not spec.extra_formulas and processor.links_parts:
+    finds_outputs = not spec.roles or not (spec.extra_formulas or spec.tables or arguments.numbers)
+    if spec.kernel == "forward" and finds_outputs and processor.links_parts:
         rest = without_formulas(spec)
         common = Part(repr(rest), lambda: writer(rest, (None, None), machine).write(name))
         functions = ScoreFunctions(spec, arguments.formulas, machine)
