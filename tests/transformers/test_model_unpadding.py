@@ -217,6 +217,13 @@ def test_models_that_cannot_be_unpadded_are_refused(make, reason):
         pass
 
 
+def test_layers_that_make_a_bias_of_places_are_refused_when_they_run():
+    sizes = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes)).eval()
+    with unpadded(model), pytest.raises(ParameterError, match="position_bias= of UMT5Attention"):
+        model(torch.ones(2, 3, dtype=torch.long), attention_mask=torch.tensor([[1, 1, 1], [1, 0, 0]]))
+
+
 def with_convolution(model):
     model.bert.encoder.layer[1].mixer = torch.nn.Conv1d(SIZES["hidden_size"], 4, 3)
     return model

@@ -112,6 +112,12 @@ def sightline_attention(
         score, attention_mask = _add_to_score(attention_mask, score), None
     needs_weights = _needs_weights(module, options)
     unpadding = attention_mask.unpadding if isinstance(attention_mask, FormulaMask) else None
+    if unpadding is not None and position_bias is not None:
+        raise ParameterError(
+            f"position_bias= of {type(module).__name__}, whose places are those of the sequence without padding",
+            "layers without position biases in `unpadded`",
+            "call the model without `unpadded`",
+        )
     if unpadding is not None and (needs_weights or is_watched(module)):  # statistics are those of the padded batch
         query, key, value = map(unpadding.pad, (query, key, value))
         attention_mask = attention_mask.padded
