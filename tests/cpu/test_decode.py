@@ -145,7 +145,7 @@ def test_masks_by_head_if_no_head_shares_keys(taken):
 def test_the_tile_ranges_of_another_head_are_seen(monkeypatch, fresh_kernels):
     from fault_planting import broken
 
-    faulty = broken(decode, " + self.g * args.tile_range_head_stride", "")
+    faulty = broken(decode, " + self.first_head * args.tile_range_head_stride", "")
     monkeypatch.setattr(launch_decode, "Decode", faulty.Decode)
     with pytest.raises(AssertionError):
         check_masks_by_head()

@@ -304,20 +304,20 @@ def test_peaks():
 
 
 def test_the_dot_product_of_pairs_adds_up():
-    """The LLVM text of the bfloat16 peak adds two products to each lane, in every chain and iteration."""
-    from sightline.cpu.kernels.rate_loops import NAME, UNROLL, _dot_product_loop
+    """The loop of the bfloat16 peak adds two products to each of 16 lanes, in every chain and iteration."""
+    from sightline.cpu.kernels.rate_loops import NAME, make_product_loop
     from sightline.cpu.runtime.compile import compile_module
     from sightline.cpu.runtime.machine import host
 
     if not host().has_bf16_dot:
         pytest.skip("no AVX-512 bfloat16")
-    chains, iterations = 3, 5
-    address = compile_module(_dot_product_loop(chains), host(), NAME)
+    iterations, loop = 5, make_product_loop("bfloat16", host())
+    address = compile_module(str(loop.module), host(), NAME)
     ones = np.full(32, 0x3F80, np.uint16)  # 1.0
     sums = np.zeros(16, np.float32)
     arguments = np.array([iterations, ones.ctypes.data, sums.ctypes.data], np.int64)
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(arguments.ctypes.data)
-    np.testing.assert_array_equal(sums, chains * iterations * UNROLL * 2)
+    np.testing.assert_array_equal(sums, iterations * loop.flops / (2 * 16))
 
 
 def test_first_calls():
