@@ -1,6 +1,7 @@
 """Tests of `sightline.transformers.unpadded`: the results of the padded batch, computed for its real tokens alone."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -199,6 +200,24 @@ def test_contexts_may_be_nested_and_leave_nothing_behind():
         assert tokens_per_linear(model, batch.inputs) == {int(batch.real.sum())}
     with pytest.raises(KeyError), unpadded(model):
         raise KeyError
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_threads_share_a_model():
+    """A context that ends first leaves the layers of the others as they are."""
+    model = make_model("BERT")
+    batch = make_inputs(model, "right")
+    with torch.no_grad(), unpadded(model):
+        expected = model(**batch.inputs).logits
+
+    def run_often(_):
+        for _ in range(5):
+            with torch.no_grad(), unpadded(model):
+                found = model(**batch.inputs).logits
+        return torch.equal(found, expected)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(run_often, range(3)))
     assert not any("forward" in vars(module) for module in model.modules())
 
 

@@ -72,7 +72,8 @@ class Watcher:
 
 
 _lock = threading.Lock()
-_ORIGINALS: dict[tuple[int, str], tuple[Any, int]] = {}  # the original value of an attribute, and its open contexts
+# the original value of an attribute, whether the object itself and not its class had it, and its open contexts
+_ORIGINALS: dict[tuple[int, str], tuple[Any, bool, int]] = {}
 _WATCHERS: WeakKeyDictionary[nn.Module, tuple[Watcher, ...]] = WeakKeyDictionary()
 
 
@@ -149,15 +150,17 @@ def restore_on_exit(owner: Any, name: str) -> Iterator[None]:
     """Restore an attribute on exit. If several contexts hold the attribute, the last one to exit restores it."""
     key = id(owner), name
     with _lock:
-        original, count = _ORIGINALS.get(key, (getattr(owner, name), 0))
-        _ORIGINALS[key] = original, count + 1
+        original, is_own, count = _ORIGINALS.get(key, (getattr(owner, name), name in vars(owner), 0))
+        _ORIGINALS[key] = original, is_own, count + 1
     try:
         yield
     finally:
         with _lock:
-            original, count = _ORIGINALS.pop(key)
+            original, is_own, count = _ORIGINALS.pop(key)
             if count > 1:
-                _ORIGINALS[key] = original, count - 1
+                _ORIGINALS[key] = original, is_own, count - 1
+            elif not is_own and name in vars(owner):
+                delattr(owner, name)
             else:
                 setattr(owner, name, original)
 

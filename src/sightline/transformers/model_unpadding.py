@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from transformers import Cache
 
 from ..errors import ParameterError
+from ..torch.hooks import restore_on_exit
 from .mask_interface import FormulaMask
 from .model_layers import find_attention_layers, is_cross_attention, using_sightline
 from .unpadding import Unpadding
@@ -67,7 +68,8 @@ def unpadded(model: nn.Module) -> Iterator[None]:
     with ExitStack() as exit_stack:
         exit_stack.enter_context(using_sightline(model))
         for layer in layers:
-            exit_stack.enter_context(_replacing_forward(layer, _forward_without_padding(layer.forward)))
+            exit_stack.enter_context(restore_on_exit(layer, "forward"))
+            layer.forward = _forward_without_padding(layer.forward)  # inside the hooks of the layer
         yield
 
 
@@ -101,19 +103,6 @@ def _check_layer(layer: nn.Module) -> None:
             "layers whose tokens meet in self-attention alone",
             "call the model without `unpadded`, with texts of similar length in a batch",
         )
-
-
-@contextmanager
-def _replacing_forward(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the layer's `forward`, inside the hooks of the layer, while the context lasts."""
-    own = vars(layer).get("forward")
-    layer.forward = forward
-    try:
-        yield
-    finally:
-        del layer.forward
-        if own is not None:
-            layer.forward = own
 
 
 def _forward_without_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
