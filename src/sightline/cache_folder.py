@@ -12,7 +12,7 @@ CACHE_VARIABLE = "SIGHTLINE_CACHE"
 
 
 def cache_setting() -> str:
-    """Return the value of SIGHTLINE_CACHE, "off" in lower case; "" if it is not set."""
+    """Return the value of SIGHTLINE_CACHE: "off" for "OFF" and "Off" too, and "" if the variable is not set."""
     setting = os.environ.get(CACHE_VARIABLE, "").strip()
     return "off" if setting.lower() == "off" else setting
 

@@ -1,4 +1,4 @@
-"""Tests of `sightline.transformers.unpadded`: the results of the padded batch, computed for its real tokens alone."""
+"""Tests that `sightline.transformers.unpadded` gives the results of the padded batch, and computes no padding."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor

@@ -144,7 +144,7 @@ class Derivative:
 
     @property
     def num_own_tensors(self) -> int:
-        """The number of tensors before those of the order below: the gradients, and at order 1 also output and lse."""
+        """The number of tensors that this order adds: its gradients, and at order 1 also output and lse."""
         return self.num_gradients + (2 if self.order == 1 else 0)
 
     @property

@@ -20,9 +20,10 @@ from .model_layers import find_attention_layers, is_cross_attention, using_sight
 def masking(model: nn.Module, mask: Any, *, layers: str | int | Sequence[str | int] | None = None) -> Iterator[None]:
     """Hide keys in the self-attention of a transformers model by a formula.
 
-    A query attends to a key if the formula and the model's own masks, such as causal and padding masks, allow it. While
-    the context lasts, the model uses `attn_implementation="sightline"`. On exit the model is restored, after an error
-    too. Contexts may be nested; their formulas are then combined by "and". Cross-attention is not changed.
+    A query attends to a key if the formula allows it, and the model's own masks allow it too. These are, for example,
+    causal and padding masks. If contexts are nested, all formulas must allow the key. Cross-attention is not changed.
+    While the context lasts, the model uses `attn_implementation="sightline"`. On exit, also after an error, the model
+    is restored. Layers that `torch.compile` compiled do not read the formula.
 
     Parameters
     ----------
