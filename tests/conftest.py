@@ -45,8 +45,8 @@ def pytest_configure(config):
 
 
 # What `make test-wide` runs: products of dtypes, layouts and frameworks, and long programs. A row names a file, a
-# function, or a test with its parameters. For the number k of a row, `make test` runs about one of k of these tests; for
-# 0 it runs none. The names of the tests decide which, so every run has the same tests.
+# function, or a test with its parameters. For the number k of a row, `make test` runs about one of k of these tests.
+# For 0 it runs none. The names of the tests decide which, so every run has the same tests.
 WIDE = {
     "api/out_of_core/test_out_of_core.py::test_a_window_with_sinks_and_documents": 3,
     "api/out_of_core/test_out_of_core.py::test_anonymous_memory_stays_within_the_limit": 0,
