@@ -53,6 +53,7 @@ FORWARD = {
     "missed last rows": Fault(
         register_tile, "with builder.if_then(count > whole):", "with builder.if_then(count > max_rows):"
     ),
+    "rows of the output one head after another": Fault(forward, "self.format, args.output_row_stride)", "self.format)"),
     "wrong key head": Fault(forward, "self.locate_keys(self.b, self.g,", "self.locate_keys(self.b, self.g * 0,"),
     "a tile range left too late": Fault(
         shared_tiles, ".load(INT64) > first)", ".load(INT64) >= first)", methods=("find_tile",)

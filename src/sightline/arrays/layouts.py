@@ -179,13 +179,14 @@ class ArrayAdapter:
     Parameters
     ----------
     address : array → address of the array's first entry
-    make_empty : (shape, dtype or its name) → function () that allocates an array
+    make_empty : (shape, dtype or its name, heads_in_rows=False) → function () that allocates an array, like
+        `operations.empty`
     finish_lse : (lse float64, output) → lse as users receive it
     draw_seed : () → a seed of dropout; None if the caller must give one
     """
 
     address: Callable[[Any], int]
-    make_empty: Callable[[tuple[int, ...], Any], Callable[[], Any]]
+    make_empty: Callable[..., Callable[[], Any]]
     finish_lse: Callable[[Any, Any], Any]
     draw_seed: Callable[[], int] | None
 
@@ -203,7 +204,11 @@ def _finish_lse(lse: Any, output: Any) -> Any:
     return lse.astype(np.float64 if output.dtype == np.float64 else np.float32)
 
 
-def _make_empty(shape: tuple[int, ...], dtype: Any) -> Callable[[], Any]:
+def _make_empty(shape: tuple[int, ...], dtype: Any, heads_in_rows: bool = False) -> Callable[[], Any]:
+    if heads_in_rows:
+        *lead, heads, positions, width = shape
+        memory_shape = *lead, positions, heads, width
+        return lambda: np.empty(memory_shape, dtype).swapaxes(-3, -2)
     return partial(np.empty, shape, dtype)
 
 

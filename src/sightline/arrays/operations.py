@@ -234,11 +234,29 @@ def checksum(array: Array) -> bytes | int:
     return zlib.crc32(array.ravel(order="K").view(np.uint8))
 
 
-def empty(shape: tuple[int, ...], name: str, like: Array) -> Array:
-    """Return a new array of that shape and dtype with undefined entries, in `like`'s library and on its device."""
+def empty(shape: tuple[int, ...], name: str, like: Array, heads_in_rows: bool = False) -> Array:
+    """Return a new array of that shape and dtype with undefined entries, in `like`'s library and on its device.
+
+    With `heads_in_rows` the axes −3 and −2 are swapped in memory; see `has_heads_in_rows`.
+    """
+    if heads_in_rows:
+        *lead, heads, positions, width = shape
+        return empty((*lead, positions, heads, width), name, like).swapaxes(-3, -2)
     if framework(like) == "torch":
         return like.new_empty(shape, dtype=resolve_dtype(namespace(like), name))
     return np.empty(shape, resolve_dtype(np, name))
+
+
+def has_heads_in_rows(query: Array) -> bool:
+    """True if a row of memory holds the heads of a position side by side, as in a view of (B, n, H · d).
+
+    The output of such a query has the same order in memory, so that joining its heads to (B, n, H · d) needs no copy.
+    An array on a GPU is no such query, because the kernels of GPUs write contiguous outputs.
+    """
+    if query.ndim < 4 or query.shape[-3] == 1 or query.shape[-2] == 1 or device(query) != "cpu":
+        return False
+    head_stride, row_stride = (query.stride() if framework(query) == "torch" else query.strides)[-3:-1]
+    return bool(abs(head_stride) < abs(row_stride))
 
 
 def itemsize(dtype: str) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..arrays.layouts import ADAPTERS, numpy_address
-from ..arrays.operations import accumulator, convert, detach, dtype_name, namespace, to_numpy
+from ..arrays.operations import accumulator, convert, detach, dtype_name, has_heads_in_rows, namespace, to_numpy
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..problem.kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients
@@ -287,7 +287,8 @@ class BackwardPasses:
             if own is None:
                 return
             rows = output.shape[:-1]
-            columns = make_empty((*rows, 1), output.dtype), make_empty(rows, dtype)
+            column = make_empty((*rows, 1), output.dtype, has_heads_in_rows(operands[0]))
+            columns = column, make_empty(rows, dtype)
             weights_sum = PreparedCall(found.bound_sum, own, OPERANDS, ("output",), columns, num_keys, False)
         makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
         makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from ..arrays.layouts import ADAPTERS, ArrayAdapter, numpy_address
+from ..arrays.operations import has_heads_in_rows
 from ..caching import cached_property
 from ..formula.expression import Expression
 from ..problem.kernel import Result
@@ -125,7 +126,7 @@ def _bind_family(request: Request, query: Any, key: Any, value: Any) -> ForwardE
     bound_call = family.bind(query, key, value, tables)
     if bound_call is None:
         return None
-    makers = member.make_makers((*query.shape[:-1], value.shape[-1]))
+    makers = member.make_makers((*query.shape[:-1], value.shape[-1]), has_heads_in_rows(query))
     prepared = member.prepared.rebind(bound_call, makers, key.shape[-2])
     entry = replace(member, prepared=prepared, attach=None if member.attach is None else copy(member.attach))
     store(calls, _cache_key(request, bound_call), entry)
@@ -251,10 +252,13 @@ class ForwardEntry(ResultBuilder):
         expected = [(slice(k, k + 1), None, 1) for k in range(len(arrays))]
         return self.attach is None and not self.needs_lse and arrays == expected
 
-    def make_makers(self, shape: tuple[int, ...]) -> list[Callable[[], Any]]:
-        """Return the functions that allocate the results of the forward kernel; `shape` is that of the output."""
+    def make_makers(self, shape: tuple[int, ...], heads_in_rows: bool) -> list[Callable[[], Any]]:
+        """Return the functions that allocate the results of the forward kernel.
+
+        `shape` is that of the output, and `heads_in_rows` the result of `has_heads_in_rows` for the query.
+        """
         make_empty, rows = self.adapter.make_empty, shape[:-1]
-        makers = [make_empty(shape, self.dtype)]
+        makers = [make_empty(shape, self.dtype, heads_in_rows)]
         if self.needs_lse:  # without statistics the caller does not see it: NumPy's suffices
             makers.append(make_empty(rows, "float64") if self.statistics else partial(np.empty, rows))
         return [*makers, *[make_empty(rows, dtype) for dtype in self.statistic_dtypes]]
@@ -386,7 +390,9 @@ def insert(
     rest = tuple(passes), output.dtype, statistic_dtypes, needs_lse, squeezed_axis, has_dropout
     prepared = PreparedCall(bound_call, inputs, OPERANDS, results, (), problem.m, can_be_direct)
     entry = kind(adapter, statistics, attach, prepared, *rest)
-    entry.prepared = prepared.rebind(bound_call, entry.make_makers(tuple(output.shape)), problem.m)
+    entry.prepared = prepared.rebind(
+        bound_call, entry.make_makers(tuple(output.shape), has_heads_in_rows(arrays[0])), problem.m
+    )
     store(calls, request.key if passes else _cache_key(request, bound_call), entry)
     shared_key = None if bound_call.family is None or passes else family_key(request.key)
     if shared_key is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -68,11 +69,8 @@ class _Entry(NamedTuple):
 def _make_entry(
     text: bytes, setting: bytes | None, call: XlaForward, prepared: PreparedCall, record: LaunchRecord
 ) -> _Entry:
-    output = call.results[OUTPUT]
-    *lead, heads, queries, width = output.shape
-    scratch = np.empty(output.shape, output.numpy_dtype) if output.by_position else None
     texts = np.frombuffer(text, np.uint8), np.frombuffer((setting or b"") + b"\0", np.uint8)
-    batches, values = int(np.prod(lead)), np.zeros(NUM_VALUES, np.int64)
+    values = np.zeros(NUM_VALUES, np.int64)
     values[FIRST_NUMBER : FIRST_NUMBER + len(call.numbers)] = [to_word(number) for number in call.numbers]
     fields = {
         "text": texts[0].ctypes.data,
@@ -81,13 +79,8 @@ def _make_entry(
         "record": record.address,
         "num_arguments": len(call.arguments),
         "values": values.ctypes.data,
-        "num_rows": batches * heads * queries,
+        "num_rows": math.prod(call.results[OUTPUT].shape[:-1]),
         "is_lse_wide": call.results[LSE].dtype == "float64",
-        "scratch": 0 if scratch is None else scratch.ctypes.data,
-        "batches": batches,
-        "heads": heads,
-        "queries": queries,
-        "row_bytes": width * output.numpy_dtype.itemsize,
     }
     array = np.array([fields[name] for name in ENTRY_FIELDS], np.int64)
-    return _Entry(array, record, prepared, (scratch, values, texts))
+    return _Entry(array, record, prepared, (values, texts))

@@ -10,6 +10,7 @@ from torch import _C, Tensor
 from torch.nn import Parameter
 
 from ..arrays.layouts import ADAPTERS, BOOLEANS, MAX_GPUS, ArrayAdapter, Layout, Tensors, make_kind
+from ..arrays.operations import empty
 from ..dispatch.lookup import serve_tensors
 from .autograd import INTERCEPTIONS
 from .operator_schema import make_seed
@@ -23,9 +24,12 @@ _DLPACK_CODES = {  # the code of each dtype in the struct DLDataType of DLPack
 }
 
 
-def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str) -> Callable[[], Tensor]:
-    """Return a function that allocates a tensor of this shape and dtype."""
+def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str, heads_in_rows: bool = False) -> Callable[[], Tensor]:
+    """Return a function that allocates a tensor like `arrays.operations.empty`."""
     dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+    if heads_in_rows:
+        strides = empty(shape, "float32", torch.empty((), device="meta"), heads_in_rows).stride()
+        return partial(torch.empty_strided, shape, strides, dtype=dtype)
     example = torch.empty((), dtype=dtype).expand(shape)  # it has the memory of one number
     return partial(torch.empty_like, example)  # half the time of `torch.empty` with a dtype
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arrays.operations import empty, has_heads_in_rows
 from ..dispatch.call_text import count_arrays, flatten_result, split_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, push_forward, solve
 from ..problem.kernel import Gradients, Plan, Tangents
@@ -46,13 +47,17 @@ def _forward(*args: Any) -> list[Tensor]:
     """Return the results in the order of `flatten_result`."""
     arguments = OperatorArguments(*args)
     problem = arguments.problem()
-    return flatten_result(problem.see, solve(problem, arguments.kernel, arguments.threads))
+    output, *others = flatten_result(problem.see, solve(problem, arguments.kernel, arguments.threads))
+    if has_heads_in_rows(problem.query):  # as `_forward_shapes` says; only a kernel other than the CPU's needs a copy
+        return [output.swapaxes(-3, -2).contiguous().swapaxes(-3, -2), *others]
+    return [output.contiguous(), *others]
 
 
 def _forward_shapes(*args: Any) -> list[Tensor]:
     problem = OperatorArguments(*args).build_problem()
     query, rows = problem.query, problem.query.shape[:-1]
-    outputs = [query.new_empty((*rows, problem.d_v)), query.new_empty(rows, dtype=torch.float64)]
+    output = empty((*rows, problem.d_v), problem.dtype, query, has_heads_in_rows(query))
+    outputs = [output, query.new_empty(rows, dtype=torch.float64)]
     for statistic in problem.see:
         if count_arrays(statistic):
             made = statistic.outputs(problem)

@@ -23,11 +23,6 @@ ENTRY_FIELDS: dict[str, Any] = {
     "values": POINTER,  # the values of the record's words; the numbers of the formulas never change
     "num_rows": INT64,  # queries of all heads and batches
     "is_lse_wide": INT64,  # 1 if the result lse is float64, 0 if it is float32
-    "scratch": POINTER,  # where the kernel writes its output if the result has heads after positions; else null
-    "batches": INT64,
-    "heads": INT64,
-    "queries": INT64,
-    "row_bytes": INT64,  # of one row of the output
 }
 SLOTS = "sightline_xla_slots"  # a variable of the module: the address of an entry for each hash
 NUM_SLOTS = 1024
@@ -61,7 +56,7 @@ class XlaDirectCall:
                 with builder.if_then(record.find_tile_ranges()):
                     is_done.set(record.run_kernel(holds_lock=False) < 2)
                 with builder.if_then(is_done.get()):
-                    self.write_results()
+                    self.write_lse()
                 record.exchange_busy(0)
         return is_done.get()
 
@@ -85,18 +80,16 @@ class XlaDirectCall:
         builder, values = self.builder, self.field("values")  # no other thread writes them while the record is in use
         with builder.loop(0, self.field("num_arguments")) as index:
             values.at(index * 8).store(self.buffers.at(index * 8).load(INT64))
-        scratch = self.field("scratch")
-        output = builder.where(scratch == builder.null(), self.result(OUTPUT), scratch)
-        for place, address in enumerate((output, self.result(PRECISE_LSE))):
-            values.at(8 * (FIRST_RESULT + place)).store(address)
+        for place, result in enumerate((OUTPUT, PRECISE_LSE)):
+            values.at(8 * (FIRST_RESULT + place)).store(self.result(result))
         record.write_words(values)
 
     def result(self, index: int) -> Value:
         """Return the address of a result."""
         return self.buffers.at((self.field("num_arguments") + index) * 8).load(POINTER)
 
-    def write_results(self) -> None:
-        """Write lse from the float64 lse, and the output from the scratch memory if it is there."""
+    def write_lse(self) -> None:
+        """Write lse from the float64 lse."""
         builder, precise, lse = self.builder, self.result(PRECISE_LSE), self.result(LSE)
         is_wide = self.field("is_lse_wide") == 1
         with builder.loop(0, self.field("num_rows")) as row:
@@ -106,19 +99,6 @@ class XlaDirectCall:
                     lse.at(row * 8).store(number)
                 with no:
                     lse.at(row * 4).store(number.to(FLOAT))
-        with builder.if_then(self.field("scratch") != builder.null()):
-            self.copy_rows()
-
-    def copy_rows(self) -> None:
-        """Copy the output from (batches, heads, queries, width) to (batches, queries, heads, width)."""
-        builder, scratch, output = self.builder, self.field("scratch"), self.result(OUTPUT)
-        heads, queries, row_bytes = self.field("heads"), self.field("queries"), self.field("row_bytes")
-        with builder.loop(0, self.field("batches")) as batch:
-            first = batch * heads * queries
-            with builder.loop(0, heads) as head, builder.loop(0, queries) as query:
-                source = scratch.at((first + head * queries + query) * row_bytes)
-                target = output.at((first + query * heads + head) * row_bytes)
-                builder.call("memcpy", POINTER, target, source, row_bytes)
 
 
 def slot_of(builder: Builder, text: Value, length: Value) -> Value:

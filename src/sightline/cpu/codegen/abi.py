@@ -79,7 +79,8 @@ def end_with(names: Sequence[str], fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _FORWARD_FIELDS = COMMON_FIELDS | {
-    "output": POINTER,  # (B, H, n, d_v), contiguous
+    "output": POINTER,  # (B, H, n, d_v) with these strides in bytes, and adjacent columns
+    **dict.fromkeys(("output_batch_stride", "output_head_stride", "output_row_stride"), INT64),
     "sinks": POINTER,  # (H,) float64
     "imprecise_lse_flag": POINTER,  # set to 1 if an lse is NaN, +∞, or above `kernel.MAX_LSE` in size
 }
@@ -175,6 +176,11 @@ class LoadedArguments:
         """Return the address of the first row of one head of an operand, in batch b."""
         offset = self._values[f"{name}_batch_offsets"].at(b * 8).load(INT64)
         return self._values[name].at(offset).at(head * self._values[f"{name}_head_stride"])
+
+    def output_row(self, b: Value, h: Value, i: Value) -> Value:
+        """Return the address of a row of the output that the kernel writes."""
+        offset = b * self.output_batch_stride + h * self.output_head_stride + i * self.output_row_stride
+        return self.output.at(offset)
 
 
 def pack(

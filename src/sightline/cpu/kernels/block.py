@@ -214,12 +214,18 @@ class Block:
         with builder.loop(0, tiles.block) as lane, builder.loop(whole, count) as c:
             self.lane_address(target, c, lane).store(read(row(lane).at(c * size), 1))
 
-    def store_transposed(self, source: Value, width: int, target: Value, format: FloatFormat) -> None:
-        """Store target[lane][d] = source[d][lane] in the given format, for every lane with a query."""
+    def store_transposed(
+        self, source: Value, width: int, target: Value, format: FloatFormat, row_stride: Any = None
+    ) -> None:
+        """Store target[lane][d] = source[d][lane] in the given format, for every lane with a query.
+
+        `row_stride` is in bytes; without it the rows of the target are contiguous.
+        """
         size = format.itemsize
+        stride = width * size if row_stride is None else row_stride
 
         def write(lane: Value, d: Value, numbers: Value) -> None:
-            format.store(target.at(lane * (width * size) + d * size), numbers)
+            format.store(target.at(lane * stride + d * size), numbers)
 
         self.write_transposed_rows(source, width, write)
 

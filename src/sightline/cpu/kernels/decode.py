@@ -373,8 +373,8 @@ class Decode(Block):
         builder, args, tiles = self.builder, self.args, self.tiles
         rows = args.batches * args.H * args.n  # number of query rows in the output of a split
         with builder.loop(0, self.num_rows) as r:
-            h, _ = self.locate_query(r)
-            row = self.locate_row(r)
+            h, i = self.locate_query(r)
+            row, output = self.locate_row(r), args.output_row(self.b, h, i)
             sink = args.sinks.at(h * 8).load(DOUBLE) if self.spec.has_sinks else builder.value(-math.inf, DOUBLE)
             running_max = Variable(builder, DOUBLE, sink)
             with builder.loop(0, args.num_splits) as split:
@@ -411,8 +411,7 @@ class Decode(Block):
                     offset = (split * rows + row) * self.output_row_bytes + c * tiles.itemsize
                     entries = args.split_output.at(offset).load(self.vector)
                     weighted.set(builder.fma(entries, share.to(self.float), weighted.get()))
-                target = args.output.at((row * self.spec.d_v + c) * self.format.itemsize)
-                self.format.store(target, weighted.get())
+                self.format.store(output.at(c * self.format.itemsize), weighted.get())
 
 
 def sum_pairwise(values: list[Value]) -> Value:

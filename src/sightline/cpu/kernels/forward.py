@@ -295,8 +295,8 @@ class Forward(SharedTiles):
             tiles.store(max_row, 0, v, builder.where(is_empty, -math.inf, self.running_max[v].get()))
             with builder.loop(0, self.spec.d_v) as d:
                 tiles.store(self.o_t, d, v, tiles.load(self.o_t, d, v) * share)
-        output = args.output.at(self.row * (self.spec.d_v * self.format.itemsize))
-        self.store_transposed(self.o_t, self.spec.d_v, output, self.format)
+        output = args.output_row(self.b, self.h, self.i0)
+        self.store_transposed(self.o_t, self.spec.d_v, output, self.format, args.output_row_stride)
         with builder.if_then(args.lse != builder.null()), builder.loop(0, self.num_valid) as lane:
             rows = (sum_row, compensation_row, max_row)
             total, error, largest = (self.lane_address(x, 0, lane).load(self.float).to(DOUBLE) for x in rows)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ...arrays.operations import detach, empty, layout, map_entries, to_numpy
+from ...arrays.operations import detach, empty, has_heads_in_rows, itemsize, layout, map_entries, to_numpy
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
 from ...formula.formula_checks import find_index_ranges
 from ...formula.parameters import TableParameter, structure_of
@@ -113,6 +113,14 @@ class KernelArguments:
         for name, array in self.arrays.items():
             fields |= operand_fields(name, array, self.keep_alive)
         return fields
+
+
+def output_strides(problem: Problem) -> dict[str, int]:
+    """Return the values of the fields for the strides of the output; see `has_heads_in_rows`."""
+    row = problem.d_v * itemsize(problem.dtype)
+    batch = problem.H * problem.n * row
+    head, position = (row, problem.H * row) if has_heads_in_rows(problem.query) else (problem.n * row, row)
+    return {"output_batch_stride": batch, "output_head_stride": head, "output_row_stride": position}
 
 
 def operand_fields(name: str, array: Any, keep_alive: list[Any]) -> dict[str, int]:

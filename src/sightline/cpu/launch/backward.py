@@ -27,7 +27,7 @@ from .arguments import (
     with_contiguous_rows,
 )
 from .bound_call import BoundCall
-from .forward import forward
+from .forward import forward, make_output
 from .statistics import CpuFusedStatistics
 from .table_gradients import TableGradient, differentiate_sinks, find_table_gradients, sum_table_gradients
 
@@ -208,8 +208,7 @@ def _sum_over_keys(
     """Return Σⱼ P ∘ formula of every query, and the bound call: a forward pass with one column of value."""
     narrow = problem.with_statistics(Mass(formula), value=problem.value[..., :1])
     fused, lse = CpuFusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
-    output = empty((*lse.shape, narrow.d_v), narrow.dtype, narrow.query)
-    call = forward(narrow, output, lse, threads, processor, fused)
+    call = forward(narrow, make_output(narrow), lse, threads, processor, fused)
     return convert(fused.arrays[0].astype(np.float64), problem.query), call
 
 

@@ -22,7 +22,7 @@ from ..kernels.kernel_spec import (
     round_up,
 )
 from ..runtime.processor import Processor
-from .arguments import KernelArguments, has_unit_stride, make_spec
+from .arguments import KernelArguments, has_unit_stride, make_spec, output_strides
 from .bound_call import BoundCall, run_first
 from .call_family import CallFamily
 from .product_rates import machine_for
@@ -107,7 +107,7 @@ class BoundDecode(BoundCall):
         }
         if spec.roles:
             workspace["split_entropy"] = num_splits * output_rows
-        values = {"batches": problem.B}
+        values = {"batches": problem.B, **output_strides(problem)}
         if self.has_dynamic_key_length:  # without a mask there is one tile range, which contains the tiles of every m
             values["tile_range_last"] = arguments.retain(np.full(1, 2**62))
         super().__init__(

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.operations import convert, empty
+from ...arrays.operations import convert, empty, has_heads_in_rows
 from ...problem.kernel import Result
 from ...problem.problem import Problem
 from ..kernels.forward import Forward
 from ..kernels.kernel_spec import KernelSpec, max_blocks_per_item
 from ..runtime.processor import Processor
 from ..runtime.thread_count import available_processors
-from .arguments import KernelArguments, prepare, write_kernel
+from .arguments import KernelArguments, output_strides, prepare, write_kernel
 from .bound_call import BoundCall, run_first
 from .call_family import CallFamily
 from .decode import can_decode, decode
@@ -26,7 +26,7 @@ MIN_PARALLEL_MULTIPLICATIONS = 1 << 21  # with fewer multiplications a second th
 
 def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     """Return output, lse and statistics of a problem from the generated kernels."""
-    output = empty((*problem.batch_shape, problem.H, problem.n, problem.d_v), problem.dtype, problem.query)
+    output = make_output(problem)
     lse = np.empty((*problem.batch_shape, problem.H, problem.n), np.float64)
     fused_statistics = CpuFusedStatistics(problem)
     bound_call: BoundCall | None = None
@@ -42,6 +42,12 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     if any(call is None or not call.is_cacheable for call in calls):
         return Result(output, lse, seen)
     return Result(output, lse, seen, bound_call, passes)
+
+
+def make_output(problem: Problem) -> Any:
+    """Return the array that the kernel of a problem writes its output to."""
+    shape = *problem.query.shape[:-1], problem.d_v
+    return empty(shape, problem.dtype, problem.query, has_heads_in_rows(problem.query))
 
 
 def source(problem: Problem, processor: Processor) -> str:
@@ -80,7 +86,7 @@ def _bind(arguments: KernelArguments, spec: KernelSpec, processor: Processor, nu
         arguments,
         spec,
         Forward,
-        {"items": items, "blocks_per_item": per_item},
+        {"items": items, "blocks_per_item": per_item, **output_strides(problem)},
         processor,
         max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
         workspace={"counter": 1, "imprecise_lse_flag": 1},
