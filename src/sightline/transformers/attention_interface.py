@@ -19,6 +19,7 @@ from ..problem.validation import read_mask
 from ..statistics import weights
 from ..torch.hooks import attend, is_watched
 from .mask_interface import FormulaMask, position_formulas, sightline_mask
+from .position_bias import PositionBias, serve_position_biases
 
 NAME = "sightline"
 UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, with their meaning
@@ -46,7 +47,13 @@ def register() -> None:
     For an attention implementation without a mask function, transformers makes no mask and so ignores padding.
     """
     AttentionInterface.register(NAME, sightline_attention)
-    AttentionMaskInterface.register(NAME, sightline_mask)
+    AttentionMaskInterface.register(NAME, _make_mask)
+
+
+def _make_mask(*arguments: Any, config: Any = None, **options: Any) -> Tensor | None:
+    """Return the mask of a model's layers, which run after this call; see `sightline_mask`."""
+    serve_position_biases(type(config).__module__, NAME)
+    return sightline_mask(*arguments, **options)
 
 
 def sightline_attention(
@@ -106,7 +113,7 @@ def sightline_attention(
                 'attn_implementation="eager" for this model',
             )
     score: Any = None if softcap is None else softcap_score(float(softcap))
-    if position_bias is not None:
+    if position_bias is not None and not _is_zero(position_bias):
         score = _add_to_score(position_bias, score)
     if attention_mask is not None and attention_mask.is_floating_point():
         score, attention_mask = _add_to_score(attention_mask, score), None
@@ -159,10 +166,22 @@ def _add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tenso
 
 
 def _add_to_score(array: Tensor, score: Any) -> Any:
-    """Return the score with the entries of `array` added: the array itself if there is no score yet."""
+    """Return the score with the entries of `array` added: the array itself if there is no score yet.
+
+    A `PositionBias` is added by its formula.
+    """
+    added: Any = array.formula if isinstance(array, PositionBias) else array
     if score is None:
-        return array
-    return bias(array).with_scores(score if isinstance(score, Expression) else bias(score))
+        return added
+    added = added if isinstance(added, Expression) else bias(added)
+    return added.with_scores(score if isinstance(score, Expression) else bias(score))
+
+
+def _is_zero(position_bias: Tensor) -> bool:
+    """True if a bias has no effect: T5 gives a layer without biases, such as cross-attention, an array of zeros."""
+    if isinstance(position_bias, PositionBias) or position_bias.requires_grad or torch.compiler.is_compiling():
+        return False
+    return not bool(position_bias.any())
 
 
 def _needs_weights(module: nn.Module, options: dict[str, Any]) -> bool:

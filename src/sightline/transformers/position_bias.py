@@ -1,0 +1,115 @@
+"""Position biases of T5 and its relatives as a table of distances, without H × n × m arrays.
+
+The first attention layer of such a model computes a bias for each head, query and key, `layer.compute_bias(n, m)`, and
+the layers after it add the same bias. The bias depends on the distance j − i alone, and distances beyond
+`relative_attention_max_distance` share the bias of that distance (Raffel et al., "Exploring the limits of transfer
+learning with a unified text-to-text transformer", 2020, section 2.1).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ..formula.expression import Expression
+from ..formula.library import relative_bias
+from .mask_interface import position_formulas
+
+
+class PositionBias(Tensor):
+    """A bias (1, H, n, m) that stores its formula and no entries, in logits.
+
+    A model passes the bias unchanged from layer to layer. If the model uses the bias in any other tensor operation, the
+    model's own code computes the dense array, and the operation reads that array, with its gradient.
+
+    Attributes
+    ----------
+    rule : Expression
+        The score s + bias, of the positions i and j in the sequence.
+    formula : Expression
+        The score of the call, whose first query may have an offset.
+    """
+
+    rule: Expression
+    formula: Expression
+    _make_dense: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, rule: Expression, formula: Expression, shape: tuple[int, ...], like: Tensor, make_dense: Callable[[], Any]
+    ) -> PositionBias:
+        bias: PositionBias = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        bias.rule, bias.formula, bias._make_dense = rule, formula, make_dense
+        return bias
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, inputs: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ == "__get__":  # the read of an attribute, such as `shape`
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*inputs)
+
+        def dense(value: Any) -> Any:
+            return value._make_dense() if isinstance(value, PositionBias) else value
+
+        return function(*tree_map(dense, inputs), **tree_map(dense, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, inputs: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{function} of a PositionBias, which `__torch_function__` has to make dense")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PositionBias({self.formula}, {tuple(self.shape)})"
+
+
+@lru_cache(None)
+def serve_position_biases(configuration: str, implementation: str) -> None:
+    """Let the attention layers of a family of models return a `PositionBias` for one implementation of attention.
+
+    The function that makes masks calls this function, because a model requests its masks before its layers run. A layer
+    is served if it has the method `compute_bias` of T5, whose arguments are the numbers of queries and of keys.
+
+    Parameters
+    ----------
+    configuration : the module of the family's configuration, such as "transformers.models.t5.configuration_t5"
+    implementation : a name for `attn_implementation`
+    """
+    module = sys.modules.get(configuration.replace(".configuration_", ".modeling_"))
+    for layer in _layers_with_bias(module):
+        layer.compute_bias = _return_formulas(layer.compute_bias, implementation)
+
+
+def _layers_with_bias(module: Any) -> Iterator[Any]:
+    for found in vars(module).values() if module is not None else ():
+        if isinstance(found, type) and issubclass(found, nn.Module) and hasattr(found, "compute_bias"):
+            names = list(inspect.signature(found.compute_bias).parameters)
+            if names == ["self", "query_length", "key_length", "device", "past_seen_tokens"]:
+                yield found
+
+
+def _return_formulas(compute_bias: Callable[..., Tensor], implementation: str) -> Callable[..., Tensor]:
+    """Return the method `compute_bias` of a layer, with a `PositionBias` as its result for this implementation."""
+
+    @wraps(compute_bias)
+    def compute(
+        layer: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+    ) -> Tensor:
+        def make_dense() -> Tensor:
+            return compute_bias(layer, query_length, key_length, device, past_seen_tokens)
+
+        if layer.config._attn_implementation != implementation or torch.compiler.is_compiling():
+            return make_dense()
+        farthest, start = layer.relative_attention_max_distance, int(past_seen_tokens)
+        # one query in the middle of 2 · farthest + 1 keys has each distance once
+        table = compute_bias(layer, 1, 2 * farthest + 1, device, farthest)[0, :, 0]
+        rule = relative_bias(table)
+        formula = rule.rewrite(position_formulas(start, 0, key_length - query_length))
+        return PositionBias(rule, formula, (1, len(table), query_length, key_length), table, make_dense)
+
+    return compute
