@@ -23,7 +23,7 @@ from ..formula.tables import Table
 from ..problem.kernel import Gradients
 from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem, make_problem
 from ..problem.validation import check_choice, read_score, split_names
-from ..statistics import Lse, Statistic, StatisticBase, arrays_of, unwrap_mean
+from ..statistics import Lse, Statistic, StatisticBase, arrays_of, mean_axes_of, places_in, unwrap_mean
 from .tangent import check_numpy, include_scale, read_floats
 
 MAX_COMPARED_BYTES, NUM_SAMPLES = 4096, 64
@@ -314,9 +314,34 @@ class _Call:
         arrays = split_arrays(self.statistics, [output, lse, *self.read_arrays()])
         plan = make_plan(problem, self.kernel)
         found = differentiate(problem, plan, own, d_lse, others, (output, lse), slots, self.threads, arrays)
+        for statistic, d in zip(self.statistics, others, strict=True):
+            if statistic.has_own_problem and d is not None:
+                found = self.add_own_problem(problem, found, statistic, d, slots)
         gradients = zip((found.query, found.key, found.value), self.operands, strict=True)
         query, key, value = (_sum_to(problem.squeeze_heads(d, 2), array) for d, array in gradients)
         return replace(found, query=query, key=key, value=value), self.formulas
+
+    def add_own_problem(
+        self, problem: Problem, found: Gradients, statistic: Statistic, d: Any, slots: Sequence[int]
+    ) -> Gradients:
+        """Return `found` plus the gradients of a statistic that has its own problem, where d is its gradient."""
+        own = statistic.make_own_problem(problem)
+        result = solve(own, self.kernel, self.threads)
+        d_own = np.zeros_like(result.output)
+        if not own.see:  # the statistic is the output of its own problem, or a mean of this output
+            d_own[...] = _spread(d, mean_axes_of(statistic, len(own.batch_shape)), d_own.shape)
+        slot_of = {own.tables[slot].origin: slot for slot in own.score_table_indices}
+        own_slots = [slot_of[problem.tables[slot].origin] for slot in slots]
+        plan, saved = make_plan(own, self.kernel), (result.output, result.lse)
+        added = differentiate(own, plan, d_own, None, (d,) if own.see else (), saved, own_slots, self.threads)
+        rows, heads, key_heads = (np.array(places, np.int64) for places in places_in(problem, statistic))
+        tables = list(found.tables)
+        for slot, own_slot in zip(slots, own_slots, strict=True):
+            tables[slot] = tables[slot] + added.tables[own_slot]
+        query = _add_at(found.query, (..., heads[:, None], rows, slice(None)), added.query)
+        key = _add_at(found.key, (..., key_heads, slice(None), slice(None)), added.key)
+        sinks = None if found.sinks is None else _add_at(found.sinks, heads, added.sinks)
+        return replace(found, query=query, key=key, tables=tuple(tables), sinks=sinks)
 
     def read_arrays(self) -> Sequence[Any]:
         """Return the arrays of the statistics ordered as in `flatten_result`; () if the cache averaged any of them."""
@@ -408,8 +433,15 @@ def _add_head_axis(gradient: Any, statistic: Statistic, problem: Problem) -> Any
 
 def _spread(gradient: Any, axes: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     """Return the gradient of an array of this shape from the gradient of the array's mean over the axes."""
-    count = np.prod([shape[axis] for axis in axes])
+    count = np.prod([shape[axis] for axis in axes], dtype=int)
     return np.broadcast_to(np.expand_dims(gradient, axes), shape) / count
+
+
+def _add_at(array: Any, places: Any, terms: Any) -> Any:
+    """Return the array plus terms at places, which may repeat."""
+    total = np.array(array, np.result_type(array, np.float32))
+    np.add.at(total, places, terms)
+    return total.astype(array.dtype)
 
 
 def _sum_to(gradient: Any, array: Any) -> Any:

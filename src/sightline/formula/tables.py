@@ -148,7 +148,7 @@ class Table:
         axes = tuple([None if axis in symbols else axis for axis in self.axes or ()])
         if axes == (self.axes or ()):
             return self
-        return Table(self.array, axes, has_unknown_entries=self.has_unknown_entries)
+        return Table(self.array, axes, origin=self.origin, has_unknown_entries=self.has_unknown_entries)
 
     def with_unknown_entries(self) -> Table:
         """Return the table with `has_unknown_entries`."""

@@ -19,7 +19,15 @@ from .base import (
 from .matrix import Pooled, Scores, Weights, pooled, scores, weights
 from .per_key import Received, received
 from .per_query import Entropy, Lse, Mass, MaxScore, TopK, entropy, entropy_of, lse, mass, max_score, top_k
-from .selection import Mean, Statistic, average_over, solve_selections_separately, unwrap_mean
+from .selection import (
+    Mean,
+    Statistic,
+    average_over,
+    mean_axes_of,
+    places_in,
+    solve_selections_separately,
+    unwrap_mean,
+)
 from .weighted_sums import weighted_sum
 
 __all__ = [
@@ -48,6 +56,8 @@ __all__ = [
     "lse",
     "mass",
     "max_score",
+    "mean_axes_of",
+    "places_in",
     "pooled",
     "received",
     "scores",

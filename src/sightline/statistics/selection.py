@@ -204,8 +204,7 @@ class Mean(Statistic):
 
     def average(self, array: Any, problem: Problem) -> Any:
         """Return the mean of an array (*batch_shape, H, ...) over the axes that this statistic averages over."""
-        batch_ndim = len(problem.batch_shape)
-        return average_over(array, (*range(batch_ndim),) * self.over_batch + (batch_ndim,) * self.over_heads)
+        return average_over(array, mean_axes_of(self, len(problem.batch_shape)))
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         problem = context.problem
@@ -251,6 +250,12 @@ def average_over(array: Any, axes: tuple[int, ...]) -> Any:
     return namespace(array).sum(array, axis=axes, dtype=array.dtype) / max(count, 1) if axes else array
 
 
+def mean_axes_of(statistic: Statistic, batch_ndim: int) -> tuple[int, ...]:
+    """Return the axes over which a `Mean`, or a selection of one, averages arrays (*batch_shape, H, ...)."""
+    of = statistic.of if isinstance(statistic, Selection) else statistic
+    return (*range(batch_ndim),) * of.over_batch + (batch_ndim,) * of.over_heads if isinstance(of, Mean) else ()
+
+
 def unwrap_mean(statistic: Statistic) -> Statistic:
     """Return the statistic that a `Mean` averages; any other statistic unchanged."""
     return statistic.of if isinstance(statistic, Mean) else statistic
@@ -283,8 +288,7 @@ def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | N
     query, key, value, sinks = problem.query, problem.key, problem.value, problem.sinks
     symbols: dict[str, Expression] = {}
     if query_heads is not None:
-        selected = resolve_indices("heads", query_heads, problem.H)
-        key_heads = _key_heads([head // problem.group for head in selected])
+        selected, key_heads = _resolve_heads(problem, query_heads)
         query, key, value = take(query, selected, -3), take(key, key_heads, -3), take(value, key_heads, -3)
         sinks = None if sinks is None else take(sinks, selected, -1)
         symbols["h"] = Table(_index_array(tuple(selected), problem.H, query))[SYMBOLS["h"]]
@@ -296,6 +300,21 @@ def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | N
     lookup = table_lookup(lambda table: table.without_axes(*symbols))
     restricted = replace(problem, query=query, key=key, value=value, sinks=sinks)
     return restricted.map_formulas(lambda formula: formula.rewrite(symbols, lookup))
+
+
+def places_in(problem: Problem, statistic: Statistic) -> tuple[list[int], list[int], list[int]]:
+    """Return which queries, query heads and key heads of the problem the statistic's own problem has, in its order."""
+    queries, heads = (statistic.queries, statistic.query_heads) if isinstance(statistic, Selection) else (None, None)
+    rows = resolve_indices("rows", slice(None) if queries is None else queries, problem.n)
+    if heads is None:
+        return rows, [*range(problem.H)], [*range(problem.G)]
+    return rows, *_resolve_heads(problem, heads)
+
+
+def _resolve_heads(problem: Problem, query_heads: Indices) -> tuple[list[int], list[int]]:
+    """Return the selected query heads, and the key heads that a problem with these query heads needs."""
+    selected = resolve_indices("heads", query_heads, problem.H)
+    return selected, _key_heads([head // problem.group for head in selected])
 
 
 def _key_heads(of_queries: list[int]) -> list[int]:
