@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .values import INT32, INT64, POINTER, VOID, Type, Value, constant, intrinsic_suffix, lanes_of, vector
+from .values import INT32, INT64, POINTER, VOID, Type, Value, constant, intrinsic_suffix, vector
 
 CACHE_LINE_BYTES = 64
 
@@ -132,7 +132,7 @@ class Builder:
         """Return both operands in one type: a Python number takes the other's type, and a scalar becomes a vector."""
         kind = x.type if isinstance(x, Value) else y.type
         x, y = self.value(x, kind), self.value(y, kind)
-        lanes = max(lanes_of(x.type), lanes_of(y.type))
+        lanes = max(x.type.lanes, y.type.lanes)
         return x.broadcast(lanes), y.broadcast(lanes)
 
     def arange(self, lanes: int, kind: Type) -> Value:
@@ -170,7 +170,7 @@ class Builder:
 
     def call_intrinsic(self, name: str, *values: Any) -> Value:
         """Call the intrinsic llvm.`name` of operands that share one type."""
-        kind = max((v.type for v in values if isinstance(v, Value)), key=lanes_of)
+        kind = max((v.type for v in values if isinstance(v, Value)), key=lambda kind: kind.lanes)
         inputs = [self.value(v, kind).broadcast(kind.lanes) for v in values]
         return self.call(f"llvm.{name}.{intrinsic_suffix(kind)}", kind, *inputs)
 

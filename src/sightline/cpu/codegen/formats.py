@@ -7,11 +7,10 @@ bits, with the same result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..runtime.machine import Machine
 from .builder import Builder
-from .values import BFLOAT, DOUBLE, FLOAT, HALF, INT16, INT32, Value, bytes_of, lanes_of, vector
+from .values import BFLOAT, DOUBLE, FLOAT, HALF, INT16, INT32, Type, Value, vector
 
 
 @dataclass(frozen=True)
@@ -19,14 +18,14 @@ class FloatFormat:
     """The storage type of a floating-point format, and the type of sums of its numbers."""
 
     name: str
-    storage_type: Any
-    accumulator_type: Any
+    storage_type: Type
+    accumulator_type: Type
     has_conversion: bool  # True if instructions convert between the two types; see `store`
 
     @property
     def itemsize(self) -> int:
         """Bytes of a number in memory."""
-        return bytes_of(self.storage_type)
+        return self.storage_type.itemsize
 
     @property
     def is_native(self) -> bool:
@@ -98,4 +97,4 @@ def _float_to_bfloat(builder: Builder, value: Value) -> Value:
     """Round float32 values to bfloat16 and return the bfloat16 bits, each in a 32-bit integer lane."""
     bits = value.bits(INT32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return builder.where(value != value, builder.value(0x7FC0, vector(INT32, lanes_of(value.type))), rounded)
+    return builder.where(value != value, builder.value(0x7FC0, vector(INT32, value.type.lanes)), rounded)

@@ -13,14 +13,14 @@ from functools import cache
 import numpy as np
 
 from .builder import Builder
-from .values import DOUBLE, INT32, INT64, Value, element_type, integer, lanes_of
+from .values import DOUBLE, INT32, INT64, Value, integer
 
 
 class FloatConstants:
     """The constants of elementary functions for the format of `value`, float32 or float64."""
 
     def __init__(self, value: Value) -> None:
-        is_double = element_type(value.type) == DOUBLE
+        is_double = value.type.element == DOUBLE
         self.integer_type = INT64 if is_double else INT32
         self.mantissa_bits = 52 if is_double else 23
         # x + rounding_constant has the whole number nearest to x in its low bits
@@ -64,8 +64,8 @@ def exp2_by_scaling(builder: Builder, x: Value, degree: int = 5) -> Value:
 
     One instruction of AVX-512 subtracts the nearest whole number, and another multiplies by a power of two.
     """
-    kind, is_double = x.type, element_type(x.type) == DOUBLE
-    letter, all_lanes = "d" if is_double else "s", builder.value(-1, integer(lanes_of(kind)))
+    kind, is_double = x.type, x.type.element == DOUBLE
+    letter, all_lanes = "d" if is_double else "s", builder.value(-1, integer(kind.lanes))
     rounding = builder.value(4, INT32)  # the current rounding mode
 
     def instruction(name: str, v: Value, second: Value) -> Value:
@@ -94,7 +94,7 @@ def _assemble_power(builder: Builder, x: Value, low: float, magic: Value, f: Val
     constants = FloatConstants(x)
     power = builder.fma(f, horner(builder, f, q), 1.0)
     power_bits, n = (value.bits(constants.integer_type) for value in (power, magic))
-    scaled = (power_bits + (n << constants.mantissa_bits)).bits(element_type(x.type))
+    scaled = (power_bits + (n << constants.mantissa_bits)).bits(x.type.element)
     return builder.where(x < low, 0.0, scaled)
 
 
@@ -118,7 +118,7 @@ def _scale_by_power_of_2(builder: Builder, x: Value, exponent: Value) -> Value:
     one = builder.value(1.0, x.type).bits(constants.integer_type)
     half = exponent.shift_right_signed(1)
     for part in (half, exponent - half):
-        x = x * ((part << constants.mantissa_bits) + one).bits(element_type(x.type))
+        x = x * ((part << constants.mantissa_bits) + one).bits(x.type.element)
     return x
 
 
@@ -152,7 +152,7 @@ def tanh(builder: Builder, x: Value) -> Value:
     scale = _scale_by_power_of_2(builder, builder.value(1.0, x.type), exponent)
     t = builder.fma(scale, expm1, scale - 1.0)
     result = -t / (t + 2.0)
-    if element_type(x.type) == DOUBLE:
+    if x.type.element == DOUBLE:
         result = result + _tanh_correction(builder, result, t, builder.fma(scale, expm1, scale - 1.0 - t))
     return builder.call_intrinsic("copysign", result, x)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..runtime.machine import Machine
 from .builder import Builder, Variable
-from .values import BFLOAT, FLOAT, INT32, INT64, Value, bytes_of, vector
+from .values import BFLOAT, FLOAT, INT32, INT64, Type, Value, vector
 
 PIECE_BYTES = 16  # the lanes of a vector that an instruction of x86 shuffles among each other
 UNROLLED_STEPS = 4  # steps of k per iteration of the inner loop
@@ -32,9 +32,9 @@ class RegisterTiles:
     paired : True if the factors are pairs of bfloat16
     """
 
-    def __init__(self, builder: Builder, kind: Any, machine: Machine, paired: bool = False) -> None:
+    def __init__(self, builder: Builder, kind: Type, machine: Machine, paired: bool = False) -> None:
         self.builder, self.kind, self.paired = builder, kind, paired
-        self.itemsize = bytes_of(kind)  # bytes of a sum, and of a factor or pair of factors
+        self.itemsize = kind.itemsize  # bytes of a sum, and of a factor or pair of factors
         self.operand_type = INT32 if paired else kind
         self.pair_size = 2 if paired else 1
         self.lanes = machine.vector_bytes // self.itemsize

@@ -16,7 +16,7 @@ from ...formula.expression import Expression, Lookup, Parameter, walk
 from ...formula.interval_arithmetic import Interval, compute_interval
 from .builder import Builder, Variable
 from .render_llvm import LLVM_RULES, TableSource
-from .values import BOOL, BYTE, DOUBLE, INT64, Value, bytes_of, is_float, vector
+from .values import BOOL, BYTE, DOUBLE, INT64, Value, vector
 
 EXTREMES_BLOCK = 64  # entries along a table's last axis that share one minimum and one maximum
 EXTREMES_BYTES = 16  # one minimum and one maximum, float64
@@ -84,7 +84,7 @@ class TableExtremes:
 
     def compute(self) -> None:
         """Write the extremes of every block."""
-        builder, size = self.builder, bytes_of(self.source.kind)
+        builder, size = self.builder, self.source.kind.itemsize
         with builder.loop(0, self.rows) as row:
             base, rest = builder.value(0, INT64), row
             for length, stride in reversed(list(zip(self.lengths[:-1], self.source.strides[:-1], strict=True))):
@@ -176,17 +176,17 @@ class TableExtremes:
             return
         least = greatest = address.load(vector(kind, LANES)).to(DOUBLE)
         for at in range(LANES, EXTREMES_BLOCK, LANES):
-            entries = address.at(at * bytes_of(kind)).load(vector(kind, LANES)).to(DOUBLE)
+            entries = address.at(at * kind.itemsize).load(vector(kind, LANES)).to(DOUBLE)
             least, greatest = self._minimum(least, entries), self._maximum(greatest, entries)
         self._add(least.reduce(self._minimum), greatest.reduce(self._maximum), low, high)
 
     def _minimum(self, x: Value, y: Value) -> Value:
         """Return the smaller operand; NaN if an operand is NaN. Entries of an integer table are never NaN."""
-        is_nan_possible = is_float(self.source.kind)
+        is_nan_possible = self.source.kind.is_float
         return self.builder.call_intrinsic("minimum", x, y) if is_nan_possible else self.builder.minimum(x, y)
 
     def _maximum(self, x: Value, y: Value) -> Value:
-        is_nan_possible = is_float(self.source.kind)
+        is_nan_possible = self.source.kind.is_float
         return self.builder.call_intrinsic("maximum", x, y) if is_nan_possible else self.builder.maximum(x, y)
 
     def _add(self, low: Value, high: Value, total_low: Variable, total_high: Variable) -> None:

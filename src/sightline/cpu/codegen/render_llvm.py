@@ -15,7 +15,7 @@ from ...formula.expression import Apply, Constant, Expression, Lookup, Parameter
 from ...formula.operators import Kind, common_kind
 from . import math
 from .builder import Builder
-from .values import BOOL, DOUBLE, INT64, Value, element_type, is_float, lanes_of
+from .values import BOOL, DOUBLE, INT64, Value
 
 NodeValues = dict[int, Value]  # values of nodes of a formula, by id of the node
 
@@ -102,7 +102,7 @@ class Renderer:
         if offsets is None:
             entry = pointer.load(source.kind)
         else:
-            entry = pointer.at(offsets).gather(source.kind, lanes_of(offsets.type))
+            entry = pointer.at(offsets).gather(source.kind, offsets.type.lanes)
         return entry.to(self.types[node.kind])
 
     def offsets(
@@ -118,7 +118,7 @@ class Renderer:
         for axis, (index, stride, length) in enumerate(zip(indices, strides, lengths, strict=True)):
             if (self.node_index[id(node)], axis) in self.clamped:
                 index = builder.maximum(builder.minimum(index, length.to(integers) - 1), 0)
-            if lanes_of(index.type) == 1:
+            if index.type.lanes == 1:
                 base = base + index.to(INT64) * stride
             else:
                 offsets = index * stride.to(integers)
@@ -135,7 +135,7 @@ def parameter_types(formulas: Sequence[Expression | None]) -> list[Any]:
 
 def _floor_divide(builder: Builder, x: Value, y: Value) -> tuple[Value, Value]:
     """Return (⌊x / y⌋, x − y ⌊x / y⌋). For integers with y = 0 both are 0: a division by 0 would trap."""
-    if is_float(x.type):
+    if x.type.is_float:
         quotient = builder.call_intrinsic("floor", x / y)
         return quotient, x - quotient * y
     zero = y == 0
@@ -148,7 +148,7 @@ def _floor_divide(builder: Builder, x: Value, y: Value) -> tuple[Value, Value]:
 
 
 def _absolute(builder: Builder, x: Value) -> Value:
-    return builder.call_intrinsic("fabs", x) if is_float(x.type) else builder.where(x < 0, -x, x)
+    return builder.call_intrinsic("fabs", x) if x.type.is_float else builder.where(x < 0, -x, x)
 
 
 def _min_max_rule(predicate: str, name: str) -> Callable[[Builder, Value, Value], Value]:
@@ -156,9 +156,9 @@ def _min_max_rule(predicate: str, name: str) -> Callable[[Builder, Value, Value]
 
     def rule(builder: Builder, x: Value, y: Value) -> Value:
         x, y = builder.promote(x, y)
-        if is_float(x.type):
+        if x.type.is_float:
             return builder.call_intrinsic(name, x, y)
-        if element_type(x.type) == BOOL:
+        if x.type.element == BOOL:
             return x & y if name == "minimum" else x | y
         return builder.where(x.compare(predicate, y), x, y)
 
@@ -170,7 +170,7 @@ def _intrinsic_rule(name: str) -> Callable[[Builder, Value], Value]:
 
 
 def _rounding_rule(name: str) -> Callable[[Builder, Value], Value]:
-    return lambda builder, x: builder.call_intrinsic(name, x) if is_float(x.type) else x
+    return lambda builder, x: builder.call_intrinsic(name, x) if x.type.is_float else x
 
 
 LLVM_RULES: dict[str, Callable[..., Value]] = {

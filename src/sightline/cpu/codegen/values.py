@@ -13,11 +13,19 @@ if TYPE_CHECKING:
 
 
 class Type:
-    """A type of LLVM: its name, the bits of a lane, and the type of a lane. Each type is one object."""
+    """A type of LLVM, a scalar or a vector. Each type is one object.
+
+    Attributes
+    ----------
+    name : as LLVM writes it
+    bits, itemsize : the size of a lane in bits, and in bytes of memory
+    is_float : True if the lanes are floating-point numbers
+    element, lanes : the type of a lane, and the number of lanes; a scalar type is its own element, with one lane
+    """
 
     def __init__(self, name: str, bits: int, is_float: bool = False, element: Type | None = None, lanes: int = 1):
         self.name, self.bits, self.is_float, self.lanes = name, bits, is_float, lanes
-        self.element = self if element is None else element
+        self.element, self.itemsize = self if element is None else element, max(bits // 8, 1)
 
     def __str__(self) -> str:
         return self.name
@@ -39,26 +47,6 @@ POINTER, VOID = Type("ptr", 64), Type("void", 0)
 def vector(kind: Type, lanes: int) -> Type:
     """Return the vector type with `lanes` lanes; the scalar type if `lanes` is 1."""
     return Type(f"<{lanes} x {kind}>", kind.bits, kind.is_float, kind, lanes) if lanes > 1 else kind
-
-
-def element_type(kind: Type) -> Type:
-    """Return the type of one lane; the type itself if the type is a scalar type."""
-    return kind.element
-
-
-def lanes_of(kind: Type) -> int:
-    """Return the number of lanes; 1 for a scalar type."""
-    return kind.lanes
-
-
-def is_float(kind: Type) -> bool:
-    """True if the type is a floating-point type, or a vector type of floating-point lanes."""
-    return kind.is_float
-
-
-def bytes_of(kind: Type) -> int:
-    """Return the size in bytes of one lane; of the scalar if the type is a scalar type."""
-    return max(kind.bits // 8, 1)
 
 
 def constant(number: float, kind: Type) -> str:
@@ -248,7 +236,7 @@ class Value:
 
     def reduce(self, combine: Callable[[Value, Value], Value]) -> Value:
         """Reduce the lanes to a scalar: combine the lower half with the upper half until one lane is left."""
-        total, lanes = self, lanes_of(self.type)
+        total, lanes = self, self.type.lanes
         while lanes > 1:
             lanes //= 2
             total = combine(*(total.extract_lanes(range(start, start + lanes)) for start in (0, lanes)))
@@ -271,7 +259,7 @@ class Value:
         `half` 0 takes the units from the lower half of each block of lanes, and `half` 1 from the upper half. By
         default the block is the whole vector.
         """
-        lanes = lanes_of(self.type)
+        lanes = self.type.lanes
         block = block or lanes
         indices = [
             vector_start + unit_start + k
@@ -287,7 +275,7 @@ class Value:
 
         A unit has `unit` lanes. `part` 0 takes the units of even index, and `part` 1 the units of odd index.
         """
-        lanes = lanes_of(self.type)
+        lanes = self.type.lanes
         indices = [
             vector_start + unit_start + k
             for start in range(0, lanes, block)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..codegen.abi import OutputArguments
 from ..codegen.builder import Variable
-from ..codegen.values import DOUBLE, INT64, Value, bytes_of, element_type, vector
+from ..codegen.values import DOUBLE, INT64, Value, vector
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -145,8 +145,8 @@ class FusedStatisticsCode:
 
     def store_per_query(self, target: OutputArguments, values: list[Value]) -> None:
         """Store one number for each query of the block."""
-        block, kind = self.block, element_type(values[0].type)
-        size = bytes_of(kind)
+        block, kind = self.block, values[0].type.element
+        size = kind.itemsize
         scratch = block.tiles.scratch(block.tiles.block * size)
         for v, value in enumerate(values):
             scratch.at(v * block.lanes * size).store(value)

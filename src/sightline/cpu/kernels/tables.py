@@ -15,7 +15,7 @@ from ...formula.expression import Expression, Lookup, walk
 from ..codegen.abi import OutputArguments
 from ..codegen.builder import CACHE_LINE_BYTES
 from ..codegen.render_llvm import NodeValues, Renderer
-from ..codegen.values import BYTE, DOUBLE, FLOAT, INT32, INT64, Value, bytes_of, element_type, vector
+from ..codegen.values import BYTE, DOUBLE, FLOAT, INT32, INT64, Value, vector
 from .kernel_spec import KEY_BLOCK
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class TileTables:
         block = self.block
         for node, scratch in self.lookups:
             source = block.sources[id(node.table)]
-            size = bytes_of(source.kind)
+            size = source.kind.itemsize
             first = source.pointer.at(_leading_offset(block, self.formula, node, source.strides)).at(j0 * size)
 
             def row(lane: Value, first: Value = first, step: Value = source.strides[-2]) -> Value:
@@ -62,7 +62,7 @@ class TileTables:
         block = self.block
         for node, _ in self.lookups:
             source = block.sources[id(node.table)]
-            size = bytes_of(source.kind)
+            size = source.kind.itemsize
             first = source.pointer.at(_leading_offset(block, self.formula, node, source.strides))
             i = block.i0 + block.builder.minimum(lane, block.num_valid - 1)
             row = first.at(i * source.strides[-2]).at(j0 * size)
@@ -98,7 +98,7 @@ class TableGradientCode:
         is_tile_lookup = is_per_key and node_index in block.spec.tile_lookups[1]
         self.tile_sums = block.tiles.matrix(KEY_BLOCK) if is_tile_lookup else None
         self.lane_scratch = [block.tiles.scratch(block.lanes * 8) for _ in range(2)]
-        self.strides: list[Any] = [block.builder.value(bytes_of(self.kind), INT64)]
+        self.strides: list[Any] = [block.builder.value(self.kind.itemsize, INT64)]
         for length in reversed(self.lengths[1:]):
             self.strides.insert(0, self.strides[0] * length)
 
@@ -122,25 +122,25 @@ class TableGradientCode:
 
         If `offsets` is None, all lanes belong to the entry at `target`, and the sum of the lanes is added once.
         """
-        block, kind = self.block, element_type(terms.type)
+        block, kind = self.block, terms.type.element
         if offsets is None:
             target.store(target.load(kind) + terms.sum())
             return
         offset_lanes, term_lanes = self.lane_scratch
         offset_lanes.store(offsets)
         term_lanes.store(terms)
-        size, steps = bytes_of(offsets.type), min(block.lanes, 4)
+        size, steps = offsets.type.itemsize, min(block.lanes, 4)
         with block.builder.loop(0, block.lanes, steps) as first:
             for lane in (first + k for k in range(steps)):
-                address = target.at(offset_lanes.at(lane * size).load(element_type(offsets.type)).to(INT64))
-                address.store(address.load(kind) + term_lanes.at(lane * bytes_of(kind)).load(kind))
+                address = target.at(offset_lanes.at(lane * size).load(offsets.type.element).to(INT64))
+                address.store(address.load(kind) + term_lanes.at(lane * kind.itemsize).load(kind))
 
     def store(self, j0: Value) -> None:
         """Add the sums of the tile at j0 to the gradient's rows, if the lookup is t[..., i, j]."""
         block = self.block
         if self.tile_sums is None:
             return
-        size = bytes_of(self.kind)
+        size = self.kind.itemsize
         first = self.sums.pointer.at(_leading_offset(block, 1, self.node, self.strides)).at(j0 * size)
 
         def write(lane: Value, key: Value, terms: Value) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..codegen.builder import Variable
-from ..codegen.values import INT64, Value, bytes_of, integer, vector
+from ..codegen.values import INT64, Value, integer, vector
 from .kernel_spec import KEY_BLOCK
 from .weights_pass import KeyPairs, StatisticCode
 
@@ -34,7 +34,7 @@ class TopKCode(StatisticCode):
         rows = self.k + 1
         self.index_vector = vector(self.integer, tiles.lanes)
         self.top_weights = tiles.matrix(rows)
-        row = tiles.block * bytes_of(self.integer)
+        row = tiles.block * self.integer.itemsize
         self.top_keys = tiles.scratch(rows * row)
         self.smallest = tiles.variables()  # the smallest weight of each list; −∞ until the list is full
         self.bound = tiles.variables()  # the largest score whose weight was at most `smallest`
@@ -43,7 +43,7 @@ class TopKCode(StatisticCode):
 
     def key_address(self, row: Any, v: int, keys: Value | None = None) -> Value:
         """Return the address of vector v of a row in the integer matrix `keys`, by default `top_keys`."""
-        size = bytes_of(self.integer)
+        size = self.integer.itemsize
         row = self.builder.value(row, INT64)
         keys = self.top_keys if keys is None else keys
         return keys.at(row * (self.tiles.block * size) + v * self.tiles.lanes * size)
@@ -108,7 +108,7 @@ class TopKCode(StatisticCode):
 
     def append_pending(self, candidates: Value, p: Value, j: Value, v: int) -> None:
         """Append the weights of one key, in the lanes of the candidates, to the pending weights of each lane."""
-        builder, tiles, size = self.builder, self.tiles, bytes_of(self.integer)
+        builder, tiles, size = self.builder, self.tiles, self.integer.itemsize
         tiles.store(self.candidate_weights, 0, v, p)
         remaining = Variable(builder, INT64, candidates.bitcast(integer(tiles.lanes)).zero_extend(INT64))
         with builder.infinite_loop() as break_if:
@@ -154,7 +154,7 @@ class TopKCode(StatisticCode):
                 tiles.store(self.top_weights, row, v, builder.maximum(tiles.load(self.top_weights, row, v), 0.0))
         target = weights.at(kernel.row * (k * tiles.itemsize))
         kernel.store_transposed(tiles.at(self.top_weights, 1), k, target, kernel.format.accumulator_format)
-        size = bytes_of(self.integer)
+        size = self.integer.itemsize
         with builder.loop(0, kernel.num_valid) as lane, builder.loop(0, k) as rank:
             key = self.key_address(rank + 1, 0).at(lane * size).load(self.integer)
             keys.at(((kernel.row + lane) * k + rank) * 8).store(key.to(INT64))
