@@ -1,7 +1,7 @@
 """The group "models": whole models of transformers with Sightline's attention, beside the same models with torch's.
 
 Three copies of a model are called in turn: one with `attn_implementation="sightline"`, one with "sdpa", and one that
-`watch` records with see=[entropy()]. The encoder is a trained one if its package is installed, else one of the same
+`watch` records with see=[entropy()]. For padded batches of the encoder, a fourth copy is `unpadded`. The encoder is a trained one if its package is installed, else one of the same
 configuration with random weights; the decoder has random weights. Nothing is downloaded. Tokens are random too, since
 the time does not depend on them. Every call gets a batch of other tokens as new tensors.
 """
@@ -92,29 +92,40 @@ def copy_with_attention(model: Any, implementation: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ModelContender(Contender):
-    """A model with one of transformers' attention implementations, recorded if `is_watched` is True."""
+    """A model with one of transformers' attention implementations, watched or unpadded."""
 
     name: str
     label: str
     attention: str
     is_watched: bool = False
+    is_unpadded: bool = False
     is_peer: bool = False
     packages: tuple[str, ...] = ("torch", "transformers")
     pip: str = '"sightline-attention[transformers]"'
 
     def prepare(self, case: ModelCase, inputs: ModelInputs, threads: int) -> TimedCall:
         model = copy_with_attention(inputs.model, self.attention)
-        copied = CopiedModel(case, model, inputs.batches, self.is_watched)
+        copied = CopiedModel(case, model, inputs.batches, self)
         return TimedCall(copied.call, copied.compute, copied.next, threads, copied.close)
 
 
-class CopiedModel:
-    """A copy of a model that is called on batches in rotation, and recorded if `is_watched` is True."""
+CONTENDERS = (
+    ModelContender("sightline", "Sightline", "sightline"),
+    ModelContender("watched", "watched", "sightline", is_watched=True),
+    ModelContender("sdpa", "sdpa", "sdpa", is_peer=True),
+)
+WITH_UNPADDED = (*CONTENDERS, ModelContender("unpadded", "unpadded", "sightline", is_unpadded=True))
 
-    def __init__(self, case: ModelCase, model: Any, batches: list[Batch], is_watched: bool) -> None:
+
+class CopiedModel:
+    """A copy of a model that is called on batches in rotation, recorded or unpadded as the contender says."""
+
+    def __init__(self, case: ModelCase, model: Any, batches: list[Batch], contender: ModelContender) -> None:
         self.case, self.model, self.batches, self.position = case, model, batches, 0
         self.call, self.exit_stack, self.seen = case.make_call(model), ExitStack(), None
-        if is_watched:
+        if contender.is_unpadded:
+            self.exit_stack.enter_context(import_module("sightline.transformers").unpadded(model))
+        if contender.is_watched:
             watch = import_module("sightline.transformers").watch
             self.seen = self.exit_stack.enter_context(watch(model, see=[entropy()]))
         self.close = self.exit_stack.close
@@ -170,11 +181,7 @@ class ModelCase(Case):
     lengths: tuple[int, ...]
     is_small: bool = False
     pads_left: ClassVar[bool] = False
-    contenders: tuple[Contender | str, ...] = (
-        ModelContender("sightline", "Sightline", "sightline"),
-        ModelContender("watched", "watched", "sightline", is_watched=True),
-        ModelContender("sdpa", "sdpa", "sdpa", is_peer=True),
-    )
+    contenders: tuple[Contender | str, ...] = CONTENDERS
     exact_attention: ClassVar[str] = "eager"  # the attention implementation that computes the true results in float64
 
     def make_model(self) -> Any:
@@ -346,8 +353,8 @@ MODELS = (
         "encoder",
         ("all-MiniLM-L6-v2" if encoder_folder() else "random weights") + ", 6 layers, 12 heads on 384",
         EncoderCase("1 short sentence", (12,)),
-        EncoderCase("4 short, padded", (6, 8, 9, 12)),
-        EncoderCase("32 mixed, padded", MIXED_LENGTHS),
+        EncoderCase("4 short, padded", (6, 8, 9, 12), contenders=WITH_UNPADDED),
+        EncoderCase("32 mixed, padded", MIXED_LENGTHS, contenders=WITH_UNPADDED),
         EncoderCase("1 × 512 tokens", (512,)),
     ),
     _group(
