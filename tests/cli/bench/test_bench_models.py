@@ -12,7 +12,15 @@ from sightline.cli.bench import models
 from sightline.cli.bench.cases import TimedCall
 from sightline.cli.bench.device import CpuDevice
 from sightline.cli.bench.measure import Settings, run
-from sightline.cli.bench.models import MODELS, CopiedModel, EncoderCase, GenerationCase, ModelInputs, TrainingCase
+from sightline.cli.bench.models import (
+    MODELS,
+    CopiedModel,
+    EncoderCase,
+    GenerationCase,
+    ModelContender,
+    ModelInputs,
+    TrainingCase,
+)
 
 ENCODER, DECODER = MODELS
 CASES = [case for group in MODELS for case in group.small().cases]
@@ -22,7 +30,8 @@ def copy_of(case, implementation="sightline", is_watched=False):
     """Return the inputs of a case, and a copy of its model."""
     inputs = ModelInputs(case, batches=2)
     copied = models.copy_with_attention(inputs.model, implementation)
-    return inputs, CopiedModel(case, copied, inputs.batches, is_watched)
+    contender = ModelContender("", "", implementation, is_watched)
+    return inputs, CopiedModel(case, copied, inputs.batches, contender)
 
 
 def share_of(inputs, copied):
@@ -32,7 +41,9 @@ def share_of(inputs, copied):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_contender_is_right(case):
     inputs = case.make_inputs()
-    assert [contender.name for contender in case.contenders] == ["sightline", "watched", "sdpa"]
+    is_padded_encoder = isinstance(case, EncoderCase) and len(case.lengths) > 1
+    names = ["sightline", "watched", "sdpa", *["unpadded"] * is_padded_encoder]
+    assert [contender.name for contender in case.contenders] == names
     for contender in case.contenders:
         prepared = contender.prepare(case, inputs, 2)
         prepared.call(prepared.setup())
