@@ -268,6 +268,20 @@ def test_one_tensor_is_one_table():
     assert len(read_mask(lambda b, h, q, kv: document[q] == document[kv]).tables) == 1
 
 
+def test_an_error_names_the_line_of_the_user():
+    def choose(q_idx):
+        return 5 if q_idx > 3 else 6
+
+    with pytest.raises(FormulaError, match=r"in line [0-9]+ of test_torch_functions.py: return 5 if q_idx > 3 else 6"):
+        read_mask(lambda b, h, q_idx, kv_idx: kv_idx < choose(q_idx))
+    with pytest.raises(FormulaError, match=r"no attribute 'lgamma'(?s:.)*in line [0-9]+ of .*: read_mask\(lambda"):
+        read_mask(lambda b, h, q_idx, kv_idx: q_idx.lgamma() > 0)
+    scope = {}
+    exec("def written(b, h, q_idx, kv_idx):\n    return max(q_idx, kv_idx) > 3", scope)
+    with pytest.raises(FormulaError, match=r"such as max.*, in line 2 of <string>\n"):
+        read_mask(scope["written"])
+
+
 # -- BlockMask ---------------------------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
+import sys
+import traceback
 import types
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,7 @@ from .torch_masks import block_formula, is_block_mask
 
 MAX_FUNCTION_DEPTH = 4  # levels that are searched for arrays: the function, the functions that it calls, and so on
 MAX_CONTAINER_LENGTH = 64  # arrays are not searched for in longer lists, tuples and dicts
+LIBRARIES = ("numpy", "torch", "jax", "sightline")  # modules whose functions are no user's code
 ROLES = {  # argument → FlexAttention's name of such a function, and the parameters that the function has there
     "mask": ("mask_mod", "b, h, q_idx, kv_idx"),
     "score": ("score_mod", "score, b, h, q_idx, kv_idx"),
@@ -48,7 +53,7 @@ def to_formula(value: Any, argument: str, symbols: str) -> Expression:
     if isinstance(value, Expression) or not callable(value):
         return as_expression(value)
     names = symbols.split()
-    if (getattr(value, "__module__", None) or "").startswith("sightline."):  # None for functions that `exec` made
+    if _is_own(value):
         name = f"sightline.{value.__name__}"
         raise FormulaError(
             f"{argument} is the function {name} itself", "the formula that it returns", f"call it: {name}(...)"
@@ -57,19 +62,36 @@ def to_formula(value: Any, argument: str, symbols: str) -> Expression:
     try:
         with table_reads():
             result = function(*[SYMBOLS[name] for name in names])
-    except SightlineError:
+    except SightlineError as error:
+        SightlineError.__init__(error, error.given + _place(error), error.allowed, error.cure)
         raise
     except (TypeError, AttributeError, IndexError, RuntimeError, NotImplementedError) as error:
         _check_parameters(value, argument, names)  # only after an error, because it takes longer than the call
         listed = ", ".join(names)
         raise FormulaError(
-            f"{argument}={_name(value)} failed when called with ({listed}): {error}",
+            f"{argument}={_name(value)} failed when called with ({listed}): {error}{_place(error)}",
             f"a function f({listed}) of formulas",
             "use the arguments as tensors of one number: i + 1, i.clamp(0, 5), tensor[i], torch.where(i >= j, x, y)",
         ) from error
     if result is None:
         raise FormulaError(f"{argument}={_name(value)} returned None", "a formula", "end the function with return ...")
     return as_expression(result)
+
+
+def _is_own(function: Any) -> bool:
+    """True for a function of this library, such as `sightline.causal`."""
+    module = getattr(function, "__module__", None) or ""  # None for functions that `exec` made
+    return module.startswith("sightline.") and hasattr(sys.modules.get(module), getattr(function, "__name__", ""))
+
+
+def _place(error: Exception) -> str:
+    """Return the last line of the user's code that led to the error, as in ", in line 3 of masks.py: if q >= k:"."""
+    places = [
+        (Path(frame.f_code.co_filename).name, line, linecache.getline(frame.f_code.co_filename, line).strip())
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_globals.get("__name__", "").startswith(LIBRARIES)
+    ]
+    return ", in line {1} of {0}: {2}".format(*places[-1]).rstrip(": ") if places else ""
 
 
 def _name(function: Any) -> str:
@@ -174,7 +196,7 @@ def _is_library(function: Any) -> bool:
     """True for the functions of array libraries, except those by which FlexAttention joins masks."""
     module = getattr(function, "__module__", "") or ""
     is_joint = module == "torch.nn.attention.flex_attention" and getattr(function, "__closure__", None)
-    return module.startswith(("numpy", "torch", "jax", "sightline")) and not is_joint
+    return module.startswith(LIBRARIES) and not is_joint
 
 
 def _global_names(code: types.CodeType) -> set[str]:
