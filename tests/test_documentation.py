@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 # modules of `sightline` with public names
-PUBLIC = ("", *sightline.SUBMODULES, "torch.distributed", "errors", "reference", "view.explorer")
+PUBLIC = ("", *sightline.SUBMODULES, "torch.distributed", "torch.flex", "errors", "reference", "view.explorer")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 API = re.compile(r"^```\{api\}\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
@@ -240,16 +242,35 @@ def where(condition: Any, yes: Any, no: Any) -> Expression:
     return apply("where", condition, yes, no)
 
 
+_HAS_LIVE_NUMBERS = ContextVar("_HAS_LIVE_NUMBERS", default=False)
+
+
+@contextmanager
+def live_numbers() -> Iterator[None]:
+    """Return a context in which a torch tensor without axes becomes a lookup, for a formula that is kept between calls.
+
+    The formula then reads the number that the tensor has at each call.
+    """
+    token = _HAS_LIVE_NUMBERS.set(True)
+    try:
+        yield
+    finally:
+        _HAS_LIVE_NUMBERS.reset(token)
+
+
 def as_expression(value: Any) -> Expression:
     """Return a formula unchanged, a number as a `Constant`, and a scalar tensor that requires a gradient as a lookup.
 
+    In the context `live_numbers`, every scalar tensor is a lookup.
     Any other object raises FormulaError, whose cure names `table`.
     """
     if isinstance(value, Expression):
         return value
     if not isinstance(value, int | float):  # torch.compile cannot trace `getattr` of a number that is a symbol
         # While torch.compile traces, the value of a tensor is not known.
-        is_variable = getattr(value, "requires_grad", False) or (is_compiling() and hasattr(value, "requires_grad"))
+        is_variable = getattr(value, "requires_grad", False) or (
+            hasattr(value, "requires_grad") and (is_compiling() or _HAS_LIVE_NUMBERS.get())
+        )
         if is_variable and tuple(value.shape) == ():
             return PASSES.learned_number(value)
         if getattr(value, "shape", None) == () and hasattr(value, "item"):
@@ -376,8 +397,13 @@ def node_record(node: Expression, number: dict[int, int], slot: dict[int, int]) 
 
 def parse_text(text: str, tables: Sequence[Table]) -> Expression:
     """Return the formula that has this `Expression.text`. Its lookups read `tables`, in the order of the formula's."""
+    return from_records(json.loads(text), tables)
+
+
+def from_records(records: Sequence[Sequence[Any]], tables: Sequence[Table]) -> Expression:
+    """Return the formula whose nodes have these `node_record`s."""
     nodes: list[Expression] = []
-    for head, *rest in json.loads(text):
+    for head, *rest in records:
         if head == "constant":
             nodes.append(intern(Constant(_CONSTANTS[rest[0]](rest[1]), rest[0])))
         elif head == "lookup":

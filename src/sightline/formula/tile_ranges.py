@@ -195,8 +195,25 @@ def find_runs(flags: np.ndarray[Any, np.dtype[np.bool_]]) -> Iterator[tuple[int,
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
+def find_blocks(
+    mask: Expression, extent: tuple[int, int, int, int], block: tuple[int, int]
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return (batches, heads, query blocks, key blocks): True where the mask allows a pair of the block.
+
+    `batches` and `heads` are those of `TileRanges`. `block` has the numbers of queries and keys of a block.
+    """
+    ranges = find_tile_ranges(mask, extent, *block)
+    found = np.zeros((ranges.batches, ranges.heads, ranges.query_blocks, ranges.key_blocks), bool)
+    for (b, h), rows, columns, holds in _evaluate_tiles(mask, extent, block):
+        keys = np.broadcast_to(holds.any(axis=0) if holds.ndim == 2 else holds, len(columns))
+        blocks = np.logical_or.reduceat(keys, np.arange(0, len(columns), block[1]))
+        first = columns.start // block[1]
+        found[b, h, rows.start // block[0], first : first + len(blocks)] = blocks
+    return found
+
+
 def _evaluate_tiles(
-    condition: Expression, extent: tuple[int, int, int, int]
+    condition: Expression, extent: tuple[int, int, int, int], block: tuple[int, int] = SEARCH_BLOCK
 ) -> Iterator[tuple[tuple[int, int], range, range, Any]]:
     """Yield ((b, h), rows, columns, values) of every range of tiles that the bounds do not prove empty.
 
@@ -204,14 +221,14 @@ def _evaluate_tiles(
 
     A condition that does not depend on b, or on h, is evaluated for b = 0, or for h = 0, alone.
     """
-    ranges = find_tile_ranges(condition, extent, *SEARCH_BLOCK)
+    ranges = find_tile_ranges(condition, extent, *block)
     _, _, n, m = extent
     row_of_entry = np.repeat(np.arange(ranges.start.size - 1), np.diff(ranges.start))
     for row, first, last, full in zip(row_of_entry, ranges.first, ranges.last, ranges.full, strict=True):
-        group, block = divmod(int(row), ranges.query_blocks)
+        group, k = divmod(int(row), ranges.query_blocks)
         b, h = divmod(group, ranges.heads)
-        rows = range(block * SEARCH_BLOCK[0], min((block + 1) * SEARCH_BLOCK[0], n))
-        columns = range(int(first) * SEARCH_BLOCK[1], min(int(last) * SEARCH_BLOCK[1], m))
+        rows = range(k * block[0], min((k + 1) * block[0], n))
+        columns = range(int(first) * block[1], min(int(last) * block[1], m))
         values = np.asarray(True)
         if not full:
             i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(columns.start, columns.stop)

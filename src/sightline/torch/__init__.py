@@ -35,6 +35,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name == "distributed":  # imported when first accessed
+    if name in ("distributed", "flex"):  # imported when first accessed
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

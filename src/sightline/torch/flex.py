@@ -1,0 +1,358 @@
+"""The names of `torch.nn.attention.flex_attention`: torch's signatures in, formulas out.
+
+A program changes the line of its import, and keeps its functions `mask_mod` and `score_mod`. `formula.from_function`
+converts them to formulas: a mask when `create_block_mask` is called, a score at each call. A name that is not defined
+here, such as `create_mask` or `AuxRequest`, is torch's own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from copy import copy
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import and_masks as and_masks
+from torch.nn.attention.flex_attention import noop_mask as noop_mask
+from torch.nn.attention.flex_attention import or_masks as or_masks
+
+from ..api.functions import attention
+from ..errors import MaskError, ParameterError, ShapeError, SightlineError
+from ..formula.expression import Expression, from_records, live_numbers
+from ..formula.formula_checks import check_formulas
+from ..formula.tables import Table
+from ..formula.tile_ranges import find_blocks
+from ..formula.torch_masks import is_block_mask
+from ..problem.validation import read_mask
+from ..statistics import lse, max_score
+from .derivatives import is_transformed
+
+__all__ = ["BlockMask", "create_block_mask", "flex_attention"]
+
+Mod = Callable[..., Any] | Expression
+LSE, MAX_SCORE = lse(), max_score()
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch_flex, name)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Return softmax(score_mod(Q Kᵀ · scale) + M) V, with the arguments of torch's `flex_attention`.
+
+    torch compiles nothing. Gradients reach query, key, value and the tensors that `score_mod` reads.
+
+    Parameters
+    ----------
+    query : (B, H, L, E) float16, bfloat16, float32 or float64
+    key : (B, G, S, E), the dtype of query; B may be 1
+    value : (B, G, S, E_v), the dtype of query; B may be 1
+    score_mod : function (score, b, h, q_idx, kv_idx) or formula, optional
+        The new score, computed from the scaled score. It may read tensors, and tensors that require gradients.
+    block_mask : BlockMask, optional
+        The result of `create_block_mask` of this module or of torch, or what `sightline.attention` takes as a mask.
+    scale : float, default 1/√E
+    enable_gqa : bool, default False
+        True allows H to be a multiple of G.
+    return_lse : bool, default False
+        Return (output, lse).
+    kernel_options : ignored
+    return_aux : torch's AuxRequest, optional
+        Return (output, AuxOutput), with `lse` and `max_scores` as requested.
+
+    Returns
+    -------
+    output : (B, H, L, E_v), the dtype of query; 0 for a query without visible keys
+    lse : (B, H, L) float32, or float64 for float64
+        The natural logarithm of Σⱼ exp(scoreᵢⱼ); −∞ for a query without visible keys.
+    max_scores : as lse
+        The largest score of each query.
+
+    Raises
+    ------
+    ShapeError
+        An array has no four axes, the numbers of heads differ without `enable_gqa`, or the block mask is for other
+        lengths.
+    ParameterError
+        Both `return_lse` and `return_aux` are given.
+    SightlineError
+        The other errors of `sightline.attention`, such as FormulaError for a function that is not a formula.
+
+    References
+    ----------
+    Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention Kernels", 2024.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sightline.torch.flex import create_block_mask, flex_attention
+    >>> def causal(b, h, q_idx, kv_idx):
+    ...     return q_idx >= kv_idx
+    >>> block_mask = create_block_mask(causal, B=None, H=None, Q_LEN=5, KV_LEN=5)
+    >>> x = torch.eye(5).reshape(1, 1, 5, 5).requires_grad_()
+    >>> flex_attention(x, x, x, block_mask=block_mask).sum().backward()
+    >>> x.grad.shape
+    torch.Size([1, 1, 5, 5])
+    """
+    _check_shapes(query, key, value, block_mask, enable_gqa)
+    mask = block_mask
+    if type(block_mask) is BlockMask:
+        mask = block_mask.traced_formula() if torch.compiler.is_compiling() else block_mask.formula
+    if return_aux is None:
+        if not return_lse:
+            return attention(query, key, value, mask=mask, score=score_mod, scale=scale)
+        output, (found,) = attention(query, key, value, mask=mask, score=score_mod, scale=scale, see=[LSE])
+        return output, found
+    if return_lse:
+        raise ParameterError("return_lse and return_aux", "one of them", "return_aux=AuxRequest(lse=True)")
+    see = {"lse": LSE} if return_aux.lse else {}
+    see |= {"max_scores": MAX_SCORE} if return_aux.max_scores else {}
+    output, seen = attention(query, key, value, mask=mask, score=score_mod, scale=scale, see=see)
+    if "max_scores" in seen:
+        seen["max_scores"] = seen["max_scores"].score
+    return output, torch_flex.AuxOutput(**seen)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
+    """Raise ShapeError for shapes that `sightline.attention` takes, and torch's function does not."""
+    if not query.ndim == key.ndim == value.ndim == 4:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("query", query), ("key", key), ("value", value)))
+        raise ShapeError(shapes, "four axes: (B, H, L, E)", "sightline.attention takes other numbers of axes")
+    batch, heads, queries, _ = query.shape
+    _, key_heads, keys, _ = key.shape
+    if heads != key_heads and not enable_gqa:
+        raise ShapeError(f"{heads} query heads and {key_heads} key heads", "equal numbers of heads", "enable_gqa=True")
+    if type(block_mask) is not BlockMask and not is_block_mask(block_mask):
+        return
+    B, H, n, m = (1, 1, *block_mask.shape)[-4:]
+    if (n, m) != (queries, keys):
+        raise ShapeError(
+            f"a block mask for {n} queries and {m} keys, {queries} queries and {keys} keys",
+            "the lengths of the call",
+            f"create_block_mask(mask_mod, B, H, {queries}, {keys})",
+        )
+    if B not in (1, batch) or H not in (1, heads):
+        raise ShapeError(
+            f"a block mask for B={B} and H={H}, a query with B={batch} and H={heads}",
+            "the numbers of the query, or 1",
+            "create_block_mask(mask_mod, None, None, ...), which serves every B and H",
+        )
+
+
+class BlockMask:
+    """A mask of given lengths as a formula, which `create_block_mask` returns. It replaces torch's class of this name.
+
+    It has no lists of blocks: the kernels find the tiles that the formula hides. So it needs no memory of n × m, and
+    one mask serves every device. Tensors that `mask_mod` reads are read at each call, those without axes too. Python's
+    numbers are read once, when the mask is created or `mask_mod` is set.
+
+    Attributes
+    ----------
+    mask_mod : function (b, h, q_idx, kv_idx) or formula
+        It can be set, for example on a slice. The function is converted once, and not at each call.
+    formula : Expression
+        The formula of `mask_mod`; `sightline.attention` takes it as `mask=`.
+    seq_lengths : (Q_LEN, KV_LEN); it can be set
+    shape : (B, H, Q_LEN, KV_LEN)
+    BLOCK_SIZE : (queries, keys) of a block in `to_dense` and `sparsity`; the kernels have their own tiles
+    from_kv_blocks : torch's function, for programs that make the lists of blocks; it returns torch's BlockMask
+
+    Raises
+    ------
+    AttributeError
+        The attribute is one that only torch's class has, such as `kv_num_blocks`.
+    """
+
+    from_kv_blocks = torch_flex.BlockMask.from_kv_blocks
+
+    def __init__(
+        self, mask_mod: Mod, batch: int, heads: int, seq_lengths: tuple[int, int], block_size: tuple[int, int]
+    ) -> None:
+        self.seq_lengths, self.BLOCK_SIZE = seq_lengths, block_size
+        self._leading: tuple[int, ...] = batch, heads
+        self._formula: Expression | None
+        self._mask_mod: Mod | None
+        self._parts: tuple[Any, Any] | None  # what `traced_formula` is built from
+        self.mask_mod = mask_mod
+
+    @property
+    def mask_mod(self) -> Any:
+        return self._mask_mod
+
+    @mask_mod.setter
+    def mask_mod(self, mask_mod: Mod) -> None:
+        if not callable(mask_mod) and not isinstance(mask_mod, Expression):
+            allowed = "a function (b, h, q_idx, kv_idx) or a formula"
+            raise MaskError(f"mask_mod is a {type(mask_mod).__name__}", allowed, "lambda b, h, i, j: mask[i, j]")
+        with live_numbers():
+            formula = cast(Expression, read_mask(mask_mod))
+        self._mask_mod, self._formula = mask_mod, formula
+        tables = [(table.array, table.axes, table.batch_axes) for table in formula.tables]
+        self._parts = json.loads(formula.text), tables
+
+    @property
+    def formula(self) -> Expression:
+        if self._formula is None:
+            raise MaskError(
+                "a slice of a BlockMask without a mask_mod",
+                "a mask_mod that is set after slicing, since its q_idx starts at 0",
+                "block_mask.mask_mod = lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx + offset, kv_idx)",
+            )
+        return self._formula
+
+    def traced_formula(self) -> Expression:
+        """Return `formula`, built anew while torch.compile traces: masks of one form then share one graph."""
+        if self._parts is None:
+            return self.formula
+        records, tables = self._parts
+        return from_records(records, [Table(torch.as_tensor(array), *axes) for array, *axes in tables])
+
+    def to_expression(self) -> Expression:
+        """Return `formula`; so `block_mask` works as `mask=` of `sightline.attention`, and in formulas."""
+        return self.formula
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self._leading, *self.seq_lengths
+
+    def to(self, device: Any) -> BlockMask:
+        """Return the mask itself, which has no tensors of its own."""
+        return self
+
+    def to_dense(self) -> Tensor:
+        """Return (B, H, blocks of queries, blocks of keys) int32: 1 where the mask allows a pair of the block."""
+        blocks = find_blocks(self.formula, self.shape, self.BLOCK_SIZE)  # type: ignore[arg-type]
+        return torch.from_numpy(np.broadcast_to(blocks, (*self._leading, *blocks.shape[2:])).astype(np.int32))
+
+    def sparsity(self) -> float:
+        """Return the percentage of blocks in which the mask hides every pair."""
+        return 100 * (1 - float(find_blocks(self.formula, self.shape, self.BLOCK_SIZE).mean()))  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        """Return a mask of some batch entries and heads. As in torch, its `mask_mod` must be set; its lengths stay."""
+        taken = index[:2] if isinstance(index, tuple) else (index,)
+        taken = tuple(slice(at, at + 1 or None) if isinstance(at, int) else at for at in taken)
+        part = self._copy(np.empty(self._leading)[taken].shape, self.seq_lengths)
+        part._mask_mod = part._formula = part._parts = None
+        return part
+
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """Return the mask for other lengths."""
+        return self._copy(self._leading, (new_q_len, new_kv_len))
+
+    def _copy(self, leading: tuple[int, ...], seq_lengths: tuple[int, int]) -> BlockMask:
+        other = copy(self)
+        other._leading, other.seq_lengths = leading, seq_lengths
+        return other
+
+    def __repr__(self) -> str:
+        formula = "without mask_mod" if self._formula is None else self._formula
+        return f"BlockMask({formula}, shape={self.shape})"
+
+    def __str__(self) -> str:
+        if self._formula is None:
+            return repr(self)
+        picture = self.formula.show(*self.seq_lengths)
+        return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%,\n{picture}\n)"
+
+    def __getattr__(self, name: str) -> Any:
+        error = SightlineError(
+            f"the attribute {name} of a BlockMask of sightline",
+            "formula, mask_mod, shape, seq_lengths, BLOCK_SIZE, sparsity(), to_dense(), to(device): no lists of blocks",
+            "torch's create_block_mask(block_mask.mask_mod, *block_mask.shape) has these lists, "
+            "and sightline's flex_attention takes it too",
+        )
+        raise AttributeError(str(error))
+
+
+def create_block_mask(
+    mask_mod: Mod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: Any = True,
+) -> BlockMask:
+    """Return the mask of a function, with the arguments of torch's `create_block_mask`.
+
+    The function is called once, with formulas. The time and memory do not grow with Q_LEN · KV_LEN.
+
+    Parameters
+    ----------
+    mask_mod : function (b, h, q_idx, kv_idx) or formula
+        True where the query attends to the key. It may read tensors.
+    B, H : int or None
+        The numbers of batch entries and heads; None and 1 serve every number.
+    Q_LEN, KV_LEN : int
+        The numbers of queries and keys.
+    BLOCK_SIZE : int or (queries, keys), default 128
+        The blocks of `BlockMask.to_dense` and `BlockMask.sparsity`.
+    device, _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order : ignored
+
+    Returns
+    -------
+    BlockMask
+
+    Raises
+    ------
+    FormulaError
+        The function is not a formula: it has an `if` on its arguments, or an operation that formulas do not have. The
+        message names the operation and the line.
+    MaskError
+        `mask_mod` is no function, or does not return a condition.
+    TableError
+        The function reads outside a tensor.
+    ParameterError
+        A length is not a whole number of at least 0, or a block of at least 1.
+
+    Examples
+    --------
+    >>> from sightline.torch.flex import create_block_mask
+    >>> block_mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 1024, 1024)
+    >>> block_mask
+    BlockMask(i ≥ j, shape=(1, 1, 1024, 1024))
+    >>> block_mask.sparsity()
+    43.75
+    """
+    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    lengths = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    for name, length, least in [(*item, 0) for item in lengths.items()] + [("BLOCK_SIZE", size, 1) for size in block]:
+        if not hasattr(length, "__index__") or length < least:
+            raise ParameterError(f"{name}={length!r}", f"a whole number of at least {least}", f"{name}=128")
+    batch, heads, queries, keys = map(int, lengths.values())
+    make = _make_block_mask
+    if "torch._dynamo" in sys.modules:  # torch.compile is loaded, which cannot trace the conversion
+        make = torch.compiler.disable(make)  # type: ignore[no-untyped-call]
+    return make(mask_mod, batch, heads, (queries, keys), block)
+
+
+def _make_block_mask(
+    mask_mod: Mod, batch: int, heads: int, lengths: tuple[int, int], block: tuple[int, int]
+) -> BlockMask:
+    """Return the mask, after a check of its reads."""
+    block_mask = BlockMask(mask_mod, batch, heads, lengths, block)
+    if not is_transformed():  # the entries of a tensor that vmap maps cannot be read
+        check_formulas(block_mask.formula, None, (batch, heads, *lengths))
+    return block_mask
