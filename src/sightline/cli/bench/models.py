@@ -1,9 +1,10 @@
 """The group "models": whole models of transformers with Sightline's attention, beside the same models with torch's.
 
 Three copies of a model are called in turn: one with `attn_implementation="sightline"`, one with "sdpa", and one that
-`watch` records with see=[entropy()]. For padded batches of the encoder, a fourth copy is `unpadded`. The encoder is a trained one if its package is installed, else one of the same
-configuration with random weights; the decoder has random weights. Nothing is downloaded. Tokens are random too, since
-the time does not depend on them. Every call gets a batch of other tokens as new tensors.
+`watch` records with see=[entropy()]. For padded batches of the encoder, a fourth copy is `unpadded`. The encoder is a
+trained one if its package is installed, else one of the same configuration with random weights; the decoder has random
+weights. Nothing is downloaded. Tokens are random too, since the time does not depend on them. Every call gets a batch
+of other tokens as new tensors.
 """
 
 from __future__ import annotations
