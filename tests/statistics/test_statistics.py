@@ -15,7 +15,7 @@ from sightline import h, i, j, s, table
 from sightline.arrays.operations import to_numpy
 from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
 from sightline.reference.accuracy import dense_attention, gradient_term_sizes, summation_orders
-from sightline.statistics import arrays_of, matrix, per_key, per_query, selection
+from sightline.statistics import arrays_of, matrix, per_key, per_query, restriction, selection
 from sightline.testing import assert_within_budget
 from statistic_definitions import EQUAL_WEIGHTS, Dense, check, check_equal_weights, defined, parts, statistics, usable
 from strategies import DTYPES, ON_HOST, cases
@@ -488,6 +488,20 @@ def test_a_large_matrix_can_be_forced():
 
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
+
+def restricted_by(module, **which):
+    """A selection of weights whose problem comes from the module's `restrict`."""
+
+    class RestrictedBy(selection.Selection):
+        def make_own_problem(self, problem):
+            return module.restrict(problem.with_statistics(self.of), self.queries, self.query_heads)
+
+        def map_formulas(self, change):
+            return self
+
+    return RestrictedBy(sightline.weights(), **which)
+
+
 STREAMING = {
     "a missed tile": ("yield Tile(rows, columns,", "if columns.start == 0: yield Tile(rows, columns,"),
     "a normaliser of another query": ("(masked - high) - low", "(masked - high[..., :1, :]) - low"),
@@ -526,16 +540,16 @@ STATISTICS = {
         lambda m: m.pooled(6, 11),
     ),
     "the wrong key head": (
-        selection,
+        restriction,
         "[head // problem.group for",
         "[head % problem.G for",
-        lambda m: m.Selection(sightline.weights(), query_heads=(2, 1)),
+        lambda m: restricted_by(m, query_heads=(2, 1)),
     ),
     "positions of the part": (
-        selection,
+        restriction,
         '        symbols["i"] = ',
         '        symbols["b"] = ',
-        lambda m: m.Selection(sightline.weights(), queries=(-1,)),
+        lambda m: restricted_by(m, queries=(-1,)),
     ),
     "a mean of the wrong count": (
         selection,

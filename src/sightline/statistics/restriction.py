@@ -1,0 +1,125 @@
+"""A problem restricted to some queries and heads, and the indices that select them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays.operations import framework, namespace, take
+from ..errors import ParameterError
+from ..formula.expression import SYMBOLS, Constant, Expression, intern, table_lookup
+from ..formula.tables import Table
+
+if TYPE_CHECKING:
+    from ..problem.problem import Problem
+
+Indices = tuple[int, ...] | slice
+
+
+def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | None) -> Problem:
+    """Return the problem restricted to these queries and heads; None stands for all queries or all heads.
+
+    Formulas keep their meaning: i and h become lookups in tables of the original indices.
+    """
+    query, key, value, sinks = problem.query, problem.key, problem.value, problem.sinks
+    symbols: dict[str, Expression] = {}
+    if query_heads is not None:
+        selected, key_heads = resolve_heads(problem, query_heads)
+        query, key, value = take(query, selected, -3), take(key, key_heads, -3), take(value, key_heads, -3)
+        sinks = None if sinks is None else take(sinks, selected, -1)
+        symbols["h"] = Table(_index_array(tuple(selected), problem.H, query))[SYMBOLS["h"]]
+    if queries is not None:
+        positions, span = _index_array(queries, problem.n, query), contiguous_span(queries, problem.n)
+        query = take(query, positions, -2) if span is None else query[..., span[0] : span[1], :]
+        symbols["i"] = Table(positions)[SYMBOLS["i"]]
+        symbols["n"] = intern(Constant(problem.n, "int"))
+    lookup = table_lookup(lambda table: table.without_axes(*symbols))
+    restricted = replace(problem, query=query, key=key, value=value, sinks=sinks)
+    return restricted.map_formulas(lambda formula: formula.rewrite(symbols, lookup))
+
+
+def resolve_heads(problem: Problem, query_heads: Indices) -> tuple[list[int], list[int]]:
+    """Return the selected query heads, and the key heads that a problem with these query heads needs."""
+    selected = resolve_indices("heads", query_heads, problem.H)
+    return selected, _key_heads([head // problem.group for head in selected])
+
+
+def _key_heads(of_queries: list[int]) -> list[int]:
+    """Return the key heads that a problem with some selected query heads needs.
+
+    `of_queries` has the key head of each selected query head. If every key head is read by equally many neighbouring
+    query heads, it appears once for them; else the result is `of_queries` itself.
+    """
+    groups = [list(group) for _, group in itertools.groupby(of_queries)]
+    return [group[0] for group in groups] if len({len(group) for group in groups}) == 1 else of_queries
+
+
+def resolve_indices(what: str, indices: Indices, count: int) -> list[int]:
+    """Return a slice or a sequence of indices as a list of numbers from 0 to count − 1.
+
+    Negative indices count from the end. Raise ParameterError if an index of a sequence is out of range; `what` names
+    the selection in the error.
+    """
+    if isinstance(indices, slice):
+        return list(range(*indices.indices(count)))
+    for index in indices:
+        if not -count <= index < count:
+            raise ParameterError(
+                f"{what}({format_indices(indices)}) of {count}", f"indices {-count} to {count - 1}", f"omit {index}"
+            )
+    return [index + count if index < 0 else index for index in indices]
+
+
+def contiguous_span(indices: Indices, count: int) -> tuple[int, int] | None:
+    """Return (first, past the last) of a slice with step 1; None if `indices` is anything else.
+
+    `slice.indices` is not used, because it turns torch.compile's symbols into numbers.
+    """
+    if not isinstance(indices, slice) or indices.step not in (None, 1):
+        return None
+    first, last = (
+        default if end is None else max(end + count, 0) if end < 0 else min(end, count)
+        for end, default in ((indices.start, 0), (indices.stop, count))
+    )
+    return first, max(first, last)
+
+
+def _index_array(indices: Indices, count: int, like: Any) -> Any:
+    """Return `resolve_indices` as an int64 array in the library and on the device of `like`, without range checks.
+
+    For JAX, which may have no int64, the result is a NumPy array.
+    """
+    is_jax = framework(like) == "jax"
+    xp = np if is_jax else namespace(like)
+    options = {"dtype": xp.int64} | ({} if is_jax else {"device": like.device})
+    span = contiguous_span(indices, count)
+    if span is not None:
+        return xp.arange(*span, **options)
+    listed = xp.asarray(resolve_indices("", indices, count) if isinstance(indices, slice) else list(indices), **options)
+    return xp.where(listed < 0, listed + count, listed)
+
+
+def parse_indices(what: str, indices: Any) -> Indices:
+    if isinstance(indices, slice):
+        ends = indices.start, indices.stop, indices.step
+        if indices.step != 0 and all(end is None or hasattr(end, "__index__") for end in ends):
+            return indices
+        raise ParameterError(
+            f"{what}({indices})", "a slice of whole numbers with a step other than 0", f"{what}(slice(-8, None))"
+        )
+    if hasattr(indices, "tolist"):
+        indices = indices.tolist()
+    listed = tuple(indices) if isinstance(indices, list | tuple | range) else None
+    if listed is None or not all(isinstance(index, int) and not isinstance(index, bool) for index in listed):
+        raise ParameterError(f"{what}({indices!r})", "whole numbers, or a slice", f"{what}([0, -1])")
+    return listed
+
+
+def format_indices(indices: Indices) -> str:
+    if isinstance(indices, slice):
+        ends = ["" if end is None else str(end) for end in (indices.start, indices.stop)]
+        return f"{ends[0]}:{ends[1]}" + ("" if indices.step is None else f":{indices.step}")
+    return str(list(indices)) if len(indices) < 9 else f"{len(indices)} indices"
