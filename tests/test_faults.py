@@ -235,6 +235,10 @@ WEIGHTS_PASS = {
         "builder.loop(vector_stop, self.num_keys) as key:",
         "builder.loop(vector_stop, vector_stop) as key:",
     ),
+    "the factor of the first head": Fault(weights_tiles, "factors.at(head_index * 8)", "factors.at(head_index * 0)"),
+    "the last head alone": Fault(
+        weights_tiles, "self.builder.fma(p, factor, self.output_format.load(address, lanes))", "p * factor"
+    ),
 }
 
 FUSED_STATISTICS = {

@@ -14,21 +14,23 @@ def resident_peak():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
-n, kernel, mask = 65_536, {kernel!r}, {mask}
+n, kernel, mask, see = 65_536, {kernel!r}, {mask}, {see}
 rng = np.random.default_rng(0)
-query, key, value = (rng.standard_normal((n, {d}), np.float32) for _ in range(3))
-sightline.attention(query[:99], key[:99], value[:99], mask=mask, kernel=kernel)  # libraries, and the kernel's code
+query, key, value = (rng.standard_normal(({batch}, {heads}, n, {d}), np.float32) for _ in range(3))
+short = [x[:, :, :99] for x in (query, key, value)]
+sightline.attention(*short, mask=mask, see=see, kernel=kernel)  # libraries, and the kernel's code
 with open("/proc/self/clear_refs", "w") as reset:
     reset.write("5")  # reset the peak
 before = resident_peak()
-output = sightline.attention(query, key, value, mask=mask, kernel=kernel)
+output, seen = sightline.attention(query, key, value, mask=mask, see=see, kernel=kernel)
 print(resident_peak() - before - output.nbytes)
 """
 
 
-def extra_bytes(**what):
+def extra_bytes(program=PROGRAM, batch=1, heads=1, mask="None", see="[]", d=16, **what):
     """Return the peak bytes of a call beyond inputs and output."""
-    result = subprocess.run([sys.executable, "-c", PROGRAM.format(**what)], capture_output=True, text=True, check=True)
+    program = program.format(batch=batch, heads=heads, mask=mask, see=see, d=d, **what)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return int(result.stdout)
 
 
@@ -43,12 +45,21 @@ def extra_bytes(**what):
     ],
 )
 def test_peak_memory(kernel, mask):
-    assert extra_bytes(kernel=kernel, mask=mask, d=16) < LIMIT
+    assert extra_bytes(kernel=kernel, mask=mask) < LIMIT
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
+@pytest.mark.parametrize(
+    "see", ['weights().mean("heads")', 'weights().sum("heads", weights=np.arange(32.0))', 'weights().mean("batch")']
+)
+def test_a_sum_over_heads_holds_one_matrix(see):
+    """The matrices of all 32 heads would take 512 MB, and that of one head takes 16."""
+    shape = {"batch": 32} if "batch" in see else {"heads": 32}
+    program = PROGRAM.replace("65_536", "2_048")
+    assert extra_bytes(program, kernel="cpu", see=f"[sightline.{see}]", **shape) < LIMIT
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
 def test_the_definition_exceeds_the_limit():
     """The measurement finds n² memory: the dense form exceeds the limit at a sixteenth of the length."""
-    program = PROGRAM.replace("65_536", "4_096").format(kernel="reference", mask="None", d=16)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(result.stdout) > LIMIT
+    assert extra_bytes(PROGRAM.replace("65_536", "4_096"), kernel="reference") > LIMIT

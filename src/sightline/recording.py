@@ -5,15 +5,18 @@ This module imports no framework. The recorded results are arrays of the model's
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, Protocol
 
+from .arrays.operations import accumulator, dtype_name, namespace, resolve_dtype
 from .errors import ParameterError
-from .statistics import Statistic
+from .statistics import OverLayers, Statistic
 
-__all__ = ["Call", "Kind", "Seen", "Tokens", "select_names"]
+__all__ = ["Call", "Kind", "Seen", "Tokens", "Total", "select_names"]
 
 Kind = Literal["self", "cross"]
 Labels = Sequence[Sequence[str]]  # for each batch entry, the labels of its positions
@@ -70,17 +73,11 @@ class Call:
     inputs: LabelledInputs | None = None
 
     def __getitem__(self, name: str) -> Any:
-        """Return the result of the statistic that has this name ("top_k") or prints as this text ("top_k(8)")."""
-        matches = [k for k, statistic in enumerate(self.statistics) if repr(statistic) == name]
-        matches = matches or [k for k, statistic in enumerate(self.statistics) if statistic.name == name]
-        if len(matches) != 1:
-            asked = [repr(statistic) for statistic in self.statistics]
-            raise ParameterError(
-                f"{name!r} of a call with the statistics {', '.join(asked)}",
-                "one statistic's name",
-                f"seen[{asked[0]!r}], for example",
-            )
-        return self.results[matches[0]]
+        """Return the result of the statistic that has this name ("top_k") or prints as this text ("top_k(8)").
+
+        The name of a mean or a part is also that of its statistic, if the call has no other statistic of that name.
+        """
+        return self.results[_find_statistic(name, self.statistics)]
 
     def of_heads(self, heads: Sequence[int]) -> Call:
         """Return the call with the results of these query heads alone. `heads` are the heads' numbers in the model."""
@@ -100,11 +97,59 @@ class Call:
         return f"Call({self.layer}, {self.kind}, step {self.step}, {self.n} queries on {self.m} keys: {statistics})"
 
 
+class Total:
+    """The sum or mean of a statistic over the calls of a watch, added while the model runs.
+
+    Attributes
+    ----------
+    statistic : OverLayers
+    count : int
+        The number of calls.
+    """
+
+    def __init__(self, statistic: OverLayers) -> None:
+        self.statistic, self.count, self._lock = statistic, 0, threading.Lock()
+        self._sum: Any = None
+
+    def add(self, layer: str, result: Any) -> None:
+        """Add the result of a call of a layer, in float64 if it has float64, else in float32.
+
+        Raises
+        ------
+        ParameterError
+            The result has another shape than those of the calls before.
+        """
+        xp = namespace(result)
+        result = xp.astype(result, resolve_dtype(xp, accumulator(dtype_name(result))), copy=False)
+        with self._lock:  # a model may call its layers in several threads
+            if self.count and self._sum.shape != result.shape:
+                old, new = ("×".join(map(str, array.shape)) for array in (self._sum, result))
+                raise ParameterError(
+                    f"{self.statistic!r} of calls of {old}, and of {new} in {layer}",
+                    "results of one shape, as those of one forward pass",
+                    "layers=... for the layers of one kind; .of(...) of each call's results in a generation",
+                )
+            self._sum = result if self._sum is None else self._sum + result
+            self.count += 1
+
+    @property
+    def result(self) -> Any:
+        """The sum, or the mean, over the calls so far. ParameterError is raised if there are none."""
+        if self._sum is None:
+            raise ParameterError(
+                f"{self.statistic!r} before the first call", "a model that ran", "call the model first"
+            )
+        return self._sum if self.statistic.how == "sum" else self._sum / self.count
+
+    def __repr__(self) -> str:
+        return f"{self.statistic!r} {_shape(self.result)}, of {self.count} calls" if self.count else "no calls"
+
+
 class Seen:
     """The calls of a watched model, in the order in which they ran.
 
-    `seen["lse"]` is the list of one statistic's results, one for each call. `seen.of(layer=..., step=...)` selects
-    calls. A loop over `seen` yields the calls.
+    `seen["lse"]` is the list of one statistic's results, one for each call. For a sum or mean over layers it is one
+    array. `seen.of(layer=..., step=...)` selects calls. A loop over `seen` yields the calls.
 
     Parameters
     ----------
@@ -113,12 +158,20 @@ class Seen:
         For each batch entry a list of strings. A model with two sequences has {"encoder": ..., "decoder": ...} with
         such lists for each sequence. The labels can be set later as `seen.tokens`, for example after generation. By
         default each call has the labels of its `inputs`.
+    totals : sequence of Total, optional
+        Sums and means over the calls. They are not in the results of `of`, which selects some of the calls.
     """
 
     load_explorer: ClassVar[Callable[[], Any]]  # returns `sightline.view.explorer`; set in `sightline/__init__.py`
 
-    def __init__(self, calls: Sequence[Call] = (), tokens: Tokens | Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Call] = (),
+        tokens: Tokens | Sequence[str] | None = None,
+        totals: Sequence[Total] = (),
+    ) -> None:
         self.calls: list[Call] = list(calls)
+        self.totals = tuple(totals)
         self.tokens = tokens
 
     @property
@@ -155,7 +208,8 @@ class Seen:
         """Raise ParameterError if the labels that were set do not fit the recorded calls."""
         if self._tokens is None or not self.calls:
             return
-        texts = len(_first_array(self.calls[0].results))
+        results = self.calls[0].results
+        texts = len(_first_array(results)) if results else math.inf
         for side, labels in (self._tokens if isinstance(self._tokens, Mapping) else {"": self._tokens}).items():
             positions, is_generation = _count_positions(self.calls, side)
             given = max(map(len, labels), default=0)
@@ -236,9 +290,17 @@ class Seen:
     def __getitem__(self, name: str | int | slice) -> Any:
         """Return the call at an index, or the calls of a slice as a list.
 
-        For the name of a statistic, return the list of its results, one result for each call.
+        For the name of a statistic, return the list of its results, one result for each call, or the one result of a
+        sum or mean over layers. Names are those of `Call.__getitem__`.
         """
-        return [call[name] for call in self.calls] if isinstance(name, str) else self.calls[name]
+        if not isinstance(name, str):
+            return self.calls[name]
+        own = self.calls[0].statistics if self.calls else ()
+        if self.totals:
+            place = _find_statistic(name, [*own, *[total.statistic for total in self.totals]]) - len(own)
+            if place >= 0:
+                return self.totals[place].result
+        return [call[name] for call in self.calls]
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self.calls)
@@ -251,7 +313,10 @@ class Seen:
         rows = [header, *map(_row, self.calls)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([f"Seen: {len(self)} calls of {len(self.layers)} layers", *(lines if self.calls else [])])
+        totals = [repr(total) for total in self.totals]
+        return "\n".join(
+            [f"Seen: {len(self)} calls of {len(self.layers)} layers", *(lines if self.calls else []), *totals]
+        )
 
     # -- pictures, drawn by sightline.view ---------------------------------------------------------------------------
     def explore(self, **options: Any) -> Any:
@@ -361,12 +426,24 @@ def _piece(labels: Sequence[str] | None, first: int, count: int) -> list[str] | 
     return piece + [""] * (count - len(piece))
 
 
-def _row(call: Call) -> tuple[str, ...]:
-    def shape(array: Any) -> str:
-        return "×".join(map(str, array.shape))
+def _find_statistic(name: str, statistics: Sequence[Statistic]) -> int:
+    """Return the index of the statistic with this text or name; see `Call.__getitem__`."""
+    texts = [repr(statistic) for statistic in statistics]
+    own_names, inner_names = [statistic.name for statistic in statistics], [text.partition("(")[0] for text in texts]
+    for names in (texts, own_names, inner_names):
+        if names.count(name) == 1:
+            return names.index(name)
+    example = f"seen[{texts[0]!r}], for example" if texts else "see=[...] with that statistic"
+    raise ParameterError(f"{name!r} of the statistics {', '.join(texts) or 'none'}", "one statistic's name", example)
 
+
+def _shape(array: Any) -> str:
+    return "×".join(map(str, array.shape))
+
+
+def _row(call: Call) -> tuple[str, ...]:
     results = [
-        f"{statistic!r} " + (", ".join(map(shape, result)) if isinstance(result, tuple) else shape(result))
+        f"{statistic!r} " + (", ".join(map(_shape, result)) if isinstance(result, tuple) else _shape(result))
         for statistic, result in zip(call.statistics, call.results, strict=True)
     ]
     start = f" from {call.query_start}" if call.query_start else ""

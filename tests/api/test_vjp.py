@@ -42,6 +42,10 @@ SEEN = {
     "entropy and lse": [sightline.entropy(), sightline.lse()],
     "mass": [sightline.mass(i - j < 3), sightline.max_score()],
     "means": [sightline.entropy().mean("heads"), sightline.lse().mean("batch")],
+    "weighted heads": [
+        sightline.weights().sum("heads", weights=[0.5, -2.0, 0.0, 1.0]),
+        sightline.weighted_sum(np.eye(M)).rows([2]).sum("heads", weights=[0.5, -2.0, 0.0, 1.0]),
+    ],
     "received": [sightline.received(), sightline.pooled(3, 3), sightline.top_k(2)],
     "selections": [sightline.weights().rows([1, -1, 1]), sightline.received(last=4).heads([3, 1, 2])],
     "means of selections": [sightline.entropy().mean("heads").rows([0, 5]), sightline.lse().heads([2])],

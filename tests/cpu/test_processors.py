@@ -38,7 +38,7 @@ from sightline.errors import ParameterError
 from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import DTYPES, cases
-from weights_pass_checks import check_everything, pooled, received, top_k, weights
+from weights_pass_checks import check_everything, pooled, received, top_k, weight_sums, weights
 
 SERVED = [dtype for dtype in DTYPES if serves(Cpu(), dtype)]
 EXAMPLES = {True: 8, False: 16}  # problems for an emulated machine and for a real one, over all dtypes
@@ -199,7 +199,9 @@ def test_kernels_keep_to_their_machine(name, dtype):
     assert not (found := re.search(FOREIGN[name], assembly(named_machine(name), dtype, **options))), found
 
 
-@pytest.mark.parametrize("statistic", [received, partial(pooled, rows=2, columns=2), partial(top_k, k=5), weights])
+@pytest.mark.parametrize(
+    "statistic", [received, partial(pooled, rows=2, columns=2), partial(top_k, k=5), weights, weight_sums]
+)
 @pytest.mark.parametrize("name", machine_names())
 def test_kernels_of_the_weights_pass_keep_to_their_machine(name, statistic):
     assert not (found := re.search(FOREIGN[name], weights_pass_assembly(statistic, named_machine(name)))), found

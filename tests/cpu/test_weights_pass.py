@@ -31,6 +31,7 @@ from weights_pass_checks import (
     received,
     several,
     top_k,
+    weight_sums,
     weights,
 )
 
@@ -175,7 +176,7 @@ def test_torch_gets_the_same_bits_as_tensors():
     case = Case(*arrays((2, 70, 16), "float32", m=90), {"mask": causal()})
     lse = compute_stages(case.make_problem()).lse
     together = partial(compute_together, statistics=several(case.make_problem()))
-    for call in (received, partial(pooled, rows=3, columns=4), partial(top_k, k=95), weights, together):
+    for call in (received, partial(pooled, rows=3, columns=4), partial(top_k, k=95), weights, weight_sums, together):
         ours, theirs = call(case.make_problem(), lse), call(case.as_torch().make_problem(), lse)
         for array, tensor in zip(flat(ours), flat(theirs), strict=True):
             assert framework(tensor) == "torch"

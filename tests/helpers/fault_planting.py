@@ -40,7 +40,7 @@ PLACES = {  # for each module: the modules and the names through which its class
     weights_by_key: [(weights_by_key, "ReceivedCode"), (weights_by_key, "PooledCode")],
     weights_by_query: [(weights_by_query, "TopKCode")],
     weights_statistics: [(launch_weights_pass, "WeightStatistics")],
-    weights_tiles: [(launch_weights_pass, "WeightTiles")],
+    weights_tiles: [(launch_weights_pass, "WeightTiles"), (launch_weights_pass, "WeightSums")],
     streaming: [],
 }
 

@@ -132,7 +132,12 @@ def _part(statistic: Any, of: Dense) -> tuple[Any, ...]:
 def _mean(statistic: Any, of: Dense) -> tuple[Any, ...]:
     (found,), lead = defined(statistic.of, of), len(of.problem.batch_shape)
     axes = tuple(range(lead)) * statistic.over_batch + (lead,) * statistic.over_heads
-    count = max(int(np.prod([found.shape[axis] for axis in axes])), 1)
+    averaged = [axis for axis in axes if axis != lead or statistic.factors is None]
+    count = max(int(np.prod([found.shape[axis] for axis in averaged])), 1)
+    if isinstance(statistic.factors, tuple):
+        xp = namespace(found)
+        factors = xp.asarray(statistic.factors, dtype=found.dtype)
+        found = xp.reshape(factors, (-1, *[1] * (found.ndim - lead - 1))) * found
     for axis in sorted(axes, reverse=True):
         found = of.sum(found, axis)
     return (found / count,)
@@ -218,17 +223,20 @@ def check(run: Any, problem: Problem) -> None:
         if dtype not in plain:
             plain[dtype] = roughs(problem, dtype)
         rough = [defined(statistic, one)[0] for one in plain[dtype]]
-        terms = defined(of_sizes(statistic), truth)[0] if kind(statistic) == "weighted_sum" else None
+        has_terms = kind(statistic) == "weighted_sum" or isinstance(getattr(statistic, "factors", None), tuple)
+        terms = defined(of_sizes(statistic), truth)[0] if has_terms else None
         judge(statistic, found[0], expected[0], rough, terms)
         if len(found) > 1:
             check_places(statistic, found, expected, rough, truth)
 
 
 def of_sizes(statistic: Any) -> Any:
-    """Return a weighted sum, or a part of one, with |x| in place of x: the sizes of its terms, which may cancel."""
+    """Return a statistic with |x| and |w| in place of x and weights of heads: the sizes of terms, which may cancel."""
+    if isinstance(getattr(statistic, "factors", None), tuple):
+        statistic = replace(statistic, factors=tuple(map(abs, statistic.factors)))
     if hasattr(statistic, "of"):
         return replace(statistic, of=of_sizes(statistic.of))
-    return replace(statistic, x=abs(statistic.x))
+    return replace(statistic, x=abs(statistic.x)) if statistic.name == "weighted_sum" else statistic
 
 
 def judge(statistic: Any, found: Any, expected: Any, rough: Any, terms: Any = None) -> None:
@@ -291,7 +299,7 @@ def check_equal_weights(run: Any, name: str, dtype: str, by_formula: bool) -> No
 
 @st.composite
 def statistics(draw: Any, problem: Problem) -> list[Any]:
-    """One statistic of each kind, with drawn parameters, and the mean of one."""
+    """One statistic of each kind, with drawn parameters, the mean of one, and a sum over heads of another."""
     n, m, rng = problem.n, problem.m, draw(generators())
     see = [
         sightline.lse(),
@@ -311,6 +319,10 @@ def statistics(draw: Any, problem: Problem) -> list[Any]:
         see.append(sightline.pooled(*cells, draw(st.sampled_from(["mean", "max"])), within))
     means = [one for one in see if one.supports_mean]
     see.append(draw(st.sampled_from(means)).mean(draw(st.sampled_from(["heads", "batch"]))))
+    if problem.H:
+        of = draw(st.sampled_from([one for one in means if one.name != "scores"]))
+        of = of.mean("batch") if draw(st.booleans()) else of
+        see.append(of.sum("heads", weights=draw(st.sampled_from([None, rng.normal(size=problem.H)]))))
     return see
 
 

@@ -10,7 +10,7 @@ from sightline.cpu.launch.weights_pass import bind_passes, is_lse_imprecise, run
 from sightline.cpu.runtime.processor import HOST
 from sightline.reference.accuracy import dense_attention, summation_orders
 from sightline.reference.definition import compute_stages
-from sightline.statistics import Pooled, Received, TopK, Weights
+from sightline.statistics import Mean, Pooled, Received, TopK, Weights
 from sightline.testing import assert_within_budget
 
 # -- one statistic by a pass of its own ------------------------------------------------------------------------------
@@ -41,6 +41,14 @@ def weights(problem, lse, threads=None, processor=HOST):
     return compute(problem, lse, Weights(), threads, processor)
 
 
+def weight_sums(problem, lse, threads=None, processor=HOST):
+    return compute(problem, lse, Mean(True, False, Weights(), head_factors(problem)), threads, processor)
+
+
+def head_factors(problem):
+    return tuple(np.linspace(0.5, 2, problem.H).tolist())
+
+
 # -- statistics of a dense matrix of weights (..., n, m) -------------------------------------------------------------
 
 
@@ -59,6 +67,10 @@ def dense_pooled(p, rows, columns, how="mean", within=None):
         keys = slice(j0 + c * (j1 - j0) // columns, j0 + (c + 1) * (j1 - j0) // columns)
         found[..., r, c] = getattr(p[..., queries, keys], how)((-2, -1))
     return found
+
+
+def dense_sum_over_heads(p, factors):
+    return (np.reshape(factors, (-1, 1, 1)).astype(p.dtype) * p).sum(-3)
 
 
 def largest(p, k):
@@ -176,6 +188,7 @@ def check_everything(problem, maxima=False, **more):
         check_pooled(problem, 5, 7, "mean", **more),
         check(problem, top_k, partial(largest, k=5), k=5, **more),
         check(problem, weights, lambda p: p, dtype=narrow, **more),
+        check(problem, weight_sums, partial(dense_sum_over_heads, factors=head_factors(problem)), dtype=narrow, **more),
     ]
     if maxima:
         found.append(check(problem, received, partial(dense_received, how="max"), how="max", **more))

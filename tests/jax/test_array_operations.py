@@ -38,6 +38,7 @@ STATISTICS = {
     "weights": sightline.weights(),
     "scores": sightline.scores(),
     "a mean": sightline.entropy().mean("heads"),
+    "weighted heads": sightline.weights().sum("heads", weights=[0.5, -2.0, 0.0]),
     "a mean of matrices": sightline.weights().mean("heads").mean("batch"),
 }
 

@@ -15,7 +15,7 @@ from sightline import h, i, j, s, table
 from sightline.arrays.operations import to_numpy
 from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
 from sightline.reference.accuracy import dense_attention, gradient_term_sizes, summation_orders
-from sightline.statistics import arrays_of, matrix, per_key, per_query, restriction, selection
+from sightline.statistics import arrays_of, head_factors, matrix, per_key, per_query, restriction, selection
 from sightline.testing import assert_within_budget
 from statistic_definitions import EQUAL_WEIGHTS, Dense, check, check_equal_weights, defined, parts, statistics, usable
 from strategies import DTYPES, ON_HOST, cases
@@ -69,6 +69,9 @@ DIFFERENTIABLE = {
     "received, max": lambda x: sightline.received("max"),
     "pooled": lambda x: sightline.pooled(2, 2, within=((0, 3), (1, 4))),
     "weights": lambda x: sightline.weights().mean("heads"),
+    "weights, weighted heads": lambda x: sightline.weights().sum("heads", weights=[0.5, -2.0]),
+    "lse, weighted heads": lambda x: sightline.lse().mean("batch").mean("heads", weights=[0.5, -2.0]),
+    "entropy, the sum of heads": lambda x: sightline.entropy().sum("heads"),
     "scores": lambda x: sightline.scores(),
     "rows and heads": lambda x: sightline.weights().rows([-1, 0]).heads([1, 0]),
     "one head of a group": lambda x: sightline.entropy().heads([1]).mean("heads"),
@@ -161,6 +164,7 @@ COMPILED = {
     ],
     "parts and means": lambda x: [
         sightline.pooled(2, 2).mean("heads"),
+        sightline.weights().sum("heads", weights=[0.5, 2.0]),
         sightline.received(last=2),
         sightline.weights().heads([-1]).rows([0, -1]),
         sightline.weighted_sum(x).mean("batch"),
@@ -221,6 +225,7 @@ OF_WEIGHTS = {
     "received": sightline.received("mean", last=9),
     "pooled": sightline.pooled(4, 3).mean("batch"),
     "weights": sightline.weights().mean("heads"),
+    "weighted heads": sightline.weights().sum("heads", weights=[1.0, -0.5, 0.0, 2.0]),
     "heads": sightline.weights().heads([2, 1]),
 }
 
@@ -260,7 +265,7 @@ def test_gradients_within_budget(name):
     check_gradients(OF_WEIGHTS[name])
 
 
-@pytest.mark.parametrize("name", ["entropy", "mass", "weights"])
+@pytest.mark.parametrize("name", ["entropy", "mass", "weights", "weighted heads"])
 def test_gradients_within_budget_by_the_generated_kernel(name):
     check_gradients(OF_WEIGHTS[name], "cpu")
 
@@ -286,6 +291,7 @@ def every_statistic(m):
         sightline.weights().rows([0, -1]),
         sightline.weights().heads([3, 2]),
         sightline.weights().mean("heads").mean("batch"),
+        sightline.weights().sum("heads", weights=[1.0, -0.5, 0.0, 2.0]),
         sightline.weighted_sum(x),
     ]
 
@@ -342,7 +348,7 @@ def test_of_equal_weights_the_smaller_key_comes_first(kernel, name, dtype, by_fo
 def test_arrays_without_heads_give_results_without_heads(long_problem):
     query, key, value, _ = long_problem
     see = [
-        *(one for one in every_statistic(700) if one.name != "selection"),
+        *(one for one in every_statistic(700) if one.name != "selection" and "weights=" not in repr(one)),
         sightline.weights().rows([1]),
         sightline.entropy().mean("batch"),
     ]
@@ -448,6 +454,54 @@ ERRORS = {
         "without heads",
     ),
     "a mean over keys": (lambda: sightline.weights().mean("keys"), ParameterError, "mean('keys')", '"heads"'),
+    "weights of other heads": (
+        lambda: attend(sightline.entropy().mean("heads", weights=[1, 2, 3])),
+        ParameterError,
+        "3 weights for 2 heads",
+        "one number for each head",
+    ),
+    "weights of layers": (
+        lambda: attend(sightline.entropy().sum("heads", weights=np.ones((5, 2)))),
+        ParameterError,
+        "5×2 weights for 2 heads",
+        "of a watch",
+    ),
+    "weights without a mean": (
+        lambda: sightline.weights().mean("heads", weights=[1, -1]),
+        ParameterError,
+        "whose sum is 0",
+        ".sum(",
+    ),
+    "weights that are learned": (
+        lambda: sightline.weights().mean("heads", weights=torch.ones(2, requires_grad=True)),
+        ParameterError,
+        "require gradients",
+        "detach()",
+    ),
+    "weights that are words": (
+        lambda: sightline.weights().mean("heads", weights="ab"),
+        ParameterError,
+        "weights='ab'",
+        "H finite numbers",
+    ),
+    "weights of the batch": (
+        lambda: sightline.weights().mean("batch", weights=[1.0]),
+        ParameterError,
+        "weights of mean('batch')",
+        "weights of heads",
+    ),
+    "two sums over heads": (
+        lambda: sightline.weights().mean("heads").sum("heads"),
+        ParameterError,
+        "one sum or mean over heads",
+    ),
+    "a sum over the batch": (lambda: sightline.weights().sum("batch"), ParameterError, "sum('batch')", '"layers"'),
+    "layers of one call": (
+        lambda: attend(sightline.received().mean("layers")),
+        ParameterError,
+        'received().mean("layers") of one call',
+        "watch(model",
+    ),
     "a mean of places": (lambda: sightline.top_k(2).mean("heads"), ParameterError, "which finds keys"),
     "rows that are a list": (
         lambda: sightline.weighted_sum([1.0]),
@@ -502,6 +556,18 @@ def restricted_by(module, **which):
     return RestrictedBy(sightline.weights(), **which)
 
 
+def averaged_by(module, factors=None):
+    """A mean of weights over heads that the module's functions average."""
+
+    class AveragedBy(selection.Mean):
+        def average(self, array, problem):
+            axis = len(problem.batch_shape)
+            weighed = module.multiply_heads(array, axis, self.factors)
+            return weighed.sum(axis) if self.factors else module.average_over(weighed, (axis,))
+
+    return AveragedBy(True, False, sightline.weights(), factors)
+
+
 STREAMING = {
     "a missed tile": ("yield Tile(rows, columns,", "if columns.start == 0: yield Tile(rows, columns,"),
     "a normaliser of another query": ("(masked - high) - low", "(masked - high[..., :1, :]) - low"),
@@ -552,10 +618,16 @@ STATISTICS = {
         lambda m: restricted_by(m, queries=(-1,)),
     ),
     "a mean of the wrong count": (
-        selection,
+        head_factors,
         "math.prod([array.shape[axis] for axis in axes])",
         "array.shape[-1]",
-        lambda m: m.Mean(True, False, sightline.weights()),
+        lambda m: averaged_by(m),
+    ),
+    "a factor of another head": (
+        head_factors,
+        "np.asarray(factors), array)",
+        "np.asarray(factors[::-1]), array)",
+        lambda m: averaged_by(m, (1.0, 0.5, 2.0, 3.0)),
     ),
 }
 GRADIENTS = {
@@ -569,6 +641,13 @@ GRADIENTS = {
     ),
     "a mean that is a sum": (per_key, "1 / max(context.problem.n, 1)", "1.0", "Received", "received"),
     "cells from the other end": (matrix, "cell_of(j - j0, j1", "cell_of(j1 - 1 - j, j1", "Pooled", "pooled"),
+    "a gradient of another head": (
+        selection,
+        "np.asarray(self.factors), context",
+        "np.asarray(self.factors[::-1]), context",
+        "Mean",
+        "weighted heads",
+    ),
     "the mean's share": (selection, "context.gradient / max(count, 1)", "context.gradient", "Mean", "weights"),
 }
 RED = "budget|shape"

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import sightline
+from fault_planting import broken
+from sightline import recording
 from sightline.errors import ParameterError
 from sightline.recording import Call, Seen
 from sightline.testing import assert_within_budget
@@ -254,3 +256,85 @@ def test_a_watch_of_a_model_compiled_before_names_the_compilation():
 def test_an_error_inside_an_empty_watch_is_kept():
     with pytest.raises(ZeroDivisionError), watch(make_layer(), see=[LSE]):
         raise ZeroDivisionError
+
+
+# -- sums and means over layers ----------------------------------------------------------------------------------------
+
+FACTORS = [[0.5, -2.0], [1.0, 3.0]]
+
+
+@pytest.fixture
+def encoder():
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+
+
+def test_sums_and_means_over_layers(encoder, x):
+    weighted = sightline.weights().sum("heads", weights=FACTORS).sum("layers")
+    see = [sightline.weights(), weighted, sightline.received().mean("layers"), LSE.rows([-1]).mean("layers")]
+    with watch(encoder.double(), see) as seen:
+        encoder(x.double())
+    found = seen[repr(weighted)], seen["received"], seen["lse"]
+    weights = torch.stack(seen["weights"])
+    factors = torch.tensor(FACTORS, dtype=torch.float64)
+    expected = torch.einsum("lbhij,lh->bij", weights, factors), weights.mean(0).sum(-2)
+    for one, other in zip(found, expected, strict=False):
+        torch.testing.assert_close(one, other)
+    assert seen["lse"].shape == (3, 2, 1)
+    assert len(seen) == 2
+    assert [call.statistics for call in seen] == [(see[0],)] * 2
+    ours, theirs = (
+        torch.autograd.grad((one**2).sum(), list(encoder.parameters()), retain_graph=True, allow_unused=True)
+        for one in (found[0], expected[0])
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
+
+
+def test_totals_in_half_precision_are_sums_in_float32(encoder, x):
+    encoder = encoder.bfloat16()
+    with torch.no_grad(), watch(encoder, [sightline.weights(), sightline.weights().sum("layers")]) as seen:
+        encoder(x.bfloat16())
+    assert seen['weights().sum("layers")'].dtype == torch.float32
+    assert torch.equal(seen['weights().sum("layers")'], sum(one.float() for one in seen["weights()"]))
+
+
+def test_totals_of_some_heads_without_results_of_calls(encoder, x, tmp_path):
+    see = [sightline.weights().mean("heads", weights=[1, 3]).mean("layers")]
+    with torch.no_grad(), watch(encoder, see, heads=[1, 0], tokens=list("abcdef")) as seen:
+        encoder(x)
+    with torch.no_grad(), watch(encoder, [sightline.weights()]) as plain:
+        encoder(x)
+    weights = torch.stack(plain["weights"]).mean(0)
+    torch.testing.assert_close(seen["weights"], 0.25 * weights[:, 1] + 0.75 * weights[:, 0])
+    assert seen.labels(seen[0])[0] == list("abcdef")
+    assert "3×6×6, of 2 calls" in repr(seen)
+    with pytest.raises(ParameterError, match="no statistic of its own"):
+        seen.save_html(tmp_path / "page.html")
+    with pytest.raises(ParameterError, match="'entropy' of the statistics"):
+        seen["entropy"]
+
+
+def test_errors_of_totals(encoder, transformer, x):
+    rows = watch(encoder, [sightline.weights().sum("heads", weights=FACTORS)], layers=[0])
+    with pytest.raises(ParameterError, match="weights of 2 layers, in a watch of 1 layers"), rows:
+        pass
+    lengths = watch(transformer, [LSE.mean("layers")])
+    with pytest.raises(ParameterError, match="of calls of 3×2×6, and of 3×2×4"), torch.no_grad(), lengths:
+        transformer(x, x[:, :4])
+    with watch(encoder, [LSE.mean("layers")]) as seen:
+        with pytest.raises(ParameterError, match="before the first call"):
+            seen["lse"]
+        encoder(x)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("return self._sum if", "return self._sum * 2 if"), ("self._sum + result", "result")],
+)
+def test_every_fault_in_a_total_is_found(before, after, encoder, x, monkeypatch):
+    monkeypatch.setattr(hooks, "Total", broken(recording, before, after).Total)
+    with pytest.raises(AssertionError):
+        test_sums_and_means_over_layers(encoder, x)

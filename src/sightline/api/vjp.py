@@ -23,7 +23,7 @@ from ..formula.tables import Table
 from ..problem.kernel import Gradients
 from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem, make_problem
 from ..problem.validation import check_choice, read_score, split_names
-from ..statistics import Lse, Statistic, StatisticBase, arrays_of, mean_axes_of, places_in, unwrap_mean
+from ..statistics import Lse, Statistic, StatisticBase, arrays_of, places_in, spread_mean, unwrap_mean
 from .tangent import check_numpy, include_scale, read_floats
 
 MAX_COMPARED_BYTES, NUM_SAMPLES = 4096, 64
@@ -329,7 +329,7 @@ class _Call:
         result = solve(own, self.kernel, self.threads)
         d_own = np.zeros_like(result.output)
         if not own.see:  # the statistic is the output of its own problem, or a mean of this output
-            d_own[...] = _spread(d, mean_axes_of(statistic, len(own.batch_shape)), d_own.shape)
+            d_own[...] = spread_mean(statistic, d, d_own.shape, len(own.batch_shape))
         slot_of = {own.tables[slot].origin: slot for slot in own.score_table_indices}
         own_slots = [slot_of[problem.tables[slot].origin] for slot in slots]
         plan, saved = make_plan(own, self.kernel), (result.output, result.lse)

@@ -190,7 +190,7 @@ def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ..
     key: list[Any] = []
     for statistic in see:
         kind = type(statistic)
-        if kind is Mean and computed_statistic(statistic) is not statistic:
+        if kind is Mean and statistic.factors is None and computed_statistic(statistic) is not statistic:
             key += kind, statistic.over_heads, statistic.over_batch
             statistic = statistic.of
             kind = type(statistic)

@@ -16,16 +16,17 @@ from .base import (
     statistic_gradients,
     weigh,
 )
+from .head_factors import average_over, multiply_heads
 from .matrix import Pooled, Scores, Weights, pooled, scores, weights
 from .per_key import Received, received
 from .per_query import Entropy, Lse, Mass, MaxScore, TopK, entropy, entropy_of, lse, mass, max_score, top_k
 from .selection import (
     Mean,
+    OverLayers,
     Statistic,
-    average_over,
-    mean_axes_of,
     places_in,
     solve_selections_separately,
+    spread_mean,
     unwrap_mean,
 )
 from .weighted_sums import weighted_sum
@@ -38,6 +39,7 @@ __all__ = [
     "Mass",
     "MaxScore",
     "Mean",
+    "OverLayers",
     "Pooled",
     "Received",
     "Scores",
@@ -56,12 +58,13 @@ __all__ = [
     "lse",
     "mass",
     "max_score",
-    "mean_axes_of",
+    "multiply_heads",
     "places_in",
     "pooled",
     "received",
     "scores",
     "solve_selections_separately",
+    "spread_mean",
     "statistic_gradients",
     "top_k",
     "unwrap_mean",
@@ -80,7 +83,8 @@ def deserialize(tokens: Sequence[str], formula: Callable[[str], Expression]) -> 
     """Return the statistic that `serialize` turned into these tokens; `formula` parses the text of a formula."""
     name, *rest = tokens
     if name == Mean.name:
-        return Mean(rest[0] == "True", rest[1] == "True", deserialize(rest[2:], formula))
+        over_heads, over_batch, factors = map(literal_eval, rest[:3])
+        return Mean(over_heads, over_batch, deserialize(rest[3:], formula), factors)
     if name == Mass.name:
         return Mass(formula(rest[0]))
     return STATISTICS[name](*[literal_eval(word) for word in rest])

@@ -7,7 +7,7 @@ a subclass of `selection.Statistic` and a line in `statistics.STATISTICS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -121,6 +121,13 @@ class StatisticGradients:
         named = {"weights": self.weights, "scores": self.scores}
         return {name: formula for name, formula in named.items() if formula is not None}
 
+    def multiply(self, factor: Any, factors: Any) -> StatisticGradients:
+        """Return the terms times a number, or times a formula of h and the array (H, 1) of its values."""
+        formulas = {name: formula * factor for name, formula in self.formulas.items()}
+        arrays = {name: getattr(self, name) for name in ("lse", "weights_sum")}
+        products = {name: array * factors for name, array in arrays.items() if array is not None}
+        return replace(self, **formulas, **products)
+
     def add_to_d_lse(self, d_lse: Any) -> Any:
         """Return d_lse + lse − weights_sum. A term that is None is left out; the result is None if all three are None.
 
@@ -213,7 +220,7 @@ class StatisticBase:
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
         """Return the name and the parameters as tokens without line breaks or bars; `deserialize` reads them."""
         own = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
-        return [self.name, *[_literal_text(value) for value in own]]
+        return [self.name, *[literal_text(value) for value in own]]
 
     def __repr__(self) -> str:
         fields = {field: getattr(self, field) for field in self.__match_args__}  # type: ignore[attr-defined]
@@ -287,8 +294,8 @@ def arrays_of(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, tuple) else (result,)
 
 
-def _literal_text(value: Any) -> str:
+def literal_text(value: Any) -> str:
     """Return a parameter as a Python literal; torch.compile cannot trace `repr` of a tuple."""
     if isinstance(value, tuple):
-        return "(" + "".join([_literal_text(entry) + "," for entry in value]) + ")"
+        return "(" + "".join([literal_text(entry) + "," for entry in value]) + ")"
     return repr(value)

@@ -1,4 +1,4 @@
-"""Statistics made from other statistics: restricted to some queries or heads, or averaged over heads or batch."""
+"""Statistics made from other statistics: of some queries or heads, and sums or means over heads, batch or layers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..arrays.operations import namespace
+import numpy as np
+
+from ..arrays.operations import convert, namespace
 from ..errors import ParameterError
-from ..formula.expression import Expression
-from .base import BackwardContext, ForwardContext, Outer, StatisticBase, StatisticGradients, Tile
+from ..formula.expression import SYMBOLS, Expression
+from ..formula.tables import Table
+from .base import (
+    BackwardContext,
+    ForwardContext,
+    Outer,
+    StatisticBase,
+    StatisticGradients,
+    Tile,
+    literal_text,
+)
+from .head_factors import Factors, average_over, check_factors, format_factors, multiply_heads, parse_factors
 from .restriction import (
     Indices,
     contiguous_span,
@@ -50,30 +62,41 @@ class Statistic(StatisticBase):
         """Return the statistic restricted to these query heads. Indices and errors are like those of `rows`."""
         return _select(self, heads=indices)
 
-    def mean(self, axis: str) -> Statistic:
-        """Return the statistic averaged over the heads or the batch.
+    def mean(self, axis: str, weights: Any = None) -> Statistic:
+        """Return the statistic X averaged over the heads, the batch, or the calls of a watch.
 
-        For weights, scores, and received or pooled by sum or mean, only the mean is stored, not the result of every
-        head.
+        The mean over heads is Σ_h w_h X_h / Σ_h w_h, as in `numpy.average`; without `weights` every w_h is 1. Of
+        `weights()` and `scores()` only the mean is stored: n × m numbers for each batch entry, not H × n × m.
 
         Parameters
         ----------
-        axis : {"heads", "batch"}
+        axis : {"heads", "batch", "layers"}
             The axis that is removed: (..., H, n) becomes (..., n) or (H, n). "batch" means all leading axes together.
+            "layers" means all calls that a `watch` records. They are added while the model runs, so that one result is
+            stored instead of one for each call.
+        weights : H numbers, or (layers, H) numbers in a watch, optional
+            The weight w_h of each head, for "heads" only. A list or an array; constants, without gradients. In a watch
+            the rows of a matrix belong to its layers, in the model's order. Each row is divided by its own sum.
 
         Raises
         ------
         ParameterError
-            axis is neither "heads" nor "batch", or the statistic returns key positions, which have no mean.
+            axis is another word, the statistic returns key positions, which have no mean, the axis was removed before,
+            or weights are not such numbers, or have the sum 0. Attention raises it if there are more or fewer weights
+            than heads, and for "layers" outside of a watch.
         """
-        if axis not in ("heads", "batch"):
-            raise ParameterError(f"mean({axis!r})", '"heads" or "batch"', 'weights().mean("heads")')
-        if not self.supports_mean:
-            raise ParameterError(
-                f"{self}.mean({axis!r}), which finds keys", "statistics that are numbers", "average the result yourself"
-            )
-        over_heads, over_batch = (self.over_heads, self.over_batch) if isinstance(self, Mean) else (False, False)
-        return Mean(over_heads or axis == "heads", over_batch or axis == "batch", unwrap_mean(self))
+        return _reduce(self, "mean", axis, weights)
+
+    def sum(self, axis: str, weights: Any = None) -> Statistic:
+        """Return the sum Σ_h w_h X_h of the statistic X over the heads, or its sum over the calls of a watch.
+
+        Parameters and errors are those of `mean`. There is no sum over the batch, and weights may have the sum 0.
+        """
+        return _reduce(self, "sum", axis, weights)
+
+    def at_layer(self, layer: int, num_layers: int) -> Statistic:
+        """Return the statistic that a watch of `num_layers` layers requests of one of them."""
+        return self
 
     def make_own_problem(self, problem: Problem) -> Problem:
         """Return a problem with this statistic alone; `extract_result` reads the result of that problem."""
@@ -141,17 +164,34 @@ class Selection(Statistic):
     def map_formulas(self, change: Callable[[Any], Any]) -> Selection:
         return Selection(self.of.map_formulas(change), self.queries, self.query_heads)
 
-    def mean(self, axis: str) -> Selection:
-        return Selection(self.of.mean(axis), self.queries, self.query_heads)
+    def mean(self, axis: str, weights: Any = None) -> Statistic:
+        return self._reduced(self.of.mean(axis, weights))
+
+    def sum(self, axis: str, weights: Any = None) -> Statistic:
+        return self._reduced(self.of.sum(axis, weights))
+
+    def _reduced(self, of: Statistic) -> Statistic:
+        """Return the selection of a sum or mean; the sum over layers of the selection if it is over layers."""
+        if isinstance(of, OverLayers):
+            return OverLayers(Selection(of.of, self.queries, self.query_heads), of.how)
+        return Selection(of, self.queries, self.query_heads)
+
+    def at_layer(self, layer: int, num_layers: int) -> Selection:
+        return replace(self, of=self.of.at_layer(layer, num_layers))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mean(Statistic):
-    """A statistic averaged over the heads, the batch or both. A linear statistic receives averaged tiles."""
+    """A statistic averaged over the heads, the batch or both. A linear statistic receives averaged tiles.
+
+    `factors` are the numbers by which the heads are multiplied before they are added: one for each head, such
+    a row for each layer of a watch, or 1.0 for all. None stands for 1/H.
+    """
 
     over_heads: bool
     over_batch: bool
     of: Statistic
+    factors: Factors = None
 
     name = "mean"
 
@@ -168,7 +208,8 @@ class Mean(Statistic):
         return self.of.is_differentiable
 
     def __repr__(self) -> str:
-        return repr(self.of) + '.mean("heads")' * self.over_heads + '.mean("batch")' * self.over_batch
+        heads = '.mean("heads")' if self.factors is None else f'.sum("heads"{format_factors(self.factors)})'
+        return repr(self.of) + heads * self.over_heads + '.mean("batch")' * self.over_batch
 
     def remaining_outer(self, outer: Outer) -> Outer:
         """Return the lengths of the axes (*batch_shape, H) that averaging leaves."""
@@ -185,6 +226,7 @@ class Mean(Statistic):
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
         self.of.check(problem, outer if self.has_own_problem else self.remaining_outer(outer), n)
+        check_factors(self.factors, outer[-1])
 
     def start(self, context: ForwardContext) -> list[Any]:
         if not self.of.is_linear:
@@ -207,15 +249,28 @@ class Mean(Statistic):
 
     def average(self, array: Any, problem: Problem) -> Any:
         """Return the mean of an array (*batch_shape, H, ...) over the axes that this statistic averages over."""
-        return average_over(array, mean_axes_of(self, len(problem.batch_shape)))
+        batch_ndim = len(problem.batch_shape)
+        if self.factors is not None:
+            array = multiply_heads(array, batch_ndim, self.factors)
+            array = namespace(array).sum(array, axis=batch_ndim, dtype=array.dtype)
+        return average_over(array, self.averaged_axes(batch_ndim))
+
+    def averaged_axes(self, batch_ndim: int) -> tuple[int, ...]:
+        """Return the axes of (*batch_shape, H) that are averaged over; a weighted sum over heads is no average."""
+        over_heads = self.over_heads and self.factors is None
+        return (*range(batch_ndim),) * self.over_batch + (batch_ndim,) * over_heads
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         problem = context.problem
-        count = (problem.B if self.over_batch else 1) * (problem.H if self.over_heads else 1)
+        count = (problem.B if self.over_batch else 1) * (problem.H if self.over_heads and self.factors is None else 1)
         remaining_axes = "b" * (not self.over_batch) + "h" * (not self.over_heads)
-        return self.of.backward(
+        gradients = self.of.backward(
             replace(context, gradient=context.gradient / max(count, 1), remaining_axes=remaining_axes, arrays=())
         )
+        if not isinstance(self.factors, tuple):
+            return gradients
+        factors = context.xp.astype(convert(np.asarray(self.factors), context.lse), context.lse.dtype)
+        return gradients.multiply(Table(factors)[SYMBOLS["h"]], factors[:, None])
 
     def make_own_problem(self, problem: Problem) -> Problem:
         return self.of.make_own_problem(problem) if self.has_own_problem else super().make_own_problem(problem)
@@ -226,10 +281,67 @@ class Mean(Statistic):
         return self.average(self.of.extract_result(result, problem), problem)
 
     def map_formulas(self, change: Callable[[Any], Any]) -> Mean:
-        return Mean(self.over_heads, self.over_batch, self.of.map_formulas(change))
+        return replace(self, of=self.of.map_formulas(change))
+
+    def at_layer(self, layer: int, num_layers: int) -> Statistic:
+        rows = self.factors if isinstance(self.factors, tuple) else ()
+        if not rows or not isinstance(rows[0], tuple):
+            return self
+        if len(rows) != num_layers:
+            raise ParameterError(
+                f"weights of {len(rows)} layers, in a watch of {num_layers} layers",
+                f"{num_layers} rows of weights, one for each layer",
+                "layers=... selects the layers of a watch",
+            )
+        return replace(self, factors=rows[layer])
 
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
-        return [self.name, repr(self.over_heads), repr(self.over_batch), *self.of.serialize(to_text)]
+        flags = repr(self.over_heads), repr(self.over_batch), literal_text(self.factors)
+        return [self.name, *flags, *self.of.serialize(to_text)]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OverLayers(Statistic):
+    """The sum or mean of a statistic over the calls that a watch records; see `Statistic.mean`.
+
+    A watch requests `of` for each call, and adds the results: `recording.Total`.
+    """
+
+    of: Statistic
+    how: str
+
+    name = "over_layers"
+    has_own_problem = True
+
+    def __repr__(self) -> str:
+        return f'{self.of!r}.{self.how}("layers")'
+
+    def rows(self, indices: Any) -> OverLayers:  # type: ignore[override]
+        return replace(self, of=self.of.rows(indices))
+
+    def heads(self, indices: Any) -> OverLayers:  # type: ignore[override]
+        return replace(self, of=self.of.heads(indices))
+
+    def mean(self, axis: str, weights: Any = None) -> OverLayers:
+        return self._reduced(self.of.mean(axis, weights))
+
+    def sum(self, axis: str, weights: Any = None) -> OverLayers:
+        return self._reduced(self.of.sum(axis, weights))
+
+    def _reduced(self, of: Statistic) -> OverLayers:
+        if isinstance(of, OverLayers):
+            raise ParameterError(f'{self!r} once more over "layers"', "one sum or mean over layers", repr(self))
+        return replace(self, of=of)
+
+    def at_layer(self, layer: int, num_layers: int) -> Statistic:
+        return self.of.at_layer(layer, num_layers)
+
+    def check(self, problem: Problem, outer: Outer, n: int) -> None:
+        raise ParameterError(
+            f"{self!r} of one call of attention",
+            "sums and means over layers in a watch, which sees all layers",
+            f'see=[{self!r}] in `watch(model, see=...)`, or leave out .{self.how}("layers")',
+        )
 
 
 def _select(of: Statistic, rows: Any = None, heads: Any = None) -> Selection:
@@ -247,16 +359,43 @@ def _select(of: Statistic, rows: Any = None, heads: Any = None) -> Selection:
     return Selection(of.of, queries, of.query_heads if query_heads is None else query_heads)
 
 
-def average_over(array: Any, axes: tuple[int, ...]) -> Any:
-    """Return the mean of an array over these axes; the mean over no heads is 0."""
-    count = math.prod([array.shape[axis] for axis in axes])
-    return namespace(array).sum(array, axis=axes, dtype=array.dtype) / max(count, 1) if axes else array
+def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
+    """Return the sum or mean of a statistic over an axis."""
+    axes = ("heads", "layers") if how == "sum" else ("heads", "batch", "layers")
+    if axis not in axes:
+        raise ParameterError(
+            f"{how}({axis!r})", " or ".join([f'"{name}"' for name in axes]), f'weights().{how}("heads")'
+        )
+    if not of.supports_mean:
+        raise ParameterError(
+            f"{of}.{how}({axis!r}), which finds keys", "statistics that are numbers", "average the result yourself"
+        )
+    if weights is not None and axis != "heads":
+        raise ParameterError(f"weights of {how}({axis!r})", "weights of heads", '.mean("heads", weights=...)')
+    if axis == "layers":
+        return OverLayers(of, how)
+    mean = of if isinstance(of, Mean) else Mean(False, False, of)
+    if axis == "batch":
+        return replace(mean, over_batch=True)
+    factors = parse_factors(how, weights)
+    if mean.over_heads and (factors, mean.factors) != (None, None):
+        raise ParameterError(f'{of}.{how}("heads")', "one sum or mean over heads", "the first one alone")
+    return replace(mean, over_heads=True, factors=factors)
 
 
-def mean_axes_of(statistic: Statistic, batch_ndim: int) -> tuple[int, ...]:
-    """Return the axes over which a `Mean`, or a selection of one, averages arrays (*batch_shape, H, ...)."""
+def spread_mean(statistic: Statistic, gradient: Any, shape: tuple[int, ...], batch_ndim: int) -> Any:
+    """Return the gradient of a NumPy array (*batch_shape, H, ...) of this shape from that of a mean or sum of it.
+
+    The statistic is a `Mean`, or a selection of one. For any other statistic the gradient is returned unchanged.
+    """
     of = statistic.of if isinstance(statistic, Selection) else statistic
-    return (*range(batch_ndim),) * of.over_batch + (batch_ndim,) * of.over_heads if isinstance(of, Mean) else ()
+    if not isinstance(of, Mean):
+        return gradient
+    axes = (*range(batch_ndim),) * of.over_batch + (batch_ndim,) * of.over_heads
+    count = math.prod([shape[axis] for axis in of.averaged_axes(batch_ndim)])
+    return multiply_heads(
+        np.broadcast_to(np.expand_dims(gradient, axes), shape) / max(count, 1), batch_ndim, of.factors
+    )
 
 
 def unwrap_mean(statistic: Statistic) -> Statistic:

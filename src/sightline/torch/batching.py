@@ -22,7 +22,7 @@ from torch import Tensor
 from ..dispatch.call_join import join_text
 from ..dispatch.call_text import CallText, count_arrays
 from ..problem.problem import Problem
-from ..statistics import Mean, Statistic, unwrap_mean
+from ..statistics import Mean, Statistic, multiply_heads, unwrap_mean
 
 if TYPE_CHECKING:
     from .derivatives import Derivative
@@ -74,12 +74,13 @@ class _Kind:
     Parameters
     ----------
     name : "rows" for an array with the axes (*batch_shape, H, ...), "table", "sinks" or "seed"
-    over_batch, over_heads : which of these axes a statistic has averaged over
+    over_batch, over_heads, factors : those of the `Mean` of a statistic
     """
 
     name: str
     over_batch: bool = False
     over_heads: bool = False
+    factors: Any = None
 
 
 ROWS, TABLE, SINKS, SEED = (_Kind(name) for name in ("rows", "table", "sinks", "seed"))
@@ -143,8 +144,9 @@ class _Join:
             return tensor
         axis = 1 + len(batch_shape)
         if kind.over_heads:
-            tensor = (tensor / max(heads, 1)).unsqueeze(axis)
+            tensor = (tensor / max(heads, 1) if kind.factors is None else tensor).unsqueeze(axis)
             tensor = tensor.expand(*tensor.shape[:axis], heads, *tensor.shape[axis + 1 :])
+            tensor = multiply_heads(tensor, axis, kind.factors)
         return tensor.flatten(0, axis).unsqueeze(0)
 
     def split(self, kind: _Kind, tensor: Tensor) -> Tensor:
@@ -158,7 +160,8 @@ class _Join:
             heads = tensor.shape[1] // max(self.size * self.num_batches, 1)  # those of query or those of key
             tensor = tensor.reshape(self.size, *self.batch_shape, heads, *tensor.shape[2:])
             if kind.over_heads:
-                tensor = tensor.sum(axis) / max(heads, 1)
+                tensor = multiply_heads(tensor, axis, kind.factors).sum(axis)
+                tensor = tensor / max(heads, 1) if kind.factors is None else tensor
         if kind.over_batch and axis > 1:
             tensor = tensor.sum(tuple(range(1, axis))) / max(self.num_batches, 1)
         return tensor
@@ -182,7 +185,8 @@ def _kinds(derivative: Derivative, results: list[_Kind]) -> tuple[list[_Kind], l
 
 def _result_kinds(statistic: Statistic) -> list[_Kind]:
     """Return the kinds of the arrays of a statistic."""
-    kind = _Kind("rows", statistic.over_batch, statistic.over_heads) if isinstance(statistic, Mean) else ROWS
+    mean = statistic if isinstance(statistic, Mean) else None
+    kind = ROWS if mean is None else _Kind("rows", mean.over_batch, mean.over_heads, mean.factors)
     return [kind] * count_arrays(statistic)
 
 
@@ -220,8 +224,8 @@ def _join_text(
         """Return the statistic without the mean over the batch, and without the mean over heads if heads are joined."""
         if not isinstance(statistic, Mean):
             return statistic
-        of = unwrap_mean(statistic)
-        return of.mean("heads") if statistic.over_heads and not has_joined_heads else of
+        over_heads = statistic.over_heads and not has_joined_heads
+        return replace(statistic, over_batch=False) if over_heads else unwrap_mean(statistic)
 
     options: dict[str, Any] = {"has_joined_heads": has_joined_heads, "change": change}
     return join_text(text, _make_problem(derivative, types), old, new, is_mapped, **options)

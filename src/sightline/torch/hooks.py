@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ..api.functions import attend as sightline_attend
 from ..errors import ParameterError
-from ..recording import Call, Kind, Seen, map_arrays, select_names
-from ..statistics import Statistic
+from ..recording import Call, Kind, Seen, Total, map_arrays, select_names
+from ..statistics import OverLayers, Statistic
 
 
 class Watcher:
@@ -47,14 +47,28 @@ class Watcher:
     ) -> None:
         self.see, self.heads, self.seen, self.names, self.cross_layers = tuple(see), heads, seen, names, cross_layers
         self.recorder = recorder
-        self.requested = self.see if heads is None else tuple(statistic.heads(heads) for statistic in see)
+        requested = self.see if heads is None else tuple(statistic.heads(heads) for statistic in see)
+        self.requested = {
+            module: tuple(statistic.at_layer(k, len(names)) for statistic in requested)
+            for k, module in enumerate(names)
+        }
+        seen.totals = tuple(Total(statistic) for statistic in see if isinstance(statistic, OverLayers))
         self.steps = dict.fromkeys(names.values(), 0)
 
     def record(
         self, module: nn.Module, results: Sequence[Any], heads: int, kind: Kind, query_start: int, **fields: Any
     ) -> None:
-        """Append a call of the module to the recording; `fields` has the other attributes of the `Call`."""
-        name = self.names[module]
+        """Append a call of the module to the recording; `fields` has the other attributes of the `Call`.
+
+        The results of sums and means over layers are added to those of the calls before.
+        """
+        name, totals = self.names[module], iter(self.seen.totals)
+        own = []
+        for statistic, result in zip(self.see, results, strict=True):
+            if isinstance(statistic, OverLayers):
+                next(totals).add(name, result)
+            else:
+                own.append((statistic, result))
         is_cross = kind == "cross" or name in self.cross_layers
         call = Call(
             layer=name,
@@ -62,8 +76,8 @@ class Watcher:
             step=self.steps[name],
             query_start=None if is_cross else query_start,
             heads=tuple(range(heads)) if self.heads is None else tuple(head % heads for head in self.heads),
-            statistics=self.see,
-            results=tuple(results),
+            statistics=tuple(statistic for statistic, _ in own),
+            results=tuple(result for _, result in own),
             inputs=None if self.recorder is None else self.recorder.current,
             **fields,
         )
@@ -219,7 +233,7 @@ def attend(
     if not (own or watchers):
         output: Tensor = sightline_attend(query, key, value, **options)
         return output, ()
-    requested = [*own, *(statistic for watcher in watchers for statistic in watcher.requested)]
+    requested = [*own, *(statistic for watcher in watchers for statistic in watcher.requested[module])]
     output, seen = sightline_attend(query, key, value, see=requested, **options)
     results = iter(seen)
     own_results = tuple(islice(results, len(own)))

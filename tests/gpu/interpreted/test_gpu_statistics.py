@@ -47,7 +47,8 @@ def every(n, m):
         sightline.weights(),
         sightline.scores(),
     ]
-    return [*own, sightline.weights().mean("heads"), sightline.entropy().mean("batch")]
+    means = [sightline.weights().mean("heads"), sightline.weights().sum("heads"), sightline.entropy().mean("batch")]
+    return [*own, *means]
 
 
 def several():

@@ -3,10 +3,11 @@
     Sᵀ[j][i] = Σ_d K[j][d] · Qᵀ[d][i]        P = e^(S − lse), 0 for hidden pairs and queries that see no key
 
 lse is represented as a sum of two numbers of the accumulator's type, so that rounding lse does not change the weights.
-There are two kernels. `WeightStatistics` (weights_statistics.py) computes received, pooled and top_k, in one pass if
+There are three kernels. `WeightStatistics` (weights_statistics.py) computes received, pooled and top_k, in one pass if
 they are requested together. Each of them has a `StatisticCode` (weights_by_key.py, weights_by_query.py). `WeightTiles`
-(weights_tiles.py) writes the weights themselves. A single item writes each number of an output, in an order that the
-problem determines, so that results are the same for any number of threads.
+(weights_tiles.py) writes the weights themselves, and `WeightSums` their sums over heads or batches. A single item
+writes each number of an output, in an order that the problem determines, so that results are the same for any number of
+threads.
 
 The kernels do not treat NaN and ∞: if a visible score is NaN or ∞, lse is too, and the caller uses the kernel
 `Streaming` instead. Hidden scores have no effect, since full tile ranges contain no hidden pair.

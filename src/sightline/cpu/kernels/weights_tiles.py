@@ -1,8 +1,11 @@
-"""The kernel of the weights pass that writes the weights themselves."""
+"""The kernels of the weights pass that write the weights themselves, or their sums over heads or batches."""
 
 from __future__ import annotations
 
-from ..codegen.values import INT64, Value
+from typing import ClassVar
+
+from ..codegen.formats import FloatFormat
+from ..codegen.values import DOUBLE, INT64, POINTER, Value
 from .kernel_spec import KEY_BLOCK
 from .weights_pass import WeightsPass
 
@@ -16,24 +19,42 @@ class WeightTiles(WeightsPass):
 
     def process_item(self, item: Value) -> None:
         """Process one block of queries. The last blocks, the longest under a causal mask, come first."""
+        head_index, query_block = self.locate_block(item)
+        self.process_head(head_index, head_index, query_block)
+
+    def locate_block(self, item: Value) -> tuple[Value, Value]:
+        """Return (index of the item's matrix in the output, block of queries)."""
+        blocks = self.args.query_blocks
+        return item // blocks, blocks - 1 - item % blocks
+
+    def process_head(self, head_index: Value, output_index: Value, query_block: Value) -> None:
+        """Process one block of queries of one head, whose weights belong to a matrix of the output."""
         args = self.args
-        head_index = item // args.query_blocks
-        self.locate(head_index // args.H, head_index % args.H, args.query_blocks - 1 - item % args.query_blocks)
+        self.locate(head_index // args.H, head_index % args.H, query_block)
+        self.output_row = output_index * args.n + self.i0  # of lane 0
         self.attend(
             (args.first_query, args.last_query), (self.builder.value(0, INT64), (args.m + (KEY_BLOCK - 1)) // KEY_BLOCK)
         )
 
+    @property
+    def output_format(self) -> FloatFormat:
+        """The format of the output's numbers."""
+        return self.format
+
+    def store_weights(self, address: Value, p: Value, lanes: int = 1) -> None:
+        """Write the weights of one query on `lanes` adjacent keys."""
+        self.format.store(address, p)
+
     def process_tile(self, j0: Value, masked: bool) -> None:
-        builder, args, tiles, format = self.builder, self.args, self.tiles, self.format
+        builder, args, tiles, itemsize = self.builder, self.args, self.tiles, self.output_format.itemsize
         with builder.loop(0, self.num_keys) as key:
             for v, p in enumerate(self.compute_weights(key, j0, masked)):
                 tiles.store(self.s_t, key, v, p)
         (output,) = args.outputs
-        row = (self.b * args.H + self.h) * args.n + self.i0  # the output row of lane 0
-        target = output.pointer.at((row * args.m + j0) * format.itemsize)
+        target = output.pointer.at((self.output_row * args.m + j0) * itemsize)
 
         def address(lane: Value, key: Value) -> Value:
-            return target.at((lane * args.m + key) * format.itemsize)
+            return target.at((lane * args.m + key) * itemsize)
 
         first, last = self.clip_lanes(args.first_query, args.last_query)
         vector_stop = self.num_keys // self.lanes * self.lanes
@@ -42,6 +63,37 @@ class WeightTiles(WeightsPass):
             for k, p in enumerate(transposed):
                 lane = at * self.lanes + k
                 with builder.if_then((lane >= first) & (lane < last)):
-                    format.store(address(lane, key), p)
+                    self.store_weights(address(lane, key), p, self.lanes)
         with builder.loop(first, last) as lane, builder.loop(vector_stop, self.num_keys) as key:
-            format.store(address(lane, key), self.lane_address(self.s_t, key, lane).load(self.float))
+            self.store_weights(address(lane, key), self.lane_address(self.s_t, key, lane).load(self.float))
+
+
+class WeightSums(WeightTiles):
+    """Add the products of P and a factor of each head over heads, batches or both, in the accumulator's dtype.
+
+    A work item is (matrix of the output, block of queries). It adds `count` heads one after another to the output,
+    which the caller fills with 0. Head r of matrix x is the head x · output_step + r · step of all B · H heads.
+    """
+
+    own_fields: ClassVar = {
+        "factors": POINTER,  # (B · H,) float64
+        "count": INT64,
+        "step": INT64,
+        "output_step": INT64,
+    }
+
+    def process_item(self, item: Value) -> None:
+        args = self.args
+        output_index, query_block = self.locate_block(item)
+        with self.builder.loop(0, args.count) as rank:
+            head_index = output_index * args.output_step + rank * args.step
+            self.head_factor = args.factors.at(head_index * 8).load(DOUBLE).to(self.float)
+            self.process_head(head_index, output_index, query_block)
+
+    @property
+    def output_format(self) -> FloatFormat:
+        return self.format.accumulator_format
+
+    def store_weights(self, address: Value, p: Value, lanes: int = 1) -> None:
+        factor = self.head_factor if lanes == 1 else self.head_factor.broadcast(lanes)
+        address.store(self.builder.fma(p, factor, self.output_format.load(address, lanes)))

@@ -7,6 +7,7 @@ to. One pass serves several statistics. It takes lse (..., H, n), float64 in nat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,13 +21,13 @@ from ...arrays.operations import convert, empty, layout, namespace, resolve_dtyp
 from ...caching import cached_property
 from ...problem.kernel import MAX_LSE
 from ...problem.problem import Problem
-from ...statistics import Pooled, Received, Statistic, TopK, Weights
+from ...statistics import Mean, Pooled, Received, Statistic, TopK, Weights
 from ...statistics.matrix import cell_lengths
 from ..codegen.abi import WEIGHTS_CALL_FIELDS
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, round_up
 from ..kernels.weights_pass import WeightsPass
 from ..kernels.weights_statistics import WeightStatistics
-from ..kernels.weights_tiles import WeightTiles
+from ..kernels.weights_tiles import WeightSums, WeightTiles
 from ..runtime.processor import HOST, Processor
 from ..runtime.thread_count import thread_count
 from .arguments import TARGET_ITEMS, KernelArguments, prepare, zeros
@@ -122,8 +123,9 @@ Bound = tuple[KernelArguments, StatisticsPass]
 def bind_passes(problem: Problem, statistics: Sequence[Statistic], processor: Processor = HOST) -> list[Bound]:
     """Return the bound weights passes of the statistics, and the arguments of each pass.
 
-    A pass computes each of received, pooled and top_k at most once. `weights`, and a `pooled` within a rectangle, have
-    a pass of their own. There is no pass for a statistic without a weights pass, or if there is nothing to compute.
+    A pass computes each of received, pooled and top_k at most once. `weights`, a mean of them, and a `pooled` within a
+    rectangle have a pass of their own. There is no pass for a statistic without a weights pass, or if there is nothing
+    to compute.
     """
     groups: list[list[int]] = []
     for index, statistic in enumerate(statistics):
@@ -145,12 +147,16 @@ def _can_serve(problem: Problem, statistic: Statistic) -> bool:
         return min(statistic.k, problem.m) in range(1, MAX_TOP_K + 1)
     if isinstance(statistic, Pooled):
         return statistic.down > 0 and statistic.across > 0
-    return isinstance(statistic, Received | Weights)
+    return isinstance(statistic, Received | Weights) or _is_mean_of_weights(statistic)
+
+
+def _is_mean_of_weights(statistic: Statistic) -> bool:
+    return isinstance(statistic, Mean) and isinstance(statistic.of, Weights)
 
 
 def _can_join(statistic: Statistic, others: Sequence[Statistic]) -> bool:
     """True if a pass that computes other statistics can compute this one as well."""
-    is_alone = any(isinstance(x, Weights) or (isinstance(x, Pooled) and x.within) for x in (statistic, *others))
+    is_alone = any(isinstance(x, Weights | Mean) or (isinstance(x, Pooled) and x.within) for x in (statistic, *others))
     return not is_alone and type(statistic) not in map(type, others)
 
 
@@ -159,6 +165,8 @@ def _bind(problem: Problem, statistics: Sequence[Statistic], indices: tuple[int,
     first = statistics[0]
     if isinstance(first, Weights):
         return _bind_weights(problem, indices, processor)
+    if isinstance(first, Mean):
+        return _bind_weight_sums(problem, first, indices, processor)
     k = max(min(x.k, problem.m) if isinstance(x, TopK) else 0 for x in statistics)
     roles = tuple([x.name + ("_max" if getattr(x, "how", "") == "max" else "") for x in statistics])
     arguments, spec = _prepare("statistics", problem, processor, roles=roles, k=k)
@@ -336,9 +344,37 @@ def _top_k_arrays(problem: Problem, k: int) -> StatisticArrays:
 
 def _bind_weights(problem: Problem, indices: tuple[int, ...], processor: Processor) -> Bound:
     arguments, spec = _prepare("weights", problem, processor, roles=("weight_tiles",))
-    blocks = -(-problem.n // arguments.query_block)
-    fields = {"first_query": 0, "last_query": problem.n, "query_blocks": blocks}
-    items = problem.B * problem.H * blocks
-    call = BoundWeightsPass(arguments, spec, WeightTiles, items, processor=processor, **fields)
+    heads = problem.B * problem.H
+    call = BoundWeightsPass(arguments, spec, WeightTiles, processor=processor, **_block_fields(arguments, heads))
     shape = (*problem.batch_shape, problem.H, problem.n, problem.m)
     return arguments, StatisticsPass(call, (StatisticArrays(((shape, problem.dtype, True),), list),), indices)
+
+
+def _bind_weight_sums(problem: Problem, mean: Mean, indices: tuple[int, ...], processor: Processor) -> Bound:
+    """Return the pass of a mean of weights over heads, batches or both: `WeightSums`."""
+    arguments, spec = _prepare("weight_sums", problem, processor, roles=("weight_tiles",))
+    B, H = problem.B, problem.H
+    counts = B if mean.over_batch else 1, H if mean.over_heads else 1
+    divisor = counts[0] * (counts[1] if mean.factors is None else 1)
+    factors = np.tile(mean.factors if isinstance(mean.factors, tuple) else np.ones(H), B)  # of every head
+    steps = {(False, True): (1, H), (True, False): (H, 1), (True, True): (1, 0), (False, False): (1, 1)}
+    step, output_step = steps[mean.over_batch, mean.over_heads]
+    fields = _block_fields(arguments, B * H // math.prod(counts))
+    fields |= {"factors": factors.ctypes.data, "count": math.prod(counts), "step": step, "output_step": output_step}
+    call = BoundWeightsPass(arguments, spec, WeightSums, processor=processor, **fields)
+    call.keep_alive = (*call.keep_alive, factors)
+    (shape,) = mean.shapes(problem, (*problem.batch_shape, H), problem.n)
+
+    def finish(arrays: list[Any]) -> list[Any]:
+        xp = namespace(arrays[0])
+        sums = arrays[0] if divisor == 1 else arrays[0].__itruediv__(divisor)
+        return [xp.astype(sums, resolve_dtype(xp, problem.dtype), copy=False)]
+
+    return arguments, StatisticsPass(call, (StatisticArrays(((shape, problem.accumulator, True),), finish),), indices)
+
+
+def _block_fields(arguments: KernelArguments, matrices: int) -> dict[str, int]:
+    """Return the fields of a pass whose items are the blocks of queries of so many matrices."""
+    n = arguments.problem.n
+    blocks = -(-n // arguments.query_block)
+    return {"items": matrices * blocks, "first_query": 0, "last_query": n, "query_blocks": blocks}

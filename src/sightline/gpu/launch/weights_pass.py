@@ -83,7 +83,7 @@ def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architect
 
     No kernel computes
     - `top_k` of more than `MAX_TOP_K` keys, whose lists do not fit registers;
-    - the mean of scores, since a sum over heads would lose the −∞ of hidden pairs;
+    - the mean of scores, since a sum over heads would lose the −∞ of hidden pairs, and weighted means of weights;
     - on AMD the mean of weights: a program adds one head's weights to the sums of the previous heads in memory, and on
       AMD Triton's barrier does not make a thread's writes to memory visible to the other threads of the program.
     """
@@ -105,7 +105,7 @@ def can_serve(problem: Problem, statistic: Statistic) -> bool:
     if isinstance(statistic, TopK):
         return min(statistic.k, problem.m) <= MAX_TOP_K
     if isinstance(statistic, Mean):
-        return isinstance(statistic.of, Weights)
+        return isinstance(statistic.of, Weights) and statistic.factors is None
     return isinstance(statistic, Received | Pooled | Weights | Scores)
 
 

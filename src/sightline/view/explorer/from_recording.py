@@ -68,11 +68,13 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
             "a Seen without calls: nothing was recorded", "calls of a layer", "with watch(...) as seen: model(**inputs)"
         )
     statistic_names = [[statistic.name for statistic in run[-1].statistics] for run in runs]
-    batch = range(len(to_numpy(_first(runs[0][-1].results[0]))))
-    if all("weights" in names for names in statistic_names):
-        return make_exploration(title, [[_dense(seen, run, entry) for run in runs] for entry in batch], limit, top)
+    is_dense = all("weights" in names for names in statistic_names)
     for run, names in zip(runs, statistic_names, strict=True):
-        _check(run[-1], names)
+        if not is_dense:
+            _check(run[-1], names)
+    batch = range(len(to_numpy(_first(runs[0][-1].results[0]))))
+    if is_dense:
+        return make_exploration(title, [[_dense(seen, run, entry) for run in runs] for entry in batch], limit, top)
     cells = sum(math.prod(run[-1]["pooled"].shape) for run in runs)
     levels = MAP_LEVELS if 4 * BASE64_RATIO * cells > limit / 2 else None
     texts = [[_pooled(seen, run[-1], entry, top, levels) for run in runs] for entry in batch]
@@ -101,7 +103,7 @@ def _check(call: Any, names: Sequence[str]) -> None:
     missing = [name for name in REQUIRED_STATISTICS if name not in names]
     if missing:
         raise ParameterError(
-            f"{call.layer} with {', '.join(names)}; missing {', '.join(missing)}",
+            f"{call.layer} with {', '.join(names) or 'no statistic of its own'}; missing {', '.join(missing)}",
             f"weights, or all of {', '.join(REQUIRED_STATISTICS)}",
             CURE,
         )

@@ -1,0 +1,82 @@
+"""The factors of a weighted sum over heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..arrays.operations import convert, namespace
+from ..errors import ParameterError
+from .base import weigh
+
+# one number for each head, such a row for each layer of a watch, or 1.0 for all heads; None stands for 1/H
+Factors = float | tuple[float, ...] | tuple[tuple[float, ...], ...] | None
+
+
+def average_over(array: Any, axes: tuple[int, ...]) -> Any:
+    """Return the mean of an array over these axes; the mean over no heads is 0."""
+    count = math.prod([array.shape[axis] for axis in axes])
+    return namespace(array).sum(array, axis=axes, dtype=array.dtype) / max(count, 1) if axes else array
+
+
+def multiply_heads(array: Any, axis: int, factors: Any) -> Any:
+    """Return the array with each head multiplied by its factor along this axis. A factor of 0 gives 0."""
+    if not isinstance(factors, tuple):  # 1 for every head
+        return array
+    xp = namespace(array)
+    numbers = xp.astype(convert(np.asarray(factors), array), array.dtype)
+    return weigh(xp.reshape(numbers, (-1, *[1] * (array.ndim - axis - 1))), array)
+
+
+def parse_factors(how: str, weights: Any) -> Factors:
+    """Return the factors of a sum or mean over heads with these weights; see `Factors`."""
+    if weights is None:
+        return None if how == "mean" else 1.0
+    if getattr(weights, "requires_grad", False):
+        raise ParameterError(
+            "weights of heads that require gradients",
+            "constants",
+            "weights=w.detach(), or multiply the statistic of each head by w yourself",
+        )
+    given = weights.tolist() if hasattr(weights, "tolist") else weights
+    rows = given if isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple) else [given]
+    if not all(isinstance(row, list | tuple) and row and all(map(_is_finite, row)) for row in rows):
+        raise ParameterError(
+            f"weights={weights!r} of heads", "H finite numbers, or (layers, H) in a watch", "weights=[0.5, 0.5]"
+        )
+    totals = [math.fsum(row) if how == "mean" else 1.0 for row in rows]
+    if 0 in totals:
+        raise ParameterError(
+            "weights of a mean whose sum is 0", "weights with another sum", '.sum("heads", weights=...)'
+        )
+    factors = tuple([tuple([weight / total for weight in row]) for row, total in zip(rows, totals, strict=True)])
+    return factors[0] if rows[0] is given else factors
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, int | float) and math.isfinite(number)
+
+
+def format_factors(factors: Any) -> str:
+    """Return the factors as an argument: those of up to 4 heads, or how many there are; "" if all are 1."""
+    if not isinstance(factors, tuple):
+        return ""
+    if isinstance(factors[0], tuple):
+        return f", weights=[{len(factors)}×{len(factors[0])} numbers]"
+    shown = ", ".join([f"{factor:.4g}" for factor in factors]) if len(factors) <= 4 else f"{len(factors)} numbers"
+    return f", weights=[{shown}]"
+
+
+def check_factors(factors: Factors, num_heads: int) -> None:
+    """Raise ParameterError unless factors of one call of attention have one number for each head."""
+    if not isinstance(factors, tuple):
+        return
+    first = factors[0]
+    if isinstance(first, tuple):
+        shape, cure = f"{len(factors)}×{len(first)}", "see=[...] of a watch, where each layer has its own row"
+    else:
+        shape, cure = str(len(factors)), "weights of the selected heads alone, if heads are selected"
+    if shape != str(num_heads):
+        raise ParameterError(f"{shape} weights for {num_heads} heads", "one number for each head", cure)
