@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -144,3 +145,69 @@ def test_the_picture_of_scaling_is_drawn(example, tmp_path):
     drawn = example.main(tmp_path, ranks=(1, 2), per_rank=512, whole=1024)
     assert {path.name for path in drawn} == {path.name for path in example.FOLDER.iterdir()}
     assert all(f"(distributed/{path.name})" in page and is_picture(path) for path in drawn)
+
+
+def sharpened(model):
+    """The model with attention that is far from equal weights: its random weights are too small for that."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "query.weight" in name or "q_proj.weight" in name:
+                parameter *= 1000
+    return model
+
+
+@pytest.mark.example("esm_contacts")
+def test_contacts_of_a_protein(example):
+    assert example.main(layers=2, width=40, heads=4, length=64) < 1e-6
+    model, tokens = example.random_model(3, 40, 4, 50)
+    sharpened(model).contact_head.regression.weight.data *= 20
+    found = example.predict_contacts(model, tokens)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        plain = model.predict_contacts(tokens, torch.ones_like(tokens))
+        oracle = model.double().predict_contacts(tokens, torch.ones_like(tokens))
+    assert oracle.std() > 0.02
+    assert_within_budget(found, oracle, plain)
+
+
+CONTACTS = """
+import sys
+sys.path.insert(0, {folder!r})
+from esm_contacts import predict_contacts, random_model
+
+def resident_peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+predict_contacts(*random_model(2, 80, 20, 40))  # libraries, and the kernels' code
+model, tokens = random_model(6, 80, 20, 1500)
+with open("/proc/self/clear_refs", "w") as reset:
+    reset.write("5")  # reset the peak
+before = resident_peak()
+predict_contacts(model, tokens)
+print(resident_peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
+def test_contacts_hold_a_few_maps():
+    """One map of this protein takes 9 MB, and the maps of all heads take 1,080 MB."""
+    program = CONTACTS.format(folder=str(FOLDER))
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 12 * 9e6
+
+
+@pytest.mark.example("vit_rollout")
+def test_rollout_of_a_class_token(example):
+    assert example.main(layers=2, size=32) < 1e-6
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "image_size": 64}
+    model = transformers.ViTModel(transformers.ViTConfig(**sizes), add_pooling_layer=False).eval()
+    sharpened(model.requires_grad_(False))
+    pixels = 3 * torch.randn(2, 3, 64, 64)
+    found = [example.rollout(model, pixels, 17, token) for token in (0, 5)]
+    plain = [example.dense_rollout(model, pixels, token) for token in (0, 5)]
+    oracle = [example.dense_rollout(model.double(), pixels.double(), token) for token in (0, 5)]
+    assert oracle[0][:, 1:].max() > 3 * oracle[0][:, 1:].mean()
+    for one, other, rough in zip(found, oracle, plain, strict=True):
+        assert_within_budget(one, other, rough)
