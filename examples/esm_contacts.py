@@ -39,15 +39,16 @@ def predict_contacts(model: Any, tokens: Any) -> Any:
     factors = regression.weight.detach().view(model.config.num_hidden_layers, -1)  # (layers, heads)
     residues = slice(1, -1)
     see = [
-        sightline.weights().rows(residues).sum("heads", weights=factors).sum("layers"),
-        sightline.mass((j > 0) & (j < m - 1)).rows(residues),
-        sightline.received().rows(residues),
+        sightline.weights().sum("heads", weights=factors).sum("layers"),
+        sightline.mass((j > 0) & (j < m - 1)),
+        sightline.received(),
+        sightline.weights().rows([0, -1]),  # what <cls> and <eos> give, which no residue receives from a residue
     ]
     with torch.no_grad(), sightline.transformers.watch(model, see=see) as seen:
         model(tokens)
-        pairs = seen["weights"][..., residues]
-        given, received = torch.stack(seen["mass"]), torch.stack(seen["received"])[..., residues]
-        sums = given + received  # (layers, B, heads, n − 2)
+        pairs = seen[repr(see[0])][:, residues, residues]
+        given, received, of_ends = (torch.stack(seen[repr(one)]) for one in see[1:])
+        sums = (given + received - of_ends.sum(-2))[..., residues]  # (layers, B, heads, n − 2)
         shares = factors[:, None] / sums.sum(-1)
         logits = pairs + pairs.mT - torch.einsum("lbh,lbhi,lbhj->bij", shares, sums, sums)
         if regression.bias is not None:
