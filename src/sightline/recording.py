@@ -39,7 +39,7 @@ class Call:
     kind : {"self", "cross"}
         "self" if queries and keys come from one sequence, "cross" if the keys come from another sequence.
     step : int
-        How many runs of this layer were recorded before. In generation it is the index of the generated token.
+        How many runs of the model have called this layer before. In generation it is the index of the generated token.
     query_start : int or None
         The index, among the keys, of the key at the first query's position: 0, or the number of keys in the cache. None
         if `kind` is "cross".
@@ -55,6 +55,11 @@ class Call:
         The result of each statistic, of shape (B, heads, …); the statistic defines the other axes.
     inputs : LabelledInputs, optional
         The tokens that the model had got when the layer ran, if the watch knows them.
+    call : int
+        How many calls the layer has made before in this run of the model. It is above 0 if the layer computes attention
+        several times, or if the model runs one layer several times, as ALBERT does.
+    names : tuple of str
+        The names of the statistics, if the watch got a dict.
     """
 
     layer: str
@@ -68,10 +73,18 @@ class Call:
     statistics: tuple[Statistic, ...]
     results: tuple[Any, ...]
     inputs: LabelledInputs | None = None
+    call: int = 0
+    names: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The layer's path, with the number of the call in its run if the layer has made others before."""
+        return f"{self.layer} (call {self.call})" if self.call else self.layer
 
     def __getitem__(self, name: str) -> Any:
         """Return the result of the statistic that has this name ("top_k") or prints as this text ("top_k(8)")."""
-        matches = [k for k, statistic in enumerate(self.statistics) if repr(statistic) == name]
+        matches = [k for k, own in enumerate(self.names) if own == name]
+        matches = matches or [k for k, statistic in enumerate(self.statistics) if repr(statistic) == name]
         matches = matches or [k for k, statistic in enumerate(self.statistics) if statistic.name == name]
         if len(matches) != 1:
             asked = [repr(statistic) for statistic in self.statistics]
@@ -97,7 +110,7 @@ class Call:
 
     def __repr__(self) -> str:
         statistics = ", ".join(map(repr, self.statistics))
-        return f"Call({self.layer}, {self.kind}, step {self.step}, {self.n} queries on {self.m} keys: {statistics})"
+        return f"Call({self.name}, {self.kind}, step {self.step}, {self.n} queries on {self.m} keys: {statistics})"
 
 
 class Seen:
@@ -179,6 +192,7 @@ class Seen:
         *,
         kind: Kind | None = None,
         step: int | None = None,
+        call: int | None = None,
         heads: Sequence[int] | None = None,
     ) -> Seen:
         """Return the calls that match every given argument, with the results of only these heads if `heads` is given.
@@ -190,6 +204,9 @@ class Seen:
         kind : {"self", "cross"}, optional
         step : int, optional
             A negative step counts from the end: -1 is the last step of each layer.
+        call : int, optional
+            The number of the call among those of the layer in one run of the model. A negative number counts from the
+            end.
         heads : list of int, optional
             Query heads, by their numbers in the model.
 
@@ -201,15 +218,17 @@ class Seen:
         if kind not in (None, "self", "cross"):
             raise ParameterError(f"kind={kind!r}", '"self", "cross" or None', 'seen.of(kind="self")')
         names = self.layers if layer is None else select_names(self.layers, layer)
-        last = {call.layer: call.step for call in self.calls}
+        steps = {one.layer: one.step + 1 for one in self.calls}
+        counts = {(one.layer, one.step): one.call + 1 for one in self.calls}
         calls = [
-            call
-            for call in self.calls
-            if call.layer in names
-            and (kind is None or call.kind == kind)
-            and (step is None or call.step == (step if step >= 0 else last[call.layer] + 1 + step))
+            one
+            for one in self.calls
+            if one.layer in names
+            and (kind is None or one.kind == kind)
+            and (step is None or one.step == (step if step >= 0 else steps[one.layer] + step))
+            and (call is None or one.call == (call if call >= 0 else counts[one.layer, one.step] + call))
         ]
-        selected = Seen(calls if heads is None else [call.of_heads(heads) for call in calls])
+        selected = Seen(calls if heads is None else [one.of_heads(heads) for one in calls])
         selected._tokens = self._tokens  # the labels fit all calls, of which these are a part
         return selected
 
@@ -371,7 +390,7 @@ def _row(call: Call) -> tuple[str, ...]:
     ]
     start = f" from {call.query_start}" if call.query_start else ""
     heads = str(len(call.heads))
-    return call.layer, call.kind, str(call.step), f"{call.n}{start}", str(call.m), heads, "; ".join(results)
+    return call.name, call.kind, str(call.step), f"{call.n}{start}", str(call.m), heads, "; ".join(results)
 
 
 def labels_by_entry(labels: Any) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Tests of `sightline.torch.watch` for torch's layers and ours, and of the recording `Seen`."""
+"""Tests of `sightline.watch` for torch's layers and ours, and of the recording `Seen`."""
 
 import sys
 from types import SimpleNamespace
@@ -8,12 +8,19 @@ import torch
 from torch import nn
 
 import sightline
+from sightline import i, j, watch
 from sightline.errors import ParameterError
 from sightline.recording import Call, Seen
 from sightline.testing import assert_within_budget
-from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, hooks, watch
+from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, hooks
+from sightline.torch.attention_finder import FINDER
 
 LSE = sightline.lse()
+
+
+class SelfAttentionByTorch(nn.Module):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x)
 
 
 @pytest.fixture
@@ -54,7 +61,7 @@ def test_modules_are_restored(transformer, x):
 
     def state():
         kinds = [type(module) for module in transformer.modules()]
-        return kinds, [len(module._forward_pre_hooks) for module in transformer.modules()], dict(hooks._WATCHERS)
+        return kinds, [len(module._forward_pre_hooks) for module in transformer.modules()], FINDER.watchers
 
     before = state()
     with torch.no_grad(), watch(layer, [LSE]) as outer:
@@ -120,15 +127,25 @@ def test_invalid_arguments_have_a_cure(model, options):
         pass
 
 
-def test_invalid_models_and_heads_are_refused():
-    with pytest.raises(ParameterError, match=r"without attention(.|\n)*in its layers"), watch(nn.Linear(2, 2), [LSE]):
-        pass
-    with pytest.raises(ParameterError, match=r"see.values\(\)"), watch(nn.MultiheadAttention(4, 2), {"a": LSE}):
-        pass
+def test_invalid_models_statistics_and_heads_are_refused():
+    layer = nn.MultiheadAttention(4, 2)
     with pytest.raises(ParameterError, match="a model that is a str"), watch("bert-base-uncased", [LSE]):
         pass
-    with pytest.raises(ParameterError, match="heads=1"), watch(nn.MultiheadAttention(4, 2), [LSE], heads=1):
+    for see in ([], {}, "lse", [LSE, 1], LSE.name):
+        with pytest.raises(ParameterError, match="list or dict of statistics"), watch(layer, see):
+            pass
+    with pytest.raises(ParameterError, match="heads=1"), watch(layer, [LSE], heads=1):
         pass
+    with pytest.raises(ParameterError, match=r"cure: +tokens="), watch(layer, LSE, tokenizer=object()):
+        pass
+
+
+def test_statistics_have_the_names_of_a_dict(x):
+    layer = SelfAttention(8, 4, 4)
+    with watch(layer, LSE) as one, watch(layer, {"near": sightline.mass(abs(i - j) <= 1), "lse": LSE}) as two:
+        layer(x)
+    assert torch.equal(one["lse"][0], two["lse"][0])
+    assert two["near"][0].shape == two["mass"][0].shape == (3, 1, 6)
 
 
 # -- the recording -------------------------------------------------------------------------------------------------
@@ -239,16 +256,21 @@ def make_layer():
 
 
 def test_a_watch_that_recorded_nothing_raises():
-    model, message = make_layer(), r"1 attention layers \(self_attn\) that recorded no call: none of them ran"
-    with pytest.raises(ParameterError, match=message), watch(model, see=[LSE]):
-        model.linear1(torch.zeros(1, 3, 8))
-
-
-def test_a_watch_of_a_model_compiled_before_names_the_compilation():
     model = make_layer()
-    model.compile(backend="eager")
-    with pytest.raises(ParameterError, match="the model is compiled"), watch(model, see=[LSE]):
+    with pytest.raises(ParameterError, match="EncoderLayer that recorded no call: none of its"), watch(model, LSE):
+        pass
+    with pytest.raises(ParameterError, match="its modules ran, and called none"), watch(model, LSE):
         model.linear1(torch.zeros(1, 3, 8))
+    message = r"layer 'linear1' of 1 layers(.|\n)*self_attn"
+    with torch.no_grad(), pytest.raises(ParameterError, match=message), watch(model, LSE, layers="linear1"):
+        model(torch.zeros(1, 3, 8))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_a_watch_of_a_scripted_model_names_it(x):
+    model = nn.Sequential(torch.jit.trace(SelfAttentionByTorch(), x))
+    with pytest.raises(ParameterError, match=r"0 is compiled by torch\.jit"), watch(model, see=[LSE]):
+        model(x)
 
 
 def test_an_error_inside_an_empty_watch_is_kept():
