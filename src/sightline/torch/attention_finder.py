@@ -37,6 +37,7 @@ from .replacement import torch_attention  # type: ignore[attr-defined]
 from .running_modules import without_hand_over
 from .watcher import Recorder, Watcher
 
+OPERATOR = torch.ops.aten.scaled_dot_product_attention  # exported programs call it
 ATTEND = inspect.signature(attend)
 MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 
@@ -52,6 +53,9 @@ class Finder(TorchFunctionMode):
         options = options or {}
         if torch.compiler.is_compiling():
             return function(*inputs, **options)
+        if function is Tensor.backward:  # checkpointed functions run again in it
+            with self:
+                return _backward(*inputs, **options)
         read = READERS.get(function)
         if read is not None:
             recorders = self.recorders()
@@ -86,6 +90,13 @@ FINDER = Finder()
 def is_watched() -> bool:
     """True if a watch records the attention of the module that runs in this thread."""
     return bool(FINDER.watchers and has_modes() and FINDER.recorders())
+
+
+def _backward(
+    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """`Tensor.backward` without its question to the modes."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _observe(*inputs: Any, **options: Any) -> Any:
@@ -233,7 +244,7 @@ def _read_flex(
         "scale": scale,
     }
     output, results = _compute(recorders, LayerCall(), inputs, [lse(), max_score()])
-    return output, results[0] / log(2), results[1] / log(2)
+    return output, results[0] / log(2), results[1].score / log(2)
 
 
 READERS: dict[Any, Callable[..., Any]] = {
@@ -241,8 +252,8 @@ READERS: dict[Any, Callable[..., Any]] = {
     attend_for_layer: _read_layer,
     torch_attention: _read_torch,
     replacing_attend: _read_torch,
-    torch.ops.aten.scaled_dot_product_attention: _read_torch,
-    torch.ops.aten.scaled_dot_product_attention.default: _read_torch,
+    OPERATOR: _read_torch,
+    OPERATOR.default: _read_torch,
     functional.multi_head_attention_forward: _read_multi_head,
     flex_operator: _read_flex,
 }

@@ -23,11 +23,12 @@ from .hooks import restore_on_exit
 
 
 class Running(NamedTuple):
-    """A module that runs: its path in the model, its class, and the number of the model's run."""
+    """A module that runs: its path in the model, its class, the number of the model's run, and who switches off."""
 
     path: str
     kind: type
     run: int
+    has_switched_on: bool = False  # its end switches the finder off
 
 
 class _Thread(threading.local):
@@ -72,7 +73,7 @@ class RunningModules:
             try:
                 yield
             finally:
-                self._empty_stack()  # an interrupt skips the hooks
+                self._end()  # an interrupt skips the hooks
 
     def current(self) -> Running | None:
         """Return the innermost module that runs in this thread; None if none does.
@@ -98,52 +99,59 @@ class RunningModules:
             if torch.compiler.is_compiling():
                 return
             self.has_run = True
-            stack = THREAD.stacks.get(self)
-            if stack is None:
-                stack = THREAD.stacks[self] = []
-                _switch_on(self.finder)
-            stack.append(Running(path, type(module), stack[-1].run if stack else next(self.runs)))
+            stack = THREAD.stacks.setdefault(self, [])
+            is_off = not _is_on(
+                self.finder
+            )  # also inside a function of torch that runs modules, such as a backward pass
+            if is_off:
+                self.finder.__enter__()  # type: ignore[no-untyped-call]
+            stack.append(Running(path, type(module), stack[-1].run if stack else next(self.runs), is_off))
 
         def leave(*_: Any) -> None:
-            stack = THREAD.stacks.get(self, [])
-            places = [place for place, running in enumerate(stack) if running.path == path]
+            places = [k for k, running in enumerate(THREAD.stacks.get(self, ())) if running.path == path]
             if places:  # above it are modules whose hooks an error has skipped
-                del stack[places[-1] :]
-                if not stack:
-                    self._empty_stack()
+                self._end(places[-1])
 
         return enter, leave
 
-    def _empty_stack(self) -> None:
-        if THREAD.stacks.pop(self, None) is not None:
-            _switch_off()
+    def _end(self, place: int = 0) -> None:
+        """Remove the modules of this place and above from the stack of this thread."""
+        stack = THREAD.stacks.get(self, [])
+        while len(stack) > place:
+            if stack.pop().has_switched_on:
+                torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
+        if not stack:
+            THREAD.stacks.pop(self, None)
 
 
-def _switch_on(finder: TorchFunctionMode) -> None:
-    THREAD.uses += 1
-    if THREAD.uses == 1:
-        finder.__enter__()  # type: ignore[no-untyped-call]
-
-
-def _switch_off() -> None:
-    THREAD.uses -= 1
-    if THREAD.uses == 0:
-        torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
+def _is_on(finder: TorchFunctionMode) -> bool:
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return any(mode is finder for mode in modes)
 
 
 @contextmanager
 def _using(finder: TorchFunctionMode) -> Iterator[None]:
-    _switch_on(finder)
+    """Have the finder on in this thread. The last of several contexts to exit switches it off."""
+    THREAD.uses += 1
+    if THREAD.uses == 1:
+        finder.__enter__()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        _switch_off()
+        THREAD.uses -= 1
+        if THREAD.uses == 0:
+            torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
 
 
 # -- other threads and compiled code -----------------------------------------------------------------------------------
 _lock = threading.Lock()
 _changes = ExitStack()
 _count = 0  # contexts that need the changes
+
+
+def has_compiler() -> bool:
+    """True if torch's compiler is loaded; before that, nothing is compiled."""
+    return "torch._dynamo" in sys.modules
 
 
 @contextmanager
@@ -159,7 +167,7 @@ def _process_wide_changes() -> Iterator[None]:
             ):
                 _changes.enter_context(restore_on_exit(owner, name))
                 setattr(owner, name, make(getattr(owner, name)))
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            if has_compiler():
                 _changes.enter_context(torch.compiler.set_stance("force_eager"))
     try:
         yield

@@ -18,7 +18,7 @@ from ..errors import ParameterError
 from ..recording import Call, Kind, Seen, map_arrays, select_names
 from ..statistics import Statistic, StatisticBase
 from .hooks import LayerCall
-from .running_modules import Running, RunningModules
+from .running_modules import Running, RunningModules, has_compiler
 
 CROSS_ATTENTION_NAME = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # part of such layers' names
 
@@ -71,6 +71,7 @@ class Watcher:
         self.model, self.modules = model, RunningModules(model, finder)
         self.by_path = {path: module for module, path in self.modules.paths.items()}
         self.asked = _read_layers(layers, tuple(self.by_path))
+        self.had_compiler = has_compiler()
         self.seen = Seen(tokens=tokens)
         self.inputs: Any = None  # an object whose `current` has the tokens of the model's inputs
         self.layers: dict[str, CalledLayer] = {}  # every layer that called attention, in the order of the first calls
@@ -141,6 +142,11 @@ class Watcher:
             return (
                 f"{compiled[0]} is compiled by torch.jit, and compiled code shows no calls",
                 "watch the model before torch.jit.script or torch.jit.trace",
+            )
+        if has_compiler() and not self.had_compiler:
+            return (
+                "torch.compile was called first in the `with` block, and compiled code shows no calls",
+                "call torch.compile before the watch: compiled code runs uncompiled in it",
             )
         if not self.modules.has_run:
             return "none of its modules ran", "run the model inside the `with` block"
