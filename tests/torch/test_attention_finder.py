@@ -27,7 +27,7 @@ from sightline.torch.attention_finder import FINDER
 HEADS, WIDTH, LENGTH = 2, 4, 6
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 POOL = ThreadPoolExecutor(2)  # its threads live longer than any watch
-WEIGHTS = sightline.weights()
+LSE, WEIGHTS = sightline.lse(), sightline.weights()
 
 
 def dense(query, key, mask=None, scale=None):
@@ -358,6 +358,36 @@ def test_methods_and_calls_of_other_models():
     assert [call.layer for call in seen] == ["Program"]
 
 
+def test_a_copy_of_a_watched_model_is_not_the_model():
+    model, x = Program(["method"]), torch.randn(1, HEADS, LENGTH, WIDTH)
+    with watch(model, WEIGHTS) as seen:
+        other = copy.deepcopy(model)
+        other(x)
+        model(x)
+    assert len(seen) == 1
+    other(x)
+    assert not running_modules.THREAD.stacks
+
+
+def test_a_cache_of_this_library_and_transforms():
+    class Layer(nn.Module):
+        def forward(self, x):
+            cache = sightline.KVCache(dtype="float32")
+            cache.append(x, x)
+            return sightline.attention(x[..., -1:, :], cache, mask=cache.causal(1), see=LSE)
+
+    layer, x = Layer(), torch.randn(1, HEADS, LENGTH, WIDTH)
+    plain = layer(x)
+    with watch(layer, WEIGHTS) as seen:
+        output, (lse,) = layer(x)
+    assert torch.equal(output, plain[0])
+    assert torch.equal(lse, plain[1][0])
+    assert (seen[0].n, seen[0].m, seen[0]["weights"].shape) == (1, LENGTH, (1, HEADS, 1, LENGTH))
+    program = Program(["partial"])
+    with pytest.raises(ParameterError, match=r"transform of torch\.func"), watch(program, LSE):
+        torch.vmap(program)(x[None])
+
+
 def test_cross_attention_and_caches():
     class Layer(nn.Module):
         def forward(self, q, k):
@@ -382,7 +412,8 @@ def test_layers_by_number_and_attention_by_hand_beside_them():
     class ByHand(nn.Module):
         def forward(self, x):
             scores = (x @ x.transpose(-2, -1) / 2).masked_fill(~CAUSAL, -torch.inf)
-            return functional.dropout(nn.Softmax(-1)(scores), 0.1) @ x
+            scores = torch.cat([scores, scores[..., :1] * 0], -1)  # a sink
+            return functional.dropout(nn.Softmax(-1)(scores)[..., :-1], 0.1) @ x
 
     model = nn.Sequential(Program(["partial"]), Program(["partial"]), ByHand(), Program(["method"]))
     x = torch.randn(1, HEADS, LENGTH, WIDTH)

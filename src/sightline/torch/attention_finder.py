@@ -7,10 +7,12 @@ computes attention by `sightline.attention`, with the statistics of the watches 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import log
+from threading import Lock
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,7 @@ from ..formula.from_function import to_formula
 from ..formula.torch_masks import block_formula
 from ..kv_cache import KVCache
 from ..statistics import Statistic, StatisticBase, lse, max_score, weights
+from .derivatives import is_transformed
 from .functional import convert_arguments
 from .handwritten import find_handwritten
 from .hooks import LayerCall, has_modes
@@ -48,6 +51,7 @@ class Finder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.watchers: tuple[Watcher, ...] = ()
+        self.lock = Lock()
 
     def __torch_function__(self, function: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
         options = options or {}
@@ -75,13 +79,15 @@ class Finder(TorchFunctionMode):
     @contextmanager
     def serving(self, watcher: Watcher) -> Any:
         """Serve the watcher while the context lasts."""
-        self.watchers = (*self.watchers, watcher)
-        functions.observer = _observe
+        with self.lock:
+            self.watchers = (*self.watchers, watcher)
+            functions.observer = _observe
         try:
             yield
         finally:
-            self.watchers = tuple(other for other in self.watchers if other is not watcher)
-            functions.observer = _observe if self.watchers else None
+            with self.lock:
+                self.watchers = tuple(other for other in self.watchers if other is not watcher)
+                functions.observer = _observe if self.watchers else None
 
 
 FINDER = Finder()
@@ -126,10 +132,14 @@ def _compute(
         raise ParameterError(
             "attention of nested tensors in a watch", "tensors with padding", "watch the model with a padded batch"
         )
+    if is_transformed():  # the results would be tensors that end with the transform
+        raise ParameterError(
+            "attention in a transform of torch.func in a watch", "calls of the model itself", "watch it without vmap"
+        )
     requested = [*own, *(statistic for recorder in recorders for statistic in recorder.requested)]
     with without_hand_over():  # of the kernels' threads
         output, results = attend(**inputs, see=requested)
-    m = max(key.lengths) if isinstance(key, KVCache) else key.shape[-2]
+    m = int(max(key.lengths)) if isinstance(key, KVCache) else key.shape[-2]
     start = len(own)
     for recorder in recorders:
         stop = start + len(recorder.requested)
@@ -229,8 +239,8 @@ def _read_flex(
     scale: float,
     *_: Any,
     **__: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator of `torch.nn.attention.flex_attention`, which returns lse and maxima in base 2."""
+) -> tuple[Tensor, ...]:
+    """The operator of `torch.nn.attention.flex_attention`: output and lse, and maxima in later versions, in base 2."""
     lists = dict(
         zip(("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"), block_mask[2:6], strict=True)
     )
@@ -244,7 +254,8 @@ def _read_flex(
         "scale": scale,
     }
     output, results = _compute(recorders, LayerCall(), inputs, [lse(), max_score()])
-    return output, results[0] / log(2), results[1].score / log(2)
+    answer = output, results[0] / log(2), results[1].score / log(2)
+    return answer if hasattr(sys.modules["torch.nn.attention.flex_attention"], "AuxRequest") else answer[:2]
 
 
 READERS: dict[Any, Callable[..., Any]] = {

@@ -41,10 +41,13 @@ def find_handwritten(function: Any, inputs: tuple[Any, ...], options: dict[str, 
         if not places and not any(isinstance(x, Parameter) for x in tensors):
             marks[result] = SCORES
         return places[0] if places else None
+    if function is functional.linear:  # a projection has no scores
+        return None
     for x, mark in found:
+        has_rows = result.shape[:-1] == x.shape[:-1]  # a sink is one more column of scores
         if function in SOFTMAXES and mark is SCORES:
             marks[result] = _place_of_caller()
-        elif result.numel() == x.numel():
+        elif has_rows or result.numel() == x.numel():
             marks[result] = mark
     return None
 

@@ -93,10 +93,11 @@ class RunningModules:
         return None
 
     def _make_hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return the hooks of a module. Copies of the module for other threads share them, and so have its path."""
+        """Return the hooks of a module. Its replicas for other devices share them, and so have its path."""
 
         def enter(module: nn.Module, _: Any) -> None:
-            if torch.compiler.is_compiling():
+            is_copy = module not in self.paths and not getattr(module, "_is_replica", False)  # by copy.deepcopy
+            if is_copy or torch.compiler.is_compiling():
                 return
             self.has_run = True
             stack = THREAD.stacks.setdefault(self, [])
