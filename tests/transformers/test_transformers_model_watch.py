@@ -1,4 +1,4 @@
-"""Tests of `sightline.transformers.watch`."""
+"""Tests of `sightline.watch` for models of transformers."""
 
 from dataclasses import replace
 
