@@ -21,7 +21,7 @@ from fault_planting import broken
 from sightline import watch
 from sightline.errors import FormulaError, ParameterError
 from sightline.testing import assert_within_budget
-from sightline.torch import SelfAttention, attention_finder, running_modules
+from sightline.torch import SelfAttention, attention_finder, replacing, running_modules
 from sightline.torch.attention_finder import FINDER
 
 HEADS, WIDTH, LENGTH = 2, 4, 6
@@ -144,6 +144,24 @@ def check_arguments():
 
 def test_arguments_are_those_of_the_call():
     check_arguments()
+
+
+def test_calls_that_are_replaced_are_recorded():
+    program, x = Program(["attribute", "method"]), torch.randn(1, HEADS, LENGTH, WIDTH)
+    for outer, inner in ((replacing(), watch(program, WEIGHTS)), (watch(program, WEIGHTS), replacing())):
+        with outer as first, inner as second:
+            program(x)
+        assert len(second if hasattr(first, "served") else first) == 2
+
+
+def test_a_mode_of_the_user_is_not_disturbed():
+    """A device as a context is a mode of torch too; it may end inside or outside of a watch."""
+    program, x = Program(list(WAYS)), torch.randn(1, HEADS, LENGTH, WIDTH)
+    with torch.device("cpu"), watch(program, WEIGHTS) as seen:
+        with torch.device("cpu"):
+            program(x)
+        assert torch._C._len_torch_function_stack() == 2
+    assert len(seen) == len(WAYS)
 
 
 FAULTS = {  # module, line, faulty line, and where the faulty copy is put

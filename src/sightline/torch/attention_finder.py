@@ -183,9 +183,9 @@ def _read_torch(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
     call: LayerCall | None = None,
     own: Sequence[Statistic] = (),
 ) -> Any:
