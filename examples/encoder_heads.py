@@ -115,7 +115,7 @@ def rank_heads(model: Any, batch: Batch) -> Result:
     """Run the model with `watch`, and rank all heads for each pattern."""
     searched = patterns(batch)
     see = [sightline.entropy(), *(sightline.mass(one.mask) for one in searched.values())]
-    with torch.no_grad(), sightline.transformers.watch(model, see=see, tokens=batch.tokens) as seen:
+    with torch.no_grad(), sightline.watch(model, see=see, tokens=batch.tokens) as seen:
         model(**batch.inputs)
     entropies = [mean_by_head(call["entropy"], batch.inputs.attention_mask.bool()) for call in seen]
     heads = {}
@@ -183,7 +183,7 @@ def main(output: Path | None = OUTPUT, page: Path | None = PAGE, sentences: list
     if page is not None:
         with (
             torch.no_grad(),
-            sightline.transformers.watch(model, see=[sightline.weights()], tokens=batch.tokens) as seen,
+            sightline.watch(model, see=[sightline.weights()], tokens=batch.tokens) as seen,
         ):
             model(**batch.inputs)
         seen.save_html(page)
@@ -200,7 +200,7 @@ def draw(model: Any, batch: Batch, found: Result, path: Path) -> None:
     for axis, (name, heads) in zip(figure.subplots(2, 2).flat, found.heads.items(), strict=True):
         layer, head = heads[0][:2]
         only = {"see": [sightline.weights()], "layers": [layer], "heads": [head]}
-        with torch.no_grad(), sightline.transformers.watch(model, **only) as seen:
+        with torch.no_grad(), sightline.watch(model, **only) as seen:
             model(**batch.inputs)
         weights = seen[0]["weights"][0, 0, :length, :length]
         heatmap(weights, batch.tokens[0], axis, title=f"{name}: layer {layer}, head {head}", annotate=False)

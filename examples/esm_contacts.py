@@ -44,7 +44,7 @@ def predict_contacts(model: Any, tokens: Any) -> Any:
         sightline.received(),
         sightline.weights().rows([0, -1]),  # what <cls> and <eos> give, which no residue receives from a residue
     ]
-    with torch.no_grad(), sightline.transformers.watch(model, see=see) as seen:
+    with torch.no_grad(), sightline.watch(model, see=see) as seen:
         model(tokens)
         pairs = seen[repr(see[0])][:, residues, residues]
         given, received, of_ends = (torch.stack(seen[repr(one)]) for one in see[1:])

@@ -104,7 +104,7 @@ class Aligned(NamedTuple):
 def align(model: Translator, count: int = 200) -> Aligned:
     """Record the cross-attention on new sentences and compare it with the true alignment."""
     new = pairs(count)
-    with torch.no_grad(), sightline.torch.watch(model, see=[sightline.top_k(1), sightline.weights()]) as seen:
+    with torch.no_grad(), sightline.watch(model, see=[sightline.top_k(1), sightline.weights()]) as seen:
         logits = model(new.source, new.target)
     (call,) = seen.of(kind="cross")
     found = call["top_k"].where[..., 0]  # (count, HEADS, LENGTH)

@@ -34,7 +34,7 @@ def rollout(model: Any, pixels: Any, num_tokens: int, token: int = 0) -> Any:
     x = torch.ones(len(pixels), 1, num_tokens, 1, device=pixels.device, requires_grad=True)
     with (
         torch.enable_grad(),
-        sightline.transformers.watch(model, see=[sightline.weighted_sum(x).mean("heads")]) as seen,
+        sightline.watch(model, see=[sightline.weighted_sum(x).mean("heads")]) as seen,
     ):
         model(pixels)
     row = torch.zeros(len(pixels), num_tokens, device=pixels.device)

@@ -206,7 +206,7 @@ def test_dir_shows_the_public_names_and_the_submodules():
     functions = """
         alibi alibi_slopes attention attention_from_disk attention_tangent attention_vjp bias causal dense documents
         entropy explain lse mass max_score merge padding pooled prefix received relative_bias scores softcap table
-        threads tiles top_k tune weighted_sum weights where window
+        threads tiles top_k tune watch weighted_sum weights where window
     """
     modules = "data equinox flax jax keras positions torch transformers view"
     expected = [*"bhijsnm", "Expression", "KVCache", "Table", *functions.split(), *modules.split()]

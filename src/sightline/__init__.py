@@ -1,8 +1,7 @@
 """Sightline: exact scaled dot-product attention with masks and scores written as formulas, and weights to look at."""
 
 from importlib import import_module
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .api.functions import attention, explain, tiles
 from .api.out_of_core import attention_from_disk
@@ -93,11 +92,18 @@ PASSES.picture = _formula_picture
 Seen.load_explorer = lambda: import_module(f"{__name__}.view.explorer")
 
 
-def __getattr__(name: str) -> ModuleType:
+if TYPE_CHECKING:
+    from .model_watch import watch as watch
+
+
+def __getattr__(name: str) -> Any:
+    if name == "watch":
+        import_module(f"{__name__}.torch")  # without torch, its error names what to install
+        return import_module(f"{__name__}.model_watch").watch
     if name in SUBMODULES:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted((*__all__, *SUBMODULES))
+    return sorted((*__all__, *SUBMODULES, "watch"))

@@ -42,7 +42,7 @@ class Call:
     kind : {"self", "cross"}
         "self" if queries and keys come from one sequence, "cross" if the keys come from another sequence.
     step : int
-        How many runs of this layer were recorded before. In generation it is the index of the generated token.
+        How many runs of the model have called this layer before. In generation it is the index of the generated token.
     query_start : int or None
         The index, among the keys, of the key at the first query's position: 0, or the number of keys in the cache. None
         if `kind` is "cross".
@@ -58,6 +58,11 @@ class Call:
         The result of each statistic, of shape (B, heads, …); the statistic defines the other axes.
     inputs : LabelledInputs, optional
         The tokens that the model had got when the layer ran, if the watch knows them.
+    call : int
+        How many calls the layer has made before in this run of the model. It is above 0 if the layer computes attention
+        several times, or if the model runs one layer several times, as ALBERT does.
+    names : tuple of str
+        The names of the statistics, if the watch got a dict.
     """
 
     layer: str
@@ -71,13 +76,20 @@ class Call:
     statistics: tuple[Statistic, ...]
     results: tuple[Any, ...]
     inputs: LabelledInputs | None = None
+    call: int = 0
+    names: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The layer's path, with the number of the call in its run if the layer has made others before."""
+        return f"{self.layer} (call {self.call})" if self.call else self.layer
 
     def __getitem__(self, name: str) -> Any:
         """Return the result of the statistic that has this name ("top_k") or prints as this text ("top_k(8)").
 
         The name of a mean or a part is also that of its statistic, if the call has no other statistic of that name.
         """
-        return self.results[_find_statistic(name, self.statistics)]
+        return self.results[_find_statistic(name, self.statistics, self.names)]
 
     def of_heads(self, heads: Sequence[int]) -> Call:
         """Return the call with the results of these query heads alone. `heads` are the heads' numbers in the model."""
@@ -94,7 +106,7 @@ class Call:
 
     def __repr__(self) -> str:
         statistics = ", ".join(map(repr, self.statistics))
-        return f"Call({self.layer}, {self.kind}, step {self.step}, {self.n} queries on {self.m} keys: {statistics})"
+        return f"Call({self.name}, {self.kind}, step {self.step}, {self.n} queries on {self.m} keys: {statistics})"
 
 
 class Total:
@@ -103,12 +115,14 @@ class Total:
     Attributes
     ----------
     statistic : OverLayers
+    name : str
+        Its name in a dict of statistics, or "".
     count : int
         The number of calls.
     """
 
-    def __init__(self, statistic: OverLayers) -> None:
-        self.statistic, self.count, self._lock = statistic, 0, threading.Lock()
+    def __init__(self, statistic: OverLayers, name: str = "") -> None:
+        self.statistic, self.name, self.count, self._lock = statistic, name, 0, threading.Lock()
         self._sum: Any = None
 
     def add(self, layer: str, result: Any) -> None:
@@ -233,6 +247,7 @@ class Seen:
         *,
         kind: Kind | None = None,
         step: int | None = None,
+        call: int | None = None,
         heads: Sequence[int] | None = None,
     ) -> Seen:
         """Return the calls that match every given argument, with the results of only these heads if `heads` is given.
@@ -244,6 +259,9 @@ class Seen:
         kind : {"self", "cross"}, optional
         step : int, optional
             A negative step counts from the end: -1 is the last step of each layer.
+        call : int, optional
+            The number of the call among those of the layer in one run of the model. A negative number counts from the
+            end.
         heads : list of int, optional
             Query heads, by their numbers in the model.
 
@@ -255,15 +273,17 @@ class Seen:
         if kind not in (None, "self", "cross"):
             raise ParameterError(f"kind={kind!r}", '"self", "cross" or None', 'seen.of(kind="self")')
         names = self.layers if layer is None else select_names(self.layers, layer)
-        last = {call.layer: call.step for call in self.calls}
+        steps = {one.layer: one.step + 1 for one in self.calls}
+        counts = {(one.layer, one.step): one.call + 1 for one in self.calls}
         calls = [
-            call
-            for call in self.calls
-            if call.layer in names
-            and (kind is None or call.kind == kind)
-            and (step is None or call.step == (step if step >= 0 else last[call.layer] + 1 + step))
+            one
+            for one in self.calls
+            if one.layer in names
+            and (kind is None or one.kind == kind)
+            and (step is None or one.step == (step if step >= 0 else steps[one.layer] + step))
+            and (call is None or one.call == (call if call >= 0 else counts[one.layer, one.step] + call))
         ]
-        selected = Seen(calls if heads is None else [call.of_heads(heads) for call in calls])
+        selected = Seen(calls if heads is None else [one.of_heads(heads) for one in calls])
         selected._tokens = self._tokens  # the labels fit all calls, of which these are a part
         return selected
 
@@ -295,9 +315,10 @@ class Seen:
         """
         if not isinstance(name, str):
             return self.calls[name]
-        own = self.calls[0].statistics if self.calls else ()
+        own, names = (self.calls[0].statistics, self.calls[0].names) if self.calls else ((), ())
         if self.totals:
-            place = _find_statistic(name, [*own, *[total.statistic for total in self.totals]]) - len(own)
+            statistics = [*own, *[total.statistic for total in self.totals]]
+            place = _find_statistic(name, statistics, [*names, *[total.name for total in self.totals]]) - len(own)
             if place >= 0:
                 return self.totals[place].result
         return [call[name] for call in self.calls]
@@ -426,13 +447,13 @@ def _piece(labels: Sequence[str] | None, first: int, count: int) -> list[str] | 
     return piece + [""] * (count - len(piece))
 
 
-def _find_statistic(name: str, statistics: Sequence[Statistic]) -> int:
-    """Return the index of the statistic with this text or name; see `Call.__getitem__`."""
+def _find_statistic(name: str, statistics: Sequence[Statistic], names: Sequence[str]) -> int:
+    """Return the index of the statistic with this name in a dict, text or own name; see `Call.__getitem__`."""
     texts = [repr(statistic) for statistic in statistics]
     own_names, inner_names = [statistic.name for statistic in statistics], [text.partition("(")[0] for text in texts]
-    for names in (texts, own_names, inner_names):
-        if names.count(name) == 1:
-            return names.index(name)
+    for candidates in (list(names), texts, own_names, inner_names):
+        if candidates.count(name) == 1:
+            return candidates.index(name)
     example = f"seen[{texts[0]!r}], for example" if texts else "see=[...] with that statistic"
     raise ParameterError(f"{name!r} of the statistics {', '.join(texts) or 'none'}", "one statistic's name", example)
 
@@ -448,7 +469,7 @@ def _row(call: Call) -> tuple[str, ...]:
     ]
     start = f" from {call.query_start}" if call.query_start else ""
     heads = str(len(call.heads))
-    return call.layer, call.kind, str(call.step), f"{call.n}{start}", str(call.m), heads, "; ".join(results)
+    return call.name, call.kind, str(call.step), f"{call.n}{start}", str(call.m), heads, "; ".join(results)
 
 
 def labels_by_entry(labels: Any) -> list[list[str]]:

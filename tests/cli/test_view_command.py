@@ -54,17 +54,17 @@ def fake(monkeypatch):
                 return self.results[0]
 
         longest = max(map(len, tokens))
-        p = rng.dirichlet(np.ones(longest), size=(len(tokens), 3, longest)).astype(np.float32)
-        sizes = {"n": longest, "m": longest, "results": (torch.from_numpy(p),)}
-        calls = [Call(layer=f"layers.{number}", **given, **sizes) for number in range(2)]
+        p = torch.from_numpy(rng.dirichlet(np.ones(longest), size=(len(tokens), 3, longest)).astype(np.float32))
+        calls = [Call(name=f"layers.{k}", n=longest, m=longest, results=(p,), **given) for k in range(2)]
 
         def labels(call, entry):
             padded = tokens[entry] + [""] * (longest - len(tokens[entry]))
             return padded, padded
 
-        yield SimpleNamespace(calls=calls, layers=("layers.0", "layers.1"), labels=labels)
+        yield SimpleNamespace(calls=calls, labels=labels)
 
-    monkeypatch.setitem(sys.modules, "sightline.transformers", SimpleNamespace(watch=watch))
+    monkeypatch.setitem(sys.modules, "sightline.transformers", SimpleNamespace())
+    monkeypatch.setattr(sightline, "watch", watch, raising=False)
     config = SimpleNamespace(is_encoder_decoder=False, num_hidden_layers=2, num_attention_heads=3)
     requested["model"] = Model(config=config)
     monkeypatch.setattr("sightline.cli.view_command.load_model", lambda path: (requested["model"], Tokenizer()))

@@ -1,4 +1,4 @@
-"""Tests of `sightline.torch.watch` for torch's layers and ours, and of the recording `Seen`."""
+"""Tests of `sightline.watch` for torch's layers and ours, and of the recording `Seen`."""
 
 import sys
 from types import SimpleNamespace
@@ -9,13 +9,19 @@ from torch import nn
 
 import sightline
 from fault_planting import broken
-from sightline import recording
+from sightline import i, j, recording, watch
 from sightline.errors import ParameterError
 from sightline.recording import Call, Seen
 from sightline.testing import assert_within_budget
-from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, hooks, watch
+from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, hooks, watcher
+from sightline.torch.attention_finder import FINDER
 
 LSE = sightline.lse()
+
+
+class SelfAttentionByTorch(nn.Module):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x)
 
 
 @pytest.fixture
@@ -56,7 +62,7 @@ def test_modules_are_restored(transformer, x):
 
     def state():
         kinds = [type(module) for module in transformer.modules()]
-        return kinds, [len(module._forward_pre_hooks) for module in transformer.modules()], dict(hooks._WATCHERS)
+        return kinds, [len(module._forward_pre_hooks) for module in transformer.modules()], FINDER.watchers
 
     before = state()
     with torch.no_grad(), watch(layer, [LSE]) as outer:
@@ -122,15 +128,25 @@ def test_invalid_arguments_have_a_cure(model, options):
         pass
 
 
-def test_invalid_models_and_heads_are_refused():
-    with pytest.raises(ParameterError, match=r"without attention(.|\n)*in its layers"), watch(nn.Linear(2, 2), [LSE]):
-        pass
-    with pytest.raises(ParameterError, match=r"see.values\(\)"), watch(nn.MultiheadAttention(4, 2), {"a": LSE}):
-        pass
+def test_invalid_models_statistics_and_heads_are_refused():
+    layer = nn.MultiheadAttention(4, 2)
     with pytest.raises(ParameterError, match="a model that is a str"), watch("bert-base-uncased", [LSE]):
         pass
-    with pytest.raises(ParameterError, match="heads=1"), watch(nn.MultiheadAttention(4, 2), [LSE], heads=1):
+    for see in ([], {}, "lse", [LSE, 1], LSE.name):
+        with pytest.raises(ParameterError, match="list or dict of statistics"), watch(layer, see):
+            pass
+    with pytest.raises(ParameterError, match="heads=1"), watch(layer, [LSE], heads=1):
         pass
+    with pytest.raises(ParameterError, match=r"cure: +tokens="), watch(layer, LSE, tokenizer=object()):
+        pass
+
+
+def test_statistics_have_the_names_of_a_dict(x):
+    layer = SelfAttention(8, 4, 4)
+    with watch(layer, LSE) as one, watch(layer, {"near": sightline.mass(abs(i - j) <= 1), "lse": LSE}) as two:
+        layer(x)
+    assert torch.equal(one["lse"][0], two["lse"][0])
+    assert two["near"][0].shape == two["mass"][0].shape == (3, 1, 6)
 
 
 # -- the recording -------------------------------------------------------------------------------------------------
@@ -241,16 +257,21 @@ def make_layer():
 
 
 def test_a_watch_that_recorded_nothing_raises():
-    model, message = make_layer(), r"1 attention layers \(self_attn\) that recorded no call: none of them ran"
-    with pytest.raises(ParameterError, match=message), watch(model, see=[LSE]):
-        model.linear1(torch.zeros(1, 3, 8))
-
-
-def test_a_watch_of_a_model_compiled_before_names_the_compilation():
     model = make_layer()
-    model.compile(backend="eager")
-    with pytest.raises(ParameterError, match="the model is compiled"), watch(model, see=[LSE]):
+    with pytest.raises(ParameterError, match="EncoderLayer that recorded no call: none of its"), watch(model, LSE):
+        pass
+    with pytest.raises(ParameterError, match="its modules ran, and called none"), watch(model, LSE):
         model.linear1(torch.zeros(1, 3, 8))
+    message = r"layer 'linear1' of 1 layers(.|\n)*self_attn"
+    with torch.no_grad(), pytest.raises(ParameterError, match=message), watch(model, LSE, layers="linear1"):
+        model(torch.zeros(1, 3, 8))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_a_watch_of_a_scripted_model_names_it(x):
+    model = nn.Sequential(torch.jit.trace(SelfAttentionByTorch(), x))
+    with pytest.raises(ParameterError, match=r"0 is compiled by torch\.jit"), watch(model, see=[LSE]):
+        model(x)
 
 
 def test_an_error_inside_an_empty_watch_is_kept():
@@ -318,8 +339,15 @@ def test_totals_of_some_heads_without_results_of_calls(encoder, x, tmp_path):
 
 
 def test_errors_of_totals(encoder, transformer, x):
-    rows = watch(encoder, [sightline.weights().sum("heads", weights=FACTORS)], layers=[0])
-    with pytest.raises(ParameterError, match="weights of 2 layers, in a watch of 1 layers"), rows:
+    rows = sightline.weights().sum("heads", weights=FACTORS).sum("layers")
+    few = pytest.raises(ParameterError, match="weights of 2 layers, in a watch of 1 layers")
+    with few, torch.no_grad(), watch(encoder, rows, layers=[0]):
+        encoder(x)
+    one_row = sightline.weights().sum("heads", weights=FACTORS[:1]).heads([0, 1])
+    many = pytest.raises(ParameterError, match="weights of 1 layers, in a watch of at least 2 layers")
+    with many, torch.no_grad(), watch(encoder, one_row):
+        encoder(x)
+    with pytest.raises(ParameterError, match="cannot be dropped"), watch(encoder, rows, layers=[-1]):
         pass
     lengths = watch(transformer, [LSE.mean("layers")])
     with pytest.raises(ParameterError, match="of calls of 3×2×6, and of 3×2×4"), torch.no_grad(), lengths:
@@ -335,6 +363,15 @@ def test_errors_of_totals(encoder, transformer, x):
     [("return self._sum if", "return self._sum * 2 if"), ("self._sum + result", "result")],
 )
 def test_every_fault_in_a_total_is_found(before, after, encoder, x, monkeypatch):
-    monkeypatch.setattr(hooks, "Total", broken(recording, before, after).Total)
+    monkeypatch.setattr(watcher, "Total", broken(recording, before, after).Total)
     with pytest.raises(AssertionError):
         test_sums_and_means_over_layers(encoder, x)
+
+
+def test_names_of_totals(encoder, x):
+    see = {"all": sightline.weights().mean("layers"), "sizes": sightline.lse()}
+    with torch.no_grad(), watch(encoder, see) as seen:
+        encoder(x)
+    assert seen["all"].shape == (3, 2, 6, 6)
+    assert [len(call.results) for call in seen] == [1, 1]
+    assert torch.equal(seen["sizes"][1], seen[1]["lse"])

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from transformers import masking_utils
 
-from sightline.torch import hooks
+from sightline.api import functions
 from sightline.transformers.mask_interface import FormulaMask, sightline_mask
 from tiny_models import VOCABULARY, make_model
 
@@ -142,13 +142,13 @@ def test_a_sliding_window_skips_tiles(monkeypatch):
         make_model("Mistral", sliding_window=64, max_position_embeddings=1024, num_hidden_layers=1),
         [],
     )
-    attend = hooks.sightline_attend
+    attend = functions.attend
 
     def explain_and_run(query, key, value, **options):
         explanations.append(sightline.explain(query, key, value, mask=options["mask"]))
         return attend(query, key, value, **options)
 
-    monkeypatch.setattr(hooks, "sightline_attend", explain_and_run)
+    monkeypatch.setattr(functions, "attend", explain_and_run)
     run_length = 1024
     model.set_attn_implementation("sightline")
     with torch.no_grad():

@@ -13,7 +13,8 @@ from sightline.testing import assert_within_budget
 
 pytest.importorskip("transformers")
 
-from sightline.transformers import masking, unpadded, watch
+from sightline import watch
+from sightline.transformers import masking, unpadded
 from sightline.transformers.attention_interface import ADDED_MASKS
 from tiny_models import BATCH, LENGTH, make_inputs, make_model, run, to_float64
 

@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from sightline.transformers import unpadded, watch
+from sightline import watch
+from sightline.transformers import unpadded
 from tiny_models import (
     BATCH,
     LENGTH,

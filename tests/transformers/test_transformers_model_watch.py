@@ -1,4 +1,4 @@
-"""Tests of `sightline.transformers.watch`."""
+"""Tests of `sightline.watch` for models of transformers."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from sightline.torch import hooks
-from sightline.transformers import watch
+from sightline import watch
+from sightline.torch.attention_finder import FINDER
 from sightline.view import explorer
 from tiny_models import BATCH, LENGTH, VOCABULARY, make_inputs, make_model, run, to_float64
 
@@ -25,7 +25,7 @@ def state(model):
     """Return everything that `watch` changes and must restore."""
     configs = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
     counts = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    return configs, counts, dict(hooks._WATCHERS), "prepare_inputs_for_generation" in vars(model)
+    return configs, counts, FINDER.watchers, "prepare_inputs_for_generation" in vars(model)
 
 
 @pytest.mark.usefixtures("by_definition")
@@ -235,13 +235,14 @@ def test_tokens_of_encoder_and_decoder(words):
 
 
 @pytest.mark.soak
-def test_a_compiled_model_runs_while_it_is_watched():
-    """`fullgraph` refuses graph breaks, which the reading of ids would cause."""
+def test_a_compiled_model_is_recorded():
     model = make_model("Llama")
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad(), watch(model, [sightline.lse()]) as seen:
-        compiled(**make_inputs(model, "no").inputs)
-    assert len(seen) == 0
+    inputs = make_inputs(model, "no").inputs
+    compiled = torch.compile(model, backend="eager")
+    compiled(**inputs)
+    with torch.no_grad(), watch(compiled, [sightline.lse()]) as seen:
+        compiled(**inputs)
+    assert [call.layer for call in seen] == [f"model.layers.{k}.self_attn" for k in range(2)]
 
 
 def test_sequences_of_other_lengths_have_no_tokens(words):
@@ -272,29 +273,68 @@ def test_a_recording_is_saved_as_html(see, heads, tmp_path):
     assert all(text in page for text in (*seen.layers, "e11", "d11", "<title>A title</title>"))
 
 
-def test_unsupported_models_and_arguments_are_refused():
-    with pytest.raises(ParameterError, match="attention interface"), watch(torch.nn.Linear(2, 2), [sightline.lse()]):
-        pass
+def test_attention_outside_of_the_interface():
+    """Falcon calls torch's function. BLOOM and MPT write attention by hand, and are named with file and line."""
+    ids = torch.arange(6)[None] + 3
     for family in ("Falcon", "Bloom", "Mpt"):
         config = getattr(transformers, f"{family}Config")(hidden_size=8, d_model=8, num_attention_heads=2, n_layers=1)
-        model = getattr(transformers, f"{family}Model")(config)
-        with pytest.raises(ParameterError, match="attention interface"), watch(model, [sightline.lse()]):
-            pass
+        model = getattr(transformers, f"{family}Model")(config).eval()
+        if family == "Falcon":
+            with torch.no_grad(), watch(model, [sightline.weights()]) as seen:
+                model(ids)
+            assert not seen[0]["weights"].triu(1).any()
+            continue
+        message = rf"by hand in {family}Attention \(.*modeling_{family.lower()}\.py:\d+\)"
+        with pytest.raises(ParameterError, match=message), torch.no_grad(), watch(model, [sightline.lse()]):
+            model(ids)
+
+
+def test_layers_that_do_not_exist_are_refused():
     model = make_model("Llama")
-    for options in ({"see": []}, {"see": "lse"}, {"layers": [9]}, {"layers": "none"}, {"heads": [0.5]}):
-        with pytest.raises(ParameterError), watch(model, **{"see": [sightline.lse()], **options}):
-            pass
+    inputs = make_inputs(model, "no").inputs
+    for layers in ([9], "none", [-3]):
+        with pytest.raises(ParameterError, match="layer"), watch(model, [sightline.lse()], layers=layers):
+            model(**inputs)
 
 
-def test_a_model_that_switched_to_another_implementation_raises():
+def test_a_shared_layer_has_numbered_calls():
+    config = transformers.AlbertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_attention_heads=2,
+        intermediate_size=16,
+        embedding_size=8,
+        num_hidden_layers=4,
+    )
+    model = transformers.AlbertModel(config).eval()
+    ids = torch.arange(6)[None] + 3
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        eager = model(ids, output_attentions=True).attentions
+        with watch(model, [sightline.weights()]) as seen:
+            model(ids)
+            model(ids)
+    assert [(call.step, call.call) for call in seen] == [(step, k) for step in range(2) for k in range(4)]
+    assert len(seen.layers) == 1
+    for k in range(4):
+        assert torch.allclose(seen.of(call=k, step=-1)[0]["weights"], eager[k], atol=1e-6)
+    assert seen.of(call=-1)[0].name.endswith("attention (call 3)")
+    assert [layer.name for layer in explorer.from_seen(seen).texts[0].layers] == [call.name for call in seen.of(step=0)]
+
+
+def test_a_model_that_switches_to_another_implementation_stays_on_this_library():
     """`generate` of Whisper switches to eager attention for return_token_timestamps=True."""
-    model = make_model("Llama")
-    inputs = make_inputs(model, "right").inputs
-
-    def run_eager():
-        model.set_attn_implementation("eager")
-        model(**inputs)
-
-    message = "switched to attn_implementation='eager'"
-    with torch.no_grad(), pytest.raises(ParameterError, match=message), watch(model, [sightline.lse()]):
-        run_eager()
+    model = make_model("Whisper")
+    model.generation_config.alignment_heads, model.generation_config.suppress_tokens = [[0, 1], [1, 2]], [0, 1, 2]
+    inputs = make_inputs(model, "no").inputs["input_features"]
+    options = {"return_token_timestamps": True, "max_new_tokens": 5, "num_frames": torch.tensor([20] * BATCH)}
+    expected = model.generate(inputs, **options)
+    model.set_attn_implementation("sdpa")
+    original = state(model)
+    with torch.no_grad(), watch(model, [sightline.weights()]) as seen:
+        found = model.generate(inputs, **options)
+    assert state(model) == original
+    assert torch.equal(found["sequences"], expected["sequences"])
+    assert torch.equal(found["token_timestamps"], expected["token_timestamps"])
+    cross = seen.of("model.decoder.layers.1.encoder_attn")
+    assert (len(cross), cross[0].kind, cross[0].m) == (5, "cross", 10)

@@ -135,7 +135,7 @@ def call(layer, results, n, m, start=0, kind="self", **statistics):
             return results[name]
 
     given = {"statistics": named, "results": tuple(results.values()), "heads": (2, 5), "key_start": 0}
-    return Call(layer=layer, n=n, m=m, query_start=start, kind=kind, **given)
+    return Call(layer=layer, name=layer, n=n, m=m, query_start=start, kind=kind, **given)
 
 
 def recording_of(calls, tokens):

@@ -85,7 +85,7 @@ def _collect(layers: Sequence[int], tokens: Sequence[str], results: Sequence[Seq
 
 def analyse_model(folder: Path, sentence: str) -> HeadPatterns:
     """Run the encoder in the folder on the sentence and return the head patterns of all its layers."""
-    torch, watch = import_module("torch"), import_module("sightline.transformers").watch
+    torch, watch = import_module("torch"), import_module("sightline").watch
     model, tokenizer = load_model(folder)
     inputs = tokenizer([sentence], return_tensors="pt", truncation=True)
     tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())

@@ -76,12 +76,12 @@ def view(
     console, path = make_console(), Path(folder).expanduser()
     if not path.is_dir():
         raise ParameterError(f"a model in {folder!r}, which is no directory", MODEL_FOLDER, EXAMPLE)
-    watch = _import_transformers().watch
+    _import_transformers()
     with progress(console) as bar:
         task = bar.add_task(STEPS[0], total=len(STEPS))
         model, tokenizer = load_model(path)
         bar.update(task, advance=1, description=STEPS[1])
-        seen = _run_model(model, tokenizer, texts, watch)
+        seen = _run_model(model, tokenizer, texts)
         bar.update(task, advance=1, description=STEPS[2])
         data = from_seen(seen, title=path.resolve().name)
         written = save_html(data, output or "sightline-view.html")
@@ -111,10 +111,10 @@ def collect_texts(given: Sequence[str], file: str | None) -> list[str]:
     return texts
 
 
-def _import_transformers() -> Any:
-    """Import and return `sightline.transformers`, which needs transformers and torch."""
+def _import_transformers() -> None:
+    """Import `sightline.transformers`, which needs transformers and torch."""
     try:
-        return import_module("sightline.transformers")
+        import_module("sightline.transformers")
     except MissingExtraError:
         raise
     except ImportError as error:
@@ -139,7 +139,7 @@ def load_model(path: Path) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def _run_model(model: Any, tokenizer: Any, texts: Sequence[str], watch: Any) -> Any:
+def _run_model(model: Any, tokenizer: Any, texts: Sequence[str]) -> Any:
     """Run the model on the texts, which are padded on the right to one length, and return the recording."""
     torch = import_module("torch")
     tokenizer.padding_side = "right"
@@ -153,7 +153,7 @@ def _run_model(model: Any, tokenizer: Any, texts: Sequence[str], watch: Any) -> 
         inputs["decoder_input_ids"] = inputs["input_ids"]
         labels = {"encoder": labels, "decoder": labels}
     see = _statistics(model.config, *inputs["input_ids"].shape)
-    with torch.no_grad(), watch(model, see=see, tokens=labels) as seen:
+    with torch.no_grad(), sightline.watch(model, see=see, tokens=labels) as seen:
         model(**inputs)
     return seen
 

@@ -94,9 +94,15 @@ class Statistic(StatisticBase):
         """
         return _reduce(self, "sum", axis, weights)
 
-    def at_layer(self, layer: int, num_layers: int) -> Statistic:
-        """Return the statistic that a watch of `num_layers` layers requests of one of them."""
+    def at_layer(self, layer: int) -> Statistic:
+        """Return the statistic that a watch requests of one of its layers, by the number of the layer."""
         return self
+
+    def check_layers(self, count: int, is_end: bool = False) -> None:
+        """Raise ParameterError if the statistic has a row of weights for each layer, and fewer rows than `count`.
+
+        At the end of a watch of `count` layers, it must have as many rows.
+        """
 
     def make_own_problem(self, problem: Problem) -> Problem:
         """Return a problem with this statistic alone; `extract_result` reads the result of that problem."""
@@ -176,8 +182,11 @@ class Selection(Statistic):
             return OverLayers(Selection(of.of, self.queries, self.query_heads), of.how)
         return Selection(of, self.queries, self.query_heads)
 
-    def at_layer(self, layer: int, num_layers: int) -> Selection:
-        return replace(self, of=self.of.at_layer(layer, num_layers))
+    def at_layer(self, layer: int) -> Selection:
+        return replace(self, of=self.of.at_layer(layer))
+
+    def check_layers(self, count: int, is_end: bool = False) -> None:
+        self.of.check_layers(count, is_end)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -283,17 +292,23 @@ class Mean(Statistic):
     def map_formulas(self, change: Callable[[Any], Any]) -> Mean:
         return replace(self, of=self.of.map_formulas(change))
 
-    def at_layer(self, layer: int, num_layers: int) -> Statistic:
+    @property
+    def layer_factors(self) -> tuple[Any, ...]:
+        """The factors of each layer of a watch; () if all layers have the same."""
         rows = self.factors if isinstance(self.factors, tuple) else ()
-        if not rows or not isinstance(rows[0], tuple):
-            return self
-        if len(rows) != num_layers:
+        return rows if rows and isinstance(rows[0], tuple) else ()
+
+    def at_layer(self, layer: int) -> Statistic:
+        return replace(self, factors=self.layer_factors[layer]) if self.layer_factors else self
+
+    def check_layers(self, count: int, is_end: bool = False) -> None:
+        rows = len(self.layer_factors)
+        if rows and (rows < count or (is_end and rows != count)):
             raise ParameterError(
-                f"weights of {len(rows)} layers, in a watch of {num_layers} layers",
-                f"{num_layers} rows of weights, one for each layer",
+                f"weights of {rows} layers, in a watch of {'' if is_end else 'at least '}{count} layers",
+                "a row of weights for each layer",
                 "layers=... selects the layers of a watch",
             )
-        return replace(self, factors=rows[layer])
 
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
         flags = repr(self.over_heads), repr(self.over_batch), literal_text(self.factors)
@@ -333,8 +348,11 @@ class OverLayers(Statistic):
             raise ParameterError(f'{self!r} once more over "layers"', "one sum or mean over layers", repr(self))
         return replace(self, of=of)
 
-    def at_layer(self, layer: int, num_layers: int) -> Statistic:
-        return self.of.at_layer(layer, num_layers)
+    def at_layer(self, layer: int) -> Statistic:
+        return self.of.at_layer(layer)
+
+    def check_layers(self, count: int, is_end: bool = False) -> None:
+        self.of.check_layers(count, is_end)
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
         raise ParameterError(

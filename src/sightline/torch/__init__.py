@@ -1,4 +1,4 @@
-"""Sightline for torch: `scaled_dot_product_attention` with torch's signature, attention layers, and `watch` for models.
+"""Sightline for torch: `scaled_dot_product_attention` with torch's signature, and attention layers.
 
 `sightline.attention` itself also accepts torch tensors.
 """
@@ -18,7 +18,6 @@ except ImportError as error:
 from .dispatch import kernels, run
 from .functional import scaled_dot_product_attention
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
-from .model_watch import watch
 from .replacement import Replacement, replacing
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "replacing",
     "run",
     "scaled_dot_product_attention",
-    "watch",
 ]
 
 

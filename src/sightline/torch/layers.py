@@ -17,7 +17,7 @@ from ..problem.validation import to_float
 from ..recording import Kind
 from ..statistics import weights as weights_of
 from .functional import check_operands
-from .hooks import attend
+from .hooks import LayerCall, attend
 from .layer_inputs import check_array_mask, check_inputs, project, read_mask, read_tensors
 from .nested import is_nested
 
@@ -106,7 +106,7 @@ class ScaledDotProductAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         kind: Kind = "self" if query.shape[-2] == key.shape[-2] else "cross"
         output, (weights,) = attend(
-            self, query, key, value, kind=kind, mask=mask, scale=self.scale, dropout=dropout, see=[weights_of()]
+            query, key, value, call=LayerCall(kind), mask=mask, scale=self.scale, dropout=dropout, see=[weights_of()]
         )
         return output, weights
 
@@ -179,7 +179,7 @@ class SelfAttention(nn.Module):
         query, key, value = project(self._project, x=x)
         if self.rope:
             query, key = rotary(query), rotary(key)
-        output, _ = attend(self, query, key, value, mask=causal() if self.causal else None)
+        output, _ = attend(query, key, value, call=LayerCall("self"), mask=causal() if self.causal else None)
         return output.transpose(-2, -3).flatten(-2)
 
     def _project(self, x: Tensor) -> list[Tensor]:
@@ -286,12 +286,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
             key_padding_mask=key_padding_mask,
         )
         output, seen = attend(
-            self,
             queries,
             keys,
             values,
-            kind=kind,
-            query_start=0,
+            call=LayerCall(kind, 0),
             **formulas,
             dropout=self.dropout if self.training else 0.0,
             see=[weights_of()] if need_weights else [],

@@ -146,7 +146,7 @@ def replacing() -> Iterator[Replacement]:
 
     Notes
     -----
-    `torch.nn.MultiheadAttention` with need_weights=True does not call the function; `sightline.torch.watch` sees its
+    `torch.nn.MultiheadAttention` with need_weights=True does not call the function; `sightline.watch` sees its
     weights. `torch.compile` keeps the function that it has traced: compile inside the context, and call
     `torch.compiler.reset()` after it. `torch.jit.script` cannot compile the replacement. An object that has stored the
     replacement, and not a module's attribute, calls torch's function after the context.

@@ -1,4 +1,4 @@
-"""Sightline for Hugging Face transformers: `attn_implementation="sightline"`, and `watch` for models.
+"""Sightline for Hugging Face transformers: `attn_implementation="sightline"`, `masking` and `unpadded`.
 
 The import of this package registers the name "sightline".
 """
@@ -19,8 +19,7 @@ except ImportError as error:
 from .attention_interface import NAME, register
 from .model_masking import masking
 from .model_unpadding import unpadded
-from .model_watch import watch
 
-__all__ = ["NAME", "masking", "register", "unpadded", "watch"]
+__all__ = ["NAME", "masking", "register", "unpadded"]
 
 register()

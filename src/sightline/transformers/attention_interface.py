@@ -17,7 +17,8 @@ from ..formula.library import bias
 from ..formula.library import softcap as softcap_score
 from ..problem.validation import read_mask
 from ..statistics import weights
-from ..torch.hooks import attend, is_watched
+from ..torch.attention_finder import is_watched
+from ..torch.hooks import LayerCall, attend
 from .mask_interface import FormulaMask, position_formulas, sightline_mask
 from .position_bias import PositionBias, serve_position_biases
 
@@ -125,18 +126,16 @@ def sightline_attention(
             "layers without position biases in `unpadded`",
             "call the model without `unpadded`",
         )
-    if unpadding is not None and (needs_weights or is_watched(module)):  # statistics are those of the padded batch
+    if unpadding is not None and (needs_weights or is_watched()):  # statistics are those of the padded batch
         query, key, value = map(unpadding.pad, (query, key, value))
         attention_mask = attention_mask.padded
     else:
         unpadding = None
     output, seen = attend(
-        module,
         query,
         key,
         value,
-        query_start=getattr(attention_mask, "query_start", None),
-        key_start=getattr(attention_mask, "key_start", 0),
+        call=LayerCall("self", getattr(attention_mask, "query_start", None), getattr(attention_mask, "key_start", 0)),
         mask=_add_masks(module, attention_mask, query, key),
         score=score,
         scale=scaling,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,8 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import ParameterError
 from ..torch.hooks import check_module, restore_on_exit
 from .attention_interface import NAME
-
-CROSS_ATTENTION_NAME = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # part of such layers' names
+from .token_labels import Tokenizer, TokenRecorder
 
 
 def find_attention_layers(model: Any) -> dict[str, nn.Module]:
@@ -37,7 +35,7 @@ def find_attention_layers(model: Any) -> dict[str, nn.Module]:
         raise ParameterError(
             f"a {type(model).__name__} whose attention does not use transformers' attention interface",
             "models of transformers 5 that support attn_implementation",
-            "sightline.torch.watch(model, ...) for torch's own attention layers",
+            "sightline.attention(..., mask=...) in the model's code",
         )
     return layers
 
@@ -49,14 +47,48 @@ def submodels(model: nn.Module) -> list[PreTrainedModel]:
 
 @contextmanager
 def using_sightline(model: nn.Module) -> Iterator[None]:
-    """Set `attn_implementation="sightline"` in the model and its submodels, and restore their own on exit."""
+    """Set `attn_implementation="sightline"` in the submodels that allow it, and restore their own on exit.
+
+    A model that changes its implementation by itself, as Whisper does to return the times of tokens, is set again when
+    it runs.
+    """
+    configurations = collect_configurations(model)
+    able = [submodel for submodel in submodels(model) if _can_use_sightline(submodel)]
     with ExitStack() as exit_stack:
-        for config in collect_configurations(model):
+        for config in configurations:
             exit_stack.enter_context(restore_on_exit(config, "_attn_implementation_internal"))
-        for submodel in submodels(model):
+        for submodel in able:
             if submodel.config._attn_implementation != NAME:
                 submodel.set_attn_implementation(NAME)
+        chosen = [(config, config._attn_implementation_internal) for config in configurations]
+
+        def set_again(*_: Any) -> None:
+            for config, implementation in chosen:
+                if config._attn_implementation_internal != implementation:
+                    config._attn_implementation_internal = implementation
+
+        for submodel in able:
+            exit_stack.callback(submodel.register_forward_pre_hook(set_again, prepend=True).remove)
         yield
+
+
+def _can_use_sightline(model: PreTrainedModel) -> bool:
+    """True if layers of the model read transformers' attention interface, and the model lets its users choose."""
+    return model._can_set_attn_implementation() and any(map(_uses_attention_interface, map(type, model.modules())))
+
+
+@contextmanager
+def recording_tokens(model: nn.Module, tokenizer: Any) -> Iterator[TokenRecorder | None]:
+    """Record the tokens of the one model that contains all others; yield None if there is no such model."""
+    models = submodels(model)
+    inner = {id(module) for one in models for module in one.modules() if module is not one}
+    outermost = [one for one in models if id(one) not in inner]
+    source = Tokenizer(tokenizer, outermost[0].config.name_or_path)
+    if len(outermost) > 1:
+        yield None
+    else:
+        with TokenRecorder(outermost[0], source).record() as recorder:
+            yield recorder
 
 
 def _uses_attention_interface(kind: Any) -> bool:
@@ -66,17 +98,6 @@ def _uses_attention_interface(kind: Any) -> bool:
     methods = [inspect.unwrap(method) for method in vars(kind).values() if inspect.isfunction(method)]
     own = any("ALL_ATTENTION_FUNCTIONS" in method.__code__.co_names for method in methods)
     return own or any(_uses_attention_interface(base) for base in kind.__bases__ if issubclass(base, nn.Module))
-
-
-def is_cross_attention(name: str, module: nn.Module) -> bool:
-    """True for cross-attention.
-
-    The attribute `is_cross_attention` of the layer says so; without it, the end of the layer's path and its class name.
-    """
-    declared = getattr(module, "is_cross_attention", None)
-    if isinstance(declared, bool):
-        return declared
-    return any(CROSS_ATTENTION_NAME.search(part) for part in (*name.split(".")[-2:], type(module).__name__))
 
 
 def collect_configurations(model: nn.Module) -> list[Any]:

@@ -11,9 +11,10 @@ from torch import nn
 from ..errors import ParameterError
 from ..problem.validation import read_mask
 from ..recording import select_names
-from ..torch.hooks import explain_missing_calls, registering
+from ..torch.hooks import registering
+from ..torch.watcher import is_cross_attention
 from .attention_interface import ADDED_MASKS, AddedMask
-from .model_layers import find_attention_layers, is_cross_attention, using_sightline
+from .model_layers import find_attention_layers, using_sightline
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def masking(model: nn.Module, mask: Any, *, layers: str | int | Sequence[str | i
         As in `sightline.attention`. In the formula b is the batch entry, h the query head, and i and j are the
         positions of query and key in the model's input, from 0. Padding and, in generation, cached positions count.
     layers : path, pattern or number of an attention layer, or a list of them, default all
-        As in `watch`.
+        As in `sightline.watch`; numbers count the layers in the order of the model's modules.
 
     Raises
     ------
@@ -63,9 +64,20 @@ def masking(model: nn.Module, mask: Any, *, layers: str | int | Sequence[str | i
     with using_sightline(model), registering(ADDED_MASKS, modules, added):
         yield
         if not added.calls:
-            what, cure = explain_missing_calls(model)
+            what, cure = _explain_missing_calls(model)
             raise ParameterError(
                 f"a mask for {len(modules)} attention layers that no layer read: {what}",
                 "a model that calls one of these layers in the `with` block",
                 cure,
             )
+
+
+def _explain_missing_calls(model: nn.Module) -> tuple[str, str]:
+    """Return why no layer read the mask, as far as the model shows it, and the cure."""
+    compiled = [module for module in model.modules() if getattr(module, "_compiled_call_impl", None) is not None]
+    if compiled or hasattr(model, "_orig_mod"):
+        return (
+            "the model is compiled, and compiled code reads no added masks",
+            'call the model in `with torch.compiler.set_stance("force_eager"):`, or compile it in `masking`',
+        )
+    return "none of them ran", "run the model inside the `with` block; layers= selects layers that run"

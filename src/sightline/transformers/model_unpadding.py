@@ -15,8 +15,9 @@ from transformers import Cache
 
 from ..errors import ParameterError
 from ..torch.hooks import restore_on_exit
+from ..torch.watcher import is_cross_attention
 from .mask_interface import FormulaMask
-from .model_layers import find_attention_layers, is_cross_attention, using_sightline
+from .model_layers import find_attention_layers, using_sightline
 from .unpadding import Unpadding
 
 

@@ -127,7 +127,7 @@ class CopiedModel:
         if contender.is_unpadded:
             self.exit_stack.enter_context(import_module("sightline.transformers").unpadded(model))
         if contender.is_watched:
-            watch = import_module("sightline.transformers").watch
+            watch = import_module("sightline").watch
             self.seen = self.exit_stack.enter_context(watch(model, see=[entropy()]))
         self.close = self.exit_stack.close
 

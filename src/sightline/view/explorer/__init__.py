@@ -8,7 +8,7 @@
 >>> page = explorer.html(data)
 
 `explorer.save_html(data, "page.html")` writes the page. `explorer.explore(data)` shows the page in a notebook or a
-browser. `html`, `save_html` and `explore` also accept the `Seen` that `sightline.transformers.watch` returns.
+browser. `html`, `save_html` and `explore` also accept the `Seen` that `sightline.watch` returns.
 """
 
 from .data import Exploration, Links, ShownLayer, Text, from_weights

@@ -62,7 +62,8 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
         raise ParameterError(
             f"an explorer page of a {type(seen).__name__}", "an Exploration or a Seen", "from_weights(tokens, weights)"
         )
-    runs = [_last_run([call for call in seen.calls if call.layer == layer]) for layer in seen.layers]
+    shown = dict.fromkeys(call.name for call in seen.calls)
+    runs = [_last_run([call for call in seen.calls if call.name == name]) for name in shown]
     if not runs:
         raise ParameterError(
             "a Seen without calls: nothing was recorded", "calls of a layer", "with watch(...) as seen: model(**inputs)"
@@ -130,7 +131,7 @@ def _dense(seen: Any, run: Sequence[Any], entry: int) -> DenseLayer:
         queries += query_labels
         keys[first : first + call.m] = key_labels
     n, m = _unpadded_length(queries), _unpadded_length(keys)
-    return DenseLayer(run[0].layer, tuple(queries[:n]), tuple(keys[:m]), weights[:, :n, :m], run[0].heads)
+    return DenseLayer(run[0].name, tuple(queries[:n]), tuple(keys[:m]), weights[:, :n, :m], run[0].heads)
 
 
 def _pooled(seen: Any, call: Any, entry: int, top: int, levels: int | None) -> ShownLayer:
@@ -144,7 +145,7 @@ def _pooled(seen: Any, call: Any, entry: int, top: int, levels: int | None) -> S
     weights, where = (to_numpy(part)[entry] for part in call["top_k"])
     looks = Links(weights.astype(np.float32), where.astype(np.int32))
     return ShownLayer(
-        call.layer,
+        call.name,
         tuple(queries),
         tuple(keys),
         cells.astype(np.float32),

@@ -1,0 +1,124 @@
+"""`watch`: statistics of the attention in any torch model, without a change to the model's code."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from .errors import ParameterError
+from .recording import Seen, Tokens
+from .statistics import Statistic
+from .torch.attention_finder import FINDER
+from .torch.hooks import check_module
+from .torch.watcher import Watcher
+
+
+@contextmanager
+def watch(
+    model: nn.Module,
+    see: Statistic | Sequence[Statistic] | Mapping[str, Statistic],
+    *,
+    layers: str | int | Sequence[str | int] | None = None,
+    heads: Sequence[int] | None = None,
+    tokens: Tokens | Sequence[str] | None = None,
+    tokenizer: Any = None,
+) -> Iterator[Seen]:
+    """Record statistics of the attention that a torch model computes, in forward passes, training and generation.
+
+    It finds attention by transformers' interface, by `torch.nn.MultiheadAttention` and torch's encoder layers, by
+    `torch.nn.functional.scaled_dot_product_attention`, by `flex_attention`, and by this library, however the model has
+    imported these functions, in every thread that runs a module of the model. Masks, scale, grouped heads and
+    autocast are those of the call, and statistics are those of the weights before dropout.
+
+    This library computes the calls, so that output and statistics come from one pass of O(n) memory; outputs and their
+    gradients are exact, as those of `sightline.attention`. In a call with dropout torch computes the output, so that
+    the same weights are dropped as without a watch, and this library computes the statistics. Models of transformers
+    use `attn_implementation="sightline"`, compiled models run their uncompiled code, and torch's fast path of encoder
+    layers is off. On exit the model is restored, after an error too. Contexts may be nested.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    see : statistic, list of statistics, or dict from names to statistics
+        Such as `sightline.weights()`. They are computed for every call.
+    layers : path, pattern or number of a layer, or a list of them, default all
+        A layer is the innermost module that runs when attention is called. A path or pattern ("blocks.*.attn") matches
+        its path in the model; a number counts the layers in the order in which they first run. A negative number counts
+        from the end: the statistics of all layers are then computed, and those of the others are dropped.
+    heads : list of int, optional
+        The query heads to record, default all. Negative numbers count from the last head.
+    tokens : labels of positions, optional
+        For each batch entry a list of strings, or {"encoder": ..., "decoder": ...} with such a list for each side; see
+        `sightline.recording.Seen`. For a model of transformers the default are the tokens of its `input_ids`.
+    tokenizer : tokenizer of transformers, optional
+        The tokenizer whose tokens label the positions, by default the one in the folder that the model was loaded from.
+        Nothing is downloaded. Without a tokenizer, positions have no labels.
+
+    Yields
+    ------
+    Seen
+        The recording: one `Call` for every call of attention. The results of differentiable statistics have gradients
+        if gradients are enabled.
+
+    Raises
+    ------
+    ParameterError
+        `model` is not a module, `layers` matches no module, `see` is not a statistic or a nonempty list or dict of
+        statistics, or `heads`, `tokens` or `tokenizer` has the wrong type. A call raises it for a head that the layer
+        does not have, for nested tensors, and in transforms such as vmap. The exit of the context raises it for
+        `tokens` of a wrong length, for numbers in `layers` that no layer has, and if no call was recorded; the error
+        then says what the watch saw instead.
+    SightlineError
+        A call of attention that this library cannot compute exactly, such as a `score_mod` that is no formula.
+
+    Warns
+    -----
+    UserWarning
+        Calls were recorded, but other attention of the model is written by hand; the warning has file and line.
+
+    Examples
+    --------
+    >>> import torch, sightline
+    >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> with torch.no_grad(), sightline.watch(model, see=[sightline.lse()]) as seen:
+    ...     _ = model(torch.randn(1, 5, 8))
+    >>> seen
+    Seen: 1 calls of 1 layers
+    layer      kind  step  queries  keys  heads  results
+    self_attn  self  0     5        5     2      lse() 1×2×5
+    """
+    check_module(model)
+    watcher = Watcher(model, see, layers, heads, tokens, FINDER)
+    with ExitStack() as exit_stack:
+        watcher.inputs = _prepare_transformers(exit_stack, model, tokens, tokenizer)
+        exit_stack.enter_context(FINDER.serving(watcher))
+        exit_stack.enter_context(watcher.modules.follow())
+        yield watcher.seen
+    watcher.finish()
+    if watcher.handwritten:
+        warnings.warn(
+            f"attention written by hand was not recorded: {watcher.list_handwritten()}", UserWarning, stacklevel=3
+        )
+
+
+def _prepare_transformers(exit_stack: ExitStack, model: nn.Module, tokens: Any, tokenizer: Any) -> Any:
+    """Switch models of transformers to this library, and return the recorder of their tokens; None if there is none."""
+    package = sys.modules.get("transformers")
+    if package is not None and any(isinstance(module, package.PreTrainedModel) for module in model.modules()):
+        own = import_module("sightline.transformers.model_layers")
+        exit_stack.enter_context(own.using_sightline(model))
+        if tokens is None:
+            return exit_stack.enter_context(own.recording_tokens(model, tokenizer))
+    elif tokenizer is not None:
+        raise ParameterError(
+            f"tokenizer= for a {type(model).__name__}, which is no model of transformers",
+            "the tokens themselves",
+            "tokens=[tokenizer.convert_ids_to_tokens(row) for row in ids]",
+        )
+    return None

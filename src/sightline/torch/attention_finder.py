@@ -1,0 +1,270 @@
+"""The finder of attention calls: a mode of torch that sees the calls of a thread, and the readers of their arguments.
+
+torch hands every function to its modes before it computes, however the caller has imported the function. The finder
+computes attention by `sightline.attention`, with the statistics of the watches as further results.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import log
+from threading import Lock
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, handle_torch_function
+
+from ..api import functions
+from ..api.functions import attend
+from ..errors import ParameterError
+from ..formula.from_function import to_formula
+from ..formula.torch_masks import block_formula
+from ..kv_cache import KVCache
+from ..statistics import Statistic, StatisticBase, lse, max_score, weights
+from .derivatives import is_transformed
+from .functional import convert_arguments
+from .handwritten import find_handwritten
+from .hooks import LayerCall, has_modes
+from .hooks import attend as attend_for_layer
+from .nested import is_nested
+from .replacement import _attend as replacing_attend
+from .replacement import torch_attention  # type: ignore[attr-defined]
+from .running_modules import without_hand_over
+from .watcher import Recorder, Watcher
+
+OPERATOR = torch.ops.aten.scaled_dot_product_attention  # exported programs call it
+ATTEND = inspect.signature(attend)
+MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
+
+
+class Finder(TorchFunctionMode):
+    """The mode that sees the calls, for all watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watchers: tuple[Watcher, ...] = ()
+        self.lock = Lock()
+
+    def __torch_function__(self, function: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
+        options = options or {}
+        if torch.compiler.is_compiling():
+            return function(*inputs, **options)
+        if function is Tensor.backward:  # checkpointed functions run again in it
+            with self:
+                return _backward(*inputs, **options)
+        read = READERS.get(function)
+        if read is not None:
+            recorders = self.recorders()
+            return read(function, recorders, *inputs, **options) if recorders else function(*inputs, **options)
+        result = function(*inputs, **options)
+        place = find_handwritten(function, inputs, options, result)
+        if place is not None:
+            for watcher in self.watchers:
+                watcher.note_handwritten(place)
+        return result
+
+    def recorders(self) -> list[Recorder]:
+        """Return a recorder for each watch that records the attention of the module that runs in this thread."""
+        found = [watcher.recorder() for watcher in self.watchers]
+        return [recorder for recorder in found if recorder is not None]
+
+    @contextmanager
+    def serving(self, watcher: Watcher) -> Any:
+        """Serve the watcher while the context lasts."""
+        with self.lock:
+            self.watchers = (*self.watchers, watcher)
+            functions.observer = _observe
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.watchers = tuple(other for other in self.watchers if other is not watcher)
+                functions.observer = _observe if self.watchers else None
+
+
+FINDER = Finder()
+
+
+def is_watched() -> bool:
+    """True if a watch records the attention of the module that runs in this thread."""
+    return bool(FINDER.watchers and has_modes() and FINDER.recorders())
+
+
+def _backward(
+    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """`Tensor.backward` without its question to the modes."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _observe(*inputs: Any, **options: Any) -> Any:
+    """Hand a call of `attend` to the modes of the thread; NotImplemented if there are none."""
+    return handle_torch_function(attend, (), *inputs, **options) if has_modes() else NotImplemented
+
+
+def _compute(
+    recorders: Sequence[Recorder],
+    call: LayerCall,
+    inputs: dict[str, Any],
+    own: Sequence[Statistic] = (),
+    compute: Callable[[], Tensor] | None = None,
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """Return (output, the results of `own`), and record the call.
+
+    Parameters
+    ----------
+    recorders : those of the watches
+    call : what the caller knows of the call
+    inputs : arguments of `attend`
+    own : statistics that the caller needs
+    compute : returns the output of a call with dropout, which drops the weights that the model would drop without watch
+    """
+    query, key = inputs["query"], inputs["key"]
+    if is_nested(query):
+        raise ParameterError(
+            "attention of nested tensors in a watch", "tensors with padding", "watch the model with a padded batch"
+        )
+    if is_transformed():  # the results would be tensors that end with the transform
+        raise ParameterError(
+            "attention in a transform of torch.func in a watch", "calls of the model itself", "watch it without vmap"
+        )
+    requested = [*own, *(statistic for recorder in recorders for statistic in recorder.requested)]
+    with without_hand_over():  # of the kernels' threads
+        output, results = attend(**inputs, see=requested)
+    m = int(max(key.lengths)) if isinstance(key, KVCache) else key.shape[-2]
+    start = len(own)
+    for recorder in recorders:
+        stop = start + len(recorder.requested)
+        recorder.record(results[start:stop], output, call, query.shape[-2], m)
+        start = stop
+    return output if compute is None else compute(), results[: len(own)]
+
+
+def _read_own(function: Any, recorders: list[Recorder], *inputs: Any, **options: Any) -> Any:
+    """`sightline.attention`, called by a model."""
+    arguments = ATTEND.bind(*inputs, **options).arguments
+    if not isinstance(arguments["query"], Tensor):
+        return function(*inputs, **options)
+    see = arguments.pop("see", None)
+    own: list[Any] = [see] if isinstance(see, StatisticBase) else list(see or ())
+    output, results = _compute(recorders, LayerCall(), arguments, own)
+    return output if see is None else (output, results)
+
+
+def _read_layer(
+    _: Any,
+    recorders: list[Recorder],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    call: LayerCall,
+    see: Sequence[Statistic] = (),
+    **options: Any,
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """Attention of this library's layers, and of its implementation for transformers."""
+    return _compute(recorders, call, {"query": query, "key": key, "value": value, **options}, see)
+
+
+def _read_torch(
+    function: Any,
+    recorders: list[Recorder],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    call: LayerCall | None = None,
+    own: Sequence[Statistic] = (),
+) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention`, and the operator that exported programs call."""
+    names = ("query", "key", "value", "mask", "score", "scale")
+    *converted, without_batch = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    compute = None
+    if dropout_p > 0:
+        given = query, key, value, attn_mask, dropout_p, is_causal
+        compute = partial(function, *given, scale=scale, enable_gqa=enable_gqa)
+    call = call or (LayerCall("self", 0) if is_causal else LayerCall())
+    output, results = _compute(recorders, call, dict(zip(names, converted, strict=True)), own, compute)
+    output = output[0] if without_batch and compute is None else output
+    return (output, results) if own else output
+
+
+def _read_multi_head(function: Any, recorders: list[Recorder], *inputs: Any, **options: Any) -> Any:
+    """The function of torch.nn.MultiheadAttention, which computes the weights by itself if it has to return them."""
+    arguments = MULTI_HEAD.bind(*inputs, **options).arguments
+    call = LayerCall("self" if arguments["query"] is arguments["key"] else "cross", 0)
+    needs_weights = arguments.get("need_weights", True)
+    has_dropout = arguments.get("training", True) and arguments["dropout_p"] > 0
+    found: list[Tensor] = []
+
+    def read(*operands: Any) -> Tensor:
+        answer = _read_torch(torch_attention, recorders, *operands, call=call, own=[weights()] if needs_weights else [])
+        output: Tensor = answer[0] if needs_weights else answer
+        found.extend(answer[1] if needs_weights else ())
+        return output
+
+    changes = {"training": False} if has_dropout and needs_weights else {}
+    scope = {**function.__globals__, torch_attention.__name__: read}
+    inner = FunctionType(function.__code__, scope, argdefs=function.__defaults__)
+    output, _ = inner(**{**arguments, **changes, "need_weights": False})
+    if not needs_weights:
+        return output, None
+    if has_dropout:
+        return function(*inputs, **options)  # torch returns the weights after dropout
+    weights_by_head = found[0] if arguments["query"].ndim == 3 else found[0][0]
+    return output, weights_by_head.mean(-3) if arguments.get("average_attn_weights", True) else weights_by_head
+
+
+def _read_flex(
+    function: Any,
+    recorders: list[Recorder],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: tuple[Any, ...],
+    scale: float,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, ...]:
+    """The operator of `torch.nn.attention.flex_attention`: output and lse, and maxima in later versions, in base 2."""
+    lists = dict(
+        zip(("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"), block_mask[2:6], strict=True)
+    )
+    blocks = SimpleNamespace(seq_lengths=block_mask[:2], BLOCK_SIZE=block_mask[-3:-1], **lists)
+    inputs = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "mask": block_formula(blocks, to_formula(block_mask[-1], "mask", "b h i j")),
+        "score": to_formula(score_mod, "score", "s b h i j"),
+        "scale": scale,
+    }
+    output, results = _compute(recorders, LayerCall(), inputs, [lse(), max_score()])
+    answer = output, results[0] / log(2), results[1].score / log(2)
+    return answer if hasattr(sys.modules["torch.nn.attention.flex_attention"], "AuxRequest") else answer[:2]
+
+
+READERS: dict[Any, Callable[..., Any]] = {
+    attend: _read_own,
+    attend_for_layer: _read_layer,
+    torch_attention: _read_torch,
+    replacing_attend: _read_torch,
+    OPERATOR: _read_torch,
+    OPERATOR.default: _read_torch,
+    functional.multi_head_attention_forward: _read_multi_head,
+    flex_operator: _read_flex,
+}

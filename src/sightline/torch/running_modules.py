@@ -1,0 +1,226 @@
+"""The modules of a watched model that run, by their paths: a stack for each thread, kept by hooks on the modules.
+
+A thread that runs a watched module also has the finder of attention calls on, a mode of torch, which is a property of
+the thread. Threads that a running module starts, and tasks that it submits to a pool, go on with the module's path.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from .hooks import restore_on_exit
+
+
+class Running(NamedTuple):
+    """A module that runs: its path in the model, its class, the number of the model's run, and who switches off."""
+
+    path: str
+    kind: type
+    run: int
+    has_switched_on: bool = False  # its end switches the finder off
+
+
+class _Thread(threading.local):
+    """What runs in a thread: the stacks of running modules by model, and whether the finder is on."""
+
+    def __init__(self) -> None:
+        self.stacks: dict[RunningModules, list[Running]] = {}
+        self.uses = 0  # contexts that need the finder
+        self.hands_over = True  # False while this library or a pool starts threads of its own
+
+
+THREAD = _Thread()
+
+
+class RunningModules:
+    """The modules of one watched model that run in each thread, the innermost last.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    finder : the mode that is on while modules run
+    """
+
+    def __init__(self, model: nn.Module, finder: TorchFunctionMode) -> None:
+        self.finder, self.runs, self.has_run = finder, count(), False
+        self.paths = {
+            module: name.removeprefix("_orig_mod").removeprefix(".").replace("._orig_mod.", ".")
+            or type(module).__name__
+            for name, module in model.named_modules()
+        }
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Keep the stacks while the context lasts. In the thread of the context the finder is on all the time."""
+        with ExitStack() as exit_stack:
+            exit_stack.enter_context(_process_wide_changes())
+            for module, path in self.paths.items():
+                enter, leave = self._make_hooks(path)
+                exit_stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+                exit_stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            exit_stack.enter_context(_using(self.finder))
+            try:
+                yield
+            finally:
+                self._end()  # an interrupt skips the hooks
+
+    def current(self) -> Running | None:
+        """Return the innermost module that runs in this thread; None if none does.
+
+        A method of a module may be called while no `forward` runs. Then the module is the `self` of a calling function.
+        """
+        stack = THREAD.stacks.get(self)
+        if stack:
+            return stack[-1]
+        frame = sys._getframe(1)
+        while frame is not None:
+            if "self" in frame.f_code.co_varnames or "self" in frame.f_code.co_freevars:
+                module = frame.f_locals.get("self")
+                if isinstance(module, nn.Module) and module in self.paths:
+                    return Running(self.paths[module], type(module), next(self.runs))
+            frame = frame.f_back  # type: ignore[assignment]
+        return None
+
+    def _make_hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return the hooks of a module. Its replicas for other devices share them, and so have its path."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            is_copy = module not in self.paths and not getattr(module, "_is_replica", False)  # by copy.deepcopy
+            if is_copy or torch.compiler.is_compiling():
+                return
+            self.has_run = True
+            stack = THREAD.stacks.setdefault(self, [])
+            is_off = not _is_on(
+                self.finder
+            )  # also inside a function of torch that runs modules, such as a backward pass
+            if is_off:
+                self.finder.__enter__()  # type: ignore[no-untyped-call]
+            stack.append(Running(path, type(module), stack[-1].run if stack else next(self.runs), is_off))
+
+        def leave(*_: Any) -> None:
+            places = [k for k, running in enumerate(THREAD.stacks.get(self, ())) if running.path == path]
+            if places:  # above it are modules whose hooks an error has skipped
+                self._end(places[-1])
+
+        return enter, leave
+
+    def _end(self, place: int = 0) -> None:
+        """Remove the modules of this place and above from the stack of this thread."""
+        stack = THREAD.stacks.get(self, [])
+        while len(stack) > place:
+            if stack.pop().has_switched_on:
+                torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
+        if not stack:
+            THREAD.stacks.pop(self, None)
+
+
+def _is_on(finder: TorchFunctionMode) -> bool:
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return any(mode is finder for mode in modes)
+
+
+@contextmanager
+def _using(finder: TorchFunctionMode) -> Iterator[None]:
+    """Have the finder on in this thread. The last of several contexts to exit switches it off."""
+    THREAD.uses += 1
+    if THREAD.uses == 1:
+        finder.__enter__()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        THREAD.uses -= 1
+        if THREAD.uses == 0:
+            torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
+
+
+# -- other threads and compiled code -----------------------------------------------------------------------------------
+_lock = threading.Lock()
+_changes = ExitStack()
+_count = 0  # contexts that need the changes
+
+
+def has_compiler() -> bool:
+    """True if torch's compiler is loaded; before that, nothing is compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+@contextmanager
+def _process_wide_changes() -> Iterator[None]:
+    """While the context lasts, threads go on with the modules that start them, and compiled code runs uncompiled."""
+    global _count
+    with _lock:
+        _count += 1
+        if _count == 1:
+            for owner, name, make in (
+                (threading.Thread, "start", _make_start),
+                (ThreadPoolExecutor, "submit", _make_submit),
+            ):
+                _changes.enter_context(restore_on_exit(owner, name))
+                setattr(owner, name, make(getattr(owner, name)))
+            if has_compiler():
+                _changes.enter_context(torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _lock:
+            _count -= 1
+            if _count == 0:
+                _changes.close()
+
+
+def _hand_over(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function for another thread, where it goes on with the modules that run in this thread."""
+    tops = {modules: stack[-1] for modules, stack in THREAD.stacks.items()}
+    if not tops:
+        return function
+
+    @wraps(function)
+    def with_modules(*inputs: Any, **options: Any) -> Any:
+        own, THREAD.stacks = THREAD.stacks, {modules: [top] for modules, top in tops.items()}
+        try:
+            with _using(next(iter(tops)).finder):
+                return function(*inputs, **options)
+        finally:
+            THREAD.stacks = own
+
+    return with_modules
+
+
+@contextmanager
+def without_hand_over() -> Iterator[None]:
+    """Threads that start in the context outlive the modules that run: they are those of a pool."""
+    before, THREAD.hands_over = THREAD.hands_over, False
+    try:
+        yield
+    finally:
+        THREAD.hands_over = before
+
+
+def _make_start(start: Callable[..., None]) -> Callable[..., None]:
+    @wraps(start)
+    def start_with_modules(thread: threading.Thread) -> None:
+        if THREAD.hands_over and THREAD.stacks:
+            thread.run = _hand_over(thread.run)  # type: ignore[method-assign]
+        start(thread)
+
+    return start_with_modules
+
+
+def _make_submit(submit: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(submit)
+    def submit_with_modules(pool: Any, function: Callable[..., Any], /, *inputs: Any, **options: Any) -> Any:
+        with without_hand_over():
+            return submit(pool, _hand_over(function), *inputs, **options)
+
+    return submit_with_modules

@@ -1,0 +1,265 @@
+"""The watcher of one model: which calls it records, what it saw instead, and the recording."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import ParameterError
+from ..recording import Call, Kind, Seen, Total, map_arrays, select_names
+from ..statistics import OverLayers, Statistic, StatisticBase
+from .hooks import LayerCall
+from .running_modules import Running, RunningModules, has_compiler
+
+CROSS_ATTENTION_NAME = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # part of such layers' names
+
+
+def is_cross_attention(name: str, module: nn.Module) -> bool:
+    """True for cross-attention.
+
+    The attribute `is_cross_attention` of the layer says so; without it, the end of the layer's path and its class name.
+    """
+    declared = getattr(module, "is_cross_attention", None)
+    if isinstance(declared, bool):
+        return declared
+    return any(CROSS_ATTENTION_NAME.search(part) for part in (*name.split(".")[-2:], type(module).__name__))
+
+
+@dataclass
+class CalledLayer:
+    """What a watcher remembers of a layer: the run, step and number of its last call, and its number of keys."""
+
+    is_cross: bool
+    run: int = -1
+    step: int = -1
+    call: int = 0
+    keys: int = 0
+
+
+class Watcher:
+    """The statistics that one `watch` requests of the attention in a model, and their recording.
+
+    Parameters
+    ----------
+    model, see, layers, heads, tokens : as in `sightline.watch`
+    finder : the mode that sees the calls
+
+    Raises
+    ------
+    ParameterError
+        `see` is not a statistic or a nonempty list or dict of statistics, `heads` is not a list of integers, `layers`
+        names no module, or `layers` counts from the end for a sum or mean over layers.
+    """
+
+    def __init__(
+        self, model: nn.Module, see: Any, layers: Any, heads: Any, tokens: Any, finder: TorchFunctionMode
+    ) -> None:
+        names, statistics = _read_statistics(see)
+        if heads is not None and not (isinstance(heads, Sequence) and all(isinstance(head, int) for head in heads)):
+            raise ParameterError(f"heads={heads!r}", "a list of integers", "heads=[0, 1]")
+        self.names, self.see, self.heads = names, statistics, heads
+        self.requested = statistics if heads is None else tuple(statistic.heads(heads) for statistic in statistics)
+        self.model, self.modules = model, RunningModules(model, finder)
+        self.by_path = {path: module for module, path in self.modules.paths.items()}
+        self.asked = _read_layers(layers, tuple(self.by_path))
+        # of each statistic the sum or mean over layers; None if the results of its calls are kept
+        self.totals = [
+            Total(statistic, name) if isinstance(statistic, OverLayers) else None
+            for statistic, name in zip(statistics, names or [""] * len(statistics), strict=True)
+        ]
+        if any(self.totals) and self._counts_from_end():
+            raise ParameterError(
+                f"layers={layers!r} with a sum or mean over layers",
+                "paths, patterns and numbers from 0 on: calls that were added cannot be dropped at the end",
+                'layers=["*.self_attn"]',
+            )
+        self.had_compiler = has_compiler()
+        self.seen = Seen(tokens=tokens, totals=[total for total in self.totals if total is not None])
+        self.inputs: Any = None  # an object whose `current` has the tokens of the model's inputs
+        self.layers: dict[str, CalledLayer] = {}  # every layer that called attention, in the order of the first calls
+        self.handwritten: dict[str, str] = {}  # for each place of a softmax, the class of the module that ran
+        self.lock = threading.Lock()
+
+    def recorder(self) -> Recorder | None:
+        """Return what records a call of the module that runs in this thread; None if the watcher does not want it."""
+        running = self.modules.current()
+        if running is None:
+            return None
+        with self.lock:
+            if running.path not in self.layers:
+                self.layers[running.path] = CalledLayer(is_cross_attention(running.path, self.by_path[running.path]))
+                self._forget_unwanted()
+            wanted = [path for k, path in enumerate(self.layers) if self._wants(path, k, len(self.layers))]
+        return Recorder(self, running, wanted.index(running.path)) if running.path in wanted else None
+
+    def _wants(self, path: str, rank: int, count: int) -> bool:
+        """True if `layers` may select the layer of this path, which is the rank-th of as many layers as ran so far."""
+        if self.asked is None:
+            return True
+        return any(
+            fnmatchcase(path, one) if isinstance(one, str) else rank == one if one >= 0 else rank >= count + one
+            for one in self.asked
+        )
+
+    def _forget_unwanted(self) -> None:
+        """Forget calls of layers that `layers` counts from the end, and that are not among the last any more."""
+        if self.asked is not None and self._counts_from_end():
+            wanted = {path for k, path in enumerate(self.layers) if self._wants(path, k, len(self.layers))}
+            first = min(one for one in self.asked if not isinstance(one, str))
+            wanted |= set(list(self.layers)[first:])
+            self.seen.calls = [call for call in self.seen.calls if call.layer in wanted]
+
+    def _counts_from_end(self) -> bool:
+        return any(not isinstance(one, str) and one < 0 for one in self.asked or ())
+
+    def note_handwritten(self, place: str) -> None:
+        """Note that the module that runs in this thread has written attention by hand, with a softmax at this place."""
+        running = self.modules.current()
+        if running is not None and (
+            self.asked is None or any(not isinstance(one, str) or fnmatchcase(running.path, one) for one in self.asked)
+        ):
+            self.handwritten[place] = running.kind.__name__
+
+    def finish(self) -> None:
+        """Keep the calls that `layers` selects, and raise ParameterError if there are none."""
+        if self.asked is not None and self.layers:
+            selected = select_names(tuple(self.layers), self.asked)
+            self.seen.calls = [call for call in self.seen.calls if call.layer in selected]
+        if not self.seen.calls:
+            what, cure = self._explain()
+            raise ParameterError(
+                f"a watch of {type(self.model).__name__} that recorded no call: {what}",
+                "attention by torch's functions, an interface of transformers, or this library, in the `with` block",
+                cure,
+            )
+        for statistic in self.see:
+            statistic.check_layers(len(self.seen.layers), is_end=True)
+        self.seen.check_tokens()
+
+    def _explain(self) -> tuple[str, str]:
+        """Return what the model did instead of a call that was recorded, and the cure."""
+        if self.handwritten:
+            return (
+                f"attention is written by hand in {self.list_handwritten()}",
+                "call torch.nn.functional.scaled_dot_product_attention there in place of softmax(Q Kᵀ) V; many "
+                "libraries have a switch for it, such as fused_attn=True",
+            )
+        compiled = [path for path, module in self.by_path.items() if isinstance(module, torch.jit.ScriptModule)]
+        if compiled:
+            return (
+                f"{compiled[0]} is compiled by torch.jit, and compiled code shows no calls",
+                "watch the model before torch.jit.script or torch.jit.trace",
+            )
+        if has_compiler() and not self.had_compiler:
+            return (
+                "torch.compile was called first in the `with` block, and compiled code shows no calls",
+                "call torch.compile before the watch: compiled code runs uncompiled in it",
+            )
+        if not self.modules.has_run:
+            return "none of its modules ran", "run the model inside the `with` block"
+        return (
+            "its modules ran, and called none of the functions below",
+            "sightline.attention(..., see=...) in the code that computes attention, or the model's own eager form",
+        )
+
+    def list_handwritten(self) -> str:
+        """Return the classes and places of attention that is written by hand."""
+        return ", ".join(f"{kind} ({place})" for place, kind in self.handwritten.items())
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """What appends one call of a module to the recording of one watcher.
+
+    `layer_number` counts the recorded layers in the order in which they first ran.
+    """
+
+    watcher: Watcher
+    running: Running
+    layer_number: int
+
+    @property
+    def requested(self) -> tuple[Statistic, ...]:
+        for statistic in self.watcher.requested:
+            statistic.check_layers(self.layer_number + 1)
+        return tuple([statistic.at_layer(self.layer_number) for statistic in self.watcher.requested])
+
+    def record(self, results: Sequence[Any], output: Tensor, given: LayerCall, n: int, m: int) -> None:
+        """Append the call, of n queries on m keys, to the recording.
+
+        The results of sums and means over layers are added to those of the calls before.
+        """
+        watcher, heads = self.watcher, output.shape[-3] if output.ndim > 3 else 1
+        results = [_flatten_batch(result, output) for result in results]
+        kept = [k for k, total in enumerate(watcher.totals) if total is None]
+        for total, result in zip(watcher.totals, results, strict=True):
+            if total is not None:
+                total.add(self.running.path, result)
+        with watcher.lock:
+            layer = watcher.layers[self.running.path]
+            layer.call = layer.call + 1 if layer.run == self.running.run else 0
+            layer.step += layer.run != self.running.run
+            layer.run = self.running.run
+            kind: Kind = "cross" if layer.is_cross else given.kind or ("self" if m in (n, layer.keys + n) else "cross")
+            layer.keys = m
+            watcher.seen.calls.append(
+                Call(
+                    layer=self.running.path,
+                    kind=kind,
+                    step=layer.step,
+                    call=layer.call,
+                    query_start=None if kind == "cross" else m - n if given.query_start is None else given.query_start,
+                    key_start=given.key_start,
+                    n=n,
+                    m=m,
+                    heads=tuple(range(heads) if watcher.heads is None else (head % heads for head in watcher.heads)),
+                    statistics=tuple([watcher.see[k] for k in kept]),
+                    names=tuple([watcher.names[k] for k in kept]) if watcher.names else (),
+                    results=tuple([results[k] for k in kept]),
+                    inputs=None if watcher.inputs is None else watcher.inputs.current,
+                )
+            )
+
+
+def _read_statistics(see: Any) -> tuple[tuple[str, ...], tuple[Statistic, ...]]:
+    """Return (the names of a dict, the statistics) of `see`."""
+    names = tuple(see) if isinstance(see, Mapping) else ()
+    statistics = (see,) if isinstance(see, StatisticBase) else tuple(see.values()) if names else see
+    is_list = isinstance(statistics, Sequence) and len(statistics) > 0
+    if not is_list or not all(isinstance(entry, Statistic) for entry in statistics):
+        raise ParameterError(f"see={see!r}", "a statistic, or a list or dict of statistics", "see=[sightline.lse()]")
+    return names, tuple(statistics)
+
+
+def _read_layers(layers: Any, paths: tuple[str, ...]) -> tuple[str | int, ...] | None:
+    """Return `layers` as a tuple; None selects all. A path or pattern must match a module."""
+    if layers is None:
+        return None
+    asked = (layers,) if isinstance(layers, str) or not isinstance(layers, Sequence) else tuple(layers)
+    for one in asked:
+        if not isinstance(one, int):
+            select_names(paths, [one])
+    return asked
+
+
+def _flatten_batch(result: Any, output: Tensor) -> Any:
+    """Return a statistic's arrays with exactly one batch axis and a head axis, for any leading axes of the call."""
+    batch_shape = output.shape[: -3 if output.ndim > 3 else -2]
+    heads = output.shape[-3] if output.ndim > 3 else 1
+    axes = output.ndim - 2
+
+    def flatten(array: Tensor) -> Tensor:
+        if output.ndim == 4 or array.shape[:axes] != output.shape[:axes]:
+            return array
+        return array.reshape(math.prod(batch_shape), heads, *array.shape[axes:])
+
+    return map_arrays(flatten, result)

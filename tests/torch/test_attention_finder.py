@@ -1,0 +1,460 @@
+"""The finder of attention calls: random programs, every way to call attention, and planted faults."""
+
+import copy
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention as renamed
+from torch.utils.checkpoint import checkpoint
+
+import sightline
+from fault_planting import broken
+from sightline import watch
+from sightline.errors import FormulaError, ParameterError
+from sightline.testing import assert_within_budget
+from sightline.torch import SelfAttention, attention_finder, replacing, running_modules
+from sightline.torch.attention_finder import FINDER
+
+HEADS, WIDTH, LENGTH = 2, 4, 6
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+POOL = ThreadPoolExecutor(2)  # its threads live longer than any watch
+LSE, WEIGHTS = sightline.lse(), sightline.weights()
+
+
+def dense(query, key, mask=None, scale=None):
+    """Return softmax(Q Kᵀ · scale + M), with key heads that query heads share."""
+    key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1)
+
+
+def in_thread(function, *inputs, **options):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function(*inputs, **options)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+BIAS = torch.randn(HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3))
+WAYS = {  # how a module calls attention, and the mask of the call
+    "renamed import": (lambda module, x: renamed(x, x, x, is_causal=True), CAUSAL),
+    "attribute": (lambda module, x: functional.scaled_dot_product_attention(x, x, x, CAUSAL), CAUSAL),
+    "method": (lambda module, x: module.attend(x), BIAS),
+    "partial": (lambda module, x: partial(renamed, attn_mask=BIAS)(x, x, x), BIAS),
+    "closure": (lambda module, x: (lambda: renamed(x, x, x, attn_mask=CAUSAL.mT))(), CAUSAL.mT),
+    "thread": (lambda module, x: in_thread(renamed, x, x, x, is_causal=True), CAUSAL),
+    "thread of a method": (lambda module, x: in_thread(module.attend, x), BIAS),
+    "pool": (lambda module, x: POOL.submit(renamed, x, x, x, is_causal=True).result(), CAUSAL),
+    "pool of a pool": (lambda module, x: POOL.submit(lambda: in_thread(module.attend, x)).result(), BIAS),
+    "operator": (lambda module, x: torch.ops.aten.scaled_dot_product_attention(x, x, x, BIAS), BIAS),
+    "exported": (lambda module, x: torch.ops.aten.scaled_dot_product_attention.default(x, x, x, CAUSAL), CAUSAL),
+    "class of a mask": (lambda module, x: renamed(x, x, x, attn_mask=causal_lower_right(LENGTH, LENGTH)), CAUSAL),
+    "this library": (lambda module, x: sightline.attention(x, x, x, mask=sightline.causal()), CAUSAL),
+}
+
+
+class Program(nn.Module):
+    """A module that calls attention in some ways, and its children: in this thread, in another one, or twice."""
+
+    def __init__(self, ways, children=()):
+        super().__init__()
+        self.ways, self.parts, self.log = ways, nn.ModuleList(children), []
+
+    def attend(self, x):
+        return renamed(x, x, x, attn_mask=BIAS)
+
+    def forward(self, x):
+        for number, way in enumerate(self.ways):
+            call, mask = WAYS[way]
+            self.log.append((way, x, mask))
+            x = torch.tanh(x + call(self, x + number))
+            self.log[-1] = (way, self.log[-1][1] + number, mask)
+        for number, part in enumerate(self.parts):
+            x = (part, partial(in_thread, part), lambda x, part=part: part(part(x)))[number % 3](x)
+        return x
+
+
+def draw_program(rng, depth=2):
+    children = [draw_program(rng, depth - 1) for _ in range(rng.randint(1, 3) if depth else 0)]
+    return Program(rng.choices(list(WAYS), k=rng.randint(1, 4)), children)
+
+
+def check_program(program):
+    """Compare what a watch records with what each module has called: each call once, by its path, with its weights."""
+    x = torch.randn(1, HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        plain = program(x)
+        for module in program.modules():
+            module.log = []
+        with watch(program, WEIGHTS) as seen:
+            found = program(x)
+    torch.testing.assert_close(found, plain)
+    paths = {name or "Program": module for name, module in program.named_modules() if isinstance(module, Program)}
+    assert set(seen.layers) == {path for path, module in paths.items() if module.ways}
+    arrays = []
+    for path in seen.layers:
+        calls, log = seen.of(path), paths[path].log
+        assert [call.call for call in calls] == list(range(len(log))), (path, [way for way, *_ in log])
+        for call, (_, query, mask) in zip(calls, log, strict=True):
+            exact = mask if mask.dtype == torch.bool else mask.double()
+            arrays.append((call["weights"], dense(query.double(), query.double(), exact), dense(query, query, mask)))
+    assert_within_budget(*map(torch.cat, zip(*arrays, strict=True)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs(seed):
+    check_program(draw_program(random.Random(seed)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way(way):
+    check_program(Program([], [Program([way, way])]))
+
+
+def check_arguments():
+    """Compare the weights of a call with dropout, scale, grouped heads and a mask, and its output."""
+
+    class Layer(nn.Module):
+        def forward(self, q, k):
+            return renamed(q, k, k, CAUSAL.mT, 0.5, scale=0.3, enable_gqa=True)
+
+    rng = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(2, heads, LENGTH, WIDTH, generator=rng) for heads in (4, 2))
+    torch.manual_seed(5)
+    plain = Layer()(q, k)
+    torch.manual_seed(5)
+    layer = Layer()
+    with watch(layer, WEIGHTS, heads=[3, 0]) as seen:
+        assert torch.equal(layer(q, k), plain)  # the same weights are dropped
+    oracle, expected = (dense(a, b, CAUSAL.mT, 0.3)[:, [3, 0]] for a, b in ((q.double(), k.double()), (q, k)))
+    assert_within_budget(seen[0]["weights"], oracle, expected)
+
+
+def test_arguments_are_those_of_the_call():
+    check_arguments()
+
+
+def test_calls_that_are_replaced_are_recorded():
+    program, x = Program(["attribute", "method"]), torch.randn(1, HEADS, LENGTH, WIDTH)
+    for outer, inner in ((replacing(), watch(program, WEIGHTS)), (watch(program, WEIGHTS), replacing())):
+        with outer as first, inner as second:
+            program(x)
+        assert len(second if hasattr(first, "served") else first) == 2
+
+
+def test_a_mode_of_the_user_is_not_disturbed():
+    """A device as a context is a mode of torch too; it may end inside or outside of a watch."""
+    program, x = Program(list(WAYS)), torch.randn(1, HEADS, LENGTH, WIDTH)
+    with torch.device("cpu"), watch(program, WEIGHTS) as seen:
+        with torch.device("cpu"):
+            program(x)
+        assert torch._C._len_torch_function_stack() == 2
+    assert len(seen) == len(WAYS)
+
+
+FAULTS = {  # module, line, faulty line, and where the faulty copy is put
+    "a call missed in a pool": (
+        running_modules,
+        "submit(pool, _hand_over(function), ",
+        "submit(pool, function, ",
+        [(running_modules, "_make_submit")],
+    ),
+    "calls missed by the operator": (attention_finder, "OPERATOR: _read_torch,", "", [(attention_finder, "READERS")]),
+    "a call under the name of another module": (
+        running_modules,
+        "return stack[-1]",
+        "return stack[0]",
+        [(running_modules.RunningModules, "current")],
+    ),
+    "weights after dropout": (
+        attention_finder,
+        "dict(zip(names, converted, strict=True))",
+        "dict(zip(names, converted, strict=True)) | {'dropout': dropout_p}",
+        [(attention_finder, "READERS")],
+    ),
+    "a mask dropped": (
+        attention_finder,
+        "convert_arguments(query, key, value, attn_mask, ",
+        "convert_arguments(query, key, value, None, ",
+        [(attention_finder, "READERS")],
+    ),
+    "a scale dropped": (
+        attention_finder,
+        "is_causal, scale, enable_gqa)",
+        "is_causal, None, enable_gqa)",
+        [(attention_finder, "READERS")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(name, monkeypatch):
+    module, before, after, places = FAULTS[name]
+    faulty = broken(module, before, after)
+    for owner, attribute in places:
+        source = faulty if owner is module else getattr(faulty, owner.__name__)
+        monkeypatch.setattr(owner, attribute, getattr(source, attribute))
+    with pytest.raises(AssertionError):  # noqa: PT012  # one of the two checks
+        check_program(Program(list(WAYS), [Program(list(WAYS))]))
+        check_arguments()
+
+
+# -- torch's layers and flex_attention ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_multi_head_attention_returns_its_weights(average, dropout):
+    layer = nn.MultiheadAttention(8, HEADS, dropout, batch_first=True, add_bias_kv=True)
+    x, hidden = torch.randn(3, LENGTH, 8), torch.arange(LENGTH) >= torch.tensor([6, 4, 3])[:, None]
+    options = {"attn_mask": ~CAUSAL, "key_padding_mask": hidden, "average_attn_weights": average}
+    torch.manual_seed(0)
+    plain = layer(x, x, x, **options)
+    torch.manual_seed(0)
+    with watch(layer, WEIGHTS) as seen:
+        found = layer(x, x, x, **options)
+    for one, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(
+        seen[0]["weights"], layer.eval()(x, x, x, **{**options, "average_attn_weights": False})[1]
+    )
+    assert (seen[0].kind, seen[0].m) == ("self", LENGTH + 1)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_flex_attention(is_compiled):
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    slopes = torch.tensor([0.5, 0.1])
+
+    class Layer(nn.Module):
+        def forward(self, x, score=lambda s, b, h, i, j: s - slopes[h] * (i - j)):
+            attend = torch.compile(flex_attention, backend="eager") if is_compiled else flex_attention
+            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device="cpu")
+            return attend(x, x, x, score, mask, return_aux=AuxRequest(lse=True))
+
+    layer, x = Layer(), torch.randn(1, HEADS, LENGTH, WIDTH)
+    plain = Layer()(x)
+    with watch(layer, WEIGHTS) as seen:
+        found = layer(x)
+    torch.testing.assert_close(found[0], plain[0])
+    torch.testing.assert_close(found[1].lse, plain[1].lse)
+    places = torch.arange(LENGTH)
+    bias = (-slopes[:, None, None] * (places[:, None] - places)).masked_fill(~CAUSAL, -torch.inf)
+    torch.testing.assert_close(seen[0]["weights"], dense(x, x, bias))
+    with pytest.raises(FormulaError, match="fft_fft of a formula"), watch(layer, WEIGHTS):
+        layer(x, lambda s, b, h, i, j: torch.fft.fft(s))
+
+
+# -- programs that are compiled, copied, cast or run again -------------------------------------------------------------
+
+
+def make_encoder():
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, HEADS, 16, batch_first=True), 2).eval()
+
+
+@pytest.mark.parametrize("how", ["function", "method"])
+def test_compiled_models_are_recorded(how):
+    model, x = make_encoder(), torch.randn(2, LENGTH, 8)
+    compiled = torch.compile(model, backend="eager") if how == "function" else model
+    if how == "method":
+        model.compile(backend="eager")
+    with torch.no_grad():
+        plain = compiled(x)
+        with watch(compiled, WEIGHTS) as seen:
+            torch.testing.assert_close(compiled(x), plain)
+    assert [call.layer for call in seen] == ["layers.0.self_attn", "layers.1.self_attn"]
+
+
+def test_copies_in_threads_have_one_path_and_users_have_their_own_watch():
+    model, inputs = nn.Sequential(SelfAttention(8, 4, 4)), [torch.randn(1, LENGTH, 8) for _ in range(4)]
+    with watch(model, WEIGHTS) as seen:
+        replicas = [model._replicate_for_data_parallel() for _ in inputs]
+        for replica in replicas:  # as torch.nn.parallel.replicate does for each device
+            replica._modules = {"0": model[0]._replicate_for_data_parallel()}
+            replica[0]._modules = model[0]._modules
+        threads = [threading.Thread(target=replica, args=(x,)) for replica, x in zip(replicas, inputs, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [(call.layer, call.call) for call in seen] == [("0", 0)] * 4
+
+    def run(x):
+        own = copy.deepcopy(model)
+        with watch(own, WEIGHTS) as seen_here:
+            own(x)
+        return seen_here
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [len(one) for one in pool.map(run, inputs)] == [1] * 4
+    assert not FINDER.watchers
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "autocast"])
+def test_half_precision_and_autocast(dtype):
+    class Layer(nn.Module):
+        def forward(self, x):
+            return renamed(x, x, x)
+
+    layer, x = Layer(), torch.randn(1, HEADS, LENGTH, WIDTH)
+    enabled, x = (True, x) if dtype == "autocast" else (False, x.to(dtype))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        plain = layer(x)
+        with watch(layer, WEIGHTS) as seen:
+            found = layer(x)
+    assert found.dtype == plain.dtype
+    half = x.to(plain.dtype)
+    truth = dense(half.double(), half.double())
+    for array, oracle, expected in (
+        (found, truth @ half.double(), plain),
+        (seen[0]["weights"], truth, dense(half.float(), half.float()).to(half.dtype)),
+    ):
+        assert array.dtype == half.dtype
+        assert_within_budget(array, oracle, expected.float())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_run_again(reentrant):
+    model = make_encoder().train()
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    x = torch.randn(2, LENGTH, 8, requires_grad=True)
+    model(x).sum().backward()
+    plain, x.grad = x.grad, None
+    with watch(model, sightline.entropy()) as seen:
+        y = x
+        for layer in model.layers:
+            y = checkpoint(layer, y, use_reentrant=reentrant)
+        y.sum().backward()
+    torch.testing.assert_close(x.grad, plain)
+    assert [call.step for call in seen.of("layers.0.self_attn")] == [0, 1]
+
+
+def test_errors_and_interrupts_leave_no_module_running():
+    class Failing(nn.Module):
+        def forward(self, x, error=None):
+            if error is not None:
+                raise error
+            return renamed(x, x, x)
+
+    model, x = nn.Sequential(Failing()), torch.randn(1, HEADS, LENGTH, WIDTH)
+    with watch(model, WEIGHTS) as seen:
+        with pytest.raises(ValueError, match="inside"):
+            model[0](x, ValueError("inside"))
+        model(x)
+    assert [call.layer for call in seen] == ["0"]
+    with pytest.raises(KeyboardInterrupt), watch(model, WEIGHTS):
+        model[0](x, KeyboardInterrupt())
+    assert not running_modules.THREAD.stacks
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_methods_and_calls_of_other_models():
+    model, other, x = Program(["method"]), Program(["method"]), torch.randn(1, HEADS, LENGTH, WIDTH)
+    with watch(model, WEIGHTS) as seen:
+        model.attend(x)
+        other(x)
+        other.attend(x)
+        renamed(x, x, x)
+    assert [call.layer for call in seen] == ["Program"]
+
+
+def test_a_copy_of_a_watched_model_is_not_the_model():
+    model, x = Program(["method"]), torch.randn(1, HEADS, LENGTH, WIDTH)
+    with watch(model, WEIGHTS) as seen:
+        other = copy.deepcopy(model)
+        other(x)
+        model(x)
+    assert len(seen) == 1
+    other(x)
+    assert not running_modules.THREAD.stacks
+
+
+def test_a_cache_of_this_library_and_transforms():
+    class Layer(nn.Module):
+        def forward(self, x):
+            cache = sightline.KVCache(dtype="float32")
+            cache.append(x, x)
+            return sightline.attention(x[..., -1:, :], cache, mask=cache.causal(1), see=LSE)
+
+    layer, x = Layer(), torch.randn(1, HEADS, LENGTH, WIDTH)
+    plain = layer(x)
+    with watch(layer, WEIGHTS) as seen:
+        output, (lse,) = layer(x)
+    assert torch.equal(output, plain[0])
+    assert torch.equal(lse, plain[1][0])
+    assert (seen[0].n, seen[0].m, seen[0]["weights"].shape) == (1, LENGTH, (1, HEADS, 1, LENGTH))
+    program = Program(["partial"])
+    with pytest.raises(ParameterError, match=r"transform of torch\.func"), watch(program, LSE):
+        torch.vmap(program)(x[None])
+
+
+def test_cross_attention_and_caches():
+    class Layer(nn.Module):
+        def forward(self, q, k):
+            return renamed(q, k, k)
+
+    model = nn.ModuleDict({"attn": Layer(), "cross_attn": Layer()})
+    x = torch.randn(1, HEADS, LENGTH, WIDTH)
+    with watch(model, WEIGHTS) as seen:
+        model["attn"](x[..., :4, :], x[..., :4, :])
+        model["attn"](x[..., 4:5, :], x[..., :5, :])
+        model["attn"](x[..., :2, :], x)
+        model["cross_attn"](x, x)
+    assert [(call.kind, call.query_start, call.step) for call in seen] == [
+        ("self", 0, 0),
+        ("self", 4, 1),
+        ("cross", None, 2),
+        ("cross", None, 0),
+    ]
+
+
+def test_layers_by_number_and_attention_by_hand_beside_them():
+    class ByHand(nn.Module):
+        def forward(self, x):
+            scores = (x @ x.transpose(-2, -1) / 2).masked_fill(~CAUSAL, -torch.inf)
+            scores = torch.cat([scores, scores[..., :1] * 0], -1)  # a sink
+            return functional.dropout(nn.Softmax(-1)(scores)[..., :-1], 0.1) @ x
+
+    model = nn.Sequential(Program(["partial"]), Program(["partial"]), ByHand(), Program(["method"]))
+    x = torch.randn(1, HEADS, LENGTH, WIDTH)
+    expected = {(0,): "0", (-1,): "3", (-2,): "1", (1, -1): "13", ("[03]", -2): "013"}
+    warns = partial(pytest.warns, UserWarning, match=rf"by hand was not recorded: ByHand \({__file__}:\d+\)")
+    for layers, paths in expected.items():
+        with warns(), watch(model, WEIGHTS, layers=layers) as seen:
+            model(x)
+        assert "".join(call.layer for call in seen) == paths
+    with watch(model, WEIGHTS, layers="0") as seen:  # no warning: the other layers are not asked for
+        model(x)
+    with pytest.raises(ParameterError, match="nested tensors"), watch(model, WEIGHTS):
+        model(torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged))
+
+
+def test_a_model_that_is_first_compiled_in_a_watch():
+    program = """
+import torch, sightline
+layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+try:
+    with torch.no_grad(), sightline.watch(layer, see=sightline.lse()):
+        torch.compile(layer, backend="eager")(torch.zeros(1, 3, 8))
+except sightline.errors.ParameterError as error:
+    print(error)"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "torch.compile was called first in the `with` block" in result.stdout
