@@ -20,7 +20,18 @@ from .attention_interface import NAME, register
 from .model_masking import masking
 from .model_unpadding import unpadded
 from .model_watch import watch
+from .word_times import Segment, Transcript, Word, word_timestamps
 
-__all__ = ["NAME", "masking", "register", "unpadded", "watch"]
+__all__ = [
+    "NAME",
+    "Segment",
+    "Transcript",
+    "Word",
+    "masking",
+    "register",
+    "unpadded",
+    "watch",
+    "word_timestamps",
+]
 
 register()
