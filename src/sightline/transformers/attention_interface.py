@@ -40,6 +40,8 @@ class AddedMask:
 
 
 ADDED_MASKS: WeakKeyDictionary[nn.Module, tuple[AddedMask, ...]] = WeakKeyDictionary()
+# for layers that return the weights of some heads alone, these heads by layer; the last entry counts
+RETURNED_HEADS: WeakKeyDictionary[nn.Module, tuple[dict[nn.Module, tuple[int, ...]], ...]] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -97,7 +99,8 @@ def sightline_attention(
     Returns
     -------
     output : (B, n, H, d_v)
-    weights : (B, H, n, m), the weights before dropout; None unless the model returns attentions
+    weights : (B, H, n, m), the weights before dropout, or those of `RETURNED_HEADS`; None unless the model returns
+        attentions
 
     Raises
     ------
@@ -118,7 +121,8 @@ def sightline_attention(
         score = _add_to_score(position_bias, score)
     if attention_mask is not None and attention_mask.is_floating_point():
         score, attention_mask = _add_to_score(attention_mask, score), None
-    needs_weights = _needs_weights(module, options)
+    heads = RETURNED_HEADS[module][-1][module] if module in RETURNED_HEADS else None
+    needs_weights = heads != () and _needs_weights(module, options)
     unpadding = attention_mask.unpadding if isinstance(attention_mask, FormulaMask) else None
     if unpadding is not None and position_bias is not None:
         raise ParameterError(
@@ -145,7 +149,10 @@ def sightline_attention(
     )
     if unpadding is not None:
         output = unpadding.flatten(output)
-    return output.transpose(1, 2).contiguous(), seen[0] if seen else None
+    output = output.transpose(1, 2).contiguous()
+    if heads is None:
+        return output, seen[0] if seen else None
+    return output, seen[0][:, list(heads)] if seen else query.new_empty(len(query), 0, query.shape[2], 0)
 
 
 def _add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tensor) -> Any:

@@ -1,0 +1,313 @@
+"""`word_timestamps` for Whisper: when each word was said, from the exact weights of a few heads of cross-attention.
+
+`generate` of transformers finds tokens and times. It asks for the weights of every layer and head, and keeps them and
+the scores of all tokens until the whole audio is done. Here the layers return the weights of the alignment heads alone,
+and each window of 30 seconds is reduced to tokens, times and probabilities when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import WhisperForConditionalGeneration, WhisperProcessor
+from transformers.models.whisper.tokenization_whisper import LANGUAGES, _combine_tokens_into_words
+
+from ..errors import ParameterError
+from ..torch.hooks import registering, restore_on_exit
+from .attention_interface import NAME, RETURNED_HEADS
+from .model_layers import find_attention_layers
+
+Audio = NDArray[Any] | Tensor
+RESERVED = ("return_dict_in_generate", "return_segments", "return_token_timestamps", "num_return_sequences")
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a transcript.
+
+    Attributes
+    ----------
+    text : str
+        The word with its punctuation, after a space where the language has spaces.
+    start, end : float
+        Seconds from the start of the audio, in steps of 0.02.
+    probability : float
+        The mean probability of the word's tokens among those that generation allowed.
+    """
+
+    text: str
+    start: float
+    end: float
+    probability: float
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a transcript as `generate` divides it, with at least one word.
+
+    Attributes
+    ----------
+    words : tuple of Word
+    tokens : tuple of int
+        The ids of the tokens, those of timestamps included.
+    times : tuple of float
+        For each token the second at which it ends, as `generate(return_token_timestamps=True)` gives it.
+    language : str, optional
+        Such as "english"; None for a model of one language.
+    """
+
+    words: tuple[Word, ...]
+    tokens: tuple[int, ...]
+    times: tuple[float, ...]
+    language: str | None
+
+    @property
+    def text(self) -> str:
+        """The words as one string."""
+        return "".join(word.text for word in self.words)
+
+    @property
+    def start(self) -> float:
+        """The second at which the first word starts."""
+        return self.words[0].start
+
+    @property
+    def end(self) -> float:
+        """The second at which the last word ends."""
+        return self.words[-1].end
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """The transcript of one audio; a loop over it yields its words.
+
+    Attributes
+    ----------
+    segments : tuple of Segment
+    """
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def text(self) -> str:
+        """The words as one string."""
+        return "".join(segment.text for segment in self.segments)
+
+    @property
+    def words(self) -> tuple[Word, ...]:
+        """The words of all segments."""
+        return tuple(self)
+
+    def __iter__(self) -> Iterator[Word]:
+        return (word for segment in self.segments for word in segment.words)
+
+
+@overload
+def word_timestamps(
+    model: WhisperForConditionalGeneration,
+    processor: WhisperProcessor,
+    audio: Audio,
+    sampling_rate: int,
+    **options: Any,
+) -> Transcript: ...
+@overload
+def word_timestamps(
+    model: WhisperForConditionalGeneration,
+    processor: WhisperProcessor,
+    audio: Sequence[Audio],
+    sampling_rate: int,
+    **options: Any,
+) -> list[Transcript]: ...
+def word_timestamps(
+    model: WhisperForConditionalGeneration,
+    processor: WhisperProcessor,
+    audio: Audio | Sequence[Audio],
+    sampling_rate: int,
+    **options: Any,
+) -> Transcript | list[Transcript]:
+    """Transcribe speech with a Whisper of transformers, and find when each word was said.
+
+    Tokens and times are those of `model.generate(..., return_token_timestamps=True)`: over the windows of 30 seconds,
+    the weights of the alignment heads are normalised and smoothed, and dynamic time warping finds the path of the
+    tokens through them. But the model computes its attention with this library instead of "eager", only the alignment
+    heads return weights, and windows that are done keep none. The model's own attention implementation is not changed.
+
+    Parameters
+    ----------
+    model : transformers.WhisperForConditionalGeneration
+        `model.generation_config.alignment_heads` lists (layer, head) of the decoder's cross-attention.
+    processor : transformers.WhisperProcessor
+    audio : floats of shape (samples,), or a list of such arrays, which are one batch
+        One channel, of any length; the usual range is −1 to 1.
+    sampling_rate : int
+        Samples in a second, as the processor takes them: 16,000.
+    options
+        Of `model.generate`, such as `language="de"`, `task="translate"`, `num_beams=5` or `return_timestamps=True`.
+
+    Returns
+    -------
+    Transcript, or a list of them for a list
+
+    Raises
+    ------
+    ParameterError
+        The model is no Whisper or has no valid alignment heads, the processor is no WhisperProcessor or one of another
+        number of mel bins, the audio is not of floats or has several channels, the sampling rate is another, or an
+        option is one of those that this function sets.
+
+    Notes
+    -----
+    As in `generate`, the times of an entry of a batch depend a little on the other entries, because the padding behind
+    its last token is aligned too. Call the function for each audio if that matters.
+
+    References
+    ----------
+    Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision.
+    """
+    heads = _check_model(model, options.get("generation_config"))
+    waves = _check_audio(model, processor, audio, sampling_rate)
+    if given := [name for name in RESERVED if name in options]:
+        raise ParameterError(
+            f"{given[0]}={options[given[0]]!r}", "the other options of generate", f"leave out {given[0]}="
+        )
+    extractor = processor.feature_extractor
+    is_long = max(map(len, waves)) > extractor.n_samples
+    features = extractor(
+        waves,
+        sampling_rate=sampling_rate,
+        return_tensors="pt",
+        return_attention_mask=True,
+        **({"truncation": False, "padding": "longest"} if is_long else {}),
+    ).to(model.device, model.dtype)
+    options = {"return_timestamps": True, **options, "return_token_timestamps": True, "return_segments": True}
+    with _returning(model, heads):
+        found = model.generate(**features, **options)
+    transcripts = [_read_transcript(processor.tokenizer, segments) for segments in found["segments"]]
+    return transcripts if isinstance(audio, Sequence) else transcripts[0]
+
+
+def _check_model(model: Any, config: Any) -> list[tuple[int, int]]:
+    """Return the alignment heads of the model as (layer, head)."""
+    if not isinstance(model, WhisperForConditionalGeneration):
+        raise ParameterError(
+            f"a model that is a {type(model).__name__}",
+            "transformers.WhisperForConditionalGeneration",
+            "WhisperForConditionalGeneration.from_pretrained(path)",
+        )
+    heads = getattr(config or model.generation_config, "alignment_heads", None)
+    layers, count = model.config.decoder_layers, model.config.decoder_attention_heads
+    if not heads or not all(0 <= layer < layers and 0 <= head < count for layer, head in heads):
+        raise ParameterError(
+            f"a Whisper with alignment_heads={heads}",
+            f"pairs of a layer below {layers} and a head below {count}",
+            "model.generation_config.alignment_heads = the list in generation_config.json of the checkpoint, or, as "
+            "openai-whisper does without a list, all heads of the upper layers: "
+            f"[[layer, head] for layer in range({layers // 2}, {layers}) for head in range({count})]",
+        )
+    return [(layer, head) for layer, head in heads]
+
+
+def _check_audio(model: Any, processor: Any, audio: Any, sampling_rate: Any) -> list[NDArray[Any]]:
+    """Return the audio as a list of float32 arrays of one axis."""
+    if not isinstance(processor, WhisperProcessor):
+        raise ParameterError(
+            f"a processor that is a {type(processor).__name__}",
+            "transformers.WhisperProcessor, which has a feature extractor and a tokenizer",
+            "WhisperProcessor.from_pretrained(path)",
+        )
+    extractor, bins = processor.feature_extractor, model.config.num_mel_bins
+    if extractor.feature_size != bins:
+        raise ParameterError(
+            f"a processor of {extractor.feature_size} mel bins for a model of {bins}",
+            "the processor of the model's checkpoint",
+            "WhisperProcessor.from_pretrained(path)",
+        )
+    if sampling_rate != extractor.sampling_rate:
+        raise ParameterError(
+            f"sampling_rate={sampling_rate!r}",
+            f"{extractor.sampling_rate}",
+            f"scipy.signal.resample_poly(audio, {extractor.sampling_rate}, {sampling_rate})",
+        )
+    audios = audio if isinstance(audio, Sequence) else [audio]
+    if not len(audios):
+        raise ParameterError("no audio: an empty list", "one array or more", "audio=[array]")
+    waves = [np.asarray(wave.cpu() if isinstance(wave, Tensor) else wave) for wave in audios]
+    for wave in waves:
+        if wave.ndim != 1 or wave.dtype.kind != "f" or not len(wave):
+            raise ParameterError(
+                f"audio of shape {wave.shape} and dtype {wave.dtype}",
+                "floats of shape (samples,), or a list of such arrays",
+                "audio.mean(channel_axis) for several channels, audio / 32768 for int16",
+            )
+    return [wave.astype(np.float32) for wave in waves]
+
+
+@contextmanager
+def _returning(model: Any, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Let the model's layers return the weights of these heads alone, and its windows keep what a transcript needs."""
+    of_layer: dict[int, list[int]] = {layer: [] for layer in range(model.config.decoder_layers)}
+    for layer, head in dict.fromkeys(heads):
+        of_layer[layer].append(head)
+    returned: dict[nn.Module, tuple[int, ...]] = dict.fromkeys(find_attention_layers(model).values(), ())
+    returned |= {model.model.decoder.layers[layer].encoder_attn: tuple(some) for layer, some in of_layer.items()}
+
+    def generate_with_fallback(*args: Any, **options: Any) -> Any:
+        options["generation_config"].alignment_heads = [[layer, of_layer[layer].index(head)] for layer, head in heads]
+        results = type(model).generate_with_fallback(model, *args, **options)
+        for output in results[1]:
+            _reduce(output, options["decoder_input_ids"].shape[-1])
+        return results
+
+    # `generate` sets "eager" when it is asked for times of tokens. The class of the configuration does not allow it.
+    kept = property(lambda config: NAME, lambda config, value: None)
+    with ExitStack() as exit_stack:
+        exit_stack.enter_context(restore_on_exit(model.config, "__class__"))
+        model.config.__class__ = type(
+            type(model.config).__name__, (type(model.config),), {"_attn_implementation": kept}
+        )
+        exit_stack.enter_context(restore_on_exit(model, "generate_with_fallback"))
+        model.generate_with_fallback = generate_with_fallback
+        exit_stack.enter_context(registering(RETURNED_HEADS, returned, returned))
+        yield
+
+
+def _reduce(output: dict[str, Any], prefix: int) -> None:
+    """Replace the outputs for one window, weights and scores of every token among them, by what a transcript needs."""
+    tokens = output["sequences"][prefix:]
+    pairs = zip(tokens, output["scores"], strict=False)  # a beam may end before the others
+    probabilities = [float(scores.float().softmax(-1)[token]) for token, scores in pairs]
+    kept = {"sequences": output["sequences"], "token_timestamps": output["token_timestamps"]}
+    output.clear()
+    output.update(kept, prefix=prefix, probabilities=probabilities)
+
+
+def _read_transcript(tokenizer: Any, segments: Sequence[Mapping[str, Any]]) -> Transcript:
+    """Return the transcript of one audio from the segments of `generate`."""
+    special = set(tokenizer.all_special_ids)
+    first_timestamp = tokenizer.convert_tokens_to_ids("<|notimestamps|>") + 1
+    read, last = [], 0.0
+    for segment in segments:
+        output, (first, end) = segment["result"], segment["idxs"]
+        prefix = output["prefix"]
+        names = tokenizer.convert_ids_to_tokens(output["sequences"][:prefix].tolist())
+        language = next((LANGUAGES[name[2:-2]] for name in reversed(names) if name[2:-2] in LANGUAGES), None)
+        probabilities = output["probabilities"][first - prefix : end - prefix]
+        tokens = segment["tokens"].tolist()
+        times = [round(time, 2) for time in segment["token_timestamps"].tolist()]
+        starts = [last, *times]  # a token starts where the one before it ends
+        last = starts[-1]
+        places = [k for k, token in enumerate(tokens) if token not in special and token < first_timestamp]
+        texts, _, indices = _combine_tokens_into_words(tokenizer, [tokens[k] for k in places], language)
+        words = []
+        for text, within in zip(texts, indices, strict=True):
+            ks = [places[index] for index in within]
+            words.append(Word(text, starts[ks[0]], times[ks[-1]], float(np.mean([probabilities[k] for k in ks]))))
+        if words:
+            read.append(Segment(tuple(words), tuple(tokens), tuple(times), language))
+    return Transcript(tuple(read))
