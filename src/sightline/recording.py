@@ -10,13 +10,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
-from .arrays.operations import accumulator, dtype_name, namespace, resolve_dtype
+import numpy as np
+
+from .arrays.operations import accumulator, dtype_name, namespace, resolve_dtype, to_numpy
 from .errors import ParameterError
 from .statistics import OverLayers, Statistic
 
-__all__ = ["Call", "Kind", "Seen", "Tokens", "Total", "select_names"]
+__all__ = ["Call", "HeavyKey", "Kind", "Seen", "Tokens", "Total", "select_names"]
 
 Kind = Literal["self", "cross"]
 Labels = Sequence[Sequence[str]]  # for each batch entry, the labels of its positions
@@ -107,6 +109,29 @@ class Call:
     def __repr__(self) -> str:
         statistics = ", ".join(map(repr, self.statistics))
         return f"Call({self.name}, {self.kind}, step {self.step}, {self.n} queries on {self.m} keys: {statistics})"
+
+
+class HeavyKey(NamedTuple):
+    """A key that receives a large share of a head's attention; see `Seen.heaviest`.
+
+    Attributes
+    ----------
+    layer : the layer's path
+    head : the query head
+    token : the label of the key; None if there is none
+    share : the part of the head's attention, from 0 to 1
+    position : the position of the key
+    entry : the batch entry
+    step : `Call.step`
+    """
+
+    layer: str
+    head: int
+    token: str | None
+    share: float
+    position: int
+    entry: int
+    step: int
 
 
 class Total:
@@ -338,6 +363,45 @@ class Seen:
         return "\n".join(
             [f"Seen: {len(self)} calls of {len(self.layers)} layers", *(lines if self.calls else []), *totals]
         )
+
+    def heaviest(self, name: str = "received", count: int = 8) -> list[HeavyKey]:
+        """Return the keys with the largest shares of a head's attention, over all calls, heads and batch entries.
+
+        The share of key j is rⱼ / Σⱼ rⱼ, where rⱼ is what `received()` recorded. Heads that look at one key alone,
+        such as the first token (a sink), come first.
+
+        Parameters
+        ----------
+        name : the statistic `received()`, by its name or text as in `seen[name]`
+        count : the number of keys
+
+        Raises
+        ------
+        ParameterError
+            The recording has no such statistic, or the statistic has no number for each head and key.
+        """
+        found: list[HeavyKey] = []
+        for call in self.calls:
+            statistic = call.statistics[_find_statistic(name, call.statistics, call.names)]
+            received = to_numpy(call[name])
+            if statistic.name != "received" or received.shape[1:] != (len(call.heads), call.m):
+                raise ParameterError(
+                    f"heaviest({name!r}), where {statistic!r} was recorded",
+                    "received(), which has a number for each head and key",
+                    "see=[sightline.received()]",
+                )
+            shares = received.astype(np.float64) / np.maximum(
+                received.sum(-1, keepdims=True), np.finfo(np.float32).tiny
+            )
+            for place in np.argsort(-shares, axis=None, kind="stable")[:count]:
+                entry, head, key = map(int, np.unravel_index(place, shares.shape))
+                keys = self.labels(call, entry)[1]
+                token = None if keys is None else keys[key]
+                share = float(shares[entry, head, key])
+                found.append(
+                    HeavyKey(call.name, call.heads[head], token, share, call.key_start + key, entry, call.step)
+                )
+        return sorted(found, key=lambda one: -one.share)[:count]
 
     # -- pictures, drawn by sightline.view ---------------------------------------------------------------------------
     def explore(self, **options: Any) -> Any:

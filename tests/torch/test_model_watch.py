@@ -17,6 +17,7 @@ from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfA
 from sightline.torch.attention_finder import FINDER
 
 LSE = sightline.lse()
+TOKENS = [[f"{entry}.{position}" for position in range(6)] for entry in range(3)]
 
 
 class SelfAttentionByTorch(nn.Module):
@@ -375,3 +376,22 @@ def test_names_of_totals(encoder, x):
     assert seen["all"].shape == (3, 2, 6, 6)
     assert [len(call.results) for call in seen] == [1, 1]
     assert torch.equal(seen["sizes"][1], seen[1]["lse"])
+
+
+def test_the_heaviest_keys(encoder, x):
+    with torch.no_grad(), watch(encoder, [sightline.weights(), sightline.received(), LSE], tokens=TOKENS) as seen:
+        encoder(x)
+    received = torch.stack(seen["weights"]).sum(-2)  # layers, entries, heads, keys
+    shares = received / received.sum(-1, keepdim=True)
+    found = seen.heaviest(count=5)
+    torch.testing.assert_close(torch.tensor([one.share for one in found]), shares.flatten().topk(5).values)
+    for one in found:
+        layer = seen.layers.index(one.layer)
+        assert one.share == pytest.approx(float(shares[layer, one.entry, one.head, one.position]))
+        assert (one.token, one.step) == (TOKENS[one.entry][one.position], 0)
+    last = seen.of(heads=[1]).heaviest("received()", 1)[0]
+    assert (last.head, last.share) == (1, pytest.approx(float(shares[:, :, 1].max())))
+    with pytest.raises(ParameterError, match="where weights"):
+        seen.heaviest("weights")
+    with pytest.raises(ParameterError, match="'entropy' of the statistics"):
+        seen.heaviest("entropy")
