@@ -11,7 +11,7 @@ import browser
 import sightline
 from sightline.data import load
 from sightline.view import explorer
-from sightline.view.explorer import from_recording, html_page, notebook
+from sightline.view.explorer import html_page, notebook
 from sightline.view.explorer.data import Exploration, Links, ShownLayer, Text
 
 needs_browser = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: apt-get install chromium")
@@ -329,10 +329,7 @@ def large(n, rng, heads=2, k=8):
     looks = Links(np.stack([weight] * heads), np.stack([where] * heads))
     cells = rng.random((heads, 400, 400)).astype(np.float16)
     ends = rng.random((2, heads, n)).astype(np.float32)
-    seen_by = from_recording.links_by_key(looks, n, k)
-    layers = (
-        ShownLayer(f"Layer {number}", tokens, tokens, cells, "mean", *ends, looks, seen_by) for number in range(2)
-    )
+    layers = (ShownLayer(f"Layer {number}", tokens, tokens, cells, "mean", *ends, looks) for number in range(2))
     return Exploration("Many tokens", (Text("", tuple(layers)),), ("Told to the reader.",))
 
 
@@ -364,7 +361,8 @@ def test_ten_thousand_tokens(tab, ten_thousand):
     where, numbers = listed(tab, "seen")
     assert where == list(range(7777, 7785))
     assert numbers == three_digits(0.5 ** np.arange(1, 9))
-    assert "Among the heaviest keys of each query." in tab.js("sightline.panel.lists.textContent")
+    told = tab.js("sightline.panel.lists.textContent")
+    assert "Among the 8 heaviest keys of each query. For all queries, record sightline.weights()" in told
     tab.js("sightline.map.zoom(100, null, false)")
     tab.frame()
     assert tab.js("sightline.map.scale.over") is True

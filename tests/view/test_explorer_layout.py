@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(browser.found() is None, reason="no Chromium her
 
 DESKTOP, PHONE = (1360, 860), (420, 800)
 FINGER = 40  # CSS pixels
+PROGRAM = len(html_page.program()) + len(html_page.style())
 FEW = (1, 6)  # layers and heads of the page of 512 tokens
 # Elements whose content is wider or higher than they are, although they have no scrollbar.
 CLIPPED = """[...document.querySelectorAll('.sl *')].filter((node) => {
@@ -60,13 +61,13 @@ def weights_of(n, layers, heads):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Pages of 15, 84 and 512 tokens. The last page has one of 12 layers, and a twelfth of the limit in bytes."""
+    """Pages of 15, 84 and 512 tokens. The last page has one of 12 layers, and a twelfth of the default limit."""
     words = load("minilm_moby").tokens[0]
     folder = tmp_path_factory.mktemp("pages")
     data = {
         15: explorer.from_weights(words[:15], list(weights_of(15, 6, 12)), title="A trained encoder"),
         84: explorer.from_weights(words[:84], list(weights_of(84, 12, 6)), title="A trained encoder"),
-        512: explorer.from_weights((words * 4)[:512], list(weights_of(512, *FEW)), limit=10_000_000 // 12),
+        512: explorer.from_weights((words * 4)[:512], list(weights_of(512, *FEW)), limit=10_000_000 // 12 + PROGRAM),
     }
     return {n: explorer.save_html(made, folder / f"{n}.html") for n, made in data.items()}
 
@@ -156,10 +157,9 @@ def test_labels_of_the_axes(tab, pages):
 def test_rounded_weights_are_written_with_their_error(tab, pages):
     """Every written interval contains the weight, and the page says how it rounds."""
     weights = weights_of(512, *FEW)[0]
-    least = len(html_page.program()) + len(html_page.style()) + 10_000
-    assert pages[512].stat().st_size < 10_000_000 // 12 + least
+    assert pages[512].stat().st_size <= 10_000_000 // 12 + PROGRAM
     tab.open(pages[512])
-    count = tab.js("sightline.layer.stored.levels")
+    count = tab.js("sightline.layer.pairs.levels")
     assert count in storage.LEVELS[1:]
     assert f"a multiple of 1/{count};" in tab.js("document.querySelector('.sl-foot').textContent")
     assert f"roots rounded to 1/{count}" in tab.js("document.querySelector('.sl-scale').textContent")

@@ -228,8 +228,8 @@ class Explorer {
     }
     const size = (x) => (x === Math.round(x) ? String(x) : x.toFixed(1));
     this.legendMost.textContent = digits(scale.most);
-    this.legendText.textContent = (scale.exact ? (layer.rounded ? `weights, roots rounded to 1/${layer.stored.levels}` : 'weights, each exact') : `${layer.how === 'max' ? 'largest' : 'mean'} of ${size(scale.rows)} × ${size(scale.columns)} pairs`)
-      + (scale.over ? '; heaviest pairs drawn exactly, from 0 to 1' : '');
+    this.legendText.textContent = (scale.exact ? (layer.pairs.levels ? `weights, roots rounded to 1/${layer.pairs.levels}` : 'weights, each exact') : `${layer.how === 'max' ? 'largest' : 'mean'} of ${size(scale.rows)} × ${size(scale.columns)} pairs`)
+      + (scale.over ? `; heaviest pairs drawn ${layer.pairs.levels ? 'one by one' : 'exactly'}, from 0 to 1` : '');
   }
 
   /** Mark the tokens that contain the searched text, which may be a phrase; a step of 1 or −1 selects the next or previous one. */

@@ -231,7 +231,7 @@ class HeadMap {
     const v = this.view, levels = layer.levels(head), { colours } = this.page;
     let at = levels.length - 1;
     while (at > 0 && (layer.n / levels[at].rows) * v.sy * ratio > 1.5) at--;
-    const level = levels[at], over = !layer.whole && seen.i1 - seen.i0 <= EXACT_ROWS && v.sy >= 0.6;
+    const level = levels[at], over = !layer.whole && layer.pairs && seen.i1 - seen.i0 <= EXACT_ROWS && v.sy >= 0.6;
     if (over) context.globalAlpha = 0.55;
     const snap = (x) => Math.round(x * ratio) / ratio;
     const r0 = lastUpTo(level.i, seen.i0), r1 = lastUpTo(level.i, seen.i1 - 1) + 1;

@@ -34,7 +34,7 @@ class Panel {
     const kind = layer.self ? 'token' : active.side;
     this.place.textContent = `${kind} ${count(active.at)} of 0–${count(tokens.length - 1)}`;
     const facts = [];
-    if (asQuery) facts.push(this.entropy(layer.entropy(state.head)[active.at]));
+    if (asQuery) facts.push(this.entropy(layer.entropy(state.head), active.at));
     if (asKey) facts.push(this.received(layer.received(state.head), active.at));
     this.facts.replaceChildren(...facts.flat());
     const lists = [], most = this.fitting(asQuery && asKey ? 2 : 1);
@@ -58,9 +58,9 @@ class Panel {
     this.lists.replaceChildren();
   }
 
-  entropy(nats) {
-    const spread = Math.exp(nats);
-    return this.fact('entropy', nats, 'nats', `as if even over ${spread < 1.005 ? '1 key' : `${digits(spread)} keys`}`);
+  entropy(all, at) {
+    const spread = Math.exp(all[at]);
+    return this.fact('entropy', all[at], 'nats', `as if even over ${spread < 1.005 ? '1 key' : `${digits(spread)} keys`}`);
   }
 
   received(all, at) {
@@ -70,8 +70,9 @@ class Panel {
   }
 
   fact(name, value, unit, note) {
-    const number = make('span', 'sl-number', { 'data-fact': name, title: String(value) }, digits(value));
-    return [make('dt', '', {}, name), make('dd', '', {}, number, unit ? ` ${unit}` : '', make('div', 'sl-note', {}, note))];
+    const { layer, state } = this.page, [written, error] = formatNumber(layer.stored[name], state.head, value);
+    const number = make('span', 'sl-number', { 'data-fact': name, title: error ? `${written} ± ${error}` : String(value) }, written);
+    return [make('dt', '', {}, name), make('dd', '', {}, number, error ? make('span', 'sl-error', {}, ` ± ${error}`) : '', unit ? ` ${unit}` : '', make('div', 'sl-note', {}, note))];
   }
 
   list(title, kind, entries, from, tokens) {
@@ -85,9 +86,16 @@ class Panel {
         bar, make('span', 'sl-entry-token', {}, visible(tokens[at])), make('span', 'sl-entry-at', {}, count(at)), make('span', 'sl-number', {}, number),
         ...(error ? [make('span', 'sl-error', {}, `± ${error}`)] : []));
     });
-    const links = kind === 'seen' ? layer.stored.seen_by : layer.stored.looks;
-    const notes = links && !links.complete ? [make('p', 'sl-note', {}, 'Among the heaviest keys of each query.')] : [];
-    const none = entries.length ? [] : [make('p', 'sl-note', {}, links ? 'No entry is stored.' : 'None.')];
-    return make('section', 'sl-list', { 'data-list': kind }, make('h2', `sl-key sl-key-${kind}`, {}, title), ...rows, ...none, ...notes);
+    const notes = [this.limits(kind, entries.length)].filter(Boolean).map((note) => make('p', 'sl-note', {}, note));
+    return make('section', 'sl-list', { 'data-list': kind }, make('h2', `sl-key sl-key-${kind}`, {}, title), ...rows, ...notes);
+  }
+
+  /** What a list leaves out, and what to record for more. */
+  limits(kind, found) {
+    const { layer } = this.page;
+    if (layer.whole || layer.stored[kind === 'seen' ? 'seen_by' : 'looks']) return found ? '' : 'None.';
+    if (!layer.pairs) return 'This page stores no weights of pairs. A higher limit= stores them.';
+    const most = layer.pairs.shape[2], keys = most === 1 ? 'heaviest key' : `${most} heaviest keys`;
+    return `${found ? 'Among' : 'Not among'} the ${keys} of ${found ? 'each' : 'any'} query. For all queries, record sightline.weights(); for more of them, top_k(${8 * most}).`;
   }
 }
