@@ -292,9 +292,10 @@ class HeadMap {
       row(over.i, themeColours.cross, 1);
       column(over.j, themeColours.cross, 1);
     }
-    if (pick) {
-      if (pick.side === 'query' || layer.self) row(pick.at, themeColours.looks, 1.5);
-      if (pick.side === 'key' || layer.self) column(pick.at, themeColours.seen, 1.5);
+    const active = pick ?? (over ? null : this.page.last), width = pick ? 1.5 : 1;
+    if (active) {
+      if (active.side === 'query' || layer.self) row(active.at, themeColours.looks, width);
+      if (active.side === 'key' || layer.self) column(active.at, themeColours.seen, width);
     }
   }
 
