@@ -86,7 +86,7 @@ class Panel {
   received(all, at) {
     let sum = 0;
     for (const value of all) sum += value;
-    return this.fact('received', all[at], '', `mean over the keys: ${this.page.layer.stored.received.levels ? 'about ' : ''}${digits(sum / all.length)}`);
+    return this.fact('received', all[at], '', `mean over the keys${this.page.layer.stored.received.levels ? ' ≈' : ':'} ${digits(sum / all.length)}`);
   }
 
   fact(name, value, unit, note) {
