@@ -11,7 +11,7 @@ import browser
 import sightline
 from sightline.data import load
 from sightline.view import explorer
-from sightline.view.explorer import from_recording, html_page, notebook
+from sightline.view.explorer import html_page, notebook
 from sightline.view.explorer.data import Exploration, Links, ShownLayer, Text
 
 needs_browser = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: apt-get install chromium")
@@ -50,6 +50,8 @@ def written(tmp_path_factory):
 @pytest.fixture
 def page(tab, written):
     tab.open(written[0])
+    tab.js("sightline.choose({ layer: 0, head: 0 })")
+    tab.frame()
     yield tab
     assert tab.complaints() == []
 
@@ -249,6 +251,50 @@ def test_dragging_pans_and_the_grid_selects_a_head(page):
 
 
 @needs_browser
+def test_the_page_opens_where_a_word_stands_out(tab, tmp_path, rng):
+    """The first key and the one in brackets receive more, and no head of the first layer has such a word."""
+    weights = rng.dirichlet(np.full(6, 9), size=(2, 3, 6))
+    weights[:, :, :, 0] = 2
+    weights[1, 2, :, 3] = 1
+    weights[:, :, :, 4] = 1.5
+    weights /= weights.sum(-1, keepdims=True)
+    tokens = ["the", "cat", ".", "sat", "[SEP]", "end"]
+    path = explorer.save_html(explorer.from_weights(tokens, list(weights)), tmp_path / "page.html")
+    tab.open(path)
+    assert tab.js("[sightline.state.layer, sightline.state.head, sightline.active().at]") == [1, 2, 3]
+    assert tab.js("[sightline.panel.token.textContent, sightline.state.pick]") == ["sat", None]
+    assert tab.js("location.hash") == ""
+    tab.js("location.hash = '#layer=0&head=1&token=5'")
+    tab.until(lambda: tab.js("sightline.state.pick?.at === 5"))
+    assert tab.js("[sightline.state.layer, sightline.state.head]") == [0, 1]
+    tab.js("sightline.choose({ head: 2 })")
+    assert tab.js("location.hash") == "#layer=0&head=2&token=5"
+    tab.js("location.hash = '#layer=9&head=x&token=-1&text='")
+    tab.frame()
+    assert tab.js("[sightline.state.layer, sightline.state.head, sightline.state.pick.at]") == [0, 2, 5]
+    assert tab.complaints() == []
+
+
+@needs_browser
+def test_keys_in_the_order_of_what_they_receive(page, written):
+    received = written[2][0][0].astype(np.float64).sum(0)
+    page.key("k")
+    where, numbers = listed(page, "keys")
+    assert where == np.argsort(-received, kind="stable")[:100].tolist()
+    assert numbers == three_digits(received[where])
+    page.js("document.querySelector('.sl-list[data-list=keys] > .sl-button').click()")
+    assert listed(page, "keys")[0] == np.argsort(-received, kind="stable").tolist()
+    page.mouse(
+        *page.js("(({ x, y }) => [x + 9, y + 9])(document.querySelectorAll('.sl-entry')[2].getBoundingClientRect())"),
+        click=True,
+    )
+    assert page.js("sightline.state.pick.at") == where[2]
+    assert page.js("sightline.panel.tabs.map((tab) => tab.getAttribute('aria-pressed'))") == ["false", "true"]
+    page.key("k")
+    assert_panel_shows(page, written[2][0][0], where[2])
+
+
+@needs_browser
 def test_many_events_draw_one_frame(page):
     page.js("window.drawn = 0; sightline.map.draw = () => { window.drawn++; }")
     page.js("for (let k = 0; k < 5; k++) { sightline.redraw(); sightline.redraw(); sightline.hover({ i: k, j: k }); }")
@@ -329,10 +375,7 @@ def large(n, rng, heads=2, k=8):
     looks = Links(np.stack([weight] * heads), np.stack([where] * heads))
     cells = rng.random((heads, 400, 400)).astype(np.float16)
     ends = rng.random((2, heads, n)).astype(np.float32)
-    seen_by = from_recording.links_by_key(looks, n, k)
-    layers = (
-        ShownLayer(f"Layer {number}", tokens, tokens, cells, "mean", *ends, looks, seen_by) for number in range(2)
-    )
+    layers = (ShownLayer(f"Layer {number}", tokens, tokens, cells, "mean", *ends, looks) for number in range(2))
     return Exploration("Many tokens", (Text("", tuple(layers)),), ("Told to the reader.",))
 
 
@@ -364,7 +407,8 @@ def test_ten_thousand_tokens(tab, ten_thousand):
     where, numbers = listed(tab, "seen")
     assert where == list(range(7777, 7785))
     assert numbers == three_digits(0.5 ** np.arange(1, 9))
-    assert "Among the heaviest keys of each query." in tab.js("sightline.panel.lists.textContent")
+    told = tab.js("sightline.panel.lists.textContent")
+    assert "Among the 8 heaviest keys of each query. Record sightline.weights() to see all queries" in told
     tab.js("sightline.map.zoom(100, null, false)")
     tab.frame()
     assert tab.js("sightline.map.scale.over") is True

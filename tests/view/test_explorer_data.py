@@ -25,13 +25,13 @@ def test_one_file_that_loads_nothing():
 
 
 def test_weights_too_large_for_the_limit_are_pooled(rng):
-    n, limit = 300, 60_000
+    n, limit = 300, 60_000 + len(html_page.program()) + len(html_page.style())
     weights = rng.dirichlet(np.ones(n), size=(2, n)).astype(np.float32)
     tokens = [str(i) for i in range(n)]
     data = explorer.from_weights(tokens, weights, limit=limit)
     layer = data.texts[0].layers[0]
     assert "shows means" in data.notes[0]
-    assert len(explorer.html(data)) < limit + len(html_page.program()) + len(html_page.style()) + 20_000
+    assert len(explorer.html(data)) <= limit
     order = np.argsort(-weights, axis=-1, kind="stable")[..., : layer.looks.where.shape[-1]]
     assert np.array_equal(layer.looks.where, order)
     assert np.array_equal(layer.looks.weights, np.take_along_axis(weights, order, -1))
@@ -179,15 +179,7 @@ def test_recordings_without_weights(rng):
     layer = explorer.from_seen(seen).texts[0].layers[0]
     assert layer.how == "max"
     assert np.array_equal(layer.looks.where, order[0])
-    for head in range(2):
-        for key in range(6):
-            pairs = sorted((-p[0, head, i, key], i) for i in range(6) if key in order[0, head, i])
-            assert (
-                layer.seen_by.where[head, key, : len(pairs)].tolist()
-                == [i for _, i in pairs][: layer.seen_by.where.shape[-1]]
-            )
-    assert layer.levels is None
-    assert explorer.from_seen(seen, limit=100).texts[0].layers[0].levels == 255
+    assert layer.seen_by is layer.levels is layer.sum_levels is layer.looks.levels is None
     del results["entropy"]
     with pytest.raises(ParameterError, match="missing entropy"):
         explorer.from_seen(recording_of([call("layer.0", results, 6, 6)], [list("abcdef")]))

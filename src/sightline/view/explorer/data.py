@@ -5,6 +5,7 @@ A link is one weight with its query and its key.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,16 @@ from ...errors import DtypeError, ParameterError, ShapeError
 from ...recording import labels_by_entry
 from ...statistics import entropy_of
 from ..heatmaps import pooled
-from .storage import BASE64_RATIO, MAP_LEVELS, choose_levels
+from .fitting import fit
+from .page_parts import count_bytes
+from .storage import BASE64_RATIO, choose_levels
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tokens = Sequence[str] | Sequence[Sequence[str]]
 
 PAGE_BYTES = 10_000_000  # default limit of a page's size; such a page opens quickly and fits into a mail
-ESTIMATED_SHARE = 0.96  # of the limit for rounded weights; the rest is for the error of the estimate and the program
-TOP_ENTRIES = 8  # default number of weights stored exactly per query and per key if a page cannot hold all weights
+ESTIMATED_SHARE = 0.96  # of the limit for rounded weights; the rest is for the error of the estimate
+TOP_ENTRIES = 8  # default number of weights stored per query and per key if a page cannot hold all weights
 MAP_SIDES = (32, 1024)  # (least, most) cells per side of a pooled map; a browser draws more cells slowly
 
 
@@ -37,13 +40,14 @@ class Links:
     where : int32 array of the shape of `weights`
         The key position of each weight of a query, or the query position of each weight of a key. An unused place has
         position −1 and weight 0.
-    complete : bool
-        False if the weights of a key include only weights that are also among the k heaviest of their queries.
+    levels : int, optional
+        The page stores the weights rounded to this number of levels above 0, as `storage.to_levels` does. None if the
+        page stores every weight exactly.
     """
 
     weights: Array
     where: Array
-    complete: bool = True
+    levels: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,12 @@ class ShownLayer:
     received : (H, m) float32
         The weight that each key receives: the sum of its weights over the queries.
     looks, seen_by : Links, optional
-        The heaviest keys of each query, and the heaviest queries of each key; None if `cells` are the weights.
+        The heaviest keys of each query, and the heaviest queries of each key; both None if `cells` are the weights.
+        If only `seen_by` is None, the page finds the queries of a key among those that have it in `looks`.
     heads : tuple of H ints, optional
         The numbers of the heads in the model; by default 0 to H − 1.
-    levels : int, optional
-        The page stores the cells rounded to this number of levels above 0, as `storage.to_levels` does. None if the
-        page stores every cell exactly.
+    levels, sum_levels : int, optional
+        The page stores the cells, and entropy and received, rounded to these numbers of levels, as in `Links`.
     """
 
     name: str
@@ -83,6 +87,7 @@ class ShownLayer:
     seen_by: Links | None = None
     heads: tuple[int, ...] | None = None
     levels: int | None = None
+    sum_levels: int | None = None
 
 
 @dataclass(frozen=True)
@@ -155,9 +160,10 @@ def from_weights(
     limit : int, default 10 MB
         Largest size of a page in bytes. If exact weights are larger, the page stores each weight rounded to 16, 12
         or 8 bits, and shows how exact a weight is. If 8 bits are too large too, the map shows means of weights, and
-        only the heaviest weights of each query and of each key are stored exactly. The page says what it stores.
+        only the heaviest weights of each query and of each key are stored, as many and as exactly as the limit allows.
+        The page and its `notes` say what it stores, and if the limit is too low for any page of these weights.
     top : int, default 8
-        Largest number of weights that are stored exactly per query and per key if the map shows means.
+        Largest number of weights that are stored per query and per key if the map shows means.
 
     Returns
     -------
@@ -192,26 +198,30 @@ def from_weights(
 def make_exploration(
     title: str, texts: Sequence[Sequence[DenseLayer]], limit: int = PAGE_BYTES, top: int = TOP_ENTRIES
 ) -> Exploration:
-    """Return the data of a page whose size is about `limit` bytes at most.
+    """Return the data of a page whose size is `limit` bytes at most.
 
     The page has all weights if they fit: exact, or else rounded to the largest number of levels that fits. Otherwise it
-    has pooled maps, and up to `top` of the heaviest weights of each query and of each key.
+    has pooled maps, and up to `top` of the heaviest weights of each query and of each key, reduced by `fit`.
     """
     if not all(isinstance(number, int | float) and number >= 1 for number in (limit, top)):
         raise ParameterError(f"limit={limit!r}, top={top!r}", "numbers ≥ 1", f"limit={PAGE_BYTES}, top={TOP_ENTRIES}")
     all_weights = [layer.weights for text in texts for layer in text]
     itemsize = 2 if all(array.dtype == np.float16 for array in all_weights) else 4
-    count, side, levels, note = 0, 0, None, ""
-    if sum(array.size for array in all_weights) * itemsize * BASE64_RATIO > limit:
-        sums = sum(len(array) * sum(array.shape[1:]) for array in all_weights)  # entropy and received
-        levels = choose_levels(all_weights, ESTIMATED_SHARE * limit - 4 * BASE64_RATIO * sums)
-        if levels is None:
-            levels = MAP_LEVELS
-            count, side = _split_budget(limit, all_weights, top)
-        note = _pooling_note(limit, count, side) if count else _levels_note(limit, levels)
-    made = [[_make_layer(layer, count, side, levels) for layer in text] for text in texts]
+    sides = {side for text in texts for layer in text for side in (layer.queries, layer.keys)}
+    left = limit - count_bytes(Exploration(title, (), tuple(json.dumps(side) for side in sides)))
+    left -= BASE64_RATIO * 4 * sum(len(array) * sum(array.shape[1:]) for array in all_weights)  # entropy and received
+    levels, notes = None, list[str]()
+    whole = sum(array.size for array in all_weights) * itemsize * BASE64_RATIO <= left
+    if not whole:
+        levels = choose_levels(all_weights, ESTIMATED_SHARE * left)
+        whole = levels is not None
+        notes = [_levels_note(limit, levels) if levels else "The map shows means of weights."]
+    cells = max(limit / 2 / BASE64_RATIO, 1) / sum(map(len, all_weights))  # of each head, in half of the page
+    side = int(np.clip(np.sqrt(cells), *MAP_SIDES)) // 4 * 4  # that can be halved twice
+    made = [[_make_layer(layer, 0 if whole else int(top), side, levels) for layer in text] for text in texts]
     named = tuple(Text(text_name(layers[0].queries), tuple(layers)) for layers in made)
-    return Exploration(title, named, (note,) if note else ())
+    data = Exploration(title, named, tuple(notes))
+    return data if whole else fit(data, limit)
 
 
 def text_name(tokens: Sequence[str]) -> str:
@@ -264,23 +274,11 @@ def _check(queries: Sequence[Any], keys: Sequence[Any], arrays: Sequence[Array])
             )
 
 
-def _split_budget(limit: int, all_weights: Sequence[Array], top: int) -> tuple[int, int]:
-    """Return (number of exact weights per query and per key, largest number of cells per side of a pooled map).
-
-    Half of the limit is for exact weights, but there are at most `top` and at least one per query and per key. The maps
-    get the bytes that the exact weights leave.
-    """
-    lists, heads = sum(len(p) * sum(p.shape[1:]) for p in all_weights), sum(map(len, all_weights))
-    count = int(min(max(limit / 2 / BASE64_RATIO / (8 * lists), 1), top))  # 8 bytes: float32 weight, int32 position
-    left = max(limit / BASE64_RATIO - 8 * count * lists, 0)  # a cell takes one byte
-    return count, int(np.clip(np.sqrt(left / heads), *MAP_SIDES))
-
-
 def _make_layer(layer: DenseLayer, count: int, side: int, levels: int | None) -> ShownLayer:
     """Return a layer of the page. Heads are computed one by one, so that only one head's weights are copied at a time.
 
     If `count` is 0, the layer has all weights. Otherwise it has maps of at most `side` cells per side, and the `count`
-    heaviest weights of each query and of each key. The page rounds the cells to `levels`.
+    heaviest weights of each query and of each key. The page rounds the weights to `levels`.
     """
     p, names = layer.weights, (layer.name, layer.queries, layer.keys)
     dtype = np.float16 if p.dtype == np.float16 else np.float32
@@ -289,7 +287,7 @@ def _make_layer(layer: DenseLayer, count: int, side: int, levels: int | None) ->
     if not count:
         return ShownLayer(*names, p.astype(dtype), "whole", entropy, received, heads=layer.heads, levels=levels)
     cells = np.stack([pooled(head.astype(np.float32), side) for head in p]).astype(np.float32)
-    looks, seen_by = (stack_heads([top_links(head, count) for head in matrix]) for matrix in (p, p.swapaxes(1, 2)))
+    looks, seen_by = (stack_heads(top_links(head, count) for head in matrix) for matrix in (p, p.swapaxes(1, 2)))
     return ShownLayer(*names, cells, "mean", entropy, received, looks, seen_by, layer.heads, levels)
 
 
@@ -329,11 +327,4 @@ def _levels_note(limit: int, levels: int) -> str:
     return (
         f"Exact weights would take more than the {limit / 1e6:.3g} MB of this page. The square root of each weight is "
         f"rounded to a multiple of 1/{levels}; ± is the largest error of the weight. 0, entropy and received are exact."
-    )
-
-
-def _pooling_note(limit: int, count: int, side: int) -> str:
-    return (
-        f"All weights would take more than the {limit / 1e6:.3g} MB of this page. The map shows means, in at most "
-        f"{side} × {side} cells. The {count} heaviest keys of each query and queries of each key are exact."
     )

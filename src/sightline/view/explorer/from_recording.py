@@ -5,7 +5,6 @@ The data come from the statistic `weights()`, or from pooled statistics if the w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +21,9 @@ from .data import (
     ShownLayer,
     Text,
     make_exploration,
-    stack_heads,
     text_name,
 )
-from .storage import BASE64_RATIO, MAP_LEVELS
+from .fitting import fit
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -44,10 +42,11 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
         the generation steps after it, joined. With the other statistics, the page shows the last call of each layer.
     title : str, default "Attention"
     limit : int, default 10 MB
-        Largest size of a page in bytes; see `from_weights`. A page of pooled statistics may be larger; if its maps take
-        more than half of the limit, their cells are rounded to 8 bits.
+        Largest size of a page in bytes; see `from_weights`. A page of pooled statistics stores numbers in fewer bits,
+        then fewer of the keys of `top_k`, then coarser maps, until it fits. The page and its `notes` say what it
+        stores, and if the limit is too low for any page of this recording.
     top : int, default 8
-        Largest number of weights that are stored exactly per query and per key; see `from_weights`.
+        Largest number of weights that are stored per query and per key; see `from_weights`.
 
     Returns
     -------
@@ -76,11 +75,9 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
     batch = range(len(to_numpy(_first(runs[0][-1].results[0]))))
     if is_dense:
         return make_exploration(title, [[_dense(seen, run, entry) for run in runs] for entry in batch], limit, top)
-    cells = sum(math.prod(run[-1]["pooled"].shape) for run in runs)
-    levels = MAP_LEVELS if 4 * BASE64_RATIO * cells > limit / 2 else None
-    texts = [[_pooled(seen, run[-1], entry, top, levels) for run in runs] for entry in batch]
-    note = "The map shows pooled weights. Entropy, received and the heaviest keys of each query are exact."
-    return Exploration(title, tuple(Text(text_name(text[0].queries), tuple(text)) for text in texts), (note,))
+    texts = [[_pooled(seen, run[-1], entry) for run in runs] for entry in batch]
+    named = tuple(Text(text_name(text[0].queries), tuple(text)) for text in texts)
+    return fit(Exploration(title, named, ("The map shows pooled weights.",)), limit)
 
 
 def _first(result: Any) -> Any:
@@ -134,7 +131,7 @@ def _dense(seen: Any, run: Sequence[Any], entry: int) -> DenseLayer:
     return DenseLayer(run[0].name, tuple(queries[:n]), tuple(keys[:m]), weights[:, :n, :m], run[0].heads)
 
 
-def _pooled(seen: Any, call: Any, entry: int, top: int, levels: int | None) -> ShownLayer:
+def _pooled(seen: Any, call: Any, entry: int) -> ShownLayer:
     """Return a layer of the page from the pooled statistics of one call on one text of the batch.
 
     Padding tokens stay, because the pooled cells include them.
@@ -143,7 +140,6 @@ def _pooled(seen: Any, call: Any, entry: int, top: int, levels: int | None) -> S
     how = call.statistics[[statistic.name for statistic in call.statistics].index("pooled")].how
     cells, entropy, received = (to_numpy(call[name])[entry] for name in ("pooled", "entropy", "received"))
     weights, where = (to_numpy(part)[entry] for part in call["top_k"])
-    looks = Links(weights.astype(np.float32), where.astype(np.int32))
     return ShownLayer(
         call.name,
         tuple(queries),
@@ -152,10 +148,8 @@ def _pooled(seen: Any, call: Any, entry: int, top: int, levels: int | None) -> S
         how,
         entropy.astype(np.float32),
         received.astype(np.float32),
-        looks,
-        links_by_key(looks, call.m, max(top, weights.shape[-1])),
-        call.heads,
-        levels,
+        Links(weights.astype(np.float32), where.astype(np.int32)),
+        heads=call.heads,
     )
 
 
@@ -174,26 +168,3 @@ def _unpadded_length(tokens: Sequence[str]) -> int:
     while count > 1 and not tokens[count - 1]:
         count -= 1
     return count
-
-
-def links_by_key(looks: Links, m: int, k: int) -> Links:
-    """Return the k heaviest queries of each of m keys, found among the heaviest keys of each query in `looks`.
-
-    A query is missing if the key is not among that query's heaviest keys. Therefore `complete` of the result is False.
-    """
-    pairs = zip(looks.weights, looks.where, strict=True)
-    found = stack_heads(_links_by_key(weights, where, m, k) for weights, where in pairs)
-    return Links(found.weights, found.where, complete=False)
-
-
-def _links_by_key(weights: Array, where: Array, m: int, k: int) -> tuple[Array, Array]:
-    query, entry = np.nonzero(where >= 0)
-    key, weight = where[query, entry], weights[query, entry]
-    order = np.lexsort((query, -weight, key))
-    query, key, weight = query[order], key[order], weight[order]
-    rank = np.arange(key.size) - np.searchsorted(key, key)
-    chosen = rank < k
-    heaviest, at = np.zeros((m, k), np.float32), np.full((m, k), -1, np.int32)
-    heaviest[key[chosen], rank[chosen]] = weight[chosen]
-    at[key[chosen], rank[chosen]] = query[chosen]
-    return heaviest, at

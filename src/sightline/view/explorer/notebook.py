@@ -12,7 +12,8 @@ from typing import Any
 from ...errors import MissingExtraError
 from .data import Exploration
 from .from_recording import from_seen
-from .html_page import program, save_html, serialise, style
+from .html_page import save_html
+from .page_parts import program, serialise, style
 
 HEIGHT = 760  # height of the widget in a notebook cell, in pixels
 

@@ -30,11 +30,11 @@ SAMPLED_WEIGHTS = 1 << 19  # about this number of weights is compressed to estim
 
 
 def to_levels(weights: Array, count: int, scales: Array) -> Array:
-    """Return the levels of weights (H, n, m).
+    """Return the levels of weights, or of other numbers, of H heads.
 
     Parameters
     ----------
-    weights : (H, n, m) floats, at least 0
+    weights : (H, ...) floats, at least 0
     count : int
         The highest level.
     scales : (H,) float32
@@ -42,11 +42,11 @@ def to_levels(weights: Array, count: int, scales: Array) -> Array:
 
     Returns
     -------
-    (H, n, m) uint8, or uint16 if `count` is above 255
+    uint8 array of the shape of `weights`, or uint16 if `count` is above 255
     """
     levels = np.empty(weights.shape, np.uint8 if count <= 255 else np.uint16)
     for head, (p, scale) in enumerate(zip(weights, scales, strict=True)):
-        levels[head] = np.maximum(np.rint(count * np.sqrt(p.astype(np.float32) / scale)), p > 0)
+        levels[head] = np.maximum(np.rint(count * np.sqrt(np.maximum(p, 0).astype(np.float32) / scale)), p > 0)
     return levels
 
 
@@ -55,7 +55,7 @@ def compute_scales(weights: Array, *, relative: bool) -> Array:
 
     It is 1, or the largest weight of the head if `relative` is true or that weight is above 1.
     """
-    largest = weights.max((1, 2)).astype(np.float32)
+    largest = weights.reshape(len(weights), -1).max(1).astype(np.float32)
     return np.where(largest > 0, largest, 1) if relative else np.maximum(largest, 1)
 
 

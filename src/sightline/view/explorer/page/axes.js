@@ -15,7 +15,7 @@ function labelling(scale) {
 
 /** Draw labels beside and above the map: the tokens, or every second or third token, or positions; marked ones always. */
 function drawLabels(context, map, seen, wide, high) {
-  const v = map.view, { layer, themeColours, state } = map.page, pick = state.pick, over = state.hover;
+  const v = map.view, { layer, themeColours, state } = map.page, over = state.hover, pick = state.pick ?? (over ? null : map.page.last);
   const marked = (side) => [pick && (pick.side === side || layer.self) ? pick.at : null, over && (side === 'query' ? over.i : over.j)].filter((at) => at !== null && at !== undefined);
   const font = (size) => { context.font = `${size}px ${themeColours.font}`; };
   const side = (name, tokens, scale, from, to, start, length, draw) => {

@@ -8,6 +8,7 @@ const HELP = [
   ['Click', 'select a token; hovering over another token then shows the weight between the two'],
   ['Esc', 'clear the selection'],
   ['e  s', 'save the map as PNG, as SVG'],
+  ['k', 'list the keys by what they receive, or the keys and queries of the token'],
   ['t', 'switch between light and dark'],
   ['?', 'show this help'],
 ];
@@ -24,7 +25,7 @@ class Explorer {
     this.measure();
     this.build();
     this.setTheme(null);
-    this.choose({ text: 0 });
+    this.choose({ text: 0, ...this.standingOut(this.texts[0]) });
     this.size = this.shownSize();
     new ResizeObserver(() => this.resized()).observe(root);
     matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => this.setTheme(this.theme));
@@ -97,13 +98,15 @@ class Explorer {
   /** Change the text, the layer or the head. */
   choose(change) {
     const before = this.inited ? this.layer : null, { state } = this;
-    Object.assign(state, change);
+    const { text = state.text, layer: place = state.layer, head = state.head } = change;
+    Object.assign(state, { text, layer: place, head });
     if (change.text !== undefined && !this.layers[state.layer]) state.layer = 0;
     state.head = Math.min(state.head, this.layer.heads - 1);
     const same = before && before.queries === this.layer.queries && before.keys === this.layer.keys;
     if (!same) {
       Object.assign(state, { pick: null, hover: null });
-      this.last = { side: 'query', at: Math.floor(this.layer.n / 2) };
+      const { at } = this.standingOut([this.layer], state.head);
+      this.last = { side: this.layer.self ? 'query' : 'key', at };
       this.root.classList.toggle('sl-single', this.layers.length === 1 && this.layer.heads === 1);
       const { self, queries, keys } = this.layer;
       this.strips.both.node.hidden = !self;
@@ -124,8 +127,47 @@ class Explorer {
       this.grid.reveal();
     }
     this.map.reset(same);
+    if (!same) this.strips[layer.self ? 'both' : 'key'].reveal(this.last.at);
     this.inited = true;
     this.link();
+    this.changed?.();
+  }
+
+  /** The layer, the head and the key with the largest share of what a head's keys receive: a word, if there is one, inside the text. */
+  standingOut(layers, only = null) {
+    let best = { layer: 0, head: only ?? 0, at: 0, rank: -1 };
+    layers.forEach((layer, l) => {
+      const last = layer.m - 1, inner = layer.keys.map((key, j) => (j > 0) + (j > 0 && j < last && /[\p{L}\p{N}]/u.test(key) && !/^[[<].*[\]>]$/u.test(key)));
+      for (let head = only ?? 0; head < (only === null ? layer.heads : only + 1); head++) {
+        const all = layer.received(head);
+        let sum = 0;
+        for (const value of all) sum += value;
+        all.forEach((value, at) => {
+          const rank = inner[at] + Math.min(value / (sum || 1), 0.999);
+          if (rank > best.rank) best = { layer: l, head, at, rank };
+        });
+      }
+    });
+    return best;
+  }
+
+  /** Show what the address of the page names: #layer=3&head=5&token=12, all numbers from 0; text=, query= and key= too. */
+  follow(hash) {
+    const given = Object.fromEntries([...new URLSearchParams(hash.slice(1))].map(([name, value]) => [name, Number(value)]));
+    const inside = (value, length) => Number.isInteger(value) && value >= 0 && value < length;
+    if (inside(given.text, this.texts.length)) this.choose({ text: given.text });
+    if (inside(given.layer, this.layers.length)) this.choose({ layer: given.layer });
+    const head = Array.from({ length: this.layer.heads }, (_, k) => Number(this.layer.headName(k))).indexOf(given.head);
+    if (head >= 0) this.choose({ head });
+    const side = given.key === undefined ? 'query' : 'key', at = given.token ?? given[side];
+    if (inside(at, side === 'key' ? this.layer.m : this.layer.n)) this.pick({ side: this.layer.self ? 'query' : side, at });
+  }
+
+  /** The address's part that `follow` reads. */
+  hash() {
+    const { state, layer, texts } = this, { pick } = state, parts = { layer: state.layer, head: layer.headName(state.head) };
+    if (pick) parts[layer.self ? 'token' : pick.side] = pick.at;
+    return `#${new URLSearchParams(texts.length > 1 ? { text: state.text, ...parts } : parts)}`;
   }
 
   /** The active token: the selected token, or else the last token hovered over. */
@@ -158,6 +200,7 @@ class Explorer {
     if (spot && reveal) this.map.reveal(this.layer.self ? 'query' : spot.side, spot.at);
     if (spot) this.strips[this.layer.self ? 'both' : spot.side].reveal(spot.at);
     this.link();
+    this.changed?.();
   }
 
   /** Run a task with the next frame; further calls before that frame add their tasks to it. */
@@ -228,8 +271,8 @@ class Explorer {
     }
     const size = (x) => (x === Math.round(x) ? String(x) : x.toFixed(1));
     this.legendMost.textContent = digits(scale.most);
-    this.legendText.textContent = (scale.exact ? (layer.rounded ? `weights, roots rounded to 1/${layer.stored.levels}` : 'weights, each exact') : `${layer.how === 'max' ? 'largest' : 'mean'} of ${size(scale.rows)} × ${size(scale.columns)} pairs`)
-      + (scale.over ? '; heaviest pairs drawn exactly, from 0 to 1' : '');
+    this.legendText.textContent = (scale.exact ? (layer.pairs.levels ? `weights, roots rounded to 1/${layer.pairs.levels}` : 'weights, each exact') : `${layer.how === 'max' ? 'largest' : 'mean'} of ${size(scale.rows)} × ${size(scale.columns)} pairs`)
+      + (scale.over ? `; heaviest pairs drawn ${layer.pairs.levels ? 'one by one' : 'exactly'}, from 0 to 1` : '');
   }
 
   /** Mark the tokens that contain the searched text, which may be a phrase; a step of 1 or −1 selects the next or previous one. */
@@ -257,7 +300,7 @@ class Explorer {
       '/': () => { this.search.focus(); this.search.select(); },
       '+': () => this.map.zoom(2), '=': () => this.map.zoom(2), '-': () => this.map.zoom(0.5), 0: () => this.map.fit(),
       Escape: () => { this.last = null; this.pick(null); },
-      e: () => this.export('png'), s: () => this.export('svg'), t: () => this.toggleTheme(), '?': () => this.help.showModal(),
+      e: () => this.export('png'), s: () => this.export('svg'), k: () => this.panel.show(this.panel.shown ? 0 : MORE), t: () => this.toggleTheme(), '?': () => this.help.showModal(),
     };
     if (arrows && tokens) this.step(...arrows);
     else if (arrows) {
@@ -398,5 +441,8 @@ function explorerPage() {
   const manifest = JSON.parse(document.getElementById('sl-manifest').textContent);
   const shown = explorer(document.getElementById('sightline'), manifest, (at) => document.getElementById(`sl-array-${at}`).textContent);
   document.addEventListener('keydown', (event) => { if (!shown.root.contains(event.target)) shown.key(event); });
+  shown.follow(location.hash);
+  window.addEventListener('hashchange', () => shown.follow(location.hash));
+  shown.changed = () => history.replaceState(null, '', shown.hash());
   window.sightline = shown;
 }

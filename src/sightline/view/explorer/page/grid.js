@@ -2,6 +2,7 @@
 
 const MIN_MAP_SIDE = 20, MIN_TOUCH_SIDE = 44; // smallest side of a small map in pixels, for a mouse and for fingers
 const MAX_GRID_SHARE = 0.34; // of the width of the page
+const HEADER = 17, NUMBER = 13; // height in pixels of the row of heads' numbers, and of a number above its map
 const FIRST_PAINT = 1000; // milliseconds in which maps are painted at once, so that they are there as soon as the page is
 
 class Grid {
@@ -9,7 +10,8 @@ class Grid {
     this.page = page;
     this.canvas = make('canvas', 'sl-grid-canvas', { role: 'img', tabindex: '0' });
     this.tip = make('div', 'sl-grid-tip', { 'aria-live': 'polite' });
-    this.scroller = make('div', 'sl-grid-scroll', {}, this.canvas);
+    this.heads = make('div', 'sl-grid-heads', { 'aria-hidden': 'true' });
+    this.scroller = make('div', 'sl-grid-scroll', {}, this.heads, this.canvas);
     this.node = make('section', 'sl-grid', { 'aria-label': 'Layers and heads' },
       make('div', 'sl-label', {}, make('h2', '', {}, 'Heads'), this.tip), this.scroller);
     this.canvas.addEventListener('pointermove', (event) => this.hover(event));
@@ -27,11 +29,13 @@ class Grid {
     this.left = layers.length > 1 ? 26 : 0;
     const width = (narrow ? this.scroller.clientWidth : root.clientWidth * MAX_GRID_SHARE) - this.left - 4;
     const height = this.scroller.clientHeight - 4 - layers.length * 4;
+    const names = layers.map((layer) => Array.from({ length: layer.heads }, (_, head) => layer.headName(head)).join()), alike = names.every((name) => name === names[0]);
     const rowsOf = (columns) => layers.reduce((sum, layer) => sum + Math.ceil(layer.heads / columns), 0);
     const options = [];
     for (let rows = heads; rows >= 1; rows--) {
       const columns = Math.ceil(heads / rows), step = Math.floor(Math.min(width / columns, narrow ? 64 : 104));
-      options.push({ columns, step, fitting: Math.floor(Math.min(step, height / rowsOf(columns))) });
+      const above = alike && rows === 1 ? 0 : NUMBER; // one row of numbers serves all layers if no layer wraps
+      options.push({ columns, step, above, fitting: Math.floor(Math.min(step, (height - (above ? 0 : HEADER)) / rowsOf(columns) - above)) });
     }
     let best = null;
     if (narrow) best = options.filter(({ step }) => step >= MIN_TOUCH_SIDE).at(-1) ?? options[0]; // the reader scrolls through the rows
@@ -41,18 +45,25 @@ class Grid {
       else best = options.filter(({ step }) => step >= MIN_MAP_SIDE).at(-1) ?? options[0];
     }
     const step = Math.max(best.step, MIN_MAP_SIDE); // a page of one head hides the grid, which then has no width
-    Object.assign(this, { columns: best.columns, step, gap: step > 40 ? 4 : 2 });
+    Object.assign(this, { columns: best.columns, above: best.above, step, gap: step > 40 ? 4 : 2 });
     this.places = [];
     let y = 0;
     layers.forEach((layer, l) => {
       for (let head = 0; head < layer.heads; head++) {
         const column = head % this.columns, row = Math.floor(head / this.columns);
-        this.places.push({ layer: l, head, x: this.left + column * this.step, y: y + row * this.step });
+        this.places.push({ layer: l, head, x: this.left + column * this.step, y: y + row * (this.step + this.above) + this.above });
       }
-      y += Math.ceil(layer.heads / this.columns) * this.step + 4;
+      y += Math.ceil(layer.heads / this.columns) * (this.step + this.above) + 4;
     });
     this.size = [this.left + this.columns * this.step, y];
-    root.style.setProperty('--grid-width', `${this.size[0] + (y > this.scroller.clientHeight ? 12 : 0)}px`);
+    this.header = this.above ? 0 : HEADER;
+    this.heads.hidden = !this.header;
+    this.heads.replaceChildren(...(this.header ? this.places.slice(0, heads) : []).map(({ head, x }) => {
+      const node = make('span', '', {}, String(layers[0].headName(head)));
+      Object.assign(node.style, { left: `${x}px`, width: `${step}px` });
+      return node;
+    }));
+    root.style.setProperty('--grid-width', `${this.size[0] + (y + this.header > this.scroller.clientHeight ? 12 : 0)}px`);
   }
 
   /** Redraw everything, for other data, another theme or another size. */
@@ -82,7 +93,7 @@ class Grid {
   reveal() {
     const { layer, head } = this.page.state, place = this.places.find((p) => p.layer === layer && p.head === head);
     const { scrollTop, clientHeight } = this.scroller;
-    if (place.y < scrollTop || place.y + this.step > scrollTop + clientHeight) this.scroller.scrollTop = place.y - (clientHeight - this.step) / 2;
+    if (place.y - this.above < scrollTop || place.y + this.header + this.step > scrollTop + clientHeight) this.scroller.scrollTop = place.y - (clientHeight - this.step) / 2;
   }
 
   image({ layer, head }) {
@@ -101,6 +112,7 @@ class Grid {
     context.clearRect(0, 0, ...this.size);
     context.font = `11px ${theme.font}`;
     context.textBaseline = 'middle';
+    [...this.heads.children].forEach((node, k) => node.classList.toggle('is-chosen', k === head));
     let last = -1;
     for (const place of this.places) {
       const image = this.images.get(`${place.layer}.${place.head}`), x = place.x + this.gap / 2, y = place.y + this.gap / 2;
@@ -117,6 +129,11 @@ class Grid {
         context.drawImage(image, x, y, side, side);
       }
       const chosen = place.layer === layer && place.head === head;
+      if (this.above) {
+        context.fillStyle = chosen ? theme.ink : theme.muted;
+        context.textAlign = 'center';
+        context.fillText(this.page.layers[place.layer].headName(place.head), place.x + this.step / 2, y - 7);
+      }
       if (chosen || (this.hovered && place === this.hovered)) {
         context.strokeStyle = chosen ? theme.accent : theme.muted;
         context.lineWidth = chosen ? 2 : 1;

@@ -14,10 +14,10 @@ class Layer {
     this.whole = this.how === 'whole';
   }
 
-  /** A stored array, decoded once and cached. */
+  /** A stored array, decoded once and cached, with the values of rounded numbers. */
   array(name, part = null) {
-    const at = part ? `${name}.${part}` : name;
-    return (this.cache[at] ??= decode(part ? this.stored[name][part] : this.stored[name], this.read));
+    const stored = part ? this.stored[name][part] : this.stored[name];
+    return (this.cache[part ? `${name}.${part}` : name] ??= name === 'cells' ? decode(stored, this.read) : unrounded(stored, decode(stored, this.read)));
   }
 
   /** A head's number in the model, which differs from its index if only some heads were watched. */
@@ -33,11 +33,7 @@ class Layer {
   /** The cells of one head, column by column as the page stores them, with the values of rounded ones. */
   cells(head) {
     const [, columns, rows] = this.stored.cells.shape, stored = this.part('cells', head, rows * columns);
-    const { levels: count, scales } = this.stored;
-    if (!count) return { rows, columns, data: stored };
-    const values = Float32Array.from({ length: count + 1 }, (_, k) => scales[head] * (k / count) ** 2);
-    const data = new Float32Array(stored.length);
-    for (let k = 0; k < stored.length; k++) data[k] = values[stored[k]];
+    const data = unrounded({ ...this.stored.cells, scales: [this.stored.cells.scales?.[head]] }, stored);
     return { rows, columns, data };
   }
 
@@ -81,19 +77,16 @@ class Layer {
   weight(head, i, j) {
     if (this.whole) return { value: this.levels(head)[0].data[i * this.m + j] };
     const row = this.row(head, i, Infinity), found = row.find((entry) => entry.at === j);
-    return found ? { value: found.weight } : { below: row.at(-1)?.weight ?? 0 };
+    if (found) return { value: found.weight };
+    if (!this.pairs || row.length < this.pairs.shape[2]) return { below: this.pairs ? 0 : 1 };
+    return { below: upperBound(this.pairs, head, row.at(-1).weight) };
   }
 
-  /** True if the page stores rounded weights of pairs. */
-  get rounded() { return this.whole && Boolean(this.stored.levels); }
+  /** The record of the stored weights of pairs; undefined if the page stores none. */
+  get pairs() { return this.whole ? this.stored.cells : this.stored.looks?.weights; }
 
   /** A weight as the page writes it: [number, error], with an empty error if the number is exact or an upper bound. */
-  formatWeight(head, weight) {
-    if (!this.rounded || weight === 0) return [digits(weight), ''];
-    const count = this.stored.levels, scale = this.stored.scales[head], level = Math.round(count * Math.sqrt(weight / scale));
-    if (level === 1) return [`≤ ${digits((2.26 * scale) / count ** 2)}`, '']; // of small weights that are not 0
-    return roundedDigits(weight, (scale * (level + 0.25)) / count ** 2);
-  }
+  formatWeight(head, weight) { return formatNumber(this.pairs, head, weight); }
 
   /** The `most` heaviest keys of query i: [{at, weight}], in descending order. */
   row(head, i, most) {
@@ -104,18 +97,59 @@ class Layer {
 
   /** The `most` heaviest queries of key j: [{at, weight}], in descending order. */
   column(head, j, most) {
-    if (!this.whole) return this.linked('seen_by', head, j, most);
-    const data = this.levels(head)[0].data;
-    return heaviest(this.n, (i) => data[i * this.m + j], most);
+    if (this.whole) {
+      const data = this.levels(head)[0].data;
+      return heaviest(this.n, (i) => data[i * this.m + j], most);
+    }
+    return this.stored.seen_by ? this.linked('seen_by', head, j, most) : this.found(head).get(j)?.slice(0, most) ?? [];
   }
 
   linked(name, head, at, most) {
     if (!this.stored[name]) return [];
     const [, length, k] = this.stored[name].weights.shape, start = (head * length + at) * k;
     const weights = this.array(name, 'weights'), where = this.array(name, 'where'), found = [];
-    for (let e = start; e < start + Math.min(k, most) && where[e] >= 0; e++) found.push({ at: where[e], weight: weights[e] });
+    for (let e = start; e < start + Math.min(k, most) && weights[e] > 0; e++) found.push({ at: where[e], weight: weights[e] });
     return found;
   }
+
+  /** The queries of each key, found among the heaviest keys of each query. */
+  found(head) {
+    if (this.foundHead === head) return this.foundQueries;
+    const found = new Map();
+    for (let i = 0; i < this.n; i++) {
+      for (const { at, weight } of this.linked('looks', head, i, Infinity)) {
+        if (!found.has(at)) found.set(at, []);
+        found.get(at).push({ at: i, weight });
+      }
+    }
+    for (const queries of found.values()) queries.sort((a, z) => z.weight - a.weight || a.at - z.at);
+    Object.assign(this, { foundHead: head, foundQueries: found });
+    return found;
+  }
+}
+
+/** The numbers that the levels of a stored array stand for; without levels, the stored numbers. */
+function unrounded({ levels: count, scales }, stored) {
+  if (!count) return stored;
+  const data = new Float32Array(stored.length), length = stored.length / scales.length;
+  scales.forEach((scale, head) => {
+    const values = Float32Array.from({ length: count + 1 }, (_, k) => scale * (k / count) ** 2);
+    for (let k = head * length; k < (head + 1) * length; k++) data[k] = values[stored[k]];
+  });
+  return data;
+}
+
+/** The largest number that a stored array may have where it gives this value. */
+function upperBound({ levels: count, scales }, head, value) {
+  return count ? scales[head] * (Math.sqrt(value / scales[head]) + 0.5 / count) ** 2 : value;
+}
+
+/** A number of a stored array as the page writes it: [number, error], with an empty error if it is exact or an upper bound. */
+function formatNumber(stored, head, value) {
+  if (!stored?.levels || value === 0) return [digits(value), ''];
+  const count = stored.levels, scale = stored.scales[head], level = Math.round(count * Math.sqrt(value / scale));
+  if (level === 1) return [`≤ ${digits((2.26 * scale) / count ** 2)}`, '']; // of small numbers that are not 0
+  return roundedDigits(value, (scale * (level + 0.25)) / count ** 2);
 }
 
 /** The largest of numbers, at least 0. */

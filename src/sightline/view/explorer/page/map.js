@@ -231,7 +231,7 @@ class HeadMap {
     const v = this.view, levels = layer.levels(head), { colours } = this.page;
     let at = levels.length - 1;
     while (at > 0 && (layer.n / levels[at].rows) * v.sy * ratio > 1.5) at--;
-    const level = levels[at], over = !layer.whole && seen.i1 - seen.i0 <= EXACT_ROWS && v.sy >= 0.6;
+    const level = levels[at], over = !layer.whole && layer.pairs && seen.i1 - seen.i0 <= EXACT_ROWS && v.sy >= 0.6;
     if (over) context.globalAlpha = 0.55;
     const snap = (x) => Math.round(x * ratio) / ratio;
     const r0 = lastUpTo(level.i, seen.i0), r1 = lastUpTo(level.i, seen.i1 - 1) + 1;
@@ -292,9 +292,10 @@ class HeadMap {
       row(over.i, themeColours.cross, 1);
       column(over.j, themeColours.cross, 1);
     }
-    if (pick) {
-      if (pick.side === 'query' || layer.self) row(pick.at, themeColours.looks, 1.5);
-      if (pick.side === 'key' || layer.self) column(pick.at, themeColours.seen, 1.5);
+    const active = pick ?? (over ? null : this.page.last), width = pick ? 1.5 : 1;
+    if (active) {
+      if (active.side === 'query' || layer.self) row(active.at, themeColours.looks, width);
+      if (active.side === 'key' || layer.self) column(active.at, themeColours.seen, width);
     }
   }
 
