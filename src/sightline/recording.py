@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -367,8 +368,8 @@ class Seen:
     def heaviest(self, name: str = "received", count: int = 8) -> list[HeavyKey]:
         """Return the keys with the largest shares of a head's attention, over all calls, heads and batch entries.
 
-        The share of key j is rⱼ / Σⱼ rⱼ, where rⱼ is what `received()` recorded. Heads that look at one key alone,
-        such as the first token (a sink), come first.
+        The share of key j is rⱼ / Σⱼ rⱼ, from 0 to 1, where rⱼ is what `received()` recorded; it is 1/m if attention
+        is uniform. Heads that look at one key alone, such as the first token (a sink), come first.
 
         Parameters
         ----------
@@ -428,8 +429,10 @@ class Seen:
     show = explore
 
 
-def select_names(names: Sequence[str], asked: str | int | Sequence[str | int]) -> tuple[str, ...]:
+def select_names(names: Sequence[str], asked: str | int | Sequence[str | int], what: str = "layers") -> tuple[str, ...]:
     """Return the names that `asked` selects by path, by pattern or by index, in the order of `names`.
+
+    `what` says in the plural what the names are, for the error.
 
     Raises
     ------
@@ -443,11 +446,11 @@ def select_names(names: Sequence[str], asked: str | int | Sequence[str | int]) -
         else:
             fitting = [names[one]] if isinstance(one, int) and -len(names) <= one < len(names) else []
         if not fitting:
-            shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+            near = get_close_matches(str(one).strip("*."), names, 4, 0.3) or names[:4]
             raise ParameterError(
-                f"layer {one!r} of {len(names)} layers",
-                f"a path or pattern among {shown}, or a number below {len(names)}",
-                'layers=[0], or layers=["*.self_attn"]',
+                f"layers={one!r}, which selects none of {len(names)} {what}",
+                f"a number of a layer, or a path or pattern of {what} such as {', '.join(near)}",
+                f'layers=["{near[0]}"]' if near else "a model with attention",
             )
         matches.update(fitting)
     return tuple(name for name in names if name in matches)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ParameterError
 from ..recording import Call, Kind, Seen, Total, map_arrays, select_names
-from ..statistics import OverLayers, Statistic, StatisticBase
+from ..statistics import STATISTICS, OverLayers, Statistic, StatisticBase
 from .hooks import LayerCall
 from .running_modules import Running, RunningModules, has_compiler
 
@@ -236,7 +236,10 @@ def _read_statistics(see: Any) -> tuple[tuple[str, ...], tuple[Statistic, ...]]:
     statistics = (see,) if isinstance(see, StatisticBase) else tuple(see.values()) if names else see
     is_list = isinstance(statistics, Sequence) and len(statistics) > 0
     if not is_list or not all(isinstance(entry, Statistic) for entry in statistics):
-        raise ParameterError(f"see={see!r}", "a statistic, or a list or dict of statistics", "see=[sightline.lse()]")
+        given = statistics[0] if is_list else see
+        name = given if isinstance(given, str) else getattr(given, "__name__", "")
+        cure = f"see=[sightline.{name}()]" if name in STATISTICS else "see=[sightline.received()]"
+        raise ParameterError(f"see={see!r}", "a statistic, or a list or dict of statistics", cure)
     return names, tuple(statistics)
 
 
@@ -247,7 +250,7 @@ def _read_layers(layers: Any, paths: tuple[str, ...]) -> tuple[str | int, ...] |
     asked = (layers,) if isinstance(layers, str) or not isinstance(layers, Sequence) else tuple(layers)
     for one in asked:
         if not isinstance(one, int):
-            select_names(paths, [one])
+            select_names(paths, [one], "modules")
     return asked
 
 
