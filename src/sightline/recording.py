@@ -256,10 +256,11 @@ class Seen:
             is_too_long = given > positions and not is_generation  # no layer gets the last token of a generation
             if positions and (len(labels) > texts or given < positions or is_too_long):
                 raise ParameterError(
-                    f"tokens of {len(labels)} texts of up to {given} tokens, for calls of {texts} texts of {positions} "
-                    "positions",
-                    "one token for each position; those of padding at the end may be missing or empty",
-                    "tokens=[tokenizer.convert_ids_to_tokens(row) for row in input_ids.tolist()]",
+                    f"tokens: {len(labels)} lists of up to {given} labels, for calls with {texts} batch entries of "
+                    f"{positions} positions",
+                    "one label for each position; those of padding at the end may be missing or empty",
+                    "tokens=[tokenizer.convert_ids_to_tokens(row) for row in input_ids.tolist()] for texts, or "
+                    "tokens=['class', *patches] for an image whose model adds a class token",
                 )
 
     @property

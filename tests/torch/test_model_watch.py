@@ -196,9 +196,9 @@ def test_labels_follow_positions(seen):
 
 
 def test_tokens_of_a_wrong_length_are_refused(seen):
-    with pytest.raises(ParameterError, match="up to 3 tokens, for calls of 1 texts of 4 positions"):
+    with pytest.raises(ParameterError, match="up to 3 labels, for calls with 1 batch entries of 4 positions"):
         seen.tokens = ["a", "b", "c"]
-    with pytest.raises(ParameterError, match="2 texts of up to 4 tokens, for calls of 1 texts"):
+    with pytest.raises(ParameterError, match="2 lists of up to 4 labels, for calls with 1 batch entries"):
         seen.tokens = [list("abcd"), list("abcd")]
     with pytest.raises(ParameterError, match=r"up to 3 tokens.*4 positions"):
         seen.tokens = {"encoder": ["a", "b", "c"]}
