@@ -200,7 +200,7 @@ def test_tokens_of_a_wrong_length_are_refused(seen):
         seen.tokens = ["a", "b", "c"]
     with pytest.raises(ParameterError, match="2 lists of up to 4 labels, for calls with 1 batch entries"):
         seen.tokens = [list("abcd"), list("abcd")]
-    with pytest.raises(ParameterError, match=r"up to 3 tokens.*4 positions"):
+    with pytest.raises(ParameterError, match=r"up to 3 labels.*4 positions"):
         seen.tokens = {"encoder": ["a", "b", "c"]}
     seen.tokens = list("abcde")  # a generation returns its last token, which no layer gets
     without_cache = Seen([call(query_start=0, n=4)])
