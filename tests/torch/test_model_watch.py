@@ -204,14 +204,14 @@ def test_tokens_of_a_wrong_length_are_refused(seen):
         seen.tokens = {"encoder": ["a", "b", "c"]}
     seen.tokens = list("abcde")  # a generation returns its last token, which no layer gets
     without_cache = Seen([call(query_start=0, n=4)])
-    with pytest.raises(ParameterError, match=r"up to 5 tokens.*4 positions"):
+    with pytest.raises(ParameterError, match=r"up to 5 labels.*4 positions"):
         without_cache.tokens = list("abcde")
     padded = Seen([call(query_start=0, n=4, results=(torch.zeros(2, 2, 4),))])
     padded.tokens = [list("abcd"), list("ab")]
     assert padded.labels(padded[0], 1)[0] == ["a", "b", "", ""]
     module = nn.MultiheadAttention(4, 2, batch_first=True)
     x = torch.zeros(1, 3, 4)
-    with pytest.raises(ParameterError, match=r"up to 2 tokens.*3 positions"), watch(module, [LSE], tokens=["a", "b"]):
+    with pytest.raises(ParameterError, match=r"up to 2 labels.*3 positions"), watch(module, [LSE], tokens=["a", "b"]):
         module(x, x, x)
 
 
