@@ -55,7 +55,7 @@ def watch(
         The query heads to record, default all. Negative numbers count from the last head.
     tokens : labels of positions, optional
         For each batch entry a list of strings, or {"encoder": ..., "decoder": ...} with such a list for each side; see
-        `sightline.recording.Seen`. For a model of transformers the default are the tokens of its `input_ids`.
+        `sightline.recording.Seen`. For a model of transformers, the default labels are the tokens of its `input_ids`.
     tokenizer : tokenizer of transformers, optional
         The tokenizer whose tokens label the positions, by default the one in the folder that the model was loaded from.
         Nothing is downloaded. Without a tokenizer, positions have no labels.
@@ -108,7 +108,10 @@ def watch(
 
 
 def _prepare_transformers(exit_stack: ExitStack, model: nn.Module, tokens: Any, tokenizer: Any) -> Any:
-    """Switch models of transformers to this library, and return the recorder of their tokens; None if there is none."""
+    """Switch models of transformers to this library while the exit stack is open.
+
+    The result records the tokens of their inputs. It is None for other models, and if `tokens` are given.
+    """
     package = sys.modules.get("transformers")
     if package is not None and any(isinstance(module, package.PreTrainedModel) for module in model.modules()):
         own = import_module("sightline.transformers.model_layers")

@@ -164,7 +164,7 @@ def test_a_mode_of_the_user_is_not_disturbed():
     assert len(seen) == len(WAYS)
 
 
-FAULTS = {  # module, line, faulty line, and where the faulty copy is put
+FAULTS = {  # the module, a line of it, the faulty line, and the name that the faulty copy replaces
     "a call missed in a pool": (
         running_modules,
         "submit(pool, _hand_over(function), ",

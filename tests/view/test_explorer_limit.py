@@ -34,7 +34,7 @@ def recorded():
 
 
 def test_a_smaller_limit_stores_less_and_is_kept(recorded):
-    """Every reduction has its own size, and the page of a limit between two sizes keeps the limit."""
+    """Each further reduction makes the page smaller, and a page is never larger than its limit."""
     data = recorded[1]
     options = list(fitting.reductions(8))
     sizes = [fitting.count_bytes(fitting._reduced(data, option)) for option in options]

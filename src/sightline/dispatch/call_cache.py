@@ -255,7 +255,8 @@ class ForwardEntry(ResultBuilder):
     def make_makers(self, shape: tuple[int, ...], heads_in_rows: bool) -> list[Callable[[], Any]]:
         """Return the functions that allocate the results of the forward kernel.
 
-        `shape` is that of the output, and `heads_in_rows` the result of `has_heads_in_rows` for the query.
+        `shape` is the shape of the output. `heads_in_rows` says whether its memory holds the heads of a position side
+        by side; see `has_heads_in_rows`.
         """
         make_empty, rows = self.adapter.make_empty, shape[:-1]
         makers = [make_empty(shape, self.dtype, heads_in_rows)]

@@ -78,7 +78,7 @@ class Finder(TorchFunctionMode):
 
     @contextmanager
     def serving(self, watcher: Watcher) -> Any:
-        """Serve the watcher while the context lasts."""
+        """Let this mode record calls for the watcher while the context lasts."""
         with self.lock:
             self.watchers = (*self.watchers, watcher)
             functions.observer = _observe
@@ -136,13 +136,14 @@ def _compute(
         raise ParameterError(
             "attention in a transform of torch.func in a watch", "calls of the model itself", "watch it without vmap"
         )
-    requested = [*own, *(statistic for recorder in recorders for statistic in recorder.requested)]
+    of_recorders = [recorder.requested() for recorder in recorders]
+    requested = [*own, *(statistic for statistics in of_recorders for statistic in statistics)]
     with without_hand_over():  # of the kernels' threads
         output, results = attend(**inputs, see=requested)
     m = int(max(key.lengths)) if isinstance(key, KVCache) else key.shape[-2]
     start = len(own)
-    for recorder in recorders:
-        stop = start + len(recorder.requested)
+    for recorder, statistics in zip(recorders, of_recorders, strict=True):
+        stop = start + len(statistics)
         recorder.record(results[start:stop], output, call, query.shape[-2], m)
         start = stop
     return output if compute is None else compute(), results[: len(own)]
@@ -170,7 +171,7 @@ def _read_layer(
     see: Sequence[Statistic] = (),
     **options: Any,
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """Attention of this library's layers, and of its implementation for transformers."""
+    """Read a call by a layer of this library, or by a model of transformers with `attn_implementation="sightline"`."""
     return _compute(recorders, call, {"query": query, "key": key, "value": value, **options}, see)
 
 

@@ -187,8 +187,8 @@ class Recorder:
     running: Running
     layer_number: int
 
-    @property
     def requested(self) -> tuple[Statistic, ...]:
+        """Return the statistics of this call. ParameterError is raised if one has too few rows of factors."""
         for statistic in self.watcher.requested:
             statistic.check_layers(self.layer_number + 1)
         return tuple([statistic.at_layer(self.layer_number) for statistic in self.watcher.requested])

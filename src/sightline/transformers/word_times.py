@@ -1,4 +1,4 @@
-"""`word_timestamps` for Whisper: when each word was said, from the exact weights of a few heads of cross-attention.
+"""`word_timestamps` finds when each word of a recording was said, by Whisper's weights of cross-attention.
 
 `generate` of transformers finds tokens and times. It asks for the weights of every layer and head, and keeps them and
 the scores of all tokens until the whole audio is done. Here the layers return the weights of the alignment heads alone,

@@ -71,8 +71,9 @@ class WeightTiles(WeightsPass):
 class WeightSums(WeightTiles):
     """Add the products of P and a factor of each head over heads, batches or both, in the accumulator's dtype.
 
-    A work item is (matrix of the output, block of queries). It adds `count` heads one after another to the output,
-    which the caller fills with 0. Head r of matrix x is the head x · output_step + r · step of all B · H heads.
+    The output has one matrix for each sum. A work item computes a block of queries in one of these matrices: it adds
+    `count` heads to the block, one after another. The caller fills the output with 0. The r-th head of matrix x has the
+    number x · output_step + r · step among all B · H heads.
     """
 
     own_fields: ClassVar = {
