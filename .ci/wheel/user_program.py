@@ -30,7 +30,7 @@ def decode() -> KVCache:
     cache = KVCache(dtype="float32")
     row = np.ones((1, 2, 1, 16), np.float32)
     cache.append(row, row)
-    assert sightline.attention(row, cache, mask=cache.causal()).shape == (1, 2, 1, 16)
+    assert sightline.attention(row, cache, mask=sightline.causal()).shape == (1, 2, 1, 16)
     return cache
 
 

@@ -75,8 +75,8 @@ def test_positions_before_heads_on_a_cache(arrays):
     query, key, value = arrays
     cache = sightline.KVCache()
     cache.append(key, value)
-    output = sightline.attention(swap(query), cache, mask=cache.causal(N), layout="BNHD")
-    np.testing.assert_array_equal(swap(output), sightline.attention(query, cache, mask=cache.causal(N)))
+    output = sightline.attention(swap(query), cache, mask=sightline.causal(), layout="BNHD")
+    np.testing.assert_array_equal(swap(output), sightline.attention(query, cache, mask=sightline.causal()))
 
 
 def test_positions_before_heads_in_explain_and_tiles(arrays):

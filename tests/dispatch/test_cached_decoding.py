@@ -14,7 +14,6 @@ from sightline.cpu.kernels.kernel_spec import min_decode_keys
 from sightline.cpu.launch import prepared_call
 from sightline.cpu.launch.decode import BoundDecode
 from sightline.dispatch import call_cache
-from sightline.errors import FormulaError
 from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
@@ -109,7 +108,7 @@ def test_a_decoding_loop_has_one_cached_call(rng, convert):
     found = []
     for t, right in enumerate(expected, 600):
         cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
-        output = sightline.attention(q, cache, mask=cache.causal())
+        output = sightline.attention(q, cache, mask=sightline.causal())
         assert bits(output) == right
         found.append(count_calls())
     assert found == [1] * 10 + [2] * 30  # the storage has space for 610
@@ -125,7 +124,7 @@ def test_steps_of_sequences_of_different_lengths_need_no_dispatch(rng, mask, mon
     cache.append(k[:, :, :40], v[:, :, :40], lengths=[25, 11, 3])
 
     def options():
-        return {"none": {}, "causal": {"mask": cache.causal()}, "another": {"mask": j >= 2}}[mask]
+        return {"none": {}, "causal": {"mask": sightline.causal()}, "another": {"mask": j >= 2}}[mask]
 
     for t in range(tokens):
         cache.append(k[:, :, 40 + t : 41 + t], v[:, :, 40 + t : 41 + t])
@@ -139,17 +138,3 @@ def test_steps_of_sequences_of_different_lengths_need_no_dispatch(rng, mask, mon
             truth, baseline = compute_stages(problem), compute_baseline(problem).output
             terms = term_sizes(problem, truth.weights)
             assert_within_budget(output[entry : entry + 1], truth.output, baseline, terms=terms)
-
-
-def test_an_older_mask_of_a_cache_is_refused(rng):
-    """A mask that `causal` returned before an append would hide the keys appended since. Its call is cached."""
-    q, k, v = decoding_arrays(rng)
-    cache = sightline.KVCache()
-    cache.append(k[:, :, :699], v[:, :, :699])
-    cache.append(k[:, :, 699:], v[:, :, 699:])
-    old = cache.causal()
-    expected = bits(sightline.attention(q, cache, mask=old))
-    assert bits(sightline.attention(q, cache, mask=old)) == expected
-    cache.append(np.full_like(k[:, :, :1], 9), v[:, :, :1])
-    with pytest.raises(FormulaError, match="after every append"):
-        sightline.attention(q, cache, mask=old)

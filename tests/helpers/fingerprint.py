@@ -145,7 +145,7 @@ def named() -> None:
         print(name, "decode", digest(*flat(answer)))
         cache = sightline.KVCache(dtype=name)
         cache.append(k, k, lengths=[90, 31])
-        print(name, "cache", digest(sightline.attention(query, cache, mask=cache.causal(1))))
+        print(name, "cache", digest(sightline.attention(query, cache, mask=sightline.causal())))
         parts = [
             sightline.attention(q, k[..., x, :], v[..., x, :], see=[sightline.lse()])
             for x in (slice(40), slice(40, 90))

@@ -15,7 +15,7 @@ import sightline
 from fault_planting import broken
 from sightline import KVCache, i, j
 from sightline.arrays.operations import framework, to_numpy
-from sightline.errors import DeviceError, DtypeError, FormulaError, ParameterError, ShapeError, TableError
+from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
 from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
@@ -51,7 +51,7 @@ def decode(cache, query, key, value, steps=STEPS, **options):
     for t in steps:
         rows = slice(at, at := at + t)
         cache.append(key[..., rows, :], value[..., rows, :])
-        outputs.append(sightline.attention(query[..., rows, :], cache, mask=cache.causal(), **options))
+        outputs.append(sightline.attention(query[..., rows, :], cache, mask=sightline.causal(), **options))
     return (torch.cat if framework(query) == "torch" else np.concatenate)(outputs, -2)
 
 
@@ -133,14 +133,14 @@ def test_prompts_of_different_lengths_then_one_token_each(rng, padding, kind):
     whole, (query, key, value) = ragged(rng, padding, kind)
     cache = KVCache()
     cache.append(key, value, lengths=LENGTHS, padding=padding)
-    output = sightline.attention(query, cache, mask=cache.causal())
+    output = sightline.attention(query, cache, mask=sightline.causal())
     steps = 6
     after = []
     for t in range(steps):
         token = [np.stack([numpy_of(x)[b, :, c + t : c + t + 1] for b, c in enumerate(LENGTHS)]) for x in whole]
         token = [to_torch(x) for x in token] if kind == "torch" else token
         cache.append(*token[1:])
-        after.append(numpy_of(sightline.attention(token[0], cache, mask=cache.causal())))
+        after.append(numpy_of(sightline.attention(token[0], cache, mask=sightline.causal())))
     for b, count in enumerate(LENGTHS):
         one = [numpy_of(x)[b : b + 1] for x in whole]
         real = slice(0, count) if padding == "right" else slice(PADDED - count, PADDED)
@@ -158,52 +158,24 @@ def test_an_ended_sequence_takes_no_tokens(rng):
     for t in range(6):
         going = np.array([1, t < 4, 1])
         cache.append(key[:, :, t : t + 1], value[:, :, t : t + 1], lengths=going)
-        output = sightline.attention(query[:, :, t : t + 1], cache, mask=cache.causal())
+        output = sightline.attention(query[:, :, t : t + 1], cache, mask=sightline.causal())
         assert bool(output[1].any()) == (t < 4)
     assert cache.lengths.tolist() == [6, 4, 6]
     assert_attends(output[[0, 2]], query[[0, 2]], key[[0, 2]], value[[0, 2]], mask=i >= j, rows=slice(5, 6))
 
 
 def test_the_last_token_of_each_prompt(rng):
-    """causal(n) is for queries at the last n positions, whatever the length of the newest append."""
+    """Queries that are not as many as the rows of the newest append are at the last positions."""
     whole, (_, key, value) = ragged(rng, "right")
     cache = KVCache()
     cache.append(key, value, lengths=LENGTHS)
     last = np.stack([whole[0][b, :, max(count - 2, 0) : max(count, 2)] for b, count in enumerate(LENGTHS)])
-    output = sightline.attention(last, cache, mask=cache.causal(2))
+    output = sightline.attention(last, cache, mask=sightline.causal())
     for b, count in enumerate(LENGTHS[:2]):
         one = [x[b : b + 1] for x in whole]
         assert_attends(output[b : b + 1], *one, mask=i >= j, rows=slice(count - 2, count))
     assert not output[2].any()
     assert cache.positions(2).tolist() == [[7, 8], [2, 3], [-1, -1]]
-
-
-def test_an_older_mask_is_valid_until_the_cache_changes(rng):
-    query, key, value = arrays(rng)
-    cache = KVCache()
-    cache.append(key, value, lengths=[key.shape[2]] + [3] * (key.shape[0] - 1))
-    mask = cache.causal()
-    assert repr(make_problem(query, cache, mask=mask).mask) == "j ≤ t[b, i]"
-    cache.truncate(2)
-    cache.append(key[:, :, :2], value[:, :, :2], lengths=[2] + [1] * (key.shape[0] - 1))
-    with pytest.raises(FormulaError, match="call cache"):
-        make_problem(query, cache, mask=mask)
-
-
-def test_queries_other_than_the_newest_append_are_an_error(rng):
-    query, key, value = arrays(rng)
-    cache = KVCache()
-    cache.append(key[:, :, :5], value[:, :, :5])
-    with pytest.raises(ShapeError, match=r"stands for i(.|\n)*cache.causal\(3\)"):
-        sightline.attention(query[:, :, :3], cache, mask=cache.causal())
-    cache.append(key[:, :, :1], value[:, :, :1])
-    with pytest.raises(TableError, match=r"outside(.|\n)*cache.causal\(3\)"):
-        sightline.attention(query[:, :, :3], cache, mask=cache.causal())
-
-
-def test_a_mask_needs_an_append_first():
-    with pytest.raises(ParameterError, match="nothing was appended"):
-        KVCache(capacity=8).causal()
 
 
 def test_stale_memory_is_never_read(rng):
@@ -213,7 +185,7 @@ def test_stale_memory_is_never_read(rng):
     cache.append(key * np.nan, value * np.nan)
     cache.truncate(0)
     cache.append(key[:, :, :9], value[:, :, :9], lengths=[9, 2, 5])
-    for options in ({}, {"mask": i >= 0}, {"mask": np.ones((T, 9), bool)}, {"mask": lambda b, h, i, j: j >= 0}):
+    for options in ({}, {"mask": np.ones((T, 9), bool)}, {"mask": lambda b, h, i, j: j >= 0}):
         output = sightline.attention(query, cache, **options)
         for b, count in enumerate([9, 2, 5]):
             one = query[b : b + 1], key[b : b + 1, :, :count], value[b : b + 1, :, :count]
@@ -225,7 +197,7 @@ def test_many_queries_on_one_cached_prompt(rng):
     query, key, value = arrays(rng)
     cache = KVCache()
     cache.append(key[:1], value[:1])
-    output = sightline.attention(query, cache, mask=cache.causal())
+    output = sightline.attention(query, cache, mask=sightline.causal())
     assert_attends(output, query, key[:1], value[:1], mask=i >= j)
 
 
@@ -252,7 +224,7 @@ def test_rejected_drafts_have_no_effect(rng, kind):
             new[b, :, :count] = numpy_of(x)[b, :, 12 - count : 12]
     queries, *rest = (to_torch(x) for x in (queries, *rest)) if kind == "torch" else (queries, *rest)
     cache.append(*rest, lengths=counts)
-    output = numpy_of(sightline.attention(queries, cache, mask=cache.causal()))
+    output = numpy_of(sightline.attention(queries, cache, mask=sightline.causal()))
     for b, count in enumerate(counts):
         one = [numpy_of(x)[b : b + 1] for x in (query, key, value)]
         assert_attends(output[b : b + 1, :, :count], *one, mask=i >= j, rows=slice(12 - count, 12))
@@ -270,7 +242,7 @@ def test_beams(rng, kind):
     origin = np.array([2, 1, 2])
     cache.reorder(to_torch(origin) if kind == "torch" else origin)
     cache.append(key[:, :, 8:9], value[:, :, 8:9])
-    output = sightline.attention(query[:, :, 8:9], cache, mask=cache.causal())
+    output = sightline.attention(query[:, :, 8:9], cache, mask=sightline.causal())
     for b, of in enumerate(origin):
         history = [
             np.concatenate(
@@ -280,7 +252,7 @@ def test_beams(rng, kind):
         ]
         assert_attends(numpy_of(output)[b : b + 1], numpy_of(query)[b : b + 1, :, 8:9], *history, mask=None)
     cache.reorder([1])
-    again = sightline.attention(query[1:2, :, 8:9], cache, mask=cache.causal())
+    again = sightline.attention(query[1:2, :, 8:9], cache, mask=sightline.causal())
     assert np.array_equal(numpy_of(again), numpy_of(output)[1:2])
 
 
@@ -316,10 +288,10 @@ def test_an_empty_cache_gives_0(rng):
     cache = KVCache()
     cache.append(key[:, :, :0], value[:, :, :0])
     assert not sightline.attention(query, cache).any()
-    assert not sightline.attention(query[:, :, :0], cache, mask=cache.causal()).any()
+    assert not sightline.attention(query[:, :, :0], cache, mask=sightline.causal()).any()
     cache.append(key, value)
     cache.reorder([])
-    assert sightline.attention(query[:0], cache, mask=cache.causal()).shape == (0, H, T, D_V)
+    assert sightline.attention(query[:0], cache, mask=sightline.causal()).shape == (0, H, T, D_V)
 
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -369,7 +341,7 @@ def test_a_cache_of_no_sequences_works_as_others(rng, count):
     cache.truncate(cache.lengths.tolist())
     cache.append(key[:0], value[:0], lengths=[])
     assert cache.lengths.tolist() == []
-    for mask in (None, i >= j, cache.causal(), cache.causal(count)):
+    for mask in (None, i >= j):
         assert sightline.attention(query[:0], cache, mask=mask).shape == (0, H, count, D_V)
 
 
@@ -432,13 +404,13 @@ def test_attention_reads_the_storage_without_a_copy(rng, kind):
 
 
 def test_one_kernel_serves_prompt_and_tokens(rng):
-    """Lengths are tables, so that steps have equal formulas."""
+    """Positions are tables, so that steps have equal formulas. A single query needs none."""
     query, key, value = arrays(rng)
     cache, texts = KVCache(), set()
     for t in range(1, 9):
         cache.append(key[:, :, :t], value[:, :, :t], lengths=[t, 1, t - 1])
-        texts.add(make_problem(query[:, :, :t], cache, mask=cache.causal()).mask.text)
-    assert len(texts) == 1
+        texts.add(make_problem(query[:, :, :t], cache, mask=sightline.causal()).mask.text)
+    assert len(texts) == 2
 
 
 def test_tiles_follow_each_length(rng):
@@ -493,7 +465,7 @@ def test_the_query_has_its_gradient(rng):
     cache = KVCache()
     cache.append(key, value)
     query.requires_grad_()
-    (found,) = torch.autograd.grad(sightline.attention(query, cache, mask=cache.causal()).sum(), query)
+    (found,) = torch.autograd.grad(sightline.attention(query, cache, mask=sightline.causal()).sum(), query)
     (expected,) = torch.autograd.grad(sightline.attention(query, key, value, mask=i >= j).sum(), query)
     assert torch.equal(found, expected)
 
@@ -515,7 +487,7 @@ def test_projections_under_no_grad(rng, mode):
     cache = KVCache()
     with mode():
         cache.append(layer(x), layer(x), lengths=[T, 4, 5])
-        output = sightline.attention(x, cache, mask=cache.causal())
+        output = sightline.attention(x, cache, mask=sightline.causal())
     assert torch.isfinite(output).all()
 
 
@@ -540,7 +512,7 @@ def test_a_compiled_loop_gives_the_same_outputs(rng):
 
         def step(query, key, value, cache=cache):
             cache.append(key, value)
-            return sightline.attention(query, cache, mask=cache.causal())
+            return sightline.attention(query, cache, mask=sightline.causal())
 
         run = torch.compile(step, backend="eager") if name == "compiled" else step
         outputs[name] = []
@@ -593,8 +565,8 @@ def full():
         (lambda: full().reorder([[0, 1]]), ShapeError, "one axis"),
         (lambda: full().reorder(["a"]), ShapeError, "whole numbers"),
         (lambda: full().positions(-1), ParameterError, "n=-1"),
-        (lambda: full().causal(True), ParameterError, "n=True"),
-        (lambda: full().causal(np.array([1, 2])), ParameterError, r"n=array\(\[1, 2\]\)"),
+        (lambda: full().positions(True), ParameterError, "n=True"),
+        (lambda: full().positions(np.array([1, 2])), ParameterError, r"n=array\(\[1, 2\]\)"),
         (lambda: full().positions(torch.tensor(1.5)), ParameterError, r"n=tensor\(1.5"),
         (lambda: KVCache(capacity=np.zeros(2, int)), ParameterError, "capacity=array"),
         (lambda: full().truncate([[1], [1, 2]]), ShapeError, "each of 2 sequences"),
@@ -768,7 +740,12 @@ FAULTS = {
     "growth forgets": ("kv_storage", "new[:, :, :used] = storage[:, :, :used]", "pass"),
     "left padding taken for right": ("kv_cache", '(0 if padding == "right" else (t - counts)[:, None])', "0"),
     "lengths not hidden": ("kv_cache", "None if self._has_equal_lengths else library.padding(self._lengths)", "None"),
-    "a query sees the next key": ("kv_cache", "mask = j <= table", "mask = j <= 1 + table"),
+    "rows of the last positions one too late": (
+        "kv_cache",
+        "self._lengths[:, None] - n + np.arange(n)",
+        "self._lengths[:, None] - n + 1 + np.arange(n)",
+    ),
+    "the only query taken for the last": ("kv_cache", "of_last if count == 1 else", "of_last if count else"),
     "queries from the first position": ("kv_cache", "real, self._lengths[:, None] + rows", "real, rows"),
     "beams keep their lengths": (
         "kv_cache",
@@ -789,10 +766,14 @@ def check_cache(cache):
     whole, (query, key, value) = ragged(rng, "left")
     whole, (query, key, value) = [x[:2] for x in whole], (x[:2] for x in (query, key, value))
     cache.append(key, value, lengths=LENGTHS[:2], padding="left")
-    output = sightline.attention(query, cache, mask=cache.causal())
+    output = sightline.attention(query, cache, mask=sightline.causal())
     for b, count in enumerate(LENGTHS[:2]):
         one = [x[b : b + 1] for x in whole]
         assert_attends(output[b : b + 1, :, PADDED - count :], *one, mask=i >= j, rows=slice(0, count))
+    last = sightline.attention(query[:, :, PADDED - 1 :], cache, mask=sightline.window(2))
+    for b, count in enumerate(LENGTHS[:2]):
+        one = [x[b : b + 1] for x in whole]
+        assert_attends(last[b : b + 1], *one, mask=sightline.window(2), rows=slice(count - 1, count))
     seen = sightline.attention(query[:, :, PADDED - 1 :], cache)
     cache.reorder([1, 0])
     cache.append(whole[1][:, :, :3], whole[2][:, :, :3])  # drafts

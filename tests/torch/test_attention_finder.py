@@ -392,7 +392,7 @@ def test_a_cache_of_this_library_and_transforms():
         def forward(self, x):
             cache = sightline.KVCache(dtype="float32")
             cache.append(x, x)
-            return sightline.attention(x[..., -1:, :], cache, mask=cache.causal(1), see=LSE)
+            return sightline.attention(x[..., -1:, :], cache, mask=sightline.causal(), see=LSE)
 
     layer, x = Layer(), torch.randn(1, HEADS, LENGTH, WIDTH)
     plain = layer(x)

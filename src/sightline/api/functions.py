@@ -161,17 +161,17 @@ def attend(
         see = (see,)
     if scale is not None and getattr(scale, "requires_grad", False) and not is_compiling():
         score, scale = fold_scale(score, scale)
-    plain_arrays = key, value, mask
+    of_arrays = key, value, mask, score, see
     if value is None and type(key) is KVCache:
-        plain_arrays = as_arrays(query, key, mask, score, see, sinks is not None)
-    description = describe(query, plain_arrays[2], score, scale, sinks, dropout, seed, see, kernel, threads)
+        of_arrays = as_arrays(query, key, mask, score, see) or of_arrays
+    description = describe(query, *of_arrays[2:4], scale, sinks, dropout, seed, of_arrays[4], kernel, threads)
     request = None
     if description is not None:
-        answer, request = call_cache.answer(description, query, *plain_arrays[:2], sinks, seed, threads)
+        answer, request = call_cache.answer(description, query, *of_arrays[:2], sinks, seed, threads)
         if answer is not None:
             return answer[0] if see is None else answer
     if request is not None:
-        key, value, _ = plain_arrays
+        key, value, *_, see = of_arrays
         formulas = mask, score, *_ = request.formulas()
     elif hasattr(score, "dtype"):
         score = bias(score)

@@ -360,6 +360,13 @@ def walk(*roots: Expression) -> list[Expression]:
     return list(done.values())
 
 
+def conjuncts(mask: Expression) -> list[Expression]:
+    """Return the conditions that are joined by `and` in a mask; a mask of another form is one condition."""
+    if isinstance(mask, Apply) and mask.operator == "logical_and":
+        return [each for argument in mask.arguments for each in conjuncts(argument)]
+    return [mask]
+
+
 def fold(visit: Callable[[Expression, list[Result]], Result], formula: Expression) -> Result:
     """Return the result of the formula, where the result of a node is `visit(node, results of its arguments)`."""
     results: dict[int, Result] = {}

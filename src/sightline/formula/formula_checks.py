@@ -126,8 +126,7 @@ def check_spans(formula: Expression, extent: Extent) -> None:
                 f"length {span}{' or 1' * (span != 1)}, where (B, H, n, m) = {extent}",
                 _suggest_batch_axis(table, extent)
                 + _suggest_lengths(table, name, span)
-                + "give the array these lengths, or index a table of it yourself: table(array)[...]"
-                + (f"; for the last queries of a KVCache use cache.causal({span})" if name == "i" else ""),
+                + "give the array these lengths, or index a table of it yourself: table(array)[...]",
             )
 
 
@@ -186,7 +185,6 @@ def _check_index(
         f"and leaves axis {axis} at b={b}, h={h}, i={i}, j={j}",
         f"indices from 0 to {length - 1} wherever the mask allows the pair",
         _suggest_document_lengths(node, extent)
-        + (f"cache.causal({extent[2]}) for the last queries of a KVCache; " if node.table.axes == ("b", "i") else "")
         + "shift the index, enlarge the table, or clip: np.clip(index, 0, length - 1)",
     )
 

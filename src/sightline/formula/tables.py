@@ -74,7 +74,6 @@ class Table:
             array = np.asarray(array)
         self.array: Any = array
         self.axes, self.batch_axes = axes, batch_axes
-        self.cache_state: tuple[int, int] | None = None  # the state of the `KVCache` whose positions these are
         self.has_unknown_entries = has_unknown_entries
         self.origin = id(self) if origin is None else origin
         self.shape: tuple[int, ...] = tuple(array.shape)  # lengths may be symbols of torch.compile

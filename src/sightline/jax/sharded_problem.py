@@ -12,7 +12,7 @@ import numpy as np
 
 from ..caching import cached_property
 from ..errors import ShapeError, TableError
-from ..formula.expression import SYMBOLS, Apply, Expression, as_expression, table_lookup
+from ..formula.expression import SYMBOLS, Expression, as_expression, conjuncts, table_lookup
 from ..formula.formula_checks import check_spans
 from ..formula.tables import Table
 from ..partition.schedule import Schedule, find_schedule
@@ -83,7 +83,7 @@ class ShardedProblem:
         whole = replace(self.whole, see=())
         formulas = [formula for formula in (whole.mask, whole.score) if formula is not None]
         if not all(map(_is_known, formulas)):
-            known = [] if whole.mask is None else [each for each in _conjuncts(whole.mask) if _is_known(each)]
+            known = [] if whole.mask is None else [each for each in conjuncts(whole.mask) if _is_known(each)]
             if not known:
                 return None
             whole = replace(whole, mask=reduce(lambda x, y: x & y, known), score=None)
@@ -133,12 +133,6 @@ class ShardedProblem:
             "seed": None,
             "see": [statistic.map_formulas(shift) for statistic in see],
         }
-
-
-def _conjuncts(mask: Expression) -> list[Expression]:
-    if isinstance(mask, Apply) and mask.operator == "logical_and":
-        return [each for argument in mask.arguments for each in _conjuncts(argument)]
-    return [mask]
 
 
 def _is_known(formula: Expression) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any, Literal
 
@@ -14,13 +13,12 @@ from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
 from ..formula.tables import Table
 from .argument_checks import check_append, check_count, check_lengths, to_integers, unsqueeze_to_4d
-from .row_positions import check_row_positions
+from .query_positions import Rewriting, find_rewriting, of_equal_lengths, rewrite_formulas
 from .storage import allocate, grow, reorder_batch, write
 
 GROWTH_FACTOR = 2  # the capacity of a full cache is doubled, so a position is copied about once in total
 
-_NUMBERS = itertools.count()
-b, i, j = (SYMBOLS[name] for name in "bij")
+b, m = SYMBOLS["b"], SYMBOLS["m"]
 
 
 class KVCache:
@@ -50,9 +48,11 @@ class KVCache:
     -----
     The first append decides batch, heads, widths, library and device. In torch, the cache stores no gradients.
 
-    Positions of a sequence count from 0 in the order of the appends, without padding; they are the `j` of formulas.
-    Queries count from 0 in every call: `i` is the row of the query. `causal` maps rows to positions, by default the
-    rows of the newest append. In a batch of different lengths, every call hides the positions beyond a sequence's end.
+    Positions of a sequence count from 0 in the order of the appends, without padding. In the formulas of a call, `i` is
+    the position of the query, `j` that of the key, and `n` and `m` are the sequence's length: a formula means what it
+    means for the whole sequence. The queries are those of the newest append if they are as many, else the last
+    positions of every sequence. If a formula reads `i`, a query that is padding sees no key. An array as mask or score
+    has one row for each query of the call. Positions beyond a sequence's end are hidden in every call.
 
     torch.compile breaks its graph at a cache, and traces anew for every length until it reaches its recompile limit.
     Put `torch.compiler.disable` on the function that appends and attends.
@@ -69,11 +69,11 @@ class KVCache:
     >>> cache = sightline.KVCache()
     >>> query, key, value = projected(5)  # prompts of 5 and 3 tokens, padded to 5
     >>> cache.append(key, value, lengths=[5, 3])
-    >>> sightline.attention(query, cache, mask=cache.causal()).shape
+    >>> sightline.attention(query, cache, mask=sightline.causal()).shape
     (2, 8, 5, 64)
     >>> query, key, value = projected(1)  # then one token each
     >>> cache.append(key, value)
-    >>> sightline.attention(query, cache, mask=cache.causal()).shape
+    >>> sightline.attention(query, cache, mask=sightline.causal()).shape
     (2, 8, 1, 64)
     >>> cache
     KVCache: 2 sequences of 6 and 4 positions, capacity 10
@@ -87,9 +87,8 @@ class KVCache:
         self._dtype, self._casts_inputs = dtype, dtype is not None
         self._key: Any = None  # (B, G, capacity, d_k)
         self._value: Any = None
-        self._issued_mask: Expression | None  # the last result of `causal`, which hides all beyond a sequence's end
-        self._all_visible_mask: Expression | None  # `_issued_mask` if its single query sees every position, else None
-        self._state = next(_NUMBERS), 0  # the number of this cache, and the number of its changes
+        self._rewritings: dict[tuple[int, bool], Rewriting]  # by `count` and `reads_rows`, until the next change
+        self._of_equal_lengths = of_equal_lengths()
         self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis
         self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
@@ -251,7 +250,7 @@ class KVCache:
         """Remove every position, but not the storage."""
         self.truncate(0)
 
-    # -- formulas ---------------------------------------------------------------------------------------------------
+    # -- positions --------------------------------------------------------------------------------------------------
     def positions(self, n: int | None = None) -> Any:
         """Return the positions of a call's queries in their sequences, (B, n) int64; −1 for padding.
 
@@ -267,53 +266,25 @@ class KVCache:
         last = self._lengths[:, None] - n + np.arange(n)
         return np.maximum(last, -1)
 
-    def causal(self, n: int | None = None) -> Expression:
-        """Return the mask j ≤ positions[b, i]: a query sees its own and earlier positions; padding sees no position.
-
-        The mask has the positions at the time of this call, so call `causal` again after each append.
-
-        Parameters
-        ----------
-        n : int, optional
-            The queries are the last n positions of every sequence, n ≥ 0 (else ParameterError): j ≤ i + lengths[b] − n.
-            Default: the queries are the rows of the newest append; attention raises ShapeError for another number.
-
-        Raises
-        ------
-        ParameterError
-            Nothing was appended yet, so no query has a position.
-
-        Examples
-        --------
-        >>> import numpy as np, sightline
-        >>> cache = sightline.KVCache()
-        >>> cache.append(np.zeros((1, 4, 8)), np.zeros((1, 4, 8)))
-        >>> cache.append(np.zeros((1, 2, 8)), np.zeros((1, 2, 8)))
-        >>> cache.causal()
-        j ≤ t[0, i]
-        >>> cache.causal().array(2, 6).astype(int)
-        array([[1, 1, 1, 1, 1, 0],
-               [1, 1, 1, 1, 1, 1]])
-        """
-        if self._key is None:
-            raise _nothing_appended()
-        positions = self.positions(n)
-        table = Table(positions, axes=("b", "i"))
-        table.cache_state = self._state
-        self._issued_mask = mask = j <= table[b if table.shape[0] != 1 else 0, i]
-        if positions.shape[1] == 1 and bool((positions == self._max_length - 1).all()) and self._has_equal_lengths:
-            self._all_visible_mask = mask
-        return mask
-
-    def rows_are_positions(self, n: int) -> bool:
-        """True if row i of n queries is at position i of every sequence that is not empty."""
-        if self.are_newest(n):
-            return self._newest_start_at_0
-        return n == 0 or bool(((self._lengths == n) | (self._lengths == 0)).all())
-
     def are_newest(self, n: int) -> bool:
         """True if n queries are the rows of the newest append; False if `truncate` has removed all of these rows."""
         return n == self._newest_positions.shape[1] and self._newest_have_positions
+
+    def rewriting(self, count: int, reads_rows: bool) -> Rewriting:
+        """Return how the formulas of a call of `count` queries are rewritten; `reads_rows` is True if one reads i."""
+        are_next = self._newest_are_last or not self.are_newest(count)
+        if reads_rows and are_next and self._has_equal_lengths and 0 < count <= self._max_length:
+            of_all, of_last, of_next = self._of_equal_lengths
+            return of_last if count == 1 else of_all if count == self._max_length else of_next
+        found = self._rewritings.get((count, reads_rows))
+        if found is None:
+            if reads_rows:
+                found = find_rewriting(self, count)
+            else:
+                length = m if self._has_equal_lengths else Table(self._lengths)[b]
+                found = Rewriting({"n": length, "m": length}, self.length_mask)
+            self._rewritings[count, reads_rows] = found
+        return found
 
     # -- internals --------------------------------------------------------------------------------------------------
     @property
@@ -322,16 +293,15 @@ class KVCache:
         return None if self._has_equal_lengths else library.padding(self._lengths)
 
     def _set_lengths(self, lengths: Any, newest: Any) -> None:
-        """Set the lengths and the positions of the newest append, and remove the masks that `causal` has returned.
+        """Set the lengths and the positions of the newest append, and forget how formulas were rewritten.
 
         `_max_length` and `_has_equal_lengths` are plain Python, so that torch.compile can read them.
         """
-        self._state = self._state[0], self._state[1] + 1
         self._lengths, self._newest_positions = lengths, newest
-        self._issued_mask = self._all_visible_mask = None
-        has_position = newest >= 0
-        self._newest_have_positions = bool(has_position.any())
-        self._newest_start_at_0 = bool(((newest == np.arange(newest.shape[1])) | ~has_position).all())
+        self._rewritings = {}
+        count = newest.shape[1]
+        self._newest_have_positions = bool((newest >= 0).any())
+        self._newest_are_last = bool((newest == lengths[:, None] - count + np.arange(count)).all())
         self._max_length = int(lengths.max(initial=0))
         self._has_equal_lengths = bool((lengths == self._max_length).all())
 
@@ -362,41 +332,29 @@ def _nothing_appended() -> ParameterError:
     )
 
 
-def as_arrays(
-    query: Any, cache: KVCache, mask: Any, score: Any = None, see: Any = (), has_sinks: bool = False
-) -> tuple[Any, Any, Any]:
-    """Return (key, value, mask) of attention on a cache: plain arrays if they suffice, else (cache, None, mask).
+def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tuple[Any, Any, Any, Any, Any] | None:
+    """Return (key, value, mask, score, see) of attention on a cache, as arrays and formulas of rows.
 
-    Plain arrays suffice if the query has the cache's array type and dtype, and one of the following holds. All
-    sequences have the same length. The mask is the last result of `causal`. The mask is None or a formula, and
-    torch.compile does not trace the call: then the result's mask also hides the positions beyond each sequence's end.
-
-    `check_row_positions` checks mask, score and the conditions of `see`.
-
-    The returned mask is None if the query is the newest position of every sequence, because it then sees every key.
+    The result is None if `unpack_cache` has to do it: the query has another array type or dtype than the cache, a mask
+    that is an array has to be joined with the ends of the sequences, or torch.compile traces the call.
     """
-    if type(query) is not type(cache._key) or query.dtype != cache._key.dtype:
-        return cache, None, mask
-    if not (score is None and not see and (mask is None or mask is cache._issued_mask)) and query.ndim > 1:
-        check_row_positions(cache, query.shape[-2], mask, score, see, has_sinks)
-    if mask is not None and mask is cache._all_visible_mask and query.shape[-2:-1] == (1,):
-        mask = None
-    elif not cache._has_equal_lengths and (mask is None or mask is not cache._issued_mask):
-        is_condition = mask is None or (isinstance(mask, Expression) and mask.kind == "bool")
-        if not is_condition or is_compiling():
-            return cache, None, mask
-        condition = cache.length_mask
-        mask = condition if mask is None or condition is None else mask & condition
-    return *cache._view(cache._max_length), mask
+    if type(query) is not type(cache._key) or query.dtype != cache._key.dtype or query.ndim < 2 or is_compiling():
+        return None
+    if mask is None and score is None and not see and cache._has_equal_lengths:
+        return *cache._view(cache._max_length), mask, score, see
+    if hasattr(mask, "dtype") and not cache._has_equal_lengths:
+        return None
+    mask, score, statistics = rewrite_formulas(cache, query.shape[-2], mask, score, see)
+    return *cache._view(cache._max_length), mask, score, see if see is None else statistics
 
 
 def unpack_cache(
-    query: Any, key: Any, value: Any, mask: Any, score: Any, see: Any, has_sinks: bool
-) -> tuple[Any, Any, Expression | None]:
-    """Return (key, value, condition) for the arguments of attention, with arrays in place of a cache.
+    query: Any, key: Any, value: Any, mask: Any, score: Any, see: Any
+) -> tuple[Any, Any, Any, Any, Any, Expression | None]:
+    """Return (key, value, mask, score, see, condition) for the arguments of attention, with arrays in place of a cache.
 
-    The condition hides positions beyond each sequence's end. It is None without a cache, if all sequences have the same
-    length, or if the mask, as the last result of `causal`, hides these positions already.
+    On a cache, the formulas are those of rows. The condition hides positions beyond each sequence's end from a mask
+    that is an array; otherwise it is None.
     """
     if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
         raise ParameterError(
@@ -411,10 +369,8 @@ def unpack_cache(
                 "query, key and value, or query and a KVCache",
                 "attention(query, key, value)",
             )
-        return key, value, None
+        return key, value, mask, score, see, None
     keys, values = key._view(key._max_length)
-    if getattr(query, "ndim", 0) > 1:
-        check_row_positions(key, query.shape[-2], mask, score, see, has_sinks)
     if framework(query) == framework(keys) and dtype_name(query) in FLOATS and dtype_name(query) != key.dtype:
         cast = "to" if framework(query) == "torch" else "astype"
         raise DtypeError(
@@ -422,7 +378,10 @@ def unpack_cache(
             "one dtype; attention does not convert a cache at every token",
             f"query.{cast}(cache.key.dtype), or make the cache by KVCache(dtype={dtype_name(query)!r})",
         )
-    return keys, values, None if mask is not None and mask is key._issued_mask else key.length_mask
+    condition = key.length_mask if hasattr(mask, "dtype") else None
+    if getattr(query, "ndim", 0) > 1:
+        mask, score, see = rewrite_formulas(key, query.shape[-2], mask, score, see)
+    return keys, values, mask, score, see, condition
 
 
 def _format_bytes(count: int) -> str:

@@ -227,7 +227,7 @@ def parse(
 
     `parse` is the first half of `make_problem`. torch.compile traces it, so it uses only plain Python.
     """
-    key, value, length_mask = unpack_cache(query, key, value, mask, score, see, sinks is not None)
+    key, value, mask, score, see, length_mask = unpack_cache(query, key, value, mask, score, see)
     named = {"query": query, "key": key, "value": value}
     validation.check_arrays(named)
     heads_squeezed = query.ndim < 4

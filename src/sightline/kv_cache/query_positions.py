@@ -1,0 +1,158 @@
+"""The formulas of a call on a cache, rewritten from positions to the rows of the call.
+
+On a cache, the formulas of a call are those of a sequence that attends to itself: `i` and `j` are positions, and `n`
+and `m` are the number of positions. The call computes some rows of it. A kernel knows only the number of a row, so the
+position is written as a formula of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import ShapeError
+from ..formula import from_function
+from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, conjuncts, intern
+from ..formula.tables import Table
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+MAX_REMEMBERED = 256  # rewritten formulas, after which all are forgotten
+
+b, i, j, m, n = (SYMBOLS[name] for name in "bijmn")
+NOT_LATER = i >= j, j <= i, i - j >= 0, j - i <= 0  # forms of the condition that the key is not later than the query
+
+
+class Rewriting:
+    """How the formulas of a call are rewritten.
+
+    Parameters
+    ----------
+    symbols : the expressions of i, n and m in the call
+    condition : hides the keys beyond a sequence's end, and all keys of a query that is padding; None hides nothing
+    are_last : True if each query is the last position of its sequence, so that no key is later
+    """
+
+    def __init__(
+        self, symbols: Mapping[str, Expression], condition: Expression | None = None, are_last: bool = False
+    ) -> None:
+        self.symbols, self.condition, self.are_last = symbols, condition, are_last
+        self._found: dict[int, tuple[Any, Any]] = {}  # of each formula or statistic: it, and the rewritten one
+
+    def mask(self, mask: Expression | None) -> Expression | None:
+        """Return the mask for rows, joined with `condition`."""
+        return self.condition if mask is None else self._remember(mask, self._rewrite_mask)
+
+    def formula(self, formula: Expression) -> Expression:
+        """Return the formula for rows."""
+        return self._remember(formula, lambda given: given.rewrite(self.symbols, _look_up)) if self.symbols else formula
+
+    def statistic(self, statistic: Any) -> Any:
+        """Return the statistic with its conditions for rows."""
+        return self._remember(statistic, lambda given: given.map_formulas(self.formula)) if self.symbols else statistic
+
+    def _remember(self, given: Any, rewrite: Callable[[Any], Any]) -> Any:
+        """Return `rewrite(given)`, computed once for each object."""
+        found = self._found.get(id(given))
+        if found is None or found[0] is not given:
+            if len(self._found) >= MAX_REMEMBERED:
+                self._found.clear()
+            found = self._found[id(given)] = given, rewrite(given)
+        return found[1]
+
+    def _rewrite_mask(self, mask: Expression) -> Expression | None:
+        result = self.condition
+        for term in conjuncts(mask):
+            if not (self.are_last and any(term is one for one in NOT_LATER)):
+                rewritten = self.formula(term)
+                result = rewritten if result is None else rewritten & result
+        return result
+
+
+def of_equal_lengths() -> tuple[Rewriting, Rewriting, Rewriting]:
+    """Return the rewritings for sequences of one length: if the rows are all positions, the last one, the last ones."""
+    symbols = {"i": i + (m - n), "n": m}
+    return Rewriting({}), Rewriting(symbols, are_last=True), Rewriting(symbols)
+
+
+def _look_up(table: Table, indices: Indices) -> Expression:
+    """Return a lookup by positions. An array over all pairs keeps one row for each query of the call."""
+    axes = table.axes or ()
+    if "i" in axes and "j" in axes:
+        row = axes.index("i")
+        return intern(Lookup(table, (*indices[:row], i, *indices[row + 1 :])))
+    return intern(Lookup(table.without_axes("i"), indices))
+
+
+def rewrite_formulas(cache: KVCache, count: int, mask: Any, score: Any, see: Any) -> tuple[Any, Any, Any]:
+    """Return mask, score and statistics of a call of `count` queries on a cache, for the rows of the call.
+
+    The result's mask also hides the positions beyond each sequence's end. Arrays stay as they are.
+
+    Parameters
+    ----------
+    mask, score, see : as in `attention`; functions become formulas
+
+    Raises
+    ------
+    ShapeError
+        A formula reads i, and there are more queries than positions.
+    """
+    mask = _to_formula(mask, "mask", "b h i j")
+    score = _to_formula(score, "score", "s b h i j")
+    formulas = [formula for formula in (mask, score) if isinstance(formula, Expression)]
+    statistics = see if isinstance(see, list | tuple) else () if see is None else (see,)
+    statistics = [_with_formulas(one, formulas) for one in statistics]
+    reads_rows = any("i" in formula.free_symbols for formula in formulas)
+    rewriting = cache.rewriting(count, reads_rows)
+    if isinstance(mask, Expression) or mask is None:
+        mask = rewriting.mask(mask)
+    if isinstance(score, Expression):
+        score = rewriting.formula(score)
+    statistics = [rewriting.statistic(one) if hasattr(one, "map_formulas") else one for one in statistics]
+    return mask, score, tuple(statistics)
+
+
+def _to_formula(given: Any, role: str, arguments: str) -> Any:
+    if given is None or hasattr(given, "dtype") or not (isinstance(given, Expression) or callable(given)):
+        return given  # an array, or what is refused later
+    return from_function.to_formula(given, role, arguments)
+
+
+def _with_formulas(statistic: Any, formulas: list[Expression]) -> Any:
+    """Return the statistic with formulas in place of functions, and append its formulas to the list."""
+
+    def collect(condition: Any) -> Any:
+        formula = _to_formula(condition, "mask", "b h i j")
+        formulas.extend([formula] if isinstance(formula, Expression) else [])
+        return formula
+
+    return statistic.map_formulas(collect) if hasattr(statistic, "map_formulas") else statistic
+
+
+def find_rewriting(cache: KVCache, count: int) -> Rewriting:
+    """Return the rewriting of formulas that read i, for sequences or rows that differ."""
+    lengths, rows = cache.lengths, np.arange(count)
+    if count > lengths.max(initial=0) > 0 and not cache.are_newest(count):
+        raise ShapeError(
+            f"{count} queries under a formula of i, on a KVCache of {lengths.max(initial=0)} positions",
+            "the queries of the newest append, or of the last positions of every sequence",
+            "append the keys of these queries first; for keys of another sequence use formulas of j alone",
+        )
+    positions = cache.positions(None if cache.are_newest(count) else count)
+    real = positions >= 0
+    entry = b if lengths.size != 1 else 0
+    ends = Table(lengths)[entry]
+    of_rows = Table(np.where(real, lengths[:, None], 0))[entry, i]  # a query that is padding has no keys
+    condition = cache.length_mask if real.all() else j < of_rows
+    if (positions == rows)[real].all():
+        position: Expression = i
+    elif real.all():
+        position = i + Table(positions[:, 0])[entry]
+    else:
+        position = Table(np.maximum(positions, 0))[entry, i]
+    are_last = count == 1 and bool((positions[:, 0] == lengths - 1)[real[:, 0]].all())
+    return Rewriting({"i": position, "n": ends, "m": ends}, condition, are_last)
