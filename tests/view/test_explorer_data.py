@@ -128,7 +128,7 @@ def test_lone_surrogates_are_written(tmp_path):
 
 def call(layer, results, n, m, start=0, kind="self", **statistics):
     """A call as `watch` records it."""
-    named = tuple(SimpleNamespace(name=name, how=statistics.get(name)) for name in results)
+    named = tuple(SimpleNamespace(name=name, how=statistics.get(name, "sum")) for name in results)
 
     class Call(SimpleNamespace):
         def __getitem__(self, name):
@@ -185,6 +185,54 @@ def test_recordings_without_weights(rng):
         explorer.from_seen(recording_of([call("layer.0", results, 6, 6)], [list("abcdef")]))
     with pytest.raises(ParameterError, match="nothing was recorded"):
         explorer.from_seen(recording_of([], []))
+
+
+def overview(p, side, k=2):
+    """The results of `sightline.OVERVIEW` for weights (B, H, n, m), in cells of equal size."""
+    rows, columns = (min(side, length) for length in p.shape[-2:])
+    order = np.argsort(-p, axis=-1)[..., :k]
+    cells = p.reshape(*p.shape[:2], rows, p.shape[2] // rows, columns, p.shape[3] // columns).mean((3, 5))
+    links = np.take_along_axis(p, order, -1), order
+    return {"pooled": cells, "top_k": links, "entropy": -(p * np.log(p)).sum(-1), "received": p.sum(-2)}
+
+
+def test_cells_of_single_pairs_are_all_weights(rng):
+    """A prompt of few tokens, and a step whose keys are more than cells: what they receive is its row of weights."""
+    prompt, step = (rng.dirichlet(np.ones(m), size=(1, 2, n)).astype(np.float32) for n, m in ((4, 4), (1, 6)))
+    parts = [(prompt, 4, 4, 0), (step, 1, 6, 4)]
+    kinds = {"pooled": "mean", "received": "sum"}
+    pages = [
+        explorer.from_seen(
+            recording_of([call("a.0", make(p), n, m, start, **kinds) for p, n, m, start in parts], [list("abcdef")])
+        )
+        for make in (lambda p: overview(p, 4 if p.shape[-2] == 4 else 3), lambda p: {"weights": p})
+    ]
+    found, expected = (page.texts[0].layers[0] for page in pages)
+    assert (found.how, found.looks, pages[0].notes) == ("whole", None, ())
+    assert np.array_equal(found.cells, expected.cells)
+    assert (found.queries, found.keys) == (expected.queries, expected.keys)
+
+
+def test_pooled_steps_of_a_generation_are_joined(rng):
+    p = np.tril(rng.random((1, 2, 12, 12))) + 1e-9
+    p /= p.sum(-1, keepdims=True)
+    parts = [(p[..., :8, :8], 8, 8, 0), (p[..., 8:9, :9], 1, 9, 8), (p[..., 9:, :], 3, 12, 9)]
+    kinds = {"pooled": "mean", "received": "sum"}
+    results = [overview(part, side) for (part, *_), side in zip(parts, (4, 3, 4), strict=True)]
+    calls = [call("a.0", of, *sizes, **kinds) for of, (_, *sizes) in zip(results, parts, strict=True)]
+    earlier = call("a.0", overview(p[..., :8, :8] * 0 + 1, 4), 8, 8, **kinds)
+    layer = explorer.from_seen(recording_of([earlier, *calls], [list("abcdefghijkl")])).texts[0].layers[0]
+    whole = np.zeros((2, 12, 12))  # the weights, as far as cells tell them apart
+    whole[:, :8, :8] = results[0]["pooled"][0].repeat(2, 1).repeat(2, 2)
+    whole[:, 8, :9] = p[0, :, 8, :9]
+    whole[:, 9:] = results[2]["pooled"][0].repeat(3, 2)
+    assert layer.how == "mean"
+    np.testing.assert_allclose(layer.cells, whole.reshape(2, 4, 3, 4, 3).mean((2, 4)), rtol=1e-6)
+    summed = p[0, :, 9:].sum(1) + sum(np.pad(q[0].sum(1), ((0, 0), (0, 12 - m))) for q, _, m, _ in parts[:2])
+    np.testing.assert_allclose(layer.received, summed, rtol=1e-6)
+    assert (layer.entropy.shape, layer.looks.weights.shape) == ((2, 12), (2, 12, 2))
+    assert np.array_equal(layer.looks.where[:, 8:9], results[1]["top_k"][1][0])
+    assert (layer.queries, layer.keys) == (tuple("abcdefghijkl"),) * 2
 
 
 def test_a_notebook_gets_the_same_page(monkeypatch):
