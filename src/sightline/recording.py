@@ -404,16 +404,9 @@ class Seen:
                 found.append((float(shares[entry, head, key]), call, entry, head, key))
         found.sort(key=lambda one: -one[0])
         return [
-            HeavyKey(
-                layer=call.name,
-                head=call.heads[head],
-                token=self.labels(call, entry)[1][key],
-                share=share,
-                position=call.key_start + key,
-                entry=entry,
-                step=call.step,
-            )
+            HeavyKey(call.name, call.heads[head], labels[key], share, call.key_start + key, entry, call.step)
             for share, call, entry, head, key in found[:count]
+            for labels in (self.labels(call, entry)[1],)
         ]
 
     # -- pictures, drawn by sightline.view ---------------------------------------------------------------------------

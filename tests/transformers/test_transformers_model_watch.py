@@ -15,6 +15,7 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+import sightline.transformers
 from sightline import watch
 from sightline.torch.attention_finder import FINDER
 from sightline.view import explorer

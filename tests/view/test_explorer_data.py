@@ -235,6 +235,21 @@ def test_pooled_steps_of_a_generation_are_joined(rng):
     assert (layer.queries, layer.keys) == (tuple("abcdefghijkl"),) * 2
 
 
+def test_short_sequences_beside_long_ones_have_every_weight(rng):
+    """A decoder of few tokens and an encoder of many frames; a limit rounds both."""
+    short, long = (rng.dirichlet(np.ones(n), size=(1, 2, n)).astype(np.float32) for n in (4, 12))
+    kinds = {"pooled": "mean", "received": "sum"}
+    calls = [call(name, overview(p, 4), p.shape[-1], p.shape[-1], **kinds) for name, p in (("a", short), ("b", long))]
+    seen = recording_of(calls, [list("abcdefghijkl")])
+    first, second = explorer.from_seen(seen).texts[0].layers
+    assert (first.how, second.how) == ("whole", "mean")
+    assert np.array_equal(first.cells, short[0])
+    page = explorer.from_seen(seen, limit=1)
+    first, second = page.texts[0].layers
+    assert (first.cells.shape, first.levels, second.cells.shape) == ((2, 4, 4), 63, (2, 1, 1))
+    assert "maps of at most 1 × 1 cells" in page.notes[1]
+
+
 def test_a_notebook_gets_the_same_page(monkeypatch):
     data = explorer.from_weights(["a", "b"], np.full((1, 2, 2), 0.5))
     shown = notebook.widget(data)

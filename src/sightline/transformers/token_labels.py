@@ -108,7 +108,7 @@ class InputIds:
         if audios:
             count = max([audios, *map(len, self.by_side.values())])  # a beam search decodes an audio several times
             labels["encoder"] = [[f"{k * WHISPER_FRAME:.2f} s" for k in range(frames)]] * count
-        return labels.get("", labels) or None  # type: ignore[no-any-return]
+        return labels.get("", labels) or None
 
 
 _RECORDERS: WeakKeyDictionary[PreTrainedModel, list[TokenRecorder]] = WeakKeyDictionary()  # those that record now

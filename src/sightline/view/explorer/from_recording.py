@@ -21,6 +21,7 @@ from .data import (
     ShownLayer,
     Text,
     make_exploration,
+    make_layer,
     text_name,
 )
 from .fitting import fit
@@ -77,7 +78,7 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
     batch = range(len(to_numpy(_first(runs[0][-1].results[0]))))
     if is_dense:
         return make_exploration(title, [[_dense(seen, *pair, entry) for pair in pairs] for entry in batch], limit, top)
-    texts = [[_pooled(seen, *pair, entry) for pair in pairs] for entry in batch]
+    texts = [[_shown(seen, *pair, entry) for pair in pairs] for entry in batch]
     named = tuple(Text(text_name(text[0].queries), tuple(text)) for text in texts)
     return fit(Exploration(title, named, ("The map shows pooled weights.",)), limit)
 
@@ -164,6 +165,14 @@ def _dense(seen: Any, run: Sequence[Any], parts: Sequence[Array], entry: int) ->
     return DenseLayer(run[0].name, tuple(queries[:n]), tuple(keys[:m]), weights[:, :n, :m], run[0].heads)
 
 
+def _shown(seen: Any, run: Sequence[Any], parts: Sequence[Array | None], entry: int) -> ShownLayer:
+    """Return a layer of a page that has pooled layers: all weights if they need no more cells, else means."""
+    (start, stop), known = _key_span(run), [part for part in parts if part is not None]
+    if len(known) == len(parts) and max(sum(call.n for call in run), stop - start) <= _side(run):
+        return make_layer(_dense(seen, run, known, entry))
+    return _pooled(seen, run, parts, entry)
+
+
 def _pooled(seen: Any, run: Sequence[Any], parts: Sequence[Array | None], entry: int) -> ShownLayer:
     """Return a layer of the page from the pooled statistics of its calls on one text of the batch.
 
@@ -202,15 +211,20 @@ def _join_cells(run: Sequence[Any], cells: Sequence[Array]) -> Array:
     Each cell of a call counts in the cells of the result by the number of pairs that it shares with them.
     """
     (start, stop), n = _key_span(run), sum(call.n for call in run)
-    side = max(max(to_numpy(call["pooled"]).shape[-2:]) for call in run)
-    edges = _edges(0, n, min(side, n)), _edges(start, stop, min(side, stop - start))
+    edges = _edges(0, n, min(_side(run), n)), _edges(start, stop, min(_side(run), stop - start))
     sums, row = np.zeros((len(cells[0]), *(len(each) - 1 for each in edges))), 0
     for call, array in zip(run, cells, strict=True):
         down = _overlaps(edges[0], _edges(row, row + call.n, array.shape[1]))
         across = _overlaps(edges[1], _edges(call.key_start, call.key_start + call.m, array.shape[2]))
         sums += down @ array @ across.T
         row += call.n
-    return (sums / np.outer(*map(np.diff, edges))).astype(np.float32)
+    joined: Array = (sums / np.outer(*map(np.diff, edges))).astype(np.float32)
+    return joined
+
+
+def _side(run: Sequence[Any]) -> int:
+    """Return the largest number of cells along an axis of the calls' pooled maps."""
+    return max(length for call in run for length in call["pooled"].shape[-2:])  # type: ignore[no-any-return]
 
 
 def _edges(first: int, stop: int, count: int) -> Array:
@@ -221,7 +235,7 @@ def _edges(first: int, stop: int, count: int) -> Array:
 def _overlaps(edges: Array, others: Array) -> Array:
     """Return how many positions each cell of a grid shares with each cell of another, (cells, other cells)."""
     first, stop = np.maximum.outer(edges[:-1], others[:-1]), np.minimum.outer(edges[1:], others[1:])
-    return np.maximum(stop - first, 0)
+    return np.maximum(stop - first, 0)  # type: ignore[no-any-return]
 
 
 def _unpadded_length(tokens: Sequence[str]) -> int:
