@@ -126,7 +126,7 @@ def test_lone_surrogates_are_written(tmp_path):
     assert "<title>?</title>" in explorer.save_html(data, tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def call(layer, results, n, m, start=0, kind="self", **statistics):
+def call(layer, results, n, m, start=0, key_start=0, kind="self", **statistics):
     """A call as `watch` records it."""
     named = tuple(SimpleNamespace(name=name, how=statistics.get(name, "sum")) for name in results)
 
@@ -134,14 +134,15 @@ def call(layer, results, n, m, start=0, kind="self", **statistics):
         def __getitem__(self, name):
             return results[name]
 
-    given = {"statistics": named, "results": tuple(results.values()), "heads": (2, 5), "key_start": 0}
+    given = {"statistics": named, "results": tuple(results.values()), "heads": (2, 5), "key_start": key_start}
     return Call(layer=layer, name=layer, n=n, m=m, query_start=start, kind=kind, **given)
 
 
 def recording_of(calls, tokens):
     def labels(one, entry):
         listed = tokens[entry] + [""] * one.m
-        return listed[one.query_start : one.query_start + one.n], listed[: one.m]
+        first = one.key_start + one.query_start
+        return listed[first : first + one.n], listed[one.key_start : one.key_start + one.m]
 
     return SimpleNamespace(calls=calls, layers=tuple(dict.fromkeys(c.layer for c in calls)), labels=labels)
 
@@ -214,9 +215,11 @@ def test_cells_of_single_pairs_are_all_weights(rng):
 
 
 def test_pooled_steps_of_a_generation_are_joined(rng):
+    """A prompt of pooled cells, a step of one query, and three queries on a cache without the first four keys."""
     p = np.tril(rng.random((1, 2, 12, 12))) + 1e-9
+    p[..., 9:, :4] = 0
     p /= p.sum(-1, keepdims=True)
-    parts = [(p[..., :8, :8], 8, 8, 0), (p[..., 8:9, :9], 1, 9, 8), (p[..., 9:, :], 3, 12, 9)]
+    parts = [(p[..., :8, :8], 8, 8, 0), (p[..., 8:9, :9], 1, 9, 8), (p[..., 9:, 4:], 3, 8, 5, 4)]
     kinds = {"pooled": "mean", "received": "sum"}
     results = [overview(part, side) for (part, *_), side in zip(parts, (4, 3, 4), strict=True)]
     calls = [call("a.0", of, *sizes, **kinds) for of, (_, *sizes) in zip(results, parts, strict=True)]
@@ -225,13 +228,14 @@ def test_pooled_steps_of_a_generation_are_joined(rng):
     whole = np.zeros((2, 12, 12))  # the weights, as far as cells tell them apart
     whole[:, :8, :8] = results[0]["pooled"][0].repeat(2, 1).repeat(2, 2)
     whole[:, 8, :9] = p[0, :, 8, :9]
-    whole[:, 9:] = results[2]["pooled"][0].repeat(3, 2)
+    whole[:, 9:, 4:] = results[2]["pooled"][0].repeat(2, 2)
     assert layer.how == "mean"
     np.testing.assert_allclose(layer.cells, whole.reshape(2, 4, 3, 4, 3).mean((2, 4)), rtol=1e-6)
     summed = p[0, :, 9:].sum(1) + sum(np.pad(q[0].sum(1), ((0, 0), (0, 12 - m))) for q, _, m, _ in parts[:2])
     np.testing.assert_allclose(layer.received, summed, rtol=1e-6)
     assert (layer.entropy.shape, layer.looks.weights.shape) == ((2, 12), (2, 12, 2))
     assert np.array_equal(layer.looks.where[:, 8:9], results[1]["top_k"][1][0])
+    assert np.array_equal(layer.looks.where[:, 9:], 4 + results[2]["top_k"][1][0])
     assert (layer.queries, layer.keys) == (tuple("abcdefghijkl"),) * 2
 
 
