@@ -209,5 +209,5 @@ def test_dir_shows_the_public_names_and_the_submodules():
         threads tiles top_k tune watch weighted_sum weights where window
     """
     modules = "data equinox flax jax keras positions torch transformers view"
-    expected = [*"bhijsnm", "Expression", "KVCache", "Table", *functions.split(), *modules.split()]
+    expected = [*"bhijsnm", "OVERVIEW", "Expression", "KVCache", "Table", *functions.split(), *modules.split()]
     assert dir(sightline) == sorted(expected)

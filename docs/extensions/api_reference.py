@@ -32,6 +32,8 @@ CONSTANTS = {
     "sightline.s": "The scaled score, Q Kᵀ · scale.",
     "sightline.n": "The number of queries.",
     "sightline.m": "The number of keys.",
+    "sightline.OVERVIEW": "The statistics that the explorer page shows, and that `watch` records by default: "
+    "`(pooled(64, 64), top_k(8), entropy(), received())`. Their results take O(n) memory.",
     "sightline.data.NAMES": "The names that `load` accepts.",
     "sightline.transformers.NAME": 'The name in transformers\' interfaces: `attn_implementation="sightline"`.',
 }

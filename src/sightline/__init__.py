@@ -28,9 +28,10 @@ from .gpu.tuning.tuner import tune
 from .kv_cache import KVCache
 from .partition.lse_merge import merge
 from .recording import Seen
-from .statistics import entropy, lse, mass, max_score, pooled, received, scores, top_k, weighted_sum, weights
+from .statistics import OVERVIEW, entropy, lse, mass, max_score, pooled, received, scores, top_k, weighted_sum, weights
 
 __all__ = [
+    "OVERVIEW",
     "Expression",
     "KVCache",
     "Table",

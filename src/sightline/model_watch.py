@@ -13,7 +13,7 @@ from torch import nn
 
 from .errors import ParameterError
 from .recording import Seen, Tokens
-from .statistics import Statistic
+from .statistics import OVERVIEW, Statistic
 from .torch.attention_finder import FINDER
 from .torch.hooks import check_module
 from .torch.watcher import Watcher
@@ -22,7 +22,7 @@ from .torch.watcher import Watcher
 @contextmanager
 def watch(
     model: nn.Module,
-    see: Statistic | Sequence[Statistic] | Mapping[str, Statistic],
+    see: Statistic | Sequence[Statistic] | Mapping[str, Statistic] = OVERVIEW,
     *,
     layers: str | int | Sequence[str | int] | None = None,
     heads: Sequence[int] | None = None,
@@ -45,8 +45,9 @@ def watch(
     Parameters
     ----------
     model : torch.nn.Module
-    see : statistic, list of statistics, or dict from names to statistics
-        Such as `sightline.weights()`. They are computed for every call.
+    see : statistic, list of statistics, or dict from names to statistics, default `sightline.OVERVIEW`
+        Such as `sightline.weights()`. They are computed for every call. The default is what `seen.save_html(path)`
+        needs, in O(n) memory for each call; in a generation each token is a call.
     layers : path, pattern or number of a layer, or a list of them, default all
         A layer is the innermost module that runs when attention is called. A path or pattern ("blocks.*.attn") matches
         its path in the model; a number counts the layers in the order in which they first run. A negative number counts
@@ -58,7 +59,7 @@ def watch(
         `sightline.recording.Seen`. For a model of transformers, the default labels are the tokens of its `input_ids`.
     tokenizer : tokenizer of transformers, optional
         The tokenizer whose tokens label the positions, by default the one in the folder that the model was loaded from.
-        Nothing is downloaded. Without a tokenizer, positions have no labels.
+        Nothing is downloaded. Without a tokenizer, the labels are the positions.
 
     Yields
     ------
@@ -96,7 +97,7 @@ def watch(
     check_module(model)
     watcher = Watcher(model, see, layers, heads, tokens, FINDER)
     with ExitStack() as exit_stack:
-        watcher.inputs = _prepare_transformers(exit_stack, model, tokens, tokenizer)
+        watcher.inputs = _prepare_transformers(exit_stack, model, tokenizer)
         exit_stack.enter_context(FINDER.serving(watcher))
         exit_stack.enter_context(watcher.modules.follow())
         yield watcher.seen
@@ -107,18 +108,17 @@ def watch(
         )
 
 
-def _prepare_transformers(exit_stack: ExitStack, model: nn.Module, tokens: Any, tokenizer: Any) -> Any:
+def _prepare_transformers(exit_stack: ExitStack, model: nn.Module, tokenizer: Any) -> Any:
     """Switch models of transformers to this library while the exit stack is open.
 
-    The result records the tokens of their inputs. It is None for other models, and if `tokens` are given.
+    The result records the tokens of their inputs. It is None for other models.
     """
     package = sys.modules.get("transformers")
     if package is not None and any(isinstance(module, package.PreTrainedModel) for module in model.modules()):
         own = import_module("sightline.transformers.model_layers")
         exit_stack.enter_context(own.using_sightline(model))
-        if tokens is None:
-            return exit_stack.enter_context(own.recording_tokens(model, tokenizer))
-    elif tokenizer is not None:
+        return exit_stack.enter_context(own.recording_tokens(model, tokenizer))
+    if tokenizer is not None:
         raise ParameterError(
             f"tokenizer= for a {type(model).__name__}, which is no model of transformers",
             "the tokens themselves",

@@ -27,11 +27,15 @@ Tokens = Labels | Mapping[str, Labels]  # labels of one sequence, or of two: {"e
 
 
 class LabelledInputs(Protocol):
-    """The inputs of a model, whose tokens label the positions of its layers."""
+    """The inputs of a model, which label the positions of its layers."""
 
     @property
     def tokens(self) -> Tokens | None:
         """The labels; None if they are unknown."""
+
+    @property
+    def start(self) -> int:
+        """The position of the first token of a call: the number of tokens in the cache, those of a decoder if any."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,9 +50,9 @@ class Call:
         "self" if queries and keys come from one sequence, "cross" if the keys come from another sequence.
     step : int
         How many runs of the model have called this layer before. In generation it is the index of the generated token.
-    query_start : int or None
-        The index, among the keys, of the key at the first query's position: 0, or the number of keys in the cache. None
-        if `kind` is "cross".
+    query_start : int
+        If `kind` is "self", the index, among the keys, of the key at the first query's position: 0, or the number of
+        keys in the cache. If `kind` is "cross", the position of the first query in its own sequence.
     key_start : int
         The position of the first key in its sequence. It is above 0 after a sliding cache has discarded keys.
     n, m : int
@@ -60,7 +64,7 @@ class Call:
     results : tuple
         The result of each statistic, of shape (B, heads, …); the statistic defines the other axes.
     inputs : LabelledInputs, optional
-        The tokens that the model had got when the layer ran, if the watch knows them.
+        The tokens that the model had got when the layer ran, for a model of transformers.
     call : int
         How many calls the layer has made before in this run of the model. It is above 0 if the layer computes attention
         several times, or if the model runs one layer several times, as ALBERT does.
@@ -71,7 +75,7 @@ class Call:
     layer: str
     kind: Kind
     step: int
-    query_start: int | None
+    query_start: int
     key_start: int
     n: int
     m: int
@@ -119,7 +123,7 @@ class HeavyKey(NamedTuple):
     ----------
     layer : the layer's path
     head : the query head
-    token : the label of the key; None if there is none
+    token : the label of the key, as `Seen.labels` gives it: its token, or its position
     share : the part of the head's attention, from 0 to 1
     position : the position of the key
     entry : the batch entry
@@ -128,7 +132,7 @@ class HeavyKey(NamedTuple):
 
     layer: str
     head: int
-    token: str | None
+    token: str
     share: float
     position: int
     entry: int
@@ -314,10 +318,12 @@ class Seen:
         selected._tokens = self._tokens  # the labels fit all calls, of which these are a part
         return selected
 
-    def labels(self, call: Call, entry: int = 0) -> tuple[list[str] | None, list[str] | None]:
-        """Return (labels of the call's queries, labels of the call's keys) in one batch entry.
+    def labels(self, call: Call, entry: int = 0) -> tuple[list[str], list[str]]:
+        """Return (n labels of the call's queries, m labels of the call's keys) in one batch entry.
 
-        Labels are None if neither `tokens` nor the call's inputs have labels for that sequence and that batch entry.
+        They are those of `tokens`, else the tokens of the call's inputs, or the times of audio frames in Whisper's
+        encoder ("1.24 s", from the start of its window). Where none of these are known, they are the positions in the
+        sequence: "0", "1", and so on. Padding at the end of a text has the label "".
         """
         tokens = self._tokens
         if tokens is None and call.inputs is not None:
@@ -326,12 +332,10 @@ class Seen:
         keys = queries if call.kind == "self" else _labels_of_side(tokens, "encoder", entry)
         if call.kind == "cross" and not isinstance(tokens, Mapping):
             keys = None  # a single list of tokens labels the sequence of the queries
-        first = call.key_start + (call.query_start or 0)
+        first = _query_position(call)
         if self._tokens is None:  # inputs of another length label another sequence, such as the patches of an image
-            if call.kind == "self":
-                queries = keys = _of_length(queries, first + call.n)
-            else:
-                keys = _of_length(keys, call.m)
+            queries = _of_length(queries, first + call.n)
+            keys = queries if call.kind == "self" else _of_length(keys, call.m)
         return _piece(queries, first, call.n), _piece(keys, call.key_start, call.m)
 
     def __getitem__(self, name: str | int | slice) -> Any:
@@ -382,7 +386,7 @@ class Seen:
         ParameterError
             The recording has no such statistic, or the statistic has no number for each head and key.
         """
-        found: list[HeavyKey] = []
+        found: list[tuple[float, Call, int, int, int]] = []
         for call in self.calls:
             statistic = call.statistics[_find_statistic(name, call.statistics, call.names)]
             received = to_numpy(call[name])
@@ -397,13 +401,13 @@ class Seen:
             )
             for place in np.argsort(-shares, axis=None, kind="stable")[:count]:
                 entry, head, key = map(int, np.unravel_index(place, shares.shape))
-                keys = self.labels(call, entry)[1]
-                token = None if keys is None else keys[key]
-                share = float(shares[entry, head, key])
-                found.append(
-                    HeavyKey(call.name, call.heads[head], token, share, call.key_start + key, entry, call.step)
-                )
-        return sorted(found, key=lambda one: -one.share)[:count]
+                found.append((float(shares[entry, head, key]), call, entry, head, key))
+        found.sort(key=lambda one: -one[0])
+        return [
+            HeavyKey(call.name, call.heads[head], labels[key], share, call.key_start + key, entry, call.step)
+            for share, call, entry, head, key in found[:count]
+            for labels in (self.labels(call, entry)[1],)
+        ]
 
     # -- pictures, drawn by sightline.view ---------------------------------------------------------------------------
     def explore(self, **options: Any) -> Any:
@@ -469,13 +473,18 @@ def _side(call: Call) -> str:
     return "encoder" if "encoder" in call.layer.split(".") else "decoder"
 
 
+def _query_position(call: Call) -> int:
+    """Return the position of the call's first query in its sequence."""
+    return call.query_start + (call.key_start if call.kind == "self" else 0)
+
+
 def _count_positions(calls: Sequence[Call], side: str) -> tuple[int, bool]:
     """Return the number of positions of a side's sequence, and True if the sequence grew in steps, as in generation.
 
     The side is "encoder" or "decoder". The side "" counts the calls of both.
     """
     own = [call for call in calls if call.kind == "self" and side in ("", _side(call))]
-    counts = [call.key_start + (call.query_start or 0) + call.n for call in own]
+    counts = [_query_position(call) + call.n for call in own]
     if side == "encoder":
         counts += [call.m for call in calls if call.kind == "cross"]
     return max(counts, default=0), any(call.query_start for call in own)
@@ -507,10 +516,10 @@ def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
     return map_arrays(lambda array: array[(slice(None),) * axis + (places,)], result)
 
 
-def _piece(labels: Sequence[str] | None, first: int, count: int) -> list[str] | None:
-    """Return `count` labels from index `first` on, filled up with "" if there are fewer; None if `labels` is None."""
+def _piece(labels: Sequence[str] | None, first: int, count: int) -> list[str]:
+    """Return `count` labels from index `first` on, filled up with "" if there are fewer; the indices for None."""
     if labels is None:
-        return None
+        return [str(first + k) for k in range(count)]
     piece = list(labels[first : first + count])
     return piece + [""] * (count - len(piece))
 

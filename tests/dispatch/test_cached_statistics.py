@@ -59,6 +59,17 @@ def test_statistics_that_no_bound_call_computes(rng, see):
     assert all_bits(sightline.attention(*given, see=see)) == expected
 
 
+def test_a_growing_cache_has_more_cells_at_each_step(rng):
+    """A decoding loop passes the number of cells: each step has a cell for each key, and then eight cells."""
+    query, key, value = arrays(rng, ((1, 2, 1, 8), (1, 2, 12, 8), (1, 2, 12, 8)))
+    for m in range(1, 13):
+        given, see = (query, key[..., :m, :], value[..., :m, :]), [sightline.pooled(8, 8), sightline.weights()]
+        _, (cells, weights) = sightline.attention(*given, see=see)
+        edges = np.arange(min(m, 8) + 1) * m // min(m, 8)
+        expected = np.add.reduceat(weights, edges[:-1], axis=-1) / np.diff(edges)
+        np.testing.assert_allclose(cells, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(9, 8), (3, 9, 8)], ids=str)
 def test_statistics_of_arrays_without_heads(rng, shape):
     given = arrays(rng, (shape,) * 3)

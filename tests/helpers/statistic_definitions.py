@@ -85,7 +85,7 @@ def _received(statistic: Any, of: Dense) -> tuple[Any, ...]:
 def _pooled(statistic: Any, of: Dense) -> tuple[Any, ...]:
     xp, (n, m) = namespace(of.weights), of.weights.shape[-2:]
     (i0, i1), (j0, j1) = statistic.within or ((0, n), (0, m))
-    down, across = statistic.down, statistic.across
+    down, across = min(statistic.down, i1 - i0), min(statistic.across, j1 - j0)
     rows = [i0 + r * (i1 - i0) // down for r in range(down + 1)]
     columns = [j0 + c * (j1 - j0) // across for c in range(across + 1)]
     lines = []
@@ -314,8 +314,7 @@ def statistics(draw: Any, problem: Problem) -> list[Any]:
     if n and m:
         (i0, i1), (j0, j1) = (sorted(rng.integers(0, count + 1, 2).tolist()) for count in (n, m))
         within = ((i0, i1), (j0, j1)) if i0 < i1 and j0 < j1 else None
-        (i0, i1), (j0, j1) = within or ((0, n), (0, m))
-        cells = draw(st.integers(1, min(i1 - i0, 9))), draw(st.integers(1, min(j1 - j0, 9)))
+        cells = draw(st.integers(1, 9)), draw(st.integers(1, 9))
         see.append(sightline.pooled(*cells, draw(st.sampled_from(["mean", "max"])), within))
     means = [one for one in see if one.supports_mean]
     see.append(draw(st.sampled_from(means)).mean(draw(st.sampled_from(["heads", "batch"]))))

@@ -61,6 +61,7 @@ def dense_received(p, how="sum"):
 
 def dense_pooled(p, rows, columns, how="mean", within=None):
     (i0, i1), (j0, j1) = within or ((0, p.shape[-2]), (0, p.shape[-1]))
+    rows, columns = min(rows, i1 - i0), min(columns, j1 - j0)
     found = np.zeros((*p.shape[:-2], rows, columns), p.dtype)
     for r, c in np.ndindex(rows, columns):
         queries = slice(i0 + r * (i1 - i0) // rows, i0 + (r + 1) * (i1 - i0) // rows)
@@ -199,6 +200,5 @@ def check_everything(problem, maxima=False, **more):
 
 def several(problem):
     """Return statistics for one pass, and for a second pass the same ones with other parameters."""
-    rows = min(5, problem.n)
-    sums = Received(), Pooled(rows, problem.m), TopK(6)
-    return [*sums, TopK(problem.m + 1), Received("max"), Pooled(rows, min(7, problem.m), "max")]
+    sums = Received(), Pooled(5, problem.m + 1), TopK(6)
+    return [*sums, TopK(problem.m + 1), Received("max"), Pooled(5, 7, "max")]

@@ -34,6 +34,7 @@ STATISTICS = {
     "the last queries": sightline.received(last=3),
     "pooled": sightline.pooled(3, 2),
     "most pooled": sightline.pooled(3, 2, "max"),
+    "a cell for each pair": sightline.pooled(64, 64),
     "a part pooled": sightline.pooled(2, 2, within=((1, 8), (2, 7))),
     "weights": sightline.weights(),
     "scores": sightline.scores(),

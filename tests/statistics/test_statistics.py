@@ -14,6 +14,7 @@ from fault_planting import broken
 from sightline import h, i, j, s, table
 from sightline.arrays.operations import to_numpy
 from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
+from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import dense_attention, gradient_term_sizes, summation_orders
 from sightline.statistics import arrays_of, head_factors, matrix, per_key, per_query, restriction, selection
 from sightline.testing import assert_within_budget
@@ -270,6 +271,23 @@ def test_gradients_within_budget_by_the_generated_kernel(name):
     check_gradients(OF_WEIGHTS[name], "cpu")
 
 
+@pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("how", ["mean", "max"])
+def test_pooled_has_at_most_a_cell_for_each_pair(kernel, how):
+    x = np.random.default_rng(0).normal(size=(1, 2, 7, 4)).astype(np.float32)
+    own = make_problem(x[..., :3, :], x, x, see=[sightline.weights(), sightline.pooled(64, 64, how)])
+    weights, cells = kernel.run(own).seen
+    np.testing.assert_array_max_ulp(cells, weights)
+    empty = sightline.pooled(64, 64, how, within=((2, 2), (0, 7)))
+    assert kernel.run(own.with_statistics(empty)).seen[0].shape == (1, 2, 0, 7)
+    query, key = (torch.tensor(part, requires_grad=True) for part in (x[..., :3, :], x))
+    both = [sightline.weights(), sightline.pooled(64, 64), sightline.pooled(64, 64, within=((2, 2), (0, 7)))]
+    _, (dense, pooled, nothing) = sightline.attention(query, key, key, see=both)
+    expected, found = (torch.autograd.grad(p.square().sum(), query, retain_graph=True)[0] for p in (dense, pooled))
+    torch.testing.assert_close(found, expected)
+    assert not torch.autograd.grad(nothing.sum(), query)[0].any()
+
+
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
@@ -427,7 +445,6 @@ ERRORS = {
     "a mask that reads s": (lambda: attend(sightline.mass(s > 0)), MaskError, "reads the score s"),
     "a mask outside its table": (lambda: attend(sightline.mass(table([True])[i])), TableError, "reads outside", "i=1"),
     "no cells": (lambda: sightline.pooled(0, 3), ParameterError, "rows=0", "pooled(64, 64)"),
-    "cells beyond rows": (lambda: attend(sightline.pooled(5, 2)), ShapeError, "into 5 rows", "at most 4", "rows=4"),
     "a line": (lambda: sightline.pooled(1, 1, within=(0, 4)), ParameterError, "within=(0, 4)", "first query"),
     "a rectangle outside": (lambda: attend(sightline.pooled(1, 1, within=((0, 4), (0, 5)))), ShapeError, "keys 0 to 5"),
     "pooled by another way": (lambda: sightline.pooled(1, 1, "sum"), ParameterError, "how='sum'", '"max"'),
@@ -600,9 +617,8 @@ STATISTICS = {
     "an off-by-one cell": (matrix, "((position + 1) * cells - 1)", "(position * cells)", lambda m: m.pooled(6, 11)),
     "cells of equal size": (
         matrix,
-        "np.outer(cell_lengths(*down, self.down), cell_lengths(*across, self.across)).astype(np.float64)",
-        "np.full((self.down, self.across), "
-        "cell_lengths(*down, self.down).mean() * cell_lengths(*across, self.across).mean())",
+        "np.outer(cell_lengths(*down, rows), cell_lengths(*across, columns)).astype(np.float64)",
+        "np.full((rows, columns), cell_lengths(*down, rows).mean() * cell_lengths(*across, columns).mean())",
         lambda m: m.pooled(6, 11),
     ),
     "the wrong key head": (

@@ -421,8 +421,8 @@ def test_cross_attention_and_caches():
     assert [(call.kind, call.query_start, call.step) for call in seen] == [
         ("self", 0, 0),
         ("self", 4, 1),
-        ("cross", None, 2),
-        ("cross", None, 0),
+        ("cross", 0, 2),
+        ("cross", 0, 0),
     ]
 
 

@@ -155,7 +155,7 @@ def test_statistics_have_the_names_of_a_dict(x):
 
 def call(layer="decoder.0", step=0, kind="self", n=2, m=4, query_start=2, results=None):
     results = (torch.arange(12.0).reshape(1, 2, 6),) if results is None else results
-    return Call(layer, kind, step, None if kind == "cross" else query_start, 0, n, m, (0, 1), (LSE,), results)
+    return Call(layer, kind, step, query_start, 0, n, m, (0, 1), (LSE,), results)
 
 
 @pytest.fixture
@@ -182,14 +182,15 @@ def test_calls_are_selected(seen):
 
 
 def test_labels_follow_positions(seen):
-    assert seen.labels(seen[0]) == (None, None)
+    positions = list("0123")
+    assert seen.labels(seen[0]) == seen.labels(seen[3]) == (positions[2:], positions)
     seen.tokens = ["a", "b", "c", "d"]
     assert seen.labels(seen[0]) == (["c", "d"], ["a", "b", "c", "d"])
-    assert seen.labels(seen[3]) == (["a", "b"], None)
+    assert seen.labels(seen[3]) == (["c", "d"], positions)
     seen.tokens = {"encoder": [["w", "x", "y", "z"]], "decoder": [["a", "b", "c", "d"]]}
     assert seen.labels(seen[0]) == (["c", "d"], ["a", "b", "c", "d"])
-    assert seen.labels(seen[3]) == (["a", "b"], ["w", "x", "y", "z"])
-    assert seen.labels(seen[0], entry=1) == (None, None)
+    assert seen.labels(seen[3]) == (["c", "d"], ["w", "x", "y", "z"])
+    assert seen.labels(seen[0], entry=1) == (positions[2:], positions)
     with pytest.raises(ParameterError, match="encoder"):
         seen.tokens = {"left": [["a"]]}
     assert seen.of(step=0).tokens == seen.tokens
@@ -378,6 +379,41 @@ def test_names_of_totals(encoder, x):
     assert torch.equal(seen["sizes"][1], seen[1]["lse"])
 
 
+def test_the_default_statistics_make_a_page(encoder, x, tmp_path):
+    with torch.no_grad(), watch(encoder) as seen:
+        encoder(x)
+    assert seen[0].statistics == sightline.OVERVIEW
+    seen.save_html(tmp_path / "page.html")
+    assert '["0","1","2","3","4","5"]' in (tmp_path / "page.html").read_text()
+    with torch.no_grad(), watch(encoder, [LSE]) as few:
+        encoder(x)
+    with pytest.raises(ParameterError, match=r"cure: +see=sightline\.OVERVIEW"):
+        few.save_html(tmp_path / "page.html")
+
+
+def test_cross_attention_has_the_positions_of_its_queries():
+    """A decoder without a cache of keys: its cross-attention follows the self-attention of the same queries."""
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn, self.cross_attn = SelfAttentionByTorch(), SelfAttentionByTorch()
+
+        def forward(self, x, keys, audio):
+            attend = nn.functional.scaled_dot_product_attention
+            self.attn.forward = lambda: attend(x, keys, keys)
+            self.cross_attn.forward = lambda: attend(x, audio, audio)
+            return self.attn() + self.cross_attn()
+
+    decoder, x, audio = Decoder(), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 9, 4)
+    with watch(decoder, [LSE]) as seen:
+        for start, stop in ((0, 3), (3, 4), (4, 5), (0, 2)):
+            decoder(x[..., start:stop, :], x[..., :stop, :], audio)
+    assert [call.query_start for call in seen.of(kind="cross")] == [0, 3, 4, 0]
+    assert seen.labels(seen.of(kind="cross")[2]) == (["4"], list("012345678"))
+    assert "cross  2     1 from 4" in repr(seen)
+
+
 def test_the_heaviest_keys(encoder, x):
     with torch.no_grad(), watch(encoder, [sightline.weights(), sightline.received(), LSE], tokens=TOKENS) as seen:
         encoder(x)
@@ -389,6 +425,8 @@ def test_the_heaviest_keys(encoder, x):
         layer = seen.layers.index(one.layer)
         assert one.share == pytest.approx(float(shares[layer, one.entry, one.head, one.position]))
         assert (one.token, one.step) == (TOKENS[one.entry][one.position], 0)
+    seen.tokens = None
+    assert [one.token for one in seen.heaviest(count=5)] == [str(one.position) for one in found]
     last = seen.of(heads=[1]).heaviest("received()", 1)[0]
     assert (last.head, last.share) == (1, pytest.approx(float(shares[:, :, 1].max())))
     with pytest.raises(ParameterError, match="where weights"):

@@ -15,6 +15,7 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+import sightline.transformers
 from sightline import watch
 from sightline.torch.attention_finder import FINDER
 from sightline.view import explorer
@@ -87,7 +88,7 @@ def test_encoder_and_decoder_are_distinguished(name):
     assert kinds == {("self", True), ("self", False), ("cross", False)}
     cross = seen.of(kind="cross")[0]
     queries, keys = seen.labels(cross)
-    assert (set(queries), keys[0], cross.query_start) == ({"d"}, "e", None)
+    assert (set(queries), keys[0], cross.query_start) == ({"d"}, "e", 0)
 
 
 @pytest.mark.parametrize("before", ["eager", "sdpa", "sightline"])
@@ -177,14 +178,14 @@ def test_tokens_come_from_the_tokenizer_beside_the_model(words, tmp_path):
     assert seen.labels(seen[0])[0] == ["x"] * LENGTH
 
 
-def test_without_a_tokenizer_there_are_no_labels(tmp_path):
+def test_without_a_tokenizer_the_labels_are_positions(tmp_path):
     model = make_model("Llama")
     for name in ("", "no/model", str(tmp_path), "not a name"):
         model.config.name_or_path = name
         with torch.no_grad(), watch(model, [sightline.lse()]) as seen:
             model(**make_inputs(model, "no").inputs)
         assert seen.tokens is None
-        assert seen.labels(seen[0]) == (None, None)
+        assert seen.labels(seen[0]) == ([str(k) for k in range(LENGTH)],) * 2
     with (
         pytest.raises(ParameterError, match="tokenizer of type str"),
         watch(model, [sightline.lse()], tokenizer="bert"),
@@ -220,18 +221,42 @@ def test_tokens_after_a_cache_that_the_watch_did_not_see(words):
 
 
 def test_tokens_of_encoder_and_decoder(words):
-    for name, sides in (("T5", {"encoder", "decoder"}), ("Whisper", {"decoder"})):
+    for name in ("T5", "Whisper"):
         model = make_model(name)
         batch = make_inputs(model, "no")
         with torch.no_grad(), watch(model, [sightline.lse()], tokenizer=words) as seen:
             model(**batch.inputs)
-        assert set(seen.tokens) == sides
+        assert set(seen.tokens) == {"encoder", "decoder"}
         decoded = written(batch.inputs["decoder_input_ids"])[1]
-        encoded = written(batch.inputs["input_ids"])[1] if "encoder" in sides else None
+        encoded = written(batch.inputs["input_ids"])[1] if name == "T5" else [f"{k / 50:.2f} s" for k in range(10)]
         assert seen.labels(seen.of(kind="cross")[0], 1) == (decoded, encoded)
         own = {call.layer: seen.labels(call, 1)[0] for call in seen.of(kind="self")}
-        assert {tuple(labels or ()) for layer, labels in own.items() if "encoder" in layer} == {tuple(encoded or ())}
-        assert {tuple(labels or ()) for layer, labels in own.items() if "decoder" in layer} == {tuple(decoded)}
+        assert {tuple(labels) for layer, labels in own.items() if "encoder" in layer} == {tuple(encoded)}
+        assert {tuple(labels) for layer, labels in own.items() if "decoder" in layer} == {tuple(decoded)}
+
+
+@pytest.mark.parametrize("layers", [None, ["*encoder_attn*", "*EncDecAttention*"]])
+@pytest.mark.parametrize("name", ["T5", "Whisper"])
+def test_cross_attention_in_a_generation_has_the_positions_of_its_queries(words, name, layers):
+    """Each generated token is a query of its own; without a tokenizer its label is its position."""
+    model = make_model(name)
+    inputs = make_inputs(model, "no").inputs
+    layers = layers and [one for one in layers if ("Enc" in one) == (name == "T5")]
+    for tokenizer in (words, None):
+        with watch(model, [sightline.lse()], layers=layers, tokenizer=tokenizer) as seen:
+            for _ in range(2):
+                ids = generate(model, inputs, 4)
+        cross = seen.of(-1, kind="cross")
+        starts = [call.query_start for call in cross]
+        assert starts == [start for start, _ in enumerate(starts[: len(starts) // 2])] * 2
+        labels = [label for call in cross for label in seen.labels(call, 1)[0]]
+        tokens = written(ids)[1] if name == "T5" else ["w1", *written(ids)[1]]  # Whisper returns no start token
+        half = len(labels) // 2
+        assert labels == (tokens[:half] if tokenizer else [str(k) for k in range(half)]) * 2
+        audio = [f"{k / 50:.2f} s" for k in range(10)]
+        text = written(inputs["input_ids"])[1] if name == "T5" else []
+        positions = [str(k) for k in range(LENGTH)]
+        assert seen.labels(cross[-1], 1)[1] == (audio if name == "Whisper" else text if tokenizer else positions)
 
 
 @pytest.mark.soak
@@ -253,7 +278,7 @@ def test_sequences_of_other_lengths_have_no_tokens(words):
         model(ids)
     patches = replace(seen[0], n=9, m=9)
     assert seen.labels(seen[0])[0] == written(ids)[0]
-    assert seen.labels(patches) == (None, None)
+    assert seen.labels(patches) == ([str(k) for k in range(9)],) * 2
 
 
 @pytest.mark.parametrize("heads", [None, [3, 1]])
@@ -271,6 +296,61 @@ def test_a_recording_is_saved_as_html(see, heads, tmp_path):
     seen.save_html(tmp_path / "page.html", title="A title")
     page = (tmp_path / "page.html").read_text()
     assert all(text in page for text in (*seen.layers, "e11", "d11", "<title>A title</title>"))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "BERT", "T5", "Whisper", "ViT"])
+def test_the_default_statistics_have_every_weight_of_short_texts(name, tmp_path):
+    """The page is the one that `weights()` makes, of a forward pass and of a generation."""
+    model = make_model(name)
+    inputs = make_inputs(model, "left" if name == "Llama" else "no").inputs
+    runs = [lambda: model(**inputs)]
+    if model.can_generate():
+        runs.append(lambda: generate(model, inputs, 3))
+    for make in runs:
+        with torch.no_grad(), watch(model) as seen, watch(model, sightline.weights()) as dense:
+            make()
+        seen.save_html(tmp_path / "page.html")
+        found, expected = explorer.from_seen(seen), explorer.from_seen(dense)
+        assert found.notes == expected.notes == ()
+        for one, other in zip(found.texts, expected.texts, strict=True):
+            for layer, same in zip(one.layers, other.layers, strict=True):
+                assert (layer.name, layer.queries, layer.keys, layer.how) == (
+                    same.name,
+                    same.queries,
+                    same.keys,
+                    "whole",
+                )
+                assert_close(layer.cells, same.cells)
+
+
+def test_the_default_statistics_of_long_texts_in_a_generation(tmp_path):
+    """Tokens generated after a prompt of more tokens than cells have exact weights, in the joined cells."""
+    model = make_model("Llama")
+    ids = torch.arange(100)[None] % (VOCABULARY - 3) + 3
+    with torch.no_grad(), watch(model) as seen, watch(model, sightline.weights()) as dense:
+        generate(model, {"input_ids": ids}, 29)
+    seen.save_html(tmp_path / "page.html")
+    for layer, same in zip(*(explorer.from_seen(one).texts[0].layers for one in (seen, dense)), strict=True):
+        assert (layer.cells.shape[1:], layer.how, layer.queries) == ((64, 64), "mean", same.queries)
+        expected = same.cells.reshape(4, 64, 2, 64, 2).mean((2, 4))
+        assert_close(layer.cells[:, 50:], expected[:, 50:])
+        assert_close(layer.cells.sum((1, 2)), expected.sum((1, 2)))
+        assert_close(layer.received, same.received)
+        assert_close(layer.entropy, same.entropy)
+        assert_close(layer.looks.weights[:, -1, 0], same.cells[:, -1].max(-1))
+
+
+def generate(model, inputs, count):
+    """Return the ids that the model has got and written after `count` further tokens."""
+    given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
+    model.generation_config.suppress_tokens = [0, 1, 2]  # special tokens, such as the one that ends a text
+    options = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "use_cache": True}
+    return model.generate(**{**given, **options})
+
+
+def assert_close(found, expected):
+    """Compare two ways of this library to compute weights."""
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_attention_outside_of_the_interface():

@@ -126,22 +126,23 @@ def test_lone_surrogates_are_written(tmp_path):
     assert "<title>?</title>" in explorer.save_html(data, tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def call(layer, results, n, m, start=0, kind="self", **statistics):
+def call(layer, results, n, m, start=0, key_start=0, kind="self", **statistics):
     """A call as `watch` records it."""
-    named = tuple(SimpleNamespace(name=name, how=statistics.get(name)) for name in results)
+    named = tuple(SimpleNamespace(name=name, how=statistics.get(name, "sum")) for name in results)
 
     class Call(SimpleNamespace):
         def __getitem__(self, name):
             return results[name]
 
-    given = {"statistics": named, "results": tuple(results.values()), "heads": (2, 5), "key_start": 0}
+    given = {"statistics": named, "results": tuple(results.values()), "heads": (2, 5), "key_start": key_start}
     return Call(layer=layer, name=layer, n=n, m=m, query_start=start, kind=kind, **given)
 
 
 def recording_of(calls, tokens):
     def labels(one, entry):
         listed = tokens[entry] + [""] * one.m
-        return listed[one.query_start : one.query_start + one.n], listed[: one.m]
+        first = one.key_start + one.query_start
+        return listed[first : first + one.n], listed[one.key_start : one.key_start + one.m]
 
     return SimpleNamespace(calls=calls, layers=tuple(dict.fromkeys(c.layer for c in calls)), labels=labels)
 
@@ -185,6 +186,72 @@ def test_recordings_without_weights(rng):
         explorer.from_seen(recording_of([call("layer.0", results, 6, 6)], [list("abcdef")]))
     with pytest.raises(ParameterError, match="nothing was recorded"):
         explorer.from_seen(recording_of([], []))
+
+
+def overview(p, side, k=2):
+    """The results of `sightline.OVERVIEW` for weights (B, H, n, m), in cells of equal size."""
+    rows, columns = (min(side, length) for length in p.shape[-2:])
+    order = np.argsort(-p, axis=-1)[..., :k]
+    cells = p.reshape(*p.shape[:2], rows, p.shape[2] // rows, columns, p.shape[3] // columns).mean((3, 5))
+    links = np.take_along_axis(p, order, -1), order
+    return {"pooled": cells, "top_k": links, "entropy": -(p * np.log(p)).sum(-1), "received": p.sum(-2)}
+
+
+def test_cells_of_single_pairs_are_all_weights(rng):
+    """A prompt of few tokens, and a step whose keys are more than cells: what they receive is its row of weights."""
+    prompt, step = (rng.dirichlet(np.ones(m), size=(1, 2, n)).astype(np.float32) for n, m in ((4, 4), (1, 6)))
+    parts = [(prompt, 4, 4, 0), (step, 1, 6, 4)]
+    kinds = {"pooled": "mean", "received": "sum"}
+    pages = [
+        explorer.from_seen(
+            recording_of([call("a.0", make(p), n, m, start, **kinds) for p, n, m, start in parts], [list("abcdef")])
+        )
+        for make in (lambda p: overview(p, 4 if p.shape[-2] == 4 else 3), lambda p: {"weights": p})
+    ]
+    found, expected = (page.texts[0].layers[0] for page in pages)
+    assert (found.how, found.looks, pages[0].notes) == ("whole", None, ())
+    assert np.array_equal(found.cells, expected.cells)
+    assert (found.queries, found.keys) == (expected.queries, expected.keys)
+
+
+def test_pooled_steps_of_a_generation_are_joined(rng):
+    """A prompt of pooled cells, a step of one query, and three queries on a cache without the first four keys."""
+    p = np.tril(rng.random((1, 2, 12, 12))) + 1e-9
+    p[..., 9:, :4] = 0
+    p /= p.sum(-1, keepdims=True)
+    parts = [(p[..., :8, :8], 8, 8, 0), (p[..., 8:9, :9], 1, 9, 8), (p[..., 9:, 4:], 3, 8, 5, 4)]
+    kinds = {"pooled": "mean", "received": "sum"}
+    results = [overview(part, side) for (part, *_), side in zip(parts, (4, 3, 4), strict=True)]
+    calls = [call("a.0", of, *sizes, **kinds) for of, (_, *sizes) in zip(results, parts, strict=True)]
+    earlier = call("a.0", overview(p[..., :8, :8] * 0 + 1, 4), 8, 8, **kinds)
+    layer = explorer.from_seen(recording_of([earlier, *calls], [list("abcdefghijkl")])).texts[0].layers[0]
+    whole = np.zeros((2, 12, 12))  # the weights, as far as cells tell them apart
+    whole[:, :8, :8] = results[0]["pooled"][0].repeat(2, 1).repeat(2, 2)
+    whole[:, 8, :9] = p[0, :, 8, :9]
+    whole[:, 9:, 4:] = results[2]["pooled"][0].repeat(2, 2)
+    assert layer.how == "mean"
+    np.testing.assert_allclose(layer.cells, whole.reshape(2, 4, 3, 4, 3).mean((2, 4)), rtol=1e-6)
+    summed = p[0, :, 9:].sum(1) + sum(np.pad(q[0].sum(1), ((0, 0), (0, 12 - m))) for q, _, m, _ in parts[:2])
+    np.testing.assert_allclose(layer.received, summed, rtol=1e-6)
+    assert (layer.entropy.shape, layer.looks.weights.shape) == ((2, 12), (2, 12, 2))
+    assert np.array_equal(layer.looks.where[:, 8:9], results[1]["top_k"][1][0])
+    assert np.array_equal(layer.looks.where[:, 9:], 4 + results[2]["top_k"][1][0])
+    assert (layer.queries, layer.keys) == (tuple("abcdefghijkl"),) * 2
+
+
+def test_short_sequences_beside_long_ones_have_every_weight(rng):
+    """A decoder of few tokens and an encoder of many frames; a limit rounds both."""
+    short, long = (rng.dirichlet(np.ones(n), size=(1, 2, n)).astype(np.float32) for n in (4, 12))
+    kinds = {"pooled": "mean", "received": "sum"}
+    calls = [call(name, overview(p, 4), p.shape[-1], p.shape[-1], **kinds) for name, p in (("a", short), ("b", long))]
+    seen = recording_of(calls, [list("abcdefghijkl")])
+    first, second = explorer.from_seen(seen).texts[0].layers
+    assert (first.how, second.how) == ("whole", "mean")
+    assert np.array_equal(first.cells, short[0])
+    page = explorer.from_seen(seen, limit=1)
+    first, second = page.texts[0].layers
+    assert (first.cells.shape, first.levels, second.cells.shape) == ((2, 4, 4), 63, (2, 1, 1))
+    assert "maps of at most 1 × 1 cells" in page.notes[1]
 
 
 def test_a_notebook_gets_the_same_page(monkeypatch):

@@ -163,9 +163,8 @@ def _statistics(config: Any, batch: int, n: int) -> list[Any]:
     heads = getattr(config, "num_hidden_layers", 1) * getattr(config, "num_attention_heads", 1)
     if ROUNDED_BYTES * BASE64_RATIO * batch * heads * n * n <= PAGE_BYTES:
         return [sightline.weights()]
-    side = min(MAX_MAP_SIDE, n)
-    top = sightline.top_k(min(TOP_ENTRIES, n))
-    return [sightline.pooled(side, side), top, sightline.entropy(), sightline.received()]
+    top = sightline.top_k(TOP_ENTRIES)
+    return [sightline.pooled(MAX_MAP_SIDE, MAX_MAP_SIDE), top, sightline.entropy(), sightline.received()]
 
 
 def _summary(path: Path, data: Exploration) -> str:

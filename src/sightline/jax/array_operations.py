@@ -250,11 +250,10 @@ class _Blocks:
     def pool(self, statistic: Pooled, weights: Any) -> Any:
         """Return the sum or the maximum of the weights in each cell, (*batch_shape, H, rows, columns)."""
         reduce = jax.ops.segment_max if statistic.how == "max" else jax.ops.segment_sum
-        spans = statistic.rectangle(self.problem.n, self.problem.m)
+        lengths = self.problem.n, self.problem.m
         positions = self.symbols["i"][:, 0], self.symbols["j"]
-        for axis, at, (start, stop), cells in zip(
-            (-2, -1), positions, spans, (statistic.down, statistic.across), strict=True
-        ):
+        spans = zip(statistic.rectangle(*lengths), statistic.grid(*lengths), strict=True)
+        for axis, at, ((start, stop), cells) in zip((-2, -1), positions, spans, strict=True):
             inside = (start <= at) & (at < stop)
             ids = jnp.where(inside, cell_of(at - start, max(stop - start, 1), cells), cells)  # the last cell is dropped
             pooled = reduce(jnp.moveaxis(weights, axis, 0), ids, num_segments=cells + 1)[:cells]

@@ -32,6 +32,7 @@ from .selection import (
 from .weighted_sums import weighted_sum
 
 __all__ = [
+    "OVERVIEW",
     "STATISTICS",
     "Entropy",
     "KeyPart",
@@ -77,6 +78,13 @@ STATISTICS: dict[str, type[Statistic]] = {
     kind.name: kind for kind in (Lse, MaxScore, Entropy, TopK, Mass, Received, Pooled, Weights, Scores)
 }
 """The statistics that kernels compute, alone or within a `Mean`. Others become problems of their own."""
+
+OVERVIEW: tuple[Statistic, ...] = (pooled(64, 64), top_k(8), entropy(), received())
+"""The statistics that the explorer page shows, the default of `watch`. Their results take O(n) memory.
+
+For each head: P as a picture of at most 64 × 64 cells, the 8 heaviest keys of each query, the entropy of each query,
+and what each key receives. Of up to 64 queries on 64 keys, the picture is P itself.
+"""
 
 
 def deserialize(tokens: Sequence[str], formula: Callable[[str], Expression]) -> Statistic:

@@ -101,11 +101,16 @@ class Pooled(Statistic):
         return self.how == "mean"
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
-        return ((*outer, self.down, self.across),)
+        return ((*outer, *self.grid(n, problem.m)),)
 
     def rectangle(self, n: int, m: int) -> Rectangle:
         """Return the pooled rectangle, ((first query, past the last), (first key, past the last))."""
         return ((0, n), (0, m)) if self.within is None else self.within
+
+    def grid(self, n: int, m: int) -> tuple[int, int]:
+        """Return the number of rows and of columns of cells. A cell has at least one query and one key."""
+        (i0, i1), (j0, j1) = self.rectangle(n, m)
+        return min(self.down, i1 - i0), min(self.across, j1 - j0)
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
         spans = self.rectangle(n, problem.m)
@@ -114,15 +119,11 @@ class Pooled(Statistic):
                 raise ShapeError(
                     f"pooled(within=...), {what} {start} to {stop}", f"0 ≤ first ≤ past last ≤ {length}", "within=None"
                 )
-        for what, cells, (start, stop) in zip(("rows", "columns"), (self.down, self.across), spans, strict=True):
-            most = stop - start
-            if cells > most:
-                raise ShapeError(f"pooled into {cells} {what}", f"at most {most}, the rectangle's", f"{what}={most}")
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        spans = self.rectangle(context.problem.n, context.problem.m)
+        lengths = context.problem.n, context.problem.m
         pooled, target = tile.weights, []
-        axes = zip((-2, -1), (tile.rows, tile.columns), spans, (self.down, self.across), strict=True)
+        axes = zip((-2, -1), (tile.rows, tile.columns), self.rectangle(*lengths), self.grid(*lengths), strict=True)
         for axis, positions, span, count in axes:
             start, stop = max(positions.start, span[0]), min(positions.stop, span[1])
             if start >= stop:
@@ -145,14 +146,16 @@ class Pooled(Statistic):
 
     def cell_sizes(self, n: int, m: int) -> Any:
         """Return the number of pairs in each cell, a NumPy array (rows, columns)."""
-        down, across = self.rectangle(n, m)
-        return np.outer(cell_lengths(*down, self.down), cell_lengths(*across, self.across)).astype(np.float64)
+        (down, across), (rows, columns) = self.rectangle(n, m), self.grid(n, m)
+        return np.outer(cell_lengths(*down, rows), cell_lengths(*across, columns)).astype(np.float64)
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
-        if self.how == "max":
+        lengths = context.problem.n, context.problem.m
+        (i0, i1), (j0, j1) = self.rectangle(*lengths)
+        rows, columns = self.grid(*lengths)
+        if self.how == "max" or 0 in (rows, columns):
             return StatisticGradients()
-        (i0, i1), (j0, j1) = self.rectangle(context.problem.n, context.problem.m)
-        r, c = cell_of(i - i0, i1 - i0, self.down), cell_of(j - j0, j1 - j0, self.across)
+        r, c = cell_of(i - i0, i1 - i0, rows), cell_of(j - j0, j1 - j0, columns)
         sizes = convert(self.cell_sizes(context.problem.n, context.problem.m), context.gradient)
         shares = context.gradient / context.xp.astype(sizes, context.gradient.dtype)
         inside = (i >= i0) & (i < i1) & (j >= j0) & (j < j1)
@@ -171,7 +174,7 @@ def cell_of(position: Any, length: int, cells: int) -> Any:
 
 def cell_lengths(first: int, stop: int, cells: int) -> Any:
     """Return the number of positions in each cell. The cells divide the positions from `first` to before `stop`."""
-    return np.diff(np.arange(cells + 1) * (stop - first) // cells)
+    return np.diff(np.arange(cells + 1) * (stop - first) // max(cells, 1))
 
 
 def reduce_segments(array: Any, segment_ids: Any, axis: int, how: str) -> Any:
@@ -245,16 +248,17 @@ def scores(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
 def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within: Rectangle | None = None) -> Statistic:
     """Request the exact mean or maximum of P over every cell of a grid: the matrix as a picture of any size.
 
-    Cell (r, c) covers the queries from ⌊r·N / rows⌋ to before ⌊(r + 1)·N / rows⌋ of the N queries in the rectangle, and
-    keys in the same way.
+    Cell (r, c) covers the queries from ⌊r·N / R⌋ to before ⌊(r + 1)·N / R⌋ of the N queries in the rectangle, for R
+    rows of cells, and keys in the same way.
 
-    The result is (..., H, rows, columns) in the accumulator's dtype (float64 for float64, else float32). The mean has a
-    gradient, the maximum has none.
+    The result is (..., H, min(rows, N), min(columns, M)) for a rectangle of N queries and M keys, in the accumulator's
+    dtype (float64 for float64, else float32). The mean has a gradient, the maximum has none.
 
     Parameters
     ----------
     rows, columns : int
-        The number of cells along queries and along keys; at most the rectangle's queries and keys.
+        The number of cells along queries and along keys. If the rectangle has fewer queries or keys, the number of
+        cells is theirs: `pooled(64, 64)` of 10 queries on 10 keys is P itself.
     how : {"mean", "max"}, default "mean"
         Hidden pairs count as 0.
     within : ((first query, past the last), (first key, past the last)), optional
@@ -265,7 +269,7 @@ def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within
     ParameterError
         rows or columns is not a whole number of at least 1, how is another word, or within is not a rectangle.
     ShapeError
-        Raised by attention if there are more cells than queries or keys, or if the rectangle leaves the matrix.
+        Raised by attention if the rectangle leaves the matrix.
     """
     for what, cells in (("rows", rows), ("columns", columns)):
         if isinstance(cells, bool) or not isinstance(cells, int) or cells < 1:

@@ -109,9 +109,12 @@ class RunningModules:
             stack.append(Running(path, type(module), stack[-1].run if stack else next(self.runs), is_off))
 
         def leave(*_: Any) -> None:
-            places = [k for k, running in enumerate(THREAD.stacks.get(self, ())) if running.path == path]
-            if places:  # above it are modules whose hooks an error has skipped
-                self._end(places[-1])
+            stack = THREAD.stacks.get(self, ())
+            place = len(stack) - 1
+            while place >= 0 and stack[place].path != path:  # a module above it, whose hooks an error has skipped
+                place -= 1
+            if place >= 0:
+                self._end(place)
 
         return enter, leave
 
@@ -126,8 +129,10 @@ class RunningModules:
 
 
 def _is_on(finder: TorchFunctionMode) -> bool:
-    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return any(mode is finder for mode in modes)
+    for place in range(torch._C._len_torch_function_stack()):  # a loop, because every module of a model asks
+        if torch._C._get_function_stack_at(place) is finder:
+            return True
+    return False
 
 
 @contextmanager

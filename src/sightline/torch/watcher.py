@@ -86,6 +86,12 @@ class Watcher:
         self.seen = Seen(tokens=tokens, totals=[total for total in self.totals if total is not None])
         self.inputs: Any = None  # an object whose `current` has the tokens of the model's inputs
         self.layers: dict[str, CalledLayer] = {}  # every layer that called attention, in the order of the first calls
+        self.numbers: dict[str, int] = {}  # of each layer that `layers` may select, among these
+        self.last_self = (
+            -1,
+            0,
+            0,
+        )  # of the last self-attention: the run, the number of queries, the first one's position
         self.handwritten: dict[str, str] = {}  # for each place of a softmax, the class of the module that ran
         self.lock = threading.Lock()
 
@@ -98,8 +104,10 @@ class Watcher:
             if running.path not in self.layers:
                 self.layers[running.path] = CalledLayer(is_cross_attention(running.path, self.by_path[running.path]))
                 self._forget_unwanted()
-            wanted = [path for k, path in enumerate(self.layers) if self._wants(path, k, len(self.layers))]
-        return Recorder(self, running, wanted.index(running.path)) if running.path in wanted else None
+                wanted = [path for k, path in enumerate(self.layers) if self._wants(path, k, len(self.layers))]
+                self.numbers = {path: number for number, path in enumerate(wanted)}
+            number = self.numbers.get(running.path)
+        return None if number is None else Recorder(self, running, number)
 
     def _wants(self, path: str, rank: int, count: int) -> bool:
         """True if `layers` may select the layer of this path, which is the rank-th of as many layers as ran so far."""
@@ -199,6 +207,7 @@ class Recorder:
         The results of sums and means over layers are added to those of the calls before.
         """
         watcher, heads = self.watcher, output.shape[-3] if output.ndim > 3 else 1
+        inputs = None if watcher.inputs is None else watcher.inputs.current
         results = [_flatten_batch(result, output) for result in results]
         kept = [k for k, total in enumerate(watcher.totals) if total is None]
         for total, result in zip(watcher.totals, results, strict=True):
@@ -211,13 +220,20 @@ class Recorder:
             layer.run = self.running.run
             kind: Kind = "cross" if layer.is_cross else given.kind or ("self" if m in (n, layer.keys + n) else "cross")
             layer.keys = m
+            if kind == "self":
+                query_start = m - n if given.query_start is None else given.query_start
+                watcher.last_self = layer.run, n, given.key_start + query_start
+            elif watcher.last_self[:2] == (layer.run, n):  # cross-attention follows the self-attention of its queries
+                query_start = watcher.last_self[2]
+            else:
+                query_start = 0 if inputs is None else inputs.start
             watcher.seen.calls.append(
                 Call(
                     layer=self.running.path,
                     kind=kind,
                     step=layer.step,
                     call=layer.call,
-                    query_start=None if kind == "cross" else m - n if given.query_start is None else given.query_start,
+                    query_start=query_start,
                     key_start=given.key_start,
                     n=n,
                     m=m,
@@ -225,7 +241,7 @@ class Recorder:
                     statistics=tuple([watcher.see[k] for k in kept]),
                     names=tuple([watcher.names[k] for k in kept]) if watcher.names else (),
                     results=tuple([results[k] for k in kept]),
-                    inputs=None if watcher.inputs is None else watcher.inputs.current,
+                    inputs=inputs,
                 )
             )
 

@@ -1,7 +1,8 @@
 """The tokens of a watched model's inputs, which label the positions of its recording.
 
 Hooks on the model read the ids of the tokens that the model is called with. A tokenizer turns the ids into strings when
-the labels are read for the first time, so no tokenizer is loaded if nobody reads the labels.
+the labels are read for the first time, so no tokenizer is loaded if nobody reads the labels. The positions of Whisper's
+encoder are frames of audio, and their labels are times.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..recording import Tokens
 
 PREPARE = "prepare_inputs_for_generation"
 PADDING = -1  # replaces the id of a padding token at the end of a text
+WHISPER_FRAME = 0.02  # seconds between two positions of Whisper's encoder: 2 columns of its spectrogram, 10 ms each
 Ids = list[list[int | None]]  # for each batch entry the ids of its positions; None for ids of calls without a recording
 
 
@@ -85,18 +87,28 @@ def _local_folder(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class InputIds:
-    """The ids of all positions known when a layer ran, by side: "encoder", "decoder", or "" for one sequence."""
+    """The ids of all positions known when a layer ran, by side: "encoder", "decoder", or "" for one sequence.
+
+    `start` is the number of positions in the cache before the run. `frames` are the number of audios and of the frames
+    of each, if the encoder is Whisper's.
+    """
 
     by_side: dict[str, Ids]
     tokenizer: Tokenizer
+    start: int = 0
+    frames: tuple[int, int] = (0, 0)
 
     @cached_property
     def tokens(self) -> Tokens | None:
-        """The labels of the positions; None if there is no tokenizer."""
-        if not self.by_side or self.tokenizer.loaded is None:
-            return None
-        labels: Any = {side: [self.tokenizer.tokens(row) for row in ids] for side, ids in self.by_side.items()}
-        return labels.get("", labels)  # type: ignore[no-any-return]
+        """The labels of the positions; None if there is no tokenizer and no audio."""
+        labels: Any = {}
+        if self.by_side and self.tokenizer.loaded is not None:
+            labels = {side: [self.tokenizer.tokens(row) for row in ids] for side, ids in self.by_side.items()}
+        audios, frames = self.frames
+        if audios:
+            count = max([audios, *map(len, self.by_side.values())])  # a beam search decodes an audio several times
+            labels["encoder"] = [[f"{k * WHISPER_FRAME:.2f} s" for k in range(frames)]] * count
+        return labels.get("", labels) or None
 
 
 _RECORDERS: WeakKeyDictionary[PreTrainedModel, list[TokenRecorder]] = WeakKeyDictionary()  # those that record now
@@ -166,7 +178,10 @@ class TokenRecorder:
                 return
             given = signature.bind_partial(*inputs, **options).arguments
             given |= given.pop("kwargs", {})
-            ids = given.get("input_ids")
+            ids, spectrogram = given.get("input_ids"), given.get("input_features")
+            if side == "encoder" and self.model.config.model_type == "whisper" and isinstance(spectrogram, Tensor):
+                frames = len(spectrogram), -(-spectrogram.shape[-1] // 2)
+                self.current = InputIds({}, self.tokenizer, frames=frames)
             if isinstance(ids, Tensor) and ids.ndim == 2:
                 self._add(side, ids, given.get("attention_mask"), given.get("past_key_values"))
 
@@ -188,4 +203,6 @@ class TokenRecorder:
         if isinstance(mask, Tensor) and mask.shape == (len(ids), count):
             lengths = map(_length_without_padding, mask)
             rows = [row[:length] + [PADDING] * (count - length) for row, length in zip(rows, lengths, strict=True)]
-        self.current = InputIds({**self.current.by_side, side: rows}, self.tokenizer)
+        known_start = self.current.start if side == "encoder" else start
+        by_side = {**self.current.by_side, side: rows}
+        self.current = InputIds(by_side, self.tokenizer, known_start, self.current.frames)

@@ -81,10 +81,12 @@ def test_parts(triton_kernel):
 
 
 def test_many_small_cells(triton_kernel):
-    """Grids with a cell for each pair, and with more columns of cells than a program has."""
+    """Grids with a cell for each pair, without cells, and with more columns of cells than a program has."""
     case = Case(*arrays((1, 1, 20, 8), "float32", m=70), {"mask": (i * 4 >= j) & (i != 5)}).as_torch()
-    see = [sightline.pooled(20, 70), sightline.pooled(1, 69, "max"), sightline.pooled(20, 1)]
+    see = [sightline.pooled(99, 71), sightline.pooled(1, 69, "max"), sightline.pooled(20, 1)]
     check(triton_kernel.run, case.make_problem(see=see))
+    empty = sightline.pooled(3, 3, within=((5, 5), (0, 70)))
+    assert triton_kernel.run(case.make_problem(see=[empty])).seen[0].shape == (1, 1, 0, 3)
 
 
 def drawn(kernel, dtype, examples, of=statistics):

@@ -146,7 +146,7 @@ def _can_serve(problem: Problem, statistic: Statistic) -> bool:
     if isinstance(statistic, TopK):
         return min(statistic.k, problem.m) in range(1, MAX_TOP_K + 1)
     if isinstance(statistic, Pooled):
-        return statistic.down > 0 and statistic.across > 0
+        return 0 not in statistic.grid(problem.n, problem.m)
     return isinstance(statistic, Received | Weights) or _is_mean_of_weights(statistic)
 
 
@@ -225,7 +225,7 @@ class Grid:
         if all(isinstance(x, TopK) for x in statistics):
             range_size = 1
         num_ranges = -(-query_blocks // range_size)
-        shape = (cells.down, cells.across) if cells else (0, 0)
+        shape = cells.grid(problem.n, problem.m) if cells else (0, 0)
         return cls(problem, block, queries, keys, range_size, num_ranges, split_size, num_splits, *shape)
 
     @property

@@ -106,7 +106,9 @@ def can_serve(problem: Problem, statistic: Statistic) -> bool:
         return min(statistic.k, problem.m) <= MAX_TOP_K
     if isinstance(statistic, Mean):
         return isinstance(statistic.of, Weights) and statistic.factors is None
-    return isinstance(statistic, Received | Pooled | Weights | Scores)
+    if isinstance(statistic, Pooled):
+        return 0 not in statistic.grid(problem.n, problem.m)
+    return isinstance(statistic, Received | Weights | Scores)
 
 
 def allocate_outputs(problem: Problem, statistic: Statistic) -> list[Any]:
@@ -159,7 +161,7 @@ def statistic_launch(
 def _grid_arguments(problem: Problem, statistic: Pooled, sizes: Configuration) -> tuple[dict[str, Any], int]:
     """Return the arguments of `pooled` that describe the grid of cells, and the number of programs of a head."""
     (i0, i1), (j0, j1) = statistic.rectangle(problem.n, problem.m)
-    rows, columns = statistic.down, statistic.across
+    rows, columns = statistic.grid(problem.n, problem.m)
     rows_of_block = max(sizes.rows * rows // (i1 - i0), 1)  # rows of cells in a block of queries
     down, across = min(rows_of_block, MAX_PROGRAM_CELLS[0], rows), min(columns, MAX_PROGRAM_CELLS[1])
     more = {"i_start": i0, "i_stop": i1, "j_start": j0, "j_stop": j1, "rows": rows, "columns": columns}

@@ -218,7 +218,7 @@ def make_exploration(
         notes = [_levels_note(limit, levels) if levels else "The map shows means of weights."]
     cells = max(limit / 2 / BASE64_RATIO, 1) / sum(map(len, all_weights))  # of each head, in half of the page
     side = int(np.clip(np.sqrt(cells), *MAP_SIDES)) // 4 * 4  # that can be halved twice
-    made = [[_make_layer(layer, 0 if whole else int(top), side, levels) for layer in text] for text in texts]
+    made = [[make_layer(layer, 0 if whole else int(top), side, levels) for layer in text] for text in texts]
     named = tuple(Text(text_name(layers[0].queries), tuple(layers)) for layers in made)
     data = Exploration(title, named, tuple(notes))
     return data if whole else fit(data, limit)
@@ -234,7 +234,7 @@ def text_name(tokens: Sequence[str]) -> str:
 def _as_layers(weights: Any) -> list[Array]:
     """Return an array of weights (B, H, n, m) for every layer.
 
-    The arrays keep their dtypes. `_make_layer` converts dtypes other than float16 to float32.
+    The arrays keep their dtypes. `make_layer` converts dtypes other than float16 to float32.
     """
     given = weights if isinstance(weights, Sequence) else [weights]
     arrays: list[Array] = [np.asarray(to_numpy(array)) for array in given]
@@ -274,7 +274,7 @@ def _check(queries: Sequence[Any], keys: Sequence[Any], arrays: Sequence[Array])
             )
 
 
-def _make_layer(layer: DenseLayer, count: int, side: int, levels: int | None) -> ShownLayer:
+def make_layer(layer: DenseLayer, count: int = 0, side: int = 0, levels: int | None = None) -> ShownLayer:
     """Return a layer of the page. Heads are computed one by one, so that only one head's weights are copied at a time.
 
     If `count` is 0, the layer has all weights. Otherwise it has maps of at most `side` cells per side, and the `count`

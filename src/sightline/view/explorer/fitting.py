@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+LEAST_LEVELS = 63  # of all weights of a layer, on a page without links
+
+
 @dataclass(frozen=True)
 class Reduction:
     """What a page stores of layers with maps and links; levels are those of `storage.to_levels`, None stores floats."""
@@ -48,7 +51,7 @@ def fit(data: Exploration, limit: float) -> Exploration:
     """Return the data reduced as little as a page of at most `limit` bytes allows, with a note of what was reduced.
 
     If no reduction is small enough, the data are reduced as far as possible, and the note says so. Every layer has
-    pooled maps and links, with floats in all arrays.
+    pooled maps and links, or all weights, with floats in all arrays; at least one has links.
     """
     count = max(layer.looks.weights.shape[-1] for text in data.texts for layer in text.layers if layer.looks)
     options = list(reductions(count))
@@ -70,7 +73,8 @@ def fit(data: Exploration, limit: float) -> Exploration:
 def _notes(limit: float, reduction: Reduction, count: int, made: Exploration) -> list[str]:
     parts = [f"{reduction.count or 'none'} of the {count} heaviest keys of each query"] * (reduction.count < count)
     if reduction.halvings:
-        parts.append("maps of at most {} × {} cells".format(*made.texts[0].layers[0].cells.shape[1:]))
+        layer = next(layer for layer in made.texts[0].layers if layer.how != "whole")
+        parts.append("maps of at most {} × {} cells".format(*layer.cells.shape[1:]))
     if reduction.link_levels:
         parts.append(f"roots of weights rounded to multiples of 1/{reduction.link_levels}")
     if reduction.sum_levels:
@@ -85,6 +89,9 @@ def _reduced(data: Exploration, reduction: Reduction) -> Exploration:
 
 
 def _layer(layer: ShownLayer, reduction: Reduction) -> ShownLayer:
+    if layer.how == "whole":
+        levels = reduction.link_levels if reduction.count else LEAST_LEVELS
+        return replace(layer, levels=levels, sum_levels=reduction.sum_levels)
     cells = layer.cells
     for _ in range(reduction.halvings):
         cells = halve(cells, len(layer.queries), len(layer.keys), layer.how)

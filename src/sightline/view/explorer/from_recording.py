@@ -21,6 +21,7 @@ from .data import (
     ShownLayer,
     Text,
     make_exploration,
+    make_layer,
     text_name,
 )
 from .fitting import fit
@@ -28,7 +29,7 @@ from .fitting import fit
 Array = np.ndarray[Any, np.dtype[Any]]
 
 REQUIRED_STATISTICS = ("pooled", "top_k", "entropy", "received")
-CURE = "see=[sightline.weights()], or see=[pooled(64, 64), top_k(8), entropy(), received()]"
+CURE = "see=sightline.OVERVIEW, the default of watch, or see=[sightline.weights()]"
 
 
 def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, top: int = TOP_ENTRIES) -> Exploration:
@@ -37,9 +38,10 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
     Parameters
     ----------
     seen : Seen
-        The recording. Every call has the statistic `weights()`, or every call has all of `pooled(...)`, `top_k(...)`,
-        `entropy()` and `received()`. With `weights()`, the page shows the last run of each layer: a forward pass and
-        the generation steps after it, joined. With the other statistics, the page shows the last call of each layer.
+        The recording. Every call has the statistics of `sightline.OVERVIEW`, the default of `watch`, which are
+        `pooled(...)`, `top_k(...)`, `entropy()` and `received()`; or every call has `weights()`. The page shows the
+        last run of each layer: a forward pass and the generation steps after it, joined. It shows every weight if the
+        calls have `weights()`, or if `pooled` has one cell for each pair, as in calls of up to 64 queries and keys.
     title : str, default "Attention"
     limit : int, default 10 MB
         Largest size of a page in bytes; see `from_weights`. A page of pooled statistics stores numbers in fewer bits,
@@ -67,15 +69,16 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
         raise ParameterError(
             "a Seen without calls: nothing was recorded", "calls of a layer", "with watch(...) as seen: model(**inputs)"
         )
-    statistic_names = [[statistic.name for statistic in run[-1].statistics] for run in runs]
-    is_dense = all("weights" in names for names in statistic_names)
-    for run, names in zip(runs, statistic_names, strict=True):
-        if not is_dense:
-            _check(run[-1], names)
+    whole = [[_whole(call) for call in run] for run in runs]
+    pairs = list(zip(runs, whole, strict=True))
+    is_dense = all(part is not None for parts in whole for part in parts)
+    if not is_dense:
+        for run in runs:
+            _check(run[-1])
     batch = range(len(to_numpy(_first(runs[0][-1].results[0]))))
     if is_dense:
-        return make_exploration(title, [[_dense(seen, run, entry) for run in runs] for entry in batch], limit, top)
-    texts = [[_pooled(seen, run[-1], entry) for run in runs] for entry in batch]
+        return make_exploration(title, [[_dense(seen, *pair, entry) for pair in pairs] for entry in batch], limit, top)
+    texts = [[_shown(seen, *pair, entry) for pair in pairs] for entry in batch]
     named = tuple(Text(text_name(text[0].queries), tuple(text)) for text in texts)
     return fit(Exploration(title, named, ("The map shows pooled weights.",)), limit)
 
@@ -89,15 +92,16 @@ def _last_run(calls: Sequence[Any]) -> list[Any]:
 
     These are a forward pass and the generation steps after it. If no call starts at position 0, all calls are returned.
     """
-    run_starts = [place for place, call in enumerate(calls) if not call.query_start and call.kind == "self"]
+    run_starts = [place for place, call in enumerate(calls) if not call.query_start]
     return list(calls[run_starts[-1] if run_starts else 0 :])
 
 
-def _check(call: Any, names: Sequence[str]) -> None:
+def _check(call: Any) -> None:
     """Raise ParameterError unless the call has every statistic in `REQUIRED_STATISTICS`.
 
     The pooled weights must cover all pairs, and the received weight must be a sum.
     """
+    names = [statistic.name for statistic in call.statistics]
     missing = [name for name in REQUIRED_STATISTICS if name not in names]
     if missing:
         raise ParameterError(
@@ -112,54 +116,126 @@ def _check(call: Any, names: Sequence[str]) -> None:
         )
 
 
-def _dense(seen: Any, run: Sequence[Any], entry: int) -> DenseLayer:
-    """Return a layer's weights on one text of the batch. The steps of a generation are joined into one matrix."""
-    parts = [to_numpy(call["weights"])[entry] for call in run]
-    start = min(call.key_start for call in run)
-    m, n = max(call.key_start + call.m for call in run) - start, sum(call.n for call in run)
-    weights = parts[0] if len(run) == 1 else np.zeros((len(parts[0]), n, m), parts[0].dtype)
+def _whole(call: Any) -> Any:
+    """Return the weights (B, H, n, m) of a call, or None if they were not recorded.
+
+    Each cell of `pooled` is one weight if there are as many cells as pairs. In a call of one query, what the keys
+    receive is the weights of the query.
+    """
+    by_name = {statistic.name: statistic for statistic in call.statistics}
+    if "weights" in by_name:
+        return to_numpy(call["weights"])
+    if "pooled" in by_name and getattr(by_name["pooled"], "within", None) is None:
+        cells = to_numpy(call["pooled"])
+        if cells.shape[-2:] == (call.n, call.m):
+            return cells
+    if call.n == 1 and "received" in by_name:
+        return to_numpy(call["received"])[..., None, :]
+    return None
+
+
+def _key_span(run: Sequence[Any]) -> tuple[int, int]:
+    """Return (the first position, past the last position) of the keys of all calls."""
+    return min(call.key_start for call in run), max(call.key_start + call.m for call in run)
+
+
+def _labels(seen: Any, run: Sequence[Any], entry: int) -> tuple[list[str], list[str]]:
+    """Return the labels of the queries of all calls, and those of their keys."""
+    start, stop = _key_span(run)
     queries: list[str] = []
-    keys = [str(start + j) for j in range(m)]
-    for call, part in zip(run, parts, strict=True):
-        query_labels, key_labels = _labels(seen, call, entry)
-        first = call.key_start - start
-        if len(run) > 1:
-            weights[:, len(queries) : len(queries) + call.n, first : first + call.m] = part
+    keys = [str(j) for j in range(start, stop)]
+    for call in run:
+        query_labels, key_labels = seen.labels(call, entry)
         queries += query_labels
-        keys[first : first + call.m] = key_labels
+        keys[call.key_start - start : call.key_start - start + call.m] = key_labels
+    return queries, keys
+
+
+def _dense(seen: Any, run: Sequence[Any], parts: Sequence[Array], entry: int) -> DenseLayer:
+    """Return a layer's weights on one text of the batch. The steps of a generation are joined into one matrix."""
+    (start, stop), (queries, keys) = _key_span(run), _labels(seen, run, entry)
+    weights = parts[0][entry]
+    if len(run) > 1:
+        weights, row = np.zeros((len(weights), len(queries), stop - start), weights.dtype), 0
+        for call, part in zip(run, parts, strict=True):
+            first = call.key_start - start
+            weights[:, row : row + call.n, first : first + call.m] = part[entry]
+            row += call.n
     n, m = _unpadded_length(queries), _unpadded_length(keys)
     return DenseLayer(run[0].name, tuple(queries[:n]), tuple(keys[:m]), weights[:, :n, :m], run[0].heads)
 
 
-def _pooled(seen: Any, call: Any, entry: int) -> ShownLayer:
-    """Return a layer of the page from the pooled statistics of one call on one text of the batch.
+def _shown(seen: Any, run: Sequence[Any], parts: Sequence[Array | None], entry: int) -> ShownLayer:
+    """Return a layer of a page that has pooled layers: all weights if they need no more cells, else means."""
+    (start, stop), known = _key_span(run), [part for part in parts if part is not None]
+    if len(known) == len(parts) and max(sum(call.n for call in run), stop - start) <= _side(run):
+        return make_layer(_dense(seen, run, known, entry))
+    return _pooled(seen, run, parts, entry)
 
-    Padding tokens stay, because the pooled cells include them.
+
+def _pooled(seen: Any, run: Sequence[Any], parts: Sequence[Array | None], entry: int) -> ShownLayer:
+    """Return a layer of the page from the pooled statistics of its calls on one text of the batch.
+
+    Padding tokens stay, because the pooled cells include them. Maxima of cells cannot be joined, so that of calls with
+    maxima the last one is shown.
     """
-    queries, keys = _labels(seen, call, entry)
-    how = call.statistics[[statistic.name for statistic in call.statistics].index("pooled")].how
-    cells, entropy, received = (to_numpy(call[name])[entry] for name in ("pooled", "entropy", "received"))
-    weights, where = (to_numpy(part)[entry] for part in call["top_k"])
+    how = next(statistic.how for statistic in run[0].statistics if statistic.name == "pooled")
+    if how == "max":
+        run, parts = run[-1:], parts[-1:]
+    (start, stop), (queries, keys) = _key_span(run), _labels(seen, run, entry)
+    cells = [to_numpy(call["pooled"] if part is None else part)[entry] for call, part in zip(run, parts, strict=True)]
+    received = np.zeros((len(cells[0]), stop - start), np.float32)
+    links: list[list[Array]] = [[], []]
+    for call in run:
+        first = call.key_start - start
+        received[:, first : first + call.m] += to_numpy(call["received"])[entry]
+        weights, where = (to_numpy(part)[entry] for part in call["top_k"])
+        links[0].append(weights)
+        links[1].append(np.where(where < 0, where, where + first))
     return ShownLayer(
-        call.name,
+        run[0].name,
         tuple(queries),
         tuple(keys),
-        cells.astype(np.float32),
+        cells[0].astype(np.float32) if len(run) == 1 else _join_cells(run, cells),
         how,
-        entropy.astype(np.float32),
-        received.astype(np.float32),
-        Links(weights.astype(np.float32), where.astype(np.int32)),
-        heads=call.heads,
+        np.concatenate([to_numpy(call["entropy"])[entry] for call in run], -1).astype(np.float32),
+        received,
+        Links(np.concatenate(links[0], 1).astype(np.float32), np.concatenate(links[1], 1).astype(np.int32)),
+        heads=run[0].heads,
     )
 
 
-def _labels(seen: Any, call: Any, entry: int) -> tuple[list[str], list[str]]:
-    """Return the labels of the queries and those of the keys: their positions if no labels are recorded."""
-    queries, keys = seen.labels(call, entry)
-    first = call.key_start + (call.query_start or 0)
-    queries = [str(first + i) for i in range(call.n)] if queries is None else list(queries)
-    keys = [str(call.key_start + j) for j in range(call.m)] if keys is None else list(keys)
-    return queries, keys
+def _join_cells(run: Sequence[Any], cells: Sequence[Array]) -> Array:
+    """Return one grid (H, rows, columns) of means of the weights of all calls, for the queries and keys of all calls.
+
+    Each cell of a call counts in the cells of the result by the number of pairs that it shares with them.
+    """
+    (start, stop), n = _key_span(run), sum(call.n for call in run)
+    edges = _edges(0, n, min(_side(run), n)), _edges(start, stop, min(_side(run), stop - start))
+    sums, row = np.zeros((len(cells[0]), *(len(each) - 1 for each in edges))), 0
+    for call, array in zip(run, cells, strict=True):
+        down = _overlaps(edges[0], _edges(row, row + call.n, array.shape[1]))
+        across = _overlaps(edges[1], _edges(call.key_start, call.key_start + call.m, array.shape[2]))
+        sums += down @ array @ across.T
+        row += call.n
+    joined: Array = (sums / np.outer(*map(np.diff, edges))).astype(np.float32)
+    return joined
+
+
+def _side(run: Sequence[Any]) -> int:
+    """Return the largest number of cells along an axis of the calls' pooled maps."""
+    return max(length for call in run for length in call["pooled"].shape[-2:])  # type: ignore[no-any-return]
+
+
+def _edges(first: int, stop: int, count: int) -> Array:
+    """Return the first position of each of `count` cells, and past the last, as `pooled` divides the positions."""
+    return first + np.arange(count + 1) * (stop - first) // count
+
+
+def _overlaps(edges: Array, others: Array) -> Array:
+    """Return how many positions each cell of a grid shares with each cell of another, (cells, other cells)."""
+    first, stop = np.maximum.outer(edges[:-1], others[:-1]), np.minimum.outer(edges[1:], others[1:])
+    return np.maximum(stop - first, 0)  # type: ignore[no-any-return]
 
 
 def _unpadded_length(tokens: Sequence[str]) -> int:
