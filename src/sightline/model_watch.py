@@ -28,6 +28,7 @@ def watch(
     heads: Sequence[int] | None = None,
     tokens: Tokens | Sequence[str] | None = None,
     tokenizer: Any = None,
+    handwritten: bool = False,
 ) -> Iterator[Seen]:
     """Record statistics of the attention that a torch model computes, in forward passes, training and generation.
 
@@ -60,6 +61,16 @@ def watch(
     tokenizer : tokenizer of transformers, optional
         The tokenizer whose tokens label the positions, by default the one in the folder that the model was loaded from.
         Nothing is downloaded. Without a tokenizer, the labels are the positions.
+    handwritten : bool, default False
+        True also records attention that the model writes out by hand, softmax(S) V with scores S of its own, where S
+        contains a product of two activations. torch computes the output, as without a watch. The statistics are those
+        of softmax(S), and `scores`, `lse` and `max_score` those of S. A query whose scores are all −∞ has weights 0
+        in place of torch's NaN. S has n × m numbers for each head, as in the model itself. The axes of S are (...,
+        heads, queries, keys), as the product with V reads them, and all axes before are batch entries. Where the
+        product reads (B·H, n, m), the heads are those of the last tensor with four axes, (B, H, n, m), among S and
+        what it is computed from or becomes; without such a tensor, the recording has B·H batch entries of one head.
+        The softmax must be over the last axis, and its result must reach a matmul, bmm, baddbmm or einsum of two
+        operands that sums over keys, changed by nothing but dropout, casts and changes of shape.
 
     Yields
     ------
@@ -81,7 +92,8 @@ def watch(
     Warns
     -----
     UserWarning
-        Calls were recorded, but other attention of the model is written by hand; the warning has file and line.
+        Calls were recorded, but other attention of the model is written by hand and was not; the warning has file and
+        line, and with `handwritten=True` the reason.
 
     Examples
     --------
@@ -95,17 +107,16 @@ def watch(
     self_attn  self  0     5        5     2      lse() 1×2×5
     """
     check_module(model)
-    watcher = Watcher(model, see, layers, heads, tokens, FINDER)
+    watcher = Watcher(model, see, layers, heads, tokens, FINDER, handwritten)
     with ExitStack() as exit_stack:
         watcher.inputs = _prepare_transformers(exit_stack, model, tokenizer)
         exit_stack.enter_context(FINDER.serving(watcher))
         exit_stack.enter_context(watcher.modules.follow())
         yield watcher.seen
     watcher.finish()
-    if watcher.handwritten:
-        warnings.warn(
-            f"attention written by hand was not recorded: {watcher.list_handwritten()}", UserWarning, stacklevel=3
-        )
+    if watcher.unrecorded:
+        message = f"attention written by hand was not recorded: {watcher.list_handwritten()}"
+        warnings.warn(f"{message}\n  cure: {watcher.cure_of_handwritten()}", UserWarning, stacklevel=3)
 
 
 def _prepare_transformers(exit_stack: ExitStack, model: nn.Module, tokenizer: Any) -> Any:

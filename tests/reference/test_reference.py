@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from sightline import causal, softcap
+from sightline import bias, causal, softcap, weights
+from sightline.cpu import Cpu
 from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages, forward, nan_safe_matmul
+from sightline.reference.streaming import Streaming
 from sightline.testing import assert_within_budget
 
 
@@ -44,6 +46,18 @@ def test_a_weight_of_0_adds_nothing_even_of_nan():
     weights, rows = np.array([[0.0, 1.0], [0.5, 0.5]]), np.array([[np.nan, np.inf], [1.0, 2.0]])
     found = nan_safe_matmul(weights, rows)
     assert np.array_equal(found, [[1.0, 2.0], [np.nan, np.inf]], equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kernel", [Streaming(), Cpu()], ids=lambda kernel: kernel.name)
+def test_queries_whose_scores_are_all_huge(kernel, dtype, rng):
+    """ln 5, the logarithm of the sum, is lost in an lse of the size of the scores, but not in the weights."""
+    least, x = np.finfo(dtype).min, rng.normal(size=(1, 2, 5, 3)).astype(dtype)
+    rows = [[least] * 5, [0.0] * 2 + [least] * 3, [1e20] * 5, [1e20] * 2 + [least] * 3, [-1e20] * 4 + [least]]
+    problem = make_problem(x, x, x, score=bias(np.array(rows, dtype)), see=[weights()])
+    oracle = compute_stages(problem).weights
+    assert oracle[0, 0, 0] == pytest.approx(0.2)
+    assert_within_budget(kernel.run(problem).seen[0], oracle, oracle.astype(dtype))
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])

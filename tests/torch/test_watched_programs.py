@@ -12,6 +12,7 @@ from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
+from softmax_capture import Softmaxes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # these libraries use what torch deprecates
 RNG = torch.Generator().manual_seed(0)
@@ -55,6 +56,17 @@ class DenseWeights(TorchFunctionMode):
         return function(*inputs, **(options or {}))
 
 
+def check_handwritten(model, call, count):
+    """Compare what a watch records of attention written by hand with every softmax of the model."""
+    with torch.no_grad(), sightline.watch(model, sightline.weights(), handwritten=True) as seen, Softmaxes() as dense:
+        call(model)
+    assert len(seen) == len(dense.oracles) == count
+    for weights, oracle, scores in zip(seen["weights"], dense.oracles, dense.scores, strict=True):
+        query, key = (scores.new_zeros(*scores.shape[:-2], length, 1) for length in scores.shape[-2:])
+        baseline = compute_baseline(make_problem(query, key, key, score=sightline.bias(scores))).weights
+        assert_within_budget(weights, oracle, baseline)
+
+
 def check(model, call, paths):
     """Compare the recorded weights with the dense ones, and the output with that of the model without a watch."""
     model.eval()
@@ -89,6 +101,7 @@ def test_timm(name, size, path):
         message = r"by hand in WindowAttention.*swin_transformer\.py:\d"
         with pytest.raises(ParameterError, match=message), torch.no_grad(), sightline.watch(model, sightline.lse()):
             model(image(size))
+        check_handwritten(model, lambda model: model(image(size)), 12)
         timm.layers.set_fused_attn(True, experimental=True)
     x = image(size)
     check(timm.create_model(name, img_size=size), lambda model: model(x), [path])
@@ -118,6 +131,8 @@ def test_openai_whisper():
     message = r"by hand in MultiHeadAttention \(.*model\.py:\d"
     with whisper.disable_sdpa(), pytest.raises(ParameterError, match=message), sightline.watch(model, sightline.lse()):
         model(spectrogram, ids)
+    with whisper.disable_sdpa():
+        check_handwritten(model, lambda model: model(spectrogram, ids), 6)
 
 
 def test_diffusers():

@@ -20,7 +20,7 @@ from ..formula.derivative import derivative
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..formula.tile_ranges import TileRanges, find_tile_ranges
-from ..problem.kernel import Gradients, Kernel, Refusal, Result, find_learned_lookups
+from ..problem.kernel import MAX_LSE, Gradients, Kernel, Refusal, Result, find_learned_lookups
 from ..problem.problem import Problem
 from ..statistics import StatisticGradients, Tile, accumulate_statistics, statistic_gradients
 from .dropout import keep_factor
@@ -231,12 +231,43 @@ def row_tiles(ops: TileOps, rows: slice, lse: Any) -> Iterator[tuple[slice, Any,
 
     P is exp(S − lse), and 0 where S is −∞.
     """
+    high, low = _normalizers(ops, rows, lse[..., rows])
+    for columns, scaled, masked in _score_tiles(ops, rows):
+        yield columns, scaled, masked, ops.xp.exp((masked - high) - low)
+
+
+def _score_tiles(ops: TileOps, rows: slice) -> Iterator[tuple[slice, Any, Any]]:
+    """Yield (columns, scaled scores, final scores S) of each tile of these queries."""
     query = ops.widen(ops.problem.query, rows)
-    high, low = ops.split_lse(lse[..., rows])
     for columns, full in ops.key_blocks(rows):
         scaled = ops.scaled(query, columns)
-        masked = ops.masked(scaled, rows, columns, full)
-        yield columns, scaled, masked, ops.xp.exp((masked - high) - low)
+        yield columns, scaled, ops.masked(scaled, rows, columns, full)
+
+
+def _normalizers(ops: TileOps, rows: slice, lse: Any) -> tuple[Any, Any]:
+    """Return (high, low), each of shape (..., rows, 1), whose sum is the lse of these queries.
+
+    Scores such as the least finite number, which hides keys in some models, have an lse = m + ln l from whose size ln l
+    is rounded away. For such a query, high is the maximum m and low is ln l, if they make the lse that is given: it may
+    also be that of more keys than the problem has.
+    """
+    xp = ops.xp
+    high, low = ops.split_lse(lse)
+    is_large = xp.isfinite(lse) & (xp.abs(lse) > MAX_LSE[ops.problem.accumulator])
+    if not bool(xp.any(is_large)):
+        return high, low
+    largest = ops.sink(lse.shape[-1])
+    for _, _, s in _score_tiles(ops, rows):
+        largest = xp.maximum(largest, xp.max(s, axis=-1))
+    largest = xp.where(largest == -xp.inf, ops.full(0.0), largest)
+    total = xp.exp(xp.astype(ops.sink(lse.shape[-1]) - largest, xp.float64))
+    for _, _, s in _score_tiles(ops, rows):
+        total = total + xp.astype(xp.sum(xp.exp(s - largest[..., None]), axis=-1), xp.float64)
+    logarithm = xp.log(total)
+    made = xp.astype(largest, xp.float64) + logarithm
+    is_own = (is_large & (xp.abs(made - lse) <= xp.abs(lse) * 2.0**-40))[..., None]
+    parts = (xp.astype(part, ops.dtype)[..., None] for part in (largest, logarithm))
+    return tuple(xp.where(is_own, part, given) for part, given in zip(parts, (high, low), strict=True))
 
 
 def backward(

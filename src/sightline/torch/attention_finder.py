@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import log
@@ -31,10 +31,11 @@ from ..kv_cache import KVCache
 from ..statistics import Statistic, StatisticBase, lse, max_score, weights
 from .derivatives import is_transformed
 from .functional import convert_arguments
-from .handwritten import find_handwritten
+from .handwritten import WeightsMark, find_handwritten
 from .hooks import LayerCall, has_modes
 from .hooks import attend as attend_for_layer
 from .nested import is_nested
+from .operator import autocast_disabled
 from .replacement import _attend as replacing_attend
 from .replacement import torch_attention  # type: ignore[attr-defined]
 from .running_modules import without_hand_over
@@ -65,15 +66,28 @@ class Finder(TorchFunctionMode):
             recorders = self.recorders()
             return read(function, recorders, *inputs, **options) if recorders else function(*inputs, **options)
         result = function(*inputs, **options)
-        place = find_handwritten(function, inputs, options, result)
-        if place is not None:
-            for watcher in self.watchers:
-                watcher.note_handwritten(place)
+        keeps_scores = any(watcher.records_handwritten for watcher in self.watchers)
+        weights = find_handwritten(function, inputs, options, result, keeps_scores)
+        if weights is not None:
+            self.record_handwritten(weights)
         return result
 
-    def recorders(self) -> list[Recorder]:
-        """Return a recorder for each watch that records the attention of the module that runs in this thread."""
-        found = [watcher.recorder() for watcher in self.watchers]
+    def record_handwritten(self, weights: WeightsMark) -> None:
+        """Record attention written by hand for the watches that ask for it, and note it for the others."""
+        asked = () if weights.scores is None else [watcher for watcher in self.watchers if watcher.records_handwritten]
+        for watcher in self.watchers:
+            if watcher not in asked:
+                watcher.note_handwritten(weights.place, weights.reason)
+        recorders = self.recorders(asked)
+        if recorders:
+            _compute_from_scores(recorders, weights)
+
+    def recorders(self, watchers: Iterable[Watcher] | None = None) -> list[Recorder]:
+        """Return a recorder for each watch that records the attention of the module that runs in this thread.
+
+        `watchers` are those of the watches that are asked, by default all.
+        """
+        found = [watcher.recorder() for watcher in (self.watchers if watchers is None else watchers)]
         return [recorder for recorder in found if recorder is not None]
 
     @contextmanager
@@ -147,6 +161,17 @@ def _compute(
         recorder.record(results[start:stop], output, call, query.shape[-2], m)
         start = stop
     return output if compute is None else compute(), results[: len(own)]
+
+
+def _compute_from_scores(recorders: Sequence[Recorder], weights: WeightsMark) -> None:
+    """Record attention whose scores S the model has computed: attention of zeros, whose scores are 0 + S."""
+    scores: Any = weights.scores
+    scores = scores.reshape(-1, *scores.shape[-3:]) if scores.ndim > 3 else scores.reshape(-1, 1, *scores.shape[-2:])
+    zero = torch.zeros((), dtype=weights.dtype, device=scores.device)
+    query, key = (zero.expand(*scores.shape[:2], length, 1) for length in scores.shape[2:])
+    with autocast_disabled(scores):
+        inputs = {"query": query, "key": key, "value": key, "score": scores, "scale": 1.0}
+        _compute(recorders, LayerCall(), inputs)
 
 
 def _read_own(function: Any, recorders: list[Recorder], *inputs: Any, **options: Any) -> Any:

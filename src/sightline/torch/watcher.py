@@ -50,7 +50,7 @@ class Watcher:
 
     Parameters
     ----------
-    model, see, layers, heads, tokens : as in `sightline.watch`
+    model, see, layers, heads, tokens, handwritten : as in `sightline.watch`
     finder : the mode that sees the calls
 
     Raises
@@ -61,7 +61,14 @@ class Watcher:
     """
 
     def __init__(
-        self, model: nn.Module, see: Any, layers: Any, heads: Any, tokens: Any, finder: TorchFunctionMode
+        self,
+        model: nn.Module,
+        see: Any,
+        layers: Any,
+        heads: Any,
+        tokens: Any,
+        finder: TorchFunctionMode,
+        handwritten: bool = False,
     ) -> None:
         names, statistics = _read_statistics(see)
         if heads is not None and not (isinstance(heads, Sequence) and all(isinstance(head, int) for head in heads)):
@@ -87,12 +94,11 @@ class Watcher:
         self.inputs: Any = None  # an object whose `current` has the tokens of the model's inputs
         self.layers: dict[str, CalledLayer] = {}  # every layer that called attention, in the order of the first calls
         self.numbers: dict[str, int] = {}  # of each layer that `layers` may select, among these
-        self.last_self = (
-            -1,
-            0,
-            0,
-        )  # of the last self-attention: the run, the number of queries, the first one's position
-        self.handwritten: dict[str, str] = {}  # for each place of a softmax, the class of the module that ran
+        # of the last self-attention: the run, the number of queries, the first one's position
+        self.last_self = (-1, 0, 0)
+        self.records_handwritten = handwritten
+        # for each place of a softmax, the class of the module that ran, and why the attention was not recorded
+        self.unrecorded: dict[str, tuple[str, str]] = {}
         self.lock = threading.Lock()
 
     def recorder(self) -> Recorder | None:
@@ -129,13 +135,16 @@ class Watcher:
     def _counts_from_end(self) -> bool:
         return any(not isinstance(one, str) and one < 0 for one in self.asked or ())
 
-    def note_handwritten(self, place: str) -> None:
-        """Note that the module that runs in this thread has written attention by hand, with a softmax at this place."""
+    def note_handwritten(self, place: str, reason: str) -> None:
+        """Note attention that the module that runs in this thread has written by hand, with a softmax at this place.
+
+        `reason` says why its weights are not known; it counts if the watch records attention written by hand.
+        """
         running = self.modules.current()
         if running is not None and (
             self.asked is None or any(not isinstance(one, str) or fnmatchcase(running.path, one) for one in self.asked)
         ):
-            self.handwritten[place] = running.kind.__name__
+            self.unrecorded[place] = running.kind.__name__, reason * self.records_handwritten
 
     def finish(self) -> None:
         """Keep the calls that `layers` selects, and raise ParameterError if there are none."""
@@ -155,12 +164,8 @@ class Watcher:
 
     def _explain(self) -> tuple[str, str]:
         """Return what the model did instead of a call that was recorded, and the cure."""
-        if self.handwritten:
-            return (
-                f"attention is written by hand in {self.list_handwritten()}",
-                "call torch.nn.functional.scaled_dot_product_attention there in place of softmax(Q Kᵀ) V; many "
-                "libraries have a switch for it, such as fused_attn=True",
-            )
+        if self.unrecorded:
+            return f"attention is written by hand in {self.list_handwritten()}", self.cure_of_handwritten()
         compiled = [path for path, module in self.by_path.items() if isinstance(module, torch.jit.ScriptModule)]
         if compiled:
             return (
@@ -180,8 +185,19 @@ class Watcher:
         )
 
     def list_handwritten(self) -> str:
-        """Return the classes and places of attention that is written by hand."""
-        return ", ".join(f"{kind} ({place})" for place, kind in self.handwritten.items())
+        """Return the classes and places of attention that is written by hand, and why it was not recorded."""
+        return ", ".join(
+            f"{kind} ({place})" + f", where {reason}" * bool(reason)
+            for place, (kind, reason) in self.unrecorded.items()
+        )
+
+    def cure_of_handwritten(self) -> str:
+        """Return what records the attention that `list_handwritten` lists."""
+        switch = (
+            "call torch.nn.functional.scaled_dot_product_attention there in place of softmax(Q Kᵀ) V; many libraries "
+            "have a switch for it, such as fused_attn=True"
+        )
+        return switch if self.records_handwritten else f"sightline.watch(..., handwritten=True); or {switch}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""The axes of weights that a model computes by hand: where functions move them, and which of them a product sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PRODUCTS = {torch.matmul, torch.bmm, torch.baddbmm, torch.einsum}
+PRODUCTS |= {Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.bmm, Tensor.baddbmm}
+RESHAPES = {torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze}
+RESHAPES |= {Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.squeeze, Tensor.unsqueeze}
+RESHAPES |= {Tensor.view_as, Tensor.reshape_as}
+MOVES = {torch.transpose, torch.permute, torch.swapaxes, torch.swapdims, torch.movedim, torch.moveaxis}
+MOVES |= {Tensor.transpose, Tensor.permute, Tensor.swapaxes, Tensor.swapdims, Tensor.movedim, Tensor.moveaxis}
+MOVES |= {Tensor.mT.__get__, Tensor.T.__get__}  # type: ignore[attr-defined]
+DIGITS = "0123456789"  # the axes of "..." in an equation
+
+
+def call_with(
+    other: Tensor, function: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor
+) -> Any:
+    """Call the function with another tensor in place of x."""
+    changed = {name: other if option is x else option for name, option in options.items()}
+    return function(*[other if given is x else given for given in inputs], **changed)
+
+
+def find_axis(
+    axis: int, function: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor
+) -> int:
+    """Return where one of MOVES moves this axis of x: it moves the axes of a tensor with distinct lengths likewise."""
+    lengths = range(2, x.ndim + 2)
+    moved = call_with(torch.empty(*lengths, device="meta"), function, inputs, options, x)
+    return list(moved.shape).index(lengths[axis])
+
+
+def order_axes(
+    keys: int, function: Callable[..., Any], inputs: tuple[Any, ...], tensors: list[Tensor], x: Tensor
+) -> tuple[int, ...] | None:
+    """Return the axes of the weights x in the order (..., queries, keys), as one of PRODUCTS reads them.
+
+    The result is None if the product does not sum over the axis `keys` alone, or if several axes may be the queries.
+
+    Parameters
+    ----------
+    keys : the axis of the keys, from 0
+    function, inputs : the product and its positional arguments
+    tensors : the tensors among all arguments
+    x : one of them
+    """
+    if function is torch.einsum:
+        return _read_equation(keys, inputs[0], tensors, x)
+    operands = tensors[1:3] if function in {torch.baddbmm, Tensor.baddbmm} else tensors[:2]
+    if len(operands) < 2 or x.ndim < 2:
+        return None
+    left, right = operands[::-1] if function is Tensor.__rmatmul__ else operands
+    axes = tuple(range(x.ndim))
+    if x is left and keys == axes[-1]:
+        return axes
+    if x is right and keys == axes[-2]:
+        return (*axes[:-2], axes[-1], axes[-2])
+    return None
+
+
+def _read_equation(keys: int, equation: Any, tensors: list[Tensor], x: Tensor) -> tuple[int, ...] | None:
+    """Do what `order_axes` does, for an equation of einsum such as "bhij,bhjd->bhid"."""
+    if not isinstance(equation, str) or "->" not in equation or len(tensors) != 2:
+        return None
+    terms, output = equation.replace(" ", "").split("->")
+    given = terms.split(",")
+    own, other = given if tensors[0] is x else given[::-1]
+    leading = DIGITS[: x.ndim - len(own.replace("...", ""))]
+    own, other, output = (term.replace("...", leading) for term in (own, other, output))
+    summed = [axis for axis, letter in enumerate(own) if letter not in output]
+    queries = [axis for axis, letter in enumerate(own) if letter in output and letter not in other]
+    if len(set(own)) != x.ndim or summed != [keys] or own[keys] not in other or len(queries) != 1:
+        return None
+    return (*[axis for axis in range(x.ndim) if axis not in (*queries, keys)], *queries, keys)
