@@ -151,7 +151,7 @@ class Watcher:
             return (
                 f"attention is written by hand in {self.list_handwritten()}",
                 "call torch.nn.functional.scaled_dot_product_attention there in place of softmax(Q Kᵀ) V; many "
-                "libraries have a switch for it, such as fused_attn=True",
+                'libraries have a switch for it, such as fused_attn=True or attn_implementation="sdpa"',
             )
         compiled = [path for path, module in self.by_path.items() if isinstance(module, torch.jit.ScriptModule)]
         if compiled:
