@@ -211,3 +211,17 @@ def test_rollout_of_a_class_token(example):
     assert oracle[0][:, 1:].max() > 3 * oracle[0][:, 1:].mean()
     for one, other, rough in zip(found, oracle, plain, strict=True):
         assert_within_budget(one, other, rough)
+
+
+@pytest.mark.example("watch_programs")
+@pytest.mark.parametrize("look", ["weights()", "received()", "top_k(8)"])
+def test_programs_are_measured(example, look, monkeypatch):
+    monkeypatch.setattr("sightline.cli.bench.peak_memory.MAX_TRIES", 1)
+    program = example.Program("two models", None, [look], "transformers<5 a_missing_module torch")
+    for case in (example.esm2(40), example.albert(40)):
+        row = example.measure(program, look, case, 0)
+        assert (row.calls, len(row.seconds), len(row.peaks)) == (12, 3, 3)
+        assert row.difference < 1e-5
+        assert case.model.config._attn_implementation == "sdpa"
+    assert example.list_missing(program) == "'transformers<5' a_missing_module"
+    assert example.main("no such program") == []

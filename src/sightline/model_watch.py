@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
 from torch import nn
 
-from .errors import ParameterError
+from .errors import MissingExtraError, ParameterError
 from .recording import Seen, Tokens
 from .statistics import OVERVIEW, Statistic
 from .torch.attention_finder import FINDER
@@ -41,7 +41,8 @@ def watch(
     gradients are exact, as those of `sightline.attention`. In a call with dropout torch computes the output, so that
     the same weights are dropped as without a watch, and this library computes the statistics. Models of transformers
     use `attn_implementation="sightline"`, compiled models run their uncompiled code, and torch's fast path of encoder
-    layers is off. On exit the model is restored, after an error too. Contexts may be nested.
+    layers is off. On exit the model is restored, after an error too. Contexts may be nested. Models of transformers
+    before 5.23 are watched if they call torch's function, as they do with `attn_implementation="sdpa"`.
 
     Parameters
     ----------
@@ -120,18 +121,19 @@ def watch(
 
 
 def _prepare_transformers(exit_stack: ExitStack, model: nn.Module, tokenizer: Any) -> Any:
-    """Switch models of transformers to this library while the exit stack is open.
+    """Switch models of transformers, from 5.23 on, to this library while the exit stack is open.
 
     The result records the tokens of their inputs. It is None for other models.
     """
     package = sys.modules.get("transformers")
     if package is not None and any(isinstance(module, package.PreTrainedModel) for module in model.modules()):
-        own = import_module("sightline.transformers.model_layers")
-        exit_stack.enter_context(own.using_sightline(model))
-        return exit_stack.enter_context(own.recording_tokens(model, tokenizer))
+        with suppress(MissingExtraError):
+            own = import_module("sightline.transformers.model_layers")
+            exit_stack.enter_context(own.using_sightline(model))
+            return exit_stack.enter_context(own.recording_tokens(model, tokenizer))
     if tokenizer is not None:
         raise ParameterError(
-            f"tokenizer= for a {type(model).__name__}, which is no model of transformers",
+            f"tokenizer= for a {type(model).__name__}, which is no model of transformers 5.23 or later",
             "the tokens themselves",
             "tokens=[tokenizer.convert_ids_to_tokens(row) for row in ids]",
         )

@@ -1,8 +1,13 @@
-"""A watch of programs of other libraries, not edited: timm, open_clip, openai-whisper and diffusers, if installed."""
+"""A watch of programs of other libraries: timm, open_clip, openai-whisper, diffusers and rxnmapper, if installed."""
+
+import sys
+from importlib.resources import files
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -140,3 +145,65 @@ def test_diffusers():
     block = attention.BasicTransformerBlock(32, 4, 8, cross_attention_dim=16)
     x, context = torch.randn(1, 20, 32, generator=RNG), torch.randn(1, 9, 16, generator=RNG)
     check(block, lambda model: model(x, encoder_hidden_states=context), ["attn1", "attn2"])
+
+
+REACTIONS = [
+    "CC(C)S.CN(C)C=O.Fc1cccnc1F.O=C([O-])[O-].[K+].[K+]>>CC(C)Sc1ncccc1F",
+    "C1COCCO1.CC(C)(C)OC(=O)CONC(=O)NCc1cccc2ccccc12.Cl>>O=C(O)CONC(=O)NCc1cccc2ccccc12",
+    "CC(=O)O.OCC>>CC(=O)OCC",
+    "C=CC=C.C=CC(=O)OC>>COC(=O)C1CC=CCC1",
+    "Brc1ccccc1.OB(O)c1ccncc1>>c1ccc(-c2ccncc2)cc1",
+    "O=Cc1ccccc1.NCCc1ccccc1.[BH4-].[Na+]>>C(NCCc1ccccc1)c1ccccc1",
+]
+
+
+def eager_head(model, head, **inputs):
+    model.set_attn_implementation("eager")
+    return model(**inputs, output_attentions=True).attentions[10][:, head]
+
+
+def watched_head(model, head, **inputs):
+    with sightline.watch(model, see=sightline.weights(), heads=[head]) as seen:
+        model(**inputs)
+    return seen.of(call=10)[0]["weights"][:, 0]
+
+
+def test_rxnmapper(monkeypatch):
+    """The trained mapper maps the same atoms, as surely, by one head of a watch as by the weights of "eager".
+
+    Its model runs with transformers 5. Its tokenizer does not, so the subclass reads the vocabulary.
+    """
+    folder = SimpleNamespace(resource_filename=lambda package, path: str(files(package) / path))
+    monkeypatch.setitem(sys.modules, "pkg_resources", folder)  # setuptools had it until version 81
+    pytest.importorskip("rdkit")
+    core = pytest.importorskip("rxnmapper.core")
+    smiles = pytest.importorskip("rxnmapper.tokenization_smiles")
+
+    class Mapper(core.RXNMapper):
+        def _load_model_and_tokenizer(self):
+            names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "basic_tokenizer": smiles.BasicSmilesTokenizer()}
+            ids = smiles.load_vocab(f"{self.model_path}/vocab.txt")
+            return core.AlbertModel.from_pretrained(self.model_path).eval(), SimpleNamespace(ids=ids, **names)
+
+        def convert_batch_to_attns(self, reactions, *_, **__):
+            rows = [
+                torch.tensor([self.tokenizer.ids[token] for token in self.tokenize_for_model(one)]) for one in reactions
+            ]
+            real = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+            inputs = {"input_ids": pad_sequence(rows, batch_first=True), "attention_mask": real}
+            with torch.no_grad():
+                weights = self.look(self.model, self.head, **inputs)
+            return [one[: len(row), : len(row)] for one, row in zip(weights, rows, strict=True)]
+
+    def map_atoms(look, dtype):
+        mapper = Mapper()
+        mapper.model.to(dtype)
+        mapper.look = look
+        found = mapper.get_attention_guided_atom_maps(REACTIONS)
+        return [one["mapped_rxn"] for one in found], torch.tensor([float(one["confidence"]) for one in found])
+
+    looks = [(watched_head, torch.float32), (eager_head, torch.float64), (eager_head, torch.float32)]
+    (maps, confidences), (true_maps, oracle), (_, plain) = (map_atoms(*one) for one in looks)
+    assert maps == true_maps
+    assert maps[2] == "O[C:4]([CH3:5])=[O:6].[CH3:1][CH2:2][OH:3]>>[CH3:1][CH2:2][O:3][C:4]([CH3:5])=[O:6]"
+    assert_within_budget(confidences, oracle, plain)

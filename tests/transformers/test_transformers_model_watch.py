@@ -1,12 +1,14 @@
 """Tests of `sightline.watch` for models of transformers."""
 
+import sys
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 
 import sightline
-from sightline.errors import ParameterError
+from sightline.errors import MissingExtraError, ParameterError
 from sightline.testing import assert_within_budget
 
 pytest.importorskip("transformers")
@@ -89,6 +91,35 @@ def test_encoder_and_decoder_are_distinguished(name):
     cross = seen.of(kind="cross")[0]
     queries, keys = seen.labels(cross)
     assert (set(queries), keys[0], cross.query_start) == ({"d"}, "e", 0)
+
+
+def test_models_of_older_transformers_are_watched_as_any_model(monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
+    for name in [name for name in sys.modules if name.startswith("sightline.transformers")]:
+        monkeypatch.delitem(sys.modules, name)
+    model = make_model("BERT")
+    batch = make_inputs(model, "right")
+    inputs, real = batch.inputs, batch.real
+    eager = run(model, "eager", inputs)["attentions"]
+    model64, inputs64 = to_float64(model, inputs)
+    truth = run(model64, "eager", inputs64)["attentions"]
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad(), watch(model, sightline.weights()) as seen:
+        model(**inputs)
+        assert model.config._attn_implementation == "sdpa"
+    for found, oracle, plain in zip(seen["weights"], truth, eager, strict=True):
+        rows = real[:, None].expand(found.shape[:-1])
+        assert_within_budget(found[rows], oracle[rows], plain[rows])
+    model.set_attn_implementation("eager")
+    with pytest.raises(ParameterError, match='attn_implementation="sdpa"'), watch(model, sightline.lse()):
+        model(**inputs)
+    with (
+        pytest.raises(ParameterError, match=r"no model of transformers 5\.23"),
+        watch(model, sightline.lse(), tokenizer=1),
+    ):
+        pass
+    with pytest.raises(MissingExtraError, match=r"transformers 4\.57\.6 is older than 5\.23"):
+        import_module("sightline.transformers")
 
 
 @pytest.mark.parametrize("before", ["eager", "sdpa", "sightline"])

@@ -195,7 +195,7 @@ class Watcher:
         """Return what records the attention that `list_handwritten` lists."""
         switch = (
             "call torch.nn.functional.scaled_dot_product_attention there in place of softmax(Q Kᵀ) V; many libraries "
-            "have a switch for it, such as fused_attn=True"
+            'have a switch for it, such as fused_attn=True or attn_implementation="sdpa"'
         )
         return switch if self.records_handwritten else f"sightline.watch(..., handwritten=True); or {switch}"
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from ..errors import MissingExtraError
 
 try:
-    import transformers  # noqa: F401
+    import transformers
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        raise ImportError(f"transformers {transformers.__version__} is older than 5.23")
 except ImportError as error:
     raise MissingExtraError(
-        "sightline.transformers without transformers",
-        "transformers 5",
-        'pip install "sightline-attention[transformers]" torch',
+        f"sightline.transformers: {error}", "transformers 5.23 or later", 'pip install -U "transformers>=5.23,<6" torch'
     ) from error
 
 from .attention_interface import NAME, register
