@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import MissingExtraError
 from .model_monitor import AttentionMonitor
-from .monitoring import check_every
+from .monitoring import check_count
 
 __all__ = ["MonitorCallback"]
 
@@ -57,7 +57,7 @@ class MonitorCallback(_callback_class()):  # type: ignore[misc]
 
     def __init__(self, every: int = 100, *, layers: str | int | Sequence[str | int] | None = None) -> None:
         super().__init__()
-        self.every, self.layers, self._number = check_every(every), layers, -1
+        self.every, self.layers, self._number = check_count("every", every), layers, -1
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the monitor of the module."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch import distributed, nn
 
 from .errors import ParameterError
 from .model_watch import watch
-from .monitoring import MONITORED, MonitoredStep, StepSums, check_every
+from .monitoring import MONITORED, MonitoredStep, StepSums, check_count
 from .recording import Seen
 from .torch.hooks import check_module
 
@@ -41,20 +42,22 @@ class AttentionMonitor:
     log : function (values, number of the step), optional
         Called after each recorded step with the dict of `MonitoredStep.summary`, such as `wandb.log`,
         `mlflow.log_metrics` or `lambda values, step: print(step, values)`.
+    keep : int, default 1,000
+        The number of newest steps that `history` keeps.
     over_ranks : bool, default True
         With `torch.distributed`, take maxima and means over all ranks, which must have the same layers and record the
         same steps. False keeps the numbers of each rank.
 
     Attributes
     ----------
-    history : list of MonitoredStep
-        All recorded steps, with the numbers of every head: 32 bytes for each step, layer and head.
+    history : deque of MonitoredStep
+        The newest recorded steps, with the numbers of every head: 32 bytes for each step, layer and head.
 
     Raises
     ------
     ParameterError
-        `model` is not a module, `every` is not a whole number of at least 1, or `log` cannot be called. A recorded step
-        raises the errors of `sightline.watch`, for example if the model writes its attention by hand.
+        `model` is not a module, `every` or `keep` is not a whole number of at least 1, or `log` cannot be called. A
+        recorded step raises the errors of `sightline.watch`, for example if the model writes its attention by hand.
 
     Examples
     --------
@@ -77,6 +80,7 @@ class AttentionMonitor:
         *,
         layers: str | int | Sequence[str | int] | None = None,
         log: Callable[[dict[str, float], int], Any] | None = None,
+        keep: int = 1_000,
         over_ranks: bool = True,
     ) -> None:
         check_module(model)
@@ -84,9 +88,9 @@ class AttentionMonitor:
             raise ParameterError(
                 f"log={log!r}", "a function of a dict and the number of the step", "log=lambda values, step: ..."
             )
-        self.model, self.every, self.layers, self.log = model, check_every(every), layers, log
+        self.model, self.every, self.layers, self.log = model, check_count("every", every), layers, log
         self.over_ranks = over_ranks
-        self.history: list[MonitoredStep] = []
+        self.history: deque[MonitoredStep] = deque(maxlen=check_count("keep", keep))
         self._newest: MonitoredStep | None = None  # of the step that runs or has run last; None if it is not recorded
         self._open = ExitStack()
 

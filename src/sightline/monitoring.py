@@ -16,7 +16,7 @@ from .errors import ParameterError
 from .formula.expression import SYMBOLS
 from .statistics import entropy, mass, max_score
 
-__all__ = ["HeadStatistics", "MonitoredStep", "StepSums", "check_every"]
+__all__ = ["HeadStatistics", "MonitoredStep", "StepSums", "check_count"]
 
 MONITORED = (max_score(), entropy(), mass(SYMBOLS["j"] == 0))
 
@@ -136,8 +136,8 @@ class StepSums:
         return MonitoredStep(number, found)
 
 
-def check_every(every: Any) -> int:
-    """Return `every`, or raise ParameterError if it is not a whole number of at least 1."""
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ParameterError(f"every={every!r}", "a whole number of steps, at least 1", "every=100")
-    return every
+def check_count(name: str, count: Any) -> int:
+    """Return a number of steps, or raise ParameterError if it is not a whole number of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ParameterError(f"{name}={count!r}", "a whole number of steps, at least 1", f"{name}=100")
+    return count

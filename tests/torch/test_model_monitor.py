@@ -65,7 +65,7 @@ def test_steps_between_run_as_without_a_monitor():
         assert functions.observer is None
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         assert torch.equal(model(make_batch(1)), plain)
-    assert monitor.history == []
+    assert not monitor.history
 
 
 def test_results_of_a_forward_pass_are_dropped_when_it_ends(monkeypatch):
@@ -156,9 +156,18 @@ def test_a_step_that_fails_or_is_cancelled_is_not_recorded():
     monitor.begin_step(0)
     monitor.begin_step(1)  # after an error that skipped the end
     assert monitor.end_step() is None
-    assert monitor.history == []
+    assert not monitor.history
     assert functions.observer is None
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_the_newest_steps_are_kept():
+    model = CausalModel()
+    monitor = sightline.AttentionMonitor(model, every=1, keep=2)
+    for number in range(4):
+        with monitor.step(number):
+            model(make_batch(1))
+    assert [step.number for step in monitor.history] == [2, 3]
 
 
 def test_layers_are_selected():
@@ -207,8 +216,9 @@ def test_errors_say_what_is_allowed(monkeypatch):
             return torch.softmax(x @ x.mT, -1) @ x
 
     for every in (0, 1.5, True, "100"):
-        with pytest.raises(ParameterError, match="whole number of steps"):
-            sightline.AttentionMonitor(CausalModel(), every=every)
+        for name in ("every", "keep"):
+            with pytest.raises(ParameterError, match=rf"(?s){name}=.*whole number of steps"):
+                sightline.AttentionMonitor(CausalModel(), **{name: every})
     with pytest.raises(ParameterError, match="a function of a dict"):
         sightline.AttentionMonitor(CausalModel(), log=SimpleNamespace())
     with pytest.raises(ParameterError, match=r"torch\.nn\.Module"):
@@ -216,7 +226,7 @@ def test_errors_say_what_is_allowed(monkeypatch):
     monitor = sightline.AttentionMonitor(ByHand())
     with pytest.raises(ParameterError, match="written by hand"), monitor.step(0):
         monitor.model(torch.randn(2, 3, 4))
-    assert monitor.history == []
+    assert not monitor.history
     monkeypatch.setitem(sys.modules, "lightning", None)
     monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
     monkeypatch.delitem(sys.modules, "sightline.lightning", raising=False)

@@ -9,7 +9,7 @@ import keras
 
 from ..arrays.operations import to_numpy
 from ..errors import ParameterError
-from ..monitoring import MONITORED, MonitoredStep, StepSums, check_every
+from ..monitoring import MONITORED, MonitoredStep, StepSums, check_count
 from .backend_attention import observing
 
 
@@ -47,7 +47,7 @@ class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self, sample: Any, every: int = 100, *, log: Callable[[dict[str, float], int], Any] | None = None
     ) -> None:
         super().__init__()
-        self.sample, self.every, self.log = sample, check_every(every), log
+        self.sample, self.every, self.log = sample, check_count("every", every), log
         self.history: list[MonitoredStep] = []
         self._count = 0
 

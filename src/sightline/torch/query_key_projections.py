@@ -118,7 +118,7 @@ def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None
             groups = _divide(path, len(rows[1][0]), width)
             _divide(path, heads, groups)
             return [_split(x, heads) for x in rows[0]], [_split(x, groups) for x in rows[1]]
-    if isinstance(layer, nn.MultiheadAttention):
+    if named is None and isinstance(layer, nn.MultiheadAttention):
         _check_parameters(path, layer.parameters())
         return _multi_head(layer)
     for name in FUSED if named is None else ():
