@@ -11,6 +11,9 @@ if find_spec("transformers") is None:
 if find_spec("triton") is None:
     collect_ignore += ["src/sightline/gpu", "docs/gpu-kernels.md"]
 
+if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
+    collect_ignore += ["src/sightline/lightning.py"]
+
 if find_spec("tensorflow") is None:
     collect_ignore += ["src/sightline/keras/tensorflow_attention.py"]
 

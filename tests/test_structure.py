@@ -164,8 +164,8 @@ def shared_class_names(folder):
 
 
 def test_no_two_classes_share_a_public_name(tmp_path):
-    """The two classes that do are one layer for torch and for Keras."""
-    assert shared_class_names(SOURCE) == {"ScaledDotProductAttention", "MultiHeadAttention"}
+    """Two classes that do are one layer for torch and for Keras, the third is one callback for three trainers."""
+    assert shared_class_names(SOURCE) == {"ScaledDotProductAttention", "MultiHeadAttention", "MonitorCallback"}
     folder = package(tmp_path / "planted", one="class A: ...\nclass _B: ...\n", two="class A: ...\nclass _B: ...\n")
     assert shared_class_names(folder) == {"A"}
 
@@ -204,9 +204,9 @@ def test_every_row_of_wide_tests_names_tests(tmp_path):
 def test_dir_shows_the_public_names_and_the_submodules():
     """The submodules are loaded when they are accessed; completion offers them all the same."""
     functions = """
-        alibi alibi_slopes attention attention_from_disk attention_tangent attention_vjp bias causal dense documents
-        entropy explain lse mass max_score merge padding pooled prefix received relative_bias scores softcap table
-        threads tiles top_k tune watch weighted_sum weights where window
+        AttentionMonitor alibi alibi_slopes attention attention_from_disk attention_tangent attention_vjp bias causal
+        dense documents entropy explain lse mass max_score merge padding pooled prefix received relative_bias scores
+        softcap table threads tiles top_k tune watch weighted_sum weights where window
     """
     modules = "data equinox flax jax keras positions torch transformers view"
     expected = [*"bhijsnm", "OVERVIEW", "Expression", "KVCache", "Table", *functions.split(), *modules.split()]

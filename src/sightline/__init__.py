@@ -79,6 +79,7 @@ __all__ = [
 __version__ = "0.1.0"
 # Each is imported when first accessed.
 SUBMODULES = ("data", "equinox", "flax", "jax", "keras", "positions", "torch", "transformers", "view")
+MODULES_OF_MODELS = {"AttentionMonitor": "model_monitor", "watch": "model_watch"}  # names that need torch
 
 b, h, i, j, s, n, m = (SYMBOLS[name] for name in "bhijsnm")
 
@@ -94,17 +95,18 @@ Seen.load_explorer = lambda: import_module(f"{__name__}.view.explorer")
 
 
 if TYPE_CHECKING:
+    from .model_monitor import AttentionMonitor as AttentionMonitor
     from .model_watch import watch as watch
 
 
 def __getattr__(name: str) -> Any:
-    if name == "watch":
+    if name in MODULES_OF_MODELS:
         import_module(f"{__name__}.torch")  # without torch, its error names what to install
-        return import_module(f"{__name__}.model_watch").watch
+        return getattr(import_module(f"{__name__}.{MODULES_OF_MODELS[name]}"), name)
     if name in SUBMODULES:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted((*__all__, *SUBMODULES, "watch"))
+    return sorted((*__all__, *SUBMODULES, *MODULES_OF_MODELS))

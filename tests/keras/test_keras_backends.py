@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.skipif(
     find_spec("keras") is None or os.environ["KERAS_BACKEND"] != "torch", reason="starts the tests on other backends"
 )
-SELECTED = "(gradients_equal_those_of_keras and all) or hidden_nan or weights_then_output"
+SELECTED = "(gradients_equal_those_of_keras and all) or hidden_nan or weights_then_output or keras_weights"
 
 
 def run(backend, *arguments):
@@ -30,7 +30,7 @@ def test_selected_tests_pass(backend):
         pytest.skip(f"{backend} is not installed")
     result = run(backend, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", SELECTED, str(Path(__file__).parent))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "3 passed" in result.stdout
+    assert "4 passed" in result.stdout
 
 
 @pytest.mark.parametrize("backend", ["openvino"])

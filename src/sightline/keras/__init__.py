@@ -1,4 +1,4 @@
-"""Sightline for Keras 3 on its backends torch, JAX and TensorFlow: attention as a layer.
+"""Sightline for Keras 3 on its backends torch, JAX and TensorFlow: attention as a layer, and a monitor of its training.
 
 The import raises MissingExtraError if Keras is not installed, and ParameterError if Keras has another backend or one
 that is not installed.
@@ -26,6 +26,7 @@ if keras.backend.backend() not in BACKENDS:
     raise ParameterError(f"Keras on its {keras.backend.backend()} backend", ALLOWED, CURE)
 
 from .layer import ScaledDotProductAttention  # noqa: E402  after the check of the backend
+from .monitor_callback import MonitorCallback  # noqa: E402
 from .multi_head_attention import MultiHeadAttention  # noqa: E402
 
-__all__ = ["MultiHeadAttention", "ScaledDotProductAttention"]
+__all__ = ["MonitorCallback", "MultiHeadAttention", "ScaledDotProductAttention"]

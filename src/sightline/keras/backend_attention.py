@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
 from typing import Any
 
@@ -14,10 +15,24 @@ from ..api.functions import attention
 from ..errors import ShapeError
 from ..formula.expression import Expression
 from ..formula.library import causal, dense, window
-from ..statistics import weights
+from ..statistics import Statistic, weights
 
 if keras.backend.backend() == "tensorflow":
     from . import tensorflow_attention
+
+
+Observer = Callable[[str, Sequence[Any]], None]  # (the layer's path, results (B, H, n, …) of its statistics)
+observers: list[tuple[Sequence[Statistic], Observer]] = []  # of the open contexts of `observing`
+
+
+@contextmanager
+def observing(see: Sequence[Statistic], observer: Observer) -> Iterator[None]:
+    """Hand the statistics of the calls of this package's layers to the observer. All calls in the context are eager."""
+    observers.append((see, observer))
+    try:
+        yield
+    finally:
+        observers.pop()
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,7 @@ def attend(
     dropout: float = 0.0,
     seed: Any = None,
     with_weights: bool = False,
+    layer: str = "",
 ) -> tuple[Any, Any]:
     """Return (output, weights). The weights are those before dropout, or None unless `with_weights` is True.
 
@@ -82,7 +98,10 @@ def attend(
     dropout : the probability that a weight is dropped
     seed : a scalar tensor of integers from 0 to 2³¹ − 2, required with dropout
     with_weights : return the weights, which need O(n · m) memory
+    layer : the path of the layer that calls, for observers
     """
+    for see, observer in observers:
+        _observe(query, key, value, mask, see, partial(observer, layer))
     if keras.backend.backend() == "tensorflow":
         return tensorflow_attention.attend(query, key, value, mask, dropout, seed, with_weights)
     if seed is not None and keras.backend.backend() != "jax":
@@ -97,3 +116,17 @@ def attend(
         see=[weights()] if with_weights else [],
     )
     return output, seen[0] if with_weights else None
+
+
+def _observe(
+    query: Any, key: Any, value: Any, mask: AttentionMask, see: Sequence[Statistic], observer: Callable[[Any], None]
+) -> None:
+    """Compute the statistics of a call, apart from its output, and hand their results to the observer."""
+    backend = keras.backend.backend()
+    arrays = [query, key, value, *mask.arrays]
+    if backend == "tensorflow":
+        arrays = [x.numpy() for x in arrays]
+    elif backend == "torch":
+        arrays = [x.detach() for x in arrays]
+    query, key, value, *masks = arrays
+    observer(attention(query, key, value, mask=mask.formula(masks), see=list(see))[1])

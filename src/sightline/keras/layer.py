@@ -87,7 +87,7 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
         """Return the output, or (weights, output) if `return_attn` is true."""
         heads = [keras.ops.expand_dims(part(inputs), 1) for part in (self.query, self.key, self.value)]
         attention_mask = AttentionMask(() if mask is None else (expand(mask, "bj"),))
-        output, weights = attend(*heads, mask=attention_mask, with_weights=self.return_attn)
+        output, weights = attend(*heads, mask=attention_mask, with_weights=self.return_attn, layer=self.path)
         output = keras.ops.squeeze(output, 1)
         return (keras.ops.squeeze(weights, 1), output) if self.return_attn else output
 

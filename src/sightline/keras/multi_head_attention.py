@@ -119,7 +119,7 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]
 
         `attention_mask` is what `_compute_attention_mask` returned, or a tensor.
         """
-        options: dict[str, Any] = {"with_weights": return_attention_scores}
+        options: dict[str, Any] = {"with_weights": return_attention_scores, "layer": self.path}
         if training and self._dropout > 0:
             seed = keras.random.randint((), 0, 2**31 - 1, seed=self._dropout_layer.seed_generator)
             options |= {"dropout": self._dropout, "seed": seed}

@@ -18,6 +18,7 @@ except ImportError as error:
 from .dispatch import kernels, run
 from .functional import scaled_dot_product_attention
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
+from .qk_clipping import qk_clip
 from .replacement import Replacement, replacing
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "ScaledDotProductAttention",
     "SelfAttention",
     "kernels",
+    "qk_clip",
     "replacing",
     "run",
     "scaled_dot_product_attention",

@@ -43,6 +43,14 @@ class _Thread(threading.local):
 THREAD = _Thread()
 
 
+def module_paths(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the path of every module of a model, without what torch.compile adds; that of the model is its class."""
+    return {
+        module: name.removeprefix("_orig_mod").removeprefix(".").replace("._orig_mod.", ".") or type(module).__name__
+        for name, module in model.named_modules()
+    }
+
+
 class RunningModules:
     """The modules of one watched model that run in each thread, the innermost last.
 
@@ -54,11 +62,7 @@ class RunningModules:
 
     def __init__(self, model: nn.Module, finder: TorchFunctionMode) -> None:
         self.finder, self.runs, self.has_run = finder, count(), False
-        self.paths = {
-            module: name.removeprefix("_orig_mod").removeprefix(".").replace("._orig_mod.", ".")
-            or type(module).__name__
-            for name, module in model.named_modules()
-        }
+        self.paths = module_paths(model)
 
     @contextmanager
     def follow(self) -> Iterator[None]:

@@ -20,8 +20,19 @@ except ImportError as error:
 from .attention_interface import NAME, register
 from .model_masking import masking
 from .model_unpadding import unpadded
+from .monitor_callback import MonitorCallback
 from .word_times import Segment, Transcript, Word, word_timestamps
 
-__all__ = ["NAME", "Segment", "Transcript", "Word", "masking", "register", "unpadded", "word_timestamps"]
+__all__ = [
+    "NAME",
+    "MonitorCallback",
+    "Segment",
+    "Transcript",
+    "Word",
+    "masking",
+    "register",
+    "unpadded",
+    "word_timestamps",
+]
 
 register()

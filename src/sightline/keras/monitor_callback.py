@@ -1,0 +1,83 @@
+"""The monitor of attention as a callback of Keras, on each of its backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from ..arrays.operations import to_numpy
+from ..errors import ParameterError
+from ..monitoring import MONITORED, MonitoredStep, StepSums, check_count
+from .backend_attention import observing
+
+
+class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """The largest score, the entropy and the weight on the first key of each head, at every so many batches of `fit`.
+
+    Compiled train steps return no statistics. So the callback runs the model on a sample before a chosen batch, with
+    `training=False`, and records the layers of `sightline.keras` in it, on every backend. The newest numbers are in the
+    logs of each epoch, and so in Keras's `History`.
+
+    Parameters
+    ----------
+    sample : inputs of the model, such as the first eight of the training
+    every : int, default 100
+        The batches 0, every, 2 · every, … are chosen; the count goes on over epochs and calls of `fit`.
+    log : function (values, number of the batch), optional
+        Called for each chosen batch with the dict of `MonitoredStep.summary`.
+
+    Attributes
+    ----------
+    history : list of MonitoredStep
+        The numbers of every head at each chosen batch.
+
+    Raises
+    ------
+    ParameterError
+        `every` is not a whole number of at least 1. `fit` raises it if no layer of `sightline.keras` runs.
+
+    Examples
+    --------
+    >>> model.fit(x, y, callbacks=[sightline.keras.MonitorCallback(x[:8], every=100)])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, sample: Any, every: int = 100, *, log: Callable[[dict[str, float], int], Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.sample, self.every, self.log = sample, check_count("every", every), log
+        self.history: list[MonitoredStep] = []
+        self._count = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Record the sample if the batch is chosen."""
+        if self._count % self.every == 0:
+            self._record()
+        self._count += 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Add the newest numbers to the logs of the epoch."""
+        if logs is not None and self.history:
+            logs.update(self.history[-1].summary())
+
+    def _record(self) -> None:
+        sums = StepSums()
+
+        def add(layer: str, results: Sequence[Any]) -> None:
+            arrays = [to_numpy(array) for array in (results[0].score, *results[1:])]
+            arrays = [array.reshape(-1, *array.shape[-2:]) for array in arrays]  # one batch axis before the heads
+            sums.add(layer, [results[0]._replace(score=arrays[0]), *arrays[1:]])
+
+        with observing(MONITORED, add):
+            self.model(self.sample, training=False)
+        if not sums.maxima:
+            raise ParameterError(
+                f"{self.model.name}, in which no layer of sightline.keras ran",
+                "sightline.keras.MultiHeadAttention or ScaledDotProductAttention in the model",
+                "sightline.keras.MultiHeadAttention in place of keras.layers.MultiHeadAttention",
+            )
+        self.history.append(sums.finish(self._count, [*sums.maxima]))
+        if self.log is not None:
+            self.log(self.history[-1].summary(), self._count)

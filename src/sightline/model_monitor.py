@@ -1,0 +1,167 @@
+"""`AttentionMonitor`: statistics of the attention of a torch model at chosen steps of its training."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from .errors import ParameterError
+from .model_watch import watch
+from .monitoring import MONITORED, MonitoredStep, StepSums, check_count
+from .recording import Seen
+from .torch.hooks import check_module
+
+__all__ = ["AttentionMonitor"]
+
+
+class AttentionMonitor:
+    """The largest score, the entropy and the weight on the first key of each head, at every so many steps of training.
+
+    For head h of a layer, over the batch entries b, the queries i and all calls of a step:
+
+        max_score = max S_ij      entropy = mean of −Σⱼ P_ij ln P_ij      first_key = mean of P_i0
+
+    S are the scores and P the weights before dropout. Queries that see no key are in no mean; queries at padding count
+    like others. A chosen step runs in a `sightline.watch`: this library computes the attention, exactly, and compiled
+    models run uncompiled. All other steps run as without a monitor. A layer under gradient checkpointing runs twice and
+    gives the same numbers twice, which changes no maximum and no mean.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    every : int, default 100
+        The steps 0, every, 2 · every, … are recorded.
+    layers : path, pattern or number of a layer, or a list of them, default all
+        As in `sightline.watch`.
+    log : function (values, number of the step), optional
+        Called after each recorded step with the dict of `MonitoredStep.summary`, such as `wandb.log`,
+        `mlflow.log_metrics` or `lambda values, step: print(step, values)`.
+    keep : int, default 1,000
+        The number of newest steps that `history` keeps.
+    over_ranks : bool, default True
+        With `torch.distributed`, take maxima and means over all ranks, which must have the same layers and record the
+        same steps. False keeps the numbers of each rank.
+
+    Attributes
+    ----------
+    history : deque of MonitoredStep
+        The newest recorded steps, with the numbers of every head: 32 bytes for each step, layer and head.
+
+    Raises
+    ------
+    ParameterError
+        `model` is not a module, `every` or `keep` is not a whole number of at least 1, or `log` cannot be called. A
+        recorded step raises the errors of `sightline.watch`, for example if the model writes its attention by hand.
+
+    Examples
+    --------
+    >>> import torch, sightline
+    >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    >>> monitor = sightline.AttentionMonitor(model, every=10)
+    >>> for number in range(20):
+    ...     with monitor.step(number):
+    ...         model(torch.randn(4, 5, 8)).sum().backward()
+    >>> [step.number for step in monitor.history]
+    [0, 10]
+    >>> monitor.history[-1].layers["self_attn"].entropy.shape
+    (2,)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 100,
+        *,
+        layers: str | int | Sequence[str | int] | None = None,
+        log: Callable[[dict[str, float], int], Any] | None = None,
+        keep: int = 1_000,
+        over_ranks: bool = True,
+    ) -> None:
+        check_module(model)
+        if log is not None and not callable(log):
+            raise ParameterError(
+                f"log={log!r}", "a function of a dict and the number of the step", "log=lambda values, step: ..."
+            )
+        self.model, self.every, self.layers, self.log = model, check_count("every", every), layers, log
+        self.over_ranks = over_ranks
+        self.history: deque[MonitoredStep] = deque(maxlen=check_count("keep", keep))
+        self._newest: MonitoredStep | None = None  # of the step that runs or has run last; None if it is not recorded
+        self._open = ExitStack()
+
+    @contextmanager
+    def step(self, number: int, *, joins: bool = False) -> Iterator[None]:
+        """Record the forward passes of the `with` block if `number` is a multiple of `every`.
+
+        The block has all forward and backward passes of a step: with gradient accumulation those of all its parts.
+
+        Parameters
+        ----------
+        number : int
+            The number of the step, from 0 on; in a resumed training, the number that it goes on with.
+        joins : bool, default False
+            Join the numbers with those of the newest step of `history`, of which the block is a further part.
+        """
+        self._newest = None
+        if number % self.every:
+            yield
+            return
+        sums = StepSums()
+        with watch(self.model, MONITORED, layers=self.layers) as seen, ExitStack() as exit_stack:
+            # the results of a forward pass become sums when it ends, so that those of several need no memory
+            hook = self.model.register_forward_hook(lambda *_: _move(seen, sums))
+            exit_stack.callback(hook.remove)
+            yield
+        _move(seen, sums)
+        if self.over_ranks and distributed.is_available() and distributed.is_initialized():
+            _reduce_over_ranks(sums, seen.layers)
+        recorded = sums.finish(number, seen.layers)
+        self._newest = self.history.pop().merge(recorded) if joins and self.history else recorded
+        self.history.append(self._newest)
+        if self.log is not None:
+            self.log(self._newest.summary(), number)
+
+    def begin_step(self, number: int, *, joins: bool = False) -> None:
+        """Begin a step, as `step` does, in a program that calls a function before and another after each step."""
+        self.cancel_step()
+        self._open.enter_context(self.step(number, joins=joins))
+
+    def end_step(self) -> dict[str, float] | None:
+        """End the step that `begin_step` began. Return the numbers for a log, or None if the step is not recorded."""
+        self._open.close()
+        return None if self._newest is None else self._newest.summary()
+
+    def cancel_step(self) -> None:
+        """End the step that `begin_step` began, if there is one, and record nothing."""
+        opened, self._open = self._open.pop_all(), ExitStack()
+        with suppress(_CancelledError), opened:
+            raise _CancelledError
+
+
+class _CancelledError(Exception):
+    """A step that is not recorded."""
+
+
+def _move(seen: Seen, sums: StepSums) -> None:
+    """Add the results of the recorded calls to the sums, and drop them from the recording."""
+    with sums.lock:  # replicas of the model end their forward passes in several threads
+        for place, call in enumerate(seen.calls):
+            if call.results:
+                scores, *others = call.results
+                results = [scores._replace(score=scores.score.detach()), *(result.detach() for result in others)]
+                sums.add(call.layer, results)
+                seen.calls[place] = replace(call, statistics=(), results=())
+
+
+def _reduce_over_ranks(sums: StepSums, layers: Sequence[str]) -> None:
+    """Replace the maxima by those over all ranks, and the totals by their sums over all ranks."""
+    for found, how in ((sums.maxima, distributed.ReduceOp.MAX), (sums.totals, distributed.ReduceOp.SUM)):
+        flat = torch.cat([found[layer].double().flatten() for layer in layers])
+        distributed.all_reduce(flat, how)
+        parts = torch.split(flat, [found[layer].numel() for layer in layers])
+        found |= {layer: part.view_as(found[layer]) for layer, part in zip(layers, parts, strict=True)}

@@ -1,0 +1,143 @@
+"""What a monitor of training keeps of a step: three statistics of each head, and the numbers for a log.
+
+This module imports no framework.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arrays.operations import namespace, to_numpy
+from .errors import ParameterError
+from .formula.expression import SYMBOLS
+from .statistics import entropy, mass, max_score
+
+__all__ = ["HeadStatistics", "MonitoredStep", "StepSums", "check_count"]
+
+MONITORED = (max_score(), entropy(), mass(SYMBOLS["j"] == 0))
+
+
+class HeadStatistics(NamedTuple):
+    """Three statistics of the heads of a layer in one step, over all batch entries, queries and calls.
+
+    A query that sees no key is in none of the means. Each field is a float64 array of shape (H,).
+
+    Attributes
+    ----------
+    max_score : the largest score, max over b, i and j of S_ij; −∞ if no query sees a key
+    entropy : the mean of the entropy −Σⱼ P_ij ln P_ij, in nats; 0 if no query sees a key
+    first_key : the mean weight on the first key, P_i0; 0 if no query sees a key
+    queries : the number of queries that see a key
+    """
+
+    max_score: Any
+    entropy: Any
+    first_key: Any
+    queries: Any
+
+    def merge(self, other: HeadStatistics) -> HeadStatistics:
+        """Return the statistics of the queries of both."""
+        queries = self.queries + other.queries
+        shares = self.queries / np.maximum(queries, 1), other.queries / np.maximum(queries, 1)
+        entropy, first_key = (shares[0] * self[k] + shares[1] * other[k] for k in (1, 2))
+        return HeadStatistics(np.maximum(self.max_score, other.max_score), entropy, first_key, queries)
+
+
+class MonitoredStep(NamedTuple):
+    """What a monitor has recorded of one step of training.
+
+    Attributes
+    ----------
+    number : the number of the step
+    layers : dict from the paths of the layers to `HeadStatistics`, in the order in which the layers first ran
+    """
+
+    number: int
+    layers: dict[str, HeadStatistics]
+
+    @property
+    def max_scores(self) -> dict[str, Any]:
+        """For each layer, the largest score of each head, of shape (H,): what `sightline.torch.qk_clip` takes."""
+        return {layer: heads.max_score for layer, heads in self.layers.items()}
+
+    def merge(self, other: MonitoredStep) -> MonitoredStep:
+        """Return the statistics of the calls of both, for two parts of one step."""
+        layers = dict(self.layers)
+        for layer, heads in other.layers.items():
+            layers[layer] = layers[layer].merge(heads) if layer in layers else heads
+        return MonitoredStep(other.number, layers)
+
+    def summary(self) -> dict[str, float]:
+        """Return few numbers for a log, by name.
+
+        For each layer: "attention/LAYER/max_score" of the head where it is largest, "…/max_score_head" with the number
+        of that head, "…/min_entropy" of the head where the mean entropy is lowest, and "…/max_first_key" of the head
+        where the mean weight on the first key is largest. The same without the layer and the head is over all layers.
+        """
+        found: dict[str, float] = {}
+        for layer, heads in self.layers.items():
+            found |= {f"attention/{layer}/{name}": number for name, number in _extremes([heads]).items()}
+            found[f"attention/{layer}/max_score_head"] = int(np.argmax(heads.max_score))
+        return found | {f"attention/{name}": number for name, number in _extremes([*self.layers.values()]).items()}
+
+
+def _extremes(layers: Sequence[HeadStatistics]) -> dict[str, float]:
+    """Return the largest score, the lowest mean entropy and the largest mean weight on the first key."""
+    return {
+        "max_score": float(max_of([heads.max_score for heads in layers])),
+        "min_entropy": -float(max_of([-heads.entropy for heads in layers])),
+        "max_first_key": float(max_of([heads.first_key for heads in layers])),
+    }
+
+
+def max_of(arrays: Sequence[Any]) -> Any:
+    """Return the largest number of the arrays; NaN if there is one."""
+    return np.max(np.concatenate(arrays))
+
+
+class StepSums:
+    """The sums of a step, added up call by call on the device of the arrays.
+
+    Attributes
+    ----------
+    maxima : dict from layers to the largest score of each head, (H,)
+    totals : dict from layers to (3, H) float64: sums of entropy and weight on the first key, and number of queries
+    """
+
+    def __init__(self) -> None:
+        self.maxima: dict[str, Any] = {}
+        self.totals: dict[str, Any] = {}
+        self.lock = threading.Lock()
+
+    def add(self, layer: str, results: Sequence[Any]) -> None:
+        """Add the results of `MONITORED` of one call, of shape (B, H, n)."""
+        scores, *others = results[0].score, *results[1:]
+        xp = namespace(scores)
+        sees = scores != -np.inf
+        columns = [xp.where(sees, array, xp.zeros_like(array)) for array in others]
+        sums = xp.stack([xp.sum(xp.astype(array, xp.float64), axis=(0, 2)) for array in (*columns, sees)])
+        maximum = xp.full_like(sums[0], -np.inf) if 0 in scores.shape else xp.max(scores, axis=(0, 2))
+        if layer in self.maxima:
+            maximum, sums = xp.maximum(maximum, self.maxima[layer]), sums + self.totals[layer]
+        self.maxima[layer], self.totals[layer] = maximum, sums
+
+    def finish(self, number: int, layers: Sequence[str]) -> MonitoredStep:
+        """Return the statistics of these layers."""
+        found = {}
+        for layer in layers:
+            maximum = np.asarray(to_numpy(self.maxima[layer]), np.float64)
+            entropies, masses, queries = np.asarray(to_numpy(self.totals[layer]), np.float64)
+            count = np.maximum(queries, 1)
+            found[layer] = HeadStatistics(maximum, entropies / count, masses / count, queries)
+        return MonitoredStep(number, found)
+
+
+def check_count(name: str, count: Any) -> int:
+    """Return a number of steps, or raise ParameterError if it is not a whole number of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ParameterError(f"{name}={count!r}", "a whole number of steps, at least 1", f"{name}=100")
+    return count

@@ -1,0 +1,236 @@
+"""The parameters that make queries and keys of an attention layer, found by the names that published code gives them.
+
+Each is returned as views whose first axis is the head. To change a view changes the parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..errors import ParameterError
+
+SEPARATE = (  # the query projection and the key projection
+    ("q_proj", "k_proj"),  # Llama and most models of transformers
+    ("query", "key"),  # BERT, ViT, sightline.torch.SelfAttention
+    ("q", "k"),
+    ("to_q", "to_k"),  # diffusers
+    ("q_lin", "k_lin"),  # DistilBERT
+    ("wq", "wk"),
+    ("w_q", "w_k"),
+)
+FUSED = ("qkv", "qkv_proj", "to_qkv", "Wqkv", "c_attn")  # rows: those of all queries, then all keys, then all values
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+BIASED = ("attn_logit_softcapping", "has_relative_attention_bias", "relative_position_bias_table")
+NORM = re.compile(r"(?=.*(norm|ln))(^|.*_)(q|k|qk|query|key)(_|$)")  # a norm between a projection and the scores
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+Projections = tuple[str, str] | Callable[[nn.Module], tuple[Sequence[Tensor], Sequence[Tensor]]]
+
+
+class ScaledView(NamedTuple):
+    """A part of a parameter: a view (heads, …), and the power of a head's factor that multiplies it."""
+
+    view: Tensor
+    power: float
+
+
+def find_parts(path: str, layer: nn.Module, heads: int, named: Projections | None = None) -> list[ScaledView]:
+    """Return the parts to multiply by powers of a factor γ of each query head, so that its scores are multiplied by γ.
+
+    The power is 1/2 for queries and keys with as many heads. If query heads share key heads, it is 1 for queries, and
+    keys are no part. In multi-head latent attention it is 1/2 for the queries and keys without position, and 1 for the
+    rotary queries; the rotary keys, which all heads share, are no part.
+
+    Parameters
+    ----------
+    path, layer : the layer, and its path for errors
+    heads : the number of query heads, if the layer does not say it
+    named : the names of the two projections, or a function from the layer to (views for queries, views for keys)
+
+    Raises
+    ------
+    ParameterError
+        The projections are not found, or scaling them does not scale the scores.
+    """
+    heads = count_heads(layer) or heads
+    if callable(named):
+        queries, keys = named(layer)
+        _check_parameters(path, (*queries, *keys))
+        return _with_powers(queries, keys)
+    biased = [name for name in BIASED if getattr(layer, name, None) not in (None, False)]
+    if biased:
+        raise ParameterError(
+            f"{path}, whose scores are not only products of queries and keys ({biased[0]})",
+            "layers whose scores are Q Kᵀ · scale",
+            "leave the layer out of max_scores, or pass projections=function if its scores may be scaled",
+        )
+    if named is None and hasattr(layer, "kv_b_proj") and hasattr(layer, "qk_nope_head_dim"):
+        return _latent(path, layer, heads)
+    queries, keys = _find(path, layer, heads, named)
+    norms = [name for name, child in layer.named_children() if NORM.match(name) and not isinstance(child, nn.Identity)]
+    norms += [name for name in ("qk_norm",) if isinstance(getattr(layer, name, None), bool) and getattr(layer, name)]
+    if norms:
+        queries, keys = _of_norms(path, layer, heads, norms, queries, keys)
+    return _with_powers(queries, keys)
+
+
+def count_heads(layer: nn.Module) -> int | None:
+    """Return the number of query heads that the layer, or its configuration, says; None if neither does."""
+    for owner in (layer, getattr(layer, "config", None)):
+        for name in HEAD_COUNTS:
+            count = getattr(owner, name, None)
+            if isinstance(count, int) and not isinstance(count, bool):
+                return count
+    return None
+
+
+def _check_parameters(path: str, parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.dtype not in FLOATS or hasattr(parameter, "placements"):
+            kind = "a DTensor" if hasattr(parameter, "placements") else str(parameter.dtype)
+            raise ParameterError(
+                f"a projection of {path} that is {kind}",
+                "whole parameters of float64, float32, bfloat16 or float16",
+                "clip the parameters that the optimizer updates, before they are divided or quantised",
+            )
+
+
+def _with_powers(queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[ScaledView]:
+    """Return the views with their powers; queries are scaled alone if query heads share a key head."""
+    if any(len(query) != len(key) for query in queries for key in keys):
+        return [ScaledView(view, 1.0) for view in queries]
+    return [ScaledView(view, 0.5) for view in (*queries, *keys)]
+
+
+def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the views (heads, …) of the query projection, and those of the key projection."""
+    for names in SEPARATE if named is None else (named,):
+        found = [_child(layer, name) for name in names]
+        if all(isinstance(child, nn.Module) for child in found):
+            rows = [_rows(f"{path}.{name}", child) for name, child in zip(names, found, strict=True)]
+            width = _divide(path, len(rows[0][0]), heads)
+            groups = _divide(path, len(rows[1][0]), width)
+            _divide(path, heads, groups)
+            return [_split(x, heads) for x in rows[0]], [_split(x, groups) for x in rows[1]]
+    if named is None and isinstance(layer, nn.MultiheadAttention):
+        _check_parameters(path, layer.parameters())
+        return _multi_head(layer)
+    for name in FUSED if named is None else ():
+        child = _child(layer, name)
+        if isinstance(child, nn.Module) and not hasattr(layer, "multi_query"):
+            groups = getattr(layer, "num_key_value_heads", None) or heads // getattr(layer, "num_key_value_groups", 1)
+            parts = _rows(f"{path}.{name}", child)
+            width = _divide(path, len(parts[0]), heads + 2 * groups)
+            ends = heads * width, (heads + groups) * width
+            return [_split(x[: ends[0]], heads) for x in parts], [_split(x[slice(*ends)], groups) for x in parts]
+    children = ", ".join(name for name, _ in layer.named_children()) or "no modules"
+    raise ParameterError(
+        f"{path}, a {type(layer).__name__} whose query and key projections are not known (it has {children})",
+        f"projections named {', '.join('/'.join(names) for names in SEPARATE)}, or fused as {', '.join(FUSED)}",
+        'projections=("query projection", "key projection"), or a function that returns views of them by head',
+    )
+
+
+def _child(layer: nn.Module, name: str) -> Any:
+    found: Any = layer
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _rows(path: str, projection: nn.Module) -> list[Tensor]:
+    """Return views of weight and bias whose first axis is the output of the projection."""
+    parameters = dict(projection.named_parameters())
+    is_transposed = type(projection).__name__ == "Conv1D"  # of transformers: weight (in, out)
+    if not parameters.keys() <= {"weight", "bias"} or not (isinstance(projection, nn.Linear) or is_transposed):
+        raise ParameterError(
+            f"{path}, a {type(projection).__name__} with the parameters {', '.join(parameters) or 'none'}",
+            "torch.nn.Linear, with a weight and at most a bias",
+            "merge adapters into the weights first, or pass projections=function that returns views by head",
+        )
+    _check_parameters(path, parameters.values())
+    weight = parameters["weight"]
+    return [weight.mT if is_transposed else weight, *([parameters["bias"]] if "bias" in parameters else [])]
+
+
+def _split(rows: Tensor, heads: int) -> Tensor:
+    """Return a view whose first axis is the head, of rows (heads · d, …)."""
+    return torch.unflatten(rows, 0, (heads, -1))
+
+
+def _divide(path: str, rows: int, heads: int) -> int:
+    if heads < 1 or rows % heads:
+        raise ParameterError(
+            f"a projection of {path} of {rows} rows for {heads} heads",
+            "as many rows for each head",
+            "projections=function that returns views of the projections by head",
+        )
+    return rows // heads
+
+
+def _multi_head(layer: nn.MultiheadAttention) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the views of torch's layer. The key that `add_bias_kv` adds is scaled with the others."""
+    queries: list[Any] = [layer.q_proj_weight]
+    keys: list[Any] = [layer.k_proj_weight]
+    if layer.in_proj_weight is not None:
+        queries, keys = [[rows] for rows in layer.in_proj_weight.chunk(3)[:2]]
+    if layer.in_proj_bias is not None:
+        for views, rows in zip((queries, keys), layer.in_proj_bias.chunk(3), strict=False):
+            views.append(rows)
+    if layer.bias_k is not None:
+        keys.append(layer.bias_k.flatten())
+    return [_split(x, layer.num_heads) for x in queries], [_split(x, layer.num_heads) for x in keys]
+
+
+def _latent(path: str, layer: Any, heads: int) -> list[ScaledView]:
+    """Return the parts of multi-head latent attention, as DeepSeek's code lays them out."""
+    name = "q_b_proj" if isinstance(getattr(layer, "q_b_proj", None), nn.Module) else "q_proj"
+    content, parts = layer.qk_nope_head_dim, []
+    for rows in _rows(f"{path}.{name}", getattr(layer, name)):
+        query = _split(rows, heads)
+        parts += [ScaledView(query[:, :content], 0.5), ScaledView(query[:, content:], 1.0)]
+    parts += [ScaledView(_split(rows, heads)[:, :content], 0.5) for rows in _rows(f"{path}.kv_b_proj", layer.kv_b_proj)]
+    return parts
+
+
+def _of_norms(
+    path: str, layer: nn.Module, heads: int, norms: list[str], queries: list[Tensor], keys: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the views of the norms' parameters in place of those of the projections before them.
+
+    A norm undoes a factor of its input. Its own weights scale its output, by head if there is one for each component of
+    each head, as in OLMo 2.
+    """
+    found = []
+    for side, views in (("q", queries), ("k", keys)):
+        names = [name for name in norms if side in name.split("_") or {"q": "query", "k": "key"}[side] in name]
+        groups, own = len(views[0]), [_child(layer, name) for name in names]
+        width = views[0].shape[1]
+        if len(own) != 1 or not isinstance(own[0], nn.Module) or not _scales(own[0], groups * width):
+            raise ParameterError(
+                f"{path}, which normalises queries or keys after their projections ({', '.join(norms)})",
+                "projections whose results are the queries and keys, or norms with a weight for each component of "
+                "each head",
+                "nothing to clip: such a norm bounds the scores; or leave the layer out of max_scores",
+            )
+        found.append([_split(parameter.flatten(), groups) for parameter in own[0].parameters()])
+    return found[0], found[1]
+
+
+def _scales(norm: nn.Module, components: int) -> bool:
+    """True if the norm has parameters for this number of components, and twice the parameters give twice its result."""
+    parameters = dict(norm.named_parameters())
+    if not parameters or any(parameter.numel() != components for parameter in parameters.values()):
+        return False
+    shape = next(iter(parameters.values())).shape
+    with torch.no_grad():
+        one = torch.linspace(-1, 2, components, dtype=next(iter(parameters.values())).dtype).view(1, *shape)
+        one = one.to(next(iter(parameters.values())).device)
+        twice = functional_call(norm, {name: 2 * parameter for name, parameter in parameters.items()}, (one,))
+        return bool(torch.equal(twice, 2 * norm(one)))
