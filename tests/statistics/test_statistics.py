@@ -383,17 +383,17 @@ def test_a_cache_replaces_key_and_value(long_problem):
     query, key, value, options = long_problem
     cache = sightline.KVCache()
     cache.append(key, value)
-    options = options | {"kernel": "streaming"}
     statistics = [sightline.mass(j < 9), *every_statistic(700)]
-    before = key.shape[-2] - query.shape[-2]  # positions before the first query
+    before = key.shape[-2] - query.shape[-2]
     mask = (j % 7 != 2) & (i != before + 3)
+    options = options | {"kernel": "streaming"}
     _, cached = sightline.attention(query, cache, **options | {"mask": mask, "see": statistics})
 
     def of_rows(formula):
         return formula.rewrite({"i": i + before})
 
-    see = [statistic.map_formulas(of_rows) for statistic in statistics]
-    _, plain = sightline.attention(query, key, value, **options | {"mask": of_rows(mask), "see": see})
+    options |= {"mask": of_rows(mask), "see": [statistic.map_formulas(of_rows) for statistic in statistics]}
+    _, plain = sightline.attention(query, key, value, **options)
     for statistic, one, other in zip(statistics, cached, plain, strict=True):
         for x, y in zip(arrays_of(one), arrays_of(other), strict=True):
             assert np.array_equal(x, y), statistic
