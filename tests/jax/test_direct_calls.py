@@ -12,11 +12,12 @@ import pytest
 
 import sightline
 from fault_planting import broken
+from jax_kernel import register_alone
 from sightline import b, h, i, j, s, table
 from sightline.cpu.calls import xla_direct_call, xla_handler
 from sightline.cpu.launch.prepared_call import RUNS_BEFORE_RECORD
 from sightline.dispatch import call_cache
-from sightline.jax import custom_call, direct_entries, dot_product_attention, primitives
+from sightline.jax import custom_call, dot_product_attention
 from sightline.jax.xla_calls import parse_call
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the code reads the environment of POSIX")
@@ -181,17 +182,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_every_fault_is_seen(fault, draw, monkeypatch, fresh_kernels):
-    """The handler is registered under a name of its own, because XLA registers a name once for a process.
-
-    All texts of one length have the same hash.
-    """
+    """All texts of one length have the same hash."""
     code = xla_direct_call if fault is None else broken(xla_direct_call, *FAULTS[fault])
     for module in {xla_direct_call, code}:
         monkeypatch.setattr(module, "PRIME", 0)
     monkeypatch.setattr(xla_handler, "XlaDirectCall", code.XlaDirectCall)
-    monkeypatch.setattr(custom_call, "TARGET", f"sightline direct: {fault}")
-    monkeypatch.setattr(custom_call, "_entries", direct_entries.DirectEntries())
-    monkeypatch.setattr(primitives, "register", custom_call.register.__wrapped__)
+    register_alone(monkeypatch, f"sightline direct: {fault}")
     if fault is None:
         check_all(draw)
         return

@@ -11,7 +11,7 @@ from sightline import b, i, j, lse, s, table
 from sightline.cpu.calls import xla_handler
 from sightline.dispatch import call_join
 from sightline.errors import SightlineError
-from sightline.jax import batching, custom_call, primitives
+from sightline.jax import batching, custom_call
 from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 
@@ -66,9 +66,7 @@ def test_every_fault_in_the_batching_rule_is_seen(fault, monkeypatch):
 
 @pytest.mark.parametrize("fault", HANDLER)
 def test_every_fault_in_the_handler_is_seen(fault, monkeypatch, fresh_kernels):
-    """The faulty handler is registered under a name of its own: XLA registers a name once for a process."""
     monkeypatch.setattr(custom_call, "build_module", broken(xla_handler, *HANDLER[fault]).build_module)
-    monkeypatch.setattr(custom_call, "TARGET", f"sightline: {fault}")
-    monkeypatch.setattr(primitives, "register", custom_call.register.__wrapped__)
+    jax_kernel.register_alone(monkeypatch, f"sightline: {fault}")
     with pytest.raises(AssertionError, match="bits"):
         check_handler()
