@@ -1,12 +1,16 @@
-"""Every error that Sightline raises: one class for each kind of error. `name_file` adds a path to Python's errors.
+"""Every error that Sightline raises: one class for each kind of error.
+
+`check_count` raises one of them. `name_file` adds a path to Python's errors.
 
 An error message has three parts: what was given, what is allowed, and the cure. Each class also derives from a fitting
 built-in exception, so that `except ValueError` and similar clauses catch these errors too.
 """
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from os import PathLike
+from typing import Any
 
 __all__ = [
     "ChangedArrayError",
@@ -22,6 +26,7 @@ __all__ = [
     "SightlineError",
     "TableError",
     "UnknownArgumentError",
+    "check_count",
     "name_file",
 ]
 
@@ -95,6 +100,22 @@ class RankError(SightlineError, RuntimeError):
 
 class MissingExtraError(SightlineError, ImportError):
     """An optional dependency is needed but not installed. Also an ImportError."""
+
+
+def check_count(given: str, value: Any, least: int, cure: str) -> int:
+    """Return a whole number of at least `least`, also one of NumPy, as an int; else raise ParameterError.
+
+    Parameters
+    ----------
+    given, cure : those of the error
+    """
+    try:
+        count = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        raise ParameterError(given, f"a whole number of at least {least}", cure)
+    return count
 
 
 @contextlib.contextmanager

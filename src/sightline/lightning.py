@@ -11,9 +11,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from .errors import MissingExtraError
+from .errors import MissingExtraError, check_count
 from .model_monitor import AttentionMonitor
-from .monitoring import check_count
 
 __all__ = ["MonitorCallback"]
 
@@ -57,14 +56,14 @@ class MonitorCallback(_callback_class()):  # type: ignore[misc]
 
     def __init__(self, every: int = 100, *, layers: str | int | Sequence[str | int] | None = None) -> None:
         super().__init__()
-        self.every, self.layers, self._number = check_count("every", every), layers, -1
+        self.every, self.layers, self._number = check_count(f"every={every!r}", every, 1, "every=100"), layers, -1
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the monitor of the module."""
         self.monitor = AttentionMonitor(pl_module, self.every, layers=self.layers)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin to record if the step of the batch is chosen."""
+        """Begin the step of the batch. The monitor records it if its number is a multiple of `every`."""
         joins, self._number = trainer.global_step == self._number, trainer.global_step
         self.monitor.begin_step(self._number, joins=joins)
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from .errors import ParameterError
+from .errors import ParameterError, check_count
 from .model_watch import watch
-from .monitoring import MONITORED, MonitoredStep, StepSums, check_count
+from .monitoring import MONITORED, MonitoredStep, StepSums
 from .recording import Seen
 from .torch.hooks import check_module
 
@@ -40,8 +40,8 @@ class AttentionMonitor:
     layers : path, pattern or number of a layer, or a list of them, default all
         As in `sightline.watch`.
     log : function (values, number of the step), optional
-        Called after each recorded step with the dict of `MonitoredStep.summary`, such as `wandb.log`,
-        `mlflow.log_metrics` or `lambda values, step: print(step, values)`.
+        A recorded step ends with a call of this function. It gets the dict of `MonitoredStep.summary`. Functions that
+        fit: `wandb.log`, `mlflow.log_metrics`, `lambda values, step: print(step, values)`.
     keep : int, default 1,000
         The number of newest steps that `history` keeps.
     over_ranks : bool, default True
@@ -51,7 +51,7 @@ class AttentionMonitor:
     Attributes
     ----------
     history : deque of MonitoredStep
-        The newest recorded steps, with the numbers of every head: 32 bytes for each step, layer and head.
+        The newest recorded steps. A step takes 32 bytes for each head of each layer.
 
     Raises
     ------
@@ -88,9 +88,10 @@ class AttentionMonitor:
             raise ParameterError(
                 f"log={log!r}", "a function of a dict and the number of the step", "log=lambda values, step: ..."
             )
-        self.model, self.every, self.layers, self.log = model, check_count("every", every), layers, log
+        self.model, self.layers, self.log = model, layers, log
+        self.every = check_count(f"every={every!r}", every, 1, "every=100")
         self.over_ranks = over_ranks
-        self.history: deque[MonitoredStep] = deque(maxlen=check_count("keep", keep))
+        self.history: deque[MonitoredStep] = deque(maxlen=check_count(f"keep={keep!r}", keep, 1, "keep=100"))
         self._newest: MonitoredStep | None = None  # of the step that runs or has run last; None if it is not recorded
         self._open = ExitStack()
 

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays.operations import namespace, to_numpy
-from .errors import ParameterError
 from .formula.expression import SYMBOLS
 from .statistics import entropy, mass, max_score
 
-__all__ = ["HeadStatistics", "MonitoredStep", "StepSums", "check_count"]
+__all__ = ["HeadStatistics", "MonitoredStep", "StepSums"]
 
 MONITORED = (max_score(), entropy(), mass(SYMBOLS["j"] == 0))
 
@@ -87,16 +86,12 @@ class MonitoredStep(NamedTuple):
 
 def _extremes(layers: Sequence[HeadStatistics]) -> dict[str, float]:
     """Return the largest score, the lowest mean entropy and the largest mean weight on the first key."""
+    scores, entropies, masses, _ = map(np.concatenate, zip(*layers, strict=True))
     return {
-        "max_score": float(max_of([heads.max_score for heads in layers])),
-        "min_entropy": -float(max_of([-heads.entropy for heads in layers])),
-        "max_first_key": float(max_of([heads.first_key for heads in layers])),
+        "max_score": float(scores.max()),  # NaN if there is one
+        "min_entropy": float(entropies.min()),
+        "max_first_key": float(masses.max()),
     }
-
-
-def max_of(arrays: Sequence[Any]) -> Any:
-    """Return the largest number of the arrays; NaN if there is one."""
-    return np.max(np.concatenate(arrays))
 
 
 class StepSums:
@@ -134,10 +129,3 @@ class StepSums:
             count = np.maximum(queries, 1)
             found[layer] = HeadStatistics(maximum, entropies / count, masses / count, queries)
         return MonitoredStep(number, found)
-
-
-def check_count(name: str, count: Any) -> int:
-    """Return a number of steps, or raise ParameterError if it is not a whole number of at least 1."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ParameterError(f"{name}={count!r}", "a whole number of steps, at least 1", f"{name}=100")
-    return count

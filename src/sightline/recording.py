@@ -51,8 +51,8 @@ class Call:
     step : int
         How many runs of the model have called this layer before. In generation it is the index of the generated token.
     query_start : int
-        If `kind` is "self", the index, among the keys, of the key at the first query's position: 0, or the number of
-        keys in the cache. If `kind` is "cross", the position of the first query in its own sequence.
+        If `kind` is "self", the number of keys before the first query: 0 without a cache, else the number of keys in
+        it. If `kind` is "cross", the position of the first query in its own sequence.
     key_start : int
         The position of the first key in its sequence. It is above 0 after a sliding cache has discarded keys.
     n, m : int

@@ -217,7 +217,7 @@ def test_errors_say_what_is_allowed(monkeypatch):
 
     for every in (0, 1.5, True, "100"):
         for name in ("every", "keep"):
-            with pytest.raises(ParameterError, match=rf"(?s){name}=.*whole number of steps"):
+            with pytest.raises(ParameterError, match=rf"(?s){name}=.*whole number of at least 1"):
                 sightline.AttentionMonitor(CausalModel(), **{name: every})
     with pytest.raises(ParameterError, match="a function of a dict"):
         sightline.AttentionMonitor(CausalModel(), log=SimpleNamespace())

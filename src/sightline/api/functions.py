@@ -161,17 +161,18 @@ def attend(
         see = (see,)
     if scale is not None and getattr(scale, "requires_grad", False) and not is_compiling():
         score, scale = fold_scale(score, scale)
-    of_arrays = key, value, mask, score, see
+    on_arrays = key, value, mask, score, see
     if value is None and type(key) is KVCache:
-        of_arrays = as_arrays(query, key, mask, score, see) or of_arrays
-    description = describe(query, *of_arrays[2:4], scale, sinks, dropout, seed, of_arrays[4], kernel, threads)
+        on_arrays = as_arrays(query, key, mask, score, see) or on_arrays
+    keys, values, row_mask, row_score, row_see = on_arrays
+    description = describe(query, row_mask, row_score, scale, sinks, dropout, seed, row_see, kernel, threads)
     request = None
     if description is not None:
-        answer, request = call_cache.answer(description, query, *of_arrays[:2], sinks, seed, threads)
+        answer, request = call_cache.answer(description, query, keys, values, sinks, seed, threads)
         if answer is not None:
             return answer[0] if see is None else answer
     if request is not None:
-        key, value, *_, see = of_arrays
+        key, value, see = keys, values, row_see
         formulas = mask, score, *_ = request.formulas()
     elif hasattr(score, "dtype"):
         score = bias(score)

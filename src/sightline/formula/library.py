@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..arrays.operations import to_numpy
-from ..errors import MaskError, ParameterError, ShapeError
+from ..errors import MaskError, ParameterError, ShapeError, check_count
 from .batch_axes import dense_table, read_densely
 from .expression import SYMBOLS, Expression, apply
 from .parameters import from_template
@@ -285,9 +285,8 @@ def alibi_slopes(heads: int) -> Any:
     ParameterError
         heads is not a whole number of at least 1.
     """
-    if not (_is_integer(heads) and heads >= 1):
-        raise ParameterError(f"alibi_slopes({heads!r})", "a whole number of heads, at least one", "alibi_slopes(8)")
-    power_of_two = 1 << (int(heads).bit_length() - 1)
+    heads = check_count(f"alibi_slopes({heads!r})", heads, 1, "alibi_slopes(8)")
+    power_of_two = 1 << (heads.bit_length() - 1)
 
     def slopes(count: int) -> Any:
         return 2.0 ** (-8.0 * np.arange(1, count + 1) / count)

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from ..errors import ParameterError, ShapeError
+from ..errors import ShapeError, check_count
 from .backend_attention import AttentionMask, attend, expand
 
 Shape = tuple[int | None, ...]
@@ -60,9 +60,7 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
 
     def __init__(self, dk: int, dv: int, return_attn: bool = False, *, use_bias: bool = True, **options: Any) -> None:
         super().__init__(**options)
-        for name, width in (("dk", dk), ("dv", dv)):
-            if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-                raise ParameterError(f"{name}={width!r}", "a whole number of at least 1", f"{name}=64")
+        dk, dv = check_count(f"dk={dk!r}", dk, 1, "dk=64"), check_count(f"dv={dv!r}", dv, 1, "dv=64")
         self.dk, self.dv, self.return_attn, self.use_bias = dk, dv, return_attn, use_bias
         self.supports_masking = True
         # in TensorFlow programs, XLA cannot call the kernels

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from ..arrays.operations import to_numpy
-from ..errors import ParameterError
-from ..monitoring import MONITORED, MonitoredStep, StepSums, check_count
+from ..errors import ParameterError, check_count
+from ..monitoring import MONITORED, MonitoredStep, StepSums
 from .backend_attention import observing
 
 
@@ -27,16 +28,18 @@ class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]
         The batches 0, every, 2 · every, … are chosen; the count goes on over epochs and calls of `fit`.
     log : function (values, number of the batch), optional
         Called for each chosen batch with the dict of `MonitoredStep.summary`.
+    keep : int, default 1,000
+        The number of newest chosen batches that `history` keeps.
 
     Attributes
     ----------
-    history : list of MonitoredStep
-        The numbers of every head at each chosen batch.
+    history : deque of MonitoredStep
+        The numbers of every head at the newest chosen batches.
 
     Raises
     ------
     ParameterError
-        `every` is not a whole number of at least 1. `fit` raises it if no layer of `sightline.keras` runs.
+        `every` or `keep` is not a whole number of at least 1. `fit` raises it if no layer of `sightline.keras` runs.
 
     Examples
     --------
@@ -44,15 +47,20 @@ class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, sample: Any, every: int = 100, *, log: Callable[[dict[str, float], int], Any] | None = None
+        self,
+        sample: Any,
+        every: int = 100,
+        *,
+        log: Callable[[dict[str, float], int], Any] | None = None,
+        keep: int = 1_000,
     ) -> None:
         super().__init__()
-        self.sample, self.every, self.log = sample, check_count("every", every), log
-        self.history: list[MonitoredStep] = []
+        self.sample, self.every, self.log = sample, check_count(f"every={every!r}", every, 1, "every=100"), log
+        self.history: deque[MonitoredStep] = deque(maxlen=check_count(f"keep={keep!r}", keep, 1, "keep=100"))
         self._count = 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Record the sample if the batch is chosen."""
+        """Run the model on the sample if the batch is chosen."""
         if self._count % self.every == 0:
             self._record()
         self._count += 1

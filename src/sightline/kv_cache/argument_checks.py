@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
@@ -80,17 +79,6 @@ def _check_array(name: str, array: Any) -> None:
 def unsqueeze_to_4d(array: Any) -> Any:
     """Return the array as (B, G, t, d), with axes of length 1 for missing heads and batch."""
     return array if array.ndim == 4 else array[..., None, :, :][(None,) * (array.ndim == 2)]
-
-
-def check_count(name: str, value: Any) -> int:
-    """Return the value as an int. Raise ParameterError unless it is a whole number of at least 0."""
-    try:
-        count = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise ParameterError(f"{name}={value!r}", "a whole number ≥ 0", f"for example {name}=1")
-    return count
 
 
 def to_integers(values: Any) -> Any:

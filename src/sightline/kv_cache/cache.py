@@ -8,11 +8,10 @@ from typing import Any, Literal
 import numpy as np
 
 from ..arrays.operations import FLOATS, device, dtype_name, framework
-from ..errors import DtypeError, ParameterError, ShapeError
+from ..errors import DtypeError, ParameterError, ShapeError, check_count
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
-from ..formula.tables import Table
-from .argument_checks import check_append, check_count, check_lengths, to_integers, unsqueeze_to_4d
+from .argument_checks import check_append, check_lengths, to_integers, unsqueeze_to_4d
 from .query_positions import Rewriting, find_rewriting, of_equal_lengths, rewrite_formulas
 from .storage import allocate, grow, reorder_batch, write
 
@@ -81,7 +80,7 @@ class KVCache:
     """
 
     def __init__(self, *, capacity: int = 0, dtype: str | None = None) -> None:
-        self._min_capacity = check_count("capacity", capacity)
+        self._min_capacity = check_count(f"capacity={capacity!r}", capacity, 0, "capacity=1024")
         if dtype is not None and dtype not in FLOATS:
             raise DtypeError(f"KVCache(dtype={dtype!r})", ", ".join(map(repr, FLOATS)), 'for example dtype="bfloat16"')
         self._dtype, self._casts_inputs = dtype, dtype is not None
@@ -262,7 +261,7 @@ class KVCache:
         """
         if n is None:
             return self._newest_positions.copy()
-        n = check_count("n", n)
+        n = check_count(f"n={n!r}", n, 0, "n=1")
         last = self._lengths[:, None] - n + np.arange(n)
         return np.maximum(last, -1)
 
@@ -278,12 +277,7 @@ class KVCache:
             return of_last if count == 1 else of_all if count == self._max_length else of_next
         found = self._rewritings.get((count, reads_rows))
         if found is None:
-            if reads_rows:
-                found = find_rewriting(self, count)
-            else:
-                length = m if self._has_equal_lengths else Table(self._lengths)[b]
-                found = Rewriting({"n": length, "m": length}, self.length_mask)
-            self._rewritings[count, reads_rows] = found
+            found = self._rewritings[count, reads_rows] = find_rewriting(self, count, reads_rows)
         return found
 
     # -- internals --------------------------------------------------------------------------------------------------

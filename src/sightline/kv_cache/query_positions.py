@@ -1,4 +1,4 @@
-"""The formulas of a call on a cache, rewritten from positions to the rows of the call.
+"""How formulas of positions become formulas of the rows of a call, for calls on a cache.
 
 On a cache, the formulas of a call are those of a sequence that attends to itself: `i` and `j` are positions, and `n`
 and `m` are the number of positions. The call computes some rows of it. A kernel knows only the number of a row, so the
@@ -133,9 +133,12 @@ def _with_formulas(statistic: Any, formulas: list[Expression]) -> Any:
     return statistic.map_formulas(collect) if hasattr(statistic, "map_formulas") else statistic
 
 
-def find_rewriting(cache: KVCache, count: int) -> Rewriting:
-    """Return the rewriting of formulas that read i, for sequences or rows that differ."""
+def find_rewriting(cache: KVCache, count: int, reads_rows: bool) -> Rewriting:
+    """Return the rewriting of the formulas of `count` queries; `reads_rows` is True if one of them reads i."""
     lengths, rows = cache.lengths, np.arange(count)
+    if not reads_rows:
+        length = m if cache.length_mask is None else Table(lengths)[b]
+        return Rewriting({"n": length, "m": length}, cache.length_mask)
     if count > lengths.max(initial=0) > 0 and not cache.are_newest(count):
         raise ShapeError(
             f"{count} queries under a formula of i, on a KVCache of {lengths.max(initial=0)} positions",

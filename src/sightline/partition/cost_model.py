@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.operations import itemsize
-from ..errors import ParameterError
+from ..errors import ParameterError, check_count
 from ..problem.problem import Problem
 from .schedule import Schedule, find_schedule, key_block_length
 from .shards import Method, ShardLayout, check_method, divide, divide_heads
@@ -179,8 +179,7 @@ def predict_problem(
         `ranks` is not a whole number above 0, `layout` or `method` is another word, or `heads` has more
         ranks than key heads.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ParameterError(f"ranks={ranks!r}", "a whole number above 0", "ranks=8")
+    ranks = check_count(f"ranks={ranks!r}", ranks, 1, "ranks=8")
     _, _, n, m = problem.extent
     queries, keys = divide(n, ranks, layout), divide(m, ranks, layout)
     schedule = find_schedule(problem.mask, problem.extent, queries, keys, key_block_length(problem))

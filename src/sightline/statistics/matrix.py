@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..arrays.operations import convert, dtype_name, framework, itemsize, namespace
-from ..errors import ParameterError, ShapeError
+from ..errors import ParameterError, ShapeError, check_count
 from ..formula.expression import SYMBOLS, where
 from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, Outer, StatisticGradients, Tile
 from .selection import Statistic
@@ -271,9 +271,8 @@ def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within
     ShapeError
         Raised by attention if the rectangle leaves the matrix.
     """
-    for what, cells in (("rows", rows), ("columns", columns)):
-        if isinstance(cells, bool) or not isinstance(cells, int) or cells < 1:
-            raise ParameterError(f"pooled({what}={cells!r})", "a whole number of at least 1", "pooled(64, 64)")
+    rows = check_count(f"pooled(rows={rows!r})", rows, 1, "pooled(64, 64)")
+    columns = check_count(f"pooled(columns={columns!r})", columns, 1, "pooled(64, 64)")
     if how not in ("mean", "max"):
         raise ParameterError(f"pooled(how={how!r})", '"mean" or "max"', 'pooled(64, 64, "mean")')
     return Pooled(rows, columns, how, None if within is None else _parse_rectangle(within))
@@ -293,6 +292,5 @@ def _parse_rectangle(within: Any) -> Rectangle:
 
 
 def _check_limit(name: str, limit: Any, insist: Any) -> tuple[int, bool]:
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-        raise ParameterError(f"{name}(limit={limit!r})", "a whole number of bytes", f"{name}(insist=True) for any size")
-    return limit, bool(insist)
+    given, cure = f"{name}(limit={limit!r}), a number of bytes", f"{name}(insist=True) for any size"
+    return check_count(given, limit, 0, cure), bool(insist)

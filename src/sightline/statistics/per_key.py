@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import ParameterError
+from ..errors import ParameterError, check_count
 from ..formula.expression import SYMBOLS, where
 from .base import BackwardContext, ForwardContext, Outer, StatisticGradients, Tile
 from .selection import Statistic
@@ -99,6 +99,5 @@ def received(how: Literal["sum", "mean", "max"] = "sum", last: int | None = None
         raise ParameterError(f"received(how={how!r})", '"sum", "mean" or "max"', 'received("sum")')
     if last is None:
         return Received(how)
-    if isinstance(last, bool) or not isinstance(last, int) or last < 1:
-        raise ParameterError(f"received(last={last!r})", "a whole number of at least 1, or None for all", "last=32")
-    return Received(how).rows(slice(-last, None))
+    count = check_count(f"received(last={last!r})", last, 1, "last=32, or last=None for all")
+    return Received(how).rows(slice(-count, None))

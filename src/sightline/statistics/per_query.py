@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..arrays.operations import itemsize, namespace, resolve_dtype
-from ..errors import MaskError, ParameterError
+from ..errors import MaskError, ParameterError, check_count
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Expression, where
 from .base import (
@@ -292,9 +292,7 @@ def top_k(k: int) -> Statistic:
         k is not a whole number of at least 1. Also raised by attention if k exceeds m and the result takes more than 2
         GiB.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ParameterError(f"top_k(k={k!r})", "a whole number of at least 1", "top_k(8)")
-    return TopK(k)
+    return TopK(check_count(f"top_k(k={k!r})", k, 1, "top_k(8)"))
 
 
 def mass(mask: Any) -> Statistic:

@@ -52,6 +52,7 @@ class Finder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.watchers: tuple[Watcher, ...] = ()
+        self.keeps_scores = False  # for a watch that records attention written by hand
         self.lock = Lock()
 
     def __torch_function__(self, function: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
@@ -66,8 +67,7 @@ class Finder(TorchFunctionMode):
             recorders = self.recorders()
             return read(function, recorders, *inputs, **options) if recorders else function(*inputs, **options)
         result = function(*inputs, **options)
-        keeps_scores = any(watcher.records_handwritten for watcher in self.watchers)
-        weights = find_handwritten(function, inputs, options, result, keeps_scores)
+        weights = find_handwritten(function, inputs, options, result, self.keeps_scores)
         if weights is not None:
             self.record_handwritten(weights)
         return result
@@ -94,14 +94,16 @@ class Finder(TorchFunctionMode):
     def serving(self, watcher: Watcher) -> Any:
         """Let this mode record calls for the watcher while the context lasts."""
         with self.lock:
-            self.watchers = (*self.watchers, watcher)
-            functions.observer = _observe
+            self._serve((*self.watchers, watcher))
         try:
             yield
         finally:
             with self.lock:
-                self.watchers = tuple(other for other in self.watchers if other is not watcher)
-                functions.observer = _observe if self.watchers else None
+                self._serve(tuple(other for other in self.watchers if other is not watcher))
+
+    def _serve(self, watchers: tuple[Watcher, ...]) -> None:
+        self.watchers, self.keeps_scores = watchers, any(watcher.records_handwritten for watcher in watchers)
+        functions.observer = _observe if watchers else None
 
 
 FINDER = Finder()

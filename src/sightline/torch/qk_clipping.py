@@ -37,7 +37,6 @@ def qk_clip(
     as many key heads as heads    √γ                                         √γ
     heads that share key heads    γ                                          unchanged
     multi-head latent attention   √γ, those with rotary positions γ          √γ, rotary ones unchanged
-    a norm after the projections  the norm's weights, if there is one for each component of each head
     ============================  =========================================  =======================
 
     Parameters
@@ -50,9 +49,9 @@ def qk_clip(
     limit : float
         The largest score that is allowed, above 0 and in nats like the scores. Kimi K2 was trained with 100.
     projections : (str, str) or function, optional
-        Where queries and keys come from, in models whose layers have names of their own: the names of two
-        `torch.nn.Linear` in each layer, such as ("attn.wq", "attn.wk"); or a function from a layer to (list of views
-        for queries, list of views for keys), views of parameters whose first axis is the head.
+        The projections of models whose layers have other names. Two names are those of the `torch.nn.Linear` for
+        queries and for keys in each layer, such as ("attn.wq", "attn.wk"). A function gets a layer and returns (list
+        of views for queries, list of views for keys). The first axis of a view of a parameter is the head.
 
     Returns
     -------
@@ -61,10 +60,10 @@ def qk_clip(
     Raises
     ------
     ParameterError
-        `limit` is not a finite number above 0, a largest score is NaN or ∞, a layer is not in the model, the recording
-        has no `max_score()`, or the projections of a layer are not found. Also for layers where this scaling does not
-        scale the scores: soft caps, position biases of the layer, and norms of queries and keys that all heads share.
-        Also for projections with adapters, for quantised parameters and DTensors. No parameter is then changed.
+        `limit` is not a finite number above 0. A largest score is NaN or ∞. The recording has no `max_score()`. A layer
+        is not in the model, or its projections are not found. Scaled projections do not scale the scores of a layer: it
+        has a soft cap, position biases, or norms of queries and keys. A projection has an adapter, or its parameters
+        are quantised or DTensors. If an error is raised, no parameter has changed.
 
     References
     ----------
@@ -135,7 +134,7 @@ def _check(path: str, head: int, score: float) -> float:
 
 
 def _read(max_scores: Any) -> dict[str, dict[int, float]]:
-    """Return for each layer the largest score of each head, over all calls, batch entries and queries."""
+    """Return the largest score of each head over all calls, batch entries and queries, by layer and head."""
     found: dict[str, dict[int, float]] = {}
     if isinstance(max_scores, Seen):
         for call in max_scores:

@@ -1,6 +1,7 @@
-"""The parameters that make queries and keys of an attention layer, found by the names that published code gives them.
+"""The query and key projections of an attention layer, found by the names that published code gives them.
 
-Each is returned as views whose first axis is the head. To change a view changes the parameter.
+A projection is returned as views of its parameters. The first axis of a view is the head. A change of a view changes
+the parameter.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ..errors import ParameterError
 
@@ -72,12 +72,14 @@ def find_parts(path: str, layer: nn.Module, heads: int, named: Projections | Non
         )
     if named is None and hasattr(layer, "kv_b_proj") and hasattr(layer, "qk_nope_head_dim"):
         return _latent(path, layer, heads)
-    queries, keys = _find(path, layer, heads, named)
     norms = [name for name, child in layer.named_children() if NORM.match(name) and not isinstance(child, nn.Identity)]
-    norms += [name for name in ("qk_norm",) if isinstance(getattr(layer, name, None), bool) and getattr(layer, name)]
-    if norms:
-        queries, keys = _of_norms(path, layer, heads, norms, queries, keys)
-    return _with_powers(queries, keys)
+    if norms or getattr(layer, "qk_norm", None) is True:
+        raise ParameterError(
+            f"{path}, which normalises queries or keys after their projections ({', '.join(norms) or 'qk_norm'})",
+            "projections whose results are the queries and keys",
+            "nothing to clip, as such a norm bounds the scores: leave the layer out of max_scores",
+        )
+    return _with_powers(*_find(path, layer, heads, named))
 
 
 def count_heads(layer: nn.Module) -> int | None:
@@ -197,40 +199,3 @@ def _latent(path: str, layer: Any, heads: int) -> list[ScaledView]:
         parts += [ScaledView(query[:, :content], 0.5), ScaledView(query[:, content:], 1.0)]
     parts += [ScaledView(_split(rows, heads)[:, :content], 0.5) for rows in _rows(f"{path}.kv_b_proj", layer.kv_b_proj)]
     return parts
-
-
-def _of_norms(
-    path: str, layer: nn.Module, heads: int, norms: list[str], queries: list[Tensor], keys: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the views of the norms' parameters in place of those of the projections before them.
-
-    A norm undoes a factor of its input. Its own weights scale its output, by head if there is one for each component of
-    each head, as in OLMo 2.
-    """
-    found = []
-    for side, views in (("q", queries), ("k", keys)):
-        names = [name for name in norms if side in name.split("_") or {"q": "query", "k": "key"}[side] in name]
-        groups, own = len(views[0]), [_child(layer, name) for name in names]
-        width = views[0].shape[1]
-        if len(own) != 1 or not isinstance(own[0], nn.Module) or not _scales(own[0], groups * width):
-            raise ParameterError(
-                f"{path}, which normalises queries or keys after their projections ({', '.join(norms)})",
-                "projections whose results are the queries and keys, or norms with a weight for each component of "
-                "each head",
-                "nothing to clip: such a norm bounds the scores; or leave the layer out of max_scores",
-            )
-        found.append([_split(parameter.flatten(), groups) for parameter in own[0].parameters()])
-    return found[0], found[1]
-
-
-def _scales(norm: nn.Module, components: int) -> bool:
-    """True if the norm has parameters for this number of components, and twice the parameters give twice its result."""
-    parameters = dict(norm.named_parameters())
-    if not parameters or any(parameter.numel() != components for parameter in parameters.values()):
-        return False
-    shape = next(iter(parameters.values())).shape
-    with torch.no_grad():
-        one = torch.linspace(-1, 2, components, dtype=next(iter(parameters.values())).dtype).view(1, *shape)
-        one = one.to(next(iter(parameters.values())).device)
-        twice = functional_call(norm, {name: 2 * parameter for name, parameter in parameters.items()}, (one,))
-        return bool(torch.equal(twice, 2 * norm(one)))

@@ -46,7 +46,7 @@ class MonitorCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self.monitor = AttentionMonitor(trainer.model, every, layers=layers)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin to record if the step is chosen. A step that an error has ended before is dropped."""
+        """Begin a step, which the monitor may record. A step that an error has ended before is dropped."""
         self.monitor.begin_step(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -89,8 +89,8 @@ def _local_folder(name: str) -> Path | None:
 class InputIds:
     """The ids of all positions known when a layer ran, by side: "encoder", "decoder", or "" for one sequence.
 
-    `start` is the number of positions in the cache before the run. `frames` are the number of audios and of the frames
-    of each, if the encoder is Whisper's.
+    `start` positions were in the cache before the run. `frames` is (number of audios, frames of each) for Whisper's
+    encoder.
     """
 
     by_side: dict[str, Ids]

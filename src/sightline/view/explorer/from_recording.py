@@ -206,9 +206,10 @@ def _pooled(seen: Any, run: Sequence[Any], parts: Sequence[Array | None], entry:
 
 
 def _join_cells(run: Sequence[Any], cells: Sequence[Array]) -> Array:
-    """Return one grid (H, rows, columns) of means of the weights of all calls, for the queries and keys of all calls.
+    """Return the mean weights of each head on a grid over the queries and keys of all calls, (H, rows, columns).
 
-    Each cell of a call counts in the cells of the result by the number of pairs that it shares with them.
+    The grids of the calls have other edges. A cell of the result is the mean of the cells that overlap it, weighted by
+    the number of pairs (i, j) in the overlap.
     """
     (start, stop), n = _key_span(run), sum(call.n for call in run)
     edges = _edges(0, n, min(_side(run), n)), _edges(start, stop, min(_side(run), stop - start))
@@ -233,7 +234,7 @@ def _edges(first: int, stop: int, count: int) -> Array:
 
 
 def _overlaps(edges: Array, others: Array) -> Array:
-    """Return how many positions each cell of a grid shares with each cell of another, (cells, other cells)."""
+    """Return the number of positions in both cell a of one grid and cell b of another, for all (a, b)."""
     first, stop = np.maximum.outer(edges[:-1], others[:-1]), np.minimum.outer(edges[1:], others[1:])
     return np.maximum(stop - first, 0)  # type: ignore[no-any-return]
 
