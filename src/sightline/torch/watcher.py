@@ -18,7 +18,7 @@ from ..errors import ParameterError
 from ..recording import Call, Kind, Seen, Total, map_arrays, select_names
 from ..statistics import STATISTICS, OverLayers, Statistic, StatisticBase
 from .hooks import LayerCall
-from .running_modules import Running, RunningModules, has_compiler
+from .running_modules import Running, RunningModules
 
 CROSS_ATTENTION_NAME = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # part of such layers' names
 
@@ -89,7 +89,6 @@ class Watcher:
                 "paths, patterns and numbers from 0 on: calls that were added cannot be dropped at the end",
                 'layers=["*.self_attn"]',
             )
-        self.had_compiler = has_compiler()
         self.seen = Seen(tokens=tokens, totals=[total for total in self.totals if total is not None])
         self.inputs: Any = None  # an object whose `current` has the tokens of the model's inputs
         self.layers: dict[str, CalledLayer] = {}  # every layer that called attention, in the order of the first calls
@@ -171,11 +170,6 @@ class Watcher:
             return (
                 f"{compiled[0]} is compiled by torch.jit, and compiled code shows no calls",
                 "watch the model before torch.jit.script or torch.jit.trace",
-            )
-        if has_compiler() and not self.had_compiler:
-            return (
-                "torch.compile was called first in the `with` block, and compiled code shows no calls",
-                "call torch.compile before the watch: compiled code runs uncompiled in it",
             )
         if not self.modules.has_run:
             return "none of its modules ran", "run the model inside the `with` block"
