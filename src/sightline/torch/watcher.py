@@ -96,8 +96,8 @@ class Watcher:
         # of the last self-attention: the run, the number of queries, the first one's position
         self.last_self = (-1, 0, 0)
         self.records_handwritten = handwritten
-        # for each place of a softmax, the class of the module that ran, and why the attention was not recorded
-        self.unrecorded: dict[str, tuple[str, str]] = {}
+        # for each place of a softmax: the class of the module that ran, why the attention was not recorded, the softmax
+        self.unrecorded: dict[str, tuple[str, str, object]] = {}
         self.lock = threading.Lock()
 
     def recorder(self) -> Recorder | None:
@@ -134,16 +134,23 @@ class Watcher:
     def _counts_from_end(self) -> bool:
         return any(not isinstance(one, str) and one < 0 for one in self.asked or ())
 
-    def note_handwritten(self, place: str, reason: str) -> None:
+    def note_handwritten(self, place: str, softmax: object, reason: str) -> None:
         """Note attention that the module that runs in this thread has written by hand, with a softmax at this place.
 
-        `reason` says why its weights are not known; it counts if the watch records attention written by hand.
+        `softmax` stands for the call of the softmax. `reason` says why its weights are not known; it counts if the
+        watch records attention written by hand.
         """
         running = self.modules.current()
         if running is not None and (
             self.asked is None or any(not isinstance(one, str) or fnmatchcase(running.path, one) for one in self.asked)
         ):
-            self.unrecorded[place] = running.kind.__name__, reason * self.records_handwritten
+            noted = running.kind.__name__, reason * self.records_handwritten, softmax
+            self.unrecorded.setdefault(place, noted)
+
+    def forget_handwritten(self, place: str, softmax: object) -> None:
+        """Forget the note of a product with the weights of a softmax, as a later product of them is recorded."""
+        if self.unrecorded.get(place, (None,))[-1] is softmax:
+            del self.unrecorded[place]
 
     def finish(self) -> None:
         """Keep the calls that `layers` selects, and raise ParameterError if there are none."""
@@ -182,7 +189,7 @@ class Watcher:
         """Return the classes and places of attention that is written by hand, and why it was not recorded."""
         return ", ".join(
             f"{kind} ({place})" + f", where {reason}" * bool(reason)
-            for place, (kind, reason) in self.unrecorded.items()
+            for place, (kind, reason, _) in self.unrecorded.items()
         )
 
     def cure_of_handwritten(self) -> str:
