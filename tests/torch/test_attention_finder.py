@@ -1,6 +1,7 @@
 """The finder of attention calls: random programs, every way to call attention, and planted faults."""
 
 import copy
+import pickle
 import random
 import subprocess
 import sys
@@ -404,14 +405,17 @@ def test_methods_and_calls_of_other_models():
 
 
 def test_a_copy_of_a_watched_model_is_not_the_model():
-    model, x = Program(["method"]), torch.randn(1, HEADS, LENGTH, WIDTH)
+    model, x = nn.Sequential(Program(["method"])), torch.randn(1, HEADS, LENGTH, WIDTH)
     with watch(model, WEIGHTS) as seen:
         other = copy.deepcopy(model)
         other(x)
         model(x)
+        stored = pickle.dumps(model[0])
     assert len(seen) == 1
     other(x)
+    pickle.loads(stored)(x)
     assert not running_modules.THREAD.stacks
+    pickle.dumps(other)
 
 
 def test_a_cache_of_this_library_and_transforms():

@@ -73,15 +73,15 @@ class RunningModules:
         with ExitStack() as exit_stack:
             exit_stack.enter_context(_process_wide_changes())
             for module, path in self.paths.items():
-                enter, leave = self._make_hooks(path)
-                exit_stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-                exit_stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+                hooks = _Hooks(self, path)
+                exit_stack.callback(module.register_forward_pre_hook(hooks.enter, prepend=True).remove)
+                exit_stack.callback(module.register_forward_hook(hooks.leave, always_call=True).remove)
             exit_stack.enter_context(_using(self.finder))
             try:
                 yield
             finally:
                 self.has_ended = True
-                self._end()  # an interrupt skips the hooks
+                self.end()  # an interrupt skips the hooks
 
     def current(self) -> Running | None:
         """Return the innermost module that runs in this thread; None if none does.
@@ -100,33 +100,7 @@ class RunningModules:
             frame = frame.f_back  # type: ignore[assignment]
         return None
 
-    def _make_hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return the hooks of a module. Its replicas for other devices share them, and so have its path."""
-
-        def enter(module: nn.Module, _: Any) -> None:
-            is_copy = module not in self.paths and not getattr(module, "_is_replica", False)  # by copy.deepcopy
-            if is_copy or torch.compiler.is_compiling():
-                return
-            self.has_run = True
-            stack = THREAD.stacks.setdefault(self, [])
-            is_off = not _is_on(
-                self.finder
-            )  # also inside a function of torch that runs modules, such as a backward pass
-            if is_off:
-                self.finder.__enter__()  # type: ignore[no-untyped-call]
-            stack.append(Running(path, type(module), stack[-1].run if stack else next(self.runs), is_off))
-
-        def leave(*_: Any) -> None:
-            stack = THREAD.stacks.get(self, ())
-            place = len(stack) - 1
-            while place >= 0 and stack[place].path != path:  # a module above it, whose hooks an error has skipped
-                place -= 1
-            if place >= 0:
-                self._end(place)
-
-        return enter, leave
-
-    def _end(self, place: int = 0) -> None:
+    def end(self, place: int = 0) -> None:
         """Remove the modules of this place and above from the stack of this thread."""
         stack = THREAD.stacks.get(self, [])
         while len(stack) > place:
@@ -134,6 +108,39 @@ class RunningModules:
                 torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
         if not stack:
             THREAD.stacks.pop(self, None)
+
+
+class _Hooks:
+    """The hooks of a module. Its replicas for other devices share them, and so have its path. A copy has idle hooks."""
+
+    def __init__(self, modules: RunningModules | None, path: str) -> None:
+        self.modules, self.path = modules, path
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copy.deepcopy and pickle call it, and a copy outlives the watch
+        return _Hooks, (None, "")
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        modules = self.modules
+        if modules is None or torch.compiler.is_compiling():
+            return
+        if module not in modules.paths and not getattr(module, "_is_replica", False):  # a copy by copy.copy
+            return
+        modules.has_run = True
+        stack = THREAD.stacks.setdefault(modules, [])
+        is_off = not _is_on(modules.finder)  # also in a function of torch that runs modules, such as a backward pass
+        if is_off:
+            modules.finder.__enter__()  # type: ignore[no-untyped-call]
+        stack.append(Running(self.path, type(module), stack[-1].run if stack else next(modules.runs), is_off))
+
+    def leave(self, *_: Any) -> None:
+        if self.modules is None:
+            return
+        stack = THREAD.stacks.get(self.modules, ())
+        place = len(stack) - 1
+        while place >= 0 and stack[place].path != self.path:  # a module above it, whose hooks an error has skipped
+            place -= 1
+        if place >= 0:
+            self.modules.end(place)
 
 
 def _is_on(finder: TorchFunctionMode) -> bool:
