@@ -154,7 +154,9 @@ def _compute(
         )
     if is_transformed():  # the results would be tensors that end with the transform
         raise ParameterError(
-            "attention in a transform of torch.func in a watch", "calls of the model itself", "watch it without vmap"
+            "attention in a transform of torch.func or in forward-mode differentiation, in a watch",
+            "calls of the model itself, and backward passes",
+            "watch a call of the model without vmap, grad, jvp or dual numbers",
         )
     of_recorders = [recorder.requested() for recorder in recorders]
     requested = [*own, *(statistic for statistics in of_recorders for statistic in statistics)]

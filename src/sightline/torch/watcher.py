@@ -281,8 +281,10 @@ def _read_layers(layers: Any, paths: tuple[str, ...]) -> tuple[str | int, ...] |
     if layers is None:
         return None
     asked = (layers,) if isinstance(layers, str) or not isinstance(layers, Sequence) else tuple(layers)
+    if not asked:
+        raise ParameterError(f"layers={layers!r}", "at least one layer", 'layers=["*.self_attn"], or None for all')
     for one in asked:
-        if not isinstance(one, int):
+        if isinstance(one, bool) or not isinstance(one, int):
             select_names(paths, [one], "modules")
     return asked
 
