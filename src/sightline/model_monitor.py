@@ -57,8 +57,8 @@ class AttentionMonitor:
     ------
     ParameterError
         `model` is not a module, `every` or `keep` is not a whole number of at least 1, `log` cannot be called, or the
-        number of a step is not a whole number of at least 0. A recorded step raises the errors of `sightline.watch`, for
-        example if the model writes its attention by hand.
+        number of a step is not a whole number of at least 0. A recorded step raises the errors of `sightline.watch`,
+        for example if the model writes its attention by hand.
 
     Examples
     --------
