@@ -56,8 +56,9 @@ class AttentionMonitor:
     Raises
     ------
     ParameterError
-        `model` is not a module, `every` or `keep` is not a whole number of at least 1, or `log` cannot be called. A
-        recorded step raises the errors of `sightline.watch`, for example if the model writes its attention by hand.
+        `model` is not a module, `every` or `keep` is not a whole number of at least 1, `log` cannot be called, or the
+        number of a step is not a whole number of at least 0. A recorded step raises the errors of `sightline.watch`,
+        for example if the model writes its attention by hand.
 
     Examples
     --------
@@ -109,6 +110,7 @@ class AttentionMonitor:
             Join the numbers with those of the newest step of `history`, of which the block is a further part.
         """
         self._newest = None
+        number = check_count(f"step({number!r})", number, 0, "step(global_step)")
         if number % self.every:
             yield
             return

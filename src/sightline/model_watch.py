@@ -64,14 +64,15 @@ def watch(
         Nothing is downloaded. Without a tokenizer, the labels are the positions.
     handwritten : bool, default False
         True also records attention that the model writes out by hand, softmax(S) V with scores S of its own, where S
-        contains a product of two activations. torch computes the output, as without a watch. The statistics are those
-        of softmax(S), and `scores`, `lse` and `max_score` those of S. A query whose scores are all −∞ has weights 0
-        in place of torch's NaN. S has n × m numbers for each head, as in the model itself. The axes of S are (...,
-        heads, queries, keys), as the product with V reads them, and all axes before are batch entries. Where the
-        product reads (B·H, n, m), the heads are those of the last tensor with four axes, (B, H, n, m), among S and
-        what it is computed from or becomes; without such a tensor, the recording has B·H batch entries of one head.
-        The softmax must be over the last axis, and its result must reach a matmul, bmm, baddbmm or einsum of two
-        operands that sums over keys, changed by nothing but dropout, casts and changes of shape.
+        contains a product of two activations, or of learned queries and an activation. torch computes the output, as
+        without a watch. The statistics are those of softmax(S), and `scores`, `lse` and `max_score` those of S. A query
+        whose scores are all −∞ has weights 0 in place of torch's NaN. S has n × m numbers for each head, as in the
+        model itself. The axes of S are (..., heads, queries, keys), as the product with V reads them, and all axes
+        before are batch entries. Where the product reads (B·H, n, m), the heads are those of the last tensor with four
+        axes, (B, H, n, m), among S and what it is computed from or becomes; without such a tensor, the recording has
+        B·H batch entries of one head.
+        The softmax must be over the last axis, and its result must reach a matmul, mm, bmm, baddbmm, addmm or einsum of
+        two operands that sums over keys, changed by nothing but dropout, casts and changes of shape.
 
     Yields
     ------

@@ -449,7 +449,8 @@ def select_names(names: Sequence[str], asked: str | int | Sequence[str | int], w
         if isinstance(one, str):
             fitting = [name for name in names if fnmatchcase(name, one)]
         else:
-            fitting = [names[one]] if isinstance(one, int) and -len(names) <= one < len(names) else []
+            is_number = isinstance(one, int) and not isinstance(one, bool)
+            fitting = [names[one]] if is_number and -len(names) <= one < len(names) else []
         if not fitting:
             near = get_close_matches(str(one).strip("*."), names, 4, 0.3) or names[:4]
             raise ParameterError(

@@ -1,6 +1,7 @@
 """The finder of attention calls: random programs, every way to call attention, and planted faults."""
 
 import copy
+import pickle
 import random
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as renamed
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import sightline
 from fault_planting import broken
@@ -347,6 +348,33 @@ def test_checkpointed_layers_run_again(reentrant):
     assert [call.step for call in seen.of("layers.0.self_attn")] == [0, 1]
 
 
+@pytest.mark.parametrize("how", ["backward", "autograd.backward", "autograd.grad"])
+def test_checkpointed_functions_run_again(how):
+    """torch compares what both runs save. Without the second run's module, torch's function would compute it."""
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            with set_checkpoint_early_stop(False):
+                return checkpoint(lambda y: renamed(y, y, y), x, use_reentrant=False)
+
+    model = nn.Sequential(Layer())
+    x = torch.randn(1, HEADS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    differentiate = {
+        "backward": lambda loss: loss.backward() or x.grad,
+        "autograd.backward": lambda loss: torch.autograd.backward(loss) or x.grad,
+        "autograd.grad": lambda loss: torch.autograd.grad(loss, x)[0],
+    }[how]
+    (plain,) = torch.autograd.grad(model(x).square().sum(), x)
+    with watch(model, LSE) as seen:
+        found = differentiate(model(x).square().sum())
+    torch.testing.assert_close(found, plain)
+    assert [(call.layer, call.step) for call in seen] == [("0", 0), ("0", 1)]
+    with watch(model, LSE):
+        loss = model(x).square().sum()
+    with pytest.raises(ParameterError, match=r"the watch of its forward pass has ended(?s:.*)call backward\(\) in"):
+        differentiate(loss)
+
+
 def test_errors_and_interrupts_leave_no_module_running():
     class Failing(nn.Module):
         def forward(self, x, error=None):
@@ -377,14 +405,17 @@ def test_methods_and_calls_of_other_models():
 
 
 def test_a_copy_of_a_watched_model_is_not_the_model():
-    model, x = Program(["method"]), torch.randn(1, HEADS, LENGTH, WIDTH)
+    model, x = nn.Sequential(Program(["method"])), torch.randn(1, HEADS, LENGTH, WIDTH)
     with watch(model, WEIGHTS) as seen:
         other = copy.deepcopy(model)
         other(x)
         model(x)
+        stored = pickle.dumps(model[0])
     assert len(seen) == 1
     other(x)
+    pickle.loads(stored)(x)
     assert not running_modules.THREAD.stacks
+    pickle.dumps(other)
 
 
 def test_a_cache_of_this_library_and_transforms():
@@ -449,12 +480,11 @@ def test_layers_by_number_and_attention_by_hand_beside_them():
 
 def test_a_model_that_is_first_compiled_in_a_watch():
     program = """
-import torch, sightline
-layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
-try:
-    with torch.no_grad(), sightline.watch(layer, see=sightline.lse()):
-        torch.compile(layer, backend="eager")(torch.zeros(1, 3, 8))
-except sightline.errors.ParameterError as error:
-    print(error)"""
+import sys, torch, sightline
+model = torch.nn.Sequential(*[torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval() for _ in range(2)])
+assert "torch._dynamo" not in sys.modules
+with torch.no_grad(), sightline.watch(model, see=sightline.lse()) as seen:
+    torch.compile(model[1], backend="eager")(model[0](torch.zeros(1, 3, 8)))
+print(*seen.layers, torch._dynamo.eval_frame._stance.stance, torch.compile.__module__)"""
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "torch.compile was called first in the `with` block" in result.stdout
+    assert result.stdout.split() == ["0.self_attn", "1.self_attn", "default", "torch"]

@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ B, H, N, M, D = 2, 3, 5, 7, 4
 RNG = torch.Generator().manual_seed(0)
 BIAS = torch.randn(H, N, M, generator=RNG, dtype=torch.float64)
 HIDDEN = torch.rand(B, 1, N, M, generator=RNG) < 0.3
+ATEN, POOL = torch.ops.aten, ThreadPoolExecutor(1)
 WEIGHTS, LSE = sightline.weights(), sightline.lse()
 STATISTICS = [WEIGHTS, LSE, sightline.entropy(), sightline.max_score(), sightline.scores(), sightline.received()]
 
@@ -65,6 +67,9 @@ SPELLINGS = {
     "five axes": lambda q, k, v: scores_of(q, k)[None].softmax(-1) @ v,
     "in float32": lambda q, k, v: functional.softmax(scores_of(q, k), dim=-1, dtype=torch.float32).to(v.dtype) @ v,
     "cast before and after": lambda q, k, v: scores_of(q, k).float().softmax(-1).type_as(v) @ v,
+    "linalg": lambda q, k, v: torch.linalg.matmul(torch.linalg.matmul(q, k.adjoint()).softmax(-1).requires_grad_(), v),
+    "operators": lambda q, k, v: ATEN.matmul(ATEN.softmax(ATEN.matmul(q, ATEN.permute(k, [0, 1, 3, 2])), -1), v),
+    "learned queries": lambda q, k, v: (nn.Parameter(q.detach()) @ k.mT + scores_of(q, k)).softmax(-1) @ v,
     "scores changed in place before": lambda q, k, v: (q @ k.mT).add_(BIAS.to(q)).softmax(-1) @ v,
 }
 IN_FLOAT32 = ("in float32", "cast before and after")
@@ -142,6 +147,103 @@ def test_gradients_of_statistics_reach_the_parameters(name):
     torch.testing.assert_close(gradient.double(), truth.double(), rtol=1e-5 if name in IN_FLOAT32 else 1e-10, atol=0)
 
 
+def weighted(scores, values):
+    return scores.softmax(-1) @ values
+
+
+def over_queries(q, k, v):
+    scores = scores_of(q, k)
+    return [scores[:, :, rows].softmax(-1) @ v for rows in (slice(0, 2), slice(2, N))]
+
+
+def in_a_buffer(q, k, v):
+    buffer = torch.zeros(B, H, N, M, dtype=q.dtype)
+    for head, part in enumerate(scores_of(q, k).split(1, 1)):
+        buffer[:, head] = part[:, 0]
+    return buffer.softmax(-1) @ v
+
+
+def in_a_pool(q, k, v):
+    scores = scores_of(q, k)
+    return list(POOL.map(weighted, scores.unbind(1), v.unbind(1)))
+
+
+PARTS = {  # the axis of the parts
+    "heads by index": (lambda q, k, v: [scores_of(q, k)[:, head].softmax(-1) @ v[:, head] for head in range(H)], 1),
+    "heads unbound": (lambda q, k, v: list(map(weighted, scores_of(q, k).unbind(1), v.unbind(1))), 1),
+    "heads in other threads": (in_a_pool, 1),
+    "matrices": (lambda q, k, v: [one.softmax(-1).mm(v[0, 0]) for one in scores_of(q, k).view(-1, N, M)], 0),
+    "blocks of queries": (over_queries, 2),
+    "a buffer": (in_a_buffer, 0),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_scores(name):
+    attend, axis = PARTS[name]
+    model, (q, k, v) = ByHand(attend), draw()
+    with torch.no_grad(), watch(model, WEIGHTS, handwritten=True) as seen:
+        model(q, k, v)
+    found = torch.cat(seen["weights"], axis).view(B, H, N, M)
+    assert_within_budget(found, scores_of(q.double(), k.double()).softmax(-1), scores_of(q, k).softmax(-1))
+
+
+def test_what_is_no_attention():
+    """The product of an activation and a parameter has no scores, and a gate of experts is no factor of values."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Parameter(torch.randn(M, D, generator=RNG))
+
+        def forward(self, x):
+            x = torch.softmax(x @ self.gate.t(), -1) @ self.gate
+            gates = torch.softmax(x @ functional.normalize(self.gate).mT, -1)
+            return x + sum(gates[..., expert : expert + 1] * x for expert in range(M))
+
+    model, (q, k, v) = nn.ModuleList([Experts(), ByHand(SPELLINGS["matmul"])]), draw()
+    with torch.no_grad(), watch(model, WEIGHTS, handwritten=True) as seen:  # a warning would name the gates
+        model[1](model[0](q), k, v)
+    assert [call.layer for call in seen] == ["1"]
+
+
+def test_an_exported_program():
+    model, inputs = ByHand(SPELLINGS["matmul"]).eval(), tuple(draw())
+    program = torch.export.export(model, inputs).module()
+    with torch.no_grad(), watch(program, WEIGHTS, handwritten=True) as seen:
+        program(*inputs)
+    with torch.no_grad(), watch(model, WEIGHTS, handwritten=True) as own:
+        model(*inputs)
+    assert torch.equal(seen[0]["weights"], own[0]["weights"])
+
+
+def test_a_sum_over_queries_before_the_product():
+    def attend(q, k, v):
+        weights = scores_of(q, k).softmax(-1)
+        return (weights.mT @ q).sum() + weights @ v
+
+    model = ByHand(attend)
+    with watch(model, LSE, handwritten=True) as seen:  # a warning would name the first product
+        model(*draw())
+        model(*draw())
+    assert len(seen) == 2
+
+
+def test_a_watch_forgets_the_scores_of_weights_that_live_on():
+    kept = []
+
+    def attend(q, k, v):
+        scores = scores_of(q, k)
+        kept.extend((weakref.ref(scores), scores.softmax(-1)))
+        return functional.scaled_dot_product_attention(q, k, v)
+
+    model = ByHand(attend)
+    with torch.no_grad(), watch(model, LSE, handwritten=True):
+        model(*draw())
+    gc.collect()
+    assert kept[0]() is None
+
+
 def multiplied_in_place(q, k, v):
     scores = scores_of(q, k)
     weights = scores.softmax(-1)
@@ -149,22 +251,28 @@ def multiplied_in_place(q, k, v):
     return weights @ v
 
 
-def changed_by_a_part(q, k, v):
-    weights = scores_of(q, k).softmax(-1)
-    weights[:, 0].zero_()
-    return weights @ v
+CHANGES = {
+    "in place": lambda weights: weights.mul_(0.5),
+    "a part in place": lambda weights: weights[:, 0].zero_(),
+    "one key in place": lambda weights: weights[..., :1].zero_(),
+    "a head of several": lambda weights: weights.unbind(1)[0].zero_(),
+    "a view in place": lambda weights: weights.view(-1).mul_(2),
+    "an index in place": lambda weights: weights.__setitem__((..., 0), 0),
+    "data in place": lambda weights: weights.data.mul_(2),
+    "data of a part": lambda weights: weights[0].data.mul_(2),
+    "other data": lambda weights: setattr(weights, "data", weights.data * 2),
+    "out": lambda weights: torch.mul(weights, 2, out=weights),
+    "several": lambda weights: torch._foreach_mul_([weights], 2),
+}
 
 
-def changed_through_a_view(q, k, v):
-    weights = scores_of(q, k).softmax(-1)
-    weights.view(-1).mul_(2)
-    return functional.dropout(weights.to(v.dtype), 0.5, training=False) @ v
+def changed(change):
+    def attend(q, k, v):
+        weights = scores_of(q, k).softmax(-1)
+        change(weights)
+        return functional.dropout(weights.to(v.dtype), 0.5, training=False) @ v
 
-
-def changed_by_an_index(q, k, v):
-    weights = scores_of(q, k).softmax(-1)
-    weights[..., 0] = 0
-    return weights @ v
+    return attend
 
 
 def overwritten(q, k, v):
@@ -182,8 +290,29 @@ def mixed_heads(q, k, v):
     return functional.linear(weights, torch.ones(H, H).to(q)).permute(0, 3, 1, 2) @ v
 
 
+def data_of_scores(q, k):
+    scores = scores_of(q, k)
+    weights = scores.softmax(-1)
+    scores.data.mul_(2)
+    return weights
+
+
+def nested(x):
+    return torch.nested.nested_tensor([x[0], x[1, :, :2]])
+
+
+def over_nested(q, k, v):
+    return torch.matmul((torch.matmul(q, k.transpose(-1, -2)) * 2).softmax(-1), v)
+
+
+def stored(weights):
+    buffer = torch.zeros(weights.shape).to(weights)
+    buffer[:] = weights
+    return buffer
+
+
 PRODUCT = "the product does not show which axes have its queries and keys"
-PART = "a part of the weights is taken"
+PART = "computes with the weights between softmax and product"
 REFUSED = {
     "head mask": (lambda q, k, v: (scores_of(q, k).softmax(-1) * (torch.rand(H, 1, 1) > 2)) @ v, "mul.* computes with"),
     "head mask in place": (lambda q, k, v: scores_of(q, k).softmax(-1).mul_(0.5) @ v, "changed in place"),
@@ -200,9 +329,19 @@ REFUSED = {
     "one head": (lambda q, k, v: scores_of(q, k).softmax(-1).select(1, 0) @ v[:, 0], PART),
     "mixed heads": (mixed_heads, "linear computes with"),
     "scores in place": (multiplied_in_place, "the scores are changed in place"),
-    "a part in place": (changed_by_a_part, "the weights are changed in place"),
-    "a view in place": (changed_through_a_view, "the weights are changed in place"),
-    "an index in place": (changed_by_an_index, "the weights are changed in place"),
+    "scores' data in place": (lambda q, k, v: data_of_scores(q, k) @ v, "the scores are changed in place"),
+    **{name: (changed(change), "the weights are changed in place") for name, change in CHANGES.items()},
+    "a head": (lambda q, k, v: scores_of(q, k).softmax(-1)[:, 0] @ v[:, 0], "getitem.* computes with"),
+    "heads one by one": (lambda q, k, v: scores_of(q, k).softmax(-1).unbind(1)[0] @ v[:, 0], "unbind computes with"),
+    "mean of heads": (lambda q, k, v: scores_of(q, k).softmax(-1).mean(1) @ v[:, 0], "mean computes with"),
+    "repeated": (lambda q, k, v: scores_of(q, k).softmax(-1).repeat(2, 1, 1, 1) @ v.repeat(2, 1, 1, 1), "repeat comp"),
+    "stored in a buffer": (lambda q, k, v: stored(scores_of(q, k).softmax(-1)) @ v, "setitem.* computes with"),
+    "nested tensors": (lambda q, k, v: over_nested(*map(nested, (q, k, v))), "are a nested tensor"),
+    "tensordot": (lambda q, k, v: torch.tensordot(scores_of(q, k)[0, 0].softmax(-1), v[0, 0], 1), PRODUCT),
+    "keys joined, and moved": (
+        lambda q, k, v: scores_of(q, k).softmax(-1).flatten(2).transpose(1, 2) @ v[:, :, 0],
+        "divides or joins",
+    ),
     "out": (overwritten, "out="),
     "softmax over queries": (lambda q, k, v: scores_of(q, k).softmax(-2) @ v, "not over the last axis"),
     "sum over queries": (lambda q, k, v: scores_of(q, k).softmax(-1).mT @ q, PRODUCT),
@@ -215,6 +354,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_known_exactly_is_refused(name):
     attend, reason = REFUSED[name]
@@ -225,15 +365,19 @@ def test_what_is_not_known_exactly_is_refused(name):
 
 
 def test_changes_in_inference_mode():
-    """Those of scores come too late, because the watch has a copy. Those of weights are refused."""
+    """Those of scores come too late, because the watch has a copy. Those of weights and their parts are refused."""
     model = ByHand(multiplied_in_place)
     with torch.inference_mode(), watch(model, WEIGHTS, handwritten=True) as seen, Softmaxes() as dense:
         model(*draw())
     assert_within_budget(seen[0]["weights"], dense.oracles[0], dense.plain[0])
-    for attend in (changed_by_an_index, changed_by_a_part, changed_through_a_view):
-        message, model = "(may change|computes with) the weights", ByHand(attend)
+    for change in CHANGES.values():
+        message, model = "the weights are changed in place", ByHand(changed(change))
         with torch.inference_mode(), pytest.raises(ParameterError, match=message), watch(model, LSE, handwritten=True):
             model(*draw())
+    model = ByHand(changed(lambda weights: weights[:, 0].amax() + weights.unbind(-1)[0].sum()))
+    with torch.inference_mode(), watch(model, WEIGHTS, handwritten=True) as seen:
+        model(*draw())
+    assert len(seen) == 1
 
 
 def test_rows_of_the_least_number_and_of_minus_infinity():

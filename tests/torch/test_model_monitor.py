@@ -224,6 +224,9 @@ def test_errors_say_what_is_allowed(monkeypatch):
     with pytest.raises(ParameterError, match=r"torch\.nn\.Module"):
         sightline.AttentionMonitor("a model")
     monitor = sightline.AttentionMonitor(ByHand())
+    for number in (-1, 0.5, "0", None):
+        with pytest.raises(ParameterError, match=r"(?s)step\(.*whole number of at least 0"), monitor.step(number):
+            pass
     with pytest.raises(ParameterError, match="written by hand"), monitor.step(0):
         monitor.model(torch.randn(2, 3, 4))
     assert not monitor.history

@@ -121,6 +121,8 @@ def test_our_layers_are_watched(layer, arguments, shape, x):
         (nn.MultiheadAttention(8, 2), {"heads": 5}),
         (nn.MultiheadAttention(8, 2), {"layers": 1.5}),
         (nn.MultiheadAttention(8, 2), {"layers": [None]}),
+        (nn.MultiheadAttention(8, 2), {"layers": [False]}),
+        (nn.MultiheadAttention(8, 2), {"layers": []}),
         (nn.MultiheadAttention(8, 2), {"tokens": 5}),
     ],
 )

@@ -1,6 +1,7 @@
 """`sightline.torch.qk_clip`: scores of the clipped heads are multiplied by γ, and nothing else changes."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -219,7 +220,10 @@ REFUSED = {
     "an adapter": (lambda: with_projection(Adapted()), ONE, 0.5, "adapters"),
     "integers": (lambda: with_projection(nn.Linear(16, 16), weight=INTEGERS), ONE, 0.5, "int8"),
     "no linear layer": (lambda: with_projection(nn.Conv1d(16, 16, 1)), ONE, 0.5, "torch.nn.Linear"),
-    "a norm of all heads": (lambda: Timm(nn.RMSNorm), {"Timm": torch.ones(4)}, 0.5, "normalises queries or keys"),
+    "a norm of all heads": (lambda: Timm(nn.RMSNorm), {"Timm": torch.ones(4)}, 0.5, "normalises or clips queries"),
+    "cosine attention": (lambda: with_attribute(logit_scale=torch.ones(4, 1, 1)), ONE, 0.5, "logit_scale"),
+    "clipped projections": (lambda: with_attribute(clip_qkv=8.0), ONE, 0.5, "clip_qkv"),
+    "a configuration": (lambda: with_attribute(config=SimpleNamespace(clip_qkv=8.0)), ONE, 0.5, r"config\.clip_qkv"),
     "a soft cap": (lambda: with_attribute(attn_logit_softcapping=50.0), ONE, 0.5, "attn_logit_softcapping"),
     "rows that do not divide": (lambda: with_attribute(heads=7), ONE, 0.5, "rows"),
 }

@@ -31,7 +31,7 @@ from ..kv_cache import KVCache
 from ..statistics import Statistic, StatisticBase, lse, max_score, weights
 from .derivatives import is_transformed
 from .functional import convert_arguments
-from .handwritten import WeightsMark, find_handwritten
+from .handwritten import WeightsMark, find_handwritten, forget_tensors
 from .hooks import LayerCall, has_modes
 from .hooks import attend as attend_for_layer
 from .nested import is_nested
@@ -76,8 +76,10 @@ class Finder(TorchFunctionMode):
         """Record attention written by hand for the watches that ask for it, and note it for the others."""
         asked = () if weights.scores is None else [watcher for watcher in self.watchers if watcher.records_handwritten]
         for watcher in self.watchers:
-            if watcher not in asked:
-                watcher.note_handwritten(weights.place, weights.reason)
+            if watcher in asked:
+                watcher.forget_handwritten(weights.place, weights.softmax)
+            else:
+                watcher.note_handwritten(weights.place, weights.softmax, weights.reason)
         recorders = self.recorders(asked)
         if recorders:
             _compute_from_scores(recorders, weights)
@@ -104,6 +106,8 @@ class Finder(TorchFunctionMode):
     def _serve(self, watchers: tuple[Watcher, ...]) -> None:
         self.watchers, self.keeps_scores = watchers, any(watcher.records_handwritten for watcher in watchers)
         functions.observer = _observe if watchers else None
+        if not watchers:
+            forget_tensors()
 
 
 FINDER = Finder()
@@ -150,7 +154,9 @@ def _compute(
         )
     if is_transformed():  # the results would be tensors that end with the transform
         raise ParameterError(
-            "attention in a transform of torch.func in a watch", "calls of the model itself", "watch it without vmap"
+            "attention in a transform of torch.func or in forward-mode differentiation, in a watch",
+            "calls of the model itself, and backward passes",
+            "watch a call of the model without vmap, grad, jvp or dual numbers",
         )
     of_recorders = [recorder.requested() for recorder in recorders]
     requested = [*own, *(statistic for statistics in of_recorders for statistic in statistics)]

@@ -1,8 +1,9 @@
 """Attention that a model writes out by hand, softmax(f(Q Kᵀ)) V, found by the tensors that pass from step to step.
 
-A product of two activations gives scores S, and so does what is computed from scores element by element. A softmax of
-scores gives weights. A product of weights and another tensor is attention. If its weights are those of the softmax, up
-to dropout, casts and changes of shape, the attention is known exactly: its weights are softmax(S).
+A product of two activations gives scores S, and so do a part of scores and what is computed from them element by
+element. A softmax of scores gives weights. A product of weights and another tensor is attention. If its weights are
+those of the softmax, up to dropout, casts and changes of shape, the attention is known exactly: its weights are
+softmax(S).
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.nn import Parameter, functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .weight_axes import MOVES, PRODUCTS, RESHAPES, call_with, find_axis, order_axes
+from .weight_axes import MOVES, PRODUCTS, RESHAPES, call_with, find_axis, find_operands, order_axes
 
-SOFTMAXES = {torch.softmax, torch.special.softmax, functional.softmax, Tensor.softmax}
+SOFTMAXES = {torch.softmax, torch.special.softmax, functional.softmax, Tensor.softmax, torch._softmax}
 SAME_WEIGHTS = {functional.dropout, torch.dropout, torch.clone, Tensor.clone, torch.detach, Tensor.detach}
 SAME_WEIGHTS |= {Tensor.contiguous, Tensor.to, Tensor.type, Tensor.type_as, Tensor.cpu, Tensor.cuda}
-SAME_WEIGHTS |= {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
+SAME_WEIGHTS |= {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.requires_grad_}
+SAME_WEIGHTS |= {Tensor.data.__get__}  # type: ignore[attr-defined]
 OF_FIRST = SAME_WEIGHTS | RESHAPES | MOVES  # of their arguments, the values of the first alone matter
-PARTS = {Tensor.__getitem__, Tensor.select, torch.select, Tensor.narrow, torch.narrow, torch.index_select}
-PARTS |= {Tensor.index_select}
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+CHANGED = "the {} are changed in place after the softmax"
+NESTED = "the scores or weights are a nested tensor"
 OWN_PACKAGES = ("torch.", "sightline.")
 
 
@@ -54,7 +58,7 @@ class WeightsMark:
     place : file and line of the softmax
     dtype : that of the softmax's result
     version : how often the marked tensor has been changed in place
-    keys : the axis of the keys, counted from 0
+    keys : the axis of the keys, counted from 0; −1 for a part of the weights without this axis
     scores : the softmax's input, in the shape of the marked tensor or in one of four axes with the same last two axes;
         None if no watch records it
     source : the softmax's input itself; None if no watch records it
@@ -76,14 +80,14 @@ class WeightsMark:
         return replace(self, scores=None, source=None, reason=self.reason or reason)
 
 
-class _Marks(threading.local):
-    """The marks of a thread's tensors."""
-
-    def __init__(self) -> None:
-        self.by_tensor: Any = WeakTensorKeyDictionary()
+_marks: Any = WeakTensorKeyDictionary()  # of tensors of all threads, because models pass tensors between them
+_lock = threading.RLock()
 
 
-_marks = _Marks()
+def forget_tensors() -> None:
+    """Forget all tensors, because no watch follows them any more."""
+    with _lock:
+        _marks.clear()
 
 
 def find_handwritten(
@@ -94,44 +98,97 @@ def find_handwritten(
     If the mark has no `reason`, and `keeps_scores` was True at the softmax, then its `scores` have the axes
     (..., queries, keys).
     """
-    marks = _marks.by_tensor
-    if not (marks or function in PRODUCTS):
+    function = _function_of(function)
+    if not (_marks or function in PRODUCTS):
         return None
     result = inputs[0] if function is Tensor.__setitem__ else result
-    if not isinstance(result, Tensor):
+    results = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
+    if not results and not _changes_inputs(function):
         return None
+    with _lock:
+        return _follow(function, inputs, options, results, keeps_scores)
+
+
+def _function_of(function: Any) -> Any:
+    """Return the function of an operator that an exported program calls, such as `torch.ops.aten.matmul.default`."""
+    packet = getattr(function, "overloadpacket", function)
+    if not isinstance(packet, OpOverloadPacket):
+        return function
+    found = [getattr(owner, packet.__name__, None) for owner in (Tensor, functional, torch)]
+    return next((one for one in found if one is not None), function)
+
+
+def _changes_inputs(function: Any) -> bool:
+    """True for functions that change tensors in place and may return none of them."""
+    name = getattr(function, "__name__", "")
+    return function == SET_DATA or (name.startswith("_foreach") and name.endswith("_"))
+
+
+def _follow(
+    function: Any, inputs: tuple[Any, ...], options: dict[str, Any], results: list[Tensor], keeps_scores: bool
+) -> WeightsMark | None:
+    """Do what `find_handwritten` does, for the tensors among the results."""
     tensors = [x for x in tree_leaves((inputs, options)) if isinstance(x, Tensor)]
-    found = sorted(((x, marks[x]) for x in tensors if x in marks), key=lambda pair: isinstance(pair[1], WeightsMark))
+    found = sorted(((x, _marks[x]) for x in tensors if x in _marks), key=lambda pair: isinstance(pair[1], WeightsMark))
+    if function not in OF_FIRST:
+        for x, _ in found:
+            if _changes_inputs(function) or any(result is x for result in results):
+                _refuse_changed(x)
     if function in PRODUCTS:
-        weights = [(x, mark) for x, mark in found if isinstance(mark, WeightsMark)]
+        read = [(x, _marks[x]) for x, _ in found if x is not options.get("out")]
+        weights = [(x, mark) for x, mark in read if isinstance(mark, WeightsMark) and mark.keys >= 0]
         if weights:
             return _complete(function, inputs, tensors, weights)
-        if not any(isinstance(x, Parameter) for x in tensors):
-            marks[result] = ScoresMark(_four_axes(result))
+        if not _is_projection(function, find_operands(function, tensors)):
+            _marks[results[0]] = ScoresMark(_four_axes(results[0]))
         return None
     for x, mark in found:
         if function in OF_FIRST and x is not (inputs[0] if inputs else options.get("input")):
             continue
-        has_rows = result.shape[:-1] == x.shape[:-1]  # a sink is one more column of scores
-        is_linear = function is functional.linear  # a projection has no scores, but may mix the weights of heads
-        if isinstance(mark, WeightsMark):
-            _refuse_aliases(function, x, mark, result)
-            if result.numel() == x.numel() or (has_rows and not is_linear) or function in PARTS:
-                marks[result] = _follow_weights(function, inputs, options, x, mark, result)
-        elif function in SOFTMAXES:
-            marks[result] = _follow_softmax(inputs, options, x, mark, result, keeps_scores)
-        elif not is_linear and (has_rows or result.numel() == x.numel()):
-            marks[result] = ScoresMark(_four_axes(result) or _keep_shape(function, mark.shape, x, result))
+        for result in results:
+            new: ScoresMark | WeightsMark | None = None
+            if isinstance(mark, WeightsMark):
+                is_changed = result is x and function not in OF_FIRST
+                new = None if is_changed else _follow_weights(function, inputs, options, x, mark, result)
+            elif function in SOFTMAXES:
+                new = _follow_softmax(inputs, options, x, mark, result, keeps_scores)
+            elif function is not functional.linear and _is_similar(x, result):  # a projection has no scores
+                new = ScoresMark(_four_axes(result) or _keep_shape(function, mark.shape, x, result))
+            if new is not None:
+                _marks[result] = new
     return None
 
 
+def _is_projection(function: Any, operands: list[Tensor]) -> bool:
+    """True for the product of an activation and a parameter, or its transpose. A parameter on the left is queries."""
+    for x in operands if function is torch.einsum else operands[1:]:
+        base = x._base
+        is_transpose = x.ndim == 2 and isinstance(base, Parameter) and x.stride() == base.stride()[::-1]
+        if isinstance(x, Parameter) or is_transpose:
+            return True
+    return False
+
+
+def _is_similar(x: Tensor, result: Tensor) -> bool:
+    """True if a result may hold the numbers of x: it has as many or more of them, or a part, or as many rows."""
+    if x.is_nested or result.is_nested or result.numel() == x.numel():  # torch may have no shape of nested tensors
+        return True
+    has_rows = result.shape[:-1] == x.shape[:-1]  # a sink is one more column of scores
+    is_part = has_rows or result.shape[-2:] == x.shape[-2:] or _share_memory(x, result)
+    return result.is_floating_point() and (result.numel() > x.numel() or is_part)
+
+
+def _share_memory(x: Tensor, other: Tensor) -> bool:
+    return torch._C._is_alias_of(x, other)  # type: ignore[attr-defined,no-any-return]
+
+
 def _four_axes(x: Tensor) -> tuple[int, ...]:
-    return tuple(x.shape) if x.ndim == 4 else ()
+    return tuple(x.shape) if x.ndim == 4 and not x.is_nested else ()
 
 
 def _keep_shape(function: Any, shape: tuple[int, ...], x: Tensor, result: Tensor) -> tuple[int, ...]:
     """Return the shape of four axes after a function, or () if it is no shape of the result."""
-    is_kept = function not in MOVES and result.numel() == x.numel() and shape[-2:] == result.shape[-2:]
+    is_kept = shape and function not in MOVES and result.numel() == x.numel() and shape[-2:] == result.shape[-2:]
     return shape if is_kept else ()
 
 
@@ -148,7 +205,7 @@ def _follow_softmax(
     if not keeps_scores:
         return weights
     if x.is_nested:
-        return weights.refuse("the scores are a nested tensor")
+        return weights.refuse(NESTED)
     source = x.clone() if x.is_inference() else x  # tensors of inference mode do not count their changes
     is_exact = torch.promote_types(x.dtype, result.dtype) == result.dtype
     scores = source if is_exact else source.to(result.dtype)  # as a softmax with dtype= does first
@@ -158,26 +215,36 @@ def _follow_softmax(
 
 def _follow_weights(
     function: Any, inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor, mark: WeightsMark, result: Tensor
-) -> WeightsMark:
-    """Return the mark of the result of a function of the weights x."""
+) -> WeightsMark | None:
+    """Return the mark of the result of a function of the weights x; None if the result has none of them."""
+    is_alias = _share_memory(x, result)
+    if not _is_similar(x, result) or (mark.keys < 0 and not is_alias):
+        return None
     mark = replace(_check_versions(x, mark), version=_version(result))
+    if x.is_nested or result.is_nested:
+        return mark.refuse(NESTED)
     scores = mark.scores
-    if function in SAME_WEIGHTS and result.shape == x.shape and result.is_floating_point():
-        return mark
-    if function in RESHAPES and result.dtype == x.dtype:
-        if mark.keys != x.ndim - 1 or result.shape[-1:] != x.shape[-1:]:
-            return mark.refuse("a change of shape divides or joins the axis of the keys")
-        if scores is not None and (result.ndim == 4 or result.shape[-2:] != x.shape[-2:]):
-            scores = scores.reshape(result.shape)
-        return replace(mark, keys=result.ndim - 1, scores=scores)
-    if function in MOVES:
-        if scores is not None:
-            scores = call_with(scores.reshape(x.shape), function, inputs, options, x)
-        return replace(mark, keys=find_axis(mark.keys, function, inputs, options, x), scores=scores)
-    if function in PARTS:
-        return mark.refuse("a part of the weights is taken between softmax and product")
+    if mark.keys >= 0:
+        if function in SAME_WEIGHTS and result.shape == x.shape and result.is_floating_point():
+            return mark
+        if function in RESHAPES and mark.keys == x.ndim - 1 and result.shape[-1:] == x.shape[-1:]:
+            if scores is not None and (result.ndim == 4 or result.shape[-2:] != x.shape[-2:]):
+                scores = scores.reshape(result.shape)
+            return replace(mark, keys=result.ndim - 1, scores=scores)
+        if function in MOVES:
+            if scores is not None:
+                scores = call_with(scores.reshape(x.shape), function, inputs, options, x)
+            return replace(mark, keys=find_axis(mark.keys, function, inputs, options, x), scores=scores)
+    keys = result.ndim - x.ndim + mark.keys if mark.keys >= 0 else -1
+    has_keys = keys >= 0 and (result.shape[keys] > 1 or x.shape[mark.keys] == 1)
+    is_mixed = function is functional.linear and result.numel() != x.numel()
+    if not is_alias and (is_mixed or not has_keys):
+        return None
     name = getattr(function, "__name__", repr(function))
-    return mark.refuse(f"{name} computes with the weights between softmax and product")
+    reason = f"{name} computes with the weights between softmax and product"
+    if function in RESHAPES:
+        reason = "a change of shape divides or joins the axis of the keys"
+    return replace(mark.refuse(reason), keys=keys if has_keys else -1)
 
 
 def _complete(
@@ -194,37 +261,33 @@ def _complete(
         if order != tuple(range(x.ndim)):
             mark = replace(mark, scores=mark.scores.reshape(x.shape).permute(order))
         for other, _ in _of_softmax(mark):
-            del _marks.by_tensor[other]
+            del _marks[other]
         return mark
     return _check_versions(*weights[0]).refuse("the product does not show which axes have its queries and keys")
 
 
-def _refuse_aliases(function: Any, x: Tensor, mark: WeightsMark, result: Tensor) -> None:
-    """Refuse all weights of a softmax if a function may change them and their versions do not show it.
-
-    This is so in inference mode, where tensors have no versions: a function changes x in place, or returns a part of x
-    that another function may change.
-    """
-    if not x.is_inference() or function in OF_FIRST:
-        return
-    if result is x or result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
-        name = getattr(function, "__name__", repr(function))
-        for other, of in _of_softmax(mark):
-            _marks.by_tensor[other] = of.refuse(f"{name} may change the weights in inference mode")
+def _refuse_changed(x: Tensor) -> None:
+    """Refuse all weights that share the memory of x, or whose scores do, because a function has changed x in place."""
+    for other, mark in list(_marks.items()):
+        if isinstance(mark, WeightsMark):
+            if _share_memory(other, x):
+                _marks[other] = mark.refuse(CHANGED.format("weights"))
+            elif mark.source is not None and _share_memory(mark.source.tensor, x):
+                _marks[other] = mark.refuse(CHANGED.format("scores"))
 
 
 def _of_softmax(mark: WeightsMark) -> list[tuple[Tensor, WeightsMark]]:
     """Return the tensors and marks that come from the softmax of this mark."""
-    marks = _marks.by_tensor.items()
+    marks = _marks.items()
     return [(x, other) for x, other in marks if isinstance(other, WeightsMark) and other.softmax is mark.softmax]
 
 
 def _check_versions(x: Tensor, mark: WeightsMark) -> WeightsMark:
     """Refuse weights or scores that have been changed in place since they were marked."""
     if _version(x) != mark.version:
-        return mark.refuse("the weights are changed in place after the softmax")
+        return mark.refuse(CHANGED.format("weights"))
     if mark.source is not None and _version(mark.source.tensor) != mark.source.version:
-        return mark.refuse("the scores are changed in place after the softmax")
+        return mark.refuse(CHANGED.format("scores"))
     return mark
 
 

@@ -62,8 +62,8 @@ def qk_clip(
     ParameterError
         `limit` is not a finite number above 0. A largest score is NaN or ∞. The recording has no `max_score()`. A layer
         is not in the model, or its projections are not found. Scaled projections do not scale the scores of a layer: it
-        has a soft cap, position biases, or norms of queries and keys. A projection has an adapter, or its parameters
-        are quantised or DTensors. If an error is raised, no parameter has changed.
+        has a soft cap, position biases, or norms or clipping of queries and keys. A projection has an adapter, or its
+        parameters are quantised or DTensors. If an error is raised, no parameter has changed.
 
     References
     ----------

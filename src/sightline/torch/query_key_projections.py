@@ -27,6 +27,7 @@ SEPARATE = (  # the query projection and the key projection
 FUSED = ("qkv", "qkv_proj", "to_qkv", "Wqkv", "c_attn")  # rows: those of all queries, then all keys, then all values
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 BIASED = ("attn_logit_softcapping", "has_relative_attention_bias", "relative_position_bias_table")
+BOUNDED = ("logit_scale", "clip_qkv")  # of a layer that normalises queries and keys, or clips them, without a module
 NORM = re.compile(r"(?=.*(norm|ln))(^|.*_)(q|k|qk|query|key)(_|$)")  # a norm between a projection and the scores
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,11 +74,14 @@ def find_parts(path: str, layer: nn.Module, heads: int, named: Projections | Non
     if named is None and hasattr(layer, "kv_b_proj") and hasattr(layer, "qk_nope_head_dim"):
         return _latent(path, layer, heads)
     norms = [name for name, child in layer.named_children() if NORM.match(name) and not isinstance(child, nn.Identity)]
-    if norms or getattr(layer, "qk_norm", None) is True:
+    norms += ["qk_norm"] * (getattr(layer, "qk_norm", None) is True)
+    norms += [name for name in BOUNDED if getattr(layer, name, None) is not None]
+    norms += ["config.clip_qkv"] * (getattr(getattr(layer, "config", None), "clip_qkv", None) is not None)
+    if norms:
         raise ParameterError(
-            f"{path}, which normalises queries or keys after their projections ({', '.join(norms) or 'qk_norm'})",
+            f"{path}, which normalises or clips queries or keys after their projections ({', '.join(norms)})",
             "projections whose results are the queries and keys",
-            "nothing to clip, as such a norm bounds the scores: leave the layer out of max_scores",
+            "nothing to scale, as this bounds the scores: leave the layer out of max_scores",
         )
     return _with_powers(*_find(path, layer, heads, named))
 

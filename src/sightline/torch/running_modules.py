@@ -1,7 +1,8 @@
 """The modules of a watched model that run, by their paths: a stack for each thread, kept by hooks on the modules.
 
 A thread that runs a watched module also has the finder of attention calls on, a mode of torch, which is a property of
-the thread. Threads that a running module starts, and tasks that it submits to a pool, go on with the module's path.
+the thread. Threads that a running module starts, tasks that it submits to a pool, and checkpointed functions that run
+again in a backward pass go on with the module's path.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from itertools import count
 from typing import Any, NamedTuple
@@ -18,7 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
+from ..errors import ParameterError
 from .hooks import restore_on_exit
 
 
@@ -61,7 +64,7 @@ class RunningModules:
     """
 
     def __init__(self, model: nn.Module, finder: TorchFunctionMode) -> None:
-        self.finder, self.runs, self.has_run = finder, count(), False
+        self.finder, self.runs, self.has_run, self.has_ended = finder, count(), False, False
         self.paths = module_paths(model)
 
     @contextmanager
@@ -70,14 +73,15 @@ class RunningModules:
         with ExitStack() as exit_stack:
             exit_stack.enter_context(_process_wide_changes())
             for module, path in self.paths.items():
-                enter, leave = self._make_hooks(path)
-                exit_stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-                exit_stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+                hooks = _Hooks(self, path)
+                exit_stack.callback(module.register_forward_pre_hook(hooks.enter, prepend=True).remove)
+                exit_stack.callback(module.register_forward_hook(hooks.leave, always_call=True).remove)
             exit_stack.enter_context(_using(self.finder))
             try:
                 yield
             finally:
-                self._end()  # an interrupt skips the hooks
+                self.has_ended = True
+                self.end()  # an interrupt skips the hooks
 
     def current(self) -> Running | None:
         """Return the innermost module that runs in this thread; None if none does.
@@ -96,33 +100,7 @@ class RunningModules:
             frame = frame.f_back  # type: ignore[assignment]
         return None
 
-    def _make_hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return the hooks of a module. Its replicas for other devices share them, and so have its path."""
-
-        def enter(module: nn.Module, _: Any) -> None:
-            is_copy = module not in self.paths and not getattr(module, "_is_replica", False)  # by copy.deepcopy
-            if is_copy or torch.compiler.is_compiling():
-                return
-            self.has_run = True
-            stack = THREAD.stacks.setdefault(self, [])
-            is_off = not _is_on(
-                self.finder
-            )  # also inside a function of torch that runs modules, such as a backward pass
-            if is_off:
-                self.finder.__enter__()  # type: ignore[no-untyped-call]
-            stack.append(Running(path, type(module), stack[-1].run if stack else next(self.runs), is_off))
-
-        def leave(*_: Any) -> None:
-            stack = THREAD.stacks.get(self, ())
-            place = len(stack) - 1
-            while place >= 0 and stack[place].path != path:  # a module above it, whose hooks an error has skipped
-                place -= 1
-            if place >= 0:
-                self._end(place)
-
-        return enter, leave
-
-    def _end(self, place: int = 0) -> None:
+    def end(self, place: int = 0) -> None:
         """Remove the modules of this place and above from the stack of this thread."""
         stack = THREAD.stacks.get(self, [])
         while len(stack) > place:
@@ -130,6 +108,39 @@ class RunningModules:
                 torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
         if not stack:
             THREAD.stacks.pop(self, None)
+
+
+class _Hooks:
+    """The hooks of a module. Its replicas for other devices share them, and so have its path. A copy has idle hooks."""
+
+    def __init__(self, modules: RunningModules | None, path: str) -> None:
+        self.modules, self.path = modules, path
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copy.deepcopy and pickle call it, and a copy outlives the watch
+        return _Hooks, (None, "")
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        modules = self.modules
+        if modules is None or torch.compiler.is_compiling():
+            return
+        if module not in modules.paths and not getattr(module, "_is_replica", False):  # a copy by copy.copy
+            return
+        modules.has_run = True
+        stack = THREAD.stacks.setdefault(modules, [])
+        is_off = not _is_on(modules.finder)  # also in a function of torch that runs modules, such as a backward pass
+        if is_off:
+            modules.finder.__enter__()  # type: ignore[no-untyped-call]
+        stack.append(Running(self.path, type(module), stack[-1].run if stack else next(modules.runs), is_off))
+
+    def leave(self, *_: Any) -> None:
+        if self.modules is None:
+            return
+        stack = THREAD.stacks.get(self.modules, ())
+        place = len(stack) - 1
+        while place >= 0 and stack[place].path != self.path:  # a module above it, whose hooks an error has skipped
+            place -= 1
+        if place >= 0:
+            self.modules.end(place)
 
 
 def _is_on(finder: TorchFunctionMode) -> bool:
@@ -159,11 +170,6 @@ _changes = ExitStack()
 _count = 0  # contexts that need the changes
 
 
-def has_compiler() -> bool:
-    """True if torch's compiler is loaded; before that, nothing is compiled."""
-    return "torch._dynamo" in sys.modules
-
-
 @contextmanager
 def _process_wide_changes() -> Iterator[None]:
     """While the context lasts, threads go on with the modules that start them, and compiled code runs uncompiled."""
@@ -174,11 +180,15 @@ def _process_wide_changes() -> Iterator[None]:
             for owner, name, make in (
                 (threading.Thread, "start", _make_start),
                 (ThreadPoolExecutor, "submit", _make_submit),
+                (checkpoint._CheckpointFrame, "__init__", _make_frame),
             ):
                 _changes.enter_context(restore_on_exit(owner, name))
                 setattr(owner, name, make(getattr(owner, name)))
-            if has_compiler():
+            if "torch._dynamo" in sys.modules:
                 _changes.enter_context(torch.compiler.set_stance("force_eager"))
+            else:  # nothing is compiled yet, and torch's compiler takes a second to load
+                _changes.enter_context(restore_on_exit(torch, "compile"))
+                torch.compile = _make_compile(torch.compile)
     try:
         yield
     finally:
@@ -188,17 +198,26 @@ def _process_wide_changes() -> Iterator[None]:
                 _changes.close()
 
 
-def _hand_over(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function for another thread, where it goes on with the modules that run in this thread."""
-    tops = {modules: stack[-1] for modules, stack in THREAD.stacks.items()}
+def _hand_over(function: Callable[..., Any], is_new_run: bool = False) -> Callable[..., Any]:
+    """Return the function for another thread or a later time. It goes on with the modules that run in this thread.
+
+    `is_new_run` is True if each call of the function is a further run of these modules.
+    """
+    tops = {modules: stack[-1]._replace(has_switched_on=False) for modules, stack in THREAD.stacks.items()}
     if not tops:
         return function
 
     @wraps(function)
     def with_modules(*inputs: Any, **options: Any) -> Any:
-        own, THREAD.stacks = THREAD.stacks, {modules: [top] for modules, top in tops.items()}
+        own = THREAD.stacks
+        THREAD.stacks = {
+            modules: [top._replace(run=next(modules.runs)) if is_new_run else top]
+            for modules, top in tops.items()
+            if not modules.has_ended
+        }
+        finder = next(iter(tops)).finder
         try:
-            with _using(next(iter(tops)).finder):
+            with _using(finder), nullcontext() if _is_on(finder) else finder:
                 return function(*inputs, **options)
         finally:
             THREAD.stacks = own
@@ -233,3 +252,41 @@ def _make_submit(submit: Callable[..., Any]) -> Callable[..., Any]:
             return submit(pool, _hand_over(function), *inputs, **options)
 
     return submit_with_modules
+
+
+def _make_compile(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(compile_)
+    def compile_for_later(*inputs: Any, **options: Any) -> Any:
+        with _lock:
+            if _count:
+                _changes.enter_context(torch.compiler.set_stance("force_eager"))
+        return compile_(*inputs, **options)
+
+    return compile_for_later
+
+
+def _make_frame(start: Callable[..., None]) -> Callable[..., None]:
+    """Return the new `__init__` of what torch keeps of a checkpointed function.
+
+    torch compares what the function saves for gradients in its second run with what it saved in its first run.
+    """
+
+    @wraps(start)
+    def start_with_modules(
+        frame: Any, function: Callable[..., Any], early_stop: bool, on_error: Any, *others: Any
+    ) -> None:
+        watched = tuple(THREAD.stacks)
+
+        def explain(error: Exception) -> None:
+            if any(modules.has_ended for modules in watched):
+                raise ParameterError(
+                    "the backward pass of a checkpointed function, after the watch of its forward pass has ended",
+                    "backward passes in the `with` block of the watch",
+                    "call backward() in the `with` block, or watch a forward pass under torch.no_grad()",
+                ) from error
+            raise error
+
+        on_error = explain if watched and on_error is None else on_error
+        start(frame, _hand_over(function, is_new_run=True), early_stop, on_error, *others)
+
+    return start_with_modules

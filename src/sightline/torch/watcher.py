@@ -18,7 +18,7 @@ from ..errors import ParameterError
 from ..recording import Call, Kind, Seen, Total, map_arrays, select_names
 from ..statistics import STATISTICS, OverLayers, Statistic, StatisticBase
 from .hooks import LayerCall
-from .running_modules import Running, RunningModules, has_compiler
+from .running_modules import Running, RunningModules
 
 CROSS_ATTENTION_NAME = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # part of such layers' names
 
@@ -89,7 +89,6 @@ class Watcher:
                 "paths, patterns and numbers from 0 on: calls that were added cannot be dropped at the end",
                 'layers=["*.self_attn"]',
             )
-        self.had_compiler = has_compiler()
         self.seen = Seen(tokens=tokens, totals=[total for total in self.totals if total is not None])
         self.inputs: Any = None  # an object whose `current` has the tokens of the model's inputs
         self.layers: dict[str, CalledLayer] = {}  # every layer that called attention, in the order of the first calls
@@ -97,8 +96,8 @@ class Watcher:
         # of the last self-attention: the run, the number of queries, the first one's position
         self.last_self = (-1, 0, 0)
         self.records_handwritten = handwritten
-        # for each place of a softmax, the class of the module that ran, and why the attention was not recorded
-        self.unrecorded: dict[str, tuple[str, str]] = {}
+        # for each place of a softmax: the class of the module that ran, why the attention was not recorded, the softmax
+        self.unrecorded: dict[str, tuple[str, str, object]] = {}
         self.lock = threading.Lock()
 
     def recorder(self) -> Recorder | None:
@@ -135,16 +134,23 @@ class Watcher:
     def _counts_from_end(self) -> bool:
         return any(not isinstance(one, str) and one < 0 for one in self.asked or ())
 
-    def note_handwritten(self, place: str, reason: str) -> None:
+    def note_handwritten(self, place: str, softmax: object, reason: str) -> None:
         """Note attention that the module that runs in this thread has written by hand, with a softmax at this place.
 
-        `reason` says why its weights are not known; it counts if the watch records attention written by hand.
+        `softmax` stands for the call of the softmax. `reason` says why its weights are not known; it counts if the
+        watch records attention written by hand.
         """
         running = self.modules.current()
         if running is not None and (
             self.asked is None or any(not isinstance(one, str) or fnmatchcase(running.path, one) for one in self.asked)
         ):
-            self.unrecorded[place] = running.kind.__name__, reason * self.records_handwritten
+            noted = running.kind.__name__, reason * self.records_handwritten, softmax
+            self.unrecorded.setdefault(place, noted)
+
+    def forget_handwritten(self, place: str, softmax: object) -> None:
+        """Forget the note of a product with the weights of a softmax, as a later product of them is recorded."""
+        if self.unrecorded.get(place, (None,))[-1] is softmax:
+            del self.unrecorded[place]
 
     def finish(self) -> None:
         """Keep the calls that `layers` selects, and raise ParameterError if there are none."""
@@ -172,11 +178,6 @@ class Watcher:
                 f"{compiled[0]} is compiled by torch.jit, and compiled code shows no calls",
                 "watch the model before torch.jit.script or torch.jit.trace",
             )
-        if has_compiler() and not self.had_compiler:
-            return (
-                "torch.compile was called first in the `with` block, and compiled code shows no calls",
-                "call torch.compile before the watch: compiled code runs uncompiled in it",
-            )
         if not self.modules.has_run:
             return "none of its modules ran", "run the model inside the `with` block"
         return (
@@ -188,7 +189,7 @@ class Watcher:
         """Return the classes and places of attention that is written by hand, and why it was not recorded."""
         return ", ".join(
             f"{kind} ({place})" + f", where {reason}" * bool(reason)
-            for place, (kind, reason) in self.unrecorded.items()
+            for place, (kind, reason, _) in self.unrecorded.items()
         )
 
     def cure_of_handwritten(self) -> str:
@@ -280,8 +281,10 @@ def _read_layers(layers: Any, paths: tuple[str, ...]) -> tuple[str | int, ...] |
     if layers is None:
         return None
     asked = (layers,) if isinstance(layers, str) or not isinstance(layers, Sequence) else tuple(layers)
+    if not asked:
+        raise ParameterError(f"layers={layers!r}", "at least one layer", 'layers=["*.self_attn"], or None for all')
     for one in asked:
-        if not isinstance(one, int):
+        if isinstance(one, bool) or not isinstance(one, int):
             select_names(paths, [one], "modules")
     return asked
 

@@ -10,12 +10,15 @@ from torch import Tensor
 
 PRODUCTS = {torch.matmul, torch.bmm, torch.baddbmm, torch.einsum}
 PRODUCTS |= {Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.bmm, Tensor.baddbmm}
+PRODUCTS |= {torch.mm, Tensor.mm, torch.linalg.matmul, torch.addmm, Tensor.addmm, torch.tensordot}
+WITH_SUMMAND = {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm}  # the first argument is added to the product
 RESHAPES = {torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze}
 RESHAPES |= {Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.squeeze, Tensor.unsqueeze}
 RESHAPES |= {Tensor.view_as, Tensor.reshape_as}
 MOVES = {torch.transpose, torch.permute, torch.swapaxes, torch.swapdims, torch.movedim, torch.moveaxis}
 MOVES |= {Tensor.transpose, Tensor.permute, Tensor.swapaxes, Tensor.swapdims, Tensor.movedim, Tensor.moveaxis}
-MOVES |= {Tensor.mT.__get__, Tensor.T.__get__}  # type: ignore[attr-defined]
+MOVES |= {torch.t, Tensor.t, torch.adjoint, Tensor.adjoint}
+MOVES |= {x.__get__ for x in (Tensor.mT, Tensor.T, Tensor.mH, Tensor.H)}  # type: ignore[attr-defined]
 DIGITS = "0123456789"  # the axes of "..." in an equation
 
 
@@ -36,6 +39,14 @@ def find_axis(
     return list(moved.shape).index(lengths[axis])
 
 
+def find_operands(function: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors that one of PRODUCTS multiplies, from left to right, among those of its arguments."""
+    if function is torch.einsum:
+        return tensors
+    operands = tensors[1:3] if function in WITH_SUMMAND else tensors[:2]
+    return operands[::-1] if function is Tensor.__rmatmul__ else operands
+
+
 def order_axes(
     keys: int, function: Callable[..., Any], inputs: tuple[Any, ...], tensors: list[Tensor], x: Tensor
 ) -> tuple[int, ...] | None:
@@ -52,10 +63,10 @@ def order_axes(
     """
     if function is torch.einsum:
         return _read_equation(keys, inputs[0], tensors, x)
-    operands = tensors[1:3] if function in {torch.baddbmm, Tensor.baddbmm} else tensors[:2]
-    if len(operands) < 2 or x.ndim < 2:
+    operands = find_operands(function, tensors)
+    if len(operands) < 2 or x.ndim < 2 or function is torch.tensordot:
         return None
-    left, right = operands[::-1] if function is Tensor.__rmatmul__ else operands
+    left, right = operands
     axes = tuple(range(x.ndim))
     if x is left and keys == axes[-1]:
         return axes
