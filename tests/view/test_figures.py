@@ -42,7 +42,7 @@ def test_a_heat_map_of_twenty(cat):
     weights, tokens = cat
     axis = heatmap(weights[1], tokens, title="$5 and $6")
     assert np.array_equal(image(axis), weights[1])
-    assert written(axis.get_yticklabels()) == [*tokens[:4], "a␣b⏎", *tokens[5:]]
+    assert written(axis.get_yticklabels()) == [*tokens[:4], "a b⏎", *tokens[5:]]
     assert not any(label.get_parse_math() for label in [*axis.get_xticklabels(), *axis.get_yticklabels()])
     assert axis.get_title(loc="left") == "$5 and $6"
 

@@ -152,11 +152,11 @@ def test_without_matplotlib(monkeypatch):
 
 def test_heatmap_annotates_small_matrices(rng):
     weights = np.tril(rng.uniform(size=(4, 4)))
-    axis = heatmap(weights, ["the", " ", "c", "at"], title="four tokens")
+    axis = heatmap(weights, ["the", " ", "4.3 s", "at "], title="four tokens")
     written = [text.get_text() for text in axis.texts]
     assert written.count("0") == 6
     assert len(written) == 16
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["the", "␣", "c", "at"]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["the", "␣", "4.3 s", "at␣"]
     assert axis.get_title(loc="left") == "four tokens"
     large = heatmap(rng.uniform(size=(1, 1, 40, 30)), (["q"] * 40, ["k"] * 30))
     assert not large.texts

@@ -5,6 +5,7 @@ matplotlib is imported only when a picture is drawn.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def set_title(axis: Any, text: str | None) -> None:
 
 
 def token_label(token: Any) -> str:
-    """Return the token as text, with a visible sign in place of each space, newline and tab."""
-    return str(token).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+    """Return the token as text, with visible signs for newlines, tabs and spaces; one space between words stays."""
+    return re.sub(r"(?<!\S) | (?!\S)", "␣", str(token)).replace("\n", "⏎").replace("\t", "⇥")
 
 
 def set_position_ticks(axis: Any, names: Any) -> None:

@@ -52,10 +52,11 @@ function roundedDigits(value, error) {
 
 const count = (number) => number.toLocaleString('en');
 
-/** A token as it is displayed, with visible signs in place of spaces, newlines and tabs. */
+/** A token as it is displayed, with visible signs for newlines, tabs and spaces; one space between words stays. */
 function visible(token) {
   const bare = token.replace(/^[Ġ▁ ]+(?=.)/u, '');
-  return bare.replace(/\n|Ċ/gu, '⏎').replace(/\t/gu, '⇥').replace(/[ Ġ▁\u00a0]/gu, '␣') || '∅';
+  const spaced = bare.replace(/[Ġ▁\u00a0]|(?<!\S) | (?!\S)/gu, '␣');
+  return spaced.replace(/\n|Ċ/gu, '⏎').replace(/\t/gu, '⇥') || '∅';
 }
 
 /** True if the tokens are WordPiece's, which mark the continuation of a word; other tokenizers mark its beginning. */
