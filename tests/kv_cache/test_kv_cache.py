@@ -435,6 +435,41 @@ def test_copies_are_independent(rng):
     assert np.array_equal(other.key[:, :, :T], cache.key)
 
 
+CHANGES = {
+    "append": lambda cache, x: cache.append(x, x[..., :D_V]),
+    "append after truncate": lambda cache, x: (cache.truncate(T - 3), cache.append(x, x[..., :D_V])),
+    "append after reset": lambda cache, x: (cache.reset(), cache.append(x, x[..., :D_V])),
+    "reorder": lambda cache, x: cache.reorder([2, 0, 0]),
+    "select": lambda cache, x: cache.reorder([1, 2]),
+}
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_copies_share_their_storage_until_one_writes(rng, kind, change):
+    _, key, value = arrays(rng, kind=kind)
+    cache = KVCache(capacity=3 * T)
+    cache.append(key, value)
+    other = copy.deepcopy(cache)
+    everyone = [cache, other, copy.deepcopy(cache), copy.deepcopy(other)]
+    assert len({address(one) for one in everyone}) == 1
+    for writer in everyone:
+        others = [one for one in everyone if one is not writer]
+        before = [(numpy_of(one.key).copy(), numpy_of(one.value).copy()) for one in others]
+        CHANGES[change](writer, -key)
+        for one, stored in zip(others, before, strict=True):
+            assert np.array_equal(numpy_of(one.key), stored[0])
+            assert np.array_equal(numpy_of(one.value), stored[1])
+    assert len({address(one) for one in everyone}) == len(everyone)
+    own = address(cache)
+    cache.append(key[: len(cache.lengths), :, :1], value[: len(cache.lengths), :, :1])
+    assert address(cache) == own  # its own storage is not copied again
+
+
+def address(cache):
+    return numpy_of(cache.key).__array_interface__["data"][0]
+
+
 @pytest.mark.parametrize(
     ("lengths", "says"),
     [

@@ -59,6 +59,9 @@ class KVCache:
     The arrays `key` and `value` are views of the cache's storage. Growth does not change them. `reorder` may overwrite
     them, and so may an append after `truncate` or `reset`.
 
+    `copy.deepcopy` copies no keys and values. The copy and the original share the storage; each of them copies it when
+    it first writes to it. One cache of a prompt may so be continued many times.
+
     Examples
     --------
     >>> import numpy as np, sightline
@@ -86,10 +89,19 @@ class KVCache:
         self._dtype, self._casts_inputs = dtype, dtype is not None
         self._key: Any = None  # (B, G, capacity, d_k)
         self._value: Any = None
+        self._is_shared = False  # True if a copy may read the same storage, which is then copied before it is written
         self._rewritings: dict[tuple[int, bool], Rewriting]  # by `count` and `reads_rows`, until the next change
         self._of_equal_lengths = of_equal_lengths()
         self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis
         self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        """Return a copy that shares the storage until one of both caches writes to it."""
+        self._is_shared = True
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__ |= self.__dict__  # the arrays of lengths and positions are replaced, never written to
+        copied._rewritings, copied._of_equal_lengths = {}, of_equal_lengths()
+        return copied
 
     # -- contents ---------------------------------------------------------------------------------------------------
     @property
@@ -242,7 +254,9 @@ class KVCache:
             return
         if self._ndim == 2 and order.size != 1:
             raise ShapeError(f"reorder({indices!r}) of arrays (t, d)", "one sequence", "append (B, t, d)")
-        self._key, self._value = (reorder_batch(array, order, self._max_length) for array in (self._key, self._value))
+        arrays, own = (self._key, self._value), not self._is_shared
+        self._key, self._value = (reorder_batch(array, order, self._max_length, in_place=own) for array in arrays)
+        self._is_shared = False
         self._set_lengths(self._lengths[order], self._newest_positions[order])
 
     def reset(self) -> None:
@@ -314,10 +328,14 @@ class KVCache:
         self._set_lengths(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
 
     def _grow(self, needed: int) -> None:
-        if needed <= self.capacity:
+        """Make the storage writable up to `needed` positions: copy it if it is full, or shared with another cache."""
+        capacity = self.capacity
+        if needed > capacity:
+            capacity = max(needed, GROWTH_FACTOR * capacity)
+        elif not self._is_shared:
             return
-        capacity = max(needed, GROWTH_FACTOR * self.capacity)
         self._key, self._value = (grow(old, capacity, self._max_length) for old in (self._key, self._value))
+        self._is_shared = False
 
 
 def _nothing_appended() -> ParameterError:

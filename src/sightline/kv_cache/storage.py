@@ -38,12 +38,12 @@ def write(storage: Array, array: Array, positions: Any) -> None:
         storage[b, :, positions[b, row]] = namespace(array).astype(array[b, :, row], storage.dtype)
 
 
-def reorder_batch(storage: Array, order: Any, used: int) -> Array:
+def reorder_batch(storage: Array, order: Any, used: int, *, in_place: bool) -> Array:
     """Return storage whose sequence b has the first `used` positions of the old sequence order[b].
 
-    If the number of sequences stays the same, the storage is changed in place and returned.
+    With `in_place`, and if the number of sequences stays the same, the storage is changed and returned.
     """
-    if order.size != storage.shape[0]:
+    if not in_place or order.size != storage.shape[0]:
         new = allocate(storage, order.size, storage.shape[2], dtype_name(storage))
         new[:, :, :used] = storage[order, :, :used]
         return new
