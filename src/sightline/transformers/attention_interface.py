@@ -79,6 +79,7 @@ def sightline_attention(
     module : the attention layer
     query : (B, H, n, d_k)
     key : (B, G, m, d_k); heads that query heads share are not repeated
+        If a `Cache` stores another dtype than the query's, attention is computed in the cache's dtype.
     value : (B, G, m, d_v)
     attention_mask : `FormulaMask`, or tensor broadcastable to (B, H, n, m), optional
         A bool entry is True where the query attends to the key. Float entries are logits, added to the scaled scores.
@@ -136,7 +137,7 @@ def sightline_attention(
     else:
         unpadding = None
     output, seen = attend(
-        query,
+        query.to(key.dtype),
         key,
         value,
         call=LayerCall("self", getattr(attention_mask, "query_start", None), getattr(attention_mask, "key_start", 0)),
@@ -149,7 +150,7 @@ def sightline_attention(
     )
     if unpadding is not None:
         output = unpadding.flatten(output)
-    output = output.transpose(1, 2).contiguous()
+    output = output.transpose(1, 2).contiguous().to(query.dtype)
     if heads is None:
         return output, seen[0] if seen else None
     return output, seen[0][:, list(heads)] if seen else query.new_empty(len(query), 0, query.shape[2], 0)
@@ -162,7 +163,8 @@ def _add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tenso
         return mask
     for added in ADDED_MASKS.get(module, ()):
         if isinstance(attention_mask, FormulaMask):
-            mask = mask & attention_mask.translate(added.rule, query.shape[1])
+            formula = attention_mask.translate(added.rule, query.shape[1])
+            mask = formula if mask is None else mask & formula
         else:
             cached = key.shape[-2] - query.shape[-2]
             formula = added.rule.rewrite(position_formulas(cached, 0, cached))
