@@ -768,8 +768,8 @@ FAULTS = {
     # module, the line of source, the line with the fault
     "written one too far": (
         "kv_storage",
-        "storage[:, :, positions[0, 0] : positions[0, -1] + 1] = array",
-        "storage[:, :, positions[0, 0] + 1 : positions[0, -1] + 2] = array",
+        "storage[:, :, start : start + array.shape[2]] = array",
+        "storage[:, :, start + 1 : start + 1 + array.shape[2]] = array",
     ),
     "ragged rows shifted": ("kv_storage", "array[b, :, row]", "array[b, :, row - 1]"),
     "growth forgets": ("kv_storage", "new[:, :, :used] = storage[:, :, :used]", "pass"),
@@ -832,7 +832,7 @@ def test_every_fault_is_found(fault, monkeypatch):
     cache = sys.modules["sightline.kv_cache.cache"]
     if module == "kv_storage":
         made = broken(sys.modules["sightline.kv_cache.storage"], before, after)
-        for name in ("allocate", "grow", "reorder_batch", "write"):
+        for name in ("allocate", "grow", "reorder_batch", "write", "write_all"):
             monkeypatch.setattr(cache, name, getattr(made, name))
     else:
         cache = broken(cache, before, after)

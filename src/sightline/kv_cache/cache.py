@@ -11,9 +11,9 @@ from ..arrays.operations import FLOATS, device, dtype_name, framework
 from ..errors import DtypeError, ParameterError, ShapeError, check_count
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
-from .argument_checks import check_append, check_lengths, to_integers, unsqueeze_to_4d
+from .argument_checks import check_append, check_lengths, fits_storage, to_integers, unsqueeze_to_4d
 from .query_positions import Rewriting, find_rewriting, of_equal_lengths, rewrite_formulas
-from .storage import allocate, grow, reorder_batch, write
+from .storage import allocate, grow, reorder_batch, write, write_all
 
 GROWTH_FACTOR = 2  # the capacity of a full cache is doubled, so a position is copied about once in total
 
@@ -115,12 +115,12 @@ class KVCache:
 
         Entries at or beyond a sequence's own length are undefined.
         """
-        return self._view(self._max_length)[0]
+        return self._first(self._key, self._max_length)
 
     @property
     def value(self) -> Any:
         """(B, G, max(lengths), d_v), a view like `key`."""
-        return self._view(self._max_length)[1]
+        return self._first(self._value, self._max_length)
 
     @property
     def capacity(self) -> int:
@@ -185,7 +185,8 @@ class KVCache:
             padding is another word, or a tensor requires a gradient: append `key.detach()`, or pass plain arrays to
             attention.
         """
-        check_append(key, value, (self._key, self._value), self._ndim, self._casts_inputs)
+        if not self._stores_the_like(key, value):
+            check_append(key, value, (self._key, self._value), self._ndim, self._casts_inputs)
         if padding not in ("right", "left"):
             raise ParameterError(
                 f"padding={padding!r}", '"right" or "left"', 'padding="left" if padding precedes the tokens'
@@ -193,9 +194,13 @@ class KVCache:
         axes = key.ndim
         key, value = unsqueeze_to_4d(key), unsqueeze_to_4d(value)
         B, _, t, _ = key.shape
-        counts = np.full(B, t) if lengths is None else check_lengths(lengths, B, t)
+        counts = None if lengths is None else check_lengths(lengths, B, t)
         if self._key is None:
             self._allocate(key, value, axes)
+        if self._has_equal_lengths and (counts is None or (counts == t).all()):
+            self._append_to_all(key, value)
+            return
+        counts = np.full(B, t) if counts is None else counts
         self._grow(int((self._lengths + counts).max(initial=0)))
         rows = np.arange(t) - (0 if padding == "right" else (t - counts)[:, None])  # (B, t), 0 for the first real row
         real = (rows >= 0) & (rows < counts[:, None])
@@ -203,6 +208,26 @@ class KVCache:
         write(self._key, key, positions)
         write(self._value, value, positions)
         self._set_lengths(self._lengths + counts, positions)
+
+    def _stores_the_like(self, key: Any, value: Any) -> bool:
+        """True if `check_append` would accept the arrays; it is slower."""
+        if self._key is None or self._ndim < 4 or not fits_storage(key, self._key):
+            return False
+        return fits_storage(value, self._value) and bool(key.shape[2] == value.shape[2])
+
+    def _append_to_all(self, key: Any, value: Any) -> None:
+        """Append t positions to each of the sequences, which have one length: a step of most decoding loops."""
+        B, _, t, _ = key.shape
+        start = self._max_length
+        stop = start + t
+        self._grow(stop)
+        write_all(self._key, key, start)
+        write_all(self._value, value, start)
+        self._lengths = self._lengths + t
+        self._newest_positions = np.empty((B, t), np.int64)
+        self._newest_positions[:] = np.arange(start, stop)
+        self._rewritings = {}
+        self._max_length, self._newest_are_last, self._newest_have_positions = stop, True, B * t > 0
 
     def truncate(self, lengths: Any) -> None:
         """Shorten every sequence to at most so many positions, as after rejected drafts of speculative decoding.
@@ -315,10 +340,15 @@ class KVCache:
 
     def _view(self, length: int) -> tuple[Any, Any]:
         """Return views of key and value with the first `length` positions. Another thread may append meanwhile."""
-        if self._key is None:
+        return self._first(self._key, length), self._first(self._value, length)
+
+    def _first(self, storage: Any, length: int) -> Any:
+        """Return a view of the first `length` positions of the storage, with the axes of the appended arrays."""
+        if storage is None:
             raise _nothing_appended()
-        index = {4: (), 3: (slice(None), 0), 2: (0, 0)}[self._ndim]
-        return self._key[index][..., :length, :], self._value[index][..., :length, :]
+        sequence = 0 if self._ndim == 2 else slice(None)
+        head = slice(None) if self._ndim == 4 else 0
+        return storage[sequence, head, :length]
 
     def _allocate(self, key: Any, value: Any, axes: int) -> None:
         """Allocate storage for arrays like these, for the first append."""

@@ -28,11 +28,13 @@ def grow(storage: Array, capacity: int, used: int) -> Array:
     return new
 
 
+def write_all(storage: Array, array: Array, start: int) -> None:
+    """Set storage[:, :, start + r] = array[:, :, r] for every row r."""
+    storage[:, :, start : start + array.shape[2]] = array
+
+
 def write(storage: Array, array: Array, positions: Any) -> None:
     """Set storage[b, :, positions[b, r]] = array[b, :, r] for every position that is not −1."""
-    if positions.size and positions.min() >= 0 and (positions == positions[0]).all():
-        storage[:, :, positions[0, 0] : positions[0, -1] + 1] = array
-        return
     b, row = np.nonzero(positions >= 0)
     if b.size:
         storage[b, :, positions[b, row]] = namespace(array).astype(array[b, :, row], storage.dtype)
