@@ -59,7 +59,7 @@ def check_append(key: Any, value: Any, stored: tuple[Any, Any], ndim: int, casts
 
 
 def fits_storage(array: Any, storage: Any) -> bool:
-    """True if an array (B, G, t, d) can be written to the storage without a conversion, so `check_append` accepts it."""
+    """True if an array (B, G, t, d) can be written to the storage as it is, so `check_append` accepts it."""
     if type(array) is not type(storage) or array.dtype != storage.dtype or array.ndim != 4:
         return False
     if getattr(array, "requires_grad", False) or getattr(array, "is_nested", False):

@@ -15,7 +15,8 @@ from .argument_checks import check_append, check_lengths, fits_storage, to_integ
 from .query_positions import Rewriting, find_rewriting, of_equal_lengths, rewrite_formulas
 from .storage import allocate, grow, reorder_batch, write, write_all
 
-GROWTH_FACTOR = 2  # the capacity of a full cache is doubled, so a position is copied about once in total
+DOUBLING = 256  # positions up to which the capacity of a full cache is doubled
+LARGE_SHARE = 4  # a large cache grows by a quarter, so a position is copied about 4 times in total
 
 b, m = SYMBOLS["b"], SYMBOLS["m"]
 
@@ -23,9 +24,9 @@ b, m = SYMBOLS["b"], SYMBOLS["m"]
 class KVCache:
     """Keys and values of one attention layer in a decoding loop; `attention(query, cache)` reads them in place.
 
-    Sequences of a batch may have different lengths. Storage has the shape (B, G, capacity, d) and doubles when it is
-    full, so appending one position costs O(1) on average, and the rows of a head stay adjacent in memory. An append
-    does not copy earlier positions unless the storage grows.
+    Sequences of a batch may have different lengths. Storage has the shape (B, G, capacity, d). When it is full it
+    doubles, or grows by a quarter if it is large, so appending one position costs O(1) on average, and the rows of a
+    head stay adjacent in memory. An append does not copy earlier positions unless the storage grows.
 
     Parameters
     ----------
@@ -361,7 +362,7 @@ class KVCache:
         """Make the storage writable up to `needed` positions: copy it if it is full, or shared with another cache."""
         capacity = self.capacity
         if needed > capacity:
-            capacity = max(needed, GROWTH_FACTOR * capacity)
+            capacity = max(needed, capacity + max(min(capacity, DOUBLING), capacity // LARGE_SHARE))
         elif not self._is_shared:
             return
         self._key, self._value = (grow(old, capacity, self._max_length) for old in (self._key, self._value))
