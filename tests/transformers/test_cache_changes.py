@@ -115,3 +115,11 @@ def test_positions_that_a_window_has_left_cannot_be_restored():
     cache.crop(-3)
     with pytest.raises(ParameterError, match="since the last crop"):
         cache.crop(-3)
+
+
+def test_layers_may_be_skipped():
+    """Layers that read the keys of another layer store none."""
+    cache, x = Cache(), torch.ones(2, 1, 2, 3, 4)
+    for layer in (1, 2, 5, 1, 2, 5):
+        cache.update(*x, layer)
+    assert [cache.get_seq_length(layer) for layer in range(6)] == [0, 6, 6, 0, 0, 6]

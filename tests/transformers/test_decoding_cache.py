@@ -193,6 +193,12 @@ def test_errors():
         generate(model, inputs, Cache(dtype="bfloat16"))
 
 
+@pytest.mark.parametrize("name", ["T5", "BART"])
+def test_a_single_cache_of_an_encoder_decoder_model_is_refused(name):
+    with pytest.raises(ParameterError, match=r"EncoderDecoderCache\(Cache\(\), Cache\(\)\)"):
+        generate(*make_decoder(name), Cache())
+
+
 # -- saved prompts ---------------------------------------------------------------------------------------------------
 
 

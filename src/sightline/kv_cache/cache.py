@@ -91,6 +91,9 @@ class KVCache:
         self._key: Any = None  # (B, G, capacity, d_k)
         self._value: Any = None
         self._is_shared = False  # True if a copy may read the same storage, which is then copied before it is written
+        self._lengths: Any  # (B,), their maximum, and whether the newest append has a position that is no padding
+        self._max_length: int
+        self._newest_have_positions: bool
         self._rewritings: dict[tuple[int, bool], Rewriting]  # by `count` and `reads_rows`, until the next change
         self._of_equal_lengths = of_equal_lengths()
         self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis

@@ -40,13 +40,14 @@ class Cache(DynamicCache):  # type: ignore[misc]
     DtypeError
         dtype is not one of those above.
     ParameterError
-        A layer's keys require a gradient: call the model under `torch.no_grad()`, as `generate` does.
+        A layer's keys require a gradient: call the model under `torch.no_grad()`, as `generate` does. Or an
+        encoder-decoder model has a single cache.
 
     Notes
     -----
     An encoder-decoder model needs a cache of self-attention and one of cross-attention:
-    `transformers.EncoderDecoderCache(Cache(), Cache())`. A single cache joins the keys of both, as a single
-    `DynamicCache` does, and the text is wrong.
+    `transformers.EncoderDecoderCache(Cache(), Cache())`. With a single `DynamicCache`, which joins the keys of both,
+    the text is wrong; a single `Cache` raises an error.
 
     `copy.deepcopy(cache)` copies no keys and values. The copy and the original share them until one of both appends, so
     a prompt that many texts continue is computed and stored once.
@@ -77,6 +78,25 @@ class Cache(DynamicCache):  # type: ignore[misc]
         self.layers = [_with_kv_cache(layer, dtype) for layer in self.layers]
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = partial(FullLayer, dtype=dtype)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *arguments: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values (B, G, t, d) to a layer, and return those that the layer's queries may attend to."""
+        if layer_idx and (layer_idx >= len(self.layers) or not self.layers[layer_idx].is_initialized):
+            self._check_first_run(layer_idx)
+        keys, values = super().update(key_states, value_states, layer_idx, *arguments, **options)
+        return keys, values
+
+    def _check_first_run(self, layer_idx: int) -> None:
+        """Raise if the layer before this one got keys twice: an encoder-decoder model appends those of both kinds."""
+        before = self.layers[layer_idx - 1] if layer_idx <= len(self.layers) else None
+        if isinstance(before, FullLayer) and before.has_joined_appends():
+            raise ParameterError(
+                f"one Cache for the self-attention and the cross-attention of layer {layer_idx - 1}",
+                "a cache for each of both",
+                "past_key_values=transformers.EncoderDecoderCache(Cache(), Cache())",
+            )
 
 
 def _with_kv_cache(layer: Any, dtype: str | None) -> Any:
@@ -143,6 +163,11 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
         """Keep these sequences; `indices` indexes the axis of the batch as in torch."""
         if self.get_seq_length() > 0:
             self.reorder_cache(torch.arange(len(self.keys))[torch.as_tensor(indices).cpu()])
+
+    def has_joined_appends(self) -> bool:
+        """True if the stored positions come from more than one append."""
+        stored = int(self.cache.lengths.max(initial=0))
+        return stored > 0 and not self.cache.are_newest(stored)
 
     def _set_views(self) -> None:
         self.keys, self.values = self.cache.key, self.cache.value
