@@ -472,6 +472,34 @@ def address(cache):
     return numpy_of(cache.key).__array_interface__["data"][0]
 
 
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("capacity", [None, 0, 3 * T])
+@pytest.mark.parametrize("lengths", [[T] * B, [T, 2, T - 1][:B]])
+def test_the_last_positions(rng, kind, capacity, lengths):
+    _, key, value = arrays(rng, kind=kind)
+    cache = KVCache()
+    cache.append(key, value, lengths=lengths)
+    for count in (0, 3, T, T + 5):
+        found = cache.last(count, capacity=capacity)
+        first = max(T - count, 0)
+        assert found.lengths.tolist() == [max(length - first, 0) for length in lengths]
+        assert np.array_equal(numpy_of(found.key), numpy_of(cache.key)[:, :, first:])
+        assert np.array_equal(numpy_of(found.value), numpy_of(cache.value)[:, :, first:])
+        assert np.array_equal(found.positions(), np.maximum(cache.positions() - first, -1))
+        if capacity is None:
+            assert np.shares_memory(numpy_of(found.key), numpy_of(cache.key)) == (count > 0)
+        else:
+            assert found.capacity == max(capacity, found.max_length)
+        before = numpy_of(cache.key).copy(), cache.lengths
+        found.append(-key, -value)
+        found.truncate(1)
+        assert np.array_equal(numpy_of(cache.key), before[0])
+        assert np.array_equal(cache.lengths, before[1])
+    with pytest.raises(ParameterError, match="count=-1"):
+        cache.last(-1)
+    assert KVCache(dtype="float32").last(5, capacity=3).max_length == 0
+
+
 @pytest.mark.parametrize(
     ("lengths", "says"),
     [
@@ -635,10 +663,26 @@ def test_errors_give_the_expected_shape():
             cache.append(own[..., :3], own)
 
 
-def test_gradients_are_refused_with_a_cure():
-    x = torch.zeros(1, 1, 2, 4, requires_grad=True)
+@pytest.mark.parametrize("stored", [0, 1])
+def test_gradients_are_refused_with_a_cure(stored):
+    cache, x = KVCache(), torch.zeros(1, 1, 2, 4)
+    for _ in range(stored):
+        cache.append(x, x)
     with pytest.raises(ParameterError, match=r"key.detach\(\)"):
-        KVCache().append(x, x)
+        cache.append(x.requires_grad_(), x)
+
+
+def test_later_appends_are_checked_as_the_first_one():
+    """Shapes that NumPy would broadcast, and axes that were none before."""
+    wrong = [(X[:, :1], X[:, :1]), (X[:1], X[:1]), (X[..., :1], X), (X, X[:, :, :1]), (X[:, :, :1], X)]
+    for key, value in wrong:
+        with pytest.raises(ShapeError):
+            full().append(key, value)
+    for axes in (2, 3):
+        cache, own = KVCache(), X[(0,) * (4 - axes)]
+        cache.append(own, own)
+        with pytest.raises(ShapeError, match="as before"):
+            cache.append(X[:1, :1], X[:1, :1])
 
 
 def test_an_error_does_not_change_the_cache():

@@ -127,6 +127,11 @@ class KVCache:
         return self._first(self._value, self._max_length)
 
     @property
+    def max_length(self) -> int:
+        """The number of positions of the longest sequence."""
+        return self._max_length
+
+    @property
     def capacity(self) -> int:
         """The number of positions that fit without growth."""
         return self._min_capacity if self._key is None else int(self._key.shape[2])
@@ -288,6 +293,29 @@ class KVCache:
         self._is_shared = False
         self._set_lengths(self._lengths[order], self._newest_positions[order])
 
+    def last(self, count: int, *, capacity: int | None = None) -> KVCache:
+        """Return a cache of the last `count` positions, from `max_length` − count, which become positions from 0.
+
+        Parameters
+        ----------
+        count : int ≥ 0
+            At most `max_length` positions are kept.
+        capacity : int, optional
+            Copy the positions to new storage of this capacity. Default: the result reads the storage of this cache, as
+            long as this cache does not overwrite it, and copies it before it writes.
+        """
+        first = max(self._max_length - check_count(f"count={count!r}", count, 0, "count=256"), 0)
+        found = object.__new__(type(self))
+        found.__dict__ |= self.__dict__
+        found._is_shared = True
+        if self._key is not None:
+            found._key, found._value = self._key[:, :, first:], self._value[:, :, first:]
+        newest = self._newest_positions
+        found._set_lengths(np.maximum(self._lengths - first, 0), np.maximum(newest - first, -1))
+        if capacity is not None and self._key is not None:
+            found._move(max(capacity, found._max_length))
+        return found
+
     def reset(self) -> None:
         """Remove every position, but not the storage."""
         self.truncate(0)
@@ -365,9 +393,12 @@ class KVCache:
         """Make the storage writable up to `needed` positions: copy it if it is full, or shared with another cache."""
         capacity = self.capacity
         if needed > capacity:
-            capacity = max(needed, capacity + max(min(capacity, DOUBLING), capacity // LARGE_SHARE))
-        elif not self._is_shared:
-            return
+            self._move(max(needed, capacity + max(min(capacity, DOUBLING), capacity // LARGE_SHARE)))
+        elif self._is_shared:
+            self._move(capacity)
+
+    def _move(self, capacity: int) -> None:
+        """Copy the positions to new storage."""
         self._key, self._value = (grow(old, capacity, self._max_length) for old in (self._key, self._value))
         self._is_shared = False
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import output_capturing
 
+from ..arrays.operations import FLOATS
 from ..errors import ParameterError
 from ..formula.expression import Expression
 from ..formula.library import bias
@@ -21,6 +22,7 @@ from ..torch.attention_finder import is_watched
 from ..torch.hooks import LayerCall, attend
 from .mask_interface import FormulaMask, position_formulas, sightline_mask
 from .position_bias import PositionBias, serve_position_biases
+from .stored_tensor import StoredTensor
 
 NAME = "sightline"
 UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, with their meaning
@@ -137,9 +139,7 @@ def sightline_attention(
     else:
         unpadding = None
     output, seen = attend(
-        query.to(key.dtype),
-        key,
-        value,
+        *_read_cache(query, key, value),
         call=LayerCall("self", getattr(attention_mask, "query_start", None), getattr(attention_mask, "key_start", 0)),
         mask=_add_masks(module, attention_mask, query, key),
         score=score,
@@ -154,6 +154,17 @@ def sightline_attention(
     if heads is None:
         return output, seen[0] if seen else None
     return output, seen[0][:, list(heads)] if seen else query.new_empty(len(query), 0, query.shape[2], 0)
+
+
+def _read_cache(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any, Any]:
+    """Return query, key and value of a call, with a `KVCache` in place of both where a `Cache` stores another dtype.
+
+    Attention is then computed in the cache's dtype, if that is a dtype of floats.
+    """
+    if not isinstance(key, StoredTensor):
+        return query, key, value
+    cache = key.cache
+    return query.to(getattr(torch, cache.dtype)) if cache.dtype in FLOATS else query, cache, None
 
 
 def _add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tensor) -> Any:

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import ParameterError
 from ..kv_cache import KVCache
+from .stored_tensor import StoredTensor
 
 SLACK = 4  # a sliding layer stores up to 1 / SLACK of its window in addition, so positions are moved once in a while
 
@@ -32,16 +33,16 @@ class Cache(DynamicCache):  # type: ignore[misc]
         1.25. Default: every layer stores all positions, as in `DynamicCache()`.
     dtype : {"float16", "bfloat16", "float32", "float64"}, optional
         The dtype of the stored keys and values, such as "bfloat16" for half the memory of a float32 model. Models with
-        `attn_implementation="sightline"` then compute attention in this dtype; others raise torch's error of different
-        dtypes. Default: the model's dtype.
+        `attn_implementation="sightline"` then compute attention in this dtype. Default: the model's dtype.
 
     Raises
     ------
     DtypeError
         dtype is not one of those above.
     ParameterError
-        A layer's keys require a gradient: call the model under `torch.no_grad()`, as `generate` does. Or an
-        encoder-decoder model has a single cache.
+        A layer's keys require a gradient: call the model under `torch.no_grad()`, as `generate` does. An
+        encoder-decoder model has a single cache. The cache has another dtype than the model, which computes with the
+        stored keys itself: with another `attn_implementation`, or as DeepSeek V3 does with its latents.
 
     Notes
     -----
@@ -91,7 +92,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
     def _check_first_run(self, layer_idx: int) -> None:
         """Raise if the layer before this one got keys twice: an encoder-decoder model appends those of both kinds."""
         before = self.layers[layer_idx - 1] if layer_idx <= len(self.layers) else None
-        if isinstance(before, FullLayer) and before.has_joined_appends():
+        if isinstance(before, FullLayer) and before.appends > 1:
             raise ParameterError(
                 f"one Cache for the self-attention and the cross-attention of layer {layer_idx - 1}",
                 "a cache for each of both",
@@ -114,38 +115,50 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
     Attributes
     ----------
     cache : KVCache
-    keys, values : (B, G, m, d), views of the storage; None before the first update
+    appends : int
+        The number of calls of `update`.
+    keys, values : (B, G, m, d); None before the first update
+        Views of the storage, or `StoredTensor`s if the cache stores another dtype than the model's.
     """
 
     def __init__(self, dtype: str | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._stored_dtype = dtype
-        self.cache = KVCache(dtype=dtype)
+        self.cache, self.appends = KVCache(dtype=dtype), 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullLayer:
         copied = copy.copy(self)
         copied.cache = copy.deepcopy(self.cache, memo)
+        if self.cache.max_length:
+            copied._set_views()
         return copied
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note dtype, device and widths of the model's keys and values."""
+        super().lazy_initialization(key_states, value_states)
+        self._has_own_dtype = self._stored_dtype in (None, str(self.dtype).removeprefix("torch."))
+        self._heads, self._widths = key_states.shape[1], (key_states.shape[3], value_states.shape[3])
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values (B, G, t, d), and return views of those that the layer's queries may attend to."""
+        """Append keys and values (B, G, t, d), and return those that the layer's queries may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.cache.append(key_states, value_states)
+        self.appends += 1
         self._set_views()
         return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last −tokens_to_remove positions."""
-        before = self.get_seq_length()
-        if self.is_initialized:
-            super().crop(tokens_to_remove)
-            self.cache.truncate(self.cache.lengths - (before - self.get_seq_length()))
+        if tokens_to_remove > 0:
+            super().crop(tokens_to_remove)  # raises an error
+        elif self.cache.max_length:
+            self.cache.truncate(max(self.cache.max_length + tokens_to_remove, 0))
             self._set_views()
 
     def reset(self) -> None:
         """Remove every position, and the storage."""
-        self.cache = KVCache(dtype=self._stored_dtype)
+        self.cache, self.appends = KVCache(dtype=self._stored_dtype), 0
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -164,13 +177,19 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
         if self.get_seq_length() > 0:
             self.reorder_cache(torch.arange(len(self.keys))[torch.as_tensor(indices).cpu()])
 
-    def has_joined_appends(self) -> bool:
-        """True if the stored positions come from more than one append."""
-        stored = int(self.cache.lengths.max(initial=0))
-        return stored > 0 and not self.cache.are_newest(stored)
-
     def _set_views(self) -> None:
-        self.keys, self.values = self.cache.key, self.cache.value
+        self.keys, self.values = self._read(self.cache.max_length)
+
+    def _read(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the last `count` stored keys and values, or all."""
+        first = max(self.cache.max_length - count, 0)
+        if self._has_own_dtype:
+            keys, values = self.cache.key, self.cache.value
+            return (keys[:, :, first:], values[:, :, first:]) if first else (keys, values)
+        cache = self.cache.last(count) if first else self.cache
+        shape = self.cache.lengths.size, self._heads, cache.max_length
+        key, value = (StoredTensor(cache, (*shape, width), self.dtype, self.device) for width in self._widths)
+        return key, value
 
 
 class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -182,45 +201,37 @@ class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append t positions, and return views of the last w − 1 + t."""
+        """Append t positions, and return the last w − 1 + t."""
         super().update(key_states, value_states)
         t = key_states.shape[-2]
         self.cumulative_length += t
-        found = self._last(self.sliding_window - 1 + t)
+        found = self._read(self.sliding_window - 1 + t)
         if not self.record_past:
             self._forget()
         return found
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last −tokens_to_remove positions, and those that the window has left."""
-        needed, removed = self.sliding_window - 1, -tokens_to_remove
-        if self.record_past and self.is_initialized:
-            stored = self.cache.key.shape[-2]
-            if stored - removed < min(needed, self.cumulative_length - removed):
-                raise ParameterError(
-                    f"crop({tokens_to_remove}) of a layer that has left the {removed} positions before its window",
-                    "as many positions as were appended since the last crop",
-                    "crop once after a run of the model",
-                )
+        removed = min(-tokens_to_remove, self.cumulative_length)
+        if removed < 0 or (self.cumulative_length >= self.sliding_window and not self.record_past):
+            DynamicSlidingWindowLayer.crop(self, tokens_to_remove)  # raises an error
+        if self.cache.max_length - removed < min(self.sliding_window - 1, self.cumulative_length - removed):
+            raise ParameterError(
+                f"crop({tokens_to_remove}) of a layer that has left the {removed} positions before its window",
+                "as many positions as were appended since the last crop",
+                "crop once after a run of the model",
+            )
         super().crop(tokens_to_remove)
+        self.cumulative_length -= removed
         self._forget()
 
     def _set_views(self) -> None:
-        needed = self.sliding_window - 1
-        self.keys, self.values = (self.cache.key, self.cache.value) if self.record_past else self._last(needed)
-
-    def _last(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return views of the last `count` stored positions, or of all."""
-        keys, values = self.cache.key, self.cache.value
-        first = max(keys.shape[-2] - count, 0)
-        return keys[:, :, first:], values[:, :, first:]
+        self.keys, self.values = self._read(self.cache.max_length if self.record_past else self.sliding_window - 1)
 
     def _forget(self) -> None:
         """Move the last w − 1 positions to new storage if the storage has no room for another one."""
         needed = self.sliding_window - 1
         limit = needed + self.sliding_window // SLACK + 1
-        if self.is_initialized and self.cache.key.shape[-2] >= limit:
-            keys, values = self._last(needed)
-            self.cache = KVCache(capacity=limit, dtype=self._stored_dtype)
-            self.cache.append(keys, values)
+        if self.cache.max_length >= limit:
+            self.cache = self.cache.last(needed, capacity=limit)
             self._set_views()
