@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..errors import ParameterError
 from ..kv_cache import KVCache
@@ -34,13 +35,7 @@ class StoredTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, inputs: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        flat = [*inputs, *(kwargs or {}).values()]
-        stored = next(
-            x.cache.dtype
-            for given in flat
-            for x in (given if isinstance(given, list | tuple) else [given])
-            if isinstance(x, cls)
-        )
+        stored = next(x.cache.dtype for x in tree_leaves((inputs, kwargs)) if isinstance(x, cls))
         raise ParameterError(
             f"{function} of keys or values that a sightline.transformers.Cache stores as {stored}",
             'models that hand them to attention as they are, with attn_implementation="sightline"',
