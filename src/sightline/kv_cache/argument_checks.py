@@ -58,6 +58,18 @@ def check_append(key: Any, value: Any, stored: tuple[Any, Any], ndim: int, casts
             )
 
 
+def fits_storage(array: Any, storage: Any) -> bool:
+    """True if an array (B, G, t, d) can be written to the storage as it is, so `check_append` accepts it."""
+    if type(array) is not type(storage) or array.dtype != storage.dtype or array.ndim != 4:
+        return False
+    if getattr(array, "requires_grad", False) or getattr(array, "is_nested", False):
+        return False
+    if array.device != storage.device or getattr(array, "layout", None) is not getattr(storage, "layout", None):
+        return False
+    shape, stored = array.shape, storage.shape
+    return bool(shape[0] == stored[0] and shape[1] == stored[1] and shape[3] == stored[3])
+
+
 def _check_array(name: str, array: Any) -> None:
     """Raise unless the array is a plain float array of NumPy or torch that requires no gradient."""
     if is_array(array):
