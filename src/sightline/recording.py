@@ -6,6 +6,7 @@ This module imports no framework. The recorded results are arrays of the model's
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from .statistics import OverLayers, Statistic
 
 __all__ = ["Call", "HeavyKey", "Kind", "Seen", "Tokens", "Total", "select_names"]
 
+MAX_LINES = 40  # of the table that a printed `Seen` shows
 Kind = Literal["self", "cross"]
 Labels = Sequence[Sequence[str]]  # for each batch entry, the labels of its positions
 Tokens = Labels | Mapping[str, Labels]  # labels of one sequence, or of two: {"encoder": ..., "decoder": ...}
@@ -362,13 +364,14 @@ class Seen:
 
     def __repr__(self) -> str:
         header = ("layer", "kind", "step", "queries", "keys", "heads", "results")
-        rows = [header, *map(_row, self.calls)]
+        rows = [header, *_join_rows(map(_row, self.calls))]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if len(lines) > MAX_LINES:
+            lines[MAX_LINES // 2 : -MAX_LINES // 2] = [f"… {len(lines) - MAX_LINES} more lines"]
         totals = [repr(total) for total in self.totals]
-        return "\n".join(
-            [f"Seen: {len(self)} calls of {len(self.layers)} layers", *(lines if self.calls else []), *totals]
-        )
+        counts = f"{_plural(len(self), 'call')} of {_plural(len(self.layers), 'layer')}"
+        return "\n".join([f"Seen: {counts}", *(lines if self.calls else []), *totals])
 
     def heaviest(self, name: str = "received", count: int = 8) -> list[HeavyKey]:
         """Return the keys with the largest shares of a head's attention, over all calls, heads and batch entries.
@@ -548,6 +551,36 @@ def _row(call: Call) -> tuple[str, ...]:
     start = f" from {call.query_start}" if call.query_start else ""
     heads = str(len(call.heads))
     return call.name, call.kind, str(call.step), f"{call.n}{start}", str(call.m), heads, "; ".join(results)
+
+
+def _join_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows with one row in place of those that differ in one number of the layer's path alone."""
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    for name, *cells in rows:
+        parts = re.split(r"(\d+)", name)  # text and numbers in turn
+        groups.setdefault(("0".join(parts[::2]), *cells), []).append(parts)
+    joined = []
+    for (_, *cells), names in groups.items():
+        columns = list(zip(*names, strict=True))
+        if sum(len(set(column)) > 1 for column in columns) > 1:
+            joined += [("".join(parts), *cells) for parts in names]
+        else:
+            joined.append(("".join(map(_ranges, columns)), *cells))
+    return joined
+
+
+def _ranges(cells: Sequence[str]) -> str:
+    """Return equal texts as one, and whole numbers as ranges: "0–5, 7"."""
+    if len(set(cells)) == 1:
+        return cells[0]
+    numbers = sorted(set(map(int, cells)))
+    starts = [one for one in numbers if one - 1 not in numbers]
+    ends = [one for one in numbers if one + 1 not in numbers]
+    return ", ".join(f"{a}–{z}" if z > a else f"{a}" for a, z in zip(starts, ends, strict=True))
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def labels_by_entry(labels: Any) -> list[list[str]]:

@@ -1,6 +1,7 @@
 """`word_timestamps`: tokens and times of transformers' own eager path, with the weights of few heads."""
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -154,6 +155,8 @@ def test_one_array_gives_a_transcript_and_a_list_a_list():
         ({"audio": np.zeros(9, np.int16)}, "audio / 32768"),
         ({"audio": np.zeros((2, 9))}, r"shape \(2, 9\)"),
         ({"audio": []}, "no audio"),
+        ({"audio": "speech.wav"}, "soundfile.read"),
+        ({"audio": Path("speech.wav")}, "soundfile.read"),
         ({"audio": [np.zeros(9), np.zeros(0)]}, r"shape \(0,\)"),
         ({"return_segments": False}, "return_segments"),
     ],

@@ -211,6 +211,7 @@ def test_spaces_are_visible_except_one_between_words(page):
     expected = ["4.30 s", "patch 13,7", "the", "the", "a␣", "a␣␣b", "␣", "a␣⏎", "a␣b"]
     assert page.js(f"{json.dumps(tokens)}.map(visible)") == expected
     assert page.js("[...occurrences(['4.28 s', '4.30 s'], '4.30 s')]") == [1]
+    assert page.js("[0, 1].map((at) => positionName(['4.28 s', 'the'], at))") == ["4.28 s", "1"]
 
 
 @needs_browser

@@ -12,7 +12,7 @@ import sightline
 from sightline import causal, window
 from sightline.data import load
 from sightline.errors import MaskError, MissingExtraError, ParameterError, ShapeError
-from sightline.view import arcs, entropy_by_head, head_grid, heatmap, received_by_key, save, tile_map
+from sightline.view import arcs, entropy_by_head, head_grid, heatmap, over_image, received_by_key, save, tile_map
 from sightline.view.arc_diagram import MAX_ARCS, MAX_POSITIONS
 from sightline.view.explorer.data import top_links
 from sightline.view.tile_maps import EMPTY, FULL, PARTIAL, tile_kinds
@@ -45,6 +45,22 @@ def test_a_heat_map_of_twenty(cat):
     assert written(axis.get_yticklabels()) == [*tokens[:4], "a b⏎", *tokens[5:]]
     assert not any(label.get_parse_math() for label in [*axis.get_xticklabels(), *axis.get_yticklabels()])
     assert axis.get_title(loc="left") == "$5 and $6"
+
+
+def test_weights_over_an_image(rng):
+    weights, picture = rng.random((1, 2, 3)), rng.random((20, 30, 3))
+    weights[0, 1, 2] = 0
+    axis = over_image(torch.tensor(weights), torch.tensor(picture)[None], title="head 0")
+    shown, shade = (np.asarray(one.get_array()) for one in axis.images)
+    assert np.array_equal(shown, picture)
+    assert np.allclose((1 - shade[..., 3] / 0.82) ** 2, weights[0] / weights.max())
+    assert axis.images[0].get_extent() == axis.images[1].get_extent() == [0, 30, 20, 0]
+    assert axis.get_title(loc="left") == "head 0"
+    assert (over_image(np.zeros((2, 3)), picture[..., 0]).images[1].get_array()[..., 3] == 0.82).all()
+    with pytest.raises(ShapeError, match="permute"):
+        over_image(weights, picture.transpose(2, 0, 1))
+    with pytest.raises(ShapeError, match="reshape"):
+        over_image(weights[0, 0], picture)
 
 
 def test_a_heat_map_of_a_hundred_thousand(rng):

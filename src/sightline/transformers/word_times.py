@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, overload
 
 import numpy as np
@@ -233,6 +234,12 @@ def _check_audio(model: Any, processor: Any, audio: Any, sampling_rate: Any) -> 
             f"sampling_rate={sampling_rate!r}",
             f"{extractor.sampling_rate}",
             f"scipy.signal.resample_poly(audio, {extractor.sampling_rate}, {sampling_rate})",
+        )
+    if isinstance(audio, (str, bytes, PathLike)):
+        raise ParameterError(
+            f"audio={audio!r}, a file",
+            "the samples of a file",
+            'audio, sampling_rate = soundfile.read("speech.wav", dtype="float32"), and audio.mean(1) for two channels',
         )
     audios = audio if isinstance(audio, Sequence) else [audio]
     if not len(audios):

@@ -16,6 +16,7 @@ from .arc_diagram import arcs
 from .by_head import entropy_by_head, head_grid
 from .formula_pictures import Picture, formula_picture
 from .heatmaps import heatmap
+from .image_maps import over_image
 from .plotting import save
 from .received_chart import received_by_key
 from .scaling import ScalingEffect, effect_of_scaling, scaling_figure
@@ -30,6 +31,7 @@ __all__ = [
     "formula_picture",
     "head_grid",
     "heatmap",
+    "over_image",
     "received_by_key",
     "save",
     "scaling_figure",

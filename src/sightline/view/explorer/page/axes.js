@@ -1,4 +1,4 @@
-// The labels of the large map's axes: tokens where they fit, else every second or third token, else positions.
+// The labels of the large map's axes: tokens where they fit, else every second or third token, else positions or times.
 
 const LABEL_STEP = 11.5; // least distance of token labels in pixels
 const THINNED = 3; // every third token is labelled if not all labels fit; if these do not fit either, positions are
@@ -29,7 +29,7 @@ function drawLabels(context, map, seen, wide, high) {
     };
     for (let at = Math.ceil(from / labels.step) * labels.step; at < to; at += labels.step) {
       const free = chosen.every((other) => at !== other && Math.abs(at - other) * scale >= near);
-      if (inside(at) && free) label(at, themeColours.muted, labels.tokens ? visible(tokens[at]) : count(at));
+      if (inside(at) && free) label(at, themeColours.muted, labels.tokens ? visible(tokens[at]) : positionName(tokens, at));
     }
     for (const at of chosen) if (inside(at)) label(at, themeColours.ink, visible(tokens[at]));
   };

@@ -52,6 +52,9 @@ function roundedDigits(value, error) {
 
 const count = (number) => number.toLocaleString('en');
 
+/** The name of a position on an axis that has no space for all tokens: the time of a frame of audio, else its number. */
+const positionName = (tokens, at) => (/^\d+\.\d\d s$/u.test(tokens[at]) ? tokens[at] : count(at));
+
 /** A token as it is displayed, with visible signs for newlines, tabs and spaces; one space between words stays. */
 function visible(token) {
   const bare = token.replace(/^[Ġ▁ ]+(?=.)/u, '');
