@@ -16,6 +16,7 @@ from .recording import Seen, Tokens
 from .statistics import OVERVIEW, Statistic
 from .torch.attention_finder import FINDER
 from .torch.hooks import check_module
+from .torch.position_labels import PositionReader
 from .torch.watcher import Watcher
 
 
@@ -104,14 +105,14 @@ def watch(
     >>> with torch.no_grad(), sightline.watch(model, see=[sightline.lse()]) as seen:
     ...     _ = model(torch.randn(1, 5, 8))
     >>> seen
-    Seen: 1 calls of 1 layers
+    Seen: 1 call of 1 layer
     layer      kind  step  queries  keys  heads  results
     self_attn  self  0     5        5     2      lse() 1×2×5
     """
     check_module(model)
     watcher = Watcher(model, see, layers, heads, tokens, FINDER, handwritten)
     with ExitStack() as exit_stack:
-        watcher.inputs = _prepare_transformers(exit_stack, model, tokenizer)
+        watcher.inputs = _read_inputs(exit_stack, model, tokenizer)
         exit_stack.enter_context(FINDER.serving(watcher))
         exit_stack.enter_context(watcher.modules.follow())
         yield watcher.seen
@@ -121,10 +122,10 @@ def watch(
         warnings.warn(f"{message}\n  cure: {watcher.cure_of_handwritten()}", UserWarning, stacklevel=3)
 
 
-def _prepare_transformers(exit_stack: ExitStack, model: nn.Module, tokenizer: Any) -> Any:
+def _read_inputs(exit_stack: ExitStack, model: nn.Module, tokenizer: Any) -> Any:
     """Switch models of transformers, from 5.23 on, to this library while the exit stack is open.
 
-    The result records the tokens of their inputs. It is None for other models.
+    The result records the tokens of their inputs, or the positions of images and audio in other models.
     """
     package = sys.modules.get("transformers")
     if package is not None and any(isinstance(module, package.PreTrainedModel) for module in model.modules()):
@@ -138,4 +139,4 @@ def _prepare_transformers(exit_stack: ExitStack, model: nn.Module, tokenizer: An
             "the tokens themselves",
             "tokens=[tokenizer.convert_ids_to_tokens(row) for row in ids]",
         )
-    return None
+    return exit_stack.enter_context(PositionReader().record(model))

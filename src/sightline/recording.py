@@ -238,25 +238,27 @@ class Seen:
     @tokens.setter
     def tokens(self, given: Tokens | Sequence[str] | None) -> None:
         sides = ("encoder", "decoder")
-        if given is None:
-            self._tokens: Tokens | None = None
-        elif not isinstance(given, Mapping):
-            self._tokens = labels_by_entry(given)
+        tokens: Tokens | None = None
+        if not isinstance(given, Mapping):
+            tokens = None if given is None else labels_by_entry(given)
         elif set(given) <= set(sides):
-            self._tokens = {side: labels_by_entry(labels) for side, labels in given.items()}
+            tokens = {side: labels_by_entry(labels) for side, labels in given.items()}
         else:
             raise ParameterError(
                 f"tokens of {sorted(given)}", 'labels of "encoder" and "decoder"', 'tokens={"encoder": [["a", "b"]]}'
             )
-        self.check_tokens()
+        if tokens is not None:
+            self.check_tokens(tokens)
+        self._tokens = tokens  # only labels that fit replace those before
 
-    def check_tokens(self) -> None:
-        """Raise ParameterError if the labels that were set do not fit the recorded calls."""
-        if self._tokens is None or not self.calls:
+    def check_tokens(self, tokens: Tokens | None = None) -> None:
+        """Raise ParameterError if labels, by default those that were set, do not fit the recorded calls."""
+        tokens = self._tokens if tokens is None else tokens
+        if tokens is None or not self.calls:
             return
         results = self.calls[0].results
         texts = len(_first_array(results)) if results else math.inf
-        for side, labels in (self._tokens if isinstance(self._tokens, Mapping) else {"": self._tokens}).items():
+        for side, labels in (tokens if isinstance(tokens, Mapping) else {"": tokens}).items():
             positions, is_generation = _count_positions(self.calls, side)
             given = max(map(len, labels), default=0)
             is_too_long = given > positions and not is_generation  # no layer gets the last token of a generation
@@ -266,7 +268,7 @@ class Seen:
                     f"{positions} positions",
                     "one label for each position; those of padding at the end may be missing or empty",
                     "tokens=[tokenizer.convert_ids_to_tokens(row) for row in input_ids.tolist()] for texts, or "
-                    "tokens=['class', *patches] for an image whose model adds a class token",
+                    "tokens=['class', *registers, *patches] for an image, as the model orders them",
                 )
 
     @property
@@ -323,13 +325,17 @@ class Seen:
     def labels(self, call: Call, entry: int = 0) -> tuple[list[str], list[str]]:
         """Return (n labels of the call's queries, m labels of the call's keys) in one batch entry.
 
-        They are those of `tokens`, else the tokens of the call's inputs, or the times of audio frames in Whisper's
-        encoder ("1.24 s", from the start of its window). Where none of these are known, they are the positions in the
-        sequence: "0", "1", and so on. Padding at the end of a text has the label "".
+        They are those of `tokens`, else the tokens of the call's inputs. The frames of Whisper's encoder have times
+        ("1.24 s", from the start of its window). The positions of an image have "class", "register 1" and "row,column".
+        Where none of these are known, they are the positions in the sequence: "0", "1", and so on. Padding at the end
+        of a text has the label "".
         """
-        tokens = self._tokens
-        if tokens is None and call.inputs is not None:
-            tokens = call.inputs.tokens
+        tokens: Tokens | None = self._tokens
+        read = None if call.inputs is None else call.inputs.tokens
+        if tokens is None:
+            tokens = read
+        elif isinstance(tokens, Mapping) and isinstance(read, Mapping):
+            tokens = {**read, **tokens}  # labels of one side leave those of the other side
         queries = _labels_of_side(tokens, _side(call), entry)
         keys = queries if call.kind == "self" else _labels_of_side(tokens, "encoder", entry)
         if call.kind == "cross" and not isinstance(tokens, Mapping):

@@ -301,6 +301,23 @@ def test_a_compiled_model_is_recorded():
     assert [call.layer for call in seen] == [f"model.layers.{k}.self_attn" for k in range(2)]
 
 
+def test_patches_of_images_are_labelled(words):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    grid = {"patch_size": 4, "image_size": 8}
+    config = transformers.Dinov2WithRegistersConfig(**sizes, **grid, num_register_tokens=2)
+    model = transformers.Dinov2WithRegistersModel(config).eval()
+    with torch.no_grad(), watch(model, [sightline.lse()]) as seen:
+        model(pixel_values=torch.randn(2, 3, 4, 8))
+    labels = ["class", "register 1", "register 2", "0,0", "0,1"]
+    assert seen.labels(seen[0], 1) == (labels, labels)
+    text = {**sizes, "vocab_size": VOCABULARY}
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=sizes | grid)).eval()
+    with torch.no_grad(), watch(model, [sightline.lse()], tokenizer=words) as seen:
+        model(torch.arange(6)[None] + 3, torch.randn(1, 3, 8, 8))
+    by_layer = {call.layer.split("_")[0]: seen.labels(call)[0] for call in seen}
+    assert by_layer == {"vision": list("01234"), "text": written(torch.arange(6)[None] + 3)[0]}
+
+
 def test_sequences_of_other_lengths_have_no_tokens(words):
     """An image's patches are no tokens, although the model also got token ids."""
     model = make_model("CLIP's text")

@@ -12,6 +12,7 @@ import sightline
 from sightline import causal, window
 from sightline.data import load
 from sightline.errors import MaskError, MissingExtraError, ParameterError, ShapeError
+from sightline.recording import Seen
 from sightline.view import arcs, entropy_by_head, head_grid, heatmap, over_image, received_by_key, save, tile_map
 from sightline.view.arc_diagram import MAX_ARCS, MAX_POSITIONS
 from sightline.view.explorer.data import top_links
@@ -59,8 +60,21 @@ def test_weights_over_an_image(rng):
     assert (over_image(np.zeros((2, 3)), picture[..., 0]).images[1].get_array()[..., 3] == 0.82).all()
     with pytest.raises(ShapeError, match="permute"):
         over_image(weights, picture.transpose(2, 0, 1))
-    with pytest.raises(ShapeError, match="reshape"):
+    with pytest.raises(ShapeError, match="unflatten"):
         over_image(weights[0, 0], picture)
+
+
+def test_heads_over_an_image(rng):
+    weights, picture = rng.random((8, 2, 3)), rng.random((20, 30, 3))
+    axis = over_image(weights, picture)
+    assert len(axis.images) == 16
+    for number, shade in enumerate(axis.images[1::2]):
+        assert np.allclose((1 - shade.get_array()[..., 3] / 0.82) ** 2, weights[number] / weights[number].max())
+        left, right, bottom, top = shade.get_extent()
+        assert axis.images[2 * number].get_extent() == [left, right, bottom, top]
+        assert (left, bottom - top, right - left) == pytest.approx((number % 6 * 30 * 1.04, 20, 30))  # six in a row
+        assert (top > 20) == (number >= 6)
+    assert written(axis.texts) == [f"head {k}: {head.max():.2g}" for k, head in enumerate(weights)]
 
 
 def test_a_heat_map_of_a_hundred_thousand(rng):
@@ -102,6 +116,9 @@ def test_entropy_by_head(rng):
     assert values.mask[1, 3]
     assert written(axis.texts)[4] == f"{layers[1][0, 0].mean():.2f}"
     assert np.array_equal(entropy_by_head(np.eye(3)).images[0].get_array(), np.eye(3))
+    for draw, name in ((entropy_by_head, "entropy"), (head_grid, "weights")):
+        with pytest.raises(ShapeError, match=rf'seen\["{name}"\]'):
+            draw(Seen())
 
 
 def test_received_by_key(cat, rng):

@@ -103,5 +103,6 @@ def check_module(model: Any) -> None:
         raise ParameterError(
             f"a model that is a {type(model).__name__}",
             "a torch.nn.Module",
-            "load the model first, for example by transformers.AutoModel.from_pretrained(path)",
+            "watch(model), where a model's name is loaded first, by AutoModel.from_pretrained(path) for example, and "
+            "a function becomes the `forward` of a torch.nn.Module",
         )

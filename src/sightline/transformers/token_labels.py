@@ -24,10 +24,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 from ..caching import cached_property
 from ..errors import ParameterError
 from ..recording import Tokens
+from ..torch.position_labels import frame_labels, patch_labels
 
 PREPARE = "prepare_inputs_for_generation"
 PADDING = -1  # replaces the id of a padding token at the end of a text
-WHISPER_FRAME = 0.02  # seconds between two positions of Whisper's encoder: 2 columns of its spectrogram, 10 ms each
 Ids = list[list[int | None]]  # for each batch entry the ids of its positions; None for ids of calls without a recording
 
 
@@ -90,24 +90,26 @@ class InputIds:
     """The ids of all positions known when a layer ran, by side: "encoder", "decoder", or "" for one sequence.
 
     `start` positions were in the cache before the run. `frames` is (number of audios, frames of each) for Whisper's
-    encoder.
+    encoder, and `patches` (number of images, registers, rows, columns) for a model of images alone.
     """
 
     by_side: dict[str, Ids]
     tokenizer: Tokenizer
     start: int = 0
     frames: tuple[int, int] = (0, 0)
+    patches: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @cached_property
     def tokens(self) -> Tokens | None:
-        """The labels of the positions; None if there is no tokenizer and no audio."""
-        labels: Any = {}
+        """The labels of the positions; None if there is no tokenizer, no audio and no image."""
+        images, *grid = self.patches
+        labels: Any = {"": [patch_labels(["class"], *grid)] * images} if images else {}
         if self.by_side and self.tokenizer.loaded is not None:
             labels = {side: [self.tokenizer.tokens(row) for row in ids] for side, ids in self.by_side.items()}
         audios, frames = self.frames
         if audios:
             count = max([audios, *map(len, self.by_side.values())])  # a beam search decodes an audio several times
-            labels["encoder"] = [[f"{k * WHISPER_FRAME:.2f} s" for k in range(frames)]] * count
+            labels["encoder"] = [frame_labels(frames)] * count
         return labels.get("", labels) or None
 
 
@@ -182,6 +184,11 @@ class TokenRecorder:
             if side == "encoder" and self.model.config.model_type == "whisper" and isinstance(spectrogram, Tensor):
                 frames = len(spectrogram), -(-spectrogram.shape[-1] // 2)
                 self.current = InputIds({}, self.tokenizer, frames=frames)
+            image, size = given.get("pixel_values"), getattr(self.model.config, "patch_size", None)
+            if not side and not self.current.by_side and isinstance(image, Tensor) and isinstance(size, int):
+                registers = getattr(self.model.config, "num_register_tokens", 0)
+                patches = len(image), registers, image.shape[-2] // size, image.shape[-1] // size
+                self.current = InputIds({}, self.tokenizer, patches=patches)
             if isinstance(ids, Tensor) and ids.ndim == 2:
                 self._add(side, ids, given.get("attention_mask"), given.get("past_key_values"))
 

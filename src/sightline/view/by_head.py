@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays.operations import to_numpy
 from ..errors import ShapeError
+from ..recording import Seen
 from . import plotting
 from .heatmaps import pooled
 
@@ -105,6 +106,7 @@ def entropy_by_head(
 
 def _mean_by_head(entropy: Any) -> list[Array]:
     """Return for every layer an (H,) array with the mean entropy of each head."""
+    _refuse_recording(entropy, "entropy")
     if hasattr(entropy, "ndim") and entropy.ndim == 2:
         return list(np.asarray(to_numpy(entropy), np.float64))
     found = []
@@ -118,6 +120,7 @@ def _mean_by_head(entropy: Any) -> list[Array]:
 
 def _as_layers(weights: Any) -> list[Array]:
     """Return one (H, n, m) array for each layer."""
+    _refuse_recording(weights, "weights")
     layers = [plotting.drop_leading_axes(x, 3) for x in ([weights] if getattr(weights, "ndim", None) == 3 else weights)]
     for layer in layers:
         if layer.ndim != 3 or 0 in layer.shape:
@@ -127,6 +130,12 @@ def _as_layers(weights: Any) -> list[Array]:
                 "[array[None]] for one head (n, m), weights[0] for the first of several texts",
             )
     return layers
+
+
+def _refuse_recording(given: Any, name: str) -> None:
+    """Raise ShapeError for a recording in place of one of its statistics."""
+    if isinstance(given, Seen):
+        raise ShapeError("a whole recording", "one of its statistics", f'seen["{name}"], after see=sightline.{name}()')
 
 
 def _label_axes(axis: Any, layers: int, heads: int, names: Sequence[str] | None, middle: float) -> None:

@@ -1,4 +1,4 @@
-"""The weights of a query over the patches of an image, drawn over the image itself."""
+"""The weights of a query over the patches of an image, drawn over the image itself, for one head or for several."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from ..errors import ShapeError
 from . import plotting
 
 DARKEST = 0.82  # the part of the light that a patch of weight 0 loses; the image stays visible there
+MAX_COLUMNS = 6  # largest number of heads in a row
+GAP = 0.04  # between two images, in widths of an image
+CAPTION = 0.1  # height of a head's caption, in the longer side of an image
 
 
 def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None = None) -> Any:
@@ -17,9 +20,10 @@ def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None 
 
     Parameters
     ----------
-    weights : (rows, columns) array; leading axes of length 1 are dropped
+    weights : (rows, columns) or (H, rows, columns) array; leading axes of length 1 are dropped
         A number ≥ 0 for each patch. The light of a patch grows with the square root of its weight, from a dark image at
-        0 to the unchanged image at the largest weight, which is written below the image.
+        0 to the unchanged image at the largest weight of the head, which is written below the image. Several heads are
+        images side by side, at most six in a row.
     image : (height, width), (height, width, 3) or (height, width, 4) array
         Grey values or colours as matplotlib takes them: integers from 0 to 255, or floats from 0 to 1. The patches
         divide it evenly.
@@ -34,16 +38,16 @@ def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None 
     Raises
     ------
     ShapeError
-        The weights are not a matrix, or the image has another shape.
+        The weights or the image have another number of axes, or no patches.
     MissingExtraError
         matplotlib is not installed.
     """
     values = np.asarray(plotting.drop_leading_axes(weights, 2), np.float64)
-    if values.ndim != 2 or 0 in values.shape:
+    if values.ndim not in (2, 3) or 0 in values.shape:
         raise ShapeError(
             f"weights of shape {np.shape(weights)}",
-            "(rows, columns) of patches",
-            "over_image(row[num_prefix_tokens:].reshape(14, 14), image)",
+            "(rows, columns) of patches, or (heads, rows, columns)",
+            "over_image(row[..., num_prefix_tokens:].unflatten(-1, grid_size), image)",
         )
     pixels = plotting.drop_leading_axes(image, 3)
     if not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))):
@@ -53,14 +57,30 @@ def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None 
             "over_image(weights, image[0].permute(1, 2, 0)) for a tensor (1, 3, height, width)",
         )
     height, width = pixels.shape[:2]
-    scale = 4.2 / max(height, width)
-    axis = plotting.new_axis(axis, width * scale + 0.3, height * scale + 0.5)
-    axis.imshow(pixels, cmap="gray", extent=(0, width, height, 0))
+    heads = values.reshape(-1, *values.shape[-2:])
+    is_one, columns = len(heads) == 1, min(len(heads), MAX_COLUMNS)
+    rows = -(-len(heads) // columns)
+    right, down = width * (1 + GAP), height * (1 + GAP) + (0 if is_one else max(height, width) * CAPTION)
+    scale = (4.2 if is_one else 2.2) / max(height, width)  # inches for each pixel
+    axis = plotting.new_axis(axis, columns * right * scale + 0.3, rows * down * scale + 0.5)
+    for number, head in enumerate(heads):
+        row, column = divmod(number, columns)
+        frame = (column * right, column * right + width, row * down + height, row * down)
+        largest = _draw(axis, pixels, head, frame)
+        if not is_one:
+            axis.text(frame[0], frame[2] + height * 0.02, f"head {number}: {largest:.2g}", va="top", fontsize=8)
+    axis.set(xlim=(0, columns * right - width * GAP), ylim=(rows * down - height * GAP, 0), xticks=[], yticks=[])
+    brightest = f"brightest patch {largest:.3g}" if is_one else "number: brightest patch"
+    axis.set_xlabel(f"{brightest}, dark 0; light by the square root of the weight", fontsize=8)
+    return plotting.finish(axis, title)
+
+
+def _draw(axis: Any, pixels: Any, values: Any, frame: tuple[float, ...]) -> float:
+    """Draw the image with the shades of one head in a frame (left, right, bottom, top); return the largest weight."""
+    axis.imshow(pixels, cmap="gray", extent=frame)
     largest = float(values.max())
     shares = np.sqrt(np.maximum(values, 0) / largest) if largest > 0 else np.zeros_like(values)
     shade = np.zeros((*values.shape, 4))  # black; the last number is its opacity
     shade[..., 3] = DARKEST * (1 - shares)
-    axis.imshow(shade, extent=(0, width, height, 0), interpolation="nearest")
-    axis.set(xticks=[], yticks=[])
-    axis.set_xlabel(f"brightest patch {largest:.3g}, dark 0; light by the square root of the weight", fontsize=8)
-    return plotting.finish(axis, title)
+    axis.imshow(shade, extent=frame, interpolation="nearest")
+    return largest
