@@ -48,6 +48,20 @@ def test_a_heat_map_of_twenty(cat):
     assert axis.get_title(loc="left") == "$5 and $6"
 
 
+def test_a_heat_map_with_more_labels_than_fit(rng):
+    seconds = [f"{k / 50:.2f} s" for k in range(200)]
+    axis = heatmap(rng.random((3, 200)), (["Ġthe", "▁cat", "aĠb"], seconds))
+    axis.figure.draw_without_rendering()
+    shown = {
+        round(float(place)): label.get_text()
+        for place, label in zip(axis.get_xticks(), axis.get_xticklabels(), strict=True)
+    }
+    inside = {place: text for place, text in shown.items() if 0 <= place < 200}
+    assert len(inside) > 3
+    assert inside == {place: seconds[place] for place in inside}
+    assert written(axis.get_yticklabels()) == ["the", "cat", "a␣b"]
+
+
 def test_weights_over_an_image(rng):
     weights, picture = rng.random((1, 2, 3)), rng.random((20, 30, 3))
     weights[0, 1, 2] = 0

@@ -36,7 +36,7 @@ def heatmap(
         that small weights are visible. More than 512 rows or columns are pooled: a cell then shows the mean of the
         weights that it covers.
     labels : sequence of str, or (labels of the queries, labels of the keys), optional
-        The tokens. Up to 64 tokens per side are labelled.
+        The tokens. All of up to 64 tokens per side are labelled, and a few of more.
     axis : matplotlib axis, optional
         The axis to draw on; by default that of a new figure, which is `axis.figure`.
     title : str, optional
@@ -73,7 +73,9 @@ def heatmap(
         _annotate(axis, image, values)
     if max(whole) <= MAX_LABELS:
         _draw_grid_lines(axis, rows, columns)
-    plotting.set_position_ticks(axis, [name for name, side in zip("xy", sides[::-1], strict=True) if side is None])
+    for name, side in zip("xy", sides[::-1], strict=True):
+        if side is None or len(side) > MAX_LABELS:
+            plotting.set_position_ticks(axis, name, side if whole == (rows, columns) else None)
     return plotting.finish(axis, title)
 
 
@@ -116,12 +118,12 @@ def _split_labels(labels: Any, values: Array) -> tuple[Labels | None, Labels | N
 def _label_sides(axis: Any, sides: tuple[Labels | None, Labels | None], shape: tuple[int, int]) -> None:
     queries, keys = sides
     axis.set(xlabel="key", ylabel="query")
-    size = float(np.clip(260 / max(shape), 5, 9))
+    size = [float(np.clip(260 / count, 5, 9)) for count in shape]
     if queries is not None and shape[0] <= MAX_LABELS:
-        axis.set_yticks(range(shape[0]), queries, fontsize=size, parse_math=False)
+        axis.set_yticks(range(shape[0]), queries, fontsize=size[0], parse_math=False)
     if keys is not None and shape[1] <= MAX_LABELS:
         long = shape[1] > MAX_ANNOTATED or max(map(len, keys)) > 4
-        axis.set_xticks(range(shape[1]), keys, fontsize=size, rotation=90 if long else 0, parse_math=False)
+        axis.set_xticks(range(shape[1]), keys, fontsize=size[1], rotation=90 if long else 0, parse_math=False)
 
 
 def _annotate(axis: Any, image: Any, values: Array) -> None:

@@ -58,21 +58,30 @@ def set_title(axis: Any, text: str | None) -> None:
 
 
 def token_label(token: Any) -> str:
-    """Return the token as text, with visible signs for newlines, tabs and spaces; one space between words stays."""
-    return re.sub(r"(?<!\S) | (?!\S)", "␣", str(token)).replace("\n", "⏎").replace("\t", "⇥")
+    """Return the token as text, without the sign of a tokenizer before a word, as the explorer page shows it.
+
+    Newlines, tabs and other spaces have visible signs; one space between words stays.
+    """
+    bare = re.sub(r"^[Ġ▁ ]+(?=.)", "", str(token))
+    return re.sub(r"[Ġ▁\u00a0]|(?<!\S) | (?!\S)", "␣", bare).replace("\n", "⏎").replace("\t", "⇥")
 
 
-def set_position_ticks(axis: Any, names: Any) -> None:
-    """Put a few ticks at whole numbers, with commas between thousands.
+def set_position_ticks(axis: Any, names: Any, labels: Any = None) -> None:
+    """Put a few ticks at whole numbers, with commas between thousands, or with the labels of these positions.
 
     `names` has the directions that get ticks: "x", "y" or both.
     """
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    def write(place: float, _: Any) -> str:
+        if labels is None:
+            return f"{place:,.0f}"
+        return labels[round(place)] if 0 <= round(place) < len(labels) else ""
 
     for name in names:
         ruler = getattr(axis, f"{name}axis")
         ruler.set_major_locator(MaxNLocator(6, integer=True))
-        ruler.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        ruler.set_major_formatter(FuncFormatter(write))
         axis.tick_params(axis=name, labelsize=8)
 
 
