@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import numpy as np
 
 from ..arrays.kinds import check_kind, is_array
-from ..arrays.operations import check_float_dtype, device, dtype_name, framework, to_numpy
+from ..arrays.operations import FLOATS, check_float_dtype, device, dtype_name, framework, to_numpy
+from ..arrays.row_formats import QUANTIZED
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 
 ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
 
 
-def check_append(key: Any, value: Any, stored: tuple[Any, Any], ndim: int, casts_inputs: bool) -> None:
+def check_append(
+    key: Any, value: Any, stored: tuple[Any, Any], widths: tuple[int, int] | None, ndim: int, casts_inputs: bool
+) -> None:
     """Raise if key and value do not fit each other, or do not fit the earlier appends.
 
     Parameters
     ----------
     key, value : the arrays to append
     stored : the storage of keys and of values; None and None before the first append
+    widths : d_k and d_v; None before the first append
     ndim : the number of axes of the arrays of earlier appends
     casts_inputs : True if the cache casts every append to its own dtype
     """
@@ -47,8 +52,8 @@ def check_append(key: Any, value: Any, stored: tuple[Any, Any], ndim: int, casts
             "the dtype of the first append",
             f"cast key and value, or make the cache by KVCache(dtype={dtype_name(like)!r}), which casts every append",
         )
-    for name, array, old in zip(("key", "value"), (key, value), stored, strict=True):
-        found, wanted = unsqueeze_to_4d(array).shape, None if old is None else old.shape
+    for name, array, old, width in zip(("key", "value"), (key, value), stored, widths or (0, 0), strict=True):
+        found, wanted = unsqueeze_to_4d(array).shape, None if old is None else (*old.shape[:3], width)
         if wanted and (array.ndim != ndim or (*found[:2], found[3]) != (*wanted[:2], wanted[3])):
             shape = [str(length) for length in wanted]
             shape[2] = "t"
@@ -56,6 +61,35 @@ def check_append(key: Any, value: Any, stored: tuple[Any, Any], ndim: int, casts
             raise ShapeError(
                 f"{name} {tuple(array.shape)}", f"({', '.join(shape)}), as before", "or make another KVCache"
             )
+
+
+def check_can_quantize(dtype: str, key: Any) -> None:
+    """Raise unless generated code can quantise the array."""
+    if device(key) != "cpu":
+        raise DeviceError(
+            f"KVCache(dtype={dtype!r}) and a key on {device(key)}",
+            "arrays in the processor's memory",
+            'KVCache(dtype="bfloat16") on a GPU',
+        )
+    if importlib.util.find_spec("llvmlite") is None:
+        raise ParameterError(f"KVCache(dtype={dtype!r}) without llvmlite", "llvmlite", "pip install llvmlite")
+
+
+def check_query(query: Any, dtype: str) -> None:
+    """Raise DtypeError unless the query's dtype is one that the cache of this dtype serves."""
+    name = dtype_name(query)
+    if name not in FLOATS or name == dtype or (dtype in QUANTIZED and name != "float64"):
+        return
+    cast = "to(torch.float32)" if framework(query) == "torch" else "astype(numpy.float32)"
+    if dtype in QUANTIZED:
+        raise DtypeError(
+            f"query has dtype {name}, the cache stores {dtype}", "float32, bfloat16 or float16", f"query.{cast}"
+        )
+    raise DtypeError(
+        f"query has dtype {name}, the cache stores {dtype}",
+        "one dtype; attention does not convert a cache at every token",
+        f"query.{cast.partition('(')[0]}(cache.key.dtype), or make the cache by KVCache(dtype={name!r})",
+    )
 
 
 def _check_array(name: str, array: Any) -> None:

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ..arrays.operations import FLOATS, device, dtype_name, framework
+from ..arrays.row_formats import QUANTIZED, RowFormat
 from ..errors import DtypeError, ParameterError, ShapeError, check_count
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
-from .argument_checks import check_append, check_lengths, to_integers, unsqueeze_to_4d
+from .argument_checks import (
+    check_append,
+    check_can_quantize,
+    check_lengths,
+    check_query,
+    to_integers,
+    unsqueeze_to_4d,
+)
 from .query_positions import Rewriting, find_rewriting, of_equal_lengths, rewrite_formulas
-from .storage import allocate, grow, reorder_batch, write
+from .storage import allocate, grow, reorder_batch, write, write_quantized
 
+NARROW_FLOATS = ("float32", "bfloat16", "float16")  # the dtypes of queries on a quantised cache
 GROWTH_FACTOR = 2  # the capacity of a full cache is doubled, so a position is copied about once in total
 
 b, m = SYMBOLS["b"], SYMBOLS["m"]
+
+
+class QuantizationError(NamedTuple):
+    """√(Σ (x − x̂)² / Σ x²) of all keys, and of all values, that were appended to a quantised cache."""
+
+    key: float
+    value: float
 
 
 class KVCache:
@@ -31,10 +47,10 @@ class KVCache:
     ----------
     capacity : int, default 0
         The number of positions to allocate at the first append. The cache grows beyond it as needed.
-    dtype : {"float16", "bfloat16", "float32", "float64"}, optional
+    dtype : {"float16", "bfloat16", "float32", "float64", "int8", "int4", "float8_e4m3fn"}, optional
         The dtype of the stored keys and values, to which appended arrays are cast. Default: the dtype of the first
         append, which every later append must have. Queries must have the same dtype, because attention does not convert
-        a cache at every token.
+        a cache at every token. With one of the last three, the cache is quantised: see the notes.
 
     Raises
     ------
@@ -55,6 +71,12 @@ class KVCache:
 
     torch.compile breaks its graph at a cache, and traces anew for every length until it reaches its recompile limit.
     Put `torch.compiler.disable` on the function that appends and attends.
+
+    A quantised cache stores codes of 8 or 4 bits, with a float16 scale for every 32 numbers along d, and for int4 an
+    offset too (ggml's q8_0 and q4_1 store the same numbers). Queries are float32, bfloat16 or float16, and the output
+    has their dtype. Attention is exact for the numbers x̂ that the codes stand for: kernels widen codes to float32 in
+    registers, or one tile of keys at a time. `error` is what quantisation itself has lost. A group with NaN or ∞, or
+    with a number above 8e6 in int8, becomes NaN. Arrays must be in the processor's memory.
 
     The arrays `key` and `value` are views of the cache's storage. Growth does not change them. `reorder` may overwrite
     them, and so may an append after `truncate` or `reset`.
@@ -81,11 +103,14 @@ class KVCache:
 
     def __init__(self, *, capacity: int = 0, dtype: str | None = None) -> None:
         self._min_capacity = check_count(f"capacity={capacity!r}", capacity, 0, "capacity=1024")
-        if dtype is not None and dtype not in FLOATS:
-            raise DtypeError(f"KVCache(dtype={dtype!r})", ", ".join(map(repr, FLOATS)), 'for example dtype="bfloat16"')
+        if dtype is not None and dtype not in (*FLOATS, *QUANTIZED):
+            allowed = ", ".join(map(repr, (*FLOATS, *QUANTIZED)))
+            raise DtypeError(f"KVCache(dtype={dtype!r})", allowed, 'for example dtype="bfloat16"')
         self._dtype, self._casts_inputs = dtype, dtype is not None
         self._key: Any = None  # (B, G, capacity, d_k)
         self._value: Any = None
+        self.row_formats: tuple[RowFormat, RowFormat] | None = None  # of a quantised cache, after the first append
+        self._squares = np.zeros((2, 2))  # Σ (x − x̂)² and Σ x² of keys, and of values
         self._rewritings: dict[tuple[int, bool], Rewriting]  # by `count` and `reads_rows`, until the next change
         self._of_equal_lengths = of_equal_lengths()
         self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis
@@ -101,14 +126,31 @@ class KVCache:
     def key(self) -> Any:
         """(B, G, max(lengths), d_k), a view of the storage that attention reads, with the axes of the appended arrays.
 
-        Entries at or beyond a sequence's own length are undefined.
+        Entries at or beyond a sequence's own length are undefined. A quantised cache has no such view: ParameterError.
         """
-        return self._view(self._max_length)[0]
+        return self._float_view()[0]
 
     @property
     def value(self) -> Any:
         """(B, G, max(lengths), d_v), a view like `key`."""
-        return self._view(self._max_length)[1]
+        return self._float_view()[1]
+
+    def dequantized(self) -> tuple[Any, Any]:
+        """Return new float32 arrays like `key` and `value`, with the numbers that a quantised cache stands for."""
+        if self.row_formats is None:
+            raise ParameterError(f"dequantized() of a cache of {self._dtype}", "a quantised cache", "cache.key")
+        key, value = (form.unpack(x) for form, x in zip(self.row_formats, self._view(self._max_length), strict=True))
+        return key, value
+
+    @property
+    def error(self) -> QuantizationError | None:
+        """The relative error that quantisation has made in all keys and values appended so far, root mean square.
+
+        `error.key` is √(Σ (x − x̂)² / Σ x²). None for a cache of floats.
+        """
+        if self._dtype not in QUANTIZED:
+            return None
+        return QuantizationError(*[math.sqrt(lost / total) if total else 0.0 for lost, total in self._squares])
 
     @property
     def capacity(self) -> int:
@@ -130,7 +172,7 @@ class KVCache:
     def __repr__(self) -> str:
         if self._key is None:
             return f"KVCache: empty, capacity {self.capacity}, the first append decides the rest"
-        B, G, _, d_k = self._key.shape
+        (B, G), (d_k, d_v) = self._key.shape[:2], self._widths() or (0, 0)
         if B == 1:
             sequences = f"1 sequence of {self._max_length:,} positions"
         elif self._has_equal_lengths:
@@ -143,7 +185,7 @@ class KVCache:
         where = f"{framework(self._key)} on {device(self._key)}"
         return (
             f"KVCache: {sequences}, capacity {self.capacity:,}\n"
-            f"  {heads}, d_k {d_k}, d_v {self._value.shape[3]}, {self._dtype}, {where}, {_format_bytes(self.nbytes)}"
+            f"  {heads}, d_k {d_k}, d_v {d_v}, {self._dtype}, {where}, {_format_bytes(self.nbytes)}"
         )
 
     # -- changes ----------------------------------------------------------------------------------------------------
@@ -173,7 +215,9 @@ class KVCache:
             padding is another word, or a tensor requires a gradient: append `key.detach()`, or pass plain arrays to
             attention.
         """
-        check_append(key, value, (self._key, self._value), self._ndim, self._casts_inputs)
+        check_append(key, value, (self._key, self._value), self._widths(), self._ndim, self._casts_inputs)
+        if self._dtype in QUANTIZED:
+            check_can_quantize(self._dtype, key)
         if padding not in ("right", "left"):
             raise ParameterError(
                 f"padding={padding!r}", '"right" or "left"', 'padding="left" if padding precedes the tokens'
@@ -188,8 +232,14 @@ class KVCache:
         rows = np.arange(t) - (0 if padding == "right" else (t - counts)[:, None])  # (B, t), 0 for the first real row
         real = (rows >= 0) & (rows < counts[:, None])
         positions = np.where(real, self._lengths[:, None] + rows, -1)
-        write(self._key, key, positions)
-        write(self._value, value, positions)
+        formats = self.row_formats or (None, None)
+        for storage, array, row_format, sums in zip(
+            (self._key, self._value), (key, value), formats, self._squares, strict=True
+        ):
+            if row_format is None:
+                write(storage, array, positions)
+            else:
+                write_quantized(storage, array, positions, row_format, sums)
         self._set_lengths(self._lengths + counts, positions)
 
     def truncate(self, lengths: Any) -> None:
@@ -306,10 +356,35 @@ class KVCache:
         index = {4: (), 3: (slice(None), 0), 2: (0, 0)}[self._ndim]
         return self._key[index][..., :length, :], self._value[index][..., :length, :]
 
+    def _float_view(self) -> tuple[Any, Any]:
+        """Return `_view` of a cache of floats."""
+        if self._dtype in QUANTIZED:
+            raise ParameterError(
+                f"key or value of a cache of {self._dtype}, which stores codes",
+                "attention(query, cache), which reads the codes",
+                "cache.dequantized(), which returns float32 copies",
+            )
+        return self._view(self._max_length)
+
+    def _widths(self) -> tuple[int, int] | None:
+        """Return d_k and d_v; None before the first append."""
+        if self._key is None:
+            return None
+        if self.row_formats is not None:
+            return self.row_formats[0].width, self.row_formats[1].width
+        return self._key.shape[3], self._value.shape[3]
+
     def _allocate(self, key: Any, value: Any, axes: int) -> None:
         """Allocate storage for arrays like these, for the first append."""
         dtype = self._dtype or dtype_name(key)
-        self._key, self._value = (allocate(x, x.shape[0], self._min_capacity, dtype) for x in (key, value))
+        if dtype in QUANTIZED:
+            self.row_formats = RowFormat(dtype, key.shape[3]), RowFormat(dtype, value.shape[3])
+        self._key, self._value = (
+            allocate(x, x.shape[0], self._min_capacity, "uint8", row_format.row_bytes)
+            if row_format
+            else allocate(x, x.shape[0], self._min_capacity, dtype)
+            for x, row_format in zip((key, value), self.row_formats or (None, None), strict=True)
+        )
         self._ndim, self._dtype = axes, dtype
         self._set_lengths(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
 
@@ -332,7 +407,9 @@ def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tu
     The result is None if `unpack_cache` has to do it: the query has another array type or dtype than the cache, a mask
     that is an array has to be joined with the ends of the sequences, or torch.compile traces the call.
     """
-    if type(query) is not type(cache._key) or query.dtype != cache._key.dtype or query.ndim < 2 or is_compiling():
+    if type(query) is not type(cache._key) or query.ndim < 2 or is_compiling():
+        return None
+    if query.dtype != cache._key.dtype and (cache.row_formats is None or dtype_name(query) not in NARROW_FLOATS):
         return None
     if mask is None and score is None and not see and cache._has_equal_lengths:
         return *cache._view(cache._max_length), mask, score, see
@@ -365,13 +442,8 @@ def unpack_cache(
             )
         return key, value, mask, score, see, None
     keys, values = key._view(key._max_length)
-    if framework(query) == framework(keys) and dtype_name(query) in FLOATS and dtype_name(query) != key.dtype:
-        cast = "to" if framework(query) == "torch" else "astype"
-        raise DtypeError(
-            f"query has dtype {dtype_name(query)}, the cache stores {key.dtype}",
-            "one dtype; attention does not convert a cache at every token",
-            f"query.{cast}(cache.key.dtype), or make the cache by KVCache(dtype={dtype_name(query)!r})",
-        )
+    if framework(query) == framework(keys) and key.dtype is not None:
+        check_query(query, key.dtype)
     condition = key.length_mask if hasattr(mask, "dtype") else None
     if getattr(query, "ndim", 0) > 1:
         mask, score, see = rewrite_formulas(key, query.shape[-2], mask, score, see)

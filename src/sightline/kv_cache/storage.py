@@ -7,17 +7,20 @@ from typing import Any
 import numpy as np
 
 from ..arrays.operations import dtype_name, namespace, resolve_dtype
+from ..arrays.row_formats import RowFormat
 
 Array = Any
 
 
-def allocate(like: Array, batch: int, capacity: int, dtype: str) -> Array:
-    """Return zeros of shape (batch, G, capacity, d), with the library, the device, G and d of `like`.
+def allocate(like: Array, batch: int, capacity: int, dtype: str, width: int | None = None) -> Array:
+    """Return zeros of shape (batch, G, capacity, width), with the library, the device and G of `like`.
+
+    Without `width`, it is that of `like`.
 
     Uninitialised memory may hold NaN, and a kernel computes a block a second time if its hidden positions have NaN.
     """
     xp = namespace(like)
-    shape = (batch, like.shape[1], capacity, like.shape[3])
+    shape = (batch, like.shape[1], capacity, like.shape[3] if width is None else width)
     return xp.zeros(shape, dtype=resolve_dtype(xp, dtype), device=like.device)
 
 
@@ -36,6 +39,14 @@ def write(storage: Array, array: Array, positions: Any) -> None:
     b, row = np.nonzero(positions >= 0)
     if b.size:
         storage[b, :, positions[b, row]] = namespace(array).astype(array[b, :, row], storage.dtype)
+
+
+def write_quantized(storage: Array, array: Array, positions: Any, row_format: RowFormat, sums: Any) -> None:
+    """Do what `write` does, quantised, and add Σ (x − x̂)² and Σ x² to `sums`, two float64."""
+    from ..cpu.launch.quantize import quantize  # loads llvmlite
+
+    quantize(array, storage, positions, row_format, sums)
+    storage[:, :, :0] = 0  # no entry: generated code has written, and torch counts the writes for its backward passes
 
 
 def reorder_batch(storage: Array, order: Any, used: int) -> Array:

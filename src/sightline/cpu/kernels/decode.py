@@ -19,12 +19,15 @@ The entropy H of a query is merged from the entropies of its splits: with P_p, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from ..codegen.abi import DECODE_FIELDS
 from ..codegen.builder import CACHE_LINE_BYTES, Variable
+from ..codegen.formats import FloatFormat
 from ..codegen.math import exp
+from ..codegen.packed_rows import PackedFormat
 from ..codegen.reduction import reduce_across_groups, reduce_within_groups
 from ..codegen.values import BFLOAT, DOUBLE, INT16, INT64, Value, vector
 from .block import Block
@@ -197,25 +200,27 @@ class Decode(Block):
         keys = [self.keys.at(builder.minimum(key, self.num_keys - 1) * args.key_row_stride) for key in indices]
         ahead = [self.values_ahead.at(key * args.value_row_stride) for key in indices]
         sums = [[Variable(builder, self.vector, 0.0) for _ in queries] for _ in keys]
-        size, width = self.format.itemsize, self.lanes * tiles.pair_size  # bytes of a number, numbers of a vector
+        size, width = self.key_format.itemsize, self.lanes * tiles.pair_size  # bytes of a number, numbers of a vector
         query_size = tiles.itemsize // tiles.pair_size
         vectors = max(CACHE_LINE_BYTES // (width * size), 1)  # of K in a cache line
         vectors = vectors if self.spec.d_k % (vectors * width) == 0 else 1
         with builder.loop(0, self.spec.d_k, vectors * width) as d:
-            for v in range(vectors):
-                at = d + v * width
-                left = [query.at(at * query_size).load(tiles.operand_vector) for query in queries]
-                right = [self.load_vector(row.at(at * size)) for row in keys]
-                for row in ahead if v == 0 else ():
-                    builder.prefetch(row.at(d * size))
+            for row in ahead:
+                builder.prefetch(row.at(d * size))
+            columns = zip(*[self.load_vectors(self.key_format, row, d, vectors) for row in keys], strict=True)
+            for v, right in enumerate(columns):
+                left = [query.at((d + v * width) * query_size).load(tiles.operand_vector) for query in queries]
                 for totals, numbers in zip(sums, right, strict=True):
                     for total, query in zip(totals, left, strict=True):
                         total.set(tiles.multiply_add(query, numbers, total.get()))
         return sums
 
-    def load_vector(self, address: Value) -> Value:
-        """Load a vector of numbers of K or V, widened, or of pairs of bfloat16."""
-        return address.load(self.tiles.operand_vector) if self.paired else self.format.load(address, self.lanes)
+    def load_vectors(self, format: FloatFormat | PackedFormat, row: Value, first: Any, count: int) -> Iterator[Value]:
+        """Load vectors of numbers of a row of K or V from the column `first` on, widened, or of pairs of bfloat16."""
+        if self.paired:
+            align = self.tiles.align
+            return (row.at(first * 2 + k * align).load(self.tiles.operand_vector) for k in range(count))
+        return format.load_columns(row, first, count, self.lanes)
 
     def softmax(self, r: Value, j0: Value, masked: bool) -> None:
         """Replace a row of scores by P, and update the row's running maximum and sum."""
@@ -283,10 +288,9 @@ class Decode(Block):
 
         def make_reader(group: int, width: int) -> Callable[[Value], list[Value]]:
             """Return the function that loads row k of V in a group of vectors and prefetches the group's share of K."""
-            key_row_bytes = self.spec.d_k * self.format.itemsize
+            key_row_bytes = self.key_format.row_bytes(self.spec.d_k)
             lines = range(group * CACHE_LINE_BYTES, key_row_bytes, CACHE_LINE_BYTES * len(starts))
-            size = self.format.itemsize * tiles.pair_size
-            offsets = [(starts[group] + v) * self.lanes * size for v in range(width)]
+            first = starts[group] * self.lanes
 
             def read(k: Value) -> list[Value]:
                 for u in range(tiles.pair_size):
@@ -294,9 +298,9 @@ class Decode(Block):
                     for at in lines:
                         builder.prefetch(row.at(at))
                 if self.paired:
-                    return self.load_value_pairs(k, offsets)
+                    return self.load_value_pairs(k, range(first * 4, (first + width * self.lanes) * 4, tiles.align))
                 row = self.values.at(k * self.args.value_row_stride)
-                return [self.load_vector(row.at(offset)) for offset in offsets]
+                return list(self.load_vectors(self.value_format, row, first, width))
 
             return read
 
@@ -318,14 +322,16 @@ class Decode(Block):
         For each vector of a pass, the registers hold the vector and the sums of the query rows. They also hold a
         weight, and numbers before they are widened, or products that are not added yet.
         """
-        others, pair = 1 if self.machine.has_fma and self.format.is_native else 3, self.tiles.pair_size
+        others, pair = 1 if self.machine.has_fma and self.value_format.is_native else 3, self.tiles.pair_size
         most = (self.machine.vector_registers - others) // (self.spec.unroll + 1) // pair * pair
-        if self.format.name == "float16" and not self.format.has_conversion:  # whose widening takes many registers
+        if (
+            self.value_format.name == "float16" and not self.value_format.has_conversion
+        ):  # whose widening takes many registers
             most = self.tiles.vectors
         passes = -(-vectors // most)
         return [(vectors // pair + k) // passes * pair for k in range(passes)]
 
-    def load_value_pairs(self, k: Value, offsets: list[int]) -> list[Value]:
+    def load_value_pairs(self, k: Value, offsets: Sequence[int]) -> list[Value]:
         """Return V's rows 2k and 2k + 1 joined to pairs, with the columns permuted within every two vectors."""
         keys = (self.builder.minimum(k * 2 + u, self.num_keys - 1) for u in range(2))
         rows = [self.values.at(key * self.args.value_row_stride) for key in keys]

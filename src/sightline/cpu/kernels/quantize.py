@@ -1,0 +1,150 @@
+"""The kernel that appends rows to a quantised cache: each group of numbers becomes codes, a scale and maybe an offset.
+
+    int8            scale = max |x| / 127             code = round(x / scale)
+    float8_e4m3fn   scale = max |x| / 448             code = x / scale, rounded to a float of 8 bits
+    int4            scale = (max x − min x) / 15      code = round((x − offset) / scale), offset = min x
+
+Scale and offset are first rounded as they are stored. Codes are rounded to the nearest, ties to even. `sums` receives
+Σ (x − x̂)² and Σ x² over the appended rows. A group with NaN or ∞ has a scale that is NaN, so all its numbers are NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...arrays.row_formats import GROUP, LARGEST_CODE, RowFormat
+from ..codegen.abi import LoadedArguments
+from ..codegen.builder import Builder, Module, Variable
+from ..codegen.formats import format_of
+from ..codegen.packed_rows import PackedFormat
+from ..codegen.values import BYTE, DOUBLE, FLOAT, INT32, INT64, POINTER, Value, vector
+from ..runtime.machine import Machine
+
+ROUNDING_CONSTANT = 1.5 * 2.0**23  # x + this number has the whole number nearest to x in its low bits
+STRIDES = ("batch_stride", "head_stride", "row_stride", "column_stride")
+FIELDS: dict[str, Any] = {
+    "source": POINTER,  # (B, G, t, d) with these strides in bytes
+    **{f"source_{name}": INT64 for name in STRIDES},
+    "target": POINTER,  # (B, G, capacity, bytes of a row)
+    **{f"target_{name}": INT64 for name in STRIDES},
+    "positions": POINTER,  # (B, t) int64: the row of the target; −1 for padding
+    "B": INT64,
+    "G": INT64,
+    "t": INT64,
+    "sums": POINTER,  # two float64
+}
+
+
+@dataclass(frozen=True)
+class QuantizeSpec:
+    """What is compiled into the kernel: formats of the rows, and whether the numbers of a source row are adjacent."""
+
+    rows: RowFormat
+    dtype: str  # of the source
+    unit_stride: bool
+
+
+class Quantize:
+    """Write the kernel into a module."""
+
+    def __init__(self, spec: QuantizeSpec, machine: Machine) -> None:
+        self.spec, self.rows, self.machine = spec, spec.rows, machine
+        self.source_format = format_of(spec.dtype, machine)
+        self.packed = PackedFormat(spec.rows, machine)
+        self.lanes = machine.vector_bytes // FLOAT.itemsize
+
+    def write(self, name: str) -> Module:
+        """Return the module with the function `name`."""
+        self.builder = builder = Builder(Module(), name)
+        self.args = args = LoadedArguments(builder, builder.arguments[0], FIELDS, ())
+        self.numbers = builder.alloca_array(FLOAT, self.rows.num_groups * GROUP)  # a source row, widened
+        self.errors, self.squares = (Variable(builder, DOUBLE, 0.0) for _ in range(2))
+        with builder.loop(0, args.B) as b, builder.loop(0, args.t) as r:
+            position = args.positions.at((b * args.t + r) * 8).load(INT64)
+            with builder.if_then(position >= 0), builder.loop(0, args.G) as g:
+                source = args.source.at(b * args.source_batch_stride + g * args.source_head_stride)
+                target = args.target.at(b * args.target_batch_stride + g * args.target_head_stride)
+                self.load_row(source.at(r * args.source_row_stride))
+                self.write_row(target.at(position * args.target_row_stride))
+        for offset, total in ((0, self.errors), (8, self.squares)):
+            place = args.sums.at(offset)
+            place.store(place.load(DOUBLE) + total.get())
+        builder.finish()
+        return builder.module
+
+    def load_row(self, source: Value) -> None:
+        """Copy a row of the source, widened to float32. After the row, copies of its last number fill the group."""
+        builder, width, format = self.builder, self.rows.width, self.source_format
+        stride = format.itemsize if self.spec.unit_stride else self.args.source_column_stride
+        whole = width // self.lanes * self.lanes if self.spec.unit_stride else 0
+        with builder.loop(0, whole, self.lanes) as c:
+            self.numbers.at(c * 4).store(format.load_column(source, c, self.lanes).to(FLOAT))
+        with builder.loop(whole, self.rows.num_groups * GROUP) as c:
+            column = builder.minimum(c, width - 1)
+            self.numbers.at(c * 4).store(format.load(source.at(column * stride)).to(FLOAT))
+
+    def write_row(self, target: Value) -> None:
+        """Write codes, scales and offsets of a row, and add to the sums."""
+        builder, rows = self.builder, self.rows
+        whole = rows.width // GROUP
+        with builder.loop(0, whole) as group:
+            self.write_group(target, group, self.lanes, GROUP)
+        if rows.width % GROUP:
+            self.write_group(target, builder.value(whole, INT64), 1, rows.width % GROUP)
+
+    def write_group(self, target: Value, group: Value, lanes: int, count: int) -> None:
+        """Write one group of `count` numbers, `lanes` at a time."""
+        builder, rows = self.builder, self.rows
+        first = self.numbers.at(group * (GROUP * 4))
+        vectors = [first.at(at * 4).load(vector(FLOAT, self.lanes)) for at in range(0, GROUP, self.lanes)]
+        high, low, marks = vectors[0], vectors[0], vectors[0] * 0.0
+        for x in vectors[1:]:
+            high, low, marks = builder.maximum(x, high), builder.minimum(x, low), marks + x * 0.0
+        largest, smallest = high.reduce(builder.maximum), low.reduce(builder.minimum)
+        not_a_number = marks.sum()  # 0, or NaN if a number is NaN or infinite
+        span = largest - smallest if rows.has_offsets else builder.maximum(largest, -smallest)
+        scale = span / LARGEST_CODE[rows.dtype] + not_a_number
+        stored = [scale, smallest + not_a_number] if rows.has_offsets else [scale]
+        place = target.at(rows.code_bytes).at(group * 2)
+        for index, number in enumerate(stored):
+            self.packed.scale_format.store(place.at(index * 2 * rows.num_groups), number)
+        scale, *offsets = [self.packed.scale_format.load(place.at(k * 2 * rows.num_groups)) for k in range(len(stored))]
+        inverse = builder.where(scale == 0.0, 0.0, builder.value(1.0, FLOAT) / scale)
+        with builder.loop(0, count // lanes * lanes if lanes > 1 else count, lanes) as at:
+            x = first.at(at * 4).load(vector(FLOAT, lanes))
+            centred = x - offsets[0] if offsets else x
+            self.store_codes(target, group * GROUP + at, centred * inverse, lanes)
+            difference = x - self.packed.load_column(target, group * GROUP + at, lanes)
+            self.errors.set(self.errors.get() + (difference * difference).to(DOUBLE).sum())
+            self.squares.set(self.squares.get() + (x * x).to(DOUBLE).sum())
+
+    def store_codes(self, target: Value, column: Value, x: Value, lanes: int) -> None:
+        """Store the codes of numbers that are divided by their scale, from a column on."""
+        builder, largest = self.builder, LARGEST_CODE[self.rows.dtype]
+        x = builder.maximum(builder.minimum(x, largest), 0.0 if self.rows.has_offsets else -largest)  # NaN: a limit
+        if self.rows.dtype == "float8_e4m3fn":
+            target.at(column).store(_float_to_e4m3(builder, x).to(BYTE))
+            return
+        codes = (x + ROUNDING_CONSTANT).bits(INT32)
+        if self.rows.dtype == "int8":
+            target.at(column).store(codes.to(BYTE))
+        elif lanes > 1:
+            codes = codes & 15
+            low, high = (codes.extract_lanes(range(half, lanes, 2)) for half in range(2))
+            target.at(column // 2).store((low | (high << 4)).to(BYTE))
+        else:  # the code at an even column sets the byte, and the next one fills its high bits
+            byte, is_high = target.at(column // 2), (column % 2) == 1
+            old = builder.where(is_high, byte.load(BYTE).zero_extend(INT32), 0)
+            shifted = builder.where(is_high, (codes & 15) << 4, codes & 15)
+            byte.store((old | shifted).to(BYTE))
+
+
+def _float_to_e4m3(builder: Builder, x: Value) -> Value:
+    """Round numbers up to ±448 to the format e4m3, and return the bits, each in a 32-bit integer lane."""
+    bits = x.bits(INT32)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + (0x7FFFF - (120 << 23)) + ((magnitude >> 20) & 1)) >> 20
+    # the ulp of the sum below is 2⁻⁹, the smallest positive number of the format
+    subnormal = (magnitude.bits(FLOAT) + 2.0**14).bits(INT32) - ((127 + 14) << 23)
+    return builder.where(magnitude < 121 << 23, subnormal, normal) | ((bits >> 24) & 0x80)
