@@ -2,7 +2,7 @@
 
     row = codes of all numbers | scale of each group | offset of each group (int4 alone)
 
-A group is `GROUP` adjacent numbers of a row, and the last group of a row may be shorter. Scales and offsets are
+A group is `GROUP[dtype]` adjacent numbers of a row, and the last group of a row may be shorter. Scales and offsets are
 `SCALE` numbers. The number x̂ that a code stands for is
 
     int8            x̂ = scale · code,           code = −127 ... 127 in one byte
@@ -20,7 +20,7 @@ from typing import Any
 from .operations import framework, namespace, resolve_dtype
 
 QUANTIZED = ("int8", "int4", "float8_e4m3fn")
-GROUP = 32  # numbers with one scale
+GROUP = {"int8": 128, "int4": 32, "float8_e4m3fn": 128}  # numbers with one scale
 SCALE, SCALE_BYTES = "float16", 2
 LARGEST_CODE = {"int8": 127.0, "int4": 15.0, "float8_e4m3fn": 448.0}
 
@@ -33,8 +33,13 @@ class RowFormat:
     width: int
 
     @property
+    def group(self) -> int:
+        """The numbers of a group."""
+        return GROUP[self.dtype]
+
+    @property
     def num_groups(self) -> int:
-        return -(-self.width // GROUP)
+        return -(-self.width // self.group)
 
     @property
     def has_offsets(self) -> bool:
@@ -55,7 +60,7 @@ class RowFormat:
         xp = namespace(rows)
         numbers = self._decode(rows[..., : self.code_bytes], xp)[..., : self.width]
         scales = xp.astype(_view(xp, rows[..., self.code_bytes :], SCALE), xp.float32)
-        group = xp.arange(self.width) // GROUP
+        group = xp.arange(self.width) // self.group
         result = numbers * scales[..., group]
         return result + scales[..., self.num_groups + group] if self.has_offsets else result
 

@@ -56,7 +56,7 @@ class Explanation:
         stored, width = "", itemsize(problem.dtype)
         width_of_keys: int = (problem.d_k + problem.d_v) * width
         if problem.row_formats is not None:
-            stored = f", keys and values in {problem.row_formats[0].dtype}"
+            stored = ", keys in {}, values in {}".format(*[row_format.dtype for row_format in problem.row_formats])
             width_of_keys = sum(row_format.row_bytes for row_format in problem.row_formats)
         rows = B * (H * n * (problem.d_k + problem.d_v) * width + problem.G * m * width_of_keys)
         seen = sum(math.prod(shape) * itemsize(dtype) for s in problem.see for shape, dtype in s.outputs(problem))

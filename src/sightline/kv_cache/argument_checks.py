@@ -63,7 +63,24 @@ def check_append(
             )
 
 
-def check_can_quantize(dtype: str, key: Any) -> None:
+def read_cache_dtype(dtype: Any) -> tuple[str, str] | None:
+    """Return the dtypes of keys and values of a quantised cache; None for a cache of floats.
+
+    Raise DtypeError if the dtype of `KVCache` is neither of them.
+    """
+    pair = dtype if isinstance(dtype, tuple | list) else (dtype, dtype)
+    if len(pair) == 2 and all(one in QUANTIZED for one in pair):
+        return pair[0], pair[1]
+    if dtype is None or (isinstance(dtype, str) and dtype in FLOATS):
+        return None
+    raise DtypeError(
+        f"KVCache(dtype={dtype!r})",
+        f"{', '.join(map(repr, (*FLOATS, *QUANTIZED)))}, or a pair of the last three",
+        'for example dtype="bfloat16", or dtype=("int8", "int4") for keys in int8 and values in int4',
+    )
+
+
+def check_can_quantize(dtype: Any, key: Any) -> None:
     """Raise unless generated code can quantise the array."""
     if device(key) != "cpu":
         raise DeviceError(
@@ -75,13 +92,13 @@ def check_can_quantize(dtype: str, key: Any) -> None:
         raise ParameterError(f"KVCache(dtype={dtype!r}) without llvmlite", "llvmlite", "pip install llvmlite")
 
 
-def check_query(query: Any, dtype: str) -> None:
+def check_query(query: Any, dtype: Any, is_quantized: bool) -> None:
     """Raise DtypeError unless the query's dtype is one that the cache of this dtype serves."""
     name = dtype_name(query)
-    if name not in FLOATS or name == dtype or (dtype in QUANTIZED and name != "float64"):
+    if name not in FLOATS or name == dtype or (is_quantized and name != "float64"):
         return
     cast = "to(torch.float32)" if framework(query) == "torch" else "astype(numpy.float32)"
-    if dtype in QUANTIZED:
+    if is_quantized:
         raise DtypeError(
             f"query has dtype {name}, the cache stores {dtype}", "float32, bfloat16 or float16", f"query.{cast}"
         )

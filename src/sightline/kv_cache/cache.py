@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..arrays.operations import FLOATS, device, dtype_name, framework
-from ..arrays.row_formats import QUANTIZED, RowFormat
-from ..errors import DtypeError, ParameterError, ShapeError, check_count
+from ..arrays.operations import device, dtype_name, framework
+from ..arrays.row_formats import RowFormat
+from ..errors import ParameterError, ShapeError, check_count
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
 from .argument_checks import (
@@ -17,6 +17,7 @@ from .argument_checks import (
     check_can_quantize,
     check_lengths,
     check_query,
+    read_cache_dtype,
     to_integers,
     unsqueeze_to_4d,
 )
@@ -47,10 +48,11 @@ class KVCache:
     ----------
     capacity : int, default 0
         The number of positions to allocate at the first append. The cache grows beyond it as needed.
-    dtype : {"float16", "bfloat16", "float32", "float64", "int8", "int4", "float8_e4m3fn"}, optional
+    dtype : {"float16", "bfloat16", "float32", "float64", "int8", "int4", "float8_e4m3fn"} or a pair, optional
         The dtype of the stored keys and values, to which appended arrays are cast. Default: the dtype of the first
         append, which every later append must have. Queries must have the same dtype, because attention does not convert
-        a cache at every token. With one of the last three, the cache is quantised: see the notes.
+        a cache at every token. With one of the last three, or a pair of them such as ("int8", "int4") for keys and
+        values, the cache is quantised: see the notes.
 
     Raises
     ------
@@ -72,11 +74,11 @@ class KVCache:
     torch.compile breaks its graph at a cache, and traces anew for every length until it reaches its recompile limit.
     Put `torch.compiler.disable` on the function that appends and attends.
 
-    A quantised cache stores codes of 8 or 4 bits, with a float16 scale for every 32 numbers along d, and for int4 an
-    offset too (ggml's q8_0 and q4_1 store the same numbers). Queries are float32, bfloat16 or float16, and the output
-    has their dtype. Attention is exact for the numbers x̂ that the codes stand for: kernels widen codes to float32 in
-    registers, or one tile of keys at a time. `error` is what quantisation itself has lost. A group with NaN or ∞, or
-    with a number above 8e6 in int8, becomes NaN. Arrays must be in the processor's memory.
+    A quantised cache stores codes of 8 or 4 bits. A float16 scale belongs to every 128 numbers of a row in int8 and
+    float8, and a float16 scale and offset to every 32 numbers in int4. Queries are float32, bfloat16 or float16, and
+    the output has their dtype. Attention is exact for the numbers x̂ that the codes stand for: kernels widen codes to
+    float32 in registers, or one tile of keys at a time. `error` is what quantisation itself has lost. A group with NaN
+    or ∞, or whose scale exceeds float16's 65504, becomes NaN. Arrays must be in the processor's memory.
 
     The arrays `key` and `value` are views of the cache's storage. Growth does not change them. `reorder` may overwrite
     them, and so may an append after `truncate` or `reset`.
@@ -101,11 +103,9 @@ class KVCache:
       2 heads, d_k 64, d_v 64, float32, numpy on cpu, 20 KiB
     """
 
-    def __init__(self, *, capacity: int = 0, dtype: str | None = None) -> None:
+    def __init__(self, *, capacity: int = 0, dtype: str | tuple[str, str] | None = None) -> None:
         self._min_capacity = check_count(f"capacity={capacity!r}", capacity, 0, "capacity=1024")
-        if dtype is not None and dtype not in (*FLOATS, *QUANTIZED):
-            allowed = ", ".join(map(repr, (*FLOATS, *QUANTIZED)))
-            raise DtypeError(f"KVCache(dtype={dtype!r})", allowed, 'for example dtype="bfloat16"')
+        self._quantized = read_cache_dtype(dtype)  # the dtypes of quantised keys and values; None for floats
         self._dtype, self._casts_inputs = dtype, dtype is not None
         self._key: Any = None  # (B, G, capacity, d_k)
         self._value: Any = None
@@ -148,7 +148,7 @@ class KVCache:
 
         `error.key` is √(Σ (x − x̂)² / Σ x²). None for a cache of floats.
         """
-        if self._dtype not in QUANTIZED:
+        if self._quantized is None:
             return None
         return QuantizationError(*[math.sqrt(lost / total) if total else 0.0 for lost, total in self._squares])
 
@@ -158,8 +158,8 @@ class KVCache:
         return self._min_capacity if self._key is None else int(self._key.shape[2])
 
     @property
-    def dtype(self) -> str | None:
-        """The dtype of the stored keys and values; None before the first append if `dtype` was not given."""
+    def dtype(self) -> str | tuple[str, str] | None:
+        """The dtype of the stored keys and values, or the given pair; None until the first append decides it."""
         return self._dtype
 
     @property
@@ -183,9 +183,10 @@ class KVCache:
             sequences = f"{B} sequences of {self._lengths.min():,} to {self._max_length:,} positions"
         heads = "no head axis" if self._ndim < 4 else f"{G} head{'s' * (G != 1)}"
         where = f"{framework(self._key)} on {device(self._key)}"
+        stored = self._dtype if isinstance(self._dtype, str) else " and ".join(self._quantized or ())
         return (
             f"KVCache: {sequences}, capacity {self.capacity:,}\n"
-            f"  {heads}, d_k {d_k}, d_v {d_v}, {self._dtype}, {where}, {_format_bytes(self.nbytes)}"
+            f"  {heads}, d_k {d_k}, d_v {d_v}, {stored}, {where}, {_format_bytes(self.nbytes)}"
         )
 
     # -- changes ----------------------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ class KVCache:
             attention.
         """
         check_append(key, value, (self._key, self._value), self._widths(), self._ndim, self._casts_inputs)
-        if self._dtype in QUANTIZED:
+        if self._quantized is not None:
             check_can_quantize(self._dtype, key)
         if padding not in ("right", "left"):
             raise ParameterError(
@@ -358,7 +359,7 @@ class KVCache:
 
     def _float_view(self) -> tuple[Any, Any]:
         """Return `_view` of a cache of floats."""
-        if self._dtype in QUANTIZED:
+        if self._quantized is not None:
             raise ParameterError(
                 f"key or value of a cache of {self._dtype}, which stores codes",
                 "attention(query, cache), which reads the codes",
@@ -376,16 +377,14 @@ class KVCache:
 
     def _allocate(self, key: Any, value: Any, axes: int) -> None:
         """Allocate storage for arrays like these, for the first append."""
-        dtype = self._dtype or dtype_name(key)
-        if dtype in QUANTIZED:
-            self.row_formats = RowFormat(dtype, key.shape[3]), RowFormat(dtype, value.shape[3])
-        self._key, self._value = (
-            allocate(x, x.shape[0], self._min_capacity, "uint8", row_format.row_bytes)
-            if row_format
-            else allocate(x, x.shape[0], self._min_capacity, dtype)
-            for x, row_format in zip((key, value), self.row_formats or (None, None), strict=True)
-        )
-        self._ndim, self._dtype = axes, dtype
+        capacity, dtypes = self._min_capacity, self._quantized
+        if dtypes is None:
+            self._dtype = self._dtype or dtype_name(key)
+            self._key, self._value = (allocate(x, x.shape[0], capacity, str(self._dtype)) for x in (key, value))
+        else:
+            self.row_formats = formats = RowFormat(dtypes[0], key.shape[3]), RowFormat(dtypes[1], value.shape[3])
+            self._key, self._value = (allocate(key, key.shape[0], capacity, "uint8", x.row_bytes) for x in formats)
+        self._ndim = axes
         self._set_lengths(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
 
     def _grow(self, needed: int) -> None:
@@ -442,8 +441,8 @@ def unpack_cache(
             )
         return key, value, mask, score, see, None
     keys, values = key._view(key._max_length)
-    if framework(query) == framework(keys) and key.dtype is not None:
-        check_query(query, key.dtype)
+    if framework(query) == framework(keys):
+        check_query(query, key.dtype, key.row_formats is not None)
     condition = key.length_mask if hasattr(mask, "dtype") else None
     if getattr(query, "ndim", 0) > 1:
         mask, score, see = rewrite_formulas(key, query.shape[-2], mask, score, see)

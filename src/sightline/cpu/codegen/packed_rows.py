@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...arrays.row_formats import GROUP, SCALE, SCALE_BYTES, RowFormat
+from ...arrays.row_formats import SCALE, SCALE_BYTES, RowFormat
 from ..runtime.machine import Machine
 from .formats import format_of
 from .values import BYTE, FLOAT, INT16, INT32, INT64, Value, vector
@@ -35,17 +35,30 @@ class PackedFormat:
 
         `first` is a whole number or a Value, a multiple of count · lanes. A vector lies in one group.
         """
-        scales: dict[int, tuple[Value, ...]] = {}
-        joins_groups = isinstance(first, int) or (count * lanes) % GROUP == 0
+        size, known = self.rows.group, dict[int, tuple[Value, ...]]()
+        starts_group = isinstance(first, int) or self.rows.num_groups == 1 or (count * lanes) % size == 0
         for at in range(0, count * lanes, lanes):
-            start, base = (first + at, 0) if isinstance(first, int) else (at, first)
-            key = start // GROUP if joins_groups else at
-            if key not in scales:
-                group = base // GROUP + key if joins_groups else (first + at) // GROUP
-                scales[key] = self._load_scales(row, group)
-            scale, *offset = (number.broadcast(lanes) for number in scales[key])
-            codes = self._load_codes(row, first + at, lanes)
+            if isinstance(first, int):
+                key = group = (first + at) // size
+            elif starts_group:  # the vectors of one group share its scale
+                key = at // size
+                group = first // size + key if self.rows.num_groups > 1 else 0
+            else:
+                key, group = at, (first + at) // size
+            if key not in known:
+                known[key] = self._load_scales(row, group)
+            scale, *offset = (number.broadcast(lanes) for number in known[key])
+            codes = self.load_codes(row, first + at, lanes)
             yield row.builder.fma(codes, scale, offset[0]) if offset else codes * scale
+
+    @property
+    def has_row_scale(self) -> bool:
+        """True if a row has one scale and no offset, so that products and sums of codes can be scaled instead."""
+        return self.rows.num_groups == 1 and not self.rows.has_offsets
+
+    def load_row_scale(self, row: Value) -> Value:
+        """Load the scale of a row that has one scale."""
+        return self._load_scales(row, 0)[0]
 
     def _load_scales(self, row: Value, group: Any) -> tuple[Value, ...]:
         """Load the scale of a group, and its offset if the format has offsets."""
@@ -53,7 +66,7 @@ class PackedFormat:
         count = 1 + self.rows.has_offsets
         return tuple(self.scale_format.load(row.at(group * SCALE_BYTES + place)) for place in places[:count])
 
-    def _load_codes(self, row: Value, column: Any, lanes: int) -> Value:
+    def load_codes(self, row: Value, column: Any, lanes: int) -> Value:
         """Load codes as float32."""
         kind = vector(BYTE, lanes)
         if self.name == "int8":

@@ -49,16 +49,18 @@ class Block:
         self.machine = machine = machine if spec.vectors is None else machine.narrow_tile(spec.vectors)
         self.format = format_of(spec.dtype, machine)
         self.float = self.format.accumulator_type
+        self.key_format, self.value_format = (self.make_operand_format(k) for k in range(2))
         self.paired = spec.dtype == "bfloat16" and machine.has_bf16_dot and not spec.stored
-        self.key_format, self.value_format = (self.make_operand_format(width) for width in (spec.d_k, spec.d_v))
         self.integer = INT64 if spec.needs_int64 else INT32
         self.formulas = tuple(formulas)  # the structures of mask, score and the extra formulas
         self.module = Module()
 
-    def make_operand_format(self, width: int) -> FloatFormat | PackedFormat:
-        """Return the format of the rows of K or V."""
-        stored = self.spec.stored
-        return PackedFormat(RowFormat(stored, width), self.machine) if stored else self.format
+    def make_operand_format(self, index: int) -> FloatFormat | PackedFormat:
+        """Return the format of the rows of K (index 0) or V (index 1)."""
+        if not self.spec.stored:
+            return self.format
+        width = (self.spec.d_k, self.spec.d_v)[index]
+        return PackedFormat(RowFormat(self.spec.stored[index], width), self.machine)
 
     def write(self, name: str) -> Any:
         """Return the module with the kernel. An atomic counter gives each thread its next work item."""

@@ -6,6 +6,9 @@ broadcast and multiplies a row of V. Narrow floats are widened in registers.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
+If a quantised row has one scale, the scales of a tile are loaded once: that of K multiplies the scores, and that of V
+the weights.
+
 The keys are divided into splits, in a way that only the problem determines. Threads process the splits one by one. The
 thread that finishes the last split of some rows merges the splits, always in the order of the keys, as `merge` does
 (Dao et al., "Flash-Decoding", 2023). An output that is NaN or ∞ sets `nonfinite_flag`. The forward kernel, which
@@ -63,6 +66,11 @@ class Decode(Block):
         self.kept_rows = {name: (tiles.scratch(MAX_ROWS_PER_ITEM * size), size) for name, size in row_bytes.items()}
         self.scores = tiles.scratch(MAX_ROWS_PER_ITEM * self.score_row_bytes)
         self.alpha = tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize)
+        self.tile_scales = {  # of the rows of K or V in a tile, if each row has one scale
+            name: tiles.scratch(KEY_BLOCK * tiles.itemsize)
+            for name, format in (("key", self.key_format), ("value", self.value_format))
+            if isinstance(format, PackedFormat) and format.has_row_scale
+        }
         self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # scores before the sum over groups of lanes
 
     def process_item(self, item: Value) -> None:
@@ -159,6 +167,7 @@ class Decode(Block):
         """Process one tile of keys: scores, weights, weighted sum of V."""
         builder = self.builder
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
+        self.load_tile_scales()
         self.score_tile()
         with builder.if_else(partial | (self.num_keys < KEY_BLOCK)) as (yes, no):
             with yes, builder.loop(0, self.num_rows) as r:
@@ -166,6 +175,22 @@ class Decode(Block):
             with no, builder.loop(0, self.num_rows) as r:
                 self.softmax(r, j0, masked=False)
         self.accumulate_values()
+
+    def load_tile_scales(self) -> None:
+        """Load the scales of the tile's rows that have one scale; those past the last key are the last key's."""
+        for name, scratch in self.tile_scales.items():
+            rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
+            assert isinstance(format, PackedFormat)
+            stride = getattr(self.args, f"{name}_row_stride")
+            with self.builder.loop(0, KEY_BLOCK, UNROLL) as key:
+                for k in range(UNROLL):
+                    row = rows.at(self.builder.minimum(key + k, self.num_keys - 1) * stride)
+                    scratch.at((key + k) * self.tiles.itemsize).store(format.load_row_scale(row))
+
+    def multiply_by_scales(self, name: str, numbers: Value, v: int) -> Value:
+        """Return the numbers of vector `v` of a tile's keys times the scales of their rows of K or V."""
+        scales = self.tile_scales.get(name)
+        return numbers if scales is None else numbers * scales.at(v * self.tiles.align).load(self.vector)
 
     # -- scores ---------------------------------------------------------------------------------------------------
     def score_tile(self) -> None:
@@ -216,7 +241,12 @@ class Decode(Block):
         return sums
 
     def load_vectors(self, format: FloatFormat | PackedFormat, row: Value, first: Any, count: int) -> Iterator[Value]:
-        """Load vectors of numbers of a row of K or V from the column `first` on, widened, or of pairs of bfloat16."""
+        """Load vectors of numbers of a row of K or V from the column `first` on.
+
+        They are widened, or pairs of bfloat16, or codes without the scale of their row.
+        """
+        if isinstance(format, PackedFormat) and format.has_row_scale:
+            return (format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(count))
         if self.paired:
             align = self.tiles.align
             return (row.at(first * 2 + k * align).load(self.tiles.operand_vector) for k in range(count))
@@ -230,7 +260,7 @@ class Decode(Block):
         score_row = self.scores.at(r * self.score_row_bytes)
         logits: list[Value] = []
         for v in range(KEY_BLOCK // self.lanes):
-            s = score_row.at(v * tiles.align).load(self.vector) * self.factor
+            s = self.multiply_by_scales("key", score_row.at(v * tiles.align).load(self.vector), v) * self.factor
             key = builder.arange(self.lanes, INT64) + v * self.lanes
             j = builder.minimum(key + j0, args.m - 1).to(self.integer)
             symbols = {"b": self.b, "h": h, "i": i, "j": j, "n": args.n, "m": args.m, "s": s}
@@ -257,7 +287,8 @@ class Decode(Block):
         if self.has_entropy:
             self.add_exponents(r, old_max - shift, alpha, weights, exponents)
         total.store(builder.fma(total.load(self.vector), alpha, sum_pairwise(weights)))
-        for v, p in enumerate(weights):
+        for v, weight in enumerate(weights):
+            p = self.multiply_by_scales("value", weight, v)
             if self.paired:
                 score_row.at(v * (tiles.align // 2)).store(p.to(BFLOAT))
             else:

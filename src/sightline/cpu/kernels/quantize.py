@@ -13,13 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...arrays.row_formats import GROUP, LARGEST_CODE, RowFormat
+from ...arrays.row_formats import LARGEST_CODE, RowFormat
 from ..codegen.abi import LoadedArguments
 from ..codegen.builder import Builder, Module, Variable
 from ..codegen.formats import format_of
 from ..codegen.packed_rows import PackedFormat
 from ..codegen.values import BYTE, DOUBLE, FLOAT, INT32, INT64, POINTER, Value, vector
 from ..runtime.machine import Machine
+from .kernel_spec import round_up
 
 ROUNDING_CONSTANT = 1.5 * 2.0**23  # x + this number has the whole number nearest to x in its low bits
 STRIDES = ("batch_stride", "head_stride", "row_stride", "column_stride")
@@ -58,7 +59,7 @@ class Quantize:
         """Return the module with the function `name`."""
         self.builder = builder = Builder(Module(), name)
         self.args = args = LoadedArguments(builder, builder.arguments[0], FIELDS, ())
-        self.numbers = builder.alloca_array(FLOAT, self.rows.num_groups * GROUP)  # a source row, widened
+        self.numbers = builder.alloca_array(FLOAT, round_up(self.rows.width, self.lanes))  # a source row, widened
         self.errors, self.squares = (Variable(builder, DOUBLE, 0.0) for _ in range(2))
         with builder.loop(0, args.B) as b, builder.loop(0, args.t) as r:
             position = args.positions.at((b * args.t + r) * 8).load(INT64)
@@ -74,30 +75,29 @@ class Quantize:
         return builder.module
 
     def load_row(self, source: Value) -> None:
-        """Copy a row of the source, widened to float32. After the row, copies of its last number fill the group."""
+        """Copy a row of the source, widened to float32. Copies of its last number fill the last vector."""
         builder, width, format = self.builder, self.rows.width, self.source_format
         stride = format.itemsize if self.spec.unit_stride else self.args.source_column_stride
         whole = width // self.lanes * self.lanes if self.spec.unit_stride else 0
         with builder.loop(0, whole, self.lanes) as c:
             self.numbers.at(c * 4).store(format.load_column(source, c, self.lanes).to(FLOAT))
-        with builder.loop(whole, self.rows.num_groups * GROUP) as c:
+        with builder.loop(whole, round_up(width, self.lanes)) as c:
             column = builder.minimum(c, width - 1)
             self.numbers.at(c * 4).store(format.load(source.at(column * stride)).to(FLOAT))
 
     def write_row(self, target: Value) -> None:
         """Write codes, scales and offsets of a row, and add to the sums."""
-        builder, rows = self.builder, self.rows
-        whole = rows.width // GROUP
-        with builder.loop(0, whole) as group:
-            self.write_group(target, group, self.lanes, GROUP)
-        if rows.width % GROUP:
-            self.write_group(target, builder.value(whole, INT64), 1, rows.width % GROUP)
+        size, width = self.rows.group, self.rows.width
+        with self.builder.loop(0, width // size) as group:
+            self.write_group(target, group, size)
+        if width % size:
+            self.write_group(target, self.builder.value(width // size, INT64), width % size)
 
-    def write_group(self, target: Value, group: Value, lanes: int, count: int) -> None:
-        """Write one group of `count` numbers, `lanes` at a time."""
-        builder, rows = self.builder, self.rows
-        first = self.numbers.at(group * (GROUP * 4))
-        vectors = [first.at(at * 4).load(vector(FLOAT, self.lanes)) for at in range(0, GROUP, self.lanes)]
+    def write_group(self, target: Value, group: Value, count: int) -> None:
+        """Write one group of `count` numbers."""
+        builder, rows, start = self.builder, self.rows, group * self.rows.group
+        first = self.numbers.at(start * 4)
+        vectors = [first.at(at * 4).load(vector(FLOAT, self.lanes)) for at in range(0, count, self.lanes)]
         high, low, marks = vectors[0], vectors[0], vectors[0] * 0.0
         for x in vectors[1:]:
             high, low, marks = builder.maximum(x, high), builder.minimum(x, low), marks + x * 0.0
@@ -111,13 +111,14 @@ class Quantize:
             self.packed.scale_format.store(place.at(index * 2 * rows.num_groups), number)
         scale, *offsets = [self.packed.scale_format.load(place.at(k * 2 * rows.num_groups)) for k in range(len(stored))]
         inverse = builder.where(scale == 0.0, 0.0, builder.value(1.0, FLOAT) / scale)
-        with builder.loop(0, count // lanes * lanes if lanes > 1 else count, lanes) as at:
-            x = first.at(at * 4).load(vector(FLOAT, lanes))
-            centred = x - offsets[0] if offsets else x
-            self.store_codes(target, group * GROUP + at, centred * inverse, lanes)
-            difference = x - self.packed.load_column(target, group * GROUP + at, lanes)
-            self.errors.set(self.errors.get() + (difference * difference).to(DOUBLE).sum())
-            self.squares.set(self.squares.get() + (x * x).to(DOUBLE).sum())
+        whole = count // self.lanes * self.lanes
+        for begin, end, lanes in ((0, whole, self.lanes), (whole, count, 1)):
+            with builder.loop(begin, end, lanes) as at:
+                x = first.at(at * 4).load(vector(FLOAT, lanes))
+                self.store_codes(target, start + at, (x - offsets[0] if offsets else x) * inverse, lanes)
+                difference = x - self.packed.load_column(target, start + at, lanes)
+                self.errors.set(self.errors.get() + (difference * difference).to(DOUBLE).sum())
+                self.squares.set(self.squares.get() + (x * x).to(DOUBLE).sum())
 
     def store_codes(self, target: Value, column: Value, x: Value, lanes: int) -> None:
         """Store the codes of numbers that are divided by their scale, from a column on."""
