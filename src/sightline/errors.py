@@ -26,7 +26,6 @@ __all__ = [
     "SightlineError",
     "TableError",
     "UnknownArgumentError",
-    "check_count",
     "name_file",
 ]
 

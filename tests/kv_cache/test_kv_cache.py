@@ -350,14 +350,16 @@ def test_a_cache_of_no_sequences_works_as_others(rng, count):
 
 @pytest.mark.parametrize("capacity", [0, 1, 100])
 def test_storage_grows_rarely(rng, capacity):
-    """2,000 single appends move the storage about log₂ 2,000 times; it is at most twice the size needed."""
+    """2,000 single appends move the storage log₂ 256 + 3 + log₁.₂₅ 2 times; it has room for a quarter more, or 256."""
     _, key, value = arrays(rng, length=1)
     cache, tokens, places = KVCache(capacity=capacity), 2000, set()
     for t in range(1, tokens + 1):
         cache.append(key, value)
         places.add((cache.capacity, cache.key.ctypes.data))
         assert cache.capacity <= max(2 * t, capacity)
-    assert len(places) <= 1 + math.ceil(math.log2(tokens / max(capacity, 1)))
+        assert cache.capacity <= max(t + max(256, t / 4), capacity)
+    doublings = math.ceil(math.log2(256 / max(capacity, 1)))
+    assert len(places) <= 1 + doublings + 3 + math.ceil(math.log(tokens / 1024, 1.25))
     assert cache.nbytes == B * G * cache.capacity * (D_K + D_V) * 4
 
 
@@ -433,6 +435,69 @@ def test_copies_are_independent(rng):
     assert cache.lengths.tolist() == [T] * B
     assert other.lengths.tolist() == [2 * T] * B
     assert np.array_equal(other.key[:, :, :T], cache.key)
+
+
+CHANGES = {
+    "append": lambda cache, x: cache.append(x, x[..., :D_V]),
+    "append after truncate": lambda cache, x: (cache.truncate(T - 3), cache.append(x, x[..., :D_V])),
+    "append after reset": lambda cache, x: (cache.reset(), cache.append(x, x[..., :D_V])),
+    "reorder": lambda cache, x: cache.reorder([2, 0, 0]),
+    "select": lambda cache, x: cache.reorder([1, 2]),
+}
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_copies_share_their_storage_until_one_writes(rng, kind, change):
+    _, key, value = arrays(rng, kind=kind)
+    cache = KVCache(capacity=3 * T)
+    cache.append(key, value)
+    other = copy.deepcopy(cache)
+    everyone = [cache, other, copy.deepcopy(cache), copy.deepcopy(other)]
+    assert len({address(one) for one in everyone}) == 1
+    for writer in everyone:
+        others = [one for one in everyone if one is not writer]
+        before = [(numpy_of(one.key).copy(), numpy_of(one.value).copy()) for one in others]
+        CHANGES[change](writer, -key)
+        for one, stored in zip(others, before, strict=True):
+            assert np.array_equal(numpy_of(one.key), stored[0])
+            assert np.array_equal(numpy_of(one.value), stored[1])
+    assert len({address(one) for one in everyone}) == len(everyone)
+    own = address(cache)
+    cache.append(key[: len(cache.lengths), :, :1], value[: len(cache.lengths), :, :1])
+    assert address(cache) == own  # its own storage is not copied again
+
+
+def address(cache):
+    return numpy_of(cache.key).__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("capacity", [None, 0, 3 * T])
+@pytest.mark.parametrize("lengths", [[T] * B, [T, 2, T - 1][:B]])
+def test_the_last_positions(rng, kind, capacity, lengths):
+    _, key, value = arrays(rng, kind=kind)
+    cache = KVCache()
+    cache.append(key, value, lengths=lengths)
+    for count in (0, 3, T, T + 5):
+        found = cache.last(count, capacity=capacity)
+        first = max(T - count, 0)
+        assert found.lengths.tolist() == [max(length - first, 0) for length in lengths]
+        assert np.array_equal(numpy_of(found.key), numpy_of(cache.key)[:, :, first:])
+        assert np.array_equal(numpy_of(found.value), numpy_of(cache.value)[:, :, first:])
+        assert np.array_equal(found.positions(), np.maximum(cache.positions() - first, -1))
+        if capacity is None:
+            assert np.shares_memory(numpy_of(found.key), numpy_of(cache.key)) == (count > 0)
+        else:
+            assert found.capacity == max(capacity, found.max_length)
+        before = numpy_of(cache.key).copy(), cache.lengths
+        found.append(-key, -value)
+        found.truncate(1)
+        assert np.array_equal(numpy_of(cache.key), before[0])
+        assert np.array_equal(cache.lengths, before[1])
+    with pytest.raises(ParameterError, match="count=-1"):
+        cache.last(-1)
+    assert KVCache(dtype="float32").last(5, capacity=3).max_length == 0
 
 
 @pytest.mark.parametrize(
@@ -598,10 +663,26 @@ def test_errors_give_the_expected_shape():
             cache.append(own[..., :3], own)
 
 
-def test_gradients_are_refused_with_a_cure():
-    x = torch.zeros(1, 1, 2, 4, requires_grad=True)
+@pytest.mark.parametrize("stored", [0, 1])
+def test_gradients_are_refused_with_a_cure(stored):
+    cache, x = KVCache(), torch.zeros(1, 1, 2, 4)
+    for _ in range(stored):
+        cache.append(x, x)
     with pytest.raises(ParameterError, match=r"key.detach\(\)"):
-        KVCache().append(x, x)
+        cache.append(x.requires_grad_(), x)
+
+
+def test_later_appends_are_checked_as_the_first_one():
+    """Shapes that NumPy would broadcast, and axes that were none before."""
+    wrong = [(X[:, :1], X[:, :1]), (X[:1], X[:1]), (X[..., :1], X), (X, X[:, :, :1]), (X[:, :, :1], X)]
+    for key, value in wrong:
+        with pytest.raises(ShapeError):
+            full().append(key, value)
+    for axes in (2, 3):
+        cache, own = KVCache(), X[(0,) * (4 - axes)]
+        cache.append(own, own)
+        with pytest.raises(ShapeError, match="as before"):
+            cache.append(X[:1, :1], X[:1, :1])
 
 
 def test_an_error_does_not_change_the_cache():
@@ -733,8 +814,8 @@ FAULTS = {
     # module, the line of source, the line with the fault
     "written one too far": (
         "kv_storage",
-        "storage[:, :, positions[0, 0] : positions[0, -1] + 1] = array",
-        "storage[:, :, positions[0, 0] + 1 : positions[0, -1] + 2] = array",
+        "storage[:, :, start : start + array.shape[2]] = array",
+        "storage[:, :, start + 1 : start + 1 + array.shape[2]] = array",
     ),
     "ragged rows shifted": ("kv_storage", "array[b, :, row]", "array[b, :, row - 1]"),
     "growth forgets": ("kv_storage", "new[:, :, :used] = storage[:, :, :used]", "pass"),
@@ -797,7 +878,7 @@ def test_every_fault_is_found(fault, monkeypatch):
     cache = sys.modules["sightline.kv_cache.cache"]
     if module == "kv_storage":
         made = broken(sys.modules["sightline.kv_cache.storage"], before, after)
-        for name in ("allocate", "grow", "reorder_batch", "write"):
+        for name in ("allocate", "grow", "reorder_batch", "write", "write_all"):
             monkeypatch.setattr(cache, name, getattr(made, name))
     else:
         cache = broken(cache, before, after)

@@ -183,6 +183,7 @@ def mixed_heads(q, k, v):
 
 
 PRODUCT = "the product does not show which axes have its queries and keys"
+PART = "a part of the weights is taken"
 REFUSED = {
     "head mask": (lambda q, k, v: (scores_of(q, k).softmax(-1) * (torch.rand(H, 1, 1) > 2)) @ v, "mul.* computes with"),
     "head mask in place": (lambda q, k, v: scores_of(q, k).softmax(-1).mul_(0.5) @ v, "changed in place"),
@@ -194,7 +195,9 @@ REFUSED = {
     "gate of scores": (lambda q, k, v: (scores_of(q, k).softmax(-1) * (q @ k.mT)) @ v, "mul.* computes with"),
     "dropout of heads": (lambda q, k, v: functional.dropout2d(scores_of(q, k).softmax(-1)) @ v, "dropout2d computes"),
     "integers": (lambda q, k, v: scores_of(q, k).softmax(-1).to(torch.int32).to(v) @ v, "to computes with"),
-    "sink": (with_a_sink, "getitem.* computes with"),
+    "sink": (with_a_sink, PART),
+    "a part of the queries": (lambda q, k, v: scores_of(q, k).softmax(-1)[:, :, :3] @ v, PART),
+    "one head": (lambda q, k, v: scores_of(q, k).softmax(-1).select(1, 0) @ v[:, 0], PART),
     "mixed heads": (mixed_heads, "linear computes with"),
     "scores in place": (multiplied_in_place, "the scores are changed in place"),
     "a part in place": (changed_by_a_part, "the weights are changed in place"),

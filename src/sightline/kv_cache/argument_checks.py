@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
 
 from ..arrays.kinds import check_kind, is_array
 from ..arrays.operations import FLOATS, check_float_dtype, device, dtype_name, framework, to_numpy
-from ..arrays.row_formats import QUANTIZED
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 
 ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
@@ -63,50 +61,21 @@ def check_append(
             )
 
 
-def read_cache_dtype(dtype: Any) -> tuple[str, str] | None:
-    """Return the dtypes of keys and values of a quantised cache; None for a cache of floats.
+def fits_storage(array: Any, storage: Any, width: int, casts_floats: bool) -> bool:
+    """True if an array (B, G, t, width) can be appended to the storage as it is, so `check_append` accepts it.
 
-    Raise DtypeError if the dtype of `KVCache` is neither of them.
+    Other dtypes than the storage's are accepted with `casts_floats`, if they are floats.
     """
-    pair = dtype if isinstance(dtype, tuple | list) else (dtype, dtype)
-    if len(pair) == 2 and all(one in QUANTIZED for one in pair):
-        return pair[0], pair[1]
-    if dtype is None or (isinstance(dtype, str) and dtype in FLOATS):
-        return None
-    raise DtypeError(
-        f"KVCache(dtype={dtype!r})",
-        f"{', '.join(map(repr, (*FLOATS, *QUANTIZED)))}, or a pair of the last three",
-        'for example dtype="bfloat16", or dtype=("int8", "int4") for keys in int8 and values in int4',
-    )
-
-
-def check_can_quantize(dtype: Any, key: Any) -> None:
-    """Raise unless generated code can quantise the array."""
-    if device(key) != "cpu":
-        raise DeviceError(
-            f"KVCache(dtype={dtype!r}) and a key on {device(key)}",
-            "arrays in the processor's memory",
-            'KVCache(dtype="bfloat16") on a GPU',
-        )
-    if importlib.util.find_spec("llvmlite") is None:
-        raise ParameterError(f"KVCache(dtype={dtype!r}) without llvmlite", "llvmlite", "pip install llvmlite")
-
-
-def check_query(query: Any, dtype: Any, is_quantized: bool) -> None:
-    """Raise DtypeError unless the query's dtype is one that the cache of this dtype serves."""
-    name = dtype_name(query)
-    if name not in FLOATS or name == dtype or (is_quantized and name != "float64"):
-        return
-    cast = "to(torch.float32)" if framework(query) == "torch" else "astype(numpy.float32)"
-    if is_quantized:
-        raise DtypeError(
-            f"query has dtype {name}, the cache stores {dtype}", "float32, bfloat16 or float16", f"query.{cast}"
-        )
-    raise DtypeError(
-        f"query has dtype {name}, the cache stores {dtype}",
-        "one dtype; attention does not convert a cache at every token",
-        f"query.{cast.partition('(')[0]}(cache.key.dtype), or make the cache by KVCache(dtype={name!r})",
-    )
+    if type(array) is not type(storage) or array.ndim != 4:
+        return False
+    if not (dtype_name(array) in FLOATS if casts_floats else array.dtype == storage.dtype):
+        return False
+    if getattr(array, "requires_grad", False) or getattr(array, "is_nested", False):
+        return False
+    if array.device != storage.device or getattr(array, "layout", None) is not getattr(storage, "layout", None):
+        return False
+    shape, stored = array.shape, storage.shape
+    return bool(shape[0] == stored[0] and shape[1] == stored[1] and shape[3] == width)
 
 
 def _check_array(name: str, array: Any) -> None:

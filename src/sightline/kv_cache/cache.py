@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,37 +12,30 @@ from ..arrays.row_formats import RowFormat
 from ..errors import ParameterError, ShapeError, check_count
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
-from .argument_checks import (
-    check_append,
+from .argument_checks import check_append, check_lengths, fits_storage, to_integers, unsqueeze_to_4d
+from .quantization import (
+    NARROW_FLOATS,
+    QuantizationError,
     check_can_quantize,
-    check_lengths,
     check_query,
     read_cache_dtype,
-    to_integers,
-    unsqueeze_to_4d,
+    write_quantized,
 )
 from .query_positions import Rewriting, find_rewriting, of_equal_lengths, rewrite_formulas
-from .storage import allocate, grow, reorder_batch, write, write_quantized
+from .storage import allocate, grow, reorder_batch, write, write_all
 
-NARROW_FLOATS = ("float32", "bfloat16", "float16")  # the dtypes of queries on a quantised cache
-GROWTH_FACTOR = 2  # the capacity of a full cache is doubled, so a position is copied about once in total
+DOUBLING = 256  # positions up to which the capacity of a full cache is doubled
+LARGE_SHARE = 4  # a large cache grows by a quarter, so a position is copied about 4 times in total
 
 b, m = SYMBOLS["b"], SYMBOLS["m"]
-
-
-class QuantizationError(NamedTuple):
-    """√(Σ (x − x̂)² / Σ x²) of all keys, and of all values, that were appended to a quantised cache."""
-
-    key: float
-    value: float
 
 
 class KVCache:
     """Keys and values of one attention layer in a decoding loop; `attention(query, cache)` reads them in place.
 
-    Sequences of a batch may have different lengths. Storage has the shape (B, G, capacity, d) and doubles when it is
-    full, so appending one position costs O(1) on average, and the rows of a head stay adjacent in memory. An append
-    does not copy earlier positions unless the storage grows.
+    Sequences of a batch may have different lengths. Storage has the shape (B, G, capacity, d). When it is full it
+    doubles, or grows by a quarter if it is large, so appending one position costs O(1) on average, and the rows of a
+    head stay adjacent in memory. An append does not copy earlier positions unless the storage grows.
 
     Parameters
     ----------
@@ -83,6 +76,9 @@ class KVCache:
     The arrays `key` and `value` are views of the cache's storage. Growth does not change them. `reorder` may overwrite
     them, and so may an append after `truncate` or `reset`.
 
+    `copy.deepcopy` copies no keys and values. The copy and the original share the storage; each of them copies it when
+    it first writes to it. One cache of a prompt may so be continued many times.
+
     Examples
     --------
     >>> import numpy as np, sightline
@@ -111,10 +107,22 @@ class KVCache:
         self._value: Any = None
         self.row_formats: tuple[RowFormat, RowFormat] | None = None  # of a quantised cache, after the first append
         self._squares = np.zeros((2, 2))  # Σ (x − x̂)² and Σ x² of keys, and of values
+        self._is_shared = False  # True if a copy may read the same storage, which is then copied before it is written
+        self._lengths: Any  # (B,), their maximum, and whether the newest append has a position that is no padding
+        self._max_length: int
+        self._newest_have_positions: bool
         self._rewritings: dict[tuple[int, bool], Rewriting]  # by `count` and `reads_rows`, until the next change
         self._of_equal_lengths = of_equal_lengths()
         self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis
         self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        """Return a copy that shares the storage until one of both caches writes to it."""
+        self._is_shared = True
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__ |= self.__dict__  # the arrays of lengths and positions are replaced, never written to
+        copied._rewritings, copied._of_equal_lengths = {}, of_equal_lengths()
+        return copied
 
     # -- contents ---------------------------------------------------------------------------------------------------
     @property
@@ -150,7 +158,12 @@ class KVCache:
         """
         if self._quantized is None:
             return None
-        return QuantizationError(*[math.sqrt(lost / total) if total else 0.0 for lost, total in self._squares])
+        return QuantizationError.from_sums(self._squares)
+
+    @property
+    def max_length(self) -> int:
+        """The number of positions of the longest sequence."""
+        return self._max_length
 
     @property
     def capacity(self) -> int:
@@ -216,9 +229,10 @@ class KVCache:
             padding is another word, or a tensor requires a gradient: append `key.detach()`, or pass plain arrays to
             attention.
         """
-        check_append(key, value, (self._key, self._value), self._widths(), self._ndim, self._casts_inputs)
-        if self._quantized is not None:
-            check_can_quantize(self._dtype, key)
+        if not self._stores_the_like(key, value):
+            check_append(key, value, (self._key, self._value), self._widths(), self._ndim, self._casts_inputs)
+            if self._quantized is not None:
+                check_can_quantize(self._dtype, key)
         if padding not in ("right", "left"):
             raise ParameterError(
                 f"padding={padding!r}", '"right" or "left"', 'padding="left" if padding precedes the tokens'
@@ -226,22 +240,54 @@ class KVCache:
         axes = key.ndim
         key, value = unsqueeze_to_4d(key), unsqueeze_to_4d(value)
         B, _, t, _ = key.shape
-        counts = np.full(B, t) if lengths is None else check_lengths(lengths, B, t)
+        counts = None if lengths is None else check_lengths(lengths, B, t)
         if self._key is None:
             self._allocate(key, value, axes)
+        if self._has_equal_lengths and (counts is None or (counts == t).all()):
+            self._append_to_all(key, value)
+            return
+        counts = np.full(B, t) if counts is None else counts
         self._grow(int((self._lengths + counts).max(initial=0)))
         rows = np.arange(t) - (0 if padding == "right" else (t - counts)[:, None])  # (B, t), 0 for the first real row
         real = (rows >= 0) & (rows < counts[:, None])
         positions = np.where(real, self._lengths[:, None] + rows, -1)
-        formats = self.row_formats or (None, None)
-        for storage, array, row_format, sums in zip(
-            (self._key, self._value), (key, value), formats, self._squares, strict=True
-        ):
-            if row_format is None:
-                write(storage, array, positions)
-            else:
-                write_quantized(storage, array, positions, row_format, sums)
+        if self.row_formats is None:
+            write(self._key, key, positions)
+            write(self._value, value, positions)
+        else:
+            self._quantize(key, value, positions)
         self._set_lengths(self._lengths + counts, positions)
+
+    def _stores_the_like(self, key: Any, value: Any) -> bool:
+        """True if `check_append` would accept the arrays; it is slower."""
+        widths, casts_floats = self._widths(), self._quantized is not None
+        if widths is None or self._ndim < 4 or not fits_storage(key, self._key, widths[0], casts_floats):
+            return False
+        fits = fits_storage(value, self._value, widths[1], casts_floats)
+        return bool(fits and key.shape[2] == value.shape[2] and key.dtype == value.dtype)
+
+    def _append_to_all(self, key: Any, value: Any) -> None:
+        """Append t positions to each of the sequences, which have one length: a step of most decoding loops."""
+        B, _, t, _ = key.shape
+        start = self._max_length
+        stop = start + t
+        self._grow(stop)
+        newest = np.empty((B, t), np.int64)
+        newest[:] = np.arange(start, stop)
+        if self.row_formats is None:
+            write_all(self._key, key, start)
+            write_all(self._value, value, start)
+        else:
+            self._quantize(key, value, newest)
+        self._lengths, self._newest_positions = self._lengths + t, newest
+        self._rewritings = {}
+        self._max_length, self._newest_are_last, self._newest_have_positions = stop, True, B * t > 0
+
+    def _quantize(self, key: Any, value: Any, positions: Any) -> None:
+        """Write rows of key and value to these positions (B, t), where −1 is padding, and count the error."""
+        parts = zip((self._key, self._value), (key, value), self.row_formats or (), strict=True)
+        sums = [write_quantized(storage, array, positions, row_format) for storage, array, row_format in parts]
+        self._squares = self._squares + sums  # a new array: copies share the old one
 
     def truncate(self, lengths: Any) -> None:
         """Shorten every sequence to at most so many positions, as after rejected drafts of speculative decoding.
@@ -293,8 +339,33 @@ class KVCache:
             return
         if self._ndim == 2 and order.size != 1:
             raise ShapeError(f"reorder({indices!r}) of arrays (t, d)", "one sequence", "append (B, t, d)")
-        self._key, self._value = (reorder_batch(array, order, self._max_length) for array in (self._key, self._value))
+        arrays, own = (self._key, self._value), not self._is_shared
+        self._key, self._value = (reorder_batch(array, order, self._max_length, in_place=own) for array in arrays)
+        self._is_shared = False
         self._set_lengths(self._lengths[order], self._newest_positions[order])
+
+    def last(self, count: int, *, capacity: int | None = None) -> KVCache:
+        """Return a cache of the last `count` positions, from `max_length` − count, which become positions from 0.
+
+        Parameters
+        ----------
+        count : int ≥ 0
+            At most `max_length` positions are kept.
+        capacity : int, optional
+            Copy the positions to new storage of this capacity. Default: the result reads the storage of this cache, as
+            long as this cache does not overwrite it, and copies it before it writes.
+        """
+        first = max(self._max_length - check_count(f"count={count!r}", count, 0, "count=256"), 0)
+        found = object.__new__(type(self))
+        found.__dict__ |= self.__dict__
+        found._is_shared = True
+        if self._key is not None:
+            found._key, found._value = self._key[:, :, first:], self._value[:, :, first:]
+        newest = self._newest_positions
+        found._set_lengths(np.maximum(self._lengths - first, 0), np.maximum(newest - first, -1))
+        if capacity is not None and self._key is not None:
+            found._move(max(capacity, found._max_length))
+        return found
 
     def reset(self) -> None:
         """Remove every position, but not the storage."""
@@ -352,10 +423,15 @@ class KVCache:
 
     def _view(self, length: int) -> tuple[Any, Any]:
         """Return views of key and value with the first `length` positions. Another thread may append meanwhile."""
-        if self._key is None:
+        return self._first(self._key, length), self._first(self._value, length)
+
+    def _first(self, storage: Any, length: int) -> Any:
+        """Return a view of the first `length` positions of the storage, with the axes of the appended arrays."""
+        if storage is None:
             raise _nothing_appended()
-        index = {4: (), 3: (slice(None), 0), 2: (0, 0)}[self._ndim]
-        return self._key[index][..., :length, :], self._value[index][..., :length, :]
+        sequence = 0 if self._ndim == 2 else slice(None)
+        head = slice(None) if self._ndim == 4 else 0
+        return storage[sequence, head, :length]
 
     def _float_view(self) -> tuple[Any, Any]:
         """Return `_view` of a cache of floats."""
@@ -388,10 +464,17 @@ class KVCache:
         self._set_lengths(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
 
     def _grow(self, needed: int) -> None:
-        if needed <= self.capacity:
-            return
-        capacity = max(needed, GROWTH_FACTOR * self.capacity)
+        """Make the storage writable up to `needed` positions: copy it if it is full, or shared with another cache."""
+        capacity = self.capacity
+        if needed > capacity:
+            self._move(max(needed, capacity + max(min(capacity, DOUBLING), capacity // LARGE_SHARE)))
+        elif self._is_shared:
+            self._move(capacity)
+
+    def _move(self, capacity: int) -> None:
+        """Copy the positions to new storage."""
         self._key, self._value = (grow(old, capacity, self._max_length) for old in (self._key, self._value))
+        self._is_shared = False
 
 
 def _nothing_appended() -> ParameterError:

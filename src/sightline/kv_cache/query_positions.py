@@ -64,12 +64,23 @@ class Rewriting:
         return found[1]
 
     def _rewrite_mask(self, mask: Expression) -> Expression | None:
-        result = self.condition
-        for term in conjuncts(mask):
-            if not (self.are_last and any(term is one for one in NOT_LATER)):
-                rewritten = self.formula(term)
-                result = rewritten if result is None else rewritten & result
-        return result
+        remaining = without_later_keys(mask) if self.are_last else mask
+        rewritten = None if remaining is None else self.formula(remaining)
+        if rewritten is None or self.condition is None:
+            return rewritten if self.condition is None else self.condition
+        return rewritten & self.condition
+
+
+def without_later_keys(mask: Expression) -> Expression | None:
+    """Return the mask of a query that is the last position, without the condition that keys are not later.
+
+    The result is None if no other condition is left.
+    """
+    result = None
+    for term in conjuncts(mask):
+        if not any(term is one for one in NOT_LATER):
+            result = term if result is None else result & term
+    return result
 
 
 def of_equal_lengths() -> tuple[Rewriting, Rewriting, Rewriting]:

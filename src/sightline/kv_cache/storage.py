@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from ..arrays.operations import dtype_name, namespace, resolve_dtype
-from ..arrays.row_formats import RowFormat
 
 Array = Any
 
@@ -31,30 +30,24 @@ def grow(storage: Array, capacity: int, used: int) -> Array:
     return new
 
 
+def write_all(storage: Array, array: Array, start: int) -> None:
+    """Set storage[:, :, start + r] = array[:, :, r] for every row r."""
+    storage[:, :, start : start + array.shape[2]] = array
+
+
 def write(storage: Array, array: Array, positions: Any) -> None:
     """Set storage[b, :, positions[b, r]] = array[b, :, r] for every position that is not −1."""
-    if positions.size and positions.min() >= 0 and (positions == positions[0]).all():
-        storage[:, :, positions[0, 0] : positions[0, -1] + 1] = array
-        return
     b, row = np.nonzero(positions >= 0)
     if b.size:
         storage[b, :, positions[b, row]] = namespace(array).astype(array[b, :, row], storage.dtype)
 
 
-def write_quantized(storage: Array, array: Array, positions: Any, row_format: RowFormat, sums: Any) -> None:
-    """Do what `write` does, quantised, and add Σ (x − x̂)² and Σ x² to `sums`, two float64."""
-    from ..cpu.launch.quantize import quantize  # loads llvmlite
-
-    quantize(array, storage, positions, row_format, sums)
-    storage[:, :, :0] = 0  # no entry: generated code has written, and torch counts the writes for its backward passes
-
-
-def reorder_batch(storage: Array, order: Any, used: int) -> Array:
+def reorder_batch(storage: Array, order: Any, used: int, *, in_place: bool) -> Array:
     """Return storage whose sequence b has the first `used` positions of the old sequence order[b].
 
-    If the number of sequences stays the same, the storage is changed in place and returned.
+    With `in_place`, and if the number of sequences stays the same, the storage is changed and returned.
     """
-    if order.size != storage.shape[0]:
+    if not in_place or order.size != storage.shape[0]:
         new = allocate(storage, order.size, storage.shape[2], dtype_name(storage))
         new[:, :, :used] = storage[order, :, :used]
         return new

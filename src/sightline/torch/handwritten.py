@@ -25,6 +25,8 @@ SAME_WEIGHTS = {functional.dropout, torch.dropout, torch.clone, Tensor.clone, to
 SAME_WEIGHTS |= {Tensor.contiguous, Tensor.to, Tensor.type, Tensor.type_as, Tensor.cpu, Tensor.cuda}
 SAME_WEIGHTS |= {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
 OF_FIRST = SAME_WEIGHTS | RESHAPES | MOVES  # of their arguments, the values of the first alone matter
+PARTS = {Tensor.__getitem__, Tensor.select, torch.select, Tensor.narrow, torch.narrow, torch.index_select}
+PARTS |= {Tensor.index_select}
 OWN_PACKAGES = ("torch.", "sightline.")
 
 
@@ -114,7 +116,7 @@ def find_handwritten(
         is_linear = function is functional.linear  # a projection has no scores, but may mix the weights of heads
         if isinstance(mark, WeightsMark):
             _refuse_aliases(function, x, mark, result)
-            if result.numel() == x.numel() or (has_rows and not is_linear):
+            if result.numel() == x.numel() or (has_rows and not is_linear) or function in PARTS:
                 marks[result] = _follow_weights(function, inputs, options, x, mark, result)
         elif function in SOFTMAXES:
             marks[result] = _follow_softmax(inputs, options, x, mark, result, keeps_scores)
@@ -172,6 +174,8 @@ def _follow_weights(
         if scores is not None:
             scores = call_with(scores.reshape(x.shape), function, inputs, options, x)
         return replace(mark, keys=find_axis(mark.keys, function, inputs, options, x), scores=scores)
+    if function in PARTS:
+        return mark.refuse("a part of the weights is taken between softmax and product")
     name = getattr(function, "__name__", repr(function))
     return mark.refuse(f"{name} computes with the weights between softmax and product")
 

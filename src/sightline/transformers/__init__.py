@@ -18,6 +18,7 @@ except ImportError as error:
     ) from error
 
 from .attention_interface import NAME, register
+from .decoding_cache import Cache
 from .model_masking import masking
 from .model_unpadding import unpadded
 from .monitor_callback import MonitorCallback
@@ -25,6 +26,7 @@ from .word_times import Segment, Transcript, Word, word_timestamps
 
 __all__ = [
     "NAME",
+    "Cache",
     "MonitorCallback",
     "Segment",
     "Transcript",

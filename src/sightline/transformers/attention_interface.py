@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import output_capturing
 
+from ..arrays.operations import FLOATS
 from ..errors import ParameterError
 from ..formula.expression import Expression
 from ..formula.library import bias
@@ -21,6 +22,7 @@ from ..torch.attention_finder import is_watched
 from ..torch.hooks import LayerCall, attend
 from .mask_interface import FormulaMask, position_formulas, sightline_mask
 from .position_bias import PositionBias, serve_position_biases
+from .stored_tensor import StoredTensor
 
 NAME = "sightline"
 UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, with their meaning
@@ -79,6 +81,7 @@ def sightline_attention(
     module : the attention layer
     query : (B, H, n, d_k)
     key : (B, G, m, d_k); heads that query heads share are not repeated
+        If a `Cache` stores another dtype than the query's, attention is computed in the cache's dtype.
     value : (B, G, m, d_v)
     attention_mask : `FormulaMask`, or tensor broadcastable to (B, H, n, m), optional
         A bool entry is True where the query attends to the key. Float entries are logits, added to the scaled scores.
@@ -136,9 +139,7 @@ def sightline_attention(
     else:
         unpadding = None
     output, seen = attend(
-        query,
-        key,
-        value,
+        *_read_cache(query, key, value),
         call=LayerCall("self", getattr(attention_mask, "query_start", None), getattr(attention_mask, "key_start", 0)),
         mask=_add_masks(module, attention_mask, query, key),
         score=score,
@@ -149,10 +150,21 @@ def sightline_attention(
     )
     if unpadding is not None:
         output = unpadding.flatten(output)
-    output = output.transpose(1, 2).contiguous()
+    output = output.transpose(1, 2).contiguous().to(query.dtype)
     if heads is None:
         return output, seen[0] if seen else None
     return output, seen[0][:, list(heads)] if seen else query.new_empty(len(query), 0, query.shape[2], 0)
+
+
+def _read_cache(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any, Any]:
+    """Return query, key and value of a call, with a `KVCache` in place of both where a `Cache` stores another dtype.
+
+    Attention is then computed in the cache's dtype, if that is a dtype of floats.
+    """
+    if not isinstance(key, StoredTensor):
+        return query, key, value
+    cache = key.cache
+    return query.to(getattr(torch, cache.dtype)) if cache.dtype in FLOATS else query, cache, None
 
 
 def _add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tensor) -> Any:
@@ -162,7 +174,8 @@ def _add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tenso
         return mask
     for added in ADDED_MASKS.get(module, ()):
         if isinstance(attention_mask, FormulaMask):
-            mask = mask & attention_mask.translate(added.rule, query.shape[1])
+            formula = attention_mask.translate(added.rule, query.shape[1])
+            mask = formula if mask is None else mask & formula
         else:
             cached = key.shape[-2] - query.shape[-2]
             formula = added.rule.rewrite(position_formulas(cached, 0, cached))

@@ -23,6 +23,7 @@ from ..errors import SightlineError
 from ..formula.expression import SYMBOLS, Expression, as_expression
 from ..formula.from_function import to_formula
 from ..formula.tables import Table
+from ..kv_cache.query_positions import without_later_keys
 from .unpadding import Unpadding
 
 b, i, j, n, m = (SYMBOLS[name] for name in "bijnm")
@@ -36,7 +37,8 @@ class FormulaMask(Tensor):
 
     Attributes
     ----------
-    formula : Expression
+    formula : Expression, optional
+        None if it hides nothing.
     positions : dict
         Formulas of the call for those symbols that differ in the sequence: i and j, the positions, and n and m, their
         number.
@@ -54,7 +56,7 @@ class FormulaMask(Tensor):
         Given with `unpadding`: the mask of the padded batch, which also hides everything from queries at padding.
     """
 
-    formula: Expression
+    formula: Expression | None
     positions: Mapping[str, Expression]
     query_start: int
     key_start: int
@@ -67,7 +69,7 @@ class FormulaMask(Tensor):
     @staticmethod
     def __new__(
         cls,
-        formula: Expression,
+        formula: Expression | None,
         shape: tuple[int, ...],
         device: Any,
         make_dense: Callable[[], Tensor],
@@ -95,7 +97,8 @@ class FormulaMask(Tensor):
         if self.rule is not None:
             formula = formula & unpadding.translate(self.rule, heads=1)
         real_queries = cast(Expression, padding_formula(real)).rewrite({"j": i})
-        padded = FormulaMask(self.formula & real_queries, self.shape, self.device, self.dense, self.positions)
+        masked = cast(Expression, self.formula) & real_queries
+        padded = FormulaMask(masked, self.shape, self.device, self.dense, self.positions)
 
         def make_dense() -> Tensor:
             entry, column = unpadding.entries, unpadding.columns
@@ -185,8 +188,12 @@ def sightline_mask(
         if rule.kind != "bool":
             return make_dense()
         rule = rule.rewrite({"h": as_expression(0)})  # one mask serves all heads
-        formula = rule.rewrite(positions)
-        formula = formula if padding is None else formula & padding
+        is_newest = q_length == 1 and query_start == kv_length - 1  # then no key is later, and a step searches no tiles
+        remaining = without_later_keys(rule) if is_newest else rule
+        formula = padding
+        if remaining is not None:
+            formula = remaining.rewrite(positions)
+            formula = formula if padding is None else formula & padding
     is_prompt = q_length == kv_length and query_start == kv_offset == 0
     has_padding = real is not None and padding is not None and bool(real.any())
     return FormulaMask(

@@ -1,0 +1,237 @@
+"""`Cache`: the keys and values of a model of transformers during generation, each layer's in a `KVCache`."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import ParameterError
+from ..kv_cache import KVCache
+from .stored_tensor import StoredTensor
+
+SLACK = 4  # a sliding layer stores up to 1 / SLACK of its window in addition, so positions are moved once in a while
+
+
+class Cache(DynamicCache):  # type: ignore[misc]
+    """A `transformers.Cache` that appends a token without a copy of the earlier ones, unless its storage is full.
+
+    `model.generate(..., past_key_values=sightline.transformers.Cache())` generates the tokens that transformers' own
+    `DynamicCache` gives: greedy, sampled, by beams or with drafts. `DynamicCache` copies all keys and values of a layer
+    at every token. Here each layer has a `sightline.KVCache`, and the layer's attention reads views of its storage. The
+    views are plain tensors, so models with another attention implementation work too.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig, optional
+        The model's configuration. With it, a layer with a sliding window stores at most 2.5 windows; usually it stores
+        1.25. Default: every layer stores all positions, as in `DynamicCache()`.
+    dtype : {"float16", "bfloat16", "float32", "float64"}, optional
+        The dtype of the stored keys and values, such as "bfloat16" for half the memory of a float32 model. Models with
+        `attn_implementation="sightline"` then compute attention in this dtype. Default: the model's dtype.
+
+    Raises
+    ------
+    DtypeError
+        dtype is not one of those above.
+    ParameterError
+        A layer's keys require a gradient: call the model under `torch.no_grad()`, as `generate` does. An
+        encoder-decoder model has a single cache. The cache has another dtype than the model, which computes with the
+        stored keys itself: with another `attn_implementation`, or as DeepSeek V3 does with its latents.
+
+    Notes
+    -----
+    An encoder-decoder model needs a cache of self-attention and one of cross-attention:
+    `transformers.EncoderDecoderCache(Cache(), Cache())`. With a single `DynamicCache`, which joins the keys of both,
+    the text is wrong; a single `Cache` raises an error.
+
+    `copy.deepcopy(cache)` copies no keys and values. The copy and the original share them until one of both appends, so
+    a prompt that many texts continue is computed and stored once.
+
+    With `config`, layers of other kinds, such as linear attention, are those of `DynamicCache(config=config)`.
+
+    Examples
+    --------
+    >>> import torch, transformers, sightline.transformers
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
+    ... )
+    >>> model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sightline")
+    >>> ids = torch.arange(5)[None]
+    >>> cache = sightline.transformers.Cache()
+    >>> model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False).shape
+    torch.Size([1, 8])
+    >>> cache.get_seq_length(), cache.layers[0].cache.dtype
+    (7, 'float32')
+    """
+
+    layers: list[Any]
+    layer_class_to_replicate: Any
+
+    def __init__(self, *, config: PreTrainedConfig | None = None, dtype: str | None = None) -> None:
+        KVCache(dtype=dtype)  # raises for other dtypes
+        super().__init__(config=config)
+        self.layers = [_with_kv_cache(layer, dtype) for layer in self.layers]
+        if self.layer_class_to_replicate is not None:
+            self.layer_class_to_replicate = partial(FullLayer, dtype=dtype)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *arguments: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values (B, G, t, d) to a layer, and return those that the layer's queries may attend to."""
+        if layer_idx and (layer_idx >= len(self.layers) or not self.layers[layer_idx].is_initialized):
+            self._check_first_run(layer_idx)
+        keys, values = super().update(key_states, value_states, layer_idx, *arguments, **options)
+        return keys, values
+
+    def _check_first_run(self, layer_idx: int) -> None:
+        """Raise if the layer before this one got keys twice: an encoder-decoder model appends those of both kinds."""
+        before = self.layers[layer_idx - 1] if layer_idx <= len(self.layers) else None
+        if isinstance(before, FullLayer) and before.appends > 1:
+            raise ParameterError(
+                f"one Cache for the self-attention and the cross-attention of layer {layer_idx - 1}",
+                "a cache for each of both",
+                "past_key_values=transformers.EncoderDecoderCache(Cache(), Cache())",
+            )
+
+
+def _with_kv_cache(layer: Any, dtype: str | None) -> Any:
+    """Return a layer with a `KVCache` in place of a full or sliding layer of transformers, else the layer itself."""
+    if type(layer) is DynamicLayer:
+        return FullLayer(dtype=dtype)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return SlidingLayer(dtype=dtype, sliding_window=layer.sliding_window)
+    return layer
+
+
+class FullLayer(DynamicLayer):  # type: ignore[misc]
+    """The keys and values of a layer, in a `KVCache`.
+
+    Attributes
+    ----------
+    cache : KVCache
+    appends : int
+        The number of calls of `update`.
+    keys, values : (B, G, m, d); None before the first update
+        Views of the storage, or `StoredTensor`s if the cache stores another dtype than the model's.
+    """
+
+    def __init__(self, dtype: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._stored_dtype = dtype
+        self.cache, self.appends = KVCache(dtype=dtype), 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullLayer:
+        copied = copy.copy(self)
+        copied.cache = copy.deepcopy(self.cache, memo)
+        if self.cache.max_length:
+            copied._set_views()
+        return copied
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note dtype, device and widths of the model's keys and values."""
+        super().lazy_initialization(key_states, value_states)
+        self._has_own_dtype = self._stored_dtype in (None, str(self.dtype).removeprefix("torch."))
+        self._heads, self._widths = key_states.shape[1], (key_states.shape[3], value_states.shape[3])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values (B, G, t, d), and return those that the layer's queries may attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cache.append(key_states, value_states)
+        self.appends += 1
+        self._set_views()
+        return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last −tokens_to_remove positions."""
+        if tokens_to_remove > 0:
+            super().crop(tokens_to_remove)  # raises an error
+        elif self.cache.max_length:
+            self.cache.truncate(max(self.cache.max_length + tokens_to_remove, 0))
+            self._set_views()
+
+    def reset(self) -> None:
+        """Remove every position, and the storage."""
+        self.cache, self.appends = KVCache(dtype=self._stored_dtype), 0
+        super().reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace sequence b by sequence beam_idx[b]."""
+        if self.get_seq_length() > 0:
+            self.cache.reorder(beam_idx)
+            self._set_views()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        if self.get_seq_length() > 0:
+            self.reorder_cache(torch.arange(len(self.keys)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences; `indices` indexes the axis of the batch as in torch."""
+        if self.get_seq_length() > 0:
+            self.reorder_cache(torch.arange(len(self.keys))[torch.as_tensor(indices).cpu()])
+
+    def _set_views(self) -> None:
+        self.keys, self.values = self._read(self.cache.max_length)
+
+    def _read(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the last `count` stored keys and values, or all."""
+        first = max(self.cache.max_length - count, 0)
+        if self._has_own_dtype:
+            keys, values = self.cache.key, self.cache.value
+            return (keys[:, :, first:], values[:, :, first:]) if first else (keys, values)
+        cache = self.cache.last(count) if first else self.cache
+        shape = self.cache.lengths.size, self._heads, cache.max_length
+        key, value = (StoredTensor(cache, (*shape, width), self.dtype, self.device) for width in self._widths)
+        return key, value
+
+
+class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """The keys and values of a layer with a sliding window of w positions; it needs the last w − 1 for the next query.
+
+    Attributes
+    ----------
+    keys, values : the last w − 1 positions, or all that are stored while the layer records the past for `crop`
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append t positions, and return the last w − 1 + t."""
+        super().update(key_states, value_states)
+        t = key_states.shape[-2]
+        self.cumulative_length += t
+        found = self._read(self.sliding_window - 1 + t)
+        if not self.record_past:
+            self._forget()
+        return found
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last −tokens_to_remove positions, and those that the window has left."""
+        removed = min(-tokens_to_remove, self.cumulative_length)
+        if removed < 0 or (self.cumulative_length >= self.sliding_window and not self.record_past):
+            DynamicSlidingWindowLayer.crop(self, tokens_to_remove)  # raises an error
+        if self.cache.max_length - removed < min(self.sliding_window - 1, self.cumulative_length - removed):
+            raise ParameterError(
+                f"crop({tokens_to_remove}) of a layer that has left the {removed} positions before its window",
+                "as many positions as were appended since the last crop",
+                "crop once after a run of the model",
+            )
+        super().crop(tokens_to_remove)
+        self.cumulative_length -= removed
+        self._forget()
+
+    def _set_views(self) -> None:
+        self.keys, self.values = self._read(self.cache.max_length if self.record_past else self.sliding_window - 1)
+
+    def _forget(self) -> None:
+        """Move the last w − 1 positions to new storage if the storage has no room for another one."""
+        needed = self.sliding_window - 1
+        limit = needed + self.sliding_window // SLACK + 1
+        if self.cache.max_length >= limit:
+            self.cache = self.cache.last(needed, capacity=limit)
+            self._set_views()

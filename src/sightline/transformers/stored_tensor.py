@@ -1,0 +1,46 @@
+"""Keys and values in another dtype than the model's: tensors that only the attention of this library reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..errors import ParameterError
+from ..kv_cache import KVCache
+
+
+class StoredTensor(Tensor):
+    """Keys or values (B, G, m, d) in a `KVCache`, with the dtype of the model and without entries.
+
+    A model hands what a cache returns to its attention, and `sightline_attention` reads the `KVCache`. Every other
+    operation on the tensor raises ParameterError.
+
+    Attributes
+    ----------
+    cache : KVCache
+    """
+
+    cache: KVCache
+
+    @staticmethod
+    def __new__(cls, cache: KVCache, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> StoredTensor:
+        tensor: StoredTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        tensor.cache = cache
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, inputs: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        stored = next(x.cache.dtype for x in tree_leaves((inputs, kwargs)) if isinstance(x, cls))
+        raise ParameterError(
+            f"{function} of keys or values that a sightline.transformers.Cache stores as {stored}",
+            'models that hand them to attention as they are, with attn_implementation="sightline"',
+            'model.set_attn_implementation("sightline"), or Cache() without dtype=',
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StoredTensor({self.cache.dtype}, {tuple(self.shape)})"

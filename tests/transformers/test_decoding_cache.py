@@ -1,0 +1,289 @@
+"""`sightline.transformers.Cache` against transformers' `DynamicCache`: tokens, logits, and programs of changes."""
+
+import copy
+import threading
+
+import pytest
+import torch
+
+import sightline
+from sightline.errors import DtypeError, ParameterError
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, EncoderDecoderCache
+
+from sightline.transformers import Cache
+from sightline.transformers.mask_interface import FormulaMask, sightline_mask
+from tiny_models import MODELS, MORE_MODELS, make_inputs, make_model
+
+DECODERS = [name for name, (kind, _) in (MODELS | MORE_MODELS).items() if kind.split()[1][-2:] in ("LM", "on")]
+DECODERS = [name for name in DECODERS if not name.endswith(("BERT", "ELECTRA", "BERTa", "ViT"))]
+SLIDING = ["Mistral", "Gemma 2", "Gemma 3", "Llama 4", "StarCoder 2", "GPT-OSS", "Cohere 2"]
+TOLERANCE = {"rtol": 0, "atol": 1e-11}  # of float64 logits near 1, from two orders of summation
+
+
+def make_cache(kind, model, **options):
+    made = [kind(**options) for _ in range(1 + model.config.is_encoder_decoder)]
+    return EncoderDecoderCache(*made) if len(made) > 1 else made[0]
+
+
+def make_decoder(name, implementation="sightline", padding="left"):
+    """Return a model in float64 and the inputs of a generation."""
+    model = make_model(name).double()
+    model.set_attn_implementation(implementation)
+    inputs = make_inputs(model, padding).inputs
+    inputs = {key: x for key, x in inputs.items() if not key.startswith(("decoder", "use"))}
+    return model, {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+
+
+def generate(model, inputs, cache, **options):
+    torch.manual_seed(5)
+    options = {"do_sample": False, "max_new_tokens": 9, "return_dict_in_generate": True, **options}
+    return model.generate(**inputs, past_key_values=cache, **{"output_logits": True, **options})
+
+
+def assert_generates_the_same(model, inputs, with_config=False, **options):
+    """Assert that tokens and logits are those of `DynamicCache`; return the cache. Whisper returns no logits."""
+    of_cache = {"config": model.config} if with_config else {}
+    expected = generate(model, inputs, make_cache(DynamicCache, model, **of_cache), **options)
+    cache = make_cache(Cache, model, **of_cache)
+    found = generate(model, inputs, cache, **options)
+    assert torch.equal(found["sequences"], expected["sequences"])
+    if options.get("output_logits", True):
+        torch.testing.assert_close(torch.stack(found["logits"]), torch.stack(expected["logits"]), **TOLERANCE)
+    assert cache.get_seq_length() > 0
+    return cache
+
+
+# -- generation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_generation_is_that_of_dynamic_cache(name, with_config):
+    assert_generates_the_same(*make_decoder(name), with_config, output_logits=name != "Whisper")
+
+
+@pytest.mark.parametrize("way", [{"num_beams": 3}, {"do_sample": True}, {"num_beams": 2, "do_sample": True}])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "GPT-OSS", "DeepSeek V3", "T5", "BART"])
+def test_beams_and_samples_are_those_of_dynamic_cache(name, way):
+    assert_generates_the_same(*make_decoder(name), with_config=True, **way)
+
+
+@pytest.mark.parametrize("name", SLIDING)
+@pytest.mark.parametrize("way", [{"prefill_chunk_size": 4}, {"num_beams": 3, "max_new_tokens": 20}])
+def test_sliding_windows(name, way):
+    """The prompt of 12 tokens is longer than the window, and one chunk of it shorter."""
+    assert_generates_the_same(*make_decoder(name), with_config=True, **way)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT-2", "T5", "Qwen 3 MoE"])
+def test_other_attention_implementations_read_the_views(name, implementation):
+    padding = "no" if implementation == "eager" else "left"  # a padded row of "eager" is NaN in float64
+    assert_generates_the_same(*make_decoder(name, implementation, padding), with_config=True, num_beams=2)
+
+
+@pytest.mark.parametrize("drafts", ["assistant", "prompt lookup"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3"])
+def test_drafts_are_rejected_as_in_dynamic_cache(name, drafts):
+    """An assistant with other weights, and a prompt that repeats itself, draft tokens of which some are rejected."""
+    model, inputs = make_decoder(name)
+    inputs = {key: x[:1] for key, x in inputs.items()}
+    if drafts == "prompt lookup":
+        inputs = {key: x.repeat(1, 3) for key, x in inputs.items()}
+        options = {"prompt_lookup_num_tokens": 3}
+    else:
+        assistant = copy.deepcopy(model)
+        with torch.no_grad():
+            for weight in assistant.parameters():
+                weight.mul_(1 + 0.2 * torch.randn_like(weight))
+        options = {"assistant_model": assistant}
+    cache = assert_generates_the_same(model, inputs, True, max_new_tokens=25, **options)
+    plain = generate(model, inputs, Cache(config=model.config), max_new_tokens=25)
+    assert torch.equal(
+        plain["sequences"],
+        generate(model, inputs, Cache(config=model.config), max_new_tokens=25, **options)["sequences"],
+    )
+    assert cache.get_seq_length() == plain["sequences"].shape[1] - 1
+
+
+def test_a_conversation_continues_its_cache():
+    model, inputs = make_decoder("Mistral")
+    caches = [kind(config=model.config) for kind in (Cache, DynamicCache)]
+    answers = []
+    for cache in caches:
+        turns = inputs
+        for _ in range(3):
+            ids = torch.cat([generate(model, turns, cache)["sequences"], torch.full((3, 2), 7)], 1)
+            mask = torch.nn.functional.pad(inputs["attention_mask"], (0, ids.shape[1] - 12), value=1)
+            turns = {"input_ids": ids, "attention_mask": mask}
+        answers.append(ids)
+    assert torch.equal(*answers)
+
+
+# -- what is stored --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_copies_no_stored_position():
+    model, inputs = make_decoder("Llama")
+    cache = Cache()
+    generate(model, inputs, cache, max_new_tokens=4)
+    addresses = [layer.cache.key.data_ptr() for layer in cache.layers]
+    assert all(layer.cache.capacity >= 24 for layer in cache.layers)
+    x = torch.ones(3, 2, 1, 8, dtype=torch.double)
+    for layer, address in zip(cache.layers, addresses, strict=True):
+        for _ in range(5):
+            keys, values = layer.update(x, x)
+            assert keys.data_ptr() == address == layer.cache.key.data_ptr()
+            assert values.data_ptr() == layer.cache.value.data_ptr()
+
+
+@pytest.mark.parametrize(("length", "formula"), [(1, "None"), (2, "i + m − n ≥ j")])
+def test_the_newest_query_has_no_condition_on_later_keys(length, formula):
+    """Then a step of decoding searches no tiles, and the decode kernel is called as it was bound."""
+    mask = sightline_mask(1, length, 7, q_offset=7 - length)
+    assert isinstance(mask, FormulaMask)
+    assert str(mask.formula) in (formula, "j ≤ i + m − n")
+    assert torch.equal(mask.dense(), torch.ones(7, 7).tril().bool()[-length:][None, None])
+
+
+def test_a_query_that_is_not_the_newest_keeps_its_condition():
+    mask = sightline_mask(1, 1, 7, q_offset=4)
+    assert mask.formula is not None
+    x = torch.randn(1, 1, 7, 4, dtype=torch.double)
+    found = sightline.attention(x[:, :, :1], x, x, mask=mask.formula)
+    torch.testing.assert_close(found, sightline.attention(x[:, :, :1], x[:, :, :5], x[:, :, :5]), **TOLERANCE)
+
+
+def test_a_sliding_layer_stores_no_more_than_its_window():
+    model, inputs = make_decoder("Mistral")
+    window = 16
+    model.config.sliding_window = window
+    cache = Cache(config=model.config)
+    generate(model, {key: x.repeat(1, 10) for key, x in inputs.items()}, cache, max_new_tokens=60)
+    assert cache.get_seq_length() == 179
+    for layer in cache.layers:
+        assert layer.keys.shape[2] == window - 1
+        assert layer.cache.capacity <= 1.25 * window + 1
+
+
+@pytest.mark.parametrize("way", [{"num_beams": 3, "max_new_tokens": 4}, {"prefill_chunk_size": 5}])
+@pytest.mark.parametrize("with_config", [False, True])
+@pytest.mark.parametrize("name", [name for name in DECODERS if name not in ("Whisper", "DeepSeek V3")])
+def test_another_dtype_reaches_attention_as_it_is_stored(name, with_config, way):
+    """Models in float64, keys and values in float32: logits near float32's roundings, with masks, biases and sinks."""
+    if "prefill_chunk_size" in way and name in ("T5", "mT5", "BART", "Pegasus"):
+        way = {}
+    model, inputs = make_decoder(name)
+    of_cache = {"config": model.config} if with_config else {}
+    expected = generate(model, inputs, make_cache(DynamicCache, model, **of_cache), **way)
+    cache = make_cache(Cache, model, dtype="float32", **of_cache)
+    found = generate(model, inputs, cache, **way)
+    assert torch.equal(found["sequences"], expected["sequences"])
+    ours, theirs = (torch.stack(answer["logits"]) for answer in (found, expected))
+    assert 1e-10 < (ours - theirs).abs().max() / theirs.abs().max() < 1e-5
+    assert ours.dtype in (torch.float32, torch.float64)
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    assert {layer.cache.dtype for layer in layers} == {"float32"}
+    assert {layer.keys.dtype for layer in layers} == {torch.float64}
+
+
+def test_half_the_memory():
+    model, inputs = make_decoder("Llama")
+    model.float()
+    caches = [Cache(), Cache(dtype="bfloat16")]
+    for cache in caches:
+        generate(model, inputs, cache, max_new_tokens=3)
+    assert caches[0].layers[0].cache.nbytes == 2 * caches[1].layers[0].cache.nbytes
+
+
+def test_errors():
+    with pytest.raises(DtypeError, match="int7"):
+        Cache(dtype="int7")
+    model, inputs = make_decoder("Llama")
+    with pytest.raises(ParameterError, match="no_grad"):
+        model(**inputs, past_key_values=Cache())
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ParameterError, match="stores as bfloat16") as caught:
+        generate(model, inputs, Cache(dtype="bfloat16"))
+    assert 'set_attn_implementation("sightline")' in caught.value.cure
+    with pytest.raises(ParameterError, match="view"):  # the model computes keys from what the cache stores
+        generate(*make_decoder("DeepSeek V3"), Cache(dtype="float32"))
+
+
+@pytest.mark.parametrize("name", ["T5", "BART"])
+def test_a_single_cache_of_an_encoder_decoder_model_is_refused(name):
+    with pytest.raises(ParameterError, match=r"EncoderDecoderCache\(Cache\(\), Cache\(\)\)"):
+        generate(*make_decoder(name), Cache())
+
+
+# -- saved prompts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_copies_of_a_prompt_share_its_keys_and_are_independent(with_config):
+    model, inputs = make_decoder("Gemma 2")
+    cache = Cache(**({"config": model.config} if with_config else {}))
+    generate(model, inputs, cache, max_new_tokens=1)
+    stored = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    for token in (3, 9, 3):
+        ids = torch.cat([inputs["input_ids"], torch.full((3, 2), token)], 1)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 2), value=1)
+        copied = copy.deepcopy(cache)
+        for own, other in zip(copied.layers, cache.layers, strict=True):
+            assert own.keys.data_ptr() == other.keys.data_ptr()
+        found = generate(model, {"input_ids": ids, "attention_mask": mask}, copied)
+        expected = generate(model, {"input_ids": ids, "attention_mask": mask}, DynamicCache())
+        assert torch.equal(found["sequences"], expected["sequences"])
+        for layer, (keys, values) in zip(cache.layers, stored, strict=True):
+            assert torch.equal(layer.keys, keys)
+            assert torch.equal(layer.values, values)
+
+
+def test_threads_continue_one_prompt():
+    model, inputs = make_decoder("Mistral")
+    cache = Cache(config=model.config)
+    generate(model, inputs, cache, max_new_tokens=1)
+    answers = {}
+
+    def continue_with(token):
+        ids = torch.cat([inputs["input_ids"], torch.full((3, 1), token)], 1)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+        options = {"do_sample": False, "max_new_tokens": 12}
+        answers[token] = model.generate(ids, attention_mask=mask, past_key_values=copy.deepcopy(cache), **options)
+
+    threads = [threading.Thread(target=continue_with, args=(token,)) for token in range(3, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    together = dict(answers)
+    for token in range(3, 9):
+        continue_with(token)
+        assert torch.equal(together[token], answers[token])
+
+
+# -- watches -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "T5"])
+def test_a_watch_records_the_statistics_of_dynamic_cache(name, dtype):
+    model, inputs = make_decoder(name)
+    see = [sightline.entropy(), sightline.received(), sightline.weights()]
+    seen = []
+    for kind in (Cache, DynamicCache):
+        with sightline.watch(model, see=see) as recording:
+            of_cache = {"config": model.config} | ({} if kind is DynamicCache else {"dtype": dtype})
+            generate(model, inputs, make_cache(kind, model, **of_cache), max_new_tokens=5)
+        seen.append(recording.calls)
+    assert len(seen[0]) == len(seen[1]) > 8
+    for found, expected in zip(*seen, strict=True):
+        assert repr(found) == repr(expected)
+        assert (found.query_start, found.key_start) == (expected.query_start, expected.key_start)
+        for one, other in zip(found.results, expected.results, strict=True):
+            torch.testing.assert_close(
+                one.double(), other, **(TOLERANCE if dtype is None else {"rtol": 0, "atol": 1e-4})
+            )
