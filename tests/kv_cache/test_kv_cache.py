@@ -602,7 +602,7 @@ def full():
     [
         (lambda: KVCache(capacity=-1), ParameterError, "capacity=-1"),
         (lambda: KVCache(capacity=2.5), ParameterError, "capacity=2.5"),
-        (lambda: KVCache(dtype="int8"), DtypeError, "int8"),
+        (lambda: KVCache(dtype="int16"), DtypeError, "int16"),
         (lambda: KVCache().key, ParameterError, "nothing was appended"),
         (lambda: KVCache().append([1.0], X), DtypeError, "key is a list"),
         (lambda: KVCache().append(X, np.ma.array(X)), DtypeError, "a masked array of NumPy"),

@@ -453,13 +453,16 @@ class KVCache:
 
     def _allocate(self, key: Any, value: Any, axes: int) -> None:
         """Allocate storage for arrays like these, for the first append."""
-        capacity, dtypes = self._min_capacity, self._quantized
-        if dtypes is None:
-            self._dtype = self._dtype or dtype_name(key)
-            self._key, self._value = (allocate(x, x.shape[0], capacity, str(self._dtype)) for x in (key, value))
+        shapes = (key, key.shape[0], self._min_capacity), (value, value.shape[0], self._min_capacity)
+        if self._quantized is None:
+            dtype = self._dtype or dtype_name(key)
+            self._key, self._value = (allocate(*shape, str(dtype)) for shape in shapes)
+            self._dtype = dtype
         else:
-            self.row_formats = formats = RowFormat(dtypes[0], key.shape[3]), RowFormat(dtypes[1], value.shape[3])
-            self._key, self._value = (allocate(key, key.shape[0], capacity, "uint8", x.row_bytes) for x in formats)
+            formats = RowFormat(self._quantized[0], key.shape[3]), RowFormat(self._quantized[1], value.shape[3])
+            rows = zip(shapes, formats, strict=True)
+            self._key, self._value = (allocate(*shape, "uint8", one.row_bytes) for shape, one in rows)
+            self.row_formats = formats
         self._ndim = axes
         self._set_lengths(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
 
