@@ -1,5 +1,6 @@
 """Quantised caches: the stored numbers against an oracle in Python floats, and attention against the stored numbers."""
 
+import copy
 import math
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from sightline import KVCache, i, j, s
 from sightline.arrays.operations import to_numpy
 from sightline.arrays.row_formats import QUANTIZED, RowFormat
 from sightline.cpu.codegen import packed_rows
-from sightline.cpu.kernels import block, quantize
+from sightline.cpu.kernels import block, decode, quantize
+from sightline.cpu.launch import decode as launch_decode
 from sightline.cpu.launch import quantize as launch_quantize
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, ParameterError, ShapeError
 from sightline.problem.problem import make_problem
@@ -61,6 +63,26 @@ def assert_attends(output, query, key, value, **options):
 # -- the stored numbers ------------------------------------------------------------------------------------------------
 
 
+def quantized(dtype, x):
+    """The numbers that a cache stores for rows x (..., d), by the formulas of docs/decoding.md in NumPy, as float32."""
+    if dtype in ("float32", "bfloat16"):
+        return x
+    groups = []
+    for start in range(0, x.shape[-1], GROUPS[dtype]):
+        group = np.asarray(x[..., start : start + GROUPS[dtype]], np.float32)
+        low, high = group.min(-1, keepdims=True), group.max(-1, keepdims=True)
+        span = high - low if dtype == "int4" else np.abs(group).max(-1, keepdims=True)
+        scale = (span / np.float32({"int8": 127, "int4": 15}.get(dtype, 448))).astype(np.float16).astype(np.float32)
+        offset = low.astype(np.float16).astype(np.float32) if dtype == "int4" else np.float32(0)
+        ratio = (group - offset) * np.where(scale == 0, 0, 1 / np.where(scale == 0, 1, scale))
+        if dtype == "float8_e4m3fn":
+            codes = np.clip(ratio, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        else:
+            codes = np.clip(np.rint(ratio), *((-127, 127) if dtype == "int8" else (0, 15)))
+        groups.append(codes * scale + offset)
+    return np.concatenate(groups, -1)
+
+
 def check_row(dtype, given, stored):
     """Compare a row's stored numbers with the given ones, group by group: at most half a step of the codes apart."""
     for start in range(0, len(given), GROUPS[dtype]):
@@ -99,6 +121,14 @@ def test_stored_numbers_are_the_nearest_codes(rng, width, dtype, kind):
         given, found = (to_numpy(x).reshape(-1, array.shape[-1]).tolist() for x in (array, stored))
         for rows in zip(given, found, strict=True):
             check_row(dtype, *rows)
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_stored_numbers_are_those_of_the_formulas(rng, dtype):
+    for widths in ((33, 64), (300, 128), (1, 96)):
+        _, *arrays = random_arrays(rng, widths, length=40)
+        for given, stored in zip(arrays, filled_cache(dtype, *arrays).dequantized(), strict=True):
+            assert np.allclose(stored, quantized(dtype, given), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("source", ["float16", "bfloat16", "float32", "float64"])
@@ -288,20 +318,36 @@ def test_a_later_reorder_shows_in_the_backward_pass(rng):
 # -- changes -----------------------------------------------------------------------------------------------------------
 
 
+MASKS = [None, i >= j, sightline.window(4) & (i >= j)]
+
+
 class Model:
-    """The cache as lists: for each sequence the numbers of the rows of key and value that it has, as they were given."""
+    """A cache as lists: for each sequence, the rows of key and value that it has, as they were given."""
 
-    def __init__(self, dtype, rng, batch, widths):
-        self.cache, self.dtype, self.rng, self.widths = KVCache(dtype=dtype), dtype, rng, widths
-        self.rows = [[] for _ in range(batch)]
+    def __init__(self, dtypes, kind, rng, widths, batch):
+        self.cache, self.dtypes, self.kind = (
+            KVCache(dtype=dtypes if dtypes[0] != dtypes[1] else dtypes[0]),
+            dtypes,
+            kind,
+        )
+        self.rng, self.widths, self.rows = rng, widths, [[] for _ in range(batch)]
 
-    def append(self, counts, padding):
-        t = max(counts, default=0) + 1
-        new = [self.rng.normal(size=(len(self.rows), 2, t, d)).astype(np.float32) for d in self.widths]
-        self.cache.append(*new, lengths=counts, padding=padding)
+    def draw(self, *shape):
+        array = self.rng.normal(size=shape).astype(np.float32)
+        return array, to_torch(array) if self.kind == "torch" else array
+
+    def append(self, counts, padding="right", rows=None):
+        t = rows or max(counts, default=0) + 1
+        (key, *_), (value, *_) = new = [self.draw(len(self.rows), 2, t, d) for d in self.widths]
+        self.cache.append(*[x[1] for x in new], lengths=counts, padding=padding)
         for b, count in enumerate(counts):
             real = range(count) if padding == "right" else range(t - count, t)
-            self.rows[b] += [[x[b, :, r] for x in new] for r in real]
+            self.rows[b] += [(key[b, :, r], value[b, :, r]) for r in real]
+
+    def copy(self):
+        found = copy.copy(self)
+        found.cache, found.rows = copy.deepcopy(self.cache), [list(rows) for rows in self.rows]
+        return found
 
     def check(self):
         """Compare what is stored, and attention with ragged lengths, with the lists."""
@@ -309,30 +355,41 @@ class Model:
         if not any(self.rows):
             return
         stored = self.cache.dequantized()
-        query = self.rng.normal(size=(len(self.rows), 4, 1, self.widths[0])).astype(np.float32)
-        output = sightline.attention(query, self.cache, mask=i >= j)
+        query, given = self.draw(len(self.rows), 4, 1, self.widths[0])
+        mask = MASKS[self.rng.integers(len(MASKS))]
+        output = to_numpy(sightline.attention(given, self.cache, mask=mask))
         for b, rows in enumerate(self.rows):
             if not rows:
                 assert not output[b].any()
                 continue
-            own = [np.stack([row[k] for row in rows], 1)[None] for k in range(2)]
-            expected = filled_cache(self.dtype, *own).dequantized()
+            arrays = [np.stack([row[k] for row in rows], 1)[None] for k in range(2)]
+            expected = [quantized(dtype, x) for dtype, x in zip(self.dtypes, arrays, strict=True)]
             for ours, theirs in zip(stored, expected, strict=True):
-                assert np.array_equal(ours[b : b + 1, :, : len(rows)], theirs)
-            assert_attends(output[b : b + 1], query[b : b + 1], *expected)
+                assert np.allclose(to_numpy(ours)[b : b + 1, :, : len(rows)], theirs, rtol=1e-6, atol=1e-7)
+            options = {} if mask is None else {"mask": mask.rewrite({"i": i + (len(rows) - 1)})}
+            assert_attends(output[b : b + 1], query[b : b + 1], *expected, **options)
 
 
-@settings(max_examples=12, deadline=None)
-@given(data=st.data(), dtype=st.sampled_from([*QUANTIZED, PAIR]), seed=st.integers(0, 99))
-def test_drawn_changes_against_lists(data, dtype, seed):
+@settings(max_examples=25, deadline=None)
+@given(
+    data=st.data(),
+    dtypes=st.tuples(st.sampled_from(QUANTIZED), st.sampled_from(QUANTIZED)),
+    kind=st.sampled_from(["numpy", "torch"]),
+    seed=st.integers(0, 99),
+)
+def test_drawn_changes_against_lists(data, dtypes, kind, seed):
     rng = np.random.default_rng(seed)
-    model = Model(dtype, rng, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([(32, 64), (33, 20), (1, 96)])))
-    model.append([int(x) for x in rng.integers(0, 9, len(model.rows))], "right")
+    widths, batch = data.draw(st.sampled_from([(32, 64), (33, 20), (1, 96), (160, 128)])), data.draw(st.integers(1, 3))
+    model = Model(dtypes, kind, rng, widths, batch)
+    model.append([int(x) for x in rng.integers(0, 9, batch)])
     for _ in range(data.draw(st.integers(1, 6))):
-        change = data.draw(st.sampled_from(["append", "left", "truncate", "reorder", "reset"]))
-        count = len(model.rows)
-        if change in ("append", "left"):
+        change = data.draw(st.sampled_from(["ragged", "left", "all", "many", "truncate", "reorder", "reset", "copy"]))
+        count, other = len(model.rows), None
+        if change in ("ragged", "left"):
             model.append([int(x) for x in rng.integers(0, 6, count)], "left" if change == "left" else "right")
+        elif change in ("all", "many"):
+            t = 1 if change == "all" else 90
+            model.append([t] * count, rows=t)
         elif change == "truncate":
             limits = [int(x) for x in rng.integers(0, 12, count)]
             model.cache.truncate(limits)
@@ -341,10 +398,31 @@ def test_drawn_changes_against_lists(data, dtype, seed):
             order = [int(x) for x in rng.integers(0, count, data.draw(st.integers(1, 3)))]
             model.cache.reorder(order)
             model.rows = [list(model.rows[index]) for index in order]
-        else:
+        elif change == "reset":
             model.cache.reset()
             model.rows = [[] for _ in model.rows]
+        else:
+            other = model.copy()
+            other.append([1] * count, rows=1)
+            model.append([2] * count, rows=2)
+            other.check()
         model.check()
+
+
+def test_a_copy_counts_its_own_error(rng):
+    _, key, value = random_arrays(rng)
+    cache = filled_cache("int4", key, value)
+    before, other = cache.error, copy.deepcopy(cache)
+    other.append(100 * key, value)
+    assert cache.error == before != other.error
+
+
+def test_the_last_positions(rng):
+    query, key, value = random_arrays(rng)
+    cache = filled_cache("int8", key, value)
+    part = cache.last(70)
+    output = sightline.attention(query[:, :, -1:], part)
+    assert_attends(output, query[:, :, -1:], *(x[:, :, -70:] for x in cache.dequantized()))
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
@@ -457,10 +535,20 @@ def test_explain_names_what_is_stored(rng):
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 FAULTS = {
-    "the scale of the wrong group": (packed_rows, "row.at(group * SCALE_BYTES + place)", "row.at(place)"),
+    "the scale of the wrong group": (
+        packed_rows,
+        "group, place = column // size, column // size,",
+        "group, place = column // size, column // size * 0,",
+    ),
+    "the scale of the wrong group in a tile": (
+        packed_rows,
+        "group + k * self.rows.num_groups",
+        "k * self.rows.num_groups",
+    ),
+    "the scale of the next row": (decode, "scratch.at((key + k) *", "scratch.at((key + k + 1) *"),
     "a code without its sign": (packed_rows, "load(kind).to(INT32)", "load(kind).zero_extend(INT32)"),
     "the offset left out": (packed_rows, "fma(codes, scale, offset[0]) if", "fma(codes, scale, 0.0) if"),
-    "the codes of a byte swapped": (packed_rows, "pairs | (pairs << 4)", "(pairs << 8) | (pairs >> 4)"),
+    "the codes of a byte swapped": (packed_rows, "place // half * 4", "4 - place // half * 4"),
     "a float8 without its sign": (packed_rows, "((bits & 0x80) << 24)", "((bits & 0x00) << 24)"),
     "codes that are one too small": (quantize, "1.5 * 2.0**23", "1.5 * 2.0**23 - 1"),
     "the offset not subtracted": (quantize, "x - offsets[0] if", "x if"),
@@ -473,7 +561,7 @@ def check_cache(seed=3):
     """Stored numbers and attention of caches of every dtype, with several groups and odd widths."""
     rng = np.random.default_rng(seed)
     for dtype in QUANTIZED:
-        for widths in ((160, 97), (64, 33)):
+        for widths in ((160, 97), (64, 33), (96, 160)):
             query, key, value = random_arrays(rng, widths, length=70)
             cache = filled_cache(dtype, key, value)
             stored = cache.dequantized()
@@ -493,11 +581,13 @@ def test_the_unchanged_cache_passes():
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found(fault, monkeypatch, fresh_kernels):
     module, before, after = FAULTS[fault]
-    copy = broken(module, before, after)
-    places = {packed_rows: [(block, "PackedFormat"), (quantize, "PackedFormat")], quantize: []}[module]
-    for place, name in places:
-        monkeypatch.setattr(place, name, getattr(copy, name))
-    if module is quantize:
-        monkeypatch.setattr(launch_quantize, "Quantize", copy.Quantize)
+    faulty = broken(module, before, after)
+    places = {
+        packed_rows: [(block, "PackedFormat"), (quantize, "PackedFormat"), (decode, "PackedFormat")],
+        quantize: [(launch_quantize, "Quantize")],
+        decode: [(launch_decode, "Decode")],
+    }
+    for place, name in places[module]:
+        monkeypatch.setattr(place, name, getattr(faulty, name))
     with pytest.raises(AssertionError):
         check_cache()

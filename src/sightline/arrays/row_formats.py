@@ -7,7 +7,8 @@ A group is `GROUP[dtype]` adjacent numbers of a row, and the last group of a row
 
     int8            x̂ = scale · code,           code = −127 ... 127 in one byte
     float8_e4m3fn   x̂ = scale · code,           code = a float of 8 bits, up to ±448
-    int4            x̂ = scale · code + offset,  code = 0 ... 15; a byte has two codes, the first in its low bits
+    int4            x̂ = scale · code + offset,  code = 0 ... 15; byte k of a group has the code of its number k in its
+                                                low bits, and that of number k + 16 in its high bits
 
 `cpu.kernels.quantize` writes rows, and `cpu.codegen.packed_rows` reads them in kernels.
 """
@@ -47,9 +48,8 @@ class RowFormat:
 
     @property
     def code_bytes(self) -> int:
-        """The bytes before the scales: an even number, so that scales are aligned."""
-        count = -(-self.width // 2) if self.dtype == "int4" else self.width
-        return count + count % 2
+        """The bytes before the scales: an even number, so that scales are aligned. Groups of int4 are filled up."""
+        return self.num_groups * self.group // 2 if self.dtype == "int4" else self.width + self.width % 2
 
     @property
     def row_bytes(self) -> int:
@@ -67,8 +67,9 @@ class RowFormat:
     def _decode(self, codes: Any, xp: Any) -> Any:
         """Return the numbers before scale and offset, as float32."""
         if self.dtype == "int4":
-            pairs = xp.stack([codes & 15, codes >> 4], axis=-1)
-            codes = xp.reshape(pairs, (*codes.shape[:-1], 2 * codes.shape[-1]))
+            groups = xp.reshape(codes, (*codes.shape[:-1], self.num_groups, self.group // 2))
+            codes = xp.concat([groups & 15, groups >> 4], axis=-1)
+            codes = xp.reshape(codes, (*codes.shape[:-2], self.num_groups * self.group))
         else:
             codes = _view(xp, codes, self.dtype)
         return xp.astype(codes, xp.float32)

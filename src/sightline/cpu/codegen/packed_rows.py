@@ -8,7 +8,7 @@ from typing import Any
 from ...arrays.row_formats import SCALE, SCALE_BYTES, RowFormat
 from ..runtime.machine import Machine
 from .formats import format_of
-from .values import BYTE, FLOAT, INT16, INT32, INT64, Value, vector
+from .values import BYTE, FLOAT, INT32, Value, vector
 
 EXPONENT_BIAS_FACTOR = 2.0**120  # corrects the exponent of a float8 whose bits are those of a float32
 
@@ -30,44 +30,53 @@ class PackedFormat:
         """Load `lanes` numbers of a row from a column on, which is a multiple of `lanes`; see `load_columns`."""
         return next(self.load_columns(row, column, 1, lanes))
 
-    def load_columns(self, row: Value, first: Any, count: int, lanes: int) -> Iterator[Value]:
+    def load_columns(
+        self, row: Value, first: Any, count: int, lanes: int, scales: Value | None = None
+    ) -> Iterator[Value]:
         """Load `count` vectors of neighbouring numbers from the column `first` on.
 
-        `first` is a whole number or a Value, a multiple of count · lanes. A vector lies in one group.
+        `first` is a whole number or a Value, a multiple of count · lanes. A vector lies in one group. `scales` is where
+        `copy_scales` has put the row's scales; without it, they are read from the row.
         """
-        size, known = self.rows.group, dict[int, tuple[Value, ...]]()
-        starts_group = isinstance(first, int) or self.rows.num_groups == 1 or (count * lanes) % size == 0
+        size, known = self.rows.group, dict[Any, list[Value]]()  # the vectors of one group share its scale
         for at in range(0, count * lanes, lanes):
+            column = first + at
             if isinstance(first, int):
-                key = group = (first + at) // size
-            elif starts_group:  # the vectors of one group share its scale
-                key = at // size
-                group = first // size + key if self.rows.num_groups > 1 else 0
+                key, group, place = column // size, column // size, column % size
+            elif (count * lanes) % size == 0:  # `first` is the start of a group
+                key, group, place = at // size, first // size + at // size, at % size
             else:
-                key, group = at, (first + at) // size
+                key, group, place = at, column // size, column % size
             if key not in known:
-                known[key] = self._load_scales(row, group)
-            scale, *offset = (number.broadcast(lanes) for number in known[key])
-            codes = self.load_codes(row, first + at, lanes)
+                known[key] = [number.broadcast(lanes) for number in self._load_scales(row, group, scales)]
+            scale, *offset = known[key]
+            codes = self.load_codes(row, column, lanes, place)
             yield row.builder.fma(codes, scale, offset[0]) if offset else codes * scale
 
     @property
     def has_row_scale(self) -> bool:
         """True if a row has one scale and no offset, so that products and sums of codes can be scaled instead."""
-        return self.rows.num_groups == 1 and not self.rows.has_offsets
+        return self.num_scales == 1
 
-    def load_row_scale(self, row: Value) -> Value:
-        """Load the scale of a row that has one scale."""
-        return self._load_scales(row, 0)[0]
+    @property
+    def num_scales(self) -> int:
+        """The number of scales and offsets of a row."""
+        return self.rows.num_groups * (1 + self.rows.has_offsets)
 
-    def _load_scales(self, row: Value, group: Any) -> tuple[Value, ...]:
+    def copy_scales(self, row: Value, target: Value) -> None:
+        """Store the scales of a row, then its offsets, as float32."""
+        target.store(self.scale_format.load(row.at(self.rows.code_bytes), self.num_scales))
+
+    def _load_scales(self, row: Value, group: Any, scales: Value | None) -> list[Value]:
         """Load the scale of a group, and its offset if the format has offsets."""
-        places = [self.rows.code_bytes, self.rows.code_bytes + SCALE_BYTES * self.rows.num_groups]
-        count = 1 + self.rows.has_offsets
-        return tuple(self.scale_format.load(row.at(group * SCALE_BYTES + place)) for place in places[:count])
+        places = [group + k * self.rows.num_groups for k in range(1 + self.rows.has_offsets)]
+        if scales is not None:
+            return [scales.at(place * FLOAT.itemsize).load(FLOAT) for place in places]
+        start = row.at(self.rows.code_bytes)
+        return [self.scale_format.load(start.at(place * SCALE_BYTES)) for place in places]
 
-    def load_codes(self, row: Value, column: Any, lanes: int) -> Value:
-        """Load codes as float32."""
+    def load_codes(self, row: Value, column: Any, lanes: int, place: Any = 0) -> Value:
+        """Load codes as float32 from a column on. For int4, `place` is that of the column in its group."""
         kind = vector(BYTE, lanes)
         if self.name == "int8":
             return row.at(column).load(kind).to(INT32).to(FLOAT)
@@ -75,11 +84,10 @@ class PackedFormat:
             bits = row.at(column).load(kind).zero_extend(INT32)
             magnitude = ((bits & 0x7F) << 20).bits(FLOAT) * EXPONENT_BIAS_FACTOR
             return (magnitude.bits(INT32) | ((bits & 0x80) << 24)).bits(FLOAT)
-        if lanes == 1:
-            column = row.builder.value(column, INT32) if isinstance(column, int) else column.to(INT32)
-            byte = row.at((column // 2).zero_extend(INT64)).load(BYTE).zero_extend(INT32)
-            code: Value = (byte >> (column % 2) * 4) & 15
-            return code.to(FLOAT)
-        pairs = row.at(column // 2).load(vector(BYTE, lanes // 2)).zero_extend(INT16)
-        codes = ((pairs | (pairs << 4)) & 0x0F0F).bitcast(kind)  # each in a byte
-        return codes.zero_extend(INT32).to(FLOAT)
+        half = self.rows.group // 2
+        pairs = row.at((column - place) // 2 + place % half).load(kind).zero_extend(INT32)
+        shift = place // half * 4
+        if isinstance(shift, Value):
+            shift = shift.to(INT32).broadcast(lanes)
+        codes: Value = (pairs >> shift) & 15
+        return codes.to(FLOAT)

@@ -6,8 +6,8 @@ broadcast and multiplies a row of V. Narrow floats are widened in registers.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
-If a quantised row has one scale, the scales of a tile are loaded once: that of K multiplies the scores, and that of V
-the weights.
+The scales of quantised rows are widened once for each tile. If a row has one scale, that of K multiplies the scores,
+and that of V the weights, so that the inner loops read codes alone.
 
 The keys are divided into splits, in a way that only the problem determines. Threads process the splits one by one. The
 thread that finishes the last split of some rows merges the splits, always in the order of the keys, as `merge` does
@@ -28,7 +28,6 @@ from typing import Any
 
 from ..codegen.abi import DECODE_FIELDS
 from ..codegen.builder import CACHE_LINE_BYTES, Variable
-from ..codegen.formats import FloatFormat
 from ..codegen.math import exp
 from ..codegen.packed_rows import PackedFormat
 from ..codegen.reduction import reduce_across_groups, reduce_within_groups
@@ -66,10 +65,10 @@ class Decode(Block):
         self.kept_rows = {name: (tiles.scratch(MAX_ROWS_PER_ITEM * size), size) for name, size in row_bytes.items()}
         self.scores = tiles.scratch(MAX_ROWS_PER_ITEM * self.score_row_bytes)
         self.alpha = tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize)
-        self.tile_scales = {  # of the rows of K or V in a tile, if each row has one scale
-            name: tiles.scratch(KEY_BLOCK * tiles.itemsize)
+        self.tile_scales = {  # of the quantised rows of K or V in a tile
+            name: tiles.scratch(KEY_BLOCK * format.num_scales * tiles.itemsize)
             for name, format in (("key", self.key_format), ("value", self.value_format))
-            if isinstance(format, PackedFormat) and format.has_row_scale
+            if isinstance(format, PackedFormat)
         }
         self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # scores before the sum over groups of lanes
 
@@ -177,7 +176,7 @@ class Decode(Block):
         self.accumulate_values()
 
     def load_tile_scales(self) -> None:
-        """Load the scales of the tile's rows that have one scale; those past the last key are the last key's."""
+        """Widen the scales of the tile's quantised rows; those past the last key are the last key's."""
         for name, scratch in self.tile_scales.items():
             rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
             assert isinstance(format, PackedFormat)
@@ -185,12 +184,14 @@ class Decode(Block):
             with self.builder.loop(0, KEY_BLOCK, UNROLL) as key:
                 for k in range(UNROLL):
                     row = rows.at(self.builder.minimum(key + k, self.num_keys - 1) * stride)
-                    scratch.at((key + k) * self.tiles.itemsize).store(format.load_row_scale(row))
+                    format.copy_scales(row, scratch.at((key + k) * (format.num_scales * self.tiles.itemsize)))
 
     def multiply_by_scales(self, name: str, numbers: Value, v: int) -> Value:
-        """Return the numbers of vector `v` of a tile's keys times the scales of their rows of K or V."""
-        scales = self.tile_scales.get(name)
-        return numbers if scales is None else numbers * scales.at(v * self.tiles.align).load(self.vector)
+        """Return the numbers of vector `v` of a tile's keys times the scales of rows with one scale."""
+        format = self.key_format if name == "key" else self.value_format
+        if not (isinstance(format, PackedFormat) and format.has_row_scale):
+            return numbers
+        return numbers * self.tile_scales[name].at(v * self.tiles.align).load(self.vector)
 
     # -- scores ---------------------------------------------------------------------------------------------------
     def score_tile(self) -> None:
@@ -222,7 +223,7 @@ class Decode(Block):
         """Return, for each key at `first` + offset, the sums over d of its products with the rows of Q, by lane."""
         builder, tiles, args = self.builder, self.tiles, self.args
         indices = [first + k for k in offsets]
-        keys = [self.keys.at(builder.minimum(key, self.num_keys - 1) * args.key_row_stride) for key in indices]
+        keys = [builder.minimum(key, self.num_keys - 1) for key in indices]
         ahead = [self.values_ahead.at(key * args.value_row_stride) for key in indices]
         sums = [[Variable(builder, self.vector, 0.0) for _ in queries] for _ in keys]
         size, width = self.key_format.itemsize, self.lanes * tiles.pair_size  # bytes of a number, numbers of a vector
@@ -232,7 +233,7 @@ class Decode(Block):
         with builder.loop(0, self.spec.d_k, vectors * width) as d:
             for row in ahead:
                 builder.prefetch(row.at(d * size))
-            columns = zip(*[self.load_vectors(self.key_format, row, d, vectors) for row in keys], strict=True)
+            columns = zip(*[self.load_vectors("key", key, d, vectors) for key in keys], strict=True)
             for v, right in enumerate(columns):
                 left = [query.at((d + v * width) * query_size).load(tiles.operand_vector) for query in queries]
                 for totals, numbers in zip(sums, right, strict=True):
@@ -240,13 +241,18 @@ class Decode(Block):
                         total.set(tiles.multiply_add(query, numbers, total.get()))
         return sums
 
-    def load_vectors(self, format: FloatFormat | PackedFormat, row: Value, first: Any, count: int) -> Iterator[Value]:
-        """Load vectors of numbers of a row of K or V from the column `first` on.
+    def load_vectors(self, name: str, key: Value, first: Any, count: int) -> Iterator[Value]:
+        """Load vectors of numbers of a row of K or V of the tile from the column `first` on.
 
         They are widened, or pairs of bfloat16, or codes without the scale of their row.
         """
-        if isinstance(format, PackedFormat) and format.has_row_scale:
-            return (format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(count))
+        rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
+        row = rows.at(key * getattr(self.args, f"{name}_row_stride"))
+        if isinstance(format, PackedFormat):
+            if format.has_row_scale:
+                return (format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(count))
+            scales = self.tile_scales[name].at(key * (format.num_scales * self.tiles.itemsize))
+            return format.load_columns(row, first, count, self.lanes, scales)
         if self.paired:
             align = self.tiles.align
             return (row.at(first * 2 + k * align).load(self.tiles.operand_vector) for k in range(count))
@@ -330,8 +336,7 @@ class Decode(Block):
                         builder.prefetch(row.at(at))
                 if self.paired:
                     return self.load_value_pairs(k, range(first * 4, (first + width * self.lanes) * 4, tiles.align))
-                row = self.values.at(k * self.args.value_row_stride)
-                return list(self.load_vectors(self.value_format, row, first, width))
+                return list(self.load_vectors("value", k, first, width))
 
             return read
 

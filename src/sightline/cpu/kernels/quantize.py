@@ -59,7 +59,9 @@ class Quantize:
         """Return the module with the function `name`."""
         self.builder = builder = Builder(Module(), name)
         self.args = args = LoadedArguments(builder, builder.arguments[0], FIELDS, ())
-        self.numbers = builder.alloca_array(FLOAT, round_up(self.rows.width, self.lanes))  # a source row, widened
+        width, filled = self.rows.width, self.rows.group if self.rows.dtype == "int4" else 1
+        self.stop = round_up(round_up(width, filled), self.lanes)
+        self.numbers = builder.alloca_array(FLOAT, self.stop)  # a source row, widened
         self.errors, self.squares = (Variable(builder, DOUBLE, 0.0) for _ in range(2))
         with builder.loop(0, args.B) as b, builder.loop(0, args.t) as r:
             position = args.positions.at((b * args.t + r) * 8).load(INT64)
@@ -75,13 +77,13 @@ class Quantize:
         return builder.module
 
     def load_row(self, source: Value) -> None:
-        """Copy a row of the source, widened to float32. Copies of its last number fill the last vector."""
+        """Copy a row of the source, widened to float32. Copies of its last number fill the rest of `numbers`."""
         builder, width, format = self.builder, self.rows.width, self.source_format
         stride = format.itemsize if self.spec.unit_stride else self.args.source_column_stride
         whole = width // self.lanes * self.lanes if self.spec.unit_stride else 0
         with builder.loop(0, whole, self.lanes) as c:
             self.numbers.at(c * 4).store(format.load_column(source, c, self.lanes).to(FLOAT))
-        with builder.loop(whole, round_up(width, self.lanes)) as c:
+        with builder.loop(whole, self.stop) as c:
             column = builder.minimum(c, width - 1)
             self.numbers.at(c * 4).store(format.load(source.at(column * stride)).to(FLOAT))
 
@@ -112,33 +114,38 @@ class Quantize:
         scale, *offsets = [self.packed.scale_format.load(place.at(k * 2 * rows.num_groups)) for k in range(len(stored))]
         inverse = builder.where(scale == 0.0, 0.0, builder.value(1.0, FLOAT) / scale)
         whole = count // self.lanes * self.lanes
-        for begin, end, lanes in ((0, whole, self.lanes), (whole, count, 1)):
+        loops = (0, whole, self.lanes), (whole, count, 1)
+        for begin, end, lanes in [(0, rows.group // 2, self.lanes)] if rows.dtype == "int4" else loops:
+            with builder.loop(begin, end, lanes) as at:
+                self.store_codes(target, group, at, lanes, inverse, offsets)
+        for begin, end, lanes in loops:
             with builder.loop(begin, end, lanes) as at:
                 x = first.at(at * 4).load(vector(FLOAT, lanes))
-                self.store_codes(target, start + at, (x - offsets[0] if offsets else x) * inverse, lanes)
                 difference = x - self.packed.load_column(target, start + at, lanes)
                 self.errors.set(self.errors.get() + (difference * difference).to(DOUBLE).sum())
                 self.squares.set(self.squares.get() + (x * x).to(DOUBLE).sum())
 
-    def store_codes(self, target: Value, column: Value, x: Value, lanes: int) -> None:
-        """Store the codes of numbers that are divided by their scale, from a column on."""
-        builder, largest = self.builder, LARGEST_CODE[self.rows.dtype]
-        x = builder.maximum(builder.minimum(x, largest), 0.0 if self.rows.has_offsets else -largest)  # NaN: a limit
+    def store_codes(self, target: Value, group: Value, at: Value, lanes: int, inverse: Value, offsets: Any) -> None:
+        """Store `lanes` codes from the place `at` of a group on, in int4 also those half a group later.
+
+        `inverse` is 1 / scale.
+        """
+        builder, start, largest = self.builder, group * self.rows.group, LARGEST_CODE[self.rows.dtype]
+        least = 0.0 if offsets else -largest
+
+        def divide(place: Any) -> Value:
+            x = self.numbers.at((start + place) * 4).load(vector(FLOAT, lanes))
+            x = (x - offsets[0] if offsets else x) * inverse
+            return builder.maximum(builder.minimum(x, largest), least)  # NaN: a limit
+
         if self.rows.dtype == "float8_e4m3fn":
-            target.at(column).store(_float_to_e4m3(builder, x).to(BYTE))
-            return
-        codes = (x + ROUNDING_CONSTANT).bits(INT32)
-        if self.rows.dtype == "int8":
-            target.at(column).store(codes.to(BYTE))
-        elif lanes > 1:
-            codes = codes & 15
-            low, high = (codes.extract_lanes(range(half, lanes, 2)) for half in range(2))
-            target.at(column // 2).store((low | (high << 4)).to(BYTE))
-        else:  # the code at an even column sets the byte, and the next one fills its high bits
-            byte, is_high = target.at(column // 2), (column % 2) == 1
-            old = builder.where(is_high, byte.load(BYTE).zero_extend(INT32), 0)
-            shifted = builder.where(is_high, (codes & 15) << 4, codes & 15)
-            byte.store((old | shifted).to(BYTE))
+            target.at(start + at).store(_float_to_e4m3(builder, divide(at)).to(BYTE))
+        elif self.rows.dtype == "int8":
+            target.at(start + at).store((divide(at) + ROUNDING_CONSTANT).bits(INT32).to(BYTE))
+        else:
+            half = self.rows.group // 2
+            low, high = ((divide(place) + ROUNDING_CONSTANT).bits(INT32) & 15 for place in (at, at + half))
+            target.at(group * half + at).store((low | (high << 4)).to(BYTE))
 
 
 def _float_to_e4m3(builder: Builder, x: Value) -> Value:
