@@ -1,16 +1,17 @@
 """Quantised caches: the stored numbers against an oracle in Python floats, and attention against the stored numbers."""
 
 import copy
+import itertools
 import math
 import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sightline
@@ -145,7 +146,7 @@ def test_float8_codes_are_those_of_ml_dtypes(rng):
     """A row whose largest number is 448 has scale 1; its codes are then the float8 nearest to its numbers."""
     every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     every = every[np.isfinite(every)]
-    between = [np.nextafter((a + b) / 2, c) for a, b in zip(every, every[1:], strict=False) for c in (a, b, 500)]
+    between = [np.nextafter((a + b) / 2, c) for a, b in itertools.pairwise(every) for c in (a, b, 500)]
     numbers = np.concatenate([every, np.float32(between), rng.uniform(-20, 20, 500).astype(np.float32)])
     numbers = numbers[np.abs(numbers) <= 448][: 10 * 127].reshape(-1, 1)[: 127 * 7].reshape(7, 127)
     rows = np.concatenate([numbers, np.full((7, 1), 448, np.float32)], 1)
@@ -294,7 +295,7 @@ def test_every_number_of_threads_gives_the_same_bits(rng, dtype, count):
 def test_gradients_of_the_query(rng, dtype):
     query, key, value = random_arrays(rng, (64, 33), kind="torch")
     cache = filled_cache(dtype, key, value)
-    stored, weight = cache.dequantized(), torch.randn(query.shape[:-1] + (33,))
+    stored, weight = cache.dequantized(), torch.randn((*query.shape[:-1], 33))
     for count in (1, 150, 150):
         rows = query[:, :, -count:].clone().requires_grad_(), query[:, :, -count:].clone().requires_grad_()
         for one, arguments in zip(rows, ((cache,), stored), strict=True):
@@ -370,8 +371,8 @@ class Model:
             assert_attends(output[b : b + 1], query[b : b + 1], *expected, **options)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(
     data=st.data(),
     dtypes=st.tuples(st.sampled_from(QUANTIZED), st.sampled_from(QUANTIZED)),
     kind=st.sampled_from(["numpy", "torch"]),
@@ -490,7 +491,7 @@ def test_errors_name_the_cure(rng):
     for read in (lambda: cache.key, lambda: cache.value):
         with pytest.raises(ParameterError, match="dequantized"):
             read()
-    with pytest.raises(ParameterError, match="cache.key"):
+    with pytest.raises(ParameterError, match=r"cache\.key"):
         filled_cache("float32", key, value).dequantized()
     with pytest.raises(DeviceError, match="torch on cpu"):
         cache.append(*map(to_torch, (key, value)))
@@ -520,7 +521,7 @@ def test_other_devices_are_refused_before_anything_changes():
 def test_transforms_of_torch_are_refused(rng):
     query, key, value = random_arrays(rng, kind="torch")
     cache = filled_cache("int8", key, value)
-    with pytest.raises(KernelRefusedError, match="torch.compiler.disable"):
+    with pytest.raises(KernelRefusedError, match=r"torch\.compiler\.disable"):
         torch.func.vmap(lambda q: sightline.attention(q[None], cache))(query)
     with pytest.raises(KernelRefusedError, match="kernel='triton'"):
         sightline.attention(query, cache, kernel="triton")
