@@ -546,6 +546,11 @@ FAULTS = {
         "group + k * self.rows.num_groups",
         "k * self.rows.num_groups",
     ),
+    "codes of neighbouring columns as a pair": (
+        decode,
+        "* width + d % self.lanes * 2 + d % width // self.lanes",
+        "* width + d % width",
+    ),
     "the scale of the next row": (decode, "scratch.at((key + k) *", "scratch.at((key + k + 1) *"),
     "a code without its sign": (packed_rows, "load(kind).to(INT32)", "load(kind).zero_extend(INT32)"),
     "the offset left out": (packed_rows, "fma(codes, scale, offset[0]) if", "fma(codes, scale, 0.0) if"),
@@ -573,6 +578,8 @@ def check_cache(seed=3):
             for count in (1, 70):
                 output = sightline.attention(query[:, :, -count:], cache)
                 assert_attends(output, query[:, :, -count:], *stored)
+            narrow = query[:, :, -1:].astype(ml_dtypes.bfloat16)
+            assert_attends(sightline.attention(narrow, cache), narrow.astype(np.float32), *stored)
 
 
 def test_the_unchanged_cache_passes():

@@ -50,10 +50,15 @@ class Block:
         self.format = format_of(spec.dtype, machine)
         self.float = self.format.accumulator_type
         self.key_format, self.value_format = (self.make_operand_format(k) for k in range(2))
-        self.paired = spec.dtype == "bfloat16" and machine.has_bf16_dot and not spec.stored
+        self.paired = spec.dtype == "bfloat16" and machine.has_bf16_dot and self.can_pair(spec, machine)
         self.integer = INT64 if spec.needs_int64 else INT32
         self.formulas = tuple(formulas)  # the structures of mask, score and the extra formulas
         self.module = Module()
+
+    @staticmethod
+    def can_pair(spec: KernelSpec, machine: Machine) -> bool:
+        """True if rows can be read as pairs of bfloat16; this kernel widens quantised rows to float32."""
+        return not spec.stored
 
     def make_operand_format(self, index: int) -> FloatFormat | PackedFormat:
         """Return the format of the rows of K (index 0) or V (index 1)."""

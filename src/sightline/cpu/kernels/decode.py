@@ -2,12 +2,13 @@
 
 The query heads that share a key head are rows of one small matrix, so that K and V are read once for all of them. Here
 vectors run along d. A score is a sum over lanes, computed for many keys at once by a tree of shuffles. A weight is
-broadcast and multiplies a row of V. Narrow floats are widened in registers.
+broadcast and multiplies a row of V. Narrow floats and codes are widened in registers.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
 The scales of quantised rows are widened once for each tile. If a row has one scale, that of K multiplies the scores,
-and that of V the weights, so that the inner loops read codes alone.
+and that of V the weights, so that the inner loops read codes alone. Where the processor multiplies pairs of bfloat16,
+such codes become bfloat16, which is exact.
 
 The keys are divided into splits, in a way that only the problem determines. Threads process the splits one by one. The
 thread that finishes the last split of some rows merges the splits, always in the order of the keys, as `merge` does
@@ -26,15 +27,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ...arrays.row_formats import RowFormat
 from ..codegen.abi import DECODE_FIELDS
 from ..codegen.builder import CACHE_LINE_BYTES, Variable
 from ..codegen.math import exp
 from ..codegen.packed_rows import PackedFormat
 from ..codegen.reduction import reduce_across_groups, reduce_within_groups
-from ..codegen.values import BFLOAT, DOUBLE, INT16, INT64, Value, vector
+from ..codegen.values import BFLOAT, DOUBLE, INT16, INT32, INT64, Value, vector
+from ..runtime.machine import Machine
 from .block import Block
 from .fused_statistics import MIN_EXPONENT
-from .kernel_spec import KEY_BLOCK
+from .kernel_spec import KEY_BLOCK, KernelSpec
 
 MAX_ROWS_PER_ITEM = 32  # the most query rows of a work item
 SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
@@ -71,6 +74,15 @@ class Decode(Block):
             if isinstance(format, PackedFormat)
         }
         self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # scores before the sum over groups of lanes
+
+    @staticmethod
+    def can_pair(spec: KernelSpec, machine: Machine) -> bool:
+        """True if codes are few bits, so exact as bfloat16, and rows have one scale and fill vectors of pairs."""
+        width = machine.vector_bytes // BFLOAT.itemsize
+        return not spec.stored or all(
+            row_format.num_groups == 1 and not row_format.has_offsets and row_format.width % width == 0
+            for row_format in map(RowFormat, spec.stored, (spec.d_k, spec.d_v))
+        )
 
     def process_item(self, item: Value) -> None:
         """Process one split of the keys for some query rows, then merge the splits if this split finished last."""
@@ -152,7 +164,7 @@ class Decode(Block):
             with builder.loop(0, self.spec.d_k) as d:
                 number = self.format.load(source.at(d * step)) * sign
                 if self.paired:
-                    self.format.store(target.at(d * 2), number)
+                    self.format.store(target.at(self.paired_column(d) * 2), number)
                 else:
                     target.at(d * tiles.itemsize).store(number)
             self.running_max.at(r * tiles.itemsize).store(builder.value(-math.inf, self.float))
@@ -161,6 +173,13 @@ class Decode(Block):
                 self.weighted_exponents.at(r * tiles.align).store(builder.value(0.0, self.vector))
             with builder.loop(0, self.output_row_bytes // tiles.align) as v:
                 self.output.at(r * self.output_row_bytes + v * tiles.align).store(builder.value(0.0, self.vector))
+
+    def paired_column(self, d: Value) -> Value:
+        """Return where the number of column d lies in a row of pairs: beside d + 1, or, for codes, d + `lanes`."""
+        if not self.tile_scales:
+            return d
+        width = 2 * self.lanes
+        return d // width * width + d % self.lanes * 2 + d % width // self.lanes
 
     def key_tile(self, j0: Value, partial: Value) -> None:
         """Process one tile of keys: scores, weights, weighted sum of V."""
@@ -249,6 +268,9 @@ class Decode(Block):
         rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
         row = rows.at(key * getattr(self.args, f"{name}_row_stride"))
         if isinstance(format, PackedFormat):
+            if self.paired:
+                codes = [format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(2 * count)]
+                return map(self.join_pairs, codes[::2], codes[1::2])
             if format.has_row_scale:
                 return (format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(count))
             scales = self.tile_scales[name].at(key * (format.num_scales * self.tiles.itemsize))
@@ -257,6 +279,11 @@ class Decode(Block):
             align = self.tiles.align
             return (row.at(first * 2 + k * align).load(self.tiles.operand_vector) for k in range(count))
         return format.load_columns(row, first, count, self.lanes)
+
+    def join_pairs(self, first: Value, second: Value) -> Value:
+        """Return pairs of bfloat16 of the lanes of two float32 vectors whose numbers have at most 8 bits."""
+        pairs: Value = (first.bits(INT32) >> 16) | (second.bits(INT32) & 0xFFFF0000)
+        return pairs
 
     def softmax(self, r: Value, j0: Value, masked: bool) -> None:
         """Replace a row of scores by P, and update the row's running maximum and sum."""
@@ -368,9 +395,12 @@ class Decode(Block):
         return [(vectors // pair + k) // passes * pair for k in range(passes)]
 
     def load_value_pairs(self, k: Value, offsets: Sequence[int]) -> list[Value]:
-        """Return V's rows 2k and 2k + 1 joined to pairs, with the columns permuted within every two vectors."""
+        """Return V's rows 2k and 2k + 1 joined to pairs. Columns of floats are permuted within every two vectors."""
         keys = (self.builder.minimum(k * 2 + u, self.num_keys - 1) for u in range(2))
         rows = [self.values.at(key * self.args.value_row_stride) for key in keys]
+        format = self.value_format
+        if isinstance(format, PackedFormat):
+            return [self.join_pairs(*(format.load_codes(row, at // 4, self.lanes) for row in rows)) for at in offsets]
         pairs: list[Value] = []
         for offset in offsets[::2]:
             low, high = (row.at(offset // 2).load(vector(INT16, 2 * self.lanes)) for row in rows)
@@ -401,7 +431,7 @@ class Decode(Block):
             step, size = tiles.pair_size * tiles.align, self.output_row_bytes
             with builder.loop(0, size, step) as at:
                 columns = [self.output.at(r * size + at + k).load(self.vector) for k in range(0, step, tiles.align)]
-                if self.paired:  # restore the order of the columns; see `load_value_pairs`
+                if self.paired and not self.tile_scales:  # restore the order of the columns; see `load_value_pairs`
                     first, second = columns
                     columns = [first.interleave(second, half, SHUFFLE_BYTES // tiles.itemsize) for half in range(2)]
                 for k, row in enumerate(columns):
