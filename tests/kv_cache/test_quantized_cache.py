@@ -455,11 +455,11 @@ def test_guard_pages_around_the_storage():
 import sys; sys.path.insert(0, sys.argv[1])
 import numpy as np, sightline
 from guard_pages import GuardedMemory
-from sightline.kv_cache import cache as module
+from sightline.kv_cache import storage as module
 memory, past = GuardedMemory(), int(sys.argv[2])
-def allocate(like, batch, capacity, dtype, width=None):
-    return memory.zeros((batch, like.shape[1], capacity, (like.shape[3] if width is None else width) - past), dtype)
-module.allocate = allocate
+def allocate(like, shape, dtype):
+    return memory.zeros((*shape[:3], shape[3] - past), dtype)
+module._allocate = allocate
 rng = np.random.default_rng(0)
 for at_end in (True, False):
     memory.at_end = at_end

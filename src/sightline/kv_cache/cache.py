@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import numpy as np
@@ -12,20 +11,10 @@ from ..arrays.row_formats import RowFormat
 from ..errors import ParameterError, ShapeError, check_count
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
-from .argument_checks import check_append, check_lengths, fits_storage, to_integers, unsqueeze_to_4d
-from .quantization import (
-    NARROW_FLOATS,
-    QuantizationError,
-    check_can_quantize,
-    check_query,
-    read_cache_dtype,
-    write_quantized,
-)
+from .argument_checks import check_append, check_lengths, to_integers, unsqueeze_to_4d
+from .quantization import NARROW_FLOATS, QuantizationError, check_can_quantize, check_query, read_cache_dtype
 from .query_positions import Rewriting, find_rewriting, of_equal_lengths, rewrite_formulas
-from .storage import allocate, grow, reorder_batch, write, write_all
-
-DOUBLING = 256  # positions up to which the capacity of a full cache is doubled
-LARGE_SHARE = 4  # a large cache grows by a quarter, so a position is copied about 4 times in total
+from .storage import Storage
 
 b, m = SYMBOLS["b"], SYMBOLS["m"]
 
@@ -103,11 +92,7 @@ class KVCache:
         self._min_capacity = check_count(f"capacity={capacity!r}", capacity, 0, "capacity=1024")
         self._quantized = read_cache_dtype(dtype)  # the dtypes of quantised keys and values; None for floats
         self._dtype, self._casts_inputs = dtype, dtype is not None
-        self._key: Any = None  # (B, G, capacity, d_k)
-        self._value: Any = None
-        self.row_formats: tuple[RowFormat, RowFormat] | None = None  # of a quantised cache, after the first append
-        self._squares = np.zeros((2, 2))  # Σ (x − x̂)² and Σ x² of keys, and of values
-        self._is_shared = False  # True if a copy may read the same storage, which is then copied before it is written
+        self._storage: Storage | None = None  # the first append makes it
         self._lengths: Any  # (B,), their maximum, and whether the newest append has a position that is no padding
         self._max_length: int
         self._newest_have_positions: bool
@@ -118,9 +103,9 @@ class KVCache:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         """Return a copy that shares the storage until one of both caches writes to it."""
-        self._is_shared = True
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__ |= self.__dict__  # the arrays of lengths and positions are replaced, never written to
+        copied._storage = self._storage and self._storage.copy()
         copied._rewritings, copied._of_equal_lengths = {}, of_equal_lengths()
         return copied
 
@@ -145,9 +130,10 @@ class KVCache:
 
     def dequantized(self) -> tuple[Any, Any]:
         """Return new float32 arrays like `key` and `value`, with the numbers that a quantised cache stands for."""
-        if self.row_formats is None:
+        formats, views = self.row_formats, self._view(self._max_length)
+        if formats is None:
             raise ParameterError(f"dequantized() of a cache of {self._dtype}", "a quantised cache", "cache.key")
-        key, value = (form.unpack(x) for form, x in zip(self.row_formats, self._view(self._max_length), strict=True))
+        key, value = (form.unpack(rows) for form, rows in zip(formats, views, strict=True))
         return key, value
 
     @property
@@ -158,7 +144,12 @@ class KVCache:
         """
         if self._quantized is None:
             return None
-        return QuantizationError.from_sums(self._squares)
+        return QuantizationError.from_sums(np.zeros((2, 2)) if self._storage is None else self._storage.squares)
+
+    @property
+    def row_formats(self) -> tuple[RowFormat, RowFormat] | None:
+        """How the rows of keys and of values are quantised; None for floats, and before the first append."""
+        return None if self._storage is None else self._storage.row_formats
 
     @property
     def max_length(self) -> int:
@@ -168,7 +159,7 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """The number of positions that fit without growth."""
-        return self._min_capacity if self._key is None else int(self._key.shape[2])
+        return self._min_capacity if self._storage is None else self._storage.capacity
 
     @property
     def dtype(self) -> str | tuple[str, str] | None:
@@ -178,14 +169,13 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """The bytes of the storage, unused capacity included."""
-        if self._key is None:
-            return 0
-        return sum(math.prod(array.shape) * int(array.dtype.itemsize) for array in (self._key, self._value))
+        return 0 if self._storage is None else self._storage.nbytes
 
     def __repr__(self) -> str:
-        if self._key is None:
+        if self._storage is None:
             return f"KVCache: empty, capacity {self.capacity}, the first append decides the rest"
-        (B, G), (d_k, d_v) = self._key.shape[:2], self._widths() or (0, 0)
+        array, (d_k, d_v) = self._storage.key, self._storage.widths
+        B, G = array.shape[:2]
         if B == 1:
             sequences = f"1 sequence of {self._max_length:,} positions"
         elif self._has_equal_lengths:
@@ -195,7 +185,7 @@ class KVCache:
         else:
             sequences = f"{B} sequences of {self._lengths.min():,} to {self._max_length:,} positions"
         heads = "no head axis" if self._ndim < 4 else f"{G} head{'s' * (G != 1)}"
-        where = f"{framework(self._key)} on {device(self._key)}"
+        where = f"{framework(array)} on {device(array)}"
         stored = self._dtype if isinstance(self._dtype, str) else " and ".join(self._quantized or ())
         return (
             f"KVCache: {sequences}, capacity {self.capacity:,}\n"
@@ -229,8 +219,9 @@ class KVCache:
             padding is another word, or a tensor requires a gradient: append `key.detach()`, or pass plain arrays to
             attention.
         """
-        if not self._stores_the_like(key, value):
-            check_append(key, value, (self._key, self._value), self._widths(), self._ndim, self._casts_inputs)
+        storage = self._storage
+        if storage is None or self._ndim < 4 or not storage.fits(key, value):
+            check_append(key, value, storage, self._ndim, self._casts_inputs)
             if self._quantized is not None:
                 check_can_quantize(self._dtype, key)
         if padding not in ("right", "left"):
@@ -241,53 +232,31 @@ class KVCache:
         key, value = unsqueeze_to_4d(key), unsqueeze_to_4d(value)
         B, _, t, _ = key.shape
         counts = None if lengths is None else check_lengths(lengths, B, t)
-        if self._key is None:
-            self._allocate(key, value, axes)
+        if storage is None:
+            storage = self._allocate(key, value, axes)
         if self._has_equal_lengths and (counts is None or (counts == t).all()):
-            self._append_to_all(key, value)
+            self._append_to_all(storage, key, value)
             return
         counts = np.full(B, t) if counts is None else counts
-        self._grow(int((self._lengths + counts).max(initial=0)))
+        storage.reserve(int((self._lengths + counts).max(initial=0)), self._max_length)
         rows = np.arange(t) - (0 if padding == "right" else (t - counts)[:, None])  # (B, t), 0 for the first real row
         real = (rows >= 0) & (rows < counts[:, None])
         positions = np.where(real, self._lengths[:, None] + rows, -1)
-        if self.row_formats is None:
-            write(self._key, key, positions)
-            write(self._value, value, positions)
-        else:
-            self._quantize(key, value, positions)
+        storage.write(key, value, positions)
         self._set_lengths(self._lengths + counts, positions)
 
-    def _stores_the_like(self, key: Any, value: Any) -> bool:
-        """True if `check_append` would accept the arrays; it is slower."""
-        widths, casts_floats = self._widths(), self._quantized is not None
-        if widths is None or self._ndim < 4 or not fits_storage(key, self._key, widths[0], casts_floats):
-            return False
-        fits = fits_storage(value, self._value, widths[1], casts_floats)
-        return bool(fits and key.shape[2] == value.shape[2] and key.dtype == value.dtype)
-
-    def _append_to_all(self, key: Any, value: Any) -> None:
+    def _append_to_all(self, storage: Storage, key: Any, value: Any) -> None:
         """Append t positions to each of the sequences, which have one length: a step of most decoding loops."""
         B, _, t, _ = key.shape
         start = self._max_length
         stop = start + t
-        self._grow(stop)
+        storage.reserve(stop, start)
+        storage.write(key, value, start)
         newest = np.empty((B, t), np.int64)
         newest[:] = np.arange(start, stop)
-        if self.row_formats is None:
-            write_all(self._key, key, start)
-            write_all(self._value, value, start)
-        else:
-            self._quantize(key, value, newest)
         self._lengths, self._newest_positions = self._lengths + t, newest
         self._rewritings = {}
         self._max_length, self._newest_are_last, self._newest_have_positions = stop, True, B * t > 0
-
-    def _quantize(self, key: Any, value: Any, positions: Any) -> None:
-        """Write rows of key and value to these positions (B, t), where −1 is padding, and count the error."""
-        parts = zip((self._key, self._value), (key, value), self.row_formats or (), strict=True)
-        sums = [write_quantized(storage, array, positions, row_format) for storage, array, row_format in parts]
-        self._squares = self._squares + sums  # a new array: copies share the old one
 
     def truncate(self, lengths: Any) -> None:
         """Shorten every sequence to at most so many positions, as after rejected drafts of speculative decoding.
@@ -335,13 +304,11 @@ class KVCache:
                 f"one axis of whole numbers from 0 to {count - 1}",
                 "reorder([1, 0]) swaps two sequences",
             )
-        if self._key is None:
+        if self._storage is None:
             return
         if self._ndim == 2 and order.size != 1:
             raise ShapeError(f"reorder({indices!r}) of arrays (t, d)", "one sequence", "append (B, t, d)")
-        arrays, own = (self._key, self._value), not self._is_shared
-        self._key, self._value = (reorder_batch(array, order, self._max_length, in_place=own) for array in arrays)
-        self._is_shared = False
+        self._storage.reorder(order, self._max_length)
         self._set_lengths(self._lengths[order], self._newest_positions[order])
 
     def last(self, count: int, *, capacity: int | None = None) -> KVCache:
@@ -358,13 +325,11 @@ class KVCache:
         first = max(self._max_length - check_count(f"count={count!r}", count, 0, "count=256"), 0)
         found = object.__new__(type(self))
         found.__dict__ |= self.__dict__
-        found._is_shared = True
-        if self._key is not None:
-            found._key, found._value = self._key[:, :, first:], self._value[:, :, first:]
+        found._storage = self._storage and self._storage.from_row(first)
         newest = self._newest_positions
         found._set_lengths(np.maximum(self._lengths - first, 0), np.maximum(newest - first, -1))
-        if capacity is not None and self._key is not None:
-            found._move(max(capacity, found._max_length))
+        if capacity is not None and found._storage is not None:
+            found._storage.move(max(capacity, found._max_length), found._max_length)
         return found
 
     def reset(self) -> None:
@@ -423,15 +388,11 @@ class KVCache:
 
     def _view(self, length: int) -> tuple[Any, Any]:
         """Return views of key and value with the first `length` positions. Another thread may append meanwhile."""
-        return self._first(self._key, length), self._first(self._value, length)
-
-    def _first(self, storage: Any, length: int) -> Any:
-        """Return a view of the first `length` positions of the storage, with the axes of the appended arrays."""
-        if storage is None:
+        if self._storage is None:
             raise _nothing_appended()
         sequence = 0 if self._ndim == 2 else slice(None)
         head = slice(None) if self._ndim == 4 else 0
-        return storage[sequence, head, :length]
+        return self._storage.key[sequence, head, :length], self._storage.value[sequence, head, :length]
 
     def _float_view(self) -> tuple[Any, Any]:
         """Return `_view` of a cache of floats."""
@@ -443,41 +404,14 @@ class KVCache:
             )
         return self._view(self._max_length)
 
-    def _widths(self) -> tuple[int, int] | None:
-        """Return d_k and d_v; None before the first append."""
-        if self._key is None:
-            return None
-        if self.row_formats is not None:
-            return self.row_formats[0].width, self.row_formats[1].width
-        return self._key.shape[3], self._value.shape[3]
-
-    def _allocate(self, key: Any, value: Any, axes: int) -> None:
-        """Allocate storage for arrays like these, for the first append."""
-        shapes = (key, key.shape[0], self._min_capacity), (value, value.shape[0], self._min_capacity)
-        if self._quantized is None:
-            dtype = self._dtype or dtype_name(key)
-            self._key, self._value = (allocate(*shape, str(dtype)) for shape in shapes)
-            self._dtype = dtype
-        else:
-            formats = RowFormat(self._quantized[0], key.shape[3]), RowFormat(self._quantized[1], value.shape[3])
-            rows = zip(shapes, formats, strict=True)
-            self._key, self._value = (allocate(*shape, "uint8", one.row_bytes) for shape, one in rows)
-            self.row_formats = formats
+    def _allocate(self, key: Any, value: Any, axes: int) -> Storage:
+        """Make the storage for arrays like these, for the first append."""
+        dtype = self._dtype or dtype_name(key)
+        self._storage = Storage(key, value, self._min_capacity, str(dtype), self._quantized)
+        self._dtype = dtype
         self._ndim = axes
         self._set_lengths(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
-
-    def _grow(self, needed: int) -> None:
-        """Make the storage writable up to `needed` positions: copy it if it is full, or shared with another cache."""
-        capacity = self.capacity
-        if needed > capacity:
-            self._move(max(needed, capacity + max(min(capacity, DOUBLING), capacity // LARGE_SHARE)))
-        elif self._is_shared:
-            self._move(capacity)
-
-    def _move(self, capacity: int) -> None:
-        """Copy the positions to new storage."""
-        self._key, self._value = (grow(old, capacity, self._max_length) for old in (self._key, self._value))
-        self._is_shared = False
+        return self._storage
 
 
 def _nothing_appended() -> ParameterError:
@@ -492,9 +426,10 @@ def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tu
     The result is None if `unpack_cache` has to do it: the query has another array type or dtype than the cache, a mask
     that is an array has to be joined with the ends of the sequences, or torch.compile traces the call.
     """
-    if type(query) is not type(cache._key) or query.ndim < 2 or is_compiling():
+    storage = cache._storage
+    if storage is None or type(query) is not type(storage.key) or query.ndim < 2 or is_compiling():
         return None
-    if query.dtype != cache._key.dtype and (cache.row_formats is None or dtype_name(query) not in NARROW_FLOATS):
+    if query.dtype != storage.key.dtype and (storage.row_formats is None or dtype_name(query) not in NARROW_FLOATS):
         return None
     if mask is None and score is None and not see and cache._has_equal_lengths:
         return *cache._view(cache._max_length), mask, score, see
