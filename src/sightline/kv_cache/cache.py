@@ -65,6 +65,10 @@ class KVCache:
     The arrays `key` and `value` are views of the cache's storage. Growth does not change them. `reorder` may overwrite
     them, and so may an append after `truncate` or `reset`.
 
+    Values that are the first d_v numbers of the keys, in the same memory (`cache.append(latent, latent[..., :512])`), are
+    stored once, and each row is read once. Absorbed multi-head latent attention has them (DeepSeek-V2, 2024, section
+    2.1). An append of other values ends this. Quantised caches store both.
+
     `copy.deepcopy` copies no keys and values. The copy and the original share the storage; each of them copies it when
     it first writes to it. One cache of a prompt may so be continued many times.
 
