@@ -820,14 +820,14 @@ FAULTS = {
     "ragged rows shifted": ("kv_storage", "array[b, :, row]", "array[b, :, row - 1]"),
     "growth forgets": ("kv_storage", "new[:, :, :used] = array[:, :, :used]", "pass"),
     "left padding taken for right": ("kv_cache", '(0 if padding == "right" else (t - counts)[:, None])', "0"),
-    "lengths not hidden": ("kv_cache", "None if self._has_equal_lengths else library.padding(self._lengths)", "None"),
+    "lengths not hidden": ("kv_cache", "library.padding(self._count_rows())", "j >= 0"),
     "rows of the last positions one too late": (
         "kv_cache",
         "self._lengths[:, None] - n + np.arange(n)",
         "self._lengths[:, None] - n + 1 + np.arange(n)",
     ),
     "the only query taken for the last": ("kv_cache", "of_last if count == 1 else", "of_last if count else"),
-    "queries from the first position": ("kv_cache", "real, self._lengths[:, None] + rows", "real, rows"),
+    "written from the first row": ("kv_cache", "real, used[:, None] + rows", "real, rows"),
     "beams keep their lengths": (
         "kv_cache",
         "self._set_lengths(self._lengths[order], ",

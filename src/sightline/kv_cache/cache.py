@@ -12,11 +12,12 @@ from ..errors import ParameterError, ShapeError, check_count
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
 from .argument_checks import check_append, check_lengths, to_integers, unsqueeze_to_4d
+from .kept_rows import KeptRows, all_rows, find_rows, keep_rows
 from .quantization import NARROW_FLOATS, QuantizationError, check_can_quantize, check_query, read_cache_dtype
 from .query_positions import Rewriting, find_rewriting, of_equal_lengths, rewrite_formulas
 from .storage import Storage
 
-b, m = SYMBOLS["b"], SYMBOLS["m"]
+j = SYMBOLS["j"]
 
 
 class KVCache:
@@ -65,8 +66,8 @@ class KVCache:
     The arrays `key` and `value` are views of the cache's storage. Growth does not change them. `reorder` may overwrite
     them, and so may an append after `truncate` or `reset`.
 
-    Values that are the first d_v numbers of the keys, in the same memory (`cache.append(latent, latent[..., :512])`), are
-    stored once, and each row is read once. Absorbed multi-head latent attention has them (DeepSeek-V2, 2024, section
+    Values that are the first d_v numbers of the keys, in the same memory, are stored once, and each row is read once:
+    `cache.append(latent, latent[..., :512])`. Absorbed multi-head latent attention has them (DeepSeek-V2, 2024, section
     2.1). An append of other values ends this. Quantised caches store both.
 
     `copy.deepcopy` copies no keys and values. The copy and the original share the storage; each of them copies it when
@@ -97,11 +98,13 @@ class KVCache:
         self._quantized = read_cache_dtype(dtype)  # the dtypes of quantised keys and values; None for floats
         self._dtype, self._casts_inputs = dtype, dtype is not None
         self._storage: Storage | None = None  # the first append makes it
-        self._lengths: Any  # (B,), their maximum, and whether the newest append has a position that is no padding
-        self._max_length: int
+        self._lengths: Any  # (B,), and whether the newest append has a position that is no padding
         self._newest_have_positions: bool
-        self._rewritings: dict[tuple[int, bool], Rewriting]  # by `count` and `reads_rows`, until the next change
-        self._of_equal_lengths = of_equal_lengths()
+        self._kept: KeptRows | None = None  # the first rows, and which positions they hold, after `keep`
+        self._num_rows: int  # the rows of the sequence with most; without `keep`, row k holds position k
+        self._rows_are_full: bool  # True if each of these rows holds a position, in every sequence and head
+        self._rewritings: dict[tuple[int, bool, int], Rewriting]  # by the arguments of `rewriting`, until a change
+        self._of_equal_lengths: dict[int, tuple[Rewriting, Rewriting, Rewriting]] = {}  # by `group`, until a `keep`
         self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis
         self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
@@ -110,7 +113,7 @@ class KVCache:
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__ |= self.__dict__  # the arrays of lengths and positions are replaced, never written to
         copied._storage = self._storage and self._storage.copy()
-        copied._rewritings, copied._of_equal_lengths = {}, of_equal_lengths()
+        copied._rewritings, copied._of_equal_lengths = {}, {}
         return copied
 
     # -- contents ---------------------------------------------------------------------------------------------------
@@ -134,7 +137,7 @@ class KVCache:
 
     def dequantized(self) -> tuple[Any, Any]:
         """Return new float32 arrays like `key` and `value`, with the numbers that a quantised cache stands for."""
-        formats, views = self.row_formats, self._view(self._max_length)
+        formats, views = self.row_formats, self._view(self._num_rows)
         if formats is None:
             raise ParameterError(f"dequantized() of a cache of {self._dtype}", "a quantised cache", "cache.key")
         key, value = (form.unpack(rows) for form, rows in zip(formats, views, strict=True))
@@ -158,7 +161,17 @@ class KVCache:
     @property
     def max_length(self) -> int:
         """The number of positions of the longest sequence."""
-        return self._max_length
+        return int(self._lengths.max(initial=0))
+
+    @property
+    def key_positions(self) -> Any:
+        """(B, G, rows) int64: the position whose key a row of `key` holds; −1 for a row that no position has.
+
+        It is the number of the row, unless `keep` has evicted keys.
+        """
+        heads = 0 if self._storage is None else self._storage.key.shape[1]
+        kept = self._kept or all_rows(len(self._lengths), heads)
+        return kept.of_rows(self._num_rows, self._lengths)
 
     @property
     def capacity(self) -> int:
@@ -181,13 +194,15 @@ class KVCache:
         array, (d_k, d_v) = self._storage.key, self._storage.widths
         B, G = array.shape[:2]
         if B == 1:
-            sequences = f"1 sequence of {self._max_length:,} positions"
-        elif self._has_equal_lengths:
-            sequences = f"{B} sequences of {self._max_length:,} positions each"
+            sequences = f"1 sequence of {self.max_length:,} positions"
+        elif (self._lengths == self.max_length).all():
+            sequences = f"{B} sequences of {self.max_length:,} positions each"
         elif B == 2:
             sequences = f"2 sequences of {' and '.join(f'{length:,}' for length in self._lengths)} positions"
         else:
-            sequences = f"{B} sequences of {self._lengths.min():,} to {self._max_length:,} positions"
+            sequences = f"{B} sequences of {self._lengths.min():,} to {self.max_length:,} positions"
+        if self._kept is not None:
+            sequences += f", of which up to {self._num_rows:,} are kept"
         heads = "no head axis" if self._ndim < 4 else f"{G} head{'s' * (G != 1)}"
         where = f"{framework(array)} on {device(array)}"
         stored = self._dtype if isinstance(self._dtype, str) else " and ".join(self._quantized or ())
@@ -238,29 +253,32 @@ class KVCache:
         counts = None if lengths is None else check_lengths(lengths, B, t)
         if storage is None:
             storage = self._allocate(key, value, axes)
-        if self._has_equal_lengths and (counts is None or (counts == t).all()):
+        if self._has_equal_rows and (counts is None or (counts == t).all()):
             self._append_to_all(storage, key, value)
             return
         counts = np.full(B, t) if counts is None else counts
-        storage.reserve(int((self._lengths + counts).max(initial=0)), self._max_length)
+        used = self._count_rows()
+        storage.reserve(int((used + counts).max(initial=0)), self._num_rows)
         rows = np.arange(t) - (0 if padding == "right" else (t - counts)[:, None])  # (B, t), 0 for the first real row
         real = (rows >= 0) & (rows < counts[:, None])
-        positions = np.where(real, self._lengths[:, None] + rows, -1)
-        storage.write(key, value, positions)
-        self._set_lengths(self._lengths + counts, positions)
+        storage.write(key, value, np.where(real, used[:, None] + rows, -1))
+        self._set_lengths(self._lengths + counts, np.where(real, self._lengths[:, None] + rows, -1))
 
     def _append_to_all(self, storage: Storage, key: Any, value: Any) -> None:
         """Append t positions to each of the sequences, which have one length: a step of most decoding loops."""
         B, _, t, _ = key.shape
-        start = self._max_length
-        stop = start + t
-        storage.reserve(stop, start)
+        start = self._num_rows
+        storage.reserve(start + t, start)
         storage.write(key, value, start)
         newest = np.empty((B, t), np.int64)
-        newest[:] = np.arange(start, stop)
+        newest[:] = np.arange(start, start + t) if self._kept is None else self._lengths[:, None] + np.arange(t)
         self._lengths, self._newest_positions = self._lengths + t, newest
         self._rewritings = {}
-        self._max_length, self._newest_are_last, self._newest_have_positions = stop, True, B * t > 0
+        self._num_rows, self._newest_are_last, self._newest_have_positions = start + t, True, B * t > 0
+
+    def _count_rows(self) -> Any:
+        """Return the number of rows of each sequence, (B,)."""
+        return self._lengths if self._kept is None else self._lengths - self._kept.evicted
 
     def truncate(self, lengths: Any) -> None:
         """Shorten every sequence to at most so many positions, as after rejected drafts of speculative decoding.
@@ -284,6 +302,7 @@ class KVCache:
             )
         new_lengths = np.minimum(self._lengths, new_lengths)
         newest = self._newest_positions
+        self._set_kept(None if self._kept is None else self._kept.truncated(new_lengths))
         self._set_lengths(new_lengths, np.where(newest < new_lengths[:, None], newest, -1))
 
     def reorder(self, indices: Any) -> None:
@@ -312,8 +331,37 @@ class KVCache:
             return
         if self._ndim == 2 and order.size != 1:
             raise ShapeError(f"reorder({indices!r}) of arrays (t, d)", "one sequence", "append (B, t, d)")
-        self._storage.reorder(order, self._max_length)
+        self._storage.reorder(order, self._num_rows)
+        self._set_kept(None if self._kept is None else self._kept.reordered(order))
         self._set_lengths(self._lengths[order], self._newest_positions[order])
+
+    def keep(self, indices: Any) -> None:
+        """Keep the keys and values of these positions, evict all others, and free their memory.
+
+        Later appends, masks and scores go on with the original positions: `j` is the position of a key, `i` that of a
+        query, and `lengths` does not change. Statistics have a number for each row that is left; `key_positions` says
+        which position it is. `truncate` and `reorder` work as before.
+
+        Parameters
+        ----------
+        indices : (B or 1, G or 1, c) integers
+            The positions that a key head keeps, ascending, then −1 if it keeps fewer than c. A head's memory is that of
+            the head that keeps most.
+
+        Raises
+        ------
+        ShapeError
+            `indices` has another shape, or is not of whole numbers.
+        ParameterError
+            The positions of a head do not ascend, or one of them was evicted before or is outside the sequence.
+        """
+        if self._storage is None:
+            raise _nothing_appended()
+        rows, positions = find_rows(indices, self.key_positions)
+        kept = keep_rows(positions, self._lengths)
+        self._storage.gather(rows[:, :, : kept.positions.shape[2]])
+        self._set_kept(kept)
+        self._set_lengths(self._lengths, self._newest_positions)
 
     def last(self, count: int, *, capacity: int | None = None) -> KVCache:
         """Return a cache of the last `count` positions, from `max_length` − count, which become positions from 0.
@@ -326,14 +374,16 @@ class KVCache:
             Copy the positions to new storage of this capacity. Default: the result reads the storage of this cache, as
             long as this cache does not overwrite it, and copies it before it writes.
         """
-        first = max(self._max_length - check_count(f"count={count!r}", count, 0, "count=256"), 0)
+        first = max(self._num_rows - check_count(f"count={count!r}", count, 0, "count=256"), 0)
+        if self._kept is not None:
+            raise ParameterError("last() of a cache whose keys were evicted", "a cache without `keep`", "cache.keep")
         found = object.__new__(type(self))
         found.__dict__ |= self.__dict__
         found._storage = self._storage and self._storage.from_row(first)
         newest = self._newest_positions
         found._set_lengths(np.maximum(self._lengths - first, 0), np.maximum(newest - first, -1))
         if capacity is not None and found._storage is not None:
-            found._storage.move(max(capacity, found._max_length), found._max_length)
+            found._storage.move(max(capacity, found._num_rows), found._num_rows)
         return found
 
     def reset(self) -> None:
@@ -360,43 +410,65 @@ class KVCache:
         """True if n queries are the rows of the newest append; False if `truncate` has removed all of these rows."""
         return n == self._newest_positions.shape[1] and self._newest_have_positions
 
-    def rewriting(self, count: int, reads_rows: bool) -> Rewriting:
-        """Return how the formulas of a call of `count` queries are rewritten; `reads_rows` is True if one reads i."""
+    def rewriting(self, count: int, reads_rows: bool, heads: int) -> Rewriting:
+        """Return how the formulas of a call of `count` queries are rewritten.
+
+        `reads_rows` is True if a formula reads i. `heads` is the number of query heads.
+        """
+        group = 1 if self._kept is None or self._storage is None else max(heads // self._storage.key.shape[1], 1)
         are_next = self._newest_are_last or not self.are_newest(count)
-        if reads_rows and are_next and self._has_equal_lengths and 0 < count <= self._max_length:
-            of_all, of_last, of_next = self._of_equal_lengths
-            return of_last if count == 1 else of_all if count == self._max_length else of_next
-        found = self._rewritings.get((count, reads_rows))
+        if reads_rows and are_next and self._rows_are_full and 0 < count <= self._num_rows:
+            if group not in self._of_equal_lengths:
+                self._of_equal_lengths[group] = of_equal_lengths(self._kept, group)
+            of_all, of_last, of_next = self._of_equal_lengths[group]
+            return of_last if count == 1 else of_all if count == self._num_rows else of_next
+        found = self._rewritings.get((count, reads_rows, group))
         if found is None:
-            found = self._rewritings[count, reads_rows] = find_rewriting(self, count, reads_rows)
+            found = self._rewritings[count, reads_rows, group] = find_rewriting(self, count, reads_rows, group)
         return found
 
-    # -- internals --------------------------------------------------------------------------------------------------
+    def key_formulas(self, group: int) -> tuple[Expression, Expression | None]:
+        """Return the position of the key in row j, and the condition that row j holds one; None if all rows do.
+
+        `group` is the number of query heads that share a key head.
+        """
+        position, condition = (j, None) if self._kept is None else self._kept.formulas(group)
+        if not self._has_equal_rows:
+            is_used = library.padding(self._count_rows())
+            condition = is_used if condition is None else condition & is_used
+        return position, condition
+
     @property
-    def length_mask(self) -> Expression | None:
-        """The condition that hides positions beyond each sequence's end; None if all sequences have the same length."""
-        return None if self._has_equal_lengths else library.padding(self._lengths)
+    def row_counts(self) -> Any:
+        """(B,) int64: the number of rows of each sequence, those of the head that keeps most."""
+        return self._count_rows().copy()
+
+    # -- internals --------------------------------------------------------------------------------------------------
+    def _set_kept(self, kept: KeptRows | None) -> None:
+        self._kept, self._of_equal_lengths = kept, {}
 
     def _set_lengths(self, lengths: Any, newest: Any) -> None:
         """Set the lengths and the positions of the newest append, and forget how formulas were rewritten.
 
-        `_max_length` and `_has_equal_lengths` are plain Python, so that torch.compile can read them.
+        `_num_rows` and `_rows_are_full` are plain Python, so that torch.compile can read them.
         """
         self._lengths, self._newest_positions = lengths, newest
         self._rewritings = {}
-        count = newest.shape[1]
+        count, rows = newest.shape[1], self._count_rows()
         self._newest_have_positions = bool((newest >= 0).any())
         self._newest_are_last = bool((newest == lengths[:, None] - count + np.arange(count)).all())
-        self._max_length = int(lengths.max(initial=0))
-        self._has_equal_lengths = bool((lengths == self._max_length).all())
+        self._num_rows = int(rows.max(initial=0))
+        self._has_equal_rows = bool((rows == self._num_rows).all())
+        self._rows_are_full = self._has_equal_rows and (self._kept is None or self._kept.is_uniform)
 
-    def _view(self, length: int) -> tuple[Any, Any]:
-        """Return views of key and value with the first `length` positions. Another thread may append meanwhile."""
+    def _view(self, count: int) -> tuple[Any, Any]:
+        """Return views of the first `count` rows of key and value. Another thread may append meanwhile."""
         if self._storage is None:
             raise _nothing_appended()
         sequence = 0 if self._ndim == 2 else slice(None)
         head = slice(None) if self._ndim == 4 else 0
-        return self._storage.key[sequence, head, :length], self._storage.value[sequence, head, :length]
+        storage = self._storage
+        return storage.key[sequence, head, :count], storage.value[sequence, head, :count]
 
     def _float_view(self) -> tuple[Any, Any]:
         """Return `_view` of a cache of floats."""
@@ -406,7 +478,7 @@ class KVCache:
                 "attention(query, cache), which reads the codes",
                 "cache.dequantized(), which returns float32 copies",
             )
-        return self._view(self._max_length)
+        return self._view(self._num_rows)
 
     def _allocate(self, key: Any, value: Any, axes: int) -> Storage:
         """Make the storage for arrays like these, for the first append."""
@@ -435,12 +507,12 @@ def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tu
         return None
     if query.dtype != storage.key.dtype and (storage.row_formats is None or dtype_name(query) not in NARROW_FLOATS):
         return None
-    if mask is None and score is None and not see and cache._has_equal_lengths:
-        return *cache._view(cache._max_length), mask, score, see
-    if hasattr(mask, "dtype") and not cache._has_equal_lengths:
+    if mask is None and score is None and not see and cache._rows_are_full:
+        return *cache._view(cache._num_rows), mask, score, see
+    if hasattr(mask, "dtype") and not cache._rows_are_full:
         return None
-    mask, score, statistics = rewrite_formulas(cache, query.shape[-2], mask, score, see)
-    return *cache._view(cache._max_length), mask, score, see if see is None else statistics
+    mask, score, statistics = rewrite_formulas(cache, query.shape, mask, score, see)
+    return *cache._view(cache._num_rows), mask, score, see if see is None else statistics
 
 
 def unpack_cache(
@@ -465,12 +537,12 @@ def unpack_cache(
                 "attention(query, key, value)",
             )
         return key, value, mask, score, see, None
-    keys, values = key._view(key._max_length)
+    keys, values = key._view(key._num_rows)
     if framework(query) == framework(keys):
         check_query(query, key.dtype, key.row_formats is not None)
-    condition = key.length_mask if hasattr(mask, "dtype") else None
+    condition = key.key_formulas(1)[1] if hasattr(mask, "dtype") else None
     if getattr(query, "ndim", 0) > 1:
-        mask, score, see = rewrite_formulas(key, query.shape[-2], mask, score, see)
+        mask, score, see = rewrite_formulas(key, query.shape, mask, score, see)
     return keys, values, mask, score, see, condition
 
 

@@ -135,6 +135,13 @@ class Storage:
         self._hold([_reorder(array, order, used, in_place) for array in self._arrays])
         self._is_shared = False
 
+    def gather(self, rows: Any) -> None:
+        """Keep the rows (B, G, c) of each head, in this order, in new arrays with room for some more."""
+        count = rows.shape[2]
+        gathered = [_gather(array, rows) for array in self._arrays]
+        self._hold([_grow(array, count + max(count // LARGE_SHARE, 1), count) for array in gathered])
+        self._is_shared = False
+
 
 def is_part(value: Array, key: Array) -> bool:
     """True if the values are the first numbers of the keys, in the same memory."""
@@ -169,6 +176,11 @@ def _write(target: Array, array: Array, rows: Any) -> None:
     b, row = np.nonzero(rows >= 0)
     if b.size:
         target[b, :, rows[b, row]] = namespace(array).astype(array[b, :, row], target.dtype)
+
+
+def _gather(array: Array, rows: Any) -> Array:
+    B, G, _ = rows.shape
+    return array[np.arange(B)[:, None, None], np.arange(G)[:, None], rows]
 
 
 def _reorder(array: Array, order: Any, used: int, in_place: bool) -> Array:
