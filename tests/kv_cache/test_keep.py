@@ -255,5 +255,5 @@ def test_every_fault_is_found(fault, monkeypatch):
     faulty = broken(module, before, after)
     for name in ("KeptRows", "find_rows", "keep_rows", "all_rows"):
         monkeypatch.setattr(cache_module, name, getattr(faulty, name))
-    with pytest.raises((AssertionError, ParameterError)):
+    with pytest.raises((AssertionError, ValueError)):
         check_steps()
