@@ -25,7 +25,8 @@ def quantized(dtype, x):
         scale = (span / np.float32({"int8": 127, "int4": 15}.get(dtype, 448))).astype(np.float16).astype(np.float32)
         scale = np.where(np.isfinite(group).all(-1, keepdims=True), scale, np.nan)
         offset = low.astype(np.float16).astype(np.float32) if dtype == "int4" else np.float32(0)
-        ratio = (group - offset) * np.where(scale == 0, 0, 1 / np.where(scale == 0, 1, scale))
+        with np.errstate(invalid="ignore"):  # ∞ − ∞
+            ratio = (group - offset) * np.where(scale == 0, 0, 1 / np.where(scale == 0, 1, scale))
         if dtype == "float8_e4m3fn":
             codes = np.clip(ratio, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
         else:

@@ -12,7 +12,6 @@ from ...arrays.row_formats import RowFormat
 from ..codegen.abi import pack
 from ..kernels.quantize import FIELDS, STRIDES, Quantize, QuantizeSpec
 from ..runtime.processor import HOST, Processor
-from .arguments import has_unit_stride
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 NAME = "sightline_quantize"
@@ -31,7 +30,7 @@ def quantize(
     sums : two float64, to which Σ (x − x̂)² and Σ x² are added
     """
     array, storage = detach(array), detach(storage)
-    spec = QuantizeSpec(format, dtype_name(array), has_unit_stride(array))
+    spec = QuantizeSpec(format, dtype_name(array), layout(array)[1][-1] == array.itemsize)
     kernel = processor.kernel(repr(spec), NAME, lambda: Quantize(spec, processor.machine).write(NAME))
     B, G, t, _ = array.shape
     positions = np.ascontiguousarray(positions, np.int64)
