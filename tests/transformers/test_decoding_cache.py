@@ -223,7 +223,7 @@ def test_quantised_keys_and_values(name, with_config, dtype):
     assert differences.max() < 1e-2
     layers = getattr(cache, "self_attention_cache", cache).layers
     assert {layer.cache.dtype for layer in layers} == {dtype}
-    assert all(0 < max(layer.cache.error) < 0.2 for layer in layers)
+    assert all(0 < max(layer.cache.quantization_error) < 0.2 for layer in layers)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

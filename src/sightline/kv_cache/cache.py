@@ -57,11 +57,17 @@ class KVCache:
     torch.compile breaks its graph at a cache, and traces anew for every length until it reaches its recompile limit.
     Put `torch.compiler.disable` on the function that appends and attends.
 
-    A quantised cache stores codes of 8 or 4 bits. A float16 scale belongs to every 128 numbers of a row in int8 and
-    float8, and a float16 scale and offset to every 32 numbers in int4. Queries are float32, bfloat16 or float16, and
-    the output has their dtype. Attention is exact for the numbers x̂ that the codes stand for: kernels widen codes to
-    float32 in registers, or one tile of keys at a time. `error` is what quantisation itself has lost. A group with NaN
-    or ∞, or whose scale exceeds float16's 65504, becomes NaN. Arrays must be in the processor's memory.
+    A quantised cache stores codes, and a scale in float16 for each group of 128 adjacent numbers of a row (int8,
+    float8_e4m3fn), or a scale and an offset for each 32 (int4). The numbers x̂ that it stands for are
+
+        int8, float8_e4m3fn   x̂ = scale · code             scale = max |x| / 127, or / 448
+        int4                  x̂ = scale · code + offset    scale = (max x − min x) / 15,   offset = min x
+
+    Codes are rounded to the nearest, ties to even. Attention is that of x̂ exactly, within the error budget of the
+    query's dtype: the decoding kernel widens codes in registers, the others one tile of keys at a time. Queries are
+    float32, bfloat16 or float16, and the output has their dtype. `quantization_error` is what quantisation has lost.
+    A group with NaN or ∞, or whose scale or offset exceeds float16's 65504, becomes NaN. A quantised cache needs
+    arrays in the processor's memory, llvmlite, and eager calls.
 
     The arrays `key` and `value` are views of the cache's storage. Growth does not change them. `reorder` may overwrite
     them, and so may an append after `truncate` or `reset`.
@@ -91,6 +97,12 @@ class KVCache:
     >>> cache
     KVCache: 2 sequences of 6 and 4 positions, capacity 10
       2 heads, d_k 64, d_v 64, float32, numpy on cpu, 20 KiB
+
+    References
+    ----------
+    Scales and offsets of a token's numbers: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache"
+    (arXiv:2402.02750), section 3. The bits of float8_e4m3fn: Micikevicius et al., "FP8 Formats for Deep Learning"
+    (arXiv:2209.05433), table 1.
     """
 
     def __init__(self, *, capacity: int = 0, dtype: str | tuple[str, str] | None = None) -> None:
@@ -144,7 +156,7 @@ class KVCache:
         return key, value
 
     @property
-    def error(self) -> QuantizationError | None:
+    def quantization_error(self) -> QuantizationError | None:
         """The relative error that quantisation has made in all keys and values appended so far, root mean square.
 
         `error.key` is √(Σ (x − x̂)² / Σ x²). None for a cache of floats.

@@ -82,5 +82,5 @@ def write_quantized(storage: Any, array: Any, positions: Any, row_format: RowFor
 
     sums = np.zeros(2)
     quantize(array, storage, positions, row_format, sums)
-    storage[:, :, :0] = 0  # no entry: generated code has written, and torch counts the writes for its backward passes
+    storage[:0] = 0  # no entry: generated code has written, and torch counts the writes for its backward passes
     return sums

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from ...arrays.operations import detach, dtype_name, layout
 from ...arrays.row_formats import RowFormat
-from ..codegen.abi import pack
-from ..kernels.quantize import FIELDS, STRIDES, Quantize, QuantizeSpec
+from ..kernels.quantize import Quantize, QuantizeSpec
 from ..runtime.processor import HOST, Processor
-from .arguments import has_unit_stride
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 NAME = "sightline_quantize"
@@ -31,16 +30,20 @@ def quantize(
     sums : two float64, to which Σ (x − x̂)² and Σ x² are added
     """
     array, storage = detach(array), detach(storage)
-    spec = QuantizeSpec(format, dtype_name(array), has_unit_stride(array))
-    kernel = processor.kernel(repr(spec), NAME, lambda: Quantize(spec, processor.machine).write(NAME))
-    B, G, t, _ = array.shape
     positions = np.ascontiguousarray(positions, np.int64)
-    values = {"positions": positions.ctypes.data, "B": B, "G": G, "t": t, "sums": sums.ctypes.data}
-    for name, one in (("source", array), ("target", storage)):
-        values[name], strides = layout(one)
-        values |= {f"{name}_{axis}": stride for axis, stride in zip(STRIDES, strides, strict=True)}
-    packed = pack(FIELDS, values, ())
+    (source, strides), (target, target_strides) = layout(array), layout(storage)
+    spec, key = _make_spec(format, dtype_name(array), strides[-1] == array.itemsize)
+    kernel = processor.kernel(key, NAME, lambda: Quantize(spec, processor.machine).write(NAME))
+    words = [source, *strides, target, *target_strides, layout(positions)[0], *array.shape[:3], layout(sums)[0]]
+    packed = np.array(words, np.int64)  # in the order of FIELDS
     if isinstance(kernel, int):
-        _FUNCTION(kernel)(packed.ctypes.data)
+        _FUNCTION(kernel)(layout(packed)[0])
     else:  # an emulator
         processor.call(kernel, packed, 1, (array, storage, positions, sums))
+
+
+@cache
+def _make_spec(format: RowFormat, dtype: str, unit_stride: bool) -> tuple[QuantizeSpec, str]:
+    """Return the spec of a kernel, and its key."""
+    spec = QuantizeSpec(format, dtype, unit_stride)
+    return spec, repr(spec)
