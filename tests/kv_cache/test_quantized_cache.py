@@ -279,6 +279,8 @@ def test_errors_name_the_cure(rng):
         cache.append(*map(to_torch, (key, value)))
     with pytest.raises(ShapeError, match=r"\(2, 2, t, 64\)"):
         cache.append(key[..., :40], value)
+    with pytest.raises(ShapeError, match=r"\(2,\) whole numbers from 0 to 150"):
+        cache.append(key, value, lengths=[1, 151])
     with pytest.raises(ShapeError, match="32 wide and key 64"):
         sightline.attention(query[..., :32], cache)
     for wrong in ("int3", ("int8", "float32"), ("int8",), ["int4"] * 3):
@@ -298,6 +300,16 @@ def test_other_devices_are_refused_before_anything_changes():
     cache.append(*[np.zeros((1, 1, 2, 8), np.float32)] * 2)
     with pytest.raises(DeviceError, match="jax"):
         sightline.attention(jnp.zeros((1, 1, 2, 8)), cache)
+
+
+def test_gradients_of_keys_are_refused_before_anything_changes(rng):
+    _, key, value = random_arrays(rng, kind="torch")
+    cache = filled_cache("int8", key, value)
+    before = cache.quantization_error
+    with pytest.raises(ParameterError, match="key requires a gradient"):
+        cache.append(key.requires_grad_(), value)
+    assert cache.lengths.tolist() == [150, 150]
+    assert cache.quantization_error == before
 
 
 def test_transforms_of_torch_are_refused(rng):
