@@ -245,7 +245,7 @@ FAULTS = {
     "a row for a position": (kept_rows, "found = where(j < rows, of_row, later)", "found = j + 0"),
     "the wrong head": (kept_rows, "h // group", "h % group"),
     "later rows as before": (kept_rows, "rows, lengths - rows)\n\n\ndef", "rows, 0 * rows)\n\n\ndef"),
-    "a head's rows for another's": (kept_rows, "return np.where(is_real, rows, 0)", "return np.where(is_real, rows[:, ::-1], 0)"),
+    "a head's rows for another's": (kept_rows, "np.where(is_real, rows, 0)", "np.where(is_real, rows[:, ::-1], 0)"),
 }
 
 
