@@ -190,6 +190,55 @@ def test_another_dtype_reaches_attention_as_it_is_stored(name, with_config, way)
     assert {layer.keys.dtype for layer in layers} == {torch.float64}
 
 
+class RoundedCache(DynamicCache):
+    """A `DynamicCache` of the numbers that a quantised `KVCache` stands for."""
+
+    def __init__(self, dtype, **options):
+        super().__init__(**options)
+        self.dtype = dtype
+
+    def update(self, key_states, value_states, *arguments, **options):
+        stored = sightline.KVCache(dtype=self.dtype)
+        stored.append(key_states, value_states)
+        return super().update(*(x.to(key_states.dtype) for x in stored.dequantized()), *arguments, **options)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn", ("int8", "int4")])
+@pytest.mark.parametrize("with_config", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2", "GPT-OSS", "GPT-2", "T5"])
+def test_quantised_keys_and_values(name, with_config, dtype):
+    """Models in float64, and attention in float32 on the stored numbers: logits near float32's roundings.
+
+    A rounding of one layer may change a code of the next layer by 1, and then logits of later tokens by more.
+    """
+    model, inputs = make_decoder(name)
+    of_cache = {"config": model.config} if with_config else {}
+    expected = generate(model, inputs, make_cache(RoundedCache, model, dtype=dtype, **of_cache), num_beams=2)
+    cache = make_cache(Cache, model, dtype=dtype, **of_cache)
+    found = generate(model, inputs, cache, num_beams=2)
+    assert torch.equal(found["sequences"], expected["sequences"])
+    ours, theirs = (torch.stack(answer["logits"]) for answer in (found, expected))
+    differences = (ours - theirs).abs() / theirs.abs().max()
+    assert 1e-10 < differences.quantile(0.9) < 1e-5
+    assert differences.max() < 1e-2
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    assert {layer.cache.dtype for layer in layers} == {dtype}
+    assert all(0 < max(layer.cache.quantization_error) < 0.2 for layer in layers)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_quantised_caches_take_drafts_copies_and_chunks(kind):
+    model, inputs = make_decoder("Mistral")
+    model, inputs = model.to(kind), {key: x[:1].repeat(1, 3) for key, x in inputs.items()}
+    answers = []
+    for way in ({}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}):
+        cache = Cache(config=model.config, dtype=("int8", "int4"))
+        answers.append(generate(model, inputs, copy.deepcopy(cache), max_new_tokens=25, **way)["sequences"])
+    if kind == torch.float32:  # in bfloat16, logits are equal often
+        assert all(torch.equal(answer, answers[0]) for answer in answers)
+    assert all(answer.shape[1] == answers[0].shape[1] for answer in answers)
+
+
 def test_half_the_memory():
     model, inputs = make_decoder("Llama")
     model.float()
@@ -206,6 +255,8 @@ def test_errors():
     with pytest.raises(ParameterError, match="no_grad"):
         model(**inputs, past_key_values=Cache())
     model.set_attn_implementation("sdpa")
+    with pytest.raises(ParameterError, match="stores as int8"):
+        generate(model, inputs, Cache(dtype="int8"))
     with pytest.raises(ParameterError, match="stores as bfloat16") as caught:
         generate(model, inputs, Cache(dtype="bfloat16"))
     assert 'set_attn_implementation("sightline")' in caught.value.cure
@@ -268,15 +319,15 @@ def test_threads_continue_one_prompt():
 # -- watches -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("dtype", [None, "float32", "int8"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "T5"])
 def test_a_watch_records_the_statistics_of_dynamic_cache(name, dtype):
     model, inputs = make_decoder(name)
     see = [sightline.entropy(), sightline.received(), sightline.weights()]
     seen = []
-    for kind in (Cache, DynamicCache):
+    for kind in (Cache, RoundedCache if dtype == "int8" else DynamicCache):
         with sightline.watch(model, see=see) as recording:
-            of_cache = {"config": model.config} | ({} if kind is DynamicCache else {"dtype": dtype})
+            of_cache = {"config": model.config} | ({"dtype": dtype} if kind is not DynamicCache else {})
             generate(model, inputs, make_cache(kind, model, **of_cache), max_new_tokens=5)
         seen.append(recording.calls)
     assert len(seen[0]) == len(seen[1]) > 8

@@ -10,7 +10,7 @@ from ..arrays import operations as arrays
 from ..arrays.kinds import is_array
 from ..arrays.operations import swap_heads
 from ..dispatch import call_cache
-from ..dispatch.call_request import describe
+from ..dispatch.call_request import describe, with_row_formats
 from ..dispatch.explanation import Explanation
 from ..dispatch.kernel_list import KERNELS, solve, to_caller_layout
 from ..formula.expression import Expression, is_compiling
@@ -161,13 +161,16 @@ def attend(
         see = (see,)
     if scale is not None and getattr(scale, "requires_grad", False) and not is_compiling():
         score, scale = fold_scale(score, scale)
-    on_arrays = key, value, mask, score, see
+    on_arrays, row_formats = (key, value, mask, score, see), None
     if value is None and type(key) is KVCache:
+        row_formats = key.row_formats
         on_arrays = as_arrays(query, key, mask, score, see) or on_arrays
     keys, values, row_mask, row_score, row_see = on_arrays
     description = describe(query, row_mask, row_score, scale, sinks, dropout, seed, row_see, kernel, threads)
     request = None
     if description is not None:
+        if row_formats is not None:
+            description = with_row_formats(description, row_formats)
         answer, request = call_cache.answer(description, query, keys, values, sinks, seed, threads)
         if answer is not None:
             return answer[0] if see is None else answer
@@ -179,6 +182,8 @@ def attend(
     check_choice(kernel, threads)
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     options |= {"see": () if see is None else [see] if isinstance(see, Statistic) else see}
+    if row_formats is not None:
+        options["row_formats"] = row_formats
     framework = arrays.framework(query)
     if framework == "torch":
         from ..torch.dispatch import run  # a plain import, because torch.compile can trace one

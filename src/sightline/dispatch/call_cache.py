@@ -126,7 +126,7 @@ def _bind_family(request: Request, query: Any, key: Any, value: Any) -> ForwardE
     bound_call = family.bind(query, key, value, tables)
     if bound_call is None:
         return None
-    makers = member.make_makers((*query.shape[:-1], value.shape[-1]), has_heads_in_rows(query))
+    makers = member.make_makers((*query.shape[:-1], family.spec.d_v), has_heads_in_rows(query))
     prepared = member.prepared.rebind(bound_call, makers, key.shape[-2])
     entry = replace(member, prepared=prepared, attach=None if member.attach is None else copy(member.attach))
     store(calls, _cache_key(request, bound_call), entry)

@@ -162,6 +162,12 @@ def describe(
     return _describe_formulas(options, mask, score, statistics, sinks)
 
 
+def with_row_formats(description: Description, row_formats: tuple[Any, Any]) -> Description:
+    """Return the description of the same call on a quantised cache, whose arrays are bytes."""
+    structure = description.structure
+    return description._replace(structure=structure._replace(options=(*structure.options, row_formats)))
+
+
 def machine_setting() -> Any:
     """Return the value of the environment variable SIGHTLINE_CPU."""
     return _environment.get(_cpu_variable)

@@ -53,12 +53,16 @@ class Explanation:
         total = sum(tiles.values())
         share = (tiles["full"] + tiles["partial"]) / total if total else 0.0
         dense = 2 * B * H * n * m * (problem.d_k + problem.d_v)
-        rows = B * (H * n * (problem.d_k + problem.d_v) + problem.G * m * (problem.d_k + problem.d_v))
-        width = itemsize(problem.dtype)
+        stored, width = "", itemsize(problem.dtype)
+        width_of_keys: int = (problem.d_k + problem.d_v) * width
+        if problem.row_formats is not None:
+            stored = ", keys in {}, values in {}".format(*[row_format.dtype for row_format in problem.row_formats])
+            width_of_keys = sum(row_format.row_bytes for row_format in problem.row_formats)
+        rows = B * (H * n * (problem.d_k + problem.d_v) * width + problem.G * m * width_of_keys)
         seen = sum(math.prod(shape) * itemsize(dtype) for s in problem.see for shape, dtype in s.outputs(problem))
         return cls(
             shape=f"{B} × {H} heads on {problem.G}, {n:,} queries on {m:,} keys, d_k {problem.d_k}, d_v {problem.d_v}, "
-            f"{problem.dtype} on {device or problem.device}",
+            f"{problem.dtype} on {device or problem.device}{stored}",
             formulas=_formula_lines(problem),
             kernel=plan.kernel.name,
             description=plan.kernel.description,
@@ -73,9 +77,9 @@ class Explanation:
             tiles=tiles,
             flops=round(dense * share),
             dense_flops=dense,
-            bytes_read_and_written=rows * width + seen,
-            memory=rows * width + B * H * n * itemsize(problem.accumulator) + seen,
-            dense_memory=rows * width + 2 * B * H * n * m * width + seen,
+            bytes_read_and_written=rows + seen,
+            memory=rows + B * H * n * itemsize(problem.accumulator) + seen,
+            dense_memory=rows + 2 * B * H * n * m * width + seen,
             sources=plan.kernel.sources(problem) if source else {},
         )
 

@@ -29,6 +29,8 @@ def refuse_forward(problem: Problem, architecture: str | None) -> Iterator[Refus
     elif device_type == "cuda" and _is_too_old(problem.query.device):
         cure = "use a GPU of compute capability 8.0 or later; the streaming kernel serves this GPU"
         yield Refusal("a GPU older than compute capability 8.0", cure)
+    if problem.row_formats is not None:
+        yield Refusal("a quantised cache", "use a cache of floats on a GPU")
     yield from _size_refusals(problem)
     if device_type != required:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,16 +10,19 @@ from ..arrays.kinds import check_kind, is_array
 from ..arrays.operations import check_float_dtype, device, dtype_name, framework, to_numpy
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 
+if TYPE_CHECKING:
+    from .storage import Storage
+
 ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
 
 
-def check_append(key: Any, value: Any, stored: tuple[Any, Any], ndim: int, casts_inputs: bool) -> None:
+def check_append(key: Any, value: Any, storage: Storage | None, ndim: int, casts_inputs: bool) -> None:
     """Raise if key and value do not fit each other, or do not fit the earlier appends.
 
     Parameters
     ----------
     key, value : the arrays to append
-    stored : the storage of keys and of values; None and None before the first append
+    storage : None before the first append
     ndim : the number of axes of the arrays of earlier appends
     casts_inputs : True if the cache casts every append to its own dtype
     """
@@ -33,7 +36,7 @@ def check_append(key: Any, value: Any, stored: tuple[Any, Any], ndim: int, casts
         raise DtypeError(
             f"key of {dtype_name(key)}, value of {dtype_name(value)}", "one dtype", "cast the key or the value"
         )
-    like = key if stored[0] is None else stored[0]
+    like = key if storage is None else storage.key
     for name, array in (("key", key), ("value", value)):
         if (framework(array), device(array)) != (framework(like), device(like)):
             raise DeviceError(
@@ -47,27 +50,15 @@ def check_append(key: Any, value: Any, stored: tuple[Any, Any], ndim: int, casts
             "the dtype of the first append",
             f"cast key and value, or make the cache by KVCache(dtype={dtype_name(like)!r}), which casts every append",
         )
-    for name, array, old in zip(("key", "value"), (key, value), stored, strict=True):
-        found, wanted = unsqueeze_to_4d(array).shape, None if old is None else old.shape
-        if wanted and (array.ndim != ndim or (*found[:2], found[3]) != (*wanted[:2], wanted[3])):
+    for name, array, width in zip(("key", "value"), (key, value), storage.widths if storage else (), strict=False):
+        found, wanted = unsqueeze_to_4d(array).shape, (*like.shape[:3], width)
+        if array.ndim != ndim or (*found[:2], found[3]) != (*wanted[:2], wanted[3]):
             shape = [str(length) for length in wanted]
             shape[2] = "t"
             del shape[1 : 1 + (ndim < 4)], shape[: ndim == 2]
             raise ShapeError(
                 f"{name} {tuple(array.shape)}", f"({', '.join(shape)}), as before", "or make another KVCache"
             )
-
-
-def fits_storage(array: Any, storage: Any) -> bool:
-    """True if an array (B, G, t, d) can be written to the storage as it is, so `check_append` accepts it."""
-    if type(array) is not type(storage) or array.dtype != storage.dtype or array.ndim != 4:
-        return False
-    if getattr(array, "requires_grad", False) or getattr(array, "is_nested", False):
-        return False
-    if array.device != storage.device or getattr(array, "layout", None) is not getattr(storage, "layout", None):
-        return False
-    shape, stored = array.shape, storage.shape
-    return bool(shape[0] == stored[0] and shape[1] == stored[1] and shape[3] == stored[3])
 
 
 def _check_array(name: str, array: Any) -> None:

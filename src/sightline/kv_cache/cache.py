@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays.operations import FLOATS, device, dtype_name, framework
-from ..errors import DtypeError, ParameterError, ShapeError, check_count
+from ..arrays.operations import device, dtype_name, framework
+from ..arrays.row_formats import RowFormat
+from ..errors import ParameterError, ShapeError, check_count
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
-from .argument_checks import check_append, check_lengths, fits_storage, to_integers, unsqueeze_to_4d
+from .argument_checks import check_append, check_lengths, to_integers, unsqueeze_to_4d
+from .kept_rows import KeptRows, all_rows, find_rows, keep_rows
+from .quantization import NARROW_FLOATS, QuantizationError, check_can_quantize, check_query, read_cache_dtype
 from .query_positions import Rewriting, find_rewriting, of_equal_lengths, rewrite_formulas
-from .storage import allocate, grow, reorder_batch, write, write_all
+from .storage import Storage
 
-DOUBLING = 256  # positions up to which the capacity of a full cache is doubled
-LARGE_SHARE = 4  # a large cache grows by a quarter, so a position is copied about 4 times in total
-
-b, m = SYMBOLS["b"], SYMBOLS["m"]
+j = SYMBOLS["j"]
 
 
 class KVCache:
@@ -32,10 +31,11 @@ class KVCache:
     ----------
     capacity : int, default 0
         The number of positions to allocate at the first append. The cache grows beyond it as needed.
-    dtype : {"float16", "bfloat16", "float32", "float64"}, optional
+    dtype : {"float16", "bfloat16", "float32", "float64", "int8", "int4", "float8_e4m3fn"} or a pair, optional
         The dtype of the stored keys and values, to which appended arrays are cast. Default: the dtype of the first
         append, which every later append must have. Queries must have the same dtype, because attention does not convert
-        a cache at every token.
+        a cache at every token. With one of the last three, or a pair of them such as ("int8", "int4") for keys and
+        values, the cache is quantised: see the notes.
 
     Raises
     ------
@@ -57,8 +57,24 @@ class KVCache:
     torch.compile breaks its graph at a cache, and traces anew for every length until it reaches its recompile limit.
     Put `torch.compiler.disable` on the function that appends and attends.
 
+    A quantised cache stores codes, and a scale in float16 for each group of 128 adjacent numbers of a row (int8,
+    float8_e4m3fn), or a scale and an offset for each 32 (int4). The numbers x̂ that it stands for are
+
+        int8, float8_e4m3fn   x̂ = scale · code             scale = max |x| / 127, or / 448
+        int4                  x̂ = scale · code + offset    scale = (max x − min x) / 15,   offset = min x
+
+    Codes are rounded to the nearest, ties to even. Attention is that of x̂ exactly, within the error budget of the
+    query's dtype: the decoding kernel widens codes in registers, the others one tile of keys at a time. Queries are
+    float32, bfloat16 or float16, and the output has their dtype. `quantization_error` is what quantisation has lost.
+    A group with NaN or ∞, or whose scale or offset exceeds float16's 65504, becomes NaN. A quantised cache needs
+    arrays in the processor's memory, llvmlite, and eager calls.
+
     The arrays `key` and `value` are views of the cache's storage. Growth does not change them. `reorder` may overwrite
     them, and so may an append after `truncate` or `reset`.
+
+    Values that are the first d_v numbers of the keys, in the same memory, are stored once, and each row is read once:
+    `cache.append(latent, latent[..., :512])`. Absorbed multi-head latent attention has them (DeepSeek-V2, 2024, section
+    2.1). An append of other values ends this. Quantised caches store both.
 
     `copy.deepcopy` copies no keys and values. The copy and the original share the storage; each of them copies it when
     it first writes to it. One cache of a prompt may so be continued many times.
@@ -81,30 +97,35 @@ class KVCache:
     >>> cache
     KVCache: 2 sequences of 6 and 4 positions, capacity 10
       2 heads, d_k 64, d_v 64, float32, numpy on cpu, 20 KiB
+
+    References
+    ----------
+    Scales and offsets of a token's numbers: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache"
+    (arXiv:2402.02750), section 3. The bits of float8_e4m3fn: Micikevicius et al., "FP8 Formats for Deep Learning"
+    (arXiv:2209.05433), table 1.
     """
 
-    def __init__(self, *, capacity: int = 0, dtype: str | None = None) -> None:
+    def __init__(self, *, capacity: int = 0, dtype: str | tuple[str, str] | None = None) -> None:
         self._min_capacity = check_count(f"capacity={capacity!r}", capacity, 0, "capacity=1024")
-        if dtype is not None and dtype not in FLOATS:
-            raise DtypeError(f"KVCache(dtype={dtype!r})", ", ".join(map(repr, FLOATS)), 'for example dtype="bfloat16"')
+        self._quantized = read_cache_dtype(dtype)  # the dtypes of quantised keys and values; None for floats
         self._dtype, self._casts_inputs = dtype, dtype is not None
-        self._key: Any = None  # (B, G, capacity, d_k)
-        self._value: Any = None
-        self._is_shared = False  # True if a copy may read the same storage, which is then copied before it is written
-        self._lengths: Any  # (B,), their maximum, and whether the newest append has a position that is no padding
-        self._max_length: int
+        self._storage: Storage | None = None  # the first append makes it
+        self._lengths: Any  # (B,), and whether the newest append has a position that is no padding
         self._newest_have_positions: bool
-        self._rewritings: dict[tuple[int, bool], Rewriting]  # by `count` and `reads_rows`, until the next change
-        self._of_equal_lengths = of_equal_lengths()
+        self._kept: KeptRows | None = None  # the first rows, and which positions they hold, after `keep`
+        self._num_rows: int  # the rows of the sequence with most; without `keep`, row k holds position k
+        self._rows_are_full: bool  # True if each of these rows holds a position, in every sequence and head
+        self._rewritings: dict[tuple[int, bool, int], Rewriting]  # by the arguments of `rewriting`, until a change
+        self._of_equal_lengths: dict[int, tuple[Rewriting, Rewriting, Rewriting]] = {}  # by `group`, until a `keep`
         self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis
         self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         """Return a copy that shares the storage until one of both caches writes to it."""
-        self._is_shared = True
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__ |= self.__dict__  # the arrays of lengths and positions are replaced, never written to
-        copied._rewritings, copied._of_equal_lengths = {}, of_equal_lengths()
+        copied._storage = self._storage and self._storage.copy()
+        copied._rewritings, copied._of_equal_lengths = {}, {}
         return copied
 
     # -- contents ---------------------------------------------------------------------------------------------------
@@ -117,54 +138,89 @@ class KVCache:
     def key(self) -> Any:
         """(B, G, max(lengths), d_k), a view of the storage that attention reads, with the axes of the appended arrays.
 
-        Entries at or beyond a sequence's own length are undefined.
+        Entries at or beyond a sequence's own length are undefined. A quantised cache has no such view: ParameterError.
         """
-        return self._first(self._key, self._max_length)
+        return self._float_view()[0]
 
     @property
     def value(self) -> Any:
         """(B, G, max(lengths), d_v), a view like `key`."""
-        return self._first(self._value, self._max_length)
+        return self._float_view()[1]
+
+    def dequantized(self) -> tuple[Any, Any]:
+        """Return new float32 arrays like `key` and `value`, with the numbers that a quantised cache stands for."""
+        formats, views = self.row_formats, self._view(self._num_rows)
+        if formats is None:
+            raise ParameterError(f"dequantized() of a cache of {self._dtype}", "a quantised cache", "cache.key")
+        key, value = (form.unpack(rows) for form, rows in zip(formats, views, strict=True))
+        return key, value
+
+    @property
+    def quantization_error(self) -> QuantizationError | None:
+        """The relative error that quantisation has made in all keys and values appended so far, root mean square.
+
+        `error.key` is √(Σ (x − x̂)² / Σ x²). None for a cache of floats.
+        """
+        if self._quantized is None:
+            return None
+        return QuantizationError.from_sums(np.zeros((2, 2)) if self._storage is None else self._storage.squares)
+
+    @property
+    def row_formats(self) -> tuple[RowFormat, RowFormat] | None:
+        """How the rows of keys and of values are quantised; None for floats, and before the first append."""
+        return None if self._storage is None else self._storage.row_formats
 
     @property
     def max_length(self) -> int:
         """The number of positions of the longest sequence."""
-        return self._max_length
+        return int(self._lengths.max(initial=0))
+
+    @property
+    def key_positions(self) -> Any:
+        """(B, G, rows) int64: the position whose key a row of `key` holds; −1 for a row that no position has.
+
+        It is the number of the row, unless `keep` has evicted keys.
+        """
+        heads = 0 if self._storage is None else self._storage.key.shape[1]
+        kept = self._kept or all_rows(len(self._lengths), heads)
+        return kept.of_rows(self._num_rows, self._lengths)
 
     @property
     def capacity(self) -> int:
         """The number of positions that fit without growth."""
-        return self._min_capacity if self._key is None else int(self._key.shape[2])
+        return self._min_capacity if self._storage is None else self._storage.capacity
 
     @property
-    def dtype(self) -> str | None:
-        """The dtype of the stored keys and values; None before the first append if `dtype` was not given."""
+    def dtype(self) -> str | tuple[str, str] | None:
+        """The dtype of the stored keys and values, or the given pair; None until the first append decides it."""
         return self._dtype
 
     @property
     def nbytes(self) -> int:
         """The bytes of the storage, unused capacity included."""
-        if self._key is None:
-            return 0
-        return sum(math.prod(array.shape) * int(array.dtype.itemsize) for array in (self._key, self._value))
+        return 0 if self._storage is None else self._storage.nbytes
 
     def __repr__(self) -> str:
-        if self._key is None:
+        if self._storage is None:
             return f"KVCache: empty, capacity {self.capacity}, the first append decides the rest"
-        B, G, _, d_k = self._key.shape
+        array, (d_k, d_v) = self._storage.key, self._storage.widths
+        B, G = array.shape[:2]
         if B == 1:
-            sequences = f"1 sequence of {self._max_length:,} positions"
-        elif self._has_equal_lengths:
-            sequences = f"{B} sequences of {self._max_length:,} positions each"
+            sequences = f"1 sequence of {self.max_length:,} positions"
+        elif (self._lengths == self.max_length).all():
+            sequences = f"{B} sequences of {self.max_length:,} positions each"
         elif B == 2:
             sequences = f"2 sequences of {' and '.join(f'{length:,}' for length in self._lengths)} positions"
         else:
-            sequences = f"{B} sequences of {self._lengths.min():,} to {self._max_length:,} positions"
+            sequences = f"{B} sequences of {self._lengths.min():,} to {self.max_length:,} positions"
+        if self._kept is not None:
+            sequences += f", of which up to {self._num_rows:,} are kept"
         heads = "no head axis" if self._ndim < 4 else f"{G} head{'s' * (G != 1)}"
-        where = f"{framework(self._key)} on {device(self._key)}"
+        where = f"{framework(array)} on {device(array)}"
+        stored = self._dtype if isinstance(self._dtype, str) else " and ".join(self._quantized or ())
         return (
             f"KVCache: {sequences}, capacity {self.capacity:,}\n"
-            f"  {heads}, d_k {d_k}, d_v {self._value.shape[3]}, {self._dtype}, {where}, {_format_bytes(self.nbytes)}"
+            f"  {heads}, d_k {d_k}, d_v {d_v}, {stored}, {where}, {_format_bytes(self.nbytes)}"
         )
 
     # -- changes ----------------------------------------------------------------------------------------------------
@@ -194,8 +250,11 @@ class KVCache:
             padding is another word, or a tensor requires a gradient: append `key.detach()`, or pass plain arrays to
             attention.
         """
-        if not self._stores_the_like(key, value):
-            check_append(key, value, (self._key, self._value), self._ndim, self._casts_inputs)
+        storage = self._storage
+        if storage is None or self._ndim < 4 or not storage.fits(key, value):
+            check_append(key, value, storage, self._ndim, self._casts_inputs)
+            if self._quantized is not None:
+                check_can_quantize(self._dtype, key)
         if padding not in ("right", "left"):
             raise ParameterError(
                 f"padding={padding!r}", '"right" or "left"', 'padding="left" if padding precedes the tokens'
@@ -204,39 +263,34 @@ class KVCache:
         key, value = unsqueeze_to_4d(key), unsqueeze_to_4d(value)
         B, _, t, _ = key.shape
         counts = None if lengths is None else check_lengths(lengths, B, t)
-        if self._key is None:
-            self._allocate(key, value, axes)
-        if self._has_equal_lengths and (counts is None or (counts == t).all()):
-            self._append_to_all(key, value)
+        if storage is None:
+            storage = self._allocate(key, value, axes)
+        if self._has_equal_rows and (counts is None or (counts == t).all()):
+            self._append_to_all(storage, key, value)
             return
         counts = np.full(B, t) if counts is None else counts
-        self._grow(int((self._lengths + counts).max(initial=0)))
+        used = self._count_rows()
+        storage.reserve(int((used + counts).max(initial=0)), self._num_rows)
         rows = np.arange(t) - (0 if padding == "right" else (t - counts)[:, None])  # (B, t), 0 for the first real row
         real = (rows >= 0) & (rows < counts[:, None])
-        positions = np.where(real, self._lengths[:, None] + rows, -1)
-        write(self._key, key, positions)
-        write(self._value, value, positions)
-        self._set_lengths(self._lengths + counts, positions)
+        storage.write(key, value, np.where(real, used[:, None] + rows, -1))
+        self._set_lengths(self._lengths + counts, np.where(real, self._lengths[:, None] + rows, -1))
 
-    def _stores_the_like(self, key: Any, value: Any) -> bool:
-        """True if `check_append` would accept the arrays; it is slower."""
-        if self._key is None or self._ndim < 4 or not fits_storage(key, self._key):
-            return False
-        return fits_storage(value, self._value) and bool(key.shape[2] == value.shape[2])
-
-    def _append_to_all(self, key: Any, value: Any) -> None:
+    def _append_to_all(self, storage: Storage, key: Any, value: Any) -> None:
         """Append t positions to each of the sequences, which have one length: a step of most decoding loops."""
         B, _, t, _ = key.shape
-        start = self._max_length
-        stop = start + t
-        self._grow(stop)
-        write_all(self._key, key, start)
-        write_all(self._value, value, start)
-        self._lengths = self._lengths + t
-        self._newest_positions = np.empty((B, t), np.int64)
-        self._newest_positions[:] = np.arange(start, stop)
+        start = self._num_rows
+        storage.reserve(start + t, start)
+        storage.write(key, value, start)
+        newest = np.empty((B, t), np.int64)
+        newest[:] = np.arange(start, start + t) if self._kept is None else self._lengths[:, None] + np.arange(t)
+        self._lengths, self._newest_positions = self._lengths + t, newest
         self._rewritings = {}
-        self._max_length, self._newest_are_last, self._newest_have_positions = stop, True, B * t > 0
+        self._num_rows, self._newest_are_last, self._newest_have_positions = start + t, True, B * t > 0
+
+    def _count_rows(self) -> Any:
+        """Return the number of rows of each sequence, (B,)."""
+        return self._lengths if self._kept is None else self._lengths - self._kept.evicted
 
     def truncate(self, lengths: Any) -> None:
         """Shorten every sequence to at most so many positions, as after rejected drafts of speculative decoding.
@@ -260,6 +314,7 @@ class KVCache:
             )
         new_lengths = np.minimum(self._lengths, new_lengths)
         newest = self._newest_positions
+        self._set_kept(None if self._kept is None else self._kept.truncated(new_lengths))
         self._set_lengths(new_lengths, np.where(newest < new_lengths[:, None], newest, -1))
 
     def reorder(self, indices: Any) -> None:
@@ -284,14 +339,41 @@ class KVCache:
                 f"one axis of whole numbers from 0 to {count - 1}",
                 "reorder([1, 0]) swaps two sequences",
             )
-        if self._key is None:
+        if self._storage is None:
             return
         if self._ndim == 2 and order.size != 1:
             raise ShapeError(f"reorder({indices!r}) of arrays (t, d)", "one sequence", "append (B, t, d)")
-        arrays, own = (self._key, self._value), not self._is_shared
-        self._key, self._value = (reorder_batch(array, order, self._max_length, in_place=own) for array in arrays)
-        self._is_shared = False
+        self._storage.reorder(order, self._num_rows)
+        self._set_kept(None if self._kept is None else self._kept.reordered(order))
         self._set_lengths(self._lengths[order], self._newest_positions[order])
+
+    def keep(self, indices: Any) -> None:
+        """Keep the keys and values of these positions, evict all others, and free their memory.
+
+        Later appends, masks and scores go on with the original positions: `j` is the position of a key, `i` that of a
+        query, and `lengths` does not change. Statistics have a number for each row that is left; `key_positions` says
+        which position it is. `truncate` and `reorder` work as before.
+
+        Parameters
+        ----------
+        indices : (B or 1, G or 1, c) integers
+            The positions that a key head keeps, ascending, then −1 if it keeps fewer than c. A head's memory is that of
+            the head that keeps most.
+
+        Raises
+        ------
+        ShapeError
+            `indices` has another shape, or is not of whole numbers.
+        ParameterError
+            The positions of a head do not ascend, or one of them was evicted before or is outside the sequence.
+        """
+        if self._storage is None:
+            raise _nothing_appended()
+        rows, positions = find_rows(indices, self.key_positions)
+        kept = keep_rows(positions, self._lengths)
+        self._storage.gather(rows[:, :, : kept.positions.shape[2]])
+        self._set_kept(kept)
+        self._set_lengths(self._lengths, self._newest_positions)
 
     def last(self, count: int, *, capacity: int | None = None) -> KVCache:
         """Return a cache of the last `count` positions, from `max_length` − count, which become positions from 0.
@@ -304,16 +386,16 @@ class KVCache:
             Copy the positions to new storage of this capacity. Default: the result reads the storage of this cache, as
             long as this cache does not overwrite it, and copies it before it writes.
         """
-        first = max(self._max_length - check_count(f"count={count!r}", count, 0, "count=256"), 0)
+        first = max(self._num_rows - check_count(f"count={count!r}", count, 0, "count=256"), 0)
+        if self._kept is not None:
+            raise ParameterError("last() of a cache whose keys were evicted", "a cache without `keep`", "cache.keep")
         found = object.__new__(type(self))
         found.__dict__ |= self.__dict__
-        found._is_shared = True
-        if self._key is not None:
-            found._key, found._value = self._key[:, :, first:], self._value[:, :, first:]
+        found._storage = self._storage and self._storage.from_row(first)
         newest = self._newest_positions
         found._set_lengths(np.maximum(self._lengths - first, 0), np.maximum(newest - first, -1))
-        if capacity is not None and self._key is not None:
-            found._move(max(capacity, found._max_length))
+        if capacity is not None and found._storage is not None:
+            found._storage.move(max(capacity, found._num_rows), found._num_rows)
         return found
 
     def reset(self) -> None:
@@ -340,67 +422,84 @@ class KVCache:
         """True if n queries are the rows of the newest append; False if `truncate` has removed all of these rows."""
         return n == self._newest_positions.shape[1] and self._newest_have_positions
 
-    def rewriting(self, count: int, reads_rows: bool) -> Rewriting:
-        """Return how the formulas of a call of `count` queries are rewritten; `reads_rows` is True if one reads i."""
+    def rewriting(self, count: int, reads_rows: bool, heads: int) -> Rewriting:
+        """Return how the formulas of a call of `count` queries are rewritten.
+
+        `reads_rows` is True if a formula reads i. `heads` is the number of query heads.
+        """
+        group = 1 if self._kept is None or self._storage is None else max(heads // self._storage.key.shape[1], 1)
         are_next = self._newest_are_last or not self.are_newest(count)
-        if reads_rows and are_next and self._has_equal_lengths and 0 < count <= self._max_length:
-            of_all, of_last, of_next = self._of_equal_lengths
-            return of_last if count == 1 else of_all if count == self._max_length else of_next
-        found = self._rewritings.get((count, reads_rows))
+        if reads_rows and are_next and self._rows_are_full and 0 < count <= self._num_rows:
+            if group not in self._of_equal_lengths:
+                self._of_equal_lengths[group] = of_equal_lengths(self._kept, group)
+            of_all, of_last, of_next = self._of_equal_lengths[group]
+            return of_last if count == 1 else of_all if count == self._num_rows else of_next
+        found = self._rewritings.get((count, reads_rows, group))
         if found is None:
-            found = self._rewritings[count, reads_rows] = find_rewriting(self, count, reads_rows)
+            found = self._rewritings[count, reads_rows, group] = find_rewriting(self, count, reads_rows, group)
         return found
 
-    # -- internals --------------------------------------------------------------------------------------------------
+    def key_formulas(self, group: int) -> tuple[Expression, Expression | None]:
+        """Return the position of the key in row j, and the condition that row j holds one; None if all rows do.
+
+        `group` is the number of query heads that share a key head.
+        """
+        position, condition = (j, None) if self._kept is None else self._kept.formulas(group)
+        if not self._has_equal_rows:
+            is_used = library.padding(self._count_rows())
+            condition = is_used if condition is None else condition & is_used
+        return position, condition
+
     @property
-    def length_mask(self) -> Expression | None:
-        """The condition that hides positions beyond each sequence's end; None if all sequences have the same length."""
-        return None if self._has_equal_lengths else library.padding(self._lengths)
+    def row_counts(self) -> Any:
+        """(B,) int64: the number of rows of each sequence, those of the head that keeps most."""
+        return self._count_rows().copy()
+
+    # -- internals --------------------------------------------------------------------------------------------------
+    def _set_kept(self, kept: KeptRows | None) -> None:
+        self._kept, self._of_equal_lengths = kept, {}
 
     def _set_lengths(self, lengths: Any, newest: Any) -> None:
         """Set the lengths and the positions of the newest append, and forget how formulas were rewritten.
 
-        `_max_length` and `_has_equal_lengths` are plain Python, so that torch.compile can read them.
+        `_num_rows` and `_rows_are_full` are plain Python, so that torch.compile can read them.
         """
         self._lengths, self._newest_positions = lengths, newest
         self._rewritings = {}
-        count = newest.shape[1]
+        count, rows = newest.shape[1], self._count_rows()
         self._newest_have_positions = bool((newest >= 0).any())
         self._newest_are_last = bool((newest == lengths[:, None] - count + np.arange(count)).all())
-        self._max_length = int(lengths.max(initial=0))
-        self._has_equal_lengths = bool((lengths == self._max_length).all())
+        self._num_rows = int(rows.max(initial=0))
+        self._has_equal_rows = bool((rows == self._num_rows).all())
+        self._rows_are_full = self._has_equal_rows and (self._kept is None or self._kept.is_uniform)
 
-    def _view(self, length: int) -> tuple[Any, Any]:
-        """Return views of key and value with the first `length` positions. Another thread may append meanwhile."""
-        return self._first(self._key, length), self._first(self._value, length)
-
-    def _first(self, storage: Any, length: int) -> Any:
-        """Return a view of the first `length` positions of the storage, with the axes of the appended arrays."""
-        if storage is None:
+    def _view(self, count: int) -> tuple[Any, Any]:
+        """Return views of the first `count` rows of key and value. Another thread may append meanwhile."""
+        if self._storage is None:
             raise _nothing_appended()
         sequence = 0 if self._ndim == 2 else slice(None)
         head = slice(None) if self._ndim == 4 else 0
-        return storage[sequence, head, :length]
+        storage = self._storage
+        return storage.key[sequence, head, :count], storage.value[sequence, head, :count]
 
-    def _allocate(self, key: Any, value: Any, axes: int) -> None:
-        """Allocate storage for arrays like these, for the first append."""
+    def _float_view(self) -> tuple[Any, Any]:
+        """Return `_view` of a cache of floats."""
+        if self._quantized is not None:
+            raise ParameterError(
+                f"key or value of a cache of {self._dtype}, which stores codes",
+                "attention(query, cache), which reads the codes",
+                "cache.dequantized(), which returns float32 copies",
+            )
+        return self._view(self._num_rows)
+
+    def _allocate(self, key: Any, value: Any, axes: int) -> Storage:
+        """Make the storage for arrays like these, for the first append."""
         dtype = self._dtype or dtype_name(key)
-        self._key, self._value = (allocate(x, x.shape[0], self._min_capacity, dtype) for x in (key, value))
-        self._ndim, self._dtype = axes, dtype
+        self._storage = Storage(key, value, self._min_capacity, str(dtype), self._quantized)
+        self._dtype = dtype
+        self._ndim = axes
         self._set_lengths(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
-
-    def _grow(self, needed: int) -> None:
-        """Make the storage writable up to `needed` positions: copy it if it is full, or shared with another cache."""
-        capacity = self.capacity
-        if needed > capacity:
-            self._move(max(needed, capacity + max(min(capacity, DOUBLING), capacity // LARGE_SHARE)))
-        elif self._is_shared:
-            self._move(capacity)
-
-    def _move(self, capacity: int) -> None:
-        """Copy the positions to new storage."""
-        self._key, self._value = (grow(old, capacity, self._max_length) for old in (self._key, self._value))
-        self._is_shared = False
+        return self._storage
 
 
 def _nothing_appended() -> ParameterError:
@@ -415,14 +514,17 @@ def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tu
     The result is None if `unpack_cache` has to do it: the query has another array type or dtype than the cache, a mask
     that is an array has to be joined with the ends of the sequences, or torch.compile traces the call.
     """
-    if type(query) is not type(cache._key) or query.dtype != cache._key.dtype or query.ndim < 2 or is_compiling():
+    storage = cache._storage
+    if storage is None or type(query) is not type(storage.key) or query.ndim < 2 or is_compiling():
         return None
-    if mask is None and score is None and not see and cache._has_equal_lengths:
-        return *cache._view(cache._max_length), mask, score, see
-    if hasattr(mask, "dtype") and not cache._has_equal_lengths:
+    if query.dtype != storage.key.dtype and (storage.row_formats is None or dtype_name(query) not in NARROW_FLOATS):
         return None
-    mask, score, statistics = rewrite_formulas(cache, query.shape[-2], mask, score, see)
-    return *cache._view(cache._max_length), mask, score, see if see is None else statistics
+    if mask is None and score is None and not see and cache._rows_are_full:
+        return *cache._view(cache._num_rows), mask, score, see
+    if hasattr(mask, "dtype") and not cache._rows_are_full:
+        return None
+    mask, score, statistics = rewrite_formulas(cache, query.shape, mask, score, see)
+    return *cache._view(cache._num_rows), mask, score, see if see is None else statistics
 
 
 def unpack_cache(
@@ -447,17 +549,12 @@ def unpack_cache(
                 "attention(query, key, value)",
             )
         return key, value, mask, score, see, None
-    keys, values = key._view(key._max_length)
-    if framework(query) == framework(keys) and dtype_name(query) in FLOATS and dtype_name(query) != key.dtype:
-        cast = "to" if framework(query) == "torch" else "astype"
-        raise DtypeError(
-            f"query has dtype {dtype_name(query)}, the cache stores {key.dtype}",
-            "one dtype; attention does not convert a cache at every token",
-            f"query.{cast}(cache.key.dtype), or make the cache by KVCache(dtype={dtype_name(query)!r})",
-        )
-    condition = key.length_mask if hasattr(mask, "dtype") else None
+    keys, values = key._view(key._num_rows)
+    if framework(query) == framework(keys):
+        check_query(query, key.dtype, key.row_formats is not None)
+    condition = key.key_formulas(1)[1] if hasattr(mask, "dtype") else None
     if getattr(query, "ndim", 0) > 1:
-        mask, score, see = rewrite_formulas(key, query.shape[-2], mask, score, see)
+        mask, score, see = rewrite_formulas(key, query.shape, mask, score, see)
     return keys, values, mask, score, see, condition
 
 

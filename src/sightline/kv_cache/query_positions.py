@@ -8,7 +8,7 @@ position is written as a formula of the row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ..formula.tables import Table
 
 if TYPE_CHECKING:
     from .cache import KVCache
+    from .kept_rows import KeptRows
 
 MAX_REMEMBERED = 256  # rewritten formulas, after which all are forgotten
 
@@ -83,10 +84,17 @@ def without_later_keys(mask: Expression) -> Expression | None:
     return result
 
 
-def of_equal_lengths() -> tuple[Rewriting, Rewriting, Rewriting]:
-    """Return the rewritings for sequences of one length: if the rows are all positions, the last one, the last ones."""
+def of_equal_lengths(kept: KeptRows | None, group: int) -> tuple[Rewriting, Rewriting, Rewriting]:
+    """Return the rewritings for sequences of one length: if the rows are all positions, the last one, the last ones.
+
+    `kept` has the positions of the rows of a cache whose keys were evicted, as many in all sequences and heads.
+    """
     symbols = {"i": i + (m - n), "n": m}
-    return Rewriting({}), Rewriting(symbols, are_last=True), Rewriting(symbols)
+    if kept is None:
+        return Rewriting({}), Rewriting(symbols, are_last=True), Rewriting(symbols)
+    length = m + cast(int, kept.shift)
+    symbols = {"i": i + (length - n), "n": length, "m": length, "j": kept.formulas(group)[0]}
+    return Rewriting(symbols), Rewriting(symbols, are_last=True), Rewriting(symbols)
 
 
 def _look_up(table: Table, indices: Indices) -> Expression:
@@ -98,13 +106,14 @@ def _look_up(table: Table, indices: Indices) -> Expression:
     return intern(Lookup(table.without_axes("i"), indices))
 
 
-def rewrite_formulas(cache: KVCache, count: int, mask: Any, score: Any, see: Any) -> tuple[Any, Any, Any]:
-    """Return mask, score and statistics of a call of `count` queries on a cache, for the rows of the call.
+def rewrite_formulas(cache: KVCache, shape: tuple[int, ...], mask: Any, score: Any, see: Any) -> tuple[Any, Any, Any]:
+    """Return mask, score and statistics of a call on a cache, for the rows of the call.
 
-    The result's mask also hides the positions beyond each sequence's end. Arrays stay as they are.
+    The result's mask also hides the rows that hold no position of a sequence. Arrays stay as they are.
 
     Parameters
     ----------
+    shape : the query's shape, (B, H, n, d), or without heads or batch
     mask, score, see : as in `attention`; functions become formulas
 
     Raises
@@ -118,7 +127,7 @@ def rewrite_formulas(cache: KVCache, count: int, mask: Any, score: Any, see: Any
     statistics = see if isinstance(see, list | tuple) else () if see is None else (see,)
     statistics = [_with_formulas(one, formulas) for one in statistics]
     reads_rows = any("i" in formula.free_symbols for formula in formulas)
-    rewriting = cache.rewriting(count, reads_rows)
+    rewriting = cache.rewriting(shape[-2], reads_rows, shape[1] if len(shape) == 4 else 1)
     if isinstance(mask, Expression) or mask is None:
         mask = rewriting.mask(mask)
     if isinstance(score, Expression):
@@ -144,12 +153,13 @@ def _with_formulas(statistic: Any, formulas: list[Expression]) -> Any:
     return statistic.map_formulas(collect) if hasattr(statistic, "map_formulas") else statistic
 
 
-def find_rewriting(cache: KVCache, count: int, reads_rows: bool) -> Rewriting:
-    """Return the rewriting of the formulas of `count` queries; `reads_rows` is True if one of them reads i."""
-    lengths, rows = cache.lengths, np.arange(count)
+def find_rewriting(cache: KVCache, count: int, reads_rows: bool, group: int) -> Rewriting:
+    """Return the rewriting of the formulas of `count` queries; see `KVCache.rewriting` and `key_formulas`."""
+    lengths, (key_position, condition) = cache.lengths, cache.key_formulas(group)
+    symbols = {} if key_position is j else {"j": key_position}
     if not reads_rows:
-        length = m if cache.length_mask is None else Table(lengths)[b]
-        return Rewriting({"n": length, "m": length}, cache.length_mask)
+        length = Table(lengths)[b] if symbols or condition is not None else m
+        return Rewriting({**symbols, "n": length, "m": length}, condition)
     if count > lengths.max(initial=0) > 0 and not cache.are_newest(count):
         raise ShapeError(
             f"{count} queries under a formula of i, on a KVCache of {lengths.max(initial=0)} positions",
@@ -160,13 +170,14 @@ def find_rewriting(cache: KVCache, count: int, reads_rows: bool) -> Rewriting:
     real = positions >= 0
     entry = b if lengths.size != 1 else 0
     ends = Table(lengths)[entry]
-    of_rows = Table(np.where(real, lengths[:, None], 0))[entry, i]  # a query that is padding has no keys
-    condition = cache.length_mask if real.all() else j < of_rows
-    if (positions == rows)[real].all():
+    if not real.all():  # a query that is padding has no keys
+        of_rows = j < Table(np.where(real, cache.row_counts[:, None], 0))[entry, i]
+        condition = of_rows if condition is None or key_position is j else condition & of_rows
+    if (positions == np.arange(count))[real].all():
         position: Expression = i
     elif real.all():
         position = i + Table(positions[:, 0])[entry]
     else:
         position = Table(np.maximum(positions, 0))[entry, i]
     are_last = count == 1 and bool((positions[:, 0] == lengths - 1)[real[:, 0]].all())
-    return Rewriting({"i": position, "n": ends, "m": ends}, condition, are_last)
+    return Rewriting({**symbols, "i": position, "n": ends, "m": ends}, condition, are_last)

@@ -1,55 +1,194 @@
-"""Storage of a KV cache: arrays (B, G, capacity, d) of NumPy or torch, of which the first positions are in use."""
+"""Storage of a KV cache: arrays (B, G, capacity, ·) of NumPy or torch, of which the first rows are in use."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import dtype_name, namespace, resolve_dtype
+from ..arrays.operations import FLOATS, dtype_name, framework, layout, namespace, resolve_dtype
+from ..arrays.row_formats import RowFormat
+from .quantization import write_quantized
 
 Array = Any
 
+DOUBLING = 256  # rows up to which the capacity of full storage is doubled
+LARGE_SHARE = 4  # large storage grows by a quarter, so a row is copied about 4 times in total
 
-def allocate(like: Array, batch: int, capacity: int, dtype: str) -> Array:
-    """Return zeros of shape (batch, G, capacity, d), with the library, the device, G and d of `like`.
 
-    Uninitialised memory may hold NaN, and a kernel computes a block a second time if its hidden positions have NaN.
+class Storage:
+    """The keys and values of a cache.
+
+    If the values of the first append are the first d_v numbers of the memory of the keys, as the latents of multi-head
+    latent attention are, then one array stores both, until values come that are not.
+
+    Parameters
+    ----------
+    key, value : (B, G, t, d) arrays like those that will be stored
+    capacity : the number of rows
+    dtype : the dtype of stored floats
+    quantized : the dtypes of stored codes for keys and for values; None for floats
+
+    Attributes
+    ----------
+    key, value : (B, G, capacity, d), or the bytes of quantised rows (B, G, capacity, row_bytes)
+    widths : d_k and d_v
+    row_formats : how the rows of keys and of values are quantised; None for floats
+    squares : Σ (x − x̂)² and Σ x² of all keys, and of all values, that were quantised, (2, 2)
+    """
+
+    def __init__(self, key: Array, value: Array, capacity: int, dtype: str, quantized: tuple[str, str] | None) -> None:
+        self.widths: tuple[int, int] = key.shape[3], value.shape[3]
+        self.squares = np.zeros((2, 2))
+        self.row_formats: tuple[RowFormat, RowFormat] | None = None
+        widths: tuple[int, ...] = self.widths
+        if quantized is not None:
+            self.row_formats = RowFormat(quantized[0], widths[0]), RowFormat(quantized[1], widths[1])
+            dtype, widths = "uint8", (self.row_formats[0].row_bytes, self.row_formats[1].row_bytes)
+        elif is_part(value, key):
+            widths = widths[:1]
+        self._is_shared = False  # True if a copy may read the same arrays, which are then copied before a change
+        self._hold([_allocate(key, (*key.shape[:2], capacity, width), dtype) for width in widths])
+
+    def _hold(self, arrays: Iterable[Array]) -> None:
+        """Store in these arrays: of keys and of values, or one array of keys that contains the values."""
+        self._arrays = tuple(arrays)
+        self.key = self._arrays[0]
+        self.value = self.key[..., : self.widths[1]] if len(self._arrays) == 1 else self._arrays[1]
+
+    @property
+    def capacity(self) -> int:
+        """The number of rows that fit."""
+        return int(self.key.shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the arrays, unused rows included."""
+        return sum(math.prod(array.shape) * int(array.dtype.itemsize) for array in self._arrays)
+
+    def fits(self, key: Any, value: Any) -> bool:
+        """True if arrays (B, G, t, d) can be appended as they are; `check_append` finds the same, and is slower."""
+        pairs = zip((key, value), (self.key, self.value), self.widths, strict=True)
+        if not all(self._fits(array, stored, width) for array, stored, width in pairs):
+            return False
+        return bool(key.shape[2] == value.shape[2] and key.dtype == value.dtype)
+
+    def _fits(self, array: Any, stored: Array, width: int) -> bool:
+        if type(array) is not type(stored) or array.ndim != 4:
+            return False
+        if not (array.dtype == stored.dtype if self.row_formats is None else dtype_name(array) in FLOATS):
+            return False
+        if getattr(array, "requires_grad", False) or getattr(array, "is_nested", False):
+            return False
+        if array.device != stored.device or getattr(array, "layout", None) is not getattr(stored, "layout", None):
+            return False
+        return bool(array.shape[:2] == stored.shape[:2] and array.shape[3] == width)
+
+    def copy(self) -> Storage:
+        """Return storage of the same rows. The arrays are shared until one of both changes them."""
+        self._is_shared = True
+        copied = object.__new__(type(self))
+        copied.__dict__ |= self.__dict__
+        return copied
+
+    def from_row(self, first: int) -> Storage:
+        """Return a copy without the rows before `first`."""
+        copied = self.copy()
+        copied._hold(array[:, :, first:] for array in self._arrays)
+        return copied
+
+    def reserve(self, needed: int, used: int) -> None:
+        """Make `needed` rows writable: copy the `used` ones if the arrays are full, or shared with a copy."""
+        capacity = self.capacity
+        if needed > capacity:
+            self.move(max(needed, capacity + max(min(capacity, DOUBLING), capacity // LARGE_SHARE)), used)
+        elif self._is_shared:
+            self.move(capacity, used)
+
+    def move(self, capacity: int, used: int) -> None:
+        """Copy the first `used` rows to new arrays of this capacity."""
+        self._hold([_grow(array, capacity, used) for array in self._arrays])
+        self._is_shared = False
+
+    def write(self, key: Array, value: Array, rows: Any) -> None:
+        """Write key[b, :, r] and value[b, :, r] to row rows[b, r], for every row that is not −1.
+
+        `rows` may be the number of the first row if all sequences get the same rows.
+        """
+        if len(self._arrays) == 1 and not is_part(value, key):
+            self._hold((self.key, _grow(self.value, self.capacity, self.capacity)))
+        if self.row_formats is None:
+            write = _write_all if isinstance(rows, int) else _write
+            for array, numbers in zip(self._arrays, (key, value), strict=False):  # one array stores both
+                write(array, numbers, rows)
+            return
+        if isinstance(rows, int):
+            rows = np.tile(np.arange(rows, rows + key.shape[2]), (len(key), 1))
+        parts = zip(self._arrays, (key, value), self.row_formats, strict=True)
+        self.squares = self.squares + [write_quantized(*part[:2], rows, part[2]) for part in parts]  # a new array
+
+    def reorder(self, order: Any, used: int) -> None:
+        """Replace sequence b by sequence order[b], of which the first `used` rows are kept."""
+        in_place = not self._is_shared and order.size == self.key.shape[0]
+        self._hold([_reorder(array, order, used, in_place) for array in self._arrays])
+        self._is_shared = False
+
+    def gather(self, rows: Any) -> None:
+        """Keep the rows (B, G, c) of each head, in this order, in new arrays with room for some more."""
+        count = rows.shape[2]
+        gathered = [_gather(array, rows) for array in self._arrays]
+        self._hold([_grow(array, count + max(count // LARGE_SHARE, 1), count) for array in gathered])
+        self._is_shared = False
+
+
+def is_part(value: Array, key: Array) -> bool:
+    """True if the values are the first numbers of the keys, in the same memory."""
+    if framework(value) != framework(key) or value.dtype != key.dtype or value.shape[:-1] != key.shape[:-1]:
+        return False
+    if getattr(key, "layout", None) is not getattr(value, "layout", None) or value.shape[-1] > key.shape[-1]:
+        return False
+    return bool(layout(value) == layout(key))
+
+
+def _allocate(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    """Return zeros with the library and the device of `like`.
+
+    Uninitialised memory may hold NaN, and a kernel computes a block a second time if its hidden rows have NaN.
     """
     xp = namespace(like)
-    shape = (batch, like.shape[1], capacity, like.shape[3])
     return xp.zeros(shape, dtype=resolve_dtype(xp, dtype), device=like.device)
 
 
-def grow(storage: Array, capacity: int, used: int) -> Array:
-    """Return new storage of that capacity with a copy of the first `used` positions. The old storage is unchanged."""
-    new = allocate(storage, storage.shape[0], capacity, dtype_name(storage))
-    new[:, :, :used] = storage[:, :, :used]
+def _grow(array: Array, capacity: int, used: int) -> Array:
+    """Return a new array of that capacity with a copy of the first `used` rows. The old array is unchanged."""
+    new = _allocate(array, (*array.shape[:2], capacity, array.shape[3]), dtype_name(array))
+    new[:, :, :used] = array[:, :, :used]
     return new
 
 
-def write_all(storage: Array, array: Array, start: int) -> None:
-    """Set storage[:, :, start + r] = array[:, :, r] for every row r."""
-    storage[:, :, start : start + array.shape[2]] = array
+def _write_all(target: Array, array: Array, start: int) -> None:
+    target[:, :, start : start + array.shape[2]] = array
 
 
-def write(storage: Array, array: Array, positions: Any) -> None:
-    """Set storage[b, :, positions[b, r]] = array[b, :, r] for every position that is not −1."""
-    b, row = np.nonzero(positions >= 0)
+def _write(target: Array, array: Array, rows: Any) -> None:
+    b, row = np.nonzero(rows >= 0)
     if b.size:
-        storage[b, :, positions[b, row]] = namespace(array).astype(array[b, :, row], storage.dtype)
+        target[b, :, rows[b, row]] = namespace(array).astype(array[b, :, row], target.dtype)
 
 
-def reorder_batch(storage: Array, order: Any, used: int, *, in_place: bool) -> Array:
-    """Return storage whose sequence b has the first `used` positions of the old sequence order[b].
+def _gather(array: Array, rows: Any) -> Array:
+    B, G, _ = rows.shape
+    return array[np.arange(B)[:, None, None], np.arange(G)[:, None], rows]
 
-    With `in_place`, and if the number of sequences stays the same, the storage is changed and returned.
-    """
-    if not in_place or order.size != storage.shape[0]:
-        new = allocate(storage, order.size, storage.shape[2], dtype_name(storage))
-        new[:, :, :used] = storage[order, :, :used]
+
+def _reorder(array: Array, order: Any, used: int, in_place: bool) -> Array:
+    if not in_place:
+        new = _allocate(array, (order.size, *array.shape[1:]), dtype_name(array))
+        new[:, :, :used] = array[order, :, :used]
         return new
     moved = np.flatnonzero(order != np.arange(order.size))
     if moved.size:
-        storage[moved, :, :used] = storage[order[moved], :, :used]
-    return storage
+        array[moved, :, :used] = array[order[moved], :, :used]
+    return array

@@ -24,6 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..arrays import operations as arrays
+from ..arrays.row_formats import RowFormat
 from ..caching import cached_property
 from ..errors import DeviceError
 from ..formula.batch_axes import align_batch_axes
@@ -32,7 +33,7 @@ from ..formula.formula_checks import check_formulas, is_valid_for_all_entries
 from ..formula.tables import Table, bounds_key
 from ..formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
 from ..formula.tile_ranges import hidden_condition
-from ..kv_cache import unpack_cache
+from ..kv_cache import KVCache, unpack_cache
 from ..statistics import Statistic
 from . import validation
 from .validation import Formula, check_device
@@ -68,6 +69,8 @@ class Problem:
     # The position (b, h, i, j) of the first pair, which dropout adds to its counter; not 0 for a part of a problem.
     # The position j is a multiple of 4.
     dropout_origin: Extent = field(default=(0, 0, 0, 0), kw_only=True)
+    # How the rows of key and of value are quantised; their last axis then has bytes. None for arrays of floats.
+    row_formats: tuple[RowFormat, RowFormat] | None = field(default=None, kw_only=True)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -104,7 +107,7 @@ class Problem:
 
     @property
     def d_v(self) -> int:
-        return cast(int, self.value.shape[-1])
+        return cast(int, self.value.shape[-1]) if self.row_formats is None else self.row_formats[1].width
 
     @property
     def extent(self) -> Extent:
@@ -222,16 +225,18 @@ def parse(
     dropout: float = 0.0,
     seed: int | None = None,
     see: Sequence[Statistic] = (),
+    row_formats: tuple[RowFormat, RowFormat] | None = None,
 ) -> Problem:
     """Return the problem after every check that needs only shapes, dtypes and parameters, not the entries of arrays.
 
     `parse` is the first half of `make_problem`. torch.compile traces it, so it uses only plain Python.
     """
+    row_formats = key.row_formats if isinstance(key, KVCache) else row_formats
     key, value, mask, score, see, length_mask = unpack_cache(query, key, value, mask, score, see)
     named = {"query": query, "key": key, "value": value}
-    validation.check_arrays(named)
+    validation.check_arrays(named, row_formats is not None)
     heads_squeezed = query.ndim < 4
-    query, key, value = validation.broadcast_inputs(named)
+    query, key, value = validation.broadcast_inputs(named, row_formats)
     lengths = query.shape[-2], key.shape[-2]
     formula = validation.read_score(score)
     if getattr(scale, "requires_grad", False):
@@ -254,6 +259,7 @@ def parse(
         seed=validation.read_seed(seed, dropout),
         see=tuple([statistic.map_formulas(align) for statistic in validation.read_statistics(see, lengths)]),
         heads_squeezed=heads_squeezed,
+        row_formats=row_formats,
     )
     for statistic in problem.see:
         statistic.check(problem, (*problem.batch_shape, problem.H), problem.n)

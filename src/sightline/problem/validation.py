@@ -15,6 +15,7 @@ import numpy as np
 
 from ..arrays import operations as arrays
 from ..arrays.kinds import check_kind, check_memory, is_array
+from ..arrays.row_formats import RowFormat
 from ..errors import DeviceError, DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import from_function, library
 from ..formula.expression import SYMBOLS, Expression, walk
@@ -125,11 +126,15 @@ def _read_shape(name: str, array: Any) -> tuple[int, ...]:
         raise
 
 
-def check_arrays(named: dict[str, Any]) -> None:
-    """Raise unless query, key and value are plain float arrays of one framework, one dtype and one device."""
+def check_arrays(named: dict[str, Any], are_quantized: bool = False) -> None:
+    """Raise unless query, key and value are plain float arrays of one framework, one dtype and one device.
+
+    If `are_quantized`, key and value are bytes of a quantised cache, which has checked the query's dtype.
+    """
     for name, array in named.items():
         check_kind(name, array)
-        arrays.check_float_dtype(name, array)
+        if name == "query" or not are_quantized:
+            arrays.check_float_dtype(name, array)
     kinds = {name: arrays.framework(array) for name, array in named.items()}
     if len(set(kinds.values())) > 1 or not arrays.is_known(named["query"]):
         raise DeviceError(
@@ -139,16 +144,18 @@ def check_arrays(named: dict[str, Any]) -> None:
         )
     for what, error, describe in (("dtype", DtypeError, arrays.dtype_name), ("device", DeviceError, arrays.device)):
         found = {name: describe(array) for name, array in named.items()}
-        if len(set(found.values())) > 1:
+        if len(set(found.values())) > 1 and not (are_quantized and what == "dtype"):
             verb = "cast" if what == "dtype" else "move"
             raise error(
                 f"{what} of {_format_items(found)}", f"one {what} for all", f"{verb} key and value to query's {what}"
             )
 
 
-def broadcast_inputs(named: dict[str, Any]) -> list[Any]:
+def broadcast_inputs(named: dict[str, Any], row_formats: tuple[RowFormat, RowFormat] | None = None) -> list[Any]:
     """Return query, key and value with a head axis and with equal leading axes."""
     shapes = {name: tuple(array.shape) for name, array in named.items()}
+    for name, row_format in zip(("key", "value"), row_formats or (), strict=False):
+        shapes[name] = *shapes[name][:-1], row_format.width
 
     def refuse(what: str, cure: str) -> ShapeError:
         given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -162,7 +169,7 @@ def broadcast_inputs(named: dict[str, Any]) -> list[Any]:
         raise refuse("different numbers of axes", "give all three a head axis and a batch axis")
     if max(axes) < 4:
         named = {name: array[..., None, :, :] for name, array in named.items()}
-    q, k, v = (tuple(array.shape) for array in named.values())
+    q, k, v = ((*array.shape[:-1], shapes[name][-1]) for name, array in named.items())
     if q[-1] != k[-1]:
         raise refuse(f"query is {q[-1]} wide and key {k[-1]}", "project both to the same d_k")
     if q[-1] == 0:

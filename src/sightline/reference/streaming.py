@@ -39,7 +39,10 @@ class TileOps:
         self.xp = xp = namespace(problem.query)
         self.dtype = resolve_dtype(xp, problem.accumulator)
         self.device_options = {} if problem.framework == "numpy" else {"device": problem.query.device}
-        self.is_finite = all(bool(xp.all(xp.isfinite(x))) for x in (problem.query, problem.key, problem.value, *others))
+        formats = problem.row_formats or ()
+        self.row_formats = dict(zip((id(problem.key), id(problem.value)), formats, strict=False))
+        arrays = problem.query, problem.key, problem.value, *others
+        self.is_finite = not formats and all(bool(xp.all(xp.isfinite(x))) for x in arrays)
 
     @cached_property
     def runs(self) -> TileRanges:
@@ -73,7 +76,8 @@ class TileOps:
 
     def widen(self, array: Any, part: slice) -> Any:
         """Return the positions `part` of query, key or value, in the accumulator's dtype."""
-        return self.xp.astype(array[..., part, :], self.dtype)
+        row_format, rows = self.row_formats.get(id(array)), array[..., part, :]
+        return self.xp.astype(rows if row_format is None else row_format.unpack(rows), self.dtype)
 
     def symbols(self, rows: slice, columns: slice, s: Any = None) -> dict[str, Any]:
         b, h, i, j = self.problem.positions(self.xp, rows, columns)
@@ -302,7 +306,8 @@ def backward(
         added = statistic_gradients(problem, lse, lambda: tiles(ops, lse), d_seen)
     for part in (d_lse, added.lse):
         row = row if part is None else row - xp.astype(part, ops.dtype)
-    d_query, d_key, d_value = (ops.full(0.0, *x.shape) for x in (problem.query, problem.key, problem.value))
+    lead, d_query = problem.key.shape[:-1], ops.full(0.0, *problem.query.shape)
+    d_key, d_value = (ops.full(0.0, *lead, width) for width in (problem.d_k, problem.d_v))
     score_gradients = ScoreGradients(ops)
     for rows in ops.query_blocks():
         d_o, d_row = d_output[..., rows, :], row[..., rows]

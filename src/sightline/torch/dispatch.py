@@ -14,7 +14,7 @@ from ..arrays.kinds import check_class, check_memory, refuse_subclass
 from ..dispatch import call_cache
 from ..dispatch.call_request import Request, conditions_of
 from ..dispatch.kernel_list import KERNELS, make_plan, to_caller_layout
-from ..errors import SightlineError
+from ..errors import KernelRefusedError, SightlineError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tensor_reads import torch_mode
 from ..problem.kernel import Kernel, Result, choose
@@ -125,6 +125,12 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
     DtypeError
         A tensor is of a class that does not compute the operator.
     """
+    if problem.row_formats is not None:
+        raise KernelRefusedError(
+            "a quantised KVCache in torch.compile, a transform or a mode of torch",
+            "eager calls",
+            "put torch.compiler.disable on the function that appends and attends, or use a cache of floats",
+        )
     seed_tensor = make_seed(None if seed is None else problem.seed) if problem.dropout else None
     arguments = OperatorArguments.from_problem(problem, seed_tensor, kernel, threads)
     if is_transformed():

@@ -152,7 +152,7 @@ class GraphAttacher:
         num_inputs: int,
         graph_call: type[CachedGraphCall],
     ) -> None:
-        self.options = {"scale": problem.scale, "dropout": problem.dropout}
+        self.options = {"scale": problem.scale, "dropout": problem.dropout, "row_formats": problem.row_formats}
         self.backward, self.num_inputs, self.graph_call = backward, num_inputs, graph_call
         self.has_statistics = bool(problem.see)  # if there are none, lse is no result
         self.squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None

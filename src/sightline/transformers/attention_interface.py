@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import output_capturing
 
-from ..arrays.operations import FLOATS
 from ..errors import ParameterError
 from ..formula.expression import Expression
 from ..formula.library import bias
@@ -159,12 +158,14 @@ def sightline_attention(
 def _read_cache(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any, Any]:
     """Return query, key and value of a call, with a `KVCache` in place of both where a `Cache` stores another dtype.
 
-    Attention is then computed in the cache's dtype, if that is a dtype of floats.
+    Attention is then computed in the cache's dtype; for a quantised cache in the query's, or in float32 for float64.
     """
     if not isinstance(key, StoredTensor):
         return query, key, value
     cache = key.cache
-    return query.to(getattr(torch, cache.dtype)) if cache.dtype in FLOATS else query, cache, None
+    if cache.row_formats is None:
+        return query.to(getattr(torch, str(cache.dtype))), cache, None
+    return query.float() if query.dtype == torch.float64 else query, cache, None
 
 
 def _add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tensor) -> Any:

@@ -31,9 +31,11 @@ class Cache(DynamicCache):  # type: ignore[misc]
     config : transformers.PreTrainedConfig, optional
         The model's configuration. With it, a layer with a sliding window stores at most 2.5 windows; usually it stores
         1.25. Default: every layer stores all positions, as in `DynamicCache()`.
-    dtype : {"float16", "bfloat16", "float32", "float64"}, optional
+    dtype : {"float16", "bfloat16", "float32", "float64", "int8", "int4", "float8_e4m3fn"} or a pair, optional
         The dtype of the stored keys and values, such as "bfloat16" for half the memory of a float32 model. Models with
-        `attn_implementation="sightline"` then compute attention in this dtype. Default: the model's dtype.
+        `attn_implementation="sightline"` then compute attention in this dtype. With one of the last three, or a pair of
+        them such as ("int8", "int4") for keys and values, each layer's `KVCache` is quantised, and attention reads its
+        codes. Default: the model's dtype.
 
     Raises
     ------
@@ -73,7 +75,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
     layers: list[Any]
     layer_class_to_replicate: Any
 
-    def __init__(self, *, config: PreTrainedConfig | None = None, dtype: str | None = None) -> None:
+    def __init__(self, *, config: PreTrainedConfig | None = None, dtype: str | tuple[str, str] | None = None) -> None:
         KVCache(dtype=dtype)  # raises for other dtypes
         super().__init__(config=config)
         self.layers = [_with_kv_cache(layer, dtype) for layer in self.layers]
@@ -100,7 +102,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
             )
 
 
-def _with_kv_cache(layer: Any, dtype: str | None) -> Any:
+def _with_kv_cache(layer: Any, dtype: str | tuple[str, str] | None) -> Any:
     """Return a layer with a `KVCache` in place of a full or sliding layer of transformers, else the layer itself."""
     if type(layer) is DynamicLayer:
         return FullLayer(dtype=dtype)
@@ -121,7 +123,7 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
         Views of the storage, or `StoredTensor`s if the cache stores another dtype than the model's.
     """
 
-    def __init__(self, dtype: str | None = None, **options: Any) -> None:
+    def __init__(self, dtype: str | tuple[str, str] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._stored_dtype = dtype
         self.cache, self.appends = KVCache(dtype=dtype), 0

@@ -6,7 +6,9 @@ bits, with the same result.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ..runtime.machine import Machine
 from .builder import Builder
@@ -48,6 +50,18 @@ class FloatFormat:
         if self.name == "bfloat16":
             return (bits << 16).bits(FLOAT)
         return _half_to_float(pointer.builder, bits)
+
+    def row_bytes(self, width: int) -> int:
+        """Return the bytes of a row of `width` adjacent numbers."""
+        return width * self.itemsize
+
+    def load_column(self, row: Value, column: Any, lanes: int = 1) -> Value:
+        """Load `lanes` adjacent numbers of a row from a column on."""
+        return self.load(row.at(column * self.itemsize), lanes)
+
+    def load_columns(self, row: Value, first: Any, count: int, lanes: int) -> Iterator[Value]:
+        """Load `count` vectors of neighbouring numbers of a row from the column `first` on."""
+        return (self.load_column(row, first + k * lanes, lanes) for k in range(count))
 
     def store(self, pointer: Value, value: Value) -> None:
         """Store adjacent numbers, rounded to the nearest number of the storage type, ties to even."""

@@ -1,8 +1,9 @@
 """Tiles of key and value rows, in the layout that the register tile reads.
 
 The register tile reads numbers along a row or down a column, and broadcasts each number over the lanes. float32 and
-float64 are read in place, with any strides. Rows in narrower formats are first copied to scratch, one tile of keys at a
-time. In the copy, numbers are widened to float32, or the two bfloat16 numbers of a pair are next to each other.
+float64 are read in place, with any strides. Rows in narrower formats, and quantised rows, are first copied to scratch,
+one tile of keys at a time. In the copy, numbers are widened to float32, or the two bfloat16 numbers of a pair are next
+to each other.
 
 Rows of float32 and float64 are copied too if they are far apart and the copy serves many queries. The rows of one head
 are far apart in a view of (B, n, H, d): a tile of 64 rows then lies in up to 64 pages, and rows whose distance is a
@@ -15,6 +16,7 @@ from typing import Any
 
 from .builder import CACHE_LINE_BYTES
 from .formats import FloatFormat
+from .packed_rows import PackedFormat
 from .register_tile import RegisterTiles
 from .values import BOOL, INT16, INT32, INT64, Value, vector
 
@@ -35,7 +37,7 @@ class OperandTile:
     def __init__(
         self,
         tiles: RegisterTiles,
-        format: FloatFormat,
+        format: FloatFormat | PackedFormat,
         width: int,
         has_unit_stride: bool,
         max_rows: int,
@@ -132,18 +134,23 @@ class OperandTile:
 
     def load_entry(self, r: Value, c: Value) -> Value:
         """Return the number in row r and column c, read from the operand itself and widened."""
-        return self.format.load(self.block.at(r * self.row_stride).at(c * self.column_stride))
+        row = self.block.at(r * self.row_stride)
+        if self.has_unit_stride:
+            return self.format.load_column(row, c)
+        return self.format.load_column(row.at(c * self.column_stride), 0)
 
 
-def widen_row(tiles: RegisterTiles, format: FloatFormat, source: Value, target: Value, width: int, step: Any) -> None:
+def widen_row(
+    tiles: RegisterTiles, format: FloatFormat | PackedFormat, source: Value, target: Value, width: int, step: Any
+) -> None:
     """Copy a row to scratch, widened. `step` is the bytes from number to number; None if numbers are adjacent."""
     builder, lanes = tiles.builder, tiles.lanes
-    stride = format.itemsize if step is None else step
     whole = width // lanes * lanes if step is None else 0
     with builder.loop(0, whole, lanes) as c:
-        target.at(c * tiles.itemsize).store(format.load(source.at(c * format.itemsize), lanes))
+        target.at(c * tiles.itemsize).store(format.load_column(source, c, lanes))
     with builder.loop(whole, width) as c:
-        target.at(c * tiles.itemsize).store(format.load(source.at(c * stride)))
+        number = format.load_column(source, c) if step is None else format.load_column(source.at(c * step), 0)
+        target.at(c * tiles.itemsize).store(number)
 
 
 def pair_row(tiles: RegisterTiles, source: Value, target: Value, width: int, step: Any) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+from ...arrays.row_formats import RowFormat
 from ...formula.expression import Expression
 from ...formula.parameters import TableParameter
 from ...problem.kernel import MAX_LSE
@@ -24,6 +25,7 @@ from ..codegen.builder import Builder, Module, Variable
 from ..codegen.formats import FloatFormat, format_of
 from ..codegen.math import exp2_by_scaling, exp2_of_negative, exp_of_negative
 from ..codegen.operand_tiles import OperandTile
+from ..codegen.packed_rows import PackedFormat
 from ..codegen.register_tile import RegisterTiles
 from ..codegen.render_llvm import NodeValues, Renderer, TableSource, parameter_types
 from ..codegen.values import BFLOAT, BOOL, BYTE, DOUBLE, INT16, INT32, INT64, Value, vector
@@ -47,10 +49,23 @@ class Block:
         self.machine = machine = machine if spec.vectors is None else machine.narrow_tile(spec.vectors)
         self.format = format_of(spec.dtype, machine)
         self.float = self.format.accumulator_type
-        self.paired = spec.dtype == "bfloat16" and machine.has_bf16_dot
+        self.key_format, self.value_format = (self.make_operand_format(k) for k in range(2))
+        self.paired = spec.dtype == "bfloat16" and machine.has_bf16_dot and self.can_pair(spec, machine)
         self.integer = INT64 if spec.needs_int64 else INT32
         self.formulas = tuple(formulas)  # the structures of mask, score and the extra formulas
         self.module = Module()
+
+    @staticmethod
+    def can_pair(spec: KernelSpec, machine: Machine) -> bool:
+        """True if rows can be read as pairs of bfloat16; this kernel widens quantised rows to float32."""
+        return not spec.stored
+
+    def make_operand_format(self, index: int) -> FloatFormat | PackedFormat:
+        """Return the format of the rows of K (index 0) or V (index 1)."""
+        if not self.spec.stored:
+            return self.format
+        width = (self.spec.d_k, self.spec.d_v)[index]
+        return PackedFormat(RowFormat(self.spec.stored[index], width), self.machine)
 
     def write(self, name: str) -> Any:
         """Return the module with the kernel. An atomic counter gives each thread its next work item."""
@@ -131,8 +146,9 @@ class Block:
         """Allocate the operand tile of K (index 1) or V (index 2)."""
         width = (self.spec.d_k, self.spec.d_k, self.spec.d_v)[operand_index]
         unit_stride = self.spec.unit_stride[operand_index]
+        format = self.value_format if operand_index == 2 else self.key_format
         needs = needs_rows, needs_columns, copies_far_rows
-        return OperandTile(self.tiles, self.format, width, unit_stride, KEY_BLOCK, *needs)
+        return OperandTile(self.tiles, format, width, unit_stride, KEY_BLOCK, *needs)
 
     def flag_imprecise_lse(self, lse: Value) -> None:
         """Set `imprecise_lse_flag` if weights computed from this lse, a float64, would not sum to 1."""

@@ -2,9 +2,13 @@
 
 The query heads that share a key head are rows of one small matrix, so that K and V are read once for all of them. Here
 vectors run along d. A score is a sum over lanes, computed for many keys at once by a tree of shuffles. A weight is
-broadcast and multiplies a row of V. Narrow floats are widened in registers.
+broadcast and multiplies a row of V. Narrow floats and codes are widened in registers.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
+
+The scales of quantised rows are widened once for each tile. If a row has one scale, that of K multiplies the scores,
+and that of V the weights, so that the inner loops read codes alone. Where the processor multiplies pairs of bfloat16,
+such codes become bfloat16, which is exact.
 
 The keys are divided into splits, in a way that only the problem determines. Threads process the splits one by one. The
 thread that finishes the last split of some rows merges the splits, always in the order of the keys, as `merge` does
@@ -19,17 +23,21 @@ The entropy H of a query is merged from the entropies of its splits: with P_p, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+from ...arrays.row_formats import RowFormat
 from ..codegen.abi import DECODE_FIELDS
 from ..codegen.builder import CACHE_LINE_BYTES, Variable
 from ..codegen.math import exp
+from ..codegen.packed_rows import PackedFormat
 from ..codegen.reduction import reduce_across_groups, reduce_within_groups
-from ..codegen.values import BFLOAT, DOUBLE, INT16, INT64, Value, vector
+from ..codegen.values import BFLOAT, DOUBLE, INT16, INT32, INT64, Value, vector
+from ..runtime.machine import Machine
 from .block import Block
 from .fused_statistics import MIN_EXPONENT
-from .kernel_spec import KEY_BLOCK
+from .kernel_spec import KEY_BLOCK, KernelSpec
 
 MAX_ROWS_PER_ITEM = 32  # the most query rows of a work item
 SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
@@ -60,7 +68,21 @@ class Decode(Block):
         self.kept_rows = {name: (tiles.scratch(MAX_ROWS_PER_ITEM * size), size) for name, size in row_bytes.items()}
         self.scores = tiles.scratch(MAX_ROWS_PER_ITEM * self.score_row_bytes)
         self.alpha = tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize)
+        self.tile_scales = {  # of the quantised rows of K or V in a tile
+            name: tiles.scratch(KEY_BLOCK * format.num_scales * tiles.itemsize)
+            for name, format in (("key", self.key_format), ("value", self.value_format))
+            if isinstance(format, PackedFormat)
+        }
         self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # scores before the sum over groups of lanes
+
+    @staticmethod
+    def can_pair(spec: KernelSpec, machine: Machine) -> bool:
+        """True if codes are few bits, so exact as bfloat16, and rows have one scale and fill vectors of pairs."""
+        width = machine.vector_bytes // BFLOAT.itemsize
+        return not spec.stored or all(
+            row_format.num_groups == 1 and not row_format.has_offsets and row_format.width % width == 0
+            for row_format in map(RowFormat, spec.stored, (spec.d_k, spec.d_v))
+        )
 
     def process_item(self, item: Value) -> None:
         """Process one split of the keys for some query rows, then merge the splits if this split finished last."""
@@ -142,7 +164,7 @@ class Decode(Block):
             with builder.loop(0, self.spec.d_k) as d:
                 number = self.format.load(source.at(d * step)) * sign
                 if self.paired:
-                    self.format.store(target.at(d * 2), number)
+                    self.format.store(target.at(self.paired_column(d) * 2), number)
                 else:
                     target.at(d * tiles.itemsize).store(number)
             self.running_max.at(r * tiles.itemsize).store(builder.value(-math.inf, self.float))
@@ -152,10 +174,18 @@ class Decode(Block):
             with builder.loop(0, self.output_row_bytes // tiles.align) as v:
                 self.output.at(r * self.output_row_bytes + v * tiles.align).store(builder.value(0.0, self.vector))
 
+    def paired_column(self, d: Value) -> Value:
+        """Return where the number of column d lies in a row of pairs: beside d + 1, or, for codes, d + `lanes`."""
+        if not self.tile_scales:
+            return d
+        width = 2 * self.lanes
+        return d // width * width + d % self.lanes * 2 + d % width // self.lanes
+
     def key_tile(self, j0: Value, partial: Value) -> None:
         """Process one tile of keys: scores, weights, weighted sum of V."""
         builder = self.builder
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
+        self.load_tile_scales()
         self.score_tile()
         with builder.if_else(partial | (self.num_keys < KEY_BLOCK)) as (yes, no):
             with yes, builder.loop(0, self.num_rows) as r:
@@ -163,6 +193,24 @@ class Decode(Block):
             with no, builder.loop(0, self.num_rows) as r:
                 self.softmax(r, j0, masked=False)
         self.accumulate_values()
+
+    def load_tile_scales(self) -> None:
+        """Widen the scales of the tile's quantised rows; those past the last key are the last key's."""
+        for name, scratch in self.tile_scales.items():
+            rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
+            assert isinstance(format, PackedFormat)
+            stride = getattr(self.args, f"{name}_row_stride")
+            with self.builder.loop(0, KEY_BLOCK, UNROLL) as key:
+                for k in range(UNROLL):
+                    row = rows.at(self.builder.minimum(key + k, self.num_keys - 1) * stride)
+                    format.copy_scales(row, scratch.at((key + k) * (format.num_scales * self.tiles.itemsize)))
+
+    def multiply_by_scales(self, name: str, numbers: Value, v: int) -> Value:
+        """Return the numbers of vector `v` of a tile's keys times the scales of rows with one scale."""
+        format = self.key_format if name == "key" else self.value_format
+        if not (isinstance(format, PackedFormat) and format.has_row_scale):
+            return numbers
+        return numbers * self.tile_scales[name].at(v * self.tiles.align).load(self.vector)
 
     # -- scores ---------------------------------------------------------------------------------------------------
     def score_tile(self) -> None:
@@ -194,28 +242,48 @@ class Decode(Block):
         """Return, for each key at `first` + offset, the sums over d of its products with the rows of Q, by lane."""
         builder, tiles, args = self.builder, self.tiles, self.args
         indices = [first + k for k in offsets]
-        keys = [self.keys.at(builder.minimum(key, self.num_keys - 1) * args.key_row_stride) for key in indices]
+        keys = [builder.minimum(key, self.num_keys - 1) for key in indices]
         ahead = [self.values_ahead.at(key * args.value_row_stride) for key in indices]
         sums = [[Variable(builder, self.vector, 0.0) for _ in queries] for _ in keys]
-        size, width = self.format.itemsize, self.lanes * tiles.pair_size  # bytes of a number, numbers of a vector
+        size, width = self.key_format.itemsize, self.lanes * tiles.pair_size  # bytes of a number, numbers of a vector
         query_size = tiles.itemsize // tiles.pair_size
         vectors = max(CACHE_LINE_BYTES // (width * size), 1)  # of K in a cache line
         vectors = vectors if self.spec.d_k % (vectors * width) == 0 else 1
         with builder.loop(0, self.spec.d_k, vectors * width) as d:
-            for v in range(vectors):
-                at = d + v * width
-                left = [query.at(at * query_size).load(tiles.operand_vector) for query in queries]
-                right = [self.load_vector(row.at(at * size)) for row in keys]
-                for row in ahead if v == 0 else ():
-                    builder.prefetch(row.at(d * size))
+            for row in ahead:
+                builder.prefetch(row.at(d * size))
+            columns = zip(*[self.load_vectors("key", key, d, vectors) for key in keys], strict=True)
+            for v, right in enumerate(columns):
+                left = [query.at((d + v * width) * query_size).load(tiles.operand_vector) for query in queries]
                 for totals, numbers in zip(sums, right, strict=True):
                     for total, query in zip(totals, left, strict=True):
                         total.set(tiles.multiply_add(query, numbers, total.get()))
         return sums
 
-    def load_vector(self, address: Value) -> Value:
-        """Load a vector of numbers of K or V, widened, or of pairs of bfloat16."""
-        return address.load(self.tiles.operand_vector) if self.paired else self.format.load(address, self.lanes)
+    def load_vectors(self, name: str, key: Value, first: Any, count: int) -> Iterator[Value]:
+        """Load vectors of numbers of a row of K or V of the tile from the column `first` on.
+
+        They are widened, or pairs of bfloat16, or codes without the scale of their row.
+        """
+        rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
+        row = rows.at(key * getattr(self.args, f"{name}_row_stride"))
+        if isinstance(format, PackedFormat):
+            if self.paired:
+                codes = [format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(2 * count)]
+                return map(self.join_pairs, codes[::2], codes[1::2])
+            if format.has_row_scale:
+                return (format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(count))
+            scales = self.tile_scales[name].at(key * (format.num_scales * self.tiles.itemsize))
+            return format.load_columns(row, first, count, self.lanes, scales)
+        if self.paired:
+            align = self.tiles.align
+            return (row.at(first * 2 + k * align).load(self.tiles.operand_vector) for k in range(count))
+        return format.load_columns(row, first, count, self.lanes)
+
+    def join_pairs(self, first: Value, second: Value) -> Value:
+        """Return pairs of bfloat16 of the lanes of two float32 vectors whose numbers have at most 8 bits."""
+        pairs: Value = (first.bits(INT32) >> 16) | (second.bits(INT32) & 0xFFFF0000)
+        return pairs
 
     def softmax(self, r: Value, j0: Value, masked: bool) -> None:
         """Replace a row of scores by P, and update the row's running maximum and sum."""
@@ -225,7 +293,7 @@ class Decode(Block):
         score_row = self.scores.at(r * self.score_row_bytes)
         logits: list[Value] = []
         for v in range(KEY_BLOCK // self.lanes):
-            s = score_row.at(v * tiles.align).load(self.vector) * self.factor
+            s = self.multiply_by_scales("key", score_row.at(v * tiles.align).load(self.vector), v) * self.factor
             key = builder.arange(self.lanes, INT64) + v * self.lanes
             j = builder.minimum(key + j0, args.m - 1).to(self.integer)
             symbols = {"b": self.b, "h": h, "i": i, "j": j, "n": args.n, "m": args.m, "s": s}
@@ -252,7 +320,8 @@ class Decode(Block):
         if self.has_entropy:
             self.add_exponents(r, old_max - shift, alpha, weights, exponents)
         total.store(builder.fma(total.load(self.vector), alpha, sum_pairwise(weights)))
-        for v, p in enumerate(weights):
+        for v, weight in enumerate(weights):
+            p = self.multiply_by_scales("value", weight, v)
             if self.paired:
                 score_row.at(v * (tiles.align // 2)).store(p.to(BFLOAT))
             else:
@@ -283,10 +352,9 @@ class Decode(Block):
 
         def make_reader(group: int, width: int) -> Callable[[Value], list[Value]]:
             """Return the function that loads row k of V in a group of vectors and prefetches the group's share of K."""
-            key_row_bytes = self.spec.d_k * self.format.itemsize
+            key_row_bytes = self.key_format.row_bytes(self.spec.d_k)
             lines = range(group * CACHE_LINE_BYTES, key_row_bytes, CACHE_LINE_BYTES * len(starts))
-            size = self.format.itemsize * tiles.pair_size
-            offsets = [(starts[group] + v) * self.lanes * size for v in range(width)]
+            first = starts[group] * self.lanes
 
             def read(k: Value) -> list[Value]:
                 for u in range(tiles.pair_size):
@@ -294,9 +362,8 @@ class Decode(Block):
                     for at in lines:
                         builder.prefetch(row.at(at))
                 if self.paired:
-                    return self.load_value_pairs(k, offsets)
-                row = self.values.at(k * self.args.value_row_stride)
-                return [self.load_vector(row.at(offset)) for offset in offsets]
+                    return self.load_value_pairs(k, range(first * 4, (first + width * self.lanes) * 4, tiles.align))
+                return list(self.load_vectors("value", k, first, width))
 
             return read
 
@@ -318,17 +385,22 @@ class Decode(Block):
         For each vector of a pass, the registers hold the vector and the sums of the query rows. They also hold a
         weight, and numbers before they are widened, or products that are not added yet.
         """
-        others, pair = 1 if self.machine.has_fma and self.format.is_native else 3, self.tiles.pair_size
+        others, pair = 1 if self.machine.has_fma and self.value_format.is_native else 3, self.tiles.pair_size
         most = (self.machine.vector_registers - others) // (self.spec.unroll + 1) // pair * pair
-        if self.format.name == "float16" and not self.format.has_conversion:  # whose widening takes many registers
+        if (
+            self.value_format.name == "float16" and not self.value_format.has_conversion
+        ):  # whose widening takes many registers
             most = self.tiles.vectors
         passes = -(-vectors // most)
         return [(vectors // pair + k) // passes * pair for k in range(passes)]
 
-    def load_value_pairs(self, k: Value, offsets: list[int]) -> list[Value]:
-        """Return V's rows 2k and 2k + 1 joined to pairs, with the columns permuted within every two vectors."""
+    def load_value_pairs(self, k: Value, offsets: Sequence[int]) -> list[Value]:
+        """Return V's rows 2k and 2k + 1 joined to pairs. Columns of floats are permuted within every two vectors."""
         keys = (self.builder.minimum(k * 2 + u, self.num_keys - 1) for u in range(2))
         rows = [self.values.at(key * self.args.value_row_stride) for key in keys]
+        format = self.value_format
+        if isinstance(format, PackedFormat):
+            return [self.join_pairs(*(format.load_codes(row, at // 4, self.lanes) for row in rows)) for at in offsets]
         pairs: list[Value] = []
         for offset in offsets[::2]:
             low, high = (row.at(offset // 2).load(vector(INT16, 2 * self.lanes)) for row in rows)
@@ -359,7 +431,7 @@ class Decode(Block):
             step, size = tiles.pair_size * tiles.align, self.output_row_bytes
             with builder.loop(0, size, step) as at:
                 columns = [self.output.at(r * size + at + k).load(self.vector) for k in range(0, step, tiles.align)]
-                if self.paired:  # restore the order of the columns; see `load_value_pairs`
+                if self.paired and not self.tile_scales:  # restore the order of the columns; see `load_value_pairs`
                     first, second = columns
                     columns = [first.interleave(second, half, SHUFFLE_BYTES // tiles.itemsize) for half in range(2)]
                 for k, row in enumerate(columns):

@@ -51,6 +51,7 @@ class KernelSpec:
     tile_lookups: tuple[tuple[int, ...], ...] = ((), ())  # lookups t[..., i, j] of each formula; see TileTables
     extra_formulas: tuple[str, ...] = ()  # besides mask and score; they may read the final score
     k: int = 0  # number of keys listed for each query; see TopKCode
+    stored: tuple[str, ...] = ()  # the dtypes of quantised K and V, of `row_formats.QUANTIZED`; () if not quantised
     roles: tuple[str, ...] = ()  # what is computed for statistics; see FusedStatisticsCode, Backward, WeightStatistics
 
     @property

@@ -170,6 +170,7 @@ def make_spec(kernel: str, arguments: KernelArguments, **more: Any) -> KernelSpe
         clamped=clamped,
         has_sinks=problem.sinks is not None,
         has_dropout=problem.dropout > 0,
+        stored=tuple(row_format.dtype for row_format in problem.row_formats or ()),
         tile_lookups=tuple(_find_tile_lookups(arguments, clamped)),
         **more,
     )

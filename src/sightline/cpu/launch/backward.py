@@ -206,7 +206,7 @@ def _sum_over_keys(
     problem: Problem, formula: Expression | None, threads: int | None, processor: Processor
 ) -> tuple[Any, BoundCall]:
     """Return Σⱼ P ∘ formula of every query, and the bound call: a forward pass with one column of value."""
-    narrow = problem.with_statistics(Mass(formula), value=problem.value[..., :1])
+    narrow = problem.with_statistics(Mass(formula), value=None if problem.row_formats else problem.value[..., :1])
     fused, lse = CpuFusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
     call = forward(narrow, make_output(narrow), lse, threads, processor, fused)
     return convert(fused.arrays[0].astype(np.float64), problem.query), call

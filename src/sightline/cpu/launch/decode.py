@@ -45,7 +45,7 @@ def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = 
     The only statistic of the kernel is the entropy.
     """
     machine = machine_for(processor, problem.dtype)
-    uses_bf16_pairs = problem.dtype == "bfloat16" and machine.has_bf16_dot
+    uses_bf16_pairs = problem.dtype == "bfloat16" and machine.has_bf16_dot and problem.row_formats is None
     columns = lanes_per_vector(problem.dtype, machine) * (1 + uses_bf16_pairs)
     return (
         problem.n <= (MAX_ROWS_PER_ITEM if problem.B * problem.H <= MAX_FEW_HEADS else MAX_FEW_QUERIES)

@@ -1,0 +1,158 @@
+"""The kernel that appends rows to a quantised cache: each group of numbers becomes codes, a scale and maybe an offset.
+
+    int8            scale = max |x| / 127             code = round(x / scale)
+    float8_e4m3fn   scale = max |x| / 448             code = x / scale, rounded to a float of 8 bits
+    int4            scale = (max x − min x) / 15      code = round((x − offset) / scale), offset = min x
+
+Scale and offset are first rounded as they are stored. Codes are rounded to the nearest, ties to even. `sums` receives
+Σ (x − x̂)² and Σ x² over the appended rows. A group with NaN or ∞ has a scale that is NaN, so all its numbers are NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...arrays.row_formats import LARGEST_CODE, RowFormat
+from ..codegen.abi import LoadedArguments
+from ..codegen.builder import Builder, Module, Variable
+from ..codegen.formats import format_of
+from ..codegen.packed_rows import PackedFormat
+from ..codegen.values import BYTE, DOUBLE, FLOAT, INT32, INT64, POINTER, Value, vector
+from ..runtime.machine import Machine
+from .kernel_spec import round_up
+
+ROUNDING_CONSTANT = 1.5 * 2.0**23  # x + this number has the whole number nearest to x in its low bits
+STRIDES = ("batch_stride", "head_stride", "row_stride", "column_stride")
+FIELDS: dict[str, Any] = {
+    "source": POINTER,  # (B, G, t, d) with these strides in bytes
+    **{f"source_{name}": INT64 for name in STRIDES},
+    "target": POINTER,  # (B, G, capacity, bytes of a row)
+    **{f"target_{name}": INT64 for name in STRIDES},
+    "positions": POINTER,  # (B, t) int64: the row of the target; −1 for padding
+    "B": INT64,
+    "G": INT64,
+    "t": INT64,
+    "sums": POINTER,  # two float64
+}
+
+
+@dataclass(frozen=True)
+class QuantizeSpec:
+    """What is compiled into the kernel: formats of the rows, and whether the numbers of a source row are adjacent."""
+
+    rows: RowFormat
+    dtype: str  # of the source
+    unit_stride: bool
+
+
+class Quantize:
+    """Write the kernel into a module."""
+
+    def __init__(self, spec: QuantizeSpec, machine: Machine) -> None:
+        self.spec, self.rows, self.machine = spec, spec.rows, machine
+        self.source_format = format_of(spec.dtype, machine)
+        self.packed = PackedFormat(spec.rows, machine)
+        self.lanes = machine.vector_bytes // FLOAT.itemsize
+
+    def write(self, name: str) -> Module:
+        """Return the module with the function `name`."""
+        self.builder = builder = Builder(Module(), name)
+        self.args = args = LoadedArguments(builder, builder.arguments[0], FIELDS, ())
+        width, filled = self.rows.width, self.rows.group if self.rows.dtype == "int4" else 1
+        self.stop = round_up(round_up(width, filled), self.lanes)
+        self.numbers = builder.alloca_array(FLOAT, self.stop)  # a source row, widened
+        self.errors, self.squares = (Variable(builder, DOUBLE, 0.0) for _ in range(2))
+        with builder.loop(0, args.B) as b, builder.loop(0, args.t) as r:
+            position = args.positions.at((b * args.t + r) * 8).load(INT64)
+            with builder.if_then(position >= 0), builder.loop(0, args.G) as g:
+                source = args.source.at(b * args.source_batch_stride + g * args.source_head_stride)
+                target = args.target.at(b * args.target_batch_stride + g * args.target_head_stride)
+                self.load_row(source.at(r * args.source_row_stride))
+                self.write_row(target.at(position * args.target_row_stride))
+        for offset, total in ((0, self.errors), (8, self.squares)):
+            place = args.sums.at(offset)
+            place.store(place.load(DOUBLE) + total.get())
+        builder.finish()
+        return builder.module
+
+    def load_row(self, source: Value) -> None:
+        """Copy a row of the source, widened to float32. Copies of its last number fill the rest of `numbers`."""
+        builder, width, format = self.builder, self.rows.width, self.source_format
+        stride = format.itemsize if self.spec.unit_stride else self.args.source_column_stride
+        whole = width // self.lanes * self.lanes if self.spec.unit_stride else 0
+        with builder.loop(0, whole, self.lanes) as c:
+            self.numbers.at(c * 4).store(format.load_column(source, c, self.lanes).to(FLOAT))
+        with builder.loop(whole, self.stop) as c:
+            column = builder.minimum(c, width - 1)
+            self.numbers.at(c * 4).store(format.load(source.at(column * stride)).to(FLOAT))
+
+    def write_row(self, target: Value) -> None:
+        """Write codes, scales and offsets of a row, and add to the sums."""
+        size, width = self.rows.group, self.rows.width
+        with self.builder.loop(0, width // size) as group:
+            self.write_group(target, group, size)
+        if width % size:
+            self.write_group(target, self.builder.value(width // size, INT64), width % size)
+
+    def write_group(self, target: Value, group: Value, count: int) -> None:
+        """Write one group of `count` numbers."""
+        builder, rows, start = self.builder, self.rows, group * self.rows.group
+        first = self.numbers.at(start * 4)
+        vectors = [first.at(at * 4).load(vector(FLOAT, self.lanes)) for at in range(0, count, self.lanes)]
+        high, low, marks = vectors[0], vectors[0], vectors[0] * 0.0
+        for x in vectors[1:]:
+            high, low, marks = builder.maximum(x, high), builder.minimum(x, low), marks + x * 0.0
+        largest, smallest = high.reduce(builder.maximum), low.reduce(builder.minimum)
+        not_a_number = marks.sum()  # 0, or NaN if a number is NaN or infinite
+        span = largest - smallest if rows.has_offsets else builder.maximum(largest, -smallest)
+        scale = span / LARGEST_CODE[rows.dtype] + not_a_number
+        stored = [scale, smallest + not_a_number] if rows.has_offsets else [scale]
+        place = target.at(rows.code_bytes).at(group * 2)
+        for index, number in enumerate(stored):
+            self.packed.scale_format.store(place.at(index * 2 * rows.num_groups), number)
+        scale, *offsets = [self.packed.scale_format.load(place.at(k * 2 * rows.num_groups)) for k in range(len(stored))]
+        inverse = builder.where(scale == 0.0, 0.0, builder.value(1.0, FLOAT) / scale)
+        whole = count // self.lanes * self.lanes
+        loops = (0, whole, self.lanes), (whole, count, 1)
+        for begin, end, lanes in [(0, rows.group // 2, self.lanes)] if rows.dtype == "int4" else loops:
+            with builder.loop(begin, end, lanes) as at:
+                self.store_codes(target, group, at, lanes, inverse, offsets)
+        for begin, end, lanes in loops:
+            with builder.loop(begin, end, lanes) as at:
+                x = first.at(at * 4).load(vector(FLOAT, lanes))
+                difference = x - self.packed.load_column(target, start + at, lanes)
+                self.errors.set(self.errors.get() + (difference * difference).to(DOUBLE).sum())
+                self.squares.set(self.squares.get() + (x * x).to(DOUBLE).sum())
+
+    def store_codes(self, target: Value, group: Value, at: Value, lanes: int, inverse: Value, offsets: Any) -> None:
+        """Store `lanes` codes from the place `at` of a group on, in int4 also those half a group later.
+
+        `inverse` is 1 / scale.
+        """
+        builder, start, largest = self.builder, group * self.rows.group, LARGEST_CODE[self.rows.dtype]
+        least = 0.0 if offsets else -largest
+
+        def divide(place: Any) -> Value:
+            x = self.numbers.at((start + place) * 4).load(vector(FLOAT, lanes))
+            x = (x - offsets[0] if offsets else x) * inverse
+            return builder.maximum(builder.minimum(x, largest), least)  # NaN: a limit
+
+        if self.rows.dtype == "float8_e4m3fn":
+            target.at(start + at).store(_float_to_e4m3(builder, divide(at)).to(BYTE))
+        elif self.rows.dtype == "int8":
+            target.at(start + at).store((divide(at) + ROUNDING_CONSTANT).bits(INT32).to(BYTE))
+        else:
+            half = self.rows.group // 2
+            low, high = ((divide(place) + ROUNDING_CONSTANT).bits(INT32) & 15 for place in (at, at + half))
+            target.at(group * half + at).store((low | (high << 4)).to(BYTE))
+
+
+def _float_to_e4m3(builder: Builder, x: Value) -> Value:
+    """Round numbers up to ±448 to the format e4m3, and return the bits, each in a 32-bit integer lane."""
+    bits = x.bits(INT32)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + (0x7FFFF - (120 << 23)) + ((magnitude >> 20) & 1)) >> 20
+    # the ulp of the sum below is 2⁻⁹, the smallest positive number of the format
+    subnormal = (magnitude.bits(FLOAT) + 2.0**14).bits(INT32) - ((127 + 14) << 23)
+    return builder.where(magnitude < 121 << 23, subnormal, normal) | ((bits >> 24) & 0x80)

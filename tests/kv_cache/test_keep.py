@@ -1,0 +1,259 @@
+"""Evicted keys: attention on a cache after `keep` is attention on all keys with the evicted ones hidden."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import sightline
+from fault_planting import broken
+from sightline import KVCache, i, j, s
+from sightline.errors import ParameterError, ShapeError
+from sightline.kv_cache import cache as cache_module
+from sightline.kv_cache import kept_rows
+from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import compute_baseline, term_sizes
+from sightline.reference.definition import compute_stages
+from sightline.testing import assert_within_budget
+
+H, G, D = 4, 2, 8
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625])
+CALLS = {
+    "none": {},
+    "causal": {"mask": sightline.causal()},
+    "window": {"mask": sightline.window(4)},
+    "ALiBi": {"mask": sightline.causal(), "score": sightline.alibi(SLOPES)},
+    "length": {"mask": (i >= j) & (2 * j >= sightline.n - 9)},
+    "table": {"mask": i >= j, "score": s + sightline.table(np.linspace(-2, 2, 200))[i - j + 99]},
+}
+
+
+class Oracle:
+    """Lists of the keys and values of each sequence, and which positions each key head still has."""
+
+    def __init__(self, batch):
+        self.rows = [np.zeros((2, G, 0, D), np.float32) for _ in range(batch)]  # keys and values
+        self.held = [np.ones((G, 0), bool) for _ in range(batch)]
+
+    def append(self, key, value, counts):
+        for b, count in enumerate(counts):
+            new = np.stack([key[b, :, :count], value[b, :, :count]])
+            self.rows[b] = np.concatenate([self.rows[b], new], 2)
+            self.held[b] = np.concatenate([self.held[b], np.ones((G, count), bool)], 1)
+
+    def check(self, cache, rng, name, count, kind="numpy"):
+        """Compare attention of `count` queries at the last positions with attention that hides evicted keys."""
+        query = rng.normal(size=(len(self.rows), H, count, D)).astype(np.float32)
+        given = torch.from_numpy(query) if kind == "torch" else query
+        output, (received,) = sightline.attention(given, cache, **CALLS[name], see=[sightline.received()])
+        assert np.array_equal(sightline.attention(given, cache, **CALLS[name], threads=2), output)
+        positions = cache.key_positions
+        for b, (rows, held) in enumerate(zip(self.rows, self.held, strict=True)):
+            length = held.shape[1]
+            first = max(count - length, 0)  # queries before the first position of a short sequence
+            whole = np.zeros((1, H, length, D), np.float32)
+            whole[:, :, length - count + first :] = query[b : b + 1, :, first:]
+            hidden = sightline.table(held.repeat(H // G, 0))[sightline.h, j]
+            mask = CALLS[name].get("mask")
+            options = {**CALLS[name], "mask": hidden if mask is None else mask & hidden}
+            problem = make_problem(whole, rows[:1], rows[1:], **options)
+            truth, rough = compute_stages(problem), compute_baseline(problem)
+            part, asked = slice(length - count + first, length), np.asarray(output)[b : b + 1, :, first:]
+            terms = term_sizes(problem, truth.weights)[..., part, :]
+            assert_within_budget(asked, truth.output[..., part, :], rough.output[..., part, :], terms=terms)
+            if first == 0:
+                seen = np.zeros((H, length))
+                for h in range(H):
+                    real = positions[b, h // (H // G)] >= 0
+                    seen[h, positions[b, h // (H // G)][real]] = np.asarray(received)[b, h][real]
+                expected = truth.weights[0, :, part].sum(1)
+                assert np.abs(seen - expected).max() <= 1e-6 * count
+
+
+def filled(kind, lengths, rng, dtype=None):
+    """Return a cache of ragged sequences, and the oracle."""
+    cache, oracle = KVCache(dtype=dtype), Oracle(len(lengths))
+    key, value = (rng.normal(size=(len(lengths), G, max(lengths), D)).astype(np.float32) for _ in range(2))
+    give = torch.from_numpy if kind == "torch" else np.asarray
+    cache.append(give(key), give(value), lengths=lengths)
+    oracle.append(key, value, lengths)
+    return cache, oracle
+
+
+def draw_kept(rng, held, uniform):
+    """Return positions to keep for each sequence and head, (B, G, c), with −1 at the end, and the new `held`."""
+    least = min(int(one.sum(1).min()) for one in held)
+    count = int(rng.integers(0, least + 1))
+    chosen, left = [], []
+    for one in held:
+        heads = []
+        for head in one:
+            have = np.flatnonzero(head)
+            size = count if uniform else int(rng.integers(0, len(have) + 1))
+            heads.append(np.sort(rng.choice(have, size, replace=False)))
+        chosen.append(heads)
+        new = np.zeros_like(one)
+        for g, kept in enumerate(heads):
+            new[g, kept] = True
+        left.append(new)
+    width = max(len(head) for heads in chosen for head in heads)
+    indices = np.full((len(held), G, width), -1)
+    for b, heads in enumerate(chosen):
+        for g, kept in enumerate(heads):
+            indices[b, g, : len(kept)] = kept
+    return indices, left
+
+
+class AgainstLists(RuleBasedStateMachine):
+    """Drawn changes of a cache, and the same changes of lists."""
+
+    @initialize(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(["numpy", "torch"]), batch=st.integers(1, 3))
+    def start(self, seed, kind, batch):
+        self.rng, self.kind = np.random.default_rng(seed), kind
+        lengths = [int(one) for one in self.rng.integers(1, 9, batch)]
+        self.cache, self.oracle = filled(kind, lengths, self.rng)
+
+    @rule(count=st.integers(1, 3), ragged=st.booleans())
+    def append(self, count, ragged):
+        batch = len(self.oracle.rows)
+        counts = self.rng.integers(0, count + 1, batch) if ragged else np.full(batch, count)
+        key, value = (self.rng.normal(size=(batch, G, count, D)).astype(np.float32) for _ in range(2))
+        give = torch.from_numpy if self.kind == "torch" else np.asarray
+        self.cache.append(give(key), give(value), lengths=counts)
+        self.oracle.append(key, value, counts)
+
+    @rule(uniform=st.booleans())
+    def keep(self, uniform):
+        indices, self.oracle.held = draw_kept(self.rng, self.oracle.held, uniform)
+        self.cache.keep(indices)
+        assert self.cache.nbytes <= 2 * len(indices) * G * D * 4 * (indices.shape[2] * 5 // 4 + 1)
+
+    @rule(share=st.floats(0, 1))
+    def truncate(self, share):
+        lengths = [max(int(share * one.shape[1]), 1) for one in self.oracle.held]
+        self.cache.truncate(lengths)
+        self.oracle.held = [one[:, :length] for one, length in zip(self.oracle.held, lengths, strict=True)]
+        self.oracle.rows = [one[:, :, :length] for one, length in zip(self.oracle.rows, lengths, strict=True)]
+
+    @rule(data=st.data())
+    def reorder(self, data):
+        order = data.draw(st.lists(st.integers(0, len(self.oracle.rows) - 1), min_size=1, max_size=3))
+        self.cache.reorder(order)
+        self.oracle.rows, self.oracle.held = ([x[b] for b in order] for x in (self.oracle.rows, self.oracle.held))
+
+    @rule()
+    def branch(self):
+        other = copy.deepcopy(self.cache)
+        other.keep(np.full((1, 1, 0), -1))
+        assert other.row_counts.max() == 0
+
+    @invariant()
+    def positions_are_those_of_the_lists(self):
+        assert self.cache.lengths.tolist() == [one.shape[1] for one in self.oracle.held]
+        for found, held in zip(self.cache.key_positions, self.oracle.held, strict=True):
+            for one, head in zip(found, held, strict=True):
+                assert one[one >= 0].tolist() == np.flatnonzero(head).tolist()
+
+    @rule(name=st.sampled_from([*CALLS]), count=st.integers(1, 2))
+    def attend(self, name, count):
+        if min(one.shape[1] for one in self.oracle.held) >= count and not self.cache.are_newest(count):
+            self.oracle.check(self.cache, self.rng, name, count, self.kind)
+
+
+TestAgainstLists = AgainstLists.TestCase
+TestAgainstLists.settings = settings(max_examples=25, stateful_step_count=12, deadline=None)
+
+
+def check_steps(kind="numpy", rng=None):
+    """A prompt, an eviction that differs by head, and some steps under every formula."""
+    rng = np.random.default_rng(3) if rng is None else rng
+    cache, oracle = filled(kind, [12, 12], rng)
+    kept = np.array([[[0, 1, 5, 9], [0, 2, 3, 11]], [[2, 4, 6, 8], [0, 1, 2, 3]]])
+    cache.keep(kept)
+    for b in range(2):
+        oracle.held[b][:] = False
+        for g in range(G):
+            oracle.held[b][g, kept[b, g]] = True
+    for _ in range(3):
+        key, value = (rng.normal(size=(2, G, 1, D)).astype(np.float32) for _ in range(2))
+        give = torch.from_numpy if kind == "torch" else np.asarray
+        cache.append(give(key), give(value))
+        oracle.append(key, value, [1, 1])
+        for name in CALLS:
+            oracle.check(cache, rng, name, 1, kind)
+    return cache
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_steps_after_an_eviction(kind):
+    cache = check_steps(kind)
+    assert cache.key.shape == (2, G, 7, D)
+    assert repr(cache).startswith("KVCache: 2 sequences of 15 positions each, of which up to 7 are kept")
+    assert cache.rewriting(1, reads_rows=True, heads=H).mask(sightline.causal()) is None  # a step searches no tiles
+
+
+def test_quantized_and_latent_caches(rng):
+    for dtype in ("int8", "int4"):
+        cache, _ = filled("numpy", [6, 6], rng, dtype)
+        before = cache.dequantized()
+        cache.keep([[[1, 3, 5]]])
+        assert all(
+            np.array_equal(new, old[:, :, [1, 3, 5]]) for new, old in zip(cache.dequantized(), before, strict=True)
+        )
+    key = rng.normal(size=(1, 1, 9, D)).astype(np.float32)
+    cache = KVCache()
+    cache.append(key, key[..., :5])
+    cache.keep([[[0, 8]]])
+    assert np.array_equal(cache.value, key[:, :, [0, 8], :5])
+    assert cache.nbytes == cache.capacity * D * 4
+
+
+@pytest.mark.parametrize(
+    ("indices", "error", "message"),
+    [
+        ([[[0.5]]], ShapeError, "whole numbers"),
+        ([[0]], ShapeError, r"\(2 or 1, 2 or 1, count\)"),
+        (np.zeros((3, 1, 1), int), ShapeError, r"\(2 or 1"),
+        ([[[2, 1]]], ParameterError, "do not ascend"),
+        ([[[1, 1]]], ParameterError, "do not ascend"),
+        ([[[-1, 1]]], ParameterError, "do not ascend"),
+        ([[[-2]]], ParameterError, "do not ascend"),
+        ([[[9]]], ParameterError, "position 9, which the cache does not hold"),
+        ([[[3]]], ParameterError, "position 3, which the cache does not hold"),
+    ],
+)
+def test_what_keep_refuses(rng, indices, error, message):
+    cache, _ = filled("numpy", [9, 9], rng)
+    cache.keep([[[0, 4, 8]]])
+    before = cache.key.copy(), cache.key_positions
+    with pytest.raises(error, match=message):
+        cache.keep(indices)
+    assert np.array_equal(cache.key, before[0])
+    assert np.array_equal(cache.key_positions, before[1])
+
+
+def test_keep_of_an_empty_cache():
+    with pytest.raises(ParameterError, match="append"):
+        KVCache().keep([[[0]]])
+
+
+FAULTS = {
+    "a row for a position": (kept_rows, "found = where(j < rows, of_row, later)", "found = j + 0"),
+    "the wrong head": (kept_rows, "h // group", "h % group"),
+    "later rows as before": (kept_rows, "rows, lengths - rows)\n\n\ndef", "rows, 0 * rows)\n\n\ndef"),
+    "a head's rows for another's": (kept_rows, "np.where(is_real, rows, 0)", "np.where(is_real, rows[:, ::-1], 0)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_found(fault, monkeypatch):
+    module, before, after = FAULTS[fault]
+    faulty = broken(module, before, after)
+    for name in ("KeptRows", "find_rows", "keep_rows", "all_rows"):
+        monkeypatch.setattr(cache_module, name, getattr(faulty, name))
+    with pytest.raises((AssertionError, ValueError)):
+        check_steps()

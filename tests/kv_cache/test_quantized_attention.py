@@ -1,0 +1,206 @@
+"""Attention on quantised caches against the definition on the stored numbers, and planted faults."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from fault_planting import broken
+from quantized_rows import PAIR, assert_attends, assert_stores, filled_cache, random_arrays
+from sightline import KVCache, i, j, s
+from sightline.arrays.operations import to_numpy
+from sightline.arrays.row_formats import QUANTIZED
+from sightline.cpu.codegen import packed_rows
+from sightline.cpu.kernels import block, decode, quantize
+from sightline.cpu.launch import decode as launch_decode
+from sightline.cpu.launch import quantize as launch_quantize
+from strategies import to_torch
+
+# -- attention on them -------------------------------------------------------------------------------------------------
+
+CALLS = {
+    "one token": (1, {}),
+    "three tokens": (3, {"mask": i >= j}),
+    "a window": (1, {"mask": sightline.window(70)}),
+    "a score": (2, {"mask": i >= j, "score": 5 * np.tanh(s / 5) - (i - j) / 50}),
+    "a prompt": (100, {"mask": i >= j}),
+    "many queries": (40, {"score": s - abs(i - j) / 9}),
+    "sinks": (1, {"sinks": np.linspace(-1, 3, 4)}),
+    "a scale": (5, {"scale": -0.3}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
+def test_attention_is_exact_on_the_stored_numbers(rng, dtype, call):
+    count, options = CALLS[call]
+    for widths in ((64, 64), (33, 80), (128, 1)):
+        query, key, value = random_arrays(rng, widths, length=100)
+        query = query[:, :, 100 - count :]
+        cache = filled_cache(dtype, key, value)
+        rows = {"i": i + (100 - count), "n": sightline.m}
+        of_rows = {name: x.rewrite(rows) if hasattr(x, "rewrite") else x for name, x in options.items()}
+        output = sightline.attention(query, cache, **options)
+        assert_attends(output, query, *cache.dequantized(), **of_rows)
+        for _ in range(3):  # the second call comes from the call cache, and a later one from generated code
+            assert np.array_equal(sightline.attention(query, cache, **options), output)
+        tensors = filled_cache(dtype, *map(to_torch, (key, value)))
+        options = {name: to_torch(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+        assert np.array_equal(to_numpy(sightline.attention(to_torch(query), tensors, **options)), output)
+
+
+@pytest.mark.parametrize("count", [1, 150])
+@pytest.mark.parametrize("query_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
+def test_narrow_queries(rng, dtype, query_dtype, count):
+    query, key, value = random_arrays(rng, (128, 64), kind="torch")
+    query = query[:, :, -count:].to(getattr(torch, query_dtype))
+    cache = filled_cache(dtype, key, value)
+    mask = None if count == 1 else i >= j
+    output = sightline.attention(query, cache, mask=mask)
+    assert output.dtype == query.dtype
+    assert_attends(output, query.float(), *cache.dequantized(), mask=mask)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "streaming", "reference"])
+@pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
+def test_every_kernel_reads_the_codes(rng, dtype, kernel):
+    query, key, value = random_arrays(rng, (40, 33))
+    cache = filled_cache(dtype, key, value)
+    output = sightline.attention(query, cache, mask=i >= j, kernel=kernel)
+    assert_attends(output, query, *cache.dequantized(), mask=i >= j)
+
+
+STATISTICS = {
+    "lse": sightline.lse(),
+    "max_score": sightline.max_score(),
+    "entropy": sightline.entropy(),
+    "mass": sightline.mass(i - j < 9),
+    "top_k": sightline.top_k(4),
+    "received": sightline.received(),
+    "pooled": sightline.pooled(4, 4),
+    "weights": sightline.weights(),
+    "scores": sightline.scores(),
+    "weighted_sum": sightline.weights().mean("heads"),
+}
+
+
+@pytest.mark.parametrize("count", [1, 70])
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
+def test_statistics_are_those_of_the_stored_numbers(rng, dtype, statistic, count):
+    query, key, value = random_arrays(rng)
+    query = query[:, :, -count:]
+    see = {"it": STATISTICS[statistic]}
+    cache, plain = filled_cache(dtype, key, value), KVCache()
+    plain.append(*cache.dequantized())
+    found, expected = (sightline.attention(query, x, mask=i >= j, see=see)[1]["it"] for x in (cache, plain))
+    pairs = [(found, expected)] if isinstance(found, np.ndarray) else zip(found, expected, strict=True)
+    for ours, theirs in pairs:
+        assert np.allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("count", [1, 3, 150])
+@pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
+def test_every_number_of_threads_gives_the_same_bits(rng, dtype, count):
+    query, key, value = random_arrays(rng, (128, 128), length=1100)
+    cache, see = filled_cache(dtype, key, value), [sightline.received()]
+    results = [
+        sightline.attention(query[:, :, -count:], cache, mask=i >= j, see=see, threads=threads)
+        for threads in (1, 2, 5, 2)
+    ]
+    for output, (received,) in results[1:]:
+        assert np.array_equal(output, results[0][0])
+        assert np.array_equal(received, results[0][1][0])
+
+
+@pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
+def test_gradients_of_the_query(rng, dtype):
+    query, key, value = random_arrays(rng, (64, 33), kind="torch")
+    cache = filled_cache(dtype, key, value)
+    stored, weight = cache.dequantized(), torch.randn((*query.shape[:-1], 33))
+    for count in (1, 150, 150):
+        rows = query[:, :, -count:].clone().requires_grad_(), query[:, :, -count:].clone().requires_grad_()
+        for one, arguments in zip(rows, ((cache,), stored), strict=True):
+            output = sightline.attention(one, *arguments, mask=(i >= j) if count > 1 else None)
+            (output * weight[:, :, :count]).sum().backward()
+        assert torch.allclose(rows[0].grad, rows[1].grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_later_reorder_shows_in_the_backward_pass(rng):
+    query, key, value = random_arrays(rng, kind="torch")
+    cache = filled_cache("int8", key, value)
+    output = sightline.attention(query.requires_grad_(), cache)
+    cache.append(key[:, :, :1], value[:, :, :1])  # grows: the storage of the output stays as it was
+    output.sum().backward()
+    output = sightline.attention(query, cache)
+    cache.append(key[:, :, :1], value[:, :, :1])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+# -- planted faults ----------------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "the scale of the wrong group": (
+        packed_rows,
+        "group, place = column // size, column // size,",
+        "group, place = column // size, column // size * 0,",
+    ),
+    "the scale of the wrong group in a tile": (
+        packed_rows,
+        "group + k * self.rows.num_groups",
+        "k * self.rows.num_groups",
+    ),
+    "codes of neighbouring columns as a pair": (
+        decode,
+        "* width + d % self.lanes * 2 + d % width // self.lanes",
+        "* width + d % width",
+    ),
+    "the scale of the next row": (decode, "scratch.at((key + k) *", "scratch.at((key + k + 1) *"),
+    "a code without its sign": (packed_rows, "load(kind).to(INT32)", "load(kind).zero_extend(INT32)"),
+    "the offset left out": (packed_rows, "fma(codes, scale, offset[0]) if", "fma(codes, scale, 0.0) if"),
+    "the codes of a byte swapped": (packed_rows, "place // half * 4", "4 - place // half * 4"),
+    "a float8 without its sign": (packed_rows, "((bits & 0x80) << 24)", "((bits & 0x00) << 24)"),
+    "codes that are one too small": (quantize, "1.5 * 2.0**23", "1.5 * 2.0**23 - 1"),
+    "the offset not subtracted": (quantize, "x - offsets[0] if", "x if"),
+    "the scale of the largest number alone": (quantize, "builder.maximum(largest, -smallest)", "largest"),
+    "the last number of a group left out": (quantize, "range(0, count, self.lanes)", "range(0, count - 1, self.lanes)"),
+}
+
+
+def check_cache(seed=3):
+    """Stored numbers and attention of caches of every dtype, with several groups and odd widths."""
+    rng = np.random.default_rng(seed)
+    for dtype in QUANTIZED:
+        for widths in ((160, 97), (64, 33), (96, 160), (64, 96)):
+            query, key, value = random_arrays(rng, widths, length=70)
+            cache = filled_cache(dtype, key, value)
+            stored = cache.dequantized()
+            for array, found in zip((key, value), stored, strict=True):
+                assert_stores(dtype, found, array)
+            for count in (1, 70):
+                output = sightline.attention(query[:, :, -count:], cache)
+                assert_attends(output, query[:, :, -count:], *stored)
+            narrow = query[:, :, -1:].astype(ml_dtypes.bfloat16)
+            assert_attends(sightline.attention(narrow, cache), narrow.astype(np.float32), *stored)
+
+
+def test_the_unchanged_cache_passes():
+    check_cache()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_found(fault, monkeypatch, fresh_kernels):
+    module, before, after = FAULTS[fault]
+    faulty = broken(module, before, after)
+    places = {
+        packed_rows: [(block, "PackedFormat"), (quantize, "PackedFormat"), (decode, "PackedFormat")],
+        quantize: [(launch_quantize, "Quantize")],
+        decode: [(launch_decode, "Decode")],
+    }
+    for place, name in places[module]:
+        monkeypatch.setattr(place, name, getattr(faulty, name))
+    with pytest.raises(AssertionError):
+        check_cache()

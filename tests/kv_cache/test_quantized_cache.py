@@ -1,0 +1,327 @@
+"""Quantised caches: the stored numbers against formulas in NumPy, changes against lists, and what is refused."""
+
+import copy
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import sightline
+from quantized_rows import PAIR, assert_attends, assert_stores, filled_cache, quantized, random_arrays
+from sightline import KVCache, i, j
+from sightline.arrays.operations import to_numpy
+from sightline.arrays.row_formats import QUANTIZED, RowFormat
+from sightline.errors import DeviceError, DtypeError, KernelRefusedError, ParameterError, ShapeError
+from strategies import to_torch
+
+WIDTHS = [1, 33, 64, 80, 96, 128, 160, 300]
+
+
+# -- the stored numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_stored_numbers_are_those_of_the_formulas(rng, width, dtype, kind):
+    _, key, value = random_arrays(rng, (width, 40), length=5, kind=kind)
+    key[0, 0, 0], key[0, 0, 1], key[0, 0, 2] = 0, -3, 1e-7
+    for array, stored in zip((key, value), filled_cache(dtype, key, value).dequantized(), strict=True):
+        assert_stores(dtype, stored, array)
+
+
+@pytest.mark.parametrize("source", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_appends_of_every_dtype_and_layout(rng, dtype, source):
+    _, key, value = random_arrays(rng, (33, 64), length=7, dtype=source)
+    expected = filled_cache(dtype, key.astype(np.float32), value.astype(np.float32)).dequantized()
+    for change in (lambda x: x, lambda x: np.asfortranarray(x), lambda x: x[..., ::-1].copy()[..., ::-1]):
+        for ours, theirs in zip(filled_cache(dtype, change(key), change(value)).dequantized(), expected, strict=True):
+            assert np.array_equal(ours, theirs)
+
+
+def test_float8_codes_are_those_of_ml_dtypes(rng):
+    """A row whose largest number is 448 has scale 1; its codes are then the float8 nearest to its numbers."""
+    every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    every = every[np.isfinite(every)]
+    between = [np.nextafter((a + b) / 2, c) for a, b in itertools.pairwise(every) for c in (a, b, 500)]
+    numbers = np.concatenate([every, np.float32(between), rng.uniform(-20, 20, 500).astype(np.float32)])
+    numbers = numbers[np.abs(numbers) <= 448][: 10 * 127].reshape(-1, 1)[: 127 * 7].reshape(7, 127)
+    rows = np.concatenate([numbers, np.full((7, 1), 448, np.float32)], 1)
+    key, _ = filled_cache("float8_e4m3fn", rows, rows).dequantized()
+    assert np.array_equal(key, rows.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_a_group_with_nan_or_infinity_is_nan_and_can_be_hidden(rng, dtype, wrong):
+    query, key, value = random_arrays(rng)
+    key[:, :, 3, 40] = value[:, :, 3, 5] = wrong
+    cache = filled_cache(dtype, key, value)
+    stored = cache.dequantized()
+    for array, found in zip((key, value), stored, strict=True):
+        assert_stores(dtype, found, array)
+    for count in (1, 150):
+        output = sightline.attention(query[:, :, :count], cache, mask=(j != 3) & (i >= 0))
+        clean = [np.where(np.isnan(x), 0, x) for x in stored]
+        assert_attends(output, query[:, :, :count], *clean, mask=j != 3)
+    assert np.isnan(sightline.attention(query[:, :, :1], cache)).any()
+
+
+@pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
+def test_the_reported_error_is_that_of_the_stored_numbers(rng, dtype):
+    _, key, value = random_arrays(rng, (96, 33))
+    cache = KVCache(dtype=dtype)
+    assert cache.quantization_error == (0.0, 0.0)
+    cache.append(key[:, :, :30], value[:, :, :30])
+    cache.append(key[:, :, 30:], value[:, :, 30:])
+    for error, given, stored in zip(cache.quantization_error, (key, value), cache.dequantized(), strict=True):
+        expected = np.sqrt(((given - stored).astype(np.float64) ** 2).sum() / (given.astype(np.float64) ** 2).sum())
+        assert error == pytest.approx(expected, rel=1e-5)
+    assert filled_cache("float32", key, value).quantization_error is None
+
+
+def test_rows_take_the_bytes_that_the_page_promises():
+    sizes = {dtype: RowFormat(dtype, 128).row_bytes for dtype in QUANTIZED}
+    assert sizes == {"int8": 130, "float8_e4m3fn": 130, "int4": 80}
+    cache = filled_cache(PAIR, *[np.ones((1, 2, 10, 128), np.float32)] * 2)
+    assert cache.nbytes == 2 * 10 * (130 + 80)
+    assert "int8 and int4" in repr(cache)
+    assert cache.dtype == PAIR
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+
+
+MASKS = [None, i >= j, sightline.window(4) & (i >= j)]
+
+
+class Model:
+    """A cache as lists: for each sequence, the rows of key and value that it has, as they were given."""
+
+    def __init__(self, dtypes, kind, rng, widths, batch):
+        self.cache, self.dtypes, self.kind = (
+            KVCache(dtype=dtypes if dtypes[0] != dtypes[1] else dtypes[0]),
+            dtypes,
+            kind,
+        )
+        self.rng, self.widths, self.rows = rng, widths, [[] for _ in range(batch)]
+
+    def draw(self, *shape):
+        array = self.rng.normal(size=shape).astype(np.float32)
+        return array, to_torch(array) if self.kind == "torch" else array
+
+    def append(self, counts, padding="right", rows=None):
+        t = rows or max(counts, default=0) + 1
+        (key, *_), (value, *_) = new = [self.draw(len(self.rows), 2, t, d) for d in self.widths]
+        self.cache.append(*[x[1] for x in new], lengths=counts, padding=padding)
+        for b, count in enumerate(counts):
+            real = range(count) if padding == "right" else range(t - count, t)
+            self.rows[b] += [(key[b, :, r], value[b, :, r]) for r in real]
+
+    def copy(self):
+        found = copy.copy(self)
+        found.cache, found.rows = copy.deepcopy(self.cache), [list(rows) for rows in self.rows]
+        return found
+
+    def check(self):
+        """Compare what is stored, and attention with ragged lengths, with the lists."""
+        assert self.cache.lengths.tolist() == list(map(len, self.rows))
+        if not any(self.rows):
+            return
+        stored = self.cache.dequantized()
+        query, given = self.draw(len(self.rows), 4, 1, self.widths[0])
+        mask = MASKS[self.rng.integers(len(MASKS))]
+        output = to_numpy(sightline.attention(given, self.cache, mask=mask))
+        for b, rows in enumerate(self.rows):
+            if not rows:
+                assert not output[b].any()
+                continue
+            arrays = [np.stack([row[k] for row in rows], 1)[None] for k in range(2)]
+            expected = [quantized(dtype, x) for dtype, x in zip(self.dtypes, arrays, strict=True)]
+            for ours, theirs in zip(stored, expected, strict=True):
+                assert np.allclose(to_numpy(ours)[b : b + 1, :, : len(rows)], theirs, rtol=1e-6, atol=1e-7)
+            options = {} if mask is None else {"mask": mask.rewrite({"i": i + (len(rows) - 1)})}
+            assert_attends(output[b : b + 1], query[b : b + 1], *expected, **options)
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(
+    data=st.data(),
+    dtypes=st.tuples(st.sampled_from(QUANTIZED), st.sampled_from(QUANTIZED)),
+    kind=st.sampled_from(["numpy", "torch"]),
+    seed=st.integers(0, 99),
+)
+def test_drawn_changes_against_lists(data, dtypes, kind, seed):
+    rng = np.random.default_rng(seed)
+    widths, batch = data.draw(st.sampled_from([(32, 64), (33, 20), (1, 96), (160, 128)])), data.draw(st.integers(1, 3))
+    model = Model(dtypes, kind, rng, widths, batch)
+    model.append([int(x) for x in rng.integers(0, 9, batch)])
+    for _ in range(data.draw(st.integers(1, 6))):
+        change = data.draw(st.sampled_from(["ragged", "left", "all", "many", "truncate", "reorder", "reset", "copy"]))
+        count, other = len(model.rows), None
+        if change in ("ragged", "left"):
+            model.append([int(x) for x in rng.integers(0, 6, count)], "left" if change == "left" else "right")
+        elif change in ("all", "many"):
+            t = 1 if change == "all" else 90
+            model.append([t] * count, rows=t)
+        elif change == "truncate":
+            limits = [int(x) for x in rng.integers(0, 12, count)]
+            model.cache.truncate(limits)
+            model.rows = [rows[:limit] for rows, limit in zip(model.rows, limits, strict=True)]
+        elif change == "reorder":
+            order = [int(x) for x in rng.integers(0, count, data.draw(st.integers(1, 3)))]
+            model.cache.reorder(order)
+            model.rows = [list(model.rows[index]) for index in order]
+        elif change == "reset":
+            model.cache.reset()
+            model.rows = [[] for _ in model.rows]
+        else:
+            other = model.copy()
+            other.append([1] * count, rows=1)
+            model.append([2] * count, rows=2)
+            other.check()
+        model.check()
+
+
+def test_a_copy_counts_its_own_error(rng):
+    _, key, value = random_arrays(rng)
+    cache = filled_cache("int4", key, value)
+    before, other = cache.quantization_error, copy.deepcopy(cache)
+    other.append(100 * key, value)
+    assert cache.quantization_error == before != other.quantization_error
+
+
+def test_the_last_positions(rng):
+    query, key, value = random_arrays(rng)
+    cache = filled_cache("int8", key, value)
+    part = cache.last(70)
+    output = sightline.attention(query[:, :, -1:], part)
+    assert_attends(output, query[:, :, -1:], *(x[:, :, -70:] for x in cache.dequantized()))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_decoding_loop(rng, kind):
+    query, key, value = random_arrays(rng, kind=kind)
+    cache, outputs = KVCache(dtype="int8"), []
+    for t in range(150):
+        rows = slice(t, t + 1)
+        cache.append(key[:, :, rows], value[:, :, rows])
+        outputs.append(to_numpy(sightline.attention(query[:, :, rows], cache, mask=sightline.causal())))
+    assert_attends(np.concatenate(outputs, 2), query, *cache.dequantized(), mask=i >= j)
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_without_heads_or_batch(rng, axes):
+    query, key, value = (x[(0, 0) if axes == 2 else (slice(None), 0)] for x in random_arrays(rng))
+    cache = filled_cache("int4", key, value)
+    stored = cache.dequantized()
+    assert [x.shape for x in stored] == [key.shape, value.shape]
+    output = sightline.attention(query, cache, mask=i >= j)
+    assert output.shape == query.shape
+    lead = (None,) * (4 - axes) if axes == 2 else (slice(None), None)
+    assert_attends(output[lead], query[lead], *(x[lead] for x in stored), mask=i >= j)
+
+
+def test_guard_pages_around_the_storage():
+    """In a process of its own: one access outside the storage ends it."""
+    program = """
+import sys; sys.path.insert(0, sys.argv[1])
+import numpy as np, sightline
+from guard_pages import GuardedMemory
+from sightline.kv_cache import storage as module
+memory, past = GuardedMemory(), int(sys.argv[2])
+def allocate(like, shape, dtype):
+    return memory.zeros((*shape[:3], shape[3] - past), dtype)
+module._allocate = allocate
+rng = np.random.default_rng(0)
+for at_end in (True, False):
+    memory.at_end = at_end
+    for dtype in ("int8", "int4", "float8_e4m3fn"):
+        for d in (1, 33, 80, 128):
+            cache = sightline.KVCache(dtype=dtype, capacity=70)
+            cache.append(*[rng.normal(size=(1, 1, 70, d)).astype(np.float32) for _ in range(2)])
+            for n in (1, 2, 70):
+                query = rng.normal(size=(1, 2, n, d)).astype(np.float32)
+                sightline.attention(query, cache, mask=sightline.causal(), see=[sightline.received()])
+"""
+    helpers = Path(__file__).parents[1] / "helpers"
+    for past, code in ((0, 0), (1, -11)):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(helpers), str(past)], capture_output=True, check=False
+        )
+        assert done.returncode == code, done.stderr.decode()
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_errors_name_the_cure(rng):
+    query, key, value = random_arrays(rng)
+    cache = filled_cache("int8", key, value)
+    before = cache.lengths.tolist(), cache.dequantized()[0]
+    with pytest.raises(DtypeError, match="float32, bfloat16 or float16"):
+        sightline.attention(query.astype(np.float64), cache)
+    for read in (lambda: cache.key, lambda: cache.value):
+        with pytest.raises(ParameterError, match="dequantized"):
+            read()
+    with pytest.raises(ParameterError, match=r"cache\.key"):
+        filled_cache("float32", key, value).dequantized()
+    with pytest.raises(DeviceError, match="torch on cpu"):
+        cache.append(*map(to_torch, (key, value)))
+    with pytest.raises(ShapeError, match=r"\(2, 2, t, 64\)"):
+        cache.append(key[..., :40], value)
+    with pytest.raises(ShapeError, match=r"\(2,\) whole numbers from 0 to 150"):
+        cache.append(key, value, lengths=[1, 151])
+    with pytest.raises(ShapeError, match="32 wide and key 64"):
+        sightline.attention(query[..., :32], cache)
+    for wrong in ("int3", ("int8", "float32"), ("int8",), ["int4"] * 3):
+        with pytest.raises(DtypeError, match=r'dtype=\("int8", "int4"\)'):
+            KVCache(dtype=wrong)
+    assert (cache.lengths.tolist(), True) == (before[0], np.array_equal(cache.dequantized()[0], before[1]))
+
+
+def test_other_devices_are_refused_before_anything_changes():
+    cache = KVCache(dtype="int4")
+    with pytest.raises(DeviceError, match='KVCache\\(dtype="bfloat16"\\) on a GPU'):
+        cache.append(*[torch.zeros((1, 1, 2, 8), device="meta")] * 2)
+    assert cache.lengths.tolist() == []
+    jnp = pytest.importorskip("jax.numpy")
+    with pytest.raises(DtypeError, match="programs of JAX"):
+        cache.append(*[jnp.zeros((1, 1, 2, 8))] * 2)
+    cache.append(*[np.zeros((1, 1, 2, 8), np.float32)] * 2)
+    with pytest.raises(DeviceError, match="jax"):
+        sightline.attention(jnp.zeros((1, 1, 2, 8)), cache)
+
+
+def test_gradients_of_keys_are_refused_before_anything_changes(rng):
+    _, key, value = random_arrays(rng, kind="torch")
+    cache = filled_cache("int8", key, value)
+    before = cache.quantization_error
+    with pytest.raises(ParameterError, match="key requires a gradient"):
+        cache.append(key.requires_grad_(), value)
+    assert cache.lengths.tolist() == [150, 150]
+    assert cache.quantization_error == before
+
+
+def test_transforms_of_torch_are_refused(rng):
+    query, key, value = random_arrays(rng, kind="torch")
+    cache = filled_cache("int8", key, value)
+    with pytest.raises(KernelRefusedError, match=r"torch\.compiler\.disable"):
+        torch.func.vmap(lambda q: sightline.attention(q[None], cache))(query)
+    with pytest.raises(KernelRefusedError, match="kernel='triton'"):
+        sightline.attention(query, cache, kernel="triton")
+
+
+def test_explain_names_what_is_stored(rng):
+    query, key, value = random_arrays(rng)
+    text = str(sightline.explain(query, filled_cache(PAIR, key, value)))
+    assert "float32 on cpu, keys in int8, values in int4" in text
