@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import dtype_name, namespace, resolve_dtype
+from ..arrays.operations import dtype_name, framework, namespace, resolve_dtype
 
 Array = Any
 
@@ -15,10 +16,12 @@ def allocate(like: Array, batch: int, capacity: int, dtype: str) -> Array:
     """Return zeros of shape (batch, G, capacity, d), with the library, the device, G and d of `like`.
 
     Uninitialised memory may hold NaN, and a kernel computes a block a second time if its hidden positions have NaN.
+    torch could not write to a tensor of torch.inference_mode after that mode has ended.
     """
     xp = namespace(like)
     shape = (batch, like.shape[1], capacity, like.shape[3])
-    return xp.zeros(shape, dtype=resolve_dtype(xp, dtype), device=like.device)
+    with xp.inference_mode(False) if framework(like) == "torch" else nullcontext():
+        return xp.zeros(shape, dtype=resolve_dtype(xp, dtype), device=like.device)
 
 
 def grow(storage: Array, capacity: int, used: int) -> Array:
