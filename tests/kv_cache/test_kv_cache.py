@@ -556,6 +556,22 @@ def test_projections_under_no_grad(rng, mode):
     assert torch.isfinite(output).all()
 
 
+def test_a_cache_of_inference_mode_is_written_outside_it(rng):
+    query, key, value = arrays(rng, kind="torch")
+    cache, plain = KVCache(capacity=2 * T), KVCache()
+    with torch.inference_mode():
+        cache.append(key + 0, value + 0)
+    for changed in (cache, plain, copy.deepcopy(cache)):
+        if changed is plain:
+            changed.append(key, value)
+        changed.append(key, value)
+        changed.reorder([2, 1, 0])
+        changed.append(key, value)
+    assert torch.equal(cache.key, plain.key)
+    sightline.attention(query.requires_grad_(), cache).sum().backward()
+    assert query.grad is not None
+
+
 def test_autocast_casts_the_query_to_the_cache(rng):
     whole = arrays(rng, kind="torch")
     cache = KVCache(dtype="bfloat16")

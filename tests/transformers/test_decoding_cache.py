@@ -11,11 +11,12 @@ from sightline.errors import DtypeError, ParameterError
 
 pytest.importorskip("transformers")
 
+import transformers
 from transformers import DynamicCache, EncoderDecoderCache
 
 from sightline.transformers import Cache
 from sightline.transformers.mask_interface import FormulaMask, sightline_mask
-from tiny_models import MODELS, MORE_MODELS, make_inputs, make_model
+from tiny_models import MODELS, MORE_MODELS, SIZES, make_inputs, make_model
 
 DECODERS = [name for name, (kind, _) in (MODELS | MORE_MODELS).items() if kind.split()[1][-2:] in ("LM", "on")]
 DECODERS = [name for name in DECODERS if not name.endswith(("BERT", "ELECTRA", "BERTa", "ViT"))]
@@ -121,6 +122,32 @@ def test_a_conversation_continues_its_cache():
             turns = {"input_ids": ids, "attention_mask": mask}
         answers.append(ids)
     assert torch.equal(*answers)
+
+
+def test_a_cache_of_inference_mode_is_continued_outside_it():
+    model, inputs = make_decoder("Mistral", padding="no")
+    answers = []
+    for kind in (Cache, DynamicCache):
+        cache = kind(config=model.config)
+        with torch.inference_mode():
+            ids = generate(model, inputs, cache)["sequences"]
+        ids = torch.nn.functional.pad(ids, (0, 2), value=7)
+        answers.append(generate(model, {"input_ids": ids}, cache)["sequences"])
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("implementation", ["sightline", "sdpa"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "T5"])
+def test_autocast(name, implementation, dtype):
+    """Rotary keys are in float32, values in bfloat16, and attention in bfloat16."""
+    model, inputs = make_decoder(name, implementation)
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = generate(model, inputs, make_cache(Cache, model, dtype=dtype))
+        expected = generate(model, inputs, make_cache(DynamicCache, model))
+    assert torch.equal(found["sequences"], expected["sequences"])
+    assert torch.equal(torch.stack(found["logits"]), torch.stack(expected["logits"]))
 
 
 # -- what is stored --------------------------------------------------------------------------------------------------
@@ -262,6 +289,48 @@ def test_errors():
     assert 'set_attn_implementation("sightline")' in caught.value.cure
     with pytest.raises(ParameterError, match="view"):  # the model computes keys from what the cache stores
         generate(*make_decoder("DeepSeek V3"), Cache(dtype="float32"))
+
+
+def test_a_model_with_layers_of_other_kinds_needs_its_config():
+    """Layer 0 of this LFM2 is a convolution."""
+    config = transformers.Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"])
+    torch.manual_seed(3)
+    model = transformers.Lfm2ForCausalLM(config).double().eval()
+    model.set_attn_implementation("sightline")
+    inputs = make_inputs(model, "left").inputs
+    assert_generates_the_same(model, inputs, True, num_beams=2)
+    with pytest.raises(ParameterError, match="layer 0 without keys") as caught:
+        generate(model, inputs, Cache())
+    assert caught.value.cure == "Cache(config=model.config)"
+    with pytest.raises(ParameterError, match="layer 0 without keys"):  # as RecurrentGemma, whose past would be ignored
+        Cache().update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 2)
+    model, inputs = make_decoder("Llama")
+    with pytest.raises(ParameterError, match="layer 1 of a model, and a Cache whose config= has 1 layers"):
+        generate(model, inputs, Cache(config=make_model("Llama", num_hidden_layers=1).config))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_keys_that_a_program_selects(name, dtype):
+    """A program that keeps some positions of a prompt assigns them to the layers, as it does with `DynamicCache`."""
+    model, inputs = make_decoder(name, padding="no")
+    answers = []
+    for kind in (Cache, DynamicCache):
+        cache = kind(config=model.config, **({"dtype": dtype} if kind is Cache else {}))
+        prompt = DynamicCache(config=model.config)
+        ids = generate(model, inputs, prompt, max_new_tokens=1)["sequences"]
+        generate(model, inputs, cache, max_new_tokens=1)
+        for layer, whole in zip(cache.layers, prompt.layers, strict=True):
+            layer.keys, layer.values = whole.keys[:, :, 1:], whole.values[:, :, 1:]
+        copied = copy.deepcopy(cache)
+        copied.reorder_cache(torch.tensor([2, 1, 0]))
+        copied.reorder_cache(torch.tensor([2, 1, 0]))
+        with torch.no_grad():
+            outputs = [model(ids[:, -1:], past_key_values=each).logits for each in (cache, copied)]
+        assert torch.equal(*outputs)
+        answers.append(outputs[0])
+    tolerance = TOLERANCE if dtype is None else {"rtol": 0, "atol": 1e-5}
+    torch.testing.assert_close(*answers, check_dtype=False, **tolerance)
 
 
 @pytest.mark.parametrize("name", ["T5", "BART"])

@@ -57,7 +57,9 @@ def check_append(key: Any, value: Any, storage: Storage | None, ndim: int, casts
             shape[2] = "t"
             del shape[1 : 1 + (ndim < 4)], shape[: ndim == 2]
             raise ShapeError(
-                f"{name} {tuple(array.shape)}", f"({', '.join(shape)}), as before", "or make another KVCache"
+                f"{name} {tuple(array.shape)}",
+                f"({', '.join(shape)}), as before",
+                "append arrays of this shape, make two sequences of one by reorder([0, 0]), or make another cache",
             )
 
 

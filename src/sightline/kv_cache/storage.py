@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -155,10 +156,12 @@ def is_part(value: Array, key: Array) -> bool:
 def _allocate(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
     """Return zeros with the library and the device of `like`.
 
-    Uninitialised memory may hold NaN, and a kernel computes a block a second time if its hidden rows have NaN.
+    Uninitialised memory may hold NaN, and a kernel computes a block a second time if its hidden rows have NaN. torch
+    could not write to a tensor of torch.inference_mode after that mode has ended.
     """
     xp = namespace(like)
-    return xp.zeros(shape, dtype=resolve_dtype(xp, dtype), device=like.device)
+    with xp.inference_mode(False) if framework(like) == "torch" else nullcontext():
+        return xp.zeros(shape, dtype=resolve_dtype(xp, dtype), device=like.device)
 
 
 def _grow(array: Array, capacity: int, used: int) -> Array:

@@ -43,8 +43,9 @@ class Cache(DynamicCache):  # type: ignore[misc]
         dtype is not one of those above.
     ParameterError
         A layer's keys require a gradient: call the model under `torch.no_grad()`, as `generate` does. An
-        encoder-decoder model has a single cache. The cache has another dtype than the model, which computes with the
-        stored keys itself: with another `attn_implementation`, or as DeepSeek V3 does with its latents.
+        encoder-decoder model has a single cache. `config` has fewer layers than the model, or is missing for a model
+        with layers that store no keys, such as linear attention. The cache has another dtype than the model, which
+        computes with the stored keys itself: with another `attn_implementation`, or as DeepSeek V3 does.
 
     Notes
     -----
@@ -55,7 +56,8 @@ class Cache(DynamicCache):  # type: ignore[misc]
     `copy.deepcopy(cache)` copies no keys and values. The copy and the original share them until one of both appends, so
     a prompt that many texts continue is computed and stored once.
 
-    With `config`, layers of other kinds, such as linear attention, are those of `DynamicCache(config=config)`.
+    With `config`, layers of other kinds, such as linear attention, are those of `DynamicCache(config=config)`. Layers
+    that compute linear attention and attention both, as in Falcon-H1, are among them.
 
     Examples
     --------
@@ -91,8 +93,24 @@ class Cache(DynamicCache):  # type: ignore[misc]
         keys, values = super().update(key_states, value_states, layer_idx, *arguments, **options)
         return keys, values
 
+    def get_conv_state(self, layer_idx: int, *arguments: Any, **options: Any) -> Tensor | None:
+        """Return the state of a convolution, which a layer with linear attention reads before all others."""
+        if self.layer_class_to_replicate is not None:
+            raise _needs_config(f"layer {layer_idx} without keys and values, and a Cache without config=")
+        found: Tensor | None = super().get_conv_state(layer_idx, *arguments, **options)
+        return found
+
     def _check_first_run(self, layer_idx: int) -> None:
-        """Raise if the layer before this one got keys twice: an encoder-decoder model appends those of both kinds."""
+        """Raise if the cache was made for a model with other layers, or the layer before this one got keys twice.
+
+        A cache is as long as its first layer. An encoder-decoder model appends keys of both kinds to a layer.
+        """
+        if not self.layers:
+            raise _needs_config("layer 0 without keys and values, and a Cache without config=")
+        if self.layer_class_to_replicate is None and layer_idx >= len(self.layers):
+            raise _needs_config(
+                f"layer {layer_idx} of a model, and a Cache whose config= has {len(self.layers)} layers"
+            )
         before = self.layers[layer_idx - 1] if layer_idx <= len(self.layers) else None
         if isinstance(before, FullLayer) and before.appends > 1:
             raise ParameterError(
@@ -100,6 +118,10 @@ class Cache(DynamicCache):  # type: ignore[misc]
                 "a cache for each of both",
                 "past_key_values=transformers.EncoderDecoderCache(Cache(), Cache())",
             )
+
+
+def _needs_config(given: str) -> ParameterError:
+    return ParameterError(given, "the configuration of the model that uses the cache", "Cache(config=model.config)")
 
 
 def _with_kv_cache(layer: Any, dtype: str | tuple[str, str] | None) -> Any:
@@ -116,21 +138,34 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
 
     Attributes
     ----------
-    cache : KVCache
     appends : int
         The number of calls of `update`.
     keys, values : (B, G, m, d); None before the first update
-        Views of the storage, or `StoredTensor`s if the cache stores another dtype than the model's.
+        Views of the storage, or `StoredTensor`s if the cache stores another dtype than the model's. A program that
+        selects keys may assign others.
     """
+
+    keys: Any
+    values: Any
 
     def __init__(self, dtype: str | tuple[str, str] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._stored_dtype = dtype
-        self.cache, self.appends = KVCache(dtype=dtype), 0
+        self._cache, self.appends = KVCache(dtype=dtype), 0
+        self._views = self.keys, self.values
+
+    @property
+    def cache(self) -> KVCache:
+        """The keys and values, or those that were assigned to the attributes `keys` and `values`."""
+        if self.keys is not self._views[0] or self.values is not self._views[1]:
+            self._views = self.keys, self.values
+            self._cache = KVCache(dtype=self._stored_dtype)
+            self._cache.append(self.keys, self.values)
+        return self._cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullLayer:
         copied = copy.copy(self)
-        copied.cache = copy.deepcopy(self.cache, memo)
+        copied._cache = copy.deepcopy(self.cache, memo)
         if self.cache.max_length:
             copied._set_views()
         return copied
@@ -138,11 +173,15 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype, device and widths of the model's keys and values."""
         super().lazy_initialization(key_states, value_states)
+        self._views = self.keys, self.values
         self._has_own_dtype = self._stored_dtype in (None, str(self.dtype).removeprefix("torch."))
         self._heads, self._widths = key_states.shape[1], (key_states.shape[3], value_states.shape[3])
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, G, t, d), and return those that the layer's queries may attend to."""
+        if key_states.dtype != value_states.dtype and torch.is_autocast_enabled(key_states.device.type):
+            dtype = torch.get_autocast_dtype(key_states.device.type)  # that of attention: rotary keys are float32
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.cache.append(key_states, value_states)
@@ -160,8 +199,9 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Remove every position, and the storage."""
-        self.cache, self.appends = KVCache(dtype=self._stored_dtype), 0
         super().reset()
+        self._cache, self.appends = KVCache(dtype=self._stored_dtype), 0
+        self._views = self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence b by sequence beam_idx[b]."""
@@ -177,10 +217,10 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences; `indices` indexes the axis of the batch as in torch."""
         if self.get_seq_length() > 0:
-            self.reorder_cache(torch.arange(len(self.keys))[torch.as_tensor(indices).cpu()])
+            self.reorder_cache(torch.arange(len(self.keys), device=self.device)[indices])
 
     def _set_views(self) -> None:
-        self.keys, self.values = self._read(self.cache.max_length)
+        self.keys, self.values = self._views = self._read(self.cache.max_length)
 
     def _read(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the last `count` stored keys and values, or all."""
@@ -228,12 +268,13 @@ class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
         self._forget()
 
     def _set_views(self) -> None:
-        self.keys, self.values = self._read(self.cache.max_length if self.record_past else self.sliding_window - 1)
+        count = self.cache.max_length if self.record_past else self.sliding_window - 1
+        self.keys, self.values = self._views = self._read(count)
 
     def _forget(self) -> None:
         """Move the last w − 1 positions to new storage if the storage has no room for another one."""
         needed = self.sliding_window - 1
         limit = needed + self.sliding_window // SLACK + 1
         if self.cache.max_length >= limit:
-            self.cache = self.cache.last(needed, capacity=limit)
+            self._cache = self.cache.last(needed, capacity=limit)
             self._set_views()
