@@ -85,6 +85,7 @@ WIDE = {
     "dispatch/test_cached_statistics.py::test_gradients_of_statistics_in_any_order": 2,
     "dispatch/test_repeated_calls.py::test_drawn_calls_equal_the_definition": 11,
     "formula/test_batch_axes.py::test_gradients_of_an_array_with_leading_axes": 5,
+    "formula/test_block_lists.py::test_on_a_cache_rows_choose_the_lists": 6,
     "gpu/test_aot.py::test_resources_of_the_forward_kernel": 2,
     "gpu/test_aot.py::test_stages_are_reduced_to_fit_shared_memory_and_only_the_last_kernel_is_returned": 0,
     "gpu/test_interpreted.py::test_interpreted[test_gpu_forward]": 0,
