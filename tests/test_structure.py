@@ -204,9 +204,9 @@ def test_every_row_of_wide_tests_names_tests(tmp_path):
 def test_dir_shows_the_public_names_and_the_submodules():
     """The submodules are loaded when they are accessed; completion offers them all the same."""
     functions = """
-        AttentionMonitor alibi alibi_slopes attention attention_from_disk attention_tangent attention_vjp bias causal
-        dense documents entropy explain lse mass max_score merge padding pooled prefix received relative_bias scores
-        softcap table threads tiles top_k tune watch weighted_sum weights where window
+        AttentionMonitor alibi alibi_slopes attention attention_from_disk attention_tangent attention_vjp bias blocks
+        causal dense documents entropy explain lse mass max_score merge padding pooled prefix received relative_bias
+        scores softcap table threads tiles top_k tune watch weighted_sum weights where window
     """
     modules = "data equinox flax jax keras positions torch transformers view"
     expected = [*"bhijsnm", "OVERVIEW", "Expression", "KVCache", "Table", *functions.split(), *modules.split()]

@@ -8,6 +8,7 @@ from .api.out_of_core import attention_from_disk
 from .api.tangent import attention_tangent
 from .api.vjp import attention_vjp
 from .cpu.runtime.thread_count import threads
+from .formula.block_lists import blocks
 from .formula.expression import SYMBOLS, Expression, where
 from .formula.expression_methods import PASSES
 from .formula.library import (
@@ -43,6 +44,7 @@ __all__ = [
     "attention_vjp",
     "b",
     "bias",
+    "blocks",
     "causal",
     "dense",
     "documents",

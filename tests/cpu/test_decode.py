@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import sightline
 from sightline import causal, entropy, h, i, j, lse, m, n, padding, s, softcap, table
 from sightline.cpu import Cpu
-from sightline.cpu.kernels import decode
+from sightline.cpu.kernels import decode, visible_keys
 from sightline.cpu.kernels.kernel_spec import min_decode_keys
 from sightline.cpu.launch import decode as launch_decode
 from sightline.cpu.launch import forward as launch_forward
@@ -124,9 +124,9 @@ def test_tables_and_heads(taken):
     assert taken == [True]
 
 
-def check_masks_by_head():
+def check_masks_by_head(G=8):
     """Every head and batch hides other tiles and splits, by a mask and by biases of −∞."""
-    x = arrays("float32", G=8, n=2, m=1300)
+    x = arrays("float32", G=G, n=2, m=1300)
     limits = np.linspace(1, 1300, 16, dtype=np.int64).reshape(2, 8)
     hidden = np.arange(1300) < limits[::-1, :, None, None]
     for options in (
@@ -137,8 +137,9 @@ def check_masks_by_head():
         assert_conforms(Cpu().run, make_problem(*x, **options))
 
 
-def test_masks_by_head_if_no_head_shares_keys(taken):
-    check_masks_by_head()
+@pytest.mark.parametrize("G", [1, 2, 8])
+def test_masks_by_head(G, taken):
+    check_masks_by_head(G)
     assert taken == [True] * 3
 
 
@@ -179,11 +180,52 @@ def test_heads_that_are_neighbours_in_memory_share_an_item(dtype, G, group, n, t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_hidden_nan_is_the_forward_kernels(dtype, taken):
+def test_keys_that_no_row_sees_are_not_read(dtype, taken):
     q, k, v = arrays(dtype)
     k[..., 1000:, :], v[..., 1000:, :] = np.nan, np.inf
     assert_conforms(Cpu().run, make_problem(q, k, v, mask=j < 1000))
+    assert taken == [True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_that_one_row_sees_is_the_forward_kernels(dtype, taken):
+    q, k, v = arrays(dtype)
+    k[..., 1000:, :], v[..., 1000:, :] = np.nan, np.inf
+    assert_conforms(Cpu().run, make_problem(q, k, v, mask=(j < 1000) | (h == 1)))
     assert taken == [False]
+
+
+VISIBLE_KEY_FAULTS = {
+    "the last row not read": (
+        "with builder.loop(0, self.count) as key:",
+        "with builder.loop(0, self.count - 1) as key:",
+    ),
+    "rows that the last query row sees": (
+        "builder.where(allowed, 1, mark.get())",
+        "builder.where(allowed, 1, 0 * mark.get())",
+    ),
+    "every second row left out": ("self.marks.at(key * ROW_BYTES)", "self.marks.at(key // 2 * 2 * ROW_BYTES)"),
+    "rows of a full tile": ("builder.where(partial, self.seen, self.all)", "self.all"),
+}
+
+
+def check_visible_keys():
+    for queries, mask in ((1, MASKS["holes"]), (3, (i + j) % 3 == 0), (2, j < 700)):
+        assert_conforms(Cpu().run, make_problem(*arrays("float32", n=queries), mask=mask))
+
+
+def test_the_sound_visible_keys_pass(taken):
+    check_visible_keys()
+    assert taken == [True] * 3
+
+
+@pytest.mark.parametrize("fault", VISIBLE_KEY_FAULTS)
+def test_every_fault_in_the_visible_keys_is_seen(fault, monkeypatch, fresh_kernels):
+    from fault_planting import broken
+
+    monkeypatch.setattr(decode, "VisibleKeys", broken(visible_keys, *VISIBLE_KEY_FAULTS[fault]).VisibleKeys)
+    with pytest.raises(AssertionError):
+        check_visible_keys()
 
 
 def test_no_byte_outside_is_read():
@@ -199,7 +241,6 @@ REFUSED = {
     "few keys": (arrays("float32", n=4, m=31), {}),
     "many queries of many heads": (arrays("float32", n=5), {}),
     "odd width": (arrays("float32", d_k=63), {}),
-    "a mask of its own for each head": (arrays("float32"), {"mask": j > h}),
     "dropout": (arrays("float32"), {"dropout": 0.5, "seed": 1}),
     "strided columns": ([x.swapaxes(-1, -2).copy().swapaxes(-1, -2) for x in arrays("float32")], {}),
 }

@@ -176,6 +176,13 @@ def ready_masks(draw: Any, extent: tuple[int, ...]) -> Any:
         shape = [length if draw(st.booleans()) else 1 for length in extent][draw(st.integers(0, 3)) :]
         return sightline.dense(rng.random(shape) < draw(st.sampled_from([0.1, 0.5, 0.9])))
 
+    def lists_of_blocks() -> Any:
+        size = draw(st.sampled_from([1, 7, (1, 16), 64]))
+        query_size, key_size = size if isinstance(size, tuple) else (size, size)
+        lead = [length if draw(st.booleans()) else 1 for length in extent[:2]]
+        shape = *lead, -(-rows // query_size), draw(st.integers(0, 3))
+        return sightline.blocks(rng.integers(-1, max(-(-columns // key_size), 1), shape), size)
+
     def split(length: int) -> Any:
         return rng.multinomial(length, [0.25] * 4)
 
@@ -193,6 +200,7 @@ def ready_masks(draw: Any, extent: tuple[int, ...]) -> Any:
                     lengths=split(rows), key_lengths=None if rows == columns else split(columns)
                 ),
                 dense,
+                lists_of_blocks,
             ]
         )
     )

@@ -6,6 +6,7 @@ can trace `CallText.of`, so a compiled function may build formulas.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from ..formula.tables import Table
 from ..problem.kernel import Result
 from ..problem.problem import Problem
 from ..statistics import Lse, Statistic, arrays_of, deserialize
+
+AXIS = re.compile(r"\.|[bhij](?:/\d+)?")
 
 
 class CallText(NamedTuple):
@@ -88,7 +91,7 @@ class CallText(NamedTuple):
         first = sum([before.count(",") for before in sections[:section]])
         tables = []
         for array, axes in zip(arrays[first:], sections[section].split(",")[:-1], strict=False):
-            names = [None if axis == "." else axis for axis in axes]
+            names = [None if axis == "." else axis for axis in AXIS.findall(axes)]
             tables.append(Table(array, None if axes == "-" else tuple(names)))
         return tables
 

@@ -119,15 +119,44 @@ def _read_assumed_entries(node: Lookup, indices: list[Interval]) -> Interval:
 def check_spans(formula: Expression, extent: Extent) -> None:
     """Raise ShapeError if an axis of a table does not have the length of the symbol that it stands for."""
     for table, (name, length) in [(each, span) for each in formula.tables for span in each.span_lengths]:
-        span = extent["bhij".index(name)]
-        if length not in (1, span):
-            raise ShapeError(
-                _describe_axis(table, name, length),
-                f"length {span}{' or 1' * (span != 1)}, where (B, H, n, m) = {extent}",
-                _suggest_batch_axis(table, extent)
-                + _suggest_lengths(table, name, span)
-                + "give the array these lengths, or index a table of it yourself: table(array)[...]",
-            )
+        span = extent["bhij".index(name[0])]
+        if table.fits_axis(name, length, span):
+            continue
+        if any("/" in (axis or "") for axis in table.axes or ()):
+            raise _block_lists_error(table, name, length, extent)
+        raise ShapeError(
+            _describe_axis(table, name, length),
+            f"length {span}{' or 1' * (span != 1)}, where (B, H, n, m) = {extent}",
+            _suggest_batch_axis(table, extent)
+            + _suggest_lengths(table, name, span)
+            + "give the array these lengths, or index a table of it yourself: table(array)[...]",
+        )
+
+
+def _block_lists_error(table: Any, name: str, length: int, extent: Extent) -> ShapeError:
+    """Return the error for lists of `block_lists.blocks` that do not fit the lengths."""
+    _, H, n, m = extent
+    symbol, _, size = name.partition("/")  # see `Table`
+    if symbol == "j":
+        last = -(-m // int(size)) - 1
+        return ShapeError(
+            f"the block index {length - 2}",
+            f"−1 for no block, and 0 to ⌈m / size⌉ − 1 = {last}, where m = {m} and size = {size} keys",
+            f"positions // {size} if the indices are positions of keys",
+        )
+    if symbol == "i":
+        return ShapeError(
+            f"{length} lists of blocks for {n} queries",
+            f"⌈n / size⌉ = {-(-n // int(size))} lists, where size = {size} queries",
+            "one list for each block of the queries of the call, and a shorter block at the end has a list too",
+        )
+    return ShapeError(
+        f"block indices with an axis {'bh'.index(name)} of length {length}, which stands for {name}",
+        f"length {extent['bh'.index(name)]} or 1, where (B, H, n, m) = {extent}",
+        f"np.repeat(indices, {H} // G, axis=1) for lists of G key heads"
+        if name == "h"
+        else "length 1 for shared lists",
+    )
 
 
 def _suggest_batch_axis(table: Any, extent: Extent) -> str:

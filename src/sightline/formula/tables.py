@@ -35,7 +35,8 @@ class Table:
         Booleans, integers or real floats with at least one axis, from NumPy, torch or anything that NumPy can read.
     axes : tuple of str or None, optional
         For each axis of the array, the symbol whose whole range the axis must span; the axis may also have length 1.
-        None in place of a symbol means that the axis may have any length.
+        None in place of a symbol means that the axis may have any length. The axis "i/64" has one entry for each 64
+        values of i, and "j/64" at most one entry more than there are 64 values of j; see `block_lists.blocks`.
     origin : int, optional
         The id of the table that this one was converted from; by default the table's own id.
     batch_axes : BatchAxes, optional
@@ -128,6 +129,15 @@ class Table:
         lengths = self.shape if self.batch_axes is None else (math.prod(self.batch_axes.shape), *self.shape[1:])
         return tuple((axis, length) for axis, length in zip(self.axes or (), lengths, strict=False) if axis is not None)
 
+    @staticmethod
+    def fits_axis(axis: str, length: int, span: int) -> bool:
+        """True if an axis of this length stands for `span` values of its symbol; see the parameter `axes`."""
+        name, _, size = axis.partition("/")
+        if not size:
+            return length in (1, span)
+        blocks = -(-span // int(size))
+        return length == blocks if name == "i" else length <= blocks + 1
+
     @cached_property
     def bounds(self) -> TableBounds | UnknownBounds:
         """The object that finds the least and the greatest entry of the table over ranges of its indices.
@@ -144,7 +154,7 @@ class Table:
 
     def without_axes(self, *symbols: str) -> Table:
         """Return the table with axes of any length in place of those that must span the range of one of the symbols."""
-        axes = tuple([None if axis in symbols else axis for axis in self.axes or ()])
+        axes = tuple([None if axis is not None and axis[0] in symbols else axis for axis in self.axes or ()])
         if axes == (self.axes or ()):
             return self
         return Table(self.array, axes, origin=self.origin, has_unknown_entries=self.has_unknown_entries)

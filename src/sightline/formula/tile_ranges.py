@@ -33,7 +33,8 @@ class TileRanges:
     """The ranges of key blocks that each block of queries must process, each range full or partial.
 
     A range covers the key blocks from `first` to before `last`. A row is one (batch, head, query block), in C order.
-    `batches` is 1 if the mask does not depend on b, and `heads` is 1 if it does not depend on h. The ranges of row r
+    `batches` is 1 if the mask does not depend on b, and `heads` is 1 if it does not depend on h; a row of a search
+    for groups of heads is one of a group, and `heads` their number. The ranges of row r
     are the entries `start[r]:start[r + 1]` of `first`, `last` and `full`. A tile that no range covers is empty.
     """
 
@@ -85,27 +86,32 @@ class TileRanges:
 
 
 def find_tile_ranges(
-    mask: Expression | None, extent: tuple[int, int, int, int], query_block: int, key_block: int
+    mask: Expression | None, extent: tuple[int, int, int, int], query_block: int, key_block: int, group: int = 1
 ) -> TileRanges:
     """Return the tile ranges of a mask. If `mask` is None, every pair is allowed.
+
+    `group` heads that follow each other have common ranges: those of the tiles that any of these heads needs.
 
     A tile is empty if the bounds prove that every pair is hidden, full if they prove that every pair is allowed, and
     partial otherwise. The ranges of masks without tables are cached: equal masks are one object.
     """
     mask = as_expression(True) if mask is None else mask
     if mask.tables:
-        return _search(mask, extent, query_block, key_block)
-    return _search_cached(mask, extent, query_block, key_block)
+        return _search(mask, extent, query_block, key_block, group)
+    return _search_cached(mask, extent, query_block, key_block, group)
 
 
-def _search(mask: Expression, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> TileRanges:
+def _search(
+    mask: Expression, extent: tuple[int, int, int, int], query_block: int, key_block: int, group: int
+) -> TileRanges:
     B, H, n, _ = extent
-    batches, heads = (length if name in mask.free_symbols else min(length, 1) for name, length in (("b", B), ("h", H)))
+    counts = ("b", B), ("h", H // group)
+    batches, heads = (length if name in mask.free_symbols else min(length, 1) for name, length in counts)
     rows = batches * heads * -(-n // query_block)
     pieces = [np.empty((4, 0), np.int64)]
     for at in range(0, rows, MAX_ROWS_AT_ONCE):
         selected = np.arange(at, min(at + MAX_ROWS_AT_ONCE, rows))
-        pieces += _bisect(mask, extent, (query_block, key_block), heads, selected)
+        pieces += _bisect(mask, extent, (query_block, key_block), (heads, group), selected)
     row, first, last, full = _merge_adjacent(np.concatenate(pieces, axis=1))
     start = np.searchsorted(row, np.arange(rows + 1))
     return TileRanges(extent, query_block, key_block, batches, heads, start, first, last, full.astype(bool))
@@ -115,21 +121,22 @@ _search_cached = lru_cache(64)(_search)
 
 
 def _bisect(
-    mask: Expression, extent: tuple[int, int, int, int], block: tuple[int, int], heads: int, rows: Array
+    mask: Expression, extent: tuple[int, int, int, int], block: tuple[int, int], groups: tuple[int, int], rows: Array
 ) -> list[Array]:
     """Return pieces of (row, first, last, full) that cover every tile of these rows that is not empty, in no order."""
-    _, _, n, m = extent
+    _, H, n, m = extent
+    heads, group = groups
     key_blocks, query_blocks = -(-m // block[1]), -(-n // block[0])
     width = 1 << max(key_blocks - 1, 0).bit_length()
     first = np.zeros_like(rows)
     pieces: list[Array] = []
     while rows.size and key_blocks:
         last = np.minimum(first + width, key_blocks)
-        i0 = rows % query_blocks * block[0]
+        i0, h = rows % query_blocks * block[0], rows // query_blocks % heads
         box = make_box(
             extent,
             b=(rows // query_blocks // heads,) * 2,
-            h=(rows // query_blocks % heads,) * 2,
+            h=(h * group, np.minimum(h * group + group, H) - 1),
             i=(i0, np.minimum(i0 + block[0], n) - 1),
             j=(first * block[1], np.minimum(last * block[1], m) - 1),
         )

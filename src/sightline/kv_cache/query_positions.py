@@ -98,11 +98,13 @@ def of_equal_lengths(kept: KeptRows | None, group: int) -> tuple[Rewriting, Rewr
 
 
 def _look_up(table: Table, indices: Indices) -> Expression:
-    """Return a lookup by positions. An array over all pairs keeps one row for each query of the call."""
-    axes = table.axes or ()
-    if "i" in axes and "j" in axes:
-        row = axes.index("i")
-        return intern(Lookup(table, (*indices[:row], i, *indices[row + 1 :])))
+    """Return a lookup by positions. An array over all pairs, or blocks of pairs, keeps the rows of the call."""
+    axes = [(axis or "").partition("/") for axis in table.axes or ()]  # "i/64": a row for each 64 queries
+    names = [name for name, _, _ in axes]
+    if "i" in names and "j" in names:
+        row = names.index("i")
+        size = int(axes[row][2] or 1)
+        return intern(Lookup(table, (*indices[:row], i if size == 1 else i // size, *indices[row + 1 :])))
     return intern(Lookup(table.without_axes("i"), indices))
 
 

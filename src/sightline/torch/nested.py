@@ -189,7 +189,7 @@ def _check_statistic(statistic: Statistic) -> Statistic:
 
 def _dense_array_error() -> MaskError:
     return MaskError(
-        "a dense array as mask or bias of nested tensors",
+        "a dense array or lists of blocks as mask or bias of nested tensors",
         "formulas, whose i and j are positions inside each sequence",
         "mask=sightline.causal(), or score=s + table(array)[i, j] if the array covers the longest sequence",
     )
@@ -197,6 +197,6 @@ def _dense_array_error() -> MaskError:
 
 def _rewrite(formula: Expression, symbols: dict[str, Expression]) -> Expression:
     """Return the formula of the packed call."""
-    if any(axis in ("i", "j") for table in formula.tables for axis in table.axes or ()):
+    if any((axis or "b")[0] in "ij" for table in formula.tables for axis in table.axes or ()):
         raise _dense_array_error()
     return formula.rewrite(symbols, table_lookup(lambda table: table.without_axes("b")))

@@ -43,6 +43,7 @@ class Block:
     num_keys: Value  # number of keys in the current tile
     own_formulas = slice(0, None)  # which of the formulas (mask, score, extra formulas) this code evaluates
     split: Value  # index of the split of the keys, in kernels that split the keys
+    tile_range: Value  # index of the tile range in `loop_tiles`
 
     def __init__(self, spec: KernelSpec, formulas: Sequence[Expression | None], machine: Machine) -> None:
         self.spec = spec
@@ -119,7 +120,7 @@ class Block:
         """
         builder, args = self.builder, self.args
         with builder.loop(self.tile_range_start, self.tile_range_stop) as index:
-            partial = args.tile_range_full.at(index).load(BYTE) == 0
+            self.tile_range, partial = index, args.tile_range_full.at(index).load(BYTE) == 0
             start, stop = (x.at(index * 8).load(INT64) for x in (args.tile_range_first, args.tile_range_last))
             start = start if first is None else builder.maximum(start, first)
             with builder.loop(start, stop if last is None else builder.minimum(stop, last)) as tile:

@@ -38,6 +38,7 @@ from ..runtime.machine import Machine
 from .block import Block
 from .fused_statistics import MIN_EXPONENT
 from .kernel_spec import KEY_BLOCK, KernelSpec
+from .visible_keys import VisibleKeys
 
 MAX_ROWS_PER_ITEM = 32  # the most query rows of a work item
 SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
@@ -74,6 +75,7 @@ class Decode(Block):
             if isinstance(format, PackedFormat)
         }
         self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # scores before the sum over groups of lanes
+        self.visible_keys = VisibleKeys(self)
 
     @staticmethod
     def can_pair(spec: KernelSpec, machine: Machine) -> bool:
@@ -90,8 +92,10 @@ class Decode(Block):
         self.locate_item(item)
         with self.loop_heads():
             self.init_rows()
-        with self.loop_tiles(self.first_tile, self.last_tile) as (tile, partial), self.loop_heads(tile * KEY_BLOCK):
-            self.key_tile(tile * KEY_BLOCK, partial)
+        with self.loop_tiles(self.first_tile, self.last_tile) as (tile, partial):
+            self.locate_next_tiles(tile)
+            with self.loop_heads(tile * KEY_BLOCK):
+                self.key_tile(tile * KEY_BLOCK, partial)
         with self.loop_heads():
             self.store()
         finished = builder.atomic_increment(args.finished_splits.at(self.row_block * 8), "acq_rel")
@@ -136,11 +140,26 @@ class Decode(Block):
                 self.values_ahead = self.tile_address("value", j0, k + 1)
             yield
 
+    def locate_next_tiles(self, tile: Value) -> None:
+        """Locate the tiles that follow a tile, and the tiles that follow those. The last tiles follow themselves."""
+        self.next_tiles = [tile, tile + 1, tile + 2]
+        if self.spec.mask is None:
+            return
+        builder, args, index = self.builder, self.args, self.tile_range
+        for step in (1, 2):
+            stop = args.tile_range_last.at(index * 8).load(INT64)
+            is_inside = self.next_tiles[step - 1] + 1 < stop
+            index = builder.where(is_inside, index, builder.minimum(index + 1, self.tile_range_stop - 1))
+            first = args.tile_range_first.at(index * 8).load(INT64)
+            self.next_tiles[step] = builder.where(is_inside, self.next_tiles[step - 1] + 1, first)
+
     def tile_address(self, name: str, j0: Value, k: Value) -> Value:
-        """Return the address of the rows from j0 on of the item's head number k; past the last head, of later rows."""
+        """Return the address of the rows from j0 on of the item's head number k; past the last head, of later tiles."""
+        builder, steps = self.builder, k // self.num_heads
         row_stride, head = getattr(self.args, f"{name}_row_stride"), self.first_head + k % self.num_heads
-        row = j0 + k // self.num_heads * KEY_BLOCK
-        return self.args.head_address(name, self.b, head).at(row * row_stride)
+        _, second, third = self.next_tiles
+        later = builder.where(steps == 1, second, third) * KEY_BLOCK
+        return self.args.head_address(name, self.b, head).at(builder.where(steps == 0, j0, later) * row_stride)
 
     def locate_query(self, r: Value) -> tuple[Value, Value]:
         """Return (h, i) of a query row."""
@@ -183,26 +202,31 @@ class Decode(Block):
 
     def key_tile(self, j0: Value, partial: Value) -> None:
         """Process one tile of keys: scores, weights, weighted sum of V."""
-        builder = self.builder
-        self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
-        self.load_tile_scales()
-        self.score_tile()
-        with builder.if_else(partial | (self.num_keys < KEY_BLOCK)) as (yes, no):
-            with yes, builder.loop(0, self.num_rows) as r:
-                self.softmax(r, j0, masked=True)
-            with no, builder.loop(0, self.num_rows) as r:
-                self.softmax(r, j0, masked=False)
-        self.accumulate_values()
+        builder, visible = self.builder, self.visible_keys
+        visible.select(j0, partial)
+        self.num_keys = visible.count
+        if visible.has_mask:  # the rows of a partial tile that follow are not known
+            self.keys_ahead = builder.where(partial, self.keys, self.keys_ahead)
+            self.values_ahead = builder.where(partial, self.values, self.values_ahead)
+        with builder.if_then(self.num_keys > 0):
+            self.load_tile_scales()
+            self.score_tile()
+            with builder.if_else(partial | (self.num_keys < KEY_BLOCK)) as (yes, no):
+                with yes, builder.loop(0, self.num_rows) as r:
+                    self.softmax(r, j0, masked=True)
+                with no, builder.loop(0, self.num_rows) as r:
+                    self.softmax(r, j0, masked=False)
+            self.accumulate_values()
 
     def load_tile_scales(self) -> None:
-        """Widen the scales of the tile's quantised rows; those past the last key are the last key's."""
+        """Widen the scales of the tile's quantised rows that are read; those past the last key are the last key's."""
         for name, scratch in self.tile_scales.items():
             rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
             assert isinstance(format, PackedFormat)
             stride = getattr(self.args, f"{name}_row_stride")
             with self.builder.loop(0, KEY_BLOCK, UNROLL) as key:
                 for k in range(UNROLL):
-                    row = rows.at(self.builder.minimum(key + k, self.num_keys - 1) * stride)
+                    row = rows.at(self.visible_keys.row(self.builder.minimum(key + k, self.num_keys - 1)) * stride)
                     format.copy_scales(row, scratch.at((key + k) * (format.num_scales * self.tiles.itemsize)))
 
     def multiply_by_scales(self, name: str, numbers: Value, v: int) -> Value:
@@ -241,9 +265,8 @@ class Decode(Block):
     def multiply_keys(self, queries: list[Value], first: Value, offsets: range) -> list[list[Variable]]:
         """Return, for each key at `first` + offset, the sums over d of its products with the rows of Q, by lane."""
         builder, tiles, args = self.builder, self.tiles, self.args
-        indices = [first + k for k in offsets]
-        keys = [builder.minimum(key, self.num_keys - 1) for key in indices]
-        ahead = [self.values_ahead.at(key * args.value_row_stride) for key in indices]
+        keys = [builder.minimum(first + k, self.num_keys - 1) for k in offsets]
+        ahead = [self.values_ahead.at(self.visible_keys.row(key) * args.value_row_stride) for key in keys]
         sums = [[Variable(builder, self.vector, 0.0) for _ in queries] for _ in keys]
         size, width = self.key_format.itemsize, self.lanes * tiles.pair_size  # bytes of a number, numbers of a vector
         query_size = tiles.itemsize // tiles.pair_size
@@ -261,12 +284,12 @@ class Decode(Block):
         return sums
 
     def load_vectors(self, name: str, key: Value, first: Any, count: int) -> Iterator[Value]:
-        """Load vectors of numbers of a row of K or V of the tile from the column `first` on.
+        """Load vectors of numbers of K or V of the key number `key` of those that are read, from the column `first` on.
 
         They are widened, or pairs of bfloat16, or codes without the scale of their row.
         """
         rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
-        row = rows.at(key * getattr(self.args, f"{name}_row_stride"))
+        row = rows.at(self.visible_keys.row(key) * getattr(self.args, f"{name}_row_stride"))
         if isinstance(format, PackedFormat):
             if self.paired:
                 codes = [format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(2 * count)]
@@ -289,20 +312,18 @@ class Decode(Block):
         """Replace a row of scores by P, and update the row's running maximum and sum."""
         builder, tiles, args = self.builder, self.tiles, self.args
         mask, score = self.renderers[:2]
-        h, i = self.locate_query(r)
         score_row = self.scores.at(r * self.score_row_bytes)
         logits: list[Value] = []
         for v in range(KEY_BLOCK // self.lanes):
             s = self.multiply_by_scales("key", score_row.at(v * tiles.align).load(self.vector), v) * self.factor
             key = builder.arange(self.lanes, INT64) + v * self.lanes
-            j = builder.minimum(key + j0, args.m - 1).to(self.integer)
-            symbols = {"b": self.b, "h": h, "i": i, "j": j, "n": args.n, "m": args.m, "s": s}
+            j = builder.minimum((self.visible_keys.row_vector(v) if masked else key) + j0, args.m - 1)
             if score is not None:
-                s = score.evaluate_pair(symbols, {}).to(self.float).broadcast(self.lanes)
+                s = score.evaluate_pair(self.symbols_at(r, j) | {"s": s}, {}).to(self.float).broadcast(self.lanes)
             if masked:
                 allowed = key < self.num_keys
                 if mask is not None:
-                    allowed = allowed & mask.evaluate_pair(symbols, {}).broadcast(self.lanes)
+                    allowed = allowed & self.evaluate_mask(r, j)
                 s = builder.where(allowed, s, builder.value(-math.inf, self.vector))
             logits.append(s)
         running_max = self.running_max.at(r * tiles.itemsize)
@@ -326,6 +347,17 @@ class Decode(Block):
                 score_row.at(v * (tiles.align // 2)).store(p.to(BFLOAT))
             else:
                 score_row.at(v * tiles.align).store(p)
+
+    def symbols_at(self, r: Value, j: Value) -> dict[str, Value]:
+        """Return the symbols of a query row and a vector of keys, except s."""
+        h, i = self.locate_query(r)
+        return {"b": self.b, "h": h, "i": i, "j": j.to(self.integer), "n": self.args.n, "m": self.args.m}
+
+    def evaluate_mask(self, r: Value, j: Value) -> Value:
+        """Return the condition of the mask for a query row and a vector of keys."""
+        mask = self.renderers[0]
+        assert mask is not None
+        return mask.evaluate_pair(self.symbols_at(r, j), {}).broadcast(self.lanes)
 
     def add_exponents(
         self, r: Value, difference: Value, alpha: Value, weights: list[Value], exponents: list[Value]
@@ -396,7 +428,7 @@ class Decode(Block):
 
     def load_value_pairs(self, k: Value, offsets: Sequence[int]) -> list[Value]:
         """Return V's rows 2k and 2k + 1 joined to pairs. Columns of floats are permuted within every two vectors."""
-        keys = (self.builder.minimum(k * 2 + u, self.num_keys - 1) for u in range(2))
+        keys = (self.visible_keys.row(self.builder.minimum(k * 2 + u, self.num_keys - 1)) for u in range(2))
         rows = [self.values.at(key * self.args.value_row_stride) for key in keys]
         format = self.value_format
         if isinstance(format, PackedFormat):

@@ -28,7 +28,7 @@ SEARCH_FIELDS: dict[str, Any] = {
     "H": INT64,
     "n": INT64,
     "m": INT64,
-    "batches": INT64,  # B if the mask depends on b, else 1; `heads` likewise for h
+    "batches": INT64,  # B if the mask depends on b, else 1
     "heads": INT64,
     "query_block": INT64,  # number of queries in a block
     "start": POINTER,  # the arrays of TileRanges: int64, but `full` has one byte for each range
@@ -138,13 +138,14 @@ class TileSearch:
         self.top = top.get()
         renderer = BoundsRenderer(builder, [self.mask], self.extremes, args.numbers)
         rows = args.batches * args.heads * query_blocks
+        group = args.H // builder.maximum(args.heads, 1)  # the heads that have common ranges, if the mask reads h
         with builder.loop(0, rows) as row:
             args.start.at(row * 8).store(self.count.get())
             b, h = row // query_blocks // args.heads, row // query_blocks % args.heads
             i0 = row % query_blocks * args.query_block
             last_query = builder.minimum(i0 + args.query_block, args.n) - 1
-            ends = {"b": (b, b if self.reads("b") else args.B - 1), "h": (h, h if self.reads("h") else args.H - 1)}
-            box = self.box(**ends, i=(i0, last_query))
+            last_batch = b if self.reads("b") else args.B - 1
+            box = self.box(b=(b, last_batch), h=(h * group, h * group + group - 1), i=(i0, last_query))
             known = renderer.evaluate(box, {}, frozenset("bhinm"))
             self.search_row(box, known, renderer)
         args.start.at(rows * 8).store(self.count.get())

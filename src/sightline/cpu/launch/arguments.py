@@ -33,11 +33,13 @@ class KernelArguments:
 
     `fields` returns the values of the fields that every kernel has. `extra_formulas` are the formulas besides mask and
     score. The extra formulas may read b, h, i, j and s, the final score. Their tables come after the tables of mask and
-    score.
+    score. `group` heads have common tile ranges.
     """
 
-    def __init__(self, problem: Problem, query_block: int, extra_formulas: Sequence[Expression] = ()) -> None:
-        self.problem, self.query_block = problem, query_block
+    def __init__(
+        self, problem: Problem, query_block: int, extra_formulas: Sequence[Expression] = (), group: int = 1
+    ) -> None:
+        self.problem, self.query_block, self.group = problem, query_block, group
         # the formulas of the problem, and their structures, which are compiled into the kernel
         self.problem_formulas = (problem.mask, problem.score, *extra_formulas)
         structure = structure_of(*self.problem_formulas)
@@ -46,7 +48,7 @@ class KernelArguments:
         self.tables = [convert_table(table.array) for table in structure.tables]
         self.problem_tables = structure.tables
         self.table_origins = tuple([table.origin for table in structure.tables])
-        self.tile_ranges = find_tile_ranges(problem.mask, problem.extent, query_block, KEY_BLOCK)
+        self.tile_ranges = find_tile_ranges(problem.mask, problem.extent, query_block, KEY_BLOCK, group)
         self.has_tile_ranges = True
         self.keep_alive: list[Any] = [self.arrays, self.tables]  # the memory that the arguments point to
 
@@ -70,7 +72,7 @@ class KernelArguments:
         new.problem, new.tables = replace(self.problem, **new.arrays), list(tables)
         new.keep_alive = [new.arrays, new.tables]
         mask = self.formulas[0]
-        new.tile_ranges = _make_tile_ranges(mask, new.problem.extent, self.query_block)
+        new.tile_ranges = _make_tile_ranges(mask, new.problem.extent, self.query_block, self.group)
         new.has_tile_ranges = mask is None
         return new
 
@@ -250,7 +252,9 @@ def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> 
         yield tuple(index for index, node in lookups if is_tile_lookup(node))
 
 
-def _make_tile_ranges(mask: Expression | None, extent: tuple[int, int, int, int], query_block: int) -> TileRanges:
+def _make_tile_ranges(
+    mask: Expression | None, extent: tuple[int, int, int, int], query_block: int, group: int
+) -> TileRanges:
     """Return the tile ranges without a mask: every tile. With a mask, there are no ranges in the result.
 
     Its numbers of batches and heads are those that have ranges of their own.
@@ -259,7 +263,7 @@ def _make_tile_ranges(mask: Expression | None, extent: tuple[int, int, int, int]
     symbols = frozenset[str]() if mask is None else mask.free_symbols
     rows = -(-n // query_block) if mask is None else 0
     start, first, last = np.arange(rows + 1), np.zeros(rows, np.int64), np.full(rows, -(-m // KEY_BLOCK))
-    counts = (B if "b" in symbols else 1), (H if "h" in symbols else 1)
+    counts = (B if "b" in symbols else 1), (H // group if "h" in symbols else 1)
     return TileRanges(extent, query_block, KEY_BLOCK, *counts, start, first, last, np.ones(rows, np.bool_))
 
 

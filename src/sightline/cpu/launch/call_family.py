@@ -11,9 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...formula.expression import Constant, Expression, Lookup, Symbol, walk
+from ...formula.expression import Lookup, walk
 from ...formula.formula_checks import find_index_ranges
+from ...formula.interval_arithmetic import compute_intervals
+from ...formula.tables import Table
+from ...formula.tile_ranges import make_box
 from ..kernels.kernel_spec import KernelSpec
+from ..kernels.tile_search import has_arguments
 from .arguments import KernelArguments, convert_table, extent_in_bytes, has_unit_stride
 
 if TYPE_CHECKING:
@@ -47,12 +51,12 @@ class CallFamily:
     ) -> CallFamily | None:
         """Return the family of a problem's call; None if other lengths may need other code or new checks.
 
-        Whole numbers must fit 32 bits up to `MAX_LENGTH`. An index of a table must be a symbol, or depend on no length.
+        Whole numbers must fit 32 bits up to `MAX_LENGTH`.
         """
         B, H, n, m = arguments.problem.extent
         extent = B, H, max(n, MAX_LENGTH), max(m, MAX_LENGTH)
         formulas = [formula for formula in arguments.problem_formulas if formula is not None]
-        if spec.needs_int64 or any(spec.clamped) or not all(map(_has_simple_indices, formulas)):
+        if spec.needs_int64 or any(spec.clamped):
             return None
         if any(find_index_ranges(formula, extent)[0] >= MAX_INT32 for formula in formulas):
             return None
@@ -67,11 +71,11 @@ class CallFamily:
         extent = B, H, query.shape[-2], key.shape[-2]
         if not (0 < extent[2] <= MAX_LENGTH and 0 < extent[3] <= MAX_LENGTH):
             return None
-        lengths = dict(zip("bhij", extent, strict=True))
+        spans = dict(zip("bhij", extent, strict=True))
         tables = [convert_table(table) for table in tables]
         for table, axes, known in zip(tables, self.axes, self.tables, strict=True):
-            spans = [lengths[name] if name else 0 for name in axes or ()]
-            if any(span and length not in (1, span) for length, span in zip(table.shape, spans, strict=False)):
+            lengths = zip(axes or (), table.shape, strict=False)
+            if any(axis and not Table.fits_axis(axis, length, spans[axis[0]]) for axis, length in lengths):
                 return None
             if extent_in_bytes(table) >= MAX_INT32 or not known.fits(table):
                 return None
@@ -83,26 +87,19 @@ class CallFamily:
     def are_indices_inside(self, arguments: KernelArguments) -> bool:
         """True if each index of the formulas stays inside its table.
 
-        The range of an index that is neither a symbol nor a constant depends on no length: `_has_simple_indices`. The
-        index stayed inside the first table of its place, so it stays inside each table that is as long. Where its range
-        depends on entries or numbers that have changed, the search for tile ranges checks it; see `tile_search`.
+        The search for tile ranges checks an index that depends on entries or numbers; see `kernels.tile_search`.
         """
-        B, H, n, m = arguments.problem.extent
-        largest = {"b": B - 1, "h": H - 1, "i": n - 1, "j": m - 1, "n": n, "m": m}
+        box = make_box(arguments.problem.extent)
         for formula in arguments.formulas:
             for node in walk(formula) if formula is not None else ():
                 if not isinstance(node, Lookup):
                     continue
-                slot = node.table.slot  # type: ignore[attr-defined]
-                lengths = zip(arguments.tables[slot].shape, self.tables[slot].shape, strict=True)
-                for index, (length, known_length) in zip(node.arguments, lengths, strict=True):
-                    if isinstance(index, Symbol):
-                        is_inside = largest[index.name] < length
-                    elif isinstance(index, Constant):
-                        is_inside = index.value < length
-                    else:
-                        is_inside = known_length <= length
-                    if not is_inside:
+                lengths = arguments.tables[node.table.slot].shape  # type: ignore[attr-defined]
+                for index, length in zip(node.arguments, lengths, strict=True):
+                    if has_arguments(index):
+                        continue
+                    low, high = compute_intervals(index, box)[id(index)]
+                    if low < 0 or high >= length:
                         return False
         return True
 
@@ -123,13 +120,3 @@ class TableForm:
         """True if the kernel can read a table, which may have other lengths and strides."""
         other = TableForm.of(table)
         return self.dtype == other.dtype and self.has_adjacent_entries == other.has_adjacent_entries
-
-
-def _has_simple_indices(formula: Expression) -> bool:
-    """True if each index of a table is a symbol, a constant, or free of i, j, n and m."""
-    return all(
-        isinstance(index, Symbol | Constant) or index.free_symbols.isdisjoint("ijnm")
-        for node in walk(formula)
-        if isinstance(node, Lookup)
-        for index in node.arguments
-    )

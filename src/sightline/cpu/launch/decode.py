@@ -39,8 +39,8 @@ MAX_FEW_HEADS = 4  # up to this number of heads of all batches, splits of the ke
 def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = ()) -> bool:
     """True if the decoding kernel serves the problem, and the statistics `roles` of the forward kernel.
 
-    The kernel needs at most MAX_ROWS_PER_ITEM queries, d_k and d_v that fill whole vectors, adjacent columns of K and
-    V, and a mask that is the same for all heads that share a key head. The kernel has no dropout. It is faster than the
+    The kernel needs at most MAX_ROWS_PER_ITEM queries, d_k and d_v that fill whole vectors, and adjacent columns of K
+    and V. The kernel has no dropout. It is faster than the
     forward kernel for few queries and many keys. More queries are served if few heads would leave threads without work.
     The only statistic of the kernel is the entropy.
     """
@@ -55,7 +55,6 @@ def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = 
         and problem.d_k % columns == problem.d_v % columns == 0
         and has_unit_stride(problem.key)
         and has_unit_stride(problem.value)
-        and (problem.mask is None or problem.group == 1 or "h" not in problem.mask.free_symbols)
     )
 
 
@@ -66,7 +65,7 @@ def decode(
 
     The result is None if an output is NaN or ∞: the forward kernel must run.
     """
-    arguments = KernelArguments(problem, MAX_ROWS_PER_ITEM)
+    arguments = KernelArguments(problem, MAX_ROWS_PER_ITEM, group=problem.group)
     spec = make_spec("decode", arguments, unroll=min(problem.group * problem.n, UNROLL), roles=fused.roles)
     bind = partial(BoundDecode, spec=spec, processor=processor)
     call = bind(arguments)

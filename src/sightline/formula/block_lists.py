@@ -1,0 +1,148 @@
+"""The mask `blocks`: for each block of queries, a list of the blocks of keys that it sees, chosen by data.
+
+The lists become a table of booleans with one entry for each pair of blocks. So a tile that lies in blocks of one kind
+is full or empty by the table's bounds, and no formula is evaluated in it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+
+from ..arrays.kinds import check_kind, is_array
+from ..arrays.operations import device, dtype_name, framework, min_max, namespace
+from ..errors import DtypeError, ParameterError, ShapeError, check_count
+from .expression import SYMBOLS, Expression, apply, is_compiling
+from .tables import Table
+
+b, h, i, j = (SYMBOLS[name] for name in "bhij")
+
+
+def blocks(indices: Any, size: int | tuple[int, int] = 64, keys: int | None = None) -> Expression:
+    """Return the mask j // size ∈ indices[b, h, i // size]: each block of queries sees the blocks of keys in its list.
+
+    Blocks that no list names are skipped, so that the cost follows the lists. A list may be in any order, and a number
+    that it repeats counts once. A query whose list is empty attends to nothing. The mask is not causal: combine it with
+    others by `&`.
+
+    On a `KVCache`, j is the position of the key, and the rows of the call choose the list: a call of one query has one
+    list, whatever the query's position is.
+
+    Parameters
+    ----------
+    indices : (B or 1, H or 1, ⌈n / size⌉, c) integers
+        The numbers of the blocks, from 0 to ⌈m / size⌉ − 1. −1 names no block, and fills lists that have fewer than c
+        entries. H is the number of query heads: query heads that share a key head have lists of their own.
+    size : int or (int, int), default 64
+        The number of queries, and the number of keys, in a block; at least 1. Two numbers are those of queries and of
+        keys: `size=(1, 64)` for a list of each query. With `size=1`, the lists name single keys. The last block may be
+        shorter. Blocks of 64, or a multiple, cost least: kernels for many queries process 64 × 64 pairs at once.
+    keys : int, optional
+        The number m of keys. Only a compiler that traces the call needs it, torch.compile or `jax.jit`, because the
+        largest index is then not known.
+
+    Raises
+    ------
+    ParameterError
+        size or keys is not as above. Or a compiler traces the call, and keys is not given.
+    DtypeError
+        The indices are not integers.
+    ShapeError
+        The indices do not have four axes, or an index is below −1 or, if keys is given, at least ⌈keys / size⌉. When
+        attention is computed: the axes do not have the lengths above, or an index is at least ⌈m / size⌉.
+
+    Examples
+    --------
+    >>> import sightline
+    >>> lists = [[[[0, -1], [0, 2], [2, 1]]]]  # one sequence, one list for all heads, three blocks of queries
+    >>> (sightline.blocks(lists, size=2) & sightline.causal()).array(6).astype(int)
+    array([[1, 0, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0, 0],
+           [0, 0, 1, 1, 1, 0],
+           [0, 0, 1, 1, 1, 1]])
+    """
+    two = tuple(size) if isinstance(size, tuple | list) and len(size) == 2 else (size, size)
+    cure = "size=64, or size=(1, 64) for a list of each query"
+    rows, columns = (check_count(f"blocks(..., size={size!r})", one, 1, cure) for one in two)
+    indices = _read_indices(indices)
+    count = None if keys is None else -(-check_count(f"blocks(..., keys={keys!r})", keys, 1, "keys=m") // columns)
+    count = _check_entries(indices, columns, count)
+    visible = Table(_mark(indices, count), axes=("b", "h", f"i/{rows}", f"j/{columns}"))
+    first = [0 if length == 1 else symbol for length, symbol in zip(visible.shape, (b, h), strict=False)]
+    row, column = (x if one == 1 else x // one for x, one in ((i, rows), (j, columns)))
+    return visible[(*first, row, apply("minimum", column, count))]
+
+
+def _read_indices(indices: Any) -> Any:
+    """Return the indices as an array of integers with four axes; raise an error for other arrays."""
+    if not is_array(indices):
+        try:
+            indices = np.asarray(indices)
+        except ValueError as error:
+            raise ShapeError("lists of unequal lengths", "a rectangular array", "fill shorter lists with -1") from error
+    check_kind("indices", indices)
+    name = dtype_name(indices)
+    if not name.startswith(("int", "uint")):
+        cure = {"bool": "sightline.dense for a mask of booleans"}.get(
+            name, "cast them to int64, and use -1 for no block"
+        )
+        raise DtypeError(f"block indices of dtype {name}", "integers", cure)
+    if len(indices.shape) != 4:
+        raise ShapeError(
+            f"block indices of shape {tuple(indices.shape)}",
+            "four axes, (B or 1, H or 1, ⌈n / size⌉, c)",
+            "indices[None, None] for lists (⌈n / size⌉, c) that all batch entries and heads share",
+        )
+    return indices
+
+
+def _check_entries(indices: Any, size: int, count: int | None) -> int:
+    """Return the number of blocks of keys that the table has; raise an error for an index that names none.
+
+    If the number is given, entries that a compiler traces, or that lie on a GPU, are not read.
+    """
+    if is_compiling() or _is_jax_tracer(indices) or (count is not None and device(indices) != "cpu"):
+        if count is None:
+            raise ParameterError(
+                "blocks of indices that a compiler traces, without keys",
+                "the number of keys, because the largest index is not known",
+                "blocks(indices, size, keys=key.shape[-2])",
+            )
+        return count
+    low, high = (-1, -1) if 0 in indices.shape else map(int, min_max(indices))
+    if low < -1 or (count is not None and high >= count):
+        raise ShapeError(
+            f"the block index {low if low < -1 else high}",
+            f"−1 for no block, and 0 to {'⌈m / size⌉ − 1' if count is None else count - 1}",
+            f"positions // {size} if the indices are positions of keys",
+        )
+    return max(high + 1, 1) if count is None else count
+
+
+def _is_jax_tracer(array: Any) -> bool:
+    return framework(array) == "jax" and isinstance(array, sys.modules["jax"].core.Tracer)
+
+
+def _mark(indices: Any, count: int) -> Any:
+    """Return (B or 1, H or 1, rows, count + 1) booleans: True at the indices. The last column is False.
+
+    The mask reads the last column for blocks past the largest index. The index −1 marks a column that is cut off.
+    """
+    shape = *indices.shape[:3], count + 2
+    kind = framework(indices)
+    if kind == "torch":
+        places = indices.long()
+        visible = indices.new_zeros(shape, dtype=namespace(indices).bool)
+        return visible.scatter(-1, places.masked_fill(places < 0, count + 1), True)[..., :-1]
+    if kind == "jax":
+        visible = namespace(indices).zeros((math.prod(shape[:-1]), count + 2), bool)
+        rows = np.arange(len(visible))[:, None]
+        return visible.at[rows, indices.reshape(len(visible), -1)].set(True).reshape(shape)[..., :-1]
+    visible = np.zeros(shape, np.bool_)
+    np.put_along_axis(visible, np.asarray(indices).astype(np.intp), True, -1)
+    return visible[..., :-1]
