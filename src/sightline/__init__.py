@@ -80,7 +80,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 # Each is imported when first accessed.
-SUBMODULES = ("data", "equinox", "flax", "jax", "keras", "positions", "torch", "transformers", "view")
+SUBMODULES = ("data", "equinox", "eviction", "flax", "jax", "keras", "positions", "torch", "transformers", "view")
 MODULES_OF_MODELS = {"AttentionMonitor": "model_monitor", "watch": "model_watch"}  # names that need torch
 
 b, h, i, j, s, n, m = (SYMBOLS[name] for name in "bhijsnm")

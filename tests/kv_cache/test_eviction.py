@@ -1,0 +1,160 @@
+"""The policies of `sightline.eviction` keep the keys that dense weights choose."""
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from fault_planting import broken
+from sightline import KVCache, eviction
+from sightline.errors import ParameterError, ShapeError
+
+B, H, G, N, D = 2, 4, 2, 40, 8
+LENGTHS = [40, 31]
+
+
+def dense_weights(query, key, length):
+    """Return the causal weights (H, n, n) of a sequence of this length in float64, by NumPy."""
+    key = np.repeat(key[:, :length].astype(np.float64), H // G, 0)
+    scores = query[:, :length].astype(np.float64) @ key.transpose(0, 2, 1) / np.sqrt(D)
+    scores[:, np.triu(np.ones((length, length), bool), 1)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def best(scores, count):
+    """Return the positions with the largest scores, ascending."""
+    return sorted(sorted(range(len(scores)), key=lambda position: -scores[position])[:count])
+
+
+def by_snapkv(weights, budget, last, pool):
+    chosen = []
+    for head in weights.reshape(G, H // G, *weights.shape[1:]):
+        length = head.shape[-1]
+        observed = head[:, max(length - last, 0) :].mean((0, 1))
+        before = [observed[k] if k < length - last else 0 for k in range(length)]
+        pooled = [sum(before[max(k - pool // 2, 0) : k + pool // 2 + 1]) / pool for k in range(length)]
+        chosen.append([*best(pooled[: length - last], budget - last), *range(length - last, length)])
+    return chosen
+
+
+def by_h2o(weights, budget, recent):
+    chosen = []
+    for head in weights.reshape(G, H // G, *weights.shape[1:]):
+        total = head.mean(0).sum(0)
+        chosen.append([*best(total[: len(total) - recent], budget - recent), *range(len(total) - recent, len(total))])
+    return chosen
+
+
+def by_tova(weights, budget):
+    last = weights[:, -1].mean(0)
+    return [[*best(last[:-1], budget - 1), len(last) - 1]] * G
+
+
+def by_sinks(weights, budget, first):
+    length = weights.shape[-1]
+    return [[*range(first), *range(length - budget + first, length)]] * G
+
+
+POLICIES = {
+    "snapkv": (sightline.received("mean", last=6), {"last": 6, "pool": 3}, by_snapkv),
+    "h2o": (sightline.received(), {"recent": 5}, by_h2o),
+    "tova": (sightline.received(last=1), {}, by_tova),
+    "sinks": (None, {"first": 3}, by_sinks),
+}
+
+
+def decide(name, kind="numpy", budget=12, module=eviction):
+    """Return the positions that a policy keeps, and those that dense weights choose."""
+    rng = np.random.default_rng(1)
+    query, key, value = (3 * rng.normal(size=(B, heads, N, D)).astype(np.float32) for heads in (H, G, G))
+    give = torch.from_numpy if kind == "torch" else np.asarray
+    cache = KVCache()
+    cache.append(give(key), give(value), lengths=LENGTHS)
+    see, options, by_hand = POLICIES[name]
+    found, expected = [], []
+    for b, length in enumerate(LENGTHS):  # a sequence alone too: its queries are then the last rows
+        one = KVCache()
+        one.append(give(key[b : b + 1, :, :length]), give(value[b : b + 1, :, :length]))
+        asked, inputs = give(query[b : b + 1, :, :length]), []
+        if see is not None:
+            _, inputs = sightline.attention(asked, one, mask=sightline.causal(), see=[see])
+        found.append(getattr(module, name)(one, *inputs, budget, **options)[0])
+        expected.append(by_hand(dense_weights(query[b], key[b], length), budget, **options))
+    return cache, np.stack(found), np.array(expected)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_decisions_are_those_of_dense_weights(name, kind):
+    cache, found, expected = decide(name, kind)
+    assert np.array_equal(found, expected)
+    cache.keep(found)
+    assert np.array_equal(cache.key_positions, found)
+
+
+def test_ragged_sequences_and_budgets_that_keep_everything(rng):
+    key = rng.normal(size=(2, G, 9, D))
+    cache = KVCache()
+    cache.append(key, key, lengths=[9, 3])
+    assert eviction.sinks(cache, 5, first=2)[:, 0].tolist() == [[0, 1, 6, 7, 8], [0, 1, 2, -1, -1]]
+    query = rng.normal(size=(2, H, 1, D))
+    _, (received,) = sightline.attention(query, cache, mask=sightline.causal(), see=[sightline.received(last=1)])
+    everything = eviction.tova(cache, received, 99)
+    assert everything[:, 0].tolist() == [[*range(9)], [0, 1, 2, *[-1] * 6]]
+
+
+def test_a_second_eviction_counts_positions_of_the_text(rng):
+    cache = KVCache()
+    key = rng.normal(size=(1, G, 20, D))
+    cache.append(key, key)
+    cache.keep(eviction.sinks(cache, 8, first=2))
+    cache.append(key[:, :, :5], key[:, :, :5])
+    cache.keep(eviction.sinks(cache, 8, first=2))
+    assert cache.key_positions[0].tolist() == [[0, 1, 19, 20, 21, 22, 23, 24]] * G
+    query = rng.normal(size=(1, H, 1, D))
+    _, (received,) = sightline.attention(query, cache, mask=sightline.causal(), see=[sightline.received(last=1)])
+    kept = eviction.tova(cache, received, 3)[0, 0]
+    rows = np.argsort(received[0].mean(0)[:-1])[-2:]
+    assert kept.tolist() == sorted([*cache.key_positions[0, 0, rows], 24])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda cache, seen: eviction.snapkv(cache, seen, 4, last=5), ParameterError, "at least last"),
+        (lambda cache, seen: eviction.snapkv(cache, seen, 9, last=5, pool=4), ParameterError, "pool=5"),
+        (lambda cache, seen: eviction.snapkv(cache, seen, 9, last=0), ParameterError, "last=4"),
+        (lambda cache, seen: eviction.h2o(cache, seen, 3, recent=4), ParameterError, "at least recent"),
+        (lambda cache, seen: eviction.tova(cache, seen, 0), ParameterError, "budget=0"),
+        (lambda cache, seen: eviction.sinks(cache, 2.5), ParameterError, "budget=2.5"),
+        (lambda cache, seen: eviction.tova(cache, seen[:, :, 1:], 4), ShapeError, r"\(1, a multiple of 2, 9\)"),
+        (lambda cache, seen: eviction.tova(cache, seen[:, :3], 4), ShapeError, "a multiple of 2"),
+        (lambda cache, seen: eviction.tova(cache, seen[0], 4), ShapeError, "before later appends"),
+    ],
+)
+def test_mistakes_are_named(rng, call, error, message):
+    cache, key = KVCache(), rng.normal(size=(1, G, 9, D))
+    cache.append(key, key)
+    with pytest.raises(error, match=message):
+        call(cache, np.ones((1, H, 9)))
+
+
+FAULTS = {
+    "snapkv": (
+        "padded = np.pad(scores, ((0, 0), (0, 0), (pool // 2, pool // 2)))",
+        "padded = np.pad(scores, ((0, 0), (0, 0), (0, pool - 1)))",
+    ),
+    "h2o": ("reshape(B, G, -1, rows)", "reshape(B, -1, G, rows).swapaxes(1, 2)"),
+    "tova": (
+        "scores = _of_key_heads(cache, received).mean(1, keepdims=True)",
+        "scores = -_of_key_heads(cache, received).mean(1, keepdims=True)",
+    ),
+    "sinks": ("positions < _check_budget", "positions > _check_budget"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_is_found(name):
+    _, found, expected = decide(name, module=broken(eviction, *FAULTS[name]))
+    assert not np.array_equal(found, expected)
