@@ -57,10 +57,10 @@ def by_sinks(weights, budget, first):
 
 
 POLICIES = {
-    "snapkv": (sightline.received("mean", last=6), {"last": 6, "pool": 3}, by_snapkv),
-    "h2o": (sightline.received(), {"recent": 5}, by_h2o),
-    "tova": (sightline.received(last=1), {}, by_tova),
-    "sinks": (None, {"first": 3}, by_sinks),
+    "SnapKV": ({"last": 6, "pool": 3}, by_snapkv),
+    "H2O": ({"recent": 5}, by_h2o),
+    "TOVA": ({}, by_tova),
+    "Sinks": ({"first": 3}, by_sinks),
 }
 
 
@@ -71,15 +71,16 @@ def decide(name, kind="numpy", budget=12, module=eviction):
     give = torch.from_numpy if kind == "torch" else np.asarray
     cache = KVCache()
     cache.append(give(key), give(value), lengths=LENGTHS)
-    see, options, by_hand = POLICIES[name]
+    options, by_hand = POLICIES[name]
+    policy = getattr(module, name)(budget, **options)
     found, expected = [], []
     for b, length in enumerate(LENGTHS):  # a sequence alone too: its queries are then the last rows
         one = KVCache()
         one.append(give(key[b : b + 1, :, :length]), give(value[b : b + 1, :, :length]))
         asked, inputs = give(query[b : b + 1, :, :length]), []
-        if see is not None:
-            _, inputs = sightline.attention(asked, one, mask=sightline.causal(), see=[see])
-        found.append(getattr(module, name)(one, *inputs, budget, **options)[0])
+        if policy.see is not None:
+            _, inputs = sightline.attention(asked, one, mask=sightline.causal(), see=[policy.see])
+        found.append(policy(one, *inputs)[0])
         expected.append(by_hand(dense_weights(query[b], key[b], length), budget, **options))
     return cache, np.stack(found), np.array(expected)
 
@@ -97,10 +98,10 @@ def test_ragged_sequences_and_budgets_that_keep_everything(rng):
     key = rng.normal(size=(2, G, 9, D))
     cache = KVCache()
     cache.append(key, key, lengths=[9, 3])
-    assert eviction.sinks(cache, 5, first=2)[:, 0].tolist() == [[0, 1, 6, 7, 8], [0, 1, 2, -1, -1]]
+    assert eviction.Sinks(5, first=2)(cache)[:, 0].tolist() == [[0, 1, 6, 7, 8], [0, 1, 2, -1, -1]]
     query = rng.normal(size=(2, H, 1, D))
     _, (received,) = sightline.attention(query, cache, mask=sightline.causal(), see=[sightline.received(last=1)])
-    everything = eviction.tova(cache, received, 99)
+    everything = eviction.TOVA(99)(cache, received)
     assert everything[:, 0].tolist() == [[*range(9)], [0, 1, 2, *[-1] * 6]]
 
 
@@ -108,13 +109,13 @@ def test_a_second_eviction_counts_positions_of_the_text(rng):
     cache = KVCache()
     key = rng.normal(size=(1, G, 20, D))
     cache.append(key, key)
-    cache.keep(eviction.sinks(cache, 8, first=2))
+    cache.keep(eviction.Sinks(8, first=2)(cache))
     cache.append(key[:, :, :5], key[:, :, :5])
-    cache.keep(eviction.sinks(cache, 8, first=2))
+    cache.keep(eviction.Sinks(8, first=2)(cache))
     assert cache.key_positions[0].tolist() == [[0, 1, 19, 20, 21, 22, 23, 24]] * G
     query = rng.normal(size=(1, H, 1, D))
     _, (received,) = sightline.attention(query, cache, mask=sightline.causal(), see=[sightline.received(last=1)])
-    kept = eviction.tova(cache, received, 3)[0, 0]
+    kept = eviction.TOVA(3)(cache, received)[0, 0]
     rows = np.argsort(received[0].mean(0)[:-1])[-2:]
     assert kept.tolist() == sorted([*cache.key_positions[0, 0, rows], 24])
 
@@ -122,15 +123,15 @@ def test_a_second_eviction_counts_positions_of_the_text(rng):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda cache, seen: eviction.snapkv(cache, seen, 4, last=5), ParameterError, "at least last"),
-        (lambda cache, seen: eviction.snapkv(cache, seen, 9, last=5, pool=4), ParameterError, "pool=5"),
-        (lambda cache, seen: eviction.snapkv(cache, seen, 9, last=0), ParameterError, "last=4"),
-        (lambda cache, seen: eviction.h2o(cache, seen, 3, recent=4), ParameterError, "at least recent"),
-        (lambda cache, seen: eviction.tova(cache, seen, 0), ParameterError, "budget=0"),
-        (lambda cache, seen: eviction.sinks(cache, 2.5), ParameterError, "budget=2.5"),
-        (lambda cache, seen: eviction.tova(cache, seen[:, :, 1:], 4), ShapeError, r"\(1, a multiple of 2, 9\)"),
-        (lambda cache, seen: eviction.tova(cache, seen[:, :3], 4), ShapeError, "a multiple of 2"),
-        (lambda cache, seen: eviction.tova(cache, seen[0], 4), ShapeError, "before later appends"),
+        (lambda cache, seen: eviction.SnapKV(4, last=5), ParameterError, "at least 5"),
+        (lambda cache, seen: eviction.SnapKV(9, last=5, pool=4), ParameterError, "pool=5"),
+        (lambda cache, seen: eviction.SnapKV(9, last=0), ParameterError, "last=4"),
+        (lambda cache, seen: eviction.H2O(3, recent=4), ParameterError, "at least 4"),
+        (lambda cache, seen: eviction.TOVA(0), ParameterError, "budget=0"),
+        (lambda cache, seen: eviction.Sinks(4.5), ParameterError, "budget=4.5"),
+        (lambda cache, seen: eviction.TOVA(4)(cache, seen[:, :, 1:]), ShapeError, r"\(1, a multiple of 2, 9\)"),
+        (lambda cache, seen: eviction.TOVA(4)(cache, seen[:, :3]), ShapeError, "a multiple of 2"),
+        (lambda cache, seen: eviction.TOVA(4)(cache, seen[0]), ShapeError, "before later appends"),
     ],
 )
 def test_mistakes_are_named(rng, call, error, message):
@@ -141,16 +142,10 @@ def test_mistakes_are_named(rng, call, error, message):
 
 
 FAULTS = {
-    "snapkv": (
-        "padded = np.pad(scores, ((0, 0), (0, 0), (pool // 2, pool // 2)))",
-        "padded = np.pad(scores, ((0, 0), (0, 0), (0, pool - 1)))",
-    ),
-    "h2o": ("reshape(B, G, -1, rows)", "reshape(B, -1, G, rows).swapaxes(1, 2)"),
-    "tova": (
-        "scores = _of_key_heads(cache, received).mean(1, keepdims=True)",
-        "scores = -_of_key_heads(cache, received).mean(1, keepdims=True)",
-    ),
-    "sinks": ("positions < _check_budget", "positions > _check_budget"),
+    "SnapKV": ("(self.pool // 2, self.pool // 2)", "(0, self.pool - 1)"),
+    "H2O": ("reshape(B, G, -1, rows)", "reshape(B, -1, G, rows).swapaxes(1, 2)"),
+    "TOVA": ("np.inf, seen.mean(1, keepdims=True)", "np.inf, -seen.mean(1, keepdims=True)"),
+    "Sinks": ("positions < self.first", "positions > self.first"),
 }
 
 

@@ -282,9 +282,9 @@ def test_errors():
     with pytest.raises(ParameterError, match="no_grad"):
         model(**inputs, past_key_values=Cache())
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ParameterError, match="stores as int8"):
+    with pytest.raises(ParameterError, match="stores int8"):
         generate(model, inputs, Cache(dtype="int8"))
-    with pytest.raises(ParameterError, match="stores as bfloat16") as caught:
+    with pytest.raises(ParameterError, match="stores bfloat16") as caught:
         generate(model, inputs, Cache(dtype="bfloat16"))
     assert 'set_attn_implementation("sightline")' in caught.value.cure
     with pytest.raises(ParameterError, match="view"):  # the model computes keys from what the cache stores

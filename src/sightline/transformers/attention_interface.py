@@ -137,6 +137,9 @@ def sightline_attention(
         attention_mask = attention_mask.padded
     else:
         unpadding = None
+    evicting = key.evicting if isinstance(key, StoredTensor) else None
+    has_padding = getattr(attention_mask, "is_real", None) is not None
+    observed = [] if evicting is None else evicting.observed(query.shape[-2], has_padding)
     output, seen = attend(
         *_read_cache(query, key, value),
         call=LayerCall("self", getattr(attention_mask, "query_start", None), getattr(attention_mask, "key_start", 0)),
@@ -145,8 +148,10 @@ def sightline_attention(
         scale=scaling,
         sinks=s_aux,
         dropout=dropout if module.training else 0.0,
-        see=[weights()] if needs_weights else [],
+        see=[*([weights()] if needs_weights else []), *observed],
     )
+    if evicting is not None:
+        evicting.evict(query.shape[-2], *seen[len(seen) - len(observed) :])
     if unpadding is not None:
         output = unpadding.flatten(output)
     output = output.transpose(1, 2).contiguous().to(query.dtype)

@@ -6,13 +6,17 @@ import copy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..arrays.operations import to_numpy
 from ..errors import ParameterError
+from ..eviction import Policy
 from ..kv_cache import KVCache
+from ..statistics import Statistic
 from .stored_tensor import StoredTensor
 
 SLACK = 4  # a sliding layer stores up to 1 / SLACK of its window in addition, so positions are moved once in a while
@@ -36,6 +40,8 @@ class Cache(DynamicCache):  # type: ignore[misc]
         `attn_implementation="sightline"` then compute attention in this dtype. With one of the last three, or a pair of
         them such as ("int8", "int4") for keys and values, each layer's `KVCache` is quantised, and attention reads its
         codes. Default: the model's dtype.
+    evict : Policy, optional
+        Which keys each layer keeps, such as `sightline.eviction.SnapKV(budget=1024)`. Default: all.
 
     Raises
     ------
@@ -45,13 +51,18 @@ class Cache(DynamicCache):  # type: ignore[misc]
         A layer's keys require a gradient: call the model under `torch.no_grad()`, as `generate` does. An
         encoder-decoder model has a single cache. `config` has fewer layers than the model, or is missing for a model
         with layers that store no keys, such as linear attention. The cache has another dtype than the model, which
-        computes with the stored keys itself: with another `attn_implementation`, or as DeepSeek V3 does.
+        computes with the stored keys itself: with another `attn_implementation`, or as DeepSeek V3 does. `evict` is no
+        policy, or one that reads positions alone is given texts with padding.
 
     Notes
     -----
     An encoder-decoder model needs a cache of self-attention and one of cross-attention:
     `transformers.EncoderDecoderCache(Cache(), Cache())`. With a single `DynamicCache`, which joins the keys of both,
     the text is wrong; a single `Cache` raises an error.
+
+    With `evict`, each layer without a window keeps the keys that the policy chooses after a call, and masks go on with
+    the positions of the text. Only attention of this library reads such a cache, so the model needs
+    `attn_implementation="sightline"`. Decoding with drafts raises an error, as evicted keys do not come back.
 
     `copy.deepcopy(cache)` copies no keys and values. The copy and the original share them until one of both appends, so
     a prompt that many texts continue is computed and stored once.
@@ -77,12 +88,22 @@ class Cache(DynamicCache):  # type: ignore[misc]
     layers: list[Any]
     layer_class_to_replicate: Any
 
-    def __init__(self, *, config: PreTrainedConfig | None = None, dtype: str | tuple[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        config: PreTrainedConfig | None = None,
+        dtype: str | tuple[str, str] | None = None,
+        evict: Policy | None = None,
+    ) -> None:
         KVCache(dtype=dtype)  # raises for other dtypes
+        if not (evict is None or isinstance(evict, Policy)):
+            raise ParameterError(
+                f"evict={evict!r}", "a policy of sightline.eviction", "evict=sightline.eviction.SnapKV(budget=1024)"
+            )
         super().__init__(config=config)
-        self.layers = [_with_kv_cache(layer, dtype) for layer in self.layers]
+        self.layers = [_with_kv_cache(layer, dtype, evict) for layer in self.layers]
         if self.layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = partial(FullLayer, dtype=dtype)
+            self.layer_class_to_replicate = partial(_full_layer, dtype=dtype, evict=evict)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *arguments: Any, **options: Any
@@ -124,10 +145,14 @@ def _needs_config(given: str) -> ParameterError:
     return ParameterError(given, "the configuration of the model that uses the cache", "Cache(config=model.config)")
 
 
-def _with_kv_cache(layer: Any, dtype: str | tuple[str, str] | None) -> Any:
+def _full_layer(dtype: str | tuple[str, str] | None, evict: Policy | None) -> FullLayer:
+    return FullLayer(dtype=dtype) if evict is None else EvictingLayer(evict, dtype=dtype)
+
+
+def _with_kv_cache(layer: Any, dtype: str | tuple[str, str] | None, evict: Policy | None) -> Any:
     """Return a layer with a `KVCache` in place of a full or sliding layer of transformers, else the layer itself."""
     if type(layer) is DynamicLayer:
-        return FullLayer(dtype=dtype)
+        return _full_layer(dtype, evict)
     if type(layer) is DynamicSlidingWindowLayer:
         return SlidingLayer(dtype=dtype, sliding_window=layer.sliding_window)
     return layer
@@ -231,6 +256,81 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
         cache = self.cache.last(count) if first else self.cache
         shape = self.cache.lengths.size, self._heads, cache.max_length
         key, value = (StoredTensor(cache, (*shape, width), self.dtype, self.device) for width in self._widths)
+        return key, value
+
+
+class EvictingLayer(FullLayer):
+    """The keys and values of a layer of which a policy keeps some after a call of attention.
+
+    Attributes
+    ----------
+    policy : Policy
+    """
+
+    def __init__(self, policy: Policy, dtype: str | tuple[str, str] | None = None) -> None:
+        super().__init__(dtype=dtype)
+        self.policy = policy
+        self._sum: Any = None  # of the statistic over all calls, by row, if the policy adds it
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note dtype, device and widths of the model's keys and values."""
+        super().lazy_initialization(key_states, value_states)
+        self._has_own_dtype = False  # so that attention gets this layer, by `StoredTensor.evicting`
+
+    def observed(self, count: int, has_padding: bool) -> list[Statistic]:
+        """Return what attention of `count` queries has to record for the policy."""
+        see = self.policy.see
+        if see is None and has_padding:
+            raise ParameterError(
+                f"{self.policy!r} and texts with padding, whose first positions are no tokens",
+                "texts of one length",
+                "generate for each text alone, or evict=sightline.eviction.SnapKV(budget=1024)",
+            )
+        return [] if see is None or not (self.policy.adds or self._evicts(count)) else [see]
+
+    def evict(self, count: int, seen: Any = None) -> None:
+        """Evict keys after a call of `count` queries, with the result of `observed`."""
+        if self.policy.adds:
+            seen = to_numpy(seen)
+            if self._sum is not None:
+                seen[..., : self._sum.shape[-1]] += self._sum
+            self._sum = seen
+        if not self._evicts(count):
+            return
+        before = self.cache.key_positions
+        self.cache.keep(self.policy(self.cache, seen))
+        if self.policy.adds:
+            kept = (before[:, :, None] == self.cache.key_positions[..., None]).argmax(-1)  # (B, G, rows)
+            self._sum = np.take_along_axis(seen, kept.repeat(seen.shape[1] // kept.shape[1], 1), -1)
+        self._set_views()
+
+    def _evicts(self, count: int) -> bool:
+        is_due = count > 1 or self.policy.in_steps
+        return is_due and int(self.cache.row_counts.max(initial=0)) > self.policy.budget
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace sequence b by sequence beam_idx[b]."""
+        super().reorder_cache(beam_idx)
+        if self._sum is not None:
+            self._sum = self._sum[beam_idx.cpu().numpy()]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise, as evicted keys do not come back; drafts of assisted decoding need all keys."""
+        if tokens_to_remove:
+            raise ParameterError(
+                f"crop({tokens_to_remove}) of a Cache with evict={self.policy!r}",
+                "generation without drafts",
+                "Cache() without evict=",
+            )
+
+    def reset(self) -> None:
+        """Remove every position, and the storage."""
+        super().reset()
+        self._sum = None
+
+    def _read(self, count: int) -> tuple[Tensor, Tensor]:
+        shape = self.cache.lengths.size, self._heads, self.cache.max_length
+        key, value = (StoredTensor(self.cache, (*shape, w), self.dtype, self.device, self) for w in self._widths)
         return key, value
 
 

@@ -1,8 +1,8 @@
-"""Keys and values in another dtype than the model's: tensors that only the attention of this library reads."""
+"""Keys and values that only the attention of this library reads: in another dtype than the model's, or evicted."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import ParameterError
 from ..kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from .decoding_cache import EvictingLayer
 
 
 class StoredTensor(Tensor):
@@ -21,14 +24,24 @@ class StoredTensor(Tensor):
     Attributes
     ----------
     cache : KVCache
+    evicting : EvictingLayer, optional
+        The layer of a `Cache` that evicts keys after attention.
     """
 
     cache: KVCache
+    evicting: EvictingLayer | None
 
     @staticmethod
-    def __new__(cls, cache: KVCache, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> StoredTensor:
+    def __new__(
+        cls,
+        cache: KVCache,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: Any,
+        evicting: EvictingLayer | None = None,
+    ) -> StoredTensor:
         tensor: StoredTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        tensor.cache = cache
+        tensor.cache, tensor.evicting = cache, evicting
         return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -37,9 +50,9 @@ class StoredTensor(Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, inputs: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         stored = next(x.cache.dtype for x in tree_leaves((inputs, kwargs)) if isinstance(x, cls))
         raise ParameterError(
-            f"{function} of keys or values that a sightline.transformers.Cache stores as {stored}",
+            f"{function} of keys or values in a sightline.transformers.Cache that stores {stored} or evicts keys",
             'models that hand them to attention as they are, with attn_implementation="sightline"',
-            'model.set_attn_implementation("sightline"), or Cache() without dtype=',
+            'model.set_attn_implementation("sightline"), or Cache() without dtype= and evict=',
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
