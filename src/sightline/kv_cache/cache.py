@@ -10,14 +10,15 @@ from ..arrays.operations import device, dtype_name, framework
 from ..arrays.row_formats import RowFormat
 from ..errors import ParameterError, ShapeError, check_count
 from ..formula import library
-from ..formula.expression import SYMBOLS, Expression, is_compiling
+from ..formula.expression import SYMBOLS, Expression, apply, is_compiling
+from ..formula.tables import Table
 from .argument_checks import check_append, check_lengths, to_integers, unsqueeze_to_4d
 from .kept_rows import KeptRows, all_rows, find_rows, keep_rows
 from .quantization import NARROW_FLOATS, QuantizationError, check_can_quantize, check_query, read_cache_dtype
 from .query_positions import Rewriting, find_rewriting, of_equal_lengths, rewrite_formulas
 from .storage import Storage
 
-j = SYMBOLS["j"]
+b, j = SYMBOLS["b"], SYMBOLS["j"]
 
 
 class KVCache:
@@ -445,6 +446,9 @@ class KVCache:
         `group` is the number of query heads that share a key head.
         """
         position, condition = (j, None) if self._kept is None else self._kept.formulas(group)
+        if self._kept is not None and not self._rows_are_full:  # a row without a position reads no table outside
+            last = Table(np.maximum(self._lengths - 1, 0))
+            position = apply("minimum", position, last[b if self._lengths.size > 1 else 0])
         if not self._has_equal_rows:
             is_used = library.padding(self._count_rows())
             condition = is_used if condition is None else condition & is_used
@@ -521,9 +525,9 @@ def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tu
         return None
     if mask is None and score is None and not see and cache._rows_are_full:
         return *cache._view(cache._num_rows), mask, score, see
-    if hasattr(mask, "dtype") and not cache._rows_are_full:
+    mask, score, statistics, condition = rewrite_formulas(cache, query.shape, mask, score, see)
+    if condition is not None:
         return None
-    mask, score, statistics = rewrite_formulas(cache, query.shape, mask, score, see)
     return *cache._view(cache._num_rows), mask, score, see if see is None else statistics
 
 
@@ -532,8 +536,7 @@ def unpack_cache(
 ) -> tuple[Any, Any, Any, Any, Any, Expression | None]:
     """Return (key, value, mask, score, see, condition) for the arguments of attention, with arrays in place of a cache.
 
-    On a cache, the formulas are those of rows. The condition hides positions beyond each sequence's end from a mask
-    that is an array; otherwise it is None.
+    On a cache, the formulas are those of rows. The condition is that of `rewrite_formulas`.
     """
     if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
         raise ParameterError(
@@ -552,9 +555,9 @@ def unpack_cache(
     keys, values = key._view(key._num_rows)
     if framework(query) == framework(keys):
         check_query(query, key.dtype, key.row_formats is not None)
-    condition = key.key_formulas(1)[1] if hasattr(mask, "dtype") else None
+    condition = None
     if getattr(query, "ndim", 0) > 1:
-        mask, score, see = rewrite_formulas(key, query.shape, mask, score, see)
+        mask, score, see, condition = rewrite_formulas(key, query.shape, mask, score, see)
     return keys, values, mask, score, see, condition
 
 

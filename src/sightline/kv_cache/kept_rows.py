@@ -88,9 +88,10 @@ class KeptRows:
         later = j + (int(evicted) if len(positions) == 1 else evicted)
         if not positions.size:
             return later, None
-        of_row = Table(positions)[entry, head, row]
-        found = where(j < rows, of_row, later)
-        return found, None if (positions >= 0).all() else (j >= rows) | (of_row >= 0)
+        counts = (positions >= 0).sum(-1)
+        found = where(j < rows, Table(np.maximum(positions, 0))[entry, head, row], later)
+        is_held = None if (counts == positions.shape[2]).all() else (j >= rows) | (j < Table(counts)[entry, head])
+        return found, is_held
 
 
 def all_rows(batch: int, heads: int) -> KeptRows:

@@ -49,7 +49,7 @@ class Rewriting:
 
     def formula(self, formula: Expression) -> Expression:
         """Return the formula for rows."""
-        return self._remember(formula, lambda given: given.rewrite(self.symbols, _look_up)) if self.symbols else formula
+        return self._remember(formula, self._rewrite) if self.symbols else formula
 
     def statistic(self, statistic: Any) -> Any:
         """Return the statistic with its conditions for rows."""
@@ -63,6 +63,11 @@ class Rewriting:
                 self._found.clear()
             found = self._found[id(given)] = given, rewrite(given)
         return found[1]
+
+    def _rewrite(self, formula: Expression) -> Expression:
+        # after an eviction, the rows are fewer than the positions that a table has
+        spans = ("i", "j") if "j" in self.symbols else ("i",)
+        return formula.rewrite(self.symbols, lambda table, indices: _look_up(table, indices, spans))
 
     def _rewrite_mask(self, mask: Expression) -> Expression | None:
         remaining = without_later_keys(mask) if self.are_last else mask
@@ -97,21 +102,31 @@ def of_equal_lengths(kept: KeptRows | None, group: int) -> tuple[Rewriting, Rewr
     return Rewriting(symbols), Rewriting(symbols, are_last=True), Rewriting(symbols)
 
 
-def _look_up(table: Table, indices: Indices) -> Expression:
-    """Return a lookup by positions. An array over all pairs, or blocks of pairs, keeps the rows of the call."""
+def _look_up(table: Table, indices: Indices, spans: tuple[str, ...]) -> Expression:
+    """Return a lookup by positions. An array over all pairs keeps the rows of the call, lists of blocks its queries.
+
+    `spans` are the symbols whose positions are not those of the call.
+    """
     axes = [(axis or "").partition("/") for axis in table.axes or ()]  # "i/64": a row for each 64 queries
     names = [name for name, _, _ in axes]
     if "i" in names and "j" in names:
         row = names.index("i")
         size = int(axes[row][2] or 1)
-        return intern(Lookup(table, (*indices[:row], i if size == 1 else i // size, *indices[row + 1 :])))
-    return intern(Lookup(table.without_axes("i"), indices))
+        if table.shape[row] > 1:
+            indices = (*indices[:row], i if size == 1 else i // size, *indices[row + 1 :])
+        if names[-1] == "j" and not axes[-1][1]:
+            return intern(Lookup(table, (*indices[:-1], j if table.shape[-1] > 1 else indices[-1])))
+        spans = tuple([symbol for symbol in spans if symbol != "i"])
+    return intern(Lookup(table.without_axes(*spans), indices))
 
 
-def rewrite_formulas(cache: KVCache, shape: tuple[int, ...], mask: Any, score: Any, see: Any) -> tuple[Any, Any, Any]:
-    """Return mask, score and statistics of a call on a cache, for the rows of the call.
+def rewrite_formulas(
+    cache: KVCache, shape: tuple[int, ...], mask: Any, score: Any, see: Any
+) -> tuple[Any, Any, Any, Expression | None]:
+    """Return mask, score and statistics of a call on a cache, for the rows of the call, and a condition.
 
-    The result's mask also hides the rows that hold no position of a sequence. Arrays stay as they are.
+    The result's mask also hides the rows that hold no position of a sequence. Arrays stay as they are. If the mask is
+    an array, the condition hides what it does not; otherwise it is None.
 
     Parameters
     ----------
@@ -130,12 +145,13 @@ def rewrite_formulas(cache: KVCache, shape: tuple[int, ...], mask: Any, score: A
     statistics = [_with_formulas(one, formulas) for one in statistics]
     reads_rows = any("i" in formula.free_symbols for formula in formulas)
     rewriting = cache.rewriting(shape[-2], reads_rows, shape[1] if len(shape) == 4 else 1)
+    condition = rewriting.condition if hasattr(mask, "dtype") else None
     if isinstance(mask, Expression) or mask is None:
         mask = rewriting.mask(mask)
     if isinstance(score, Expression):
         score = rewriting.formula(score)
     statistics = [rewriting.statistic(one) if hasattr(one, "map_formulas") else one for one in statistics]
-    return mask, score, tuple(statistics)
+    return mask, score, tuple(statistics), condition
 
 
 def _to_formula(given: Any, role: str, arguments: str) -> Any:
@@ -159,8 +175,9 @@ def find_rewriting(cache: KVCache, count: int, reads_rows: bool, group: int) -> 
     """Return the rewriting of the formulas of `count` queries; see `KVCache.rewriting` and `key_formulas`."""
     lengths, (key_position, condition) = cache.lengths, cache.key_formulas(group)
     symbols = {} if key_position is j else {"j": key_position}
+    entry = b if lengths.size != 1 else 0
     if not reads_rows:
-        length = Table(lengths)[b] if symbols or condition is not None else m
+        length = Table(lengths)[entry] if symbols or condition is not None else m
         return Rewriting({**symbols, "n": length, "m": length}, condition)
     if count > lengths.max(initial=0) > 0 and not cache.are_newest(count):
         raise ShapeError(
@@ -170,7 +187,6 @@ def find_rewriting(cache: KVCache, count: int, reads_rows: bool, group: int) -> 
         )
     positions = cache.positions(None if cache.are_newest(count) else count)
     real = positions >= 0
-    entry = b if lengths.size != 1 else 0
     ends = Table(lengths)[entry]
     if not real.all():  # a query that is padding has no keys
         of_rows = j < Table(np.where(real, cache.row_counts[:, None], 0))[entry, i]

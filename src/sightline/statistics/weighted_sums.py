@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..arrays.kinds import check_kind
@@ -56,12 +56,15 @@ class WeightedSum(Statistic):
 
     def make_own_problem(self, problem: Problem) -> Problem:
         xp = namespace(problem.query)
+        if problem.row_formats is not None:  # no kernel reads codes as keys and floats as values
+            key = problem.row_formats[0].unpack(problem.key)
+            problem = replace(problem, query=xp.astype(problem.query, key.dtype), key=key, row_formats=None)
         x = xp.astype(self._rows(problem), problem.query.dtype)
         shape = (*problem.batch_shape, problem.G, *x.shape[-2:])
         return problem.with_statistics(value=broadcast_to(x, shape))
 
     def extract_result(self, result: Result, problem: Problem) -> Any:
-        return result.output
+        return namespace(result.output).astype(result.output, problem.query.dtype, copy=False)
 
 
 def weighted_sum(x: Any) -> Statistic:
