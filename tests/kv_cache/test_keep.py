@@ -196,6 +196,70 @@ def test_steps_after_an_eviction(kind):
     assert cache.rewriting(1, reads_rows=True, heads=H).mask(sightline.causal()) is None  # a step searches no tiles
 
 
+def kept_cache(rng, kept, length=12):
+    """Return a cache after an eviction, its oracle, and one new token's query."""
+    cache, oracle = filled("numpy", [length] * len(kept), rng)
+    cache.keep(kept)
+    for b, heads in enumerate(kept):
+        oracle.held[b][:] = False
+        for g in range(G):
+            oracle.held[b][g, heads[g][heads[g] >= 0]] = True
+    return cache, oracle
+
+
+UNEVEN = np.array([[[0, 3, 5, 11], [2, 10, 11, -1]], [[1, 2, 3, 4], [0, 8, -1, -1]]])
+EVEN = np.array([[[0, 3, 5, 11], [2, 6, 10, 11]], [[1, 2, 3, 4], [0, 4, 8, 9]]])
+LISTS = np.array([[[[0, 2]], [[1, 2]], [[2, -1]], [[0, 1]]]])
+
+
+@pytest.mark.parametrize("kept", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("name", ["documents", "padding", "dense", "bias", "blocks", "function"])
+def test_tables_by_position_after_an_eviction(name, kept, rng):
+    dense = rng.random((2, H, 1, 12)) < 0.7
+    dense[..., 11] = True
+    biases = rng.normal(size=(1, H, 12))
+    masks = {
+        "documents": sightline.documents(np.repeat([0, 1, 2], [3, 4, 5])),
+        "padding": sightline.padding([12, 9]),
+        "dense": sightline.table(dense[:, :, 0])[sightline.b, sightline.h, j],
+        "blocks": sightline.blocks(LISTS, size=(1, 4)),
+        "function": lambda b, h, i, j: j % 3 != 1,
+    }
+    options = {"mask": masks[name]} if name in masks else {"score": s + sightline.table(biases)[0, sightline.h, j]}
+    cache, oracle = kept_cache(rng, kept)
+    query = rng.normal(size=(2, H, 1, D)).astype(np.float32)
+    output = sightline.attention(query, cache, **options)
+    held = np.stack([one.repeat(H // G, 0) for one in oracle.held])
+    hidden = sightline.table(held)[sightline.b, sightline.h, j]
+    mask = options.get("mask")
+    if name == "blocks":
+        mask = sightline.table(np.array([[k // 4 in one[0] for k in range(12)] for one in LISTS[0]]))[sightline.h, j]
+    elif name == "function":
+        mask = j % 3 != 1
+    elif name == "documents":
+        mask = sightline.table(np.repeat([False, True], [7, 5]))[j]
+    key, value = np.stack([one[0] for one in oracle.rows]), np.stack([one[1] for one in oracle.rows])
+    whole = {**options, "mask": hidden if mask is None else mask & hidden}
+    problem = make_problem(query, key, value, **whole)
+    truth = compute_stages(problem)
+    terms = term_sizes(problem, truth.weights)
+    assert_within_budget(output, truth.output, compute_baseline(problem).output, terms=terms)
+
+
+def test_an_array_has_a_column_for_each_row(rng):
+    cache, oracle = kept_cache(rng, UNEVEN)
+    query = rng.normal(size=(2, H, 1, D)).astype(np.float32)
+    everything = sightline.attention(query, cache, mask=np.ones((1, 1, 1, 4), bool))
+    assert np.array_equal(everything, sightline.attention(query, cache))
+    few = sightline.attention(query, cache, mask=np.array([[[[True, False, True, True]]]]))
+    positions = cache.key_positions.repeat(H // G, 1)
+    for b, h in np.ndindex(2, H):
+        rows = [row for row in (0, 2, 3) if positions[b, h, row] >= 0]
+        key, value = (oracle.rows[b][part][h // 2][positions[b, h, rows]][None, None] for part in (0, 1))
+        expected = sightline.attention(query[b : b + 1, h : h + 1], key, value, kernel="reference")
+        assert np.abs(few[b, h] - expected[0, 0]).max() < 1e-5
+
+
 def test_quantized_and_latent_caches(rng):
     for dtype in ("int8", "int4"):
         cache, _ = filled("numpy", [6, 6], rng, dtype)
@@ -242,7 +306,7 @@ def test_keep_of_an_empty_cache():
 
 
 FAULTS = {
-    "a row for a position": (kept_rows, "found = where(j < rows, of_row, later)", "found = j + 0"),
+    "a row for a position": (kept_rows, "found = where(j < rows,", "found = where(j < 0,"),
     "the wrong head": (kept_rows, "h // group", "h % group"),
     "later rows as before": (kept_rows, "rows, lengths - rows)\n\n\ndef", "rows, 0 * rows)\n\n\ndef"),
     "a head's rows for another's": (kept_rows, "np.where(is_real, rows, 0)", "np.where(is_real, rows[:, ::-1], 0)"),

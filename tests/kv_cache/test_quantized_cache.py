@@ -325,3 +325,15 @@ def test_explain_names_what_is_stored(rng):
     query, key, value = random_arrays(rng)
     text = str(sightline.explain(query, filled_cache(PAIR, key, value)))
     assert "float32 on cpu, keys in int8, values in int4" in text
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_weighted_sum_of_other_numbers(rng, dtype):
+    query, key, value = random_arrays(rng)
+    cache = filled_cache(dtype, key, value)
+    x = rng.normal(size=(*key.shape[:-1], 3)).astype(np.float32)
+    _, (found,) = sightline.attention(query, cache, mask=i >= j, see=[sightline.weighted_sum(x)])
+    _, (other,) = sightline.attention(
+        query, *cache.dequantized(), mask=i >= j, see=[sightline.weighted_sum(x)], kernel="reference"
+    )
+    assert np.abs(found - other).max() < 1e-5

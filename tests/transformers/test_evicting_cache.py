@@ -136,8 +136,8 @@ def test_what_is_refused():
     with torch.no_grad(), pytest.raises(ParameterError, match="evicts keys"):
         make_model("sdpa")(ids, past_key_values=Cache(evict=POLICIES["TOVA"]))
     model = make_model("sightline")
+    repeated, cache = torch.arange(1, 8).repeat(2)[None], Cache(evict=POLICIES["TOVA"])
     with pytest.raises(ParameterError, match="without drafts"):
-        repeated, cache = torch.arange(1, 8).repeat(2)[None], Cache(evict=POLICIES["TOVA"])
         model.generate(repeated, past_key_values=cache, prompt_lookup_num_tokens=2, max_new_tokens=5)
 
 

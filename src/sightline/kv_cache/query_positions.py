@@ -112,7 +112,7 @@ def _look_up(table: Table, indices: Indices, spans: tuple[str, ...]) -> Expressi
     if "i" in names and "j" in names:
         row = names.index("i")
         size = int(axes[row][2] or 1)
-        if table.shape[row] > 1:
+        if "i" in indices[row].free_symbols:  # else one row serves all queries
             indices = (*indices[:row], i if size == 1 else i // size, *indices[row + 1 :])
         if names[-1] == "j" and not axes[-1][1]:
             return intern(Lookup(table, (*indices[:-1], j if table.shape[-1] > 1 else indices[-1])))
