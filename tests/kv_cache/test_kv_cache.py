@@ -897,6 +897,6 @@ def test_every_fault_is_found(fault, monkeypatch):
         monkeypatch.setattr(cache, "Storage", made.Storage)
     else:
         cache = broken(cache, before, after)
-        monkeypatch.setattr(sys.modules["sightline.problem.problem"], "unpack_cache", cache.unpack_cache)
+        monkeypatch.setattr(sys.modules["sightline.kv_cache.call_arguments"], "KVCache", cache.KVCache)
     with pytest.raises((AssertionError, ValueError), match=r"budget|broadcast|shape"):
         check_cache(cache.KVCache())

@@ -1,4 +1,4 @@
-"""The class `KVCache`, and the functions by which attention reads it."""
+"""The class `KVCache`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..arrays.operations import device, dtype_name, framework
 from ..arrays.row_formats import RowFormat
 from ..errors import ParameterError, ShapeError, check_count
 from ..formula import library
-from ..formula.expression import SYMBOLS, Expression, apply, is_compiling
+from ..formula.expression import SYMBOLS, Expression, apply
 from ..formula.tables import Table
 from .argument_checks import check_append, check_lengths, to_integers, unsqueeze_to_4d
 from .kept_rows import KeptRows, all_rows, find_rows, keep_rows
-from .quantization import NARROW_FLOATS, QuantizationError, check_can_quantize, check_query, read_cache_dtype
-from .query_positions import Rewriting, find_rewriting, of_equal_lengths, rewrite_formulas
+from .quantization import QuantizationError, check_can_quantize, read_cache_dtype
+from .query_positions import Rewriting, find_rewriting, of_equal_lengths
 from .storage import Storage
 
 b, j = SYMBOLS["b"], SYMBOLS["j"]
@@ -510,55 +510,6 @@ def _nothing_appended() -> ParameterError:
     return ParameterError(
         "a KVCache to which nothing was appended", "a cache with positions", "cache.append(key, value) first"
     )
-
-
-def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tuple[Any, Any, Any, Any, Any] | None:
-    """Return (key, value, mask, score, see) of attention on a cache, as arrays and formulas of rows.
-
-    The result is None if `unpack_cache` has to do it: the query has another array type or dtype than the cache, a mask
-    that is an array has to be joined with the ends of the sequences, or torch.compile traces the call.
-    """
-    storage = cache._storage
-    if storage is None or type(query) is not type(storage.key) or query.ndim < 2 or is_compiling():
-        return None
-    if query.dtype != storage.key.dtype and (storage.row_formats is None or dtype_name(query) not in NARROW_FLOATS):
-        return None
-    if mask is None and score is None and not see and cache._rows_are_full:
-        return *cache._view(cache._num_rows), mask, score, see
-    mask, score, statistics, condition = rewrite_formulas(cache, query.shape, mask, score, see)
-    if condition is not None:
-        return None
-    return *cache._view(cache._num_rows), mask, score, see if see is None else statistics
-
-
-def unpack_cache(
-    query: Any, key: Any, value: Any, mask: Any, score: Any, see: Any
-) -> tuple[Any, Any, Any, Any, Any, Expression | None]:
-    """Return (key, value, mask, score, see, condition) for the arguments of attention, with arrays in place of a cache.
-
-    On a cache, the formulas are those of rows. The condition is that of `rewrite_formulas`.
-    """
-    if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
-        raise ParameterError(
-            "a KVCache and a key or a value",
-            "a cache in place of both",
-            "append first, then attention(query, cache, mask=...)",
-        )
-    if not isinstance(key, KVCache):
-        if value is None:
-            raise ParameterError(
-                "attention of query and key without value",
-                "query, key and value, or query and a KVCache",
-                "attention(query, key, value)",
-            )
-        return key, value, mask, score, see, None
-    keys, values = key._view(key._num_rows)
-    if framework(query) == framework(keys):
-        check_query(query, key.dtype, key.row_formats is not None)
-    condition = None
-    if getattr(query, "ndim", 0) > 1:
-        mask, score, see, condition = rewrite_formulas(key, query.shape, mask, score, see)
-    return keys, values, mask, score, see, condition
 
 
 def _format_bytes(count: int) -> str:

@@ -18,21 +18,21 @@ NAME = "sightline_quantize"
 
 
 def quantize(
-    array: Any, storage: Any, positions: Any, format: RowFormat, sums: Any, processor: Processor = HOST
+    array: Any, storage: Any, positions: Any, row_format: RowFormat, sums: Any, processor: Processor = HOST
 ) -> None:
     """Write array[b, :, r] to storage[b, :, positions[b, r]], quantised, for every position that is not −1.
 
     Parameters
     ----------
     array : (B, G, t, width) floats
-    storage : (B, G, capacity, format.row_bytes) uint8
+    storage : (B, G, capacity, row_format.row_bytes) uint8
     positions : (B, t) int64, contiguous
     sums : two float64, to which Σ (x − x̂)² and Σ x² are added
     """
     array, storage = detach(array), detach(storage)
     positions = np.ascontiguousarray(positions, np.int64)
     (source, strides), (target, target_strides) = layout(array), layout(storage)
-    spec, key = _make_spec(format, dtype_name(array), strides[-1] == array.itemsize)
+    spec, key = _make_spec(row_format, dtype_name(array), strides[-1] == array.itemsize)
     kernel = processor.kernel(key, NAME, lambda: Quantize(spec, processor.machine).write(NAME))
     words = [source, *strides, target, *target_strides, layout(positions)[0], *array.shape[:3], layout(sums)[0]]
     packed = np.array(words, np.int64)  # in the order of FIELDS
@@ -43,7 +43,7 @@ def quantize(
 
 
 @cache
-def _make_spec(format: RowFormat, dtype: str, unit_stride: bool) -> tuple[QuantizeSpec, str]:
+def _make_spec(row_format: RowFormat, dtype: str, unit_stride: bool) -> tuple[QuantizeSpec, str]:
     """Return the spec of a kernel, and its key."""
-    spec = QuantizeSpec(format, dtype, unit_stride)
+    spec = QuantizeSpec(row_format, dtype, unit_stride)
     return spec, repr(spec)

@@ -1,0 +1,61 @@
+"""How attention reads a `KVCache`: its arrays, with the formulas of a call rewritten for their rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays.operations import dtype_name, framework
+from ..errors import ParameterError
+from ..formula.expression import Expression, is_compiling
+from .cache import KVCache
+from .quantization import NARROW_FLOATS, check_query
+from .query_positions import rewrite_formulas
+
+
+def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tuple[Any, Any, Any, Any, Any] | None:
+    """Return (key, value, mask, score, see) of attention on a cache, as arrays and formulas of rows.
+
+    The result is None if `unpack_cache` has to do it: the query has another array type or dtype than the cache, a mask
+    that is an array has to be joined with the ends of the sequences, or torch.compile traces the call.
+    """
+    storage = cache._storage
+    if storage is None or type(query) is not type(storage.key) or query.ndim < 2 or is_compiling():
+        return None
+    if query.dtype != storage.key.dtype and (storage.row_formats is None or dtype_name(query) not in NARROW_FLOATS):
+        return None
+    if mask is None and score is None and not see and cache._rows_are_full:
+        return *cache._view(cache._num_rows), mask, score, see
+    mask, score, statistics, condition = rewrite_formulas(cache, query.shape, mask, score, see)
+    if condition is not None:
+        return None
+    return *cache._view(cache._num_rows), mask, score, see if see is None else statistics
+
+
+def unpack_cache(
+    query: Any, key: Any, value: Any, mask: Any, score: Any, see: Any
+) -> tuple[Any, Any, Any, Any, Any, Expression | None]:
+    """Return (key, value, mask, score, see, condition) for the arguments of attention, with arrays in place of a cache.
+
+    On a cache, the formulas are those of rows. The condition is that of `rewrite_formulas`.
+    """
+    if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
+        raise ParameterError(
+            "a KVCache and a key or a value",
+            "a cache in place of both",
+            "append first, then attention(query, cache, mask=...)",
+        )
+    if not isinstance(key, KVCache):
+        if value is None:
+            raise ParameterError(
+                "attention of query and key without value",
+                "query, key and value, or query and a KVCache",
+                "attention(query, key, value)",
+            )
+        return key, value, mask, score, see, None
+    keys, values = key._view(key._num_rows)
+    if framework(query) == framework(keys):
+        check_query(query, key.dtype, key.row_formats is not None)
+    condition = None
+    if getattr(query, "ndim", 0) > 1:
+        mask, score, see, condition = rewrite_formulas(key, query.shape, mask, score, see)
+    return keys, values, mask, score, see, condition
