@@ -300,6 +300,16 @@ def test_what_keep_refuses(rng, indices, error, message):
     assert np.array_equal(cache.key_positions, before[1])
 
 
+def test_reset_forgets_what_was_evicted(rng):
+    cache, _ = filled("numpy", [9, 9], rng)
+    cache.keep([[[0, 4, 8]]])
+    cache.reset()
+    key = rng.normal(size=(2, G, 3, D)).astype(np.float32)
+    cache.append(key, key)
+    assert cache.key_positions.tolist() == np.tile(np.arange(3), (2, G, 1)).tolist()
+    assert np.array_equal(cache.last(2).key, key[:, :, 1:])
+
+
 def test_keep_of_an_empty_cache():
     with pytest.raises(ParameterError, match="append"):
         KVCache().keep([[[0]]])

@@ -401,6 +401,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Remove every position, but not the storage."""
+        self._set_kept(None)
         self.truncate(0)
 
     # -- positions --------------------------------------------------------------------------------------------------
