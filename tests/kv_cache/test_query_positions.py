@@ -200,3 +200,18 @@ def test_one_formula_serves_all_caches_and_copies(rng):
     np.testing.assert_array_equal(sightline.attention(query, copied, mask=mask), before)
     expected = sightline.attention(query, first.key[:, :, 4:], first.value[:, :, 4:])
     np.testing.assert_allclose(sightline.attention(query, first, mask=mask), expected, atol=1e-13)
+
+
+def test_a_query_of_padding_beyond_the_longest_sequence_reads_no_table_outside():
+    rng = np.random.default_rng(4)
+    query, key, value = (rng.normal(size=(1, 2, 6, 8)).astype(np.float32) for _ in range(3))
+    cache = sightline.KVCache()
+    cache.append(key, value, lengths=[4])
+    mask = sightline.documents([0, 0, 1, 1])
+    output = sightline.attention(query, cache, mask=mask)
+    expected = sightline.attention(query[:, :, :4], key[:, :, :4], value[:, :, :4], mask=mask)
+    assert np.allclose(output[:, :, :4], expected, atol=1e-6)
+    assert not output[:, :, 4:].any()
+    array = np.ones((1, 2, 6, 4), bool)
+    output = sightline.attention(query, cache, mask=array, score=sightline.s - sightline.i)  # the score reads i
+    assert not output[:, :, 4:].any()

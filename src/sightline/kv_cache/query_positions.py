@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import ShapeError
 from ..formula import from_function
-from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, conjuncts, intern
+from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, apply, conjuncts, intern
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
@@ -192,7 +192,8 @@ def find_rewriting(cache: KVCache, count: int, reads_rows: bool, group: int) -> 
         of_rows = j < Table(np.where(real, cache.row_counts[:, None], 0))[entry, i]
         condition = of_rows if condition is None or key_position is j else condition & of_rows
     if (positions == np.arange(count))[real].all():
-        position: Expression = i
+        longest = int(lengths.max(initial=1))  # a query beyond it is padding, and reads no table outside
+        position: Expression = i if count <= longest else apply("minimum", i, max(longest - 1, 0))
     elif real.all():
         position = i + Table(positions[:, 0])[entry]
     else:
