@@ -204,3 +204,14 @@ def test_every_fault_is_found(fault, monkeypatch, fresh_kernels):
         monkeypatch.setattr(place, name, getattr(faulty, name))
     with pytest.raises(AssertionError):
         check_cache()
+
+
+@pytest.mark.parametrize("kernel", [None, "streaming", "reference"])
+def test_weighted_sum_on_a_quantized_cache(rng, kernel):
+    cache = sightline.KVCache(dtype="int8")
+    query, key, value = (rng.normal(size=(1, 2, 9, 8)).astype(np.float32) for _ in range(3))
+    cache.append(key, value)
+    x = rng.normal(size=(9, 3)).astype(np.float32)
+    _, (found,) = sightline.attention(query, cache, see=[sightline.weighted_sum(x)], kernel=kernel)
+    expected = sightline.attention(query, cache.dequantized()[0], np.broadcast_to(x, (1, 2, 9, 3)))
+    assert np.allclose(found, expected, atol=1e-6)
