@@ -22,7 +22,7 @@ from .statistics import OverLayers, Statistic
 
 __all__ = ["Call", "HeavyKey", "Kind", "Seen", "Tokens", "Total", "select_names"]
 
-MAX_LINES = 40  # of the table that a printed `Seen` shows
+MAX_LINES = 40  # the most lines of the table in the text of a `Seen`; longer tables lose their middle
 Kind = Literal["self", "cross"]
 Labels = Sequence[Sequence[str]]  # for each batch entry, the labels of its positions
 Tokens = Labels | Mapping[str, Labels]  # labels of one sequence, or of two: {"encoder": ..., "decoder": ...}

@@ -836,7 +836,7 @@ FAULTS = {
     "ragged rows shifted": ("kv_storage", "array[b, :, row]", "array[b, :, row - 1]"),
     "growth forgets": ("kv_storage", "new[:, :, :used] = array[:, :, :used]", "pass"),
     "left padding taken for right": ("kv_cache", '(0 if padding == "right" else (t - counts)[:, None])', "0"),
-    "lengths not hidden": ("kv_cache", "library.padding(self._count_rows())", "j >= 0"),
+    "lengths not hidden": ("kv_cache", "library.padding(self.row_counts)", "j >= 0"),
     "rows of the last positions one too late": (
         "kv_cache",
         "self._lengths[:, None] - n + np.arange(n)",

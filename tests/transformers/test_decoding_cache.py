@@ -45,7 +45,10 @@ def generate(model, inputs, cache, **options):
 
 
 def assert_generates_the_same(model, inputs, with_config=False, **options):
-    """Assert that tokens and logits are those of `DynamicCache`; return the cache. Whisper returns no logits."""
+    """Generate with `Cache` and with `DynamicCache`, and assert that tokens and logits are equal. Return the `Cache`.
+
+    For Whisper, which returns no logits, only tokens are compared.
+    """
     of_cache = {"config": model.config} if with_config else {}
     expected = generate(model, inputs, make_cache(DynamicCache, model, **of_cache), **options)
     cache = make_cache(Cache, model, **of_cache)

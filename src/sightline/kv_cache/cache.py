@@ -77,6 +77,8 @@ class KVCache:
     `cache.append(latent, latent[..., :512])`. Absorbed multi-head latent attention has them (DeepSeek-V2, 2024, section
     2.1). An append of other values ends this. Quantised caches store both.
 
+    One thread may append while another attends. While a thread calls `keep`, no other thread may use the cache.
+
     `copy.deepcopy` copies no keys and values. The copy and the original share the storage; each of them copies it when
     it first writes to it. One cache of a prompt may so be continued many times.
 
@@ -113,7 +115,7 @@ class KVCache:
         self._storage: Storage | None = None  # the first append makes it
         self._lengths: Any  # (B,), and whether the newest append has a position that is no padding
         self._newest_have_positions: bool
-        self._kept: KeptRows | None = None  # the first rows, and which positions they hold, after `keep`
+        self._kept: KeptRows | None = None  # after `keep`: the positions that the first rows hold
         self._num_rows: int  # the rows of the sequence with most; without `keep`, row k holds position k
         self._rows_are_full: bool  # True if each of these rows holds a position, in every sequence and head
         self._rewritings: dict[tuple[int, bool, int], Rewriting]  # by the arguments of `rewriting`, until a change
@@ -160,7 +162,7 @@ class KVCache:
     def quantization_error(self) -> QuantizationError | None:
         """The relative error that quantisation has made in all keys and values appended so far, root mean square.
 
-        `error.key` is √(Σ (x − x̂)² / Σ x²). None for a cache of floats.
+        `quantization_error.key` is √(Σ (x − x̂)² / Σ x²). None for a cache of floats.
         """
         if self._quantized is None:
             return None
@@ -270,7 +272,7 @@ class KVCache:
             self._append_to_all(storage, key, value)
             return
         counts = np.full(B, t) if counts is None else counts
-        used = self._count_rows()
+        used = self.row_counts
         storage.reserve(int((used + counts).max(initial=0)), self._num_rows)
         rows = np.arange(t) - (0 if padding == "right" else (t - counts)[:, None])  # (B, t), 0 for the first real row
         real = (rows >= 0) & (rows < counts[:, None])
@@ -288,10 +290,6 @@ class KVCache:
         self._lengths, self._newest_positions = self._lengths + t, newest
         self._rewritings = {}
         self._num_rows, self._newest_are_last, self._newest_have_positions = start + t, True, B * t > 0
-
-    def _count_rows(self) -> Any:
-        """Return the number of rows of each sequence, (B,)."""
-        return self._lengths if self._kept is None else self._lengths - self._kept.evicted
 
     def truncate(self, lengths: Any) -> None:
         """Shorten every sequence to at most so many positions, as after rejected drafts of speculative decoding.
@@ -451,14 +449,14 @@ class KVCache:
             last = Table(np.maximum(self._lengths - 1, 0))
             position = apply("minimum", position, last[b if self._lengths.size > 1 else 0])
         if not self._has_equal_rows:
-            is_used = library.padding(self._count_rows())
+            is_used = library.padding(self.row_counts)
             condition = is_used if condition is None else condition & is_used
         return position, condition
 
     @property
     def row_counts(self) -> Any:
         """(B,) int64: the number of rows of each sequence, those of the head that keeps most."""
-        return self._count_rows().copy()
+        return self._lengths if self._kept is None else self._lengths - self._kept.evicted
 
     # -- internals --------------------------------------------------------------------------------------------------
     def _set_kept(self, kept: KeptRows | None) -> None:
@@ -471,7 +469,7 @@ class KVCache:
         """
         self._lengths, self._newest_positions = lengths, newest
         self._rewritings = {}
-        count, rows = newest.shape[1], self._count_rows()
+        count, rows = newest.shape[1], self.row_counts
         self._newest_have_positions = bool((newest >= 0).any())
         self._newest_are_last = bool((newest == lengths[:, None] - count + np.arange(count)).all())
         self._num_rows = int(rows.max(initial=0))

@@ -15,8 +15,8 @@ from .query_positions import rewrite_formulas
 def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tuple[Any, Any, Any, Any, Any] | None:
     """Return (key, value, mask, score, see) of attention on a cache, as arrays and formulas of rows.
 
-    The result is None if `unpack_cache` has to do it: the query has another array type or dtype than the cache, a mask
-    that is an array has to be joined with the ends of the sequences, or torch.compile traces the call.
+    The result is None where the slower `unpack_cache` is needed: if the query has another array type or dtype than the
+    cache, if the mask is an array and other rows must be hidden too, or if torch.compile traces the call.
     """
     storage = cache._storage
     if storage is None or type(query) is not type(storage.key) or query.ndim < 2 or is_compiling():

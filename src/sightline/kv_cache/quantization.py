@@ -16,7 +16,10 @@ NARROW_FLOATS = ("float32", "bfloat16", "float16")  # the dtypes of queries on a
 
 
 class QuantizationError(NamedTuple):
-    """√(Σ (x − x̂)² / Σ x²) of all keys, and of all values, that were appended to a quantised cache."""
+    """The relative error of a quantised cache, √(Σ (x − x̂)² / Σ x²).
+
+    `key` is the error of all appended keys together, and `value` that of all appended values.
+    """
 
     key: float
     value: float
@@ -73,14 +76,14 @@ def check_query(query: Any, dtype: Any, is_quantized: bool) -> None:
     )
 
 
-def write_quantized(storage: Any, array: Any, positions: Any, row_format: RowFormat) -> Any:
-    """Set storage[b, :, positions[b, r]] to the codes and scales of array[b, :, r] for every position that is not −1.
+def write_quantized(storage: Any, array: Any, rows: Any, row_format: RowFormat) -> Any:
+    """Set storage[b, :, rows[b, r]] to the codes and scales of array[b, :, r] for every row that is not −1.
 
     Return Σ (x − x̂)² and Σ x² as an array.
     """
     from ..cpu.launch.quantize import quantize  # loads llvmlite
 
     sums = np.zeros(2)
-    quantize(array, storage, positions, row_format, sums)
+    quantize(array, storage, rows, row_format, sums)
     storage[:0] = 0  # no entry: generated code has written, and torch counts the writes for its backward passes
     return sums

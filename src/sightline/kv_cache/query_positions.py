@@ -123,10 +123,10 @@ def _look_up(table: Table, indices: Indices, spans: tuple[str, ...]) -> Expressi
 def rewrite_formulas(
     cache: KVCache, shape: tuple[int, ...], mask: Any, score: Any, see: Any
 ) -> tuple[Any, Any, Any, Expression | None]:
-    """Return mask, score and statistics of a call on a cache, for the rows of the call, and a condition.
+    """Return (mask, score, statistics, condition) of a call on a cache, as formulas of rows in place of positions.
 
-    The result's mask also hides the rows that hold no position of a sequence. Arrays stay as they are. If the mask is
-    an array, the condition hides what it does not; otherwise it is None.
+    Some rows hold no position of a sequence. If the mask is a formula or None, the returned mask hides these rows too,
+    and the condition is None. If the mask is an array, it is returned unchanged, and the condition hides these rows.
 
     Parameters
     ----------

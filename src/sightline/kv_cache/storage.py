@@ -137,7 +137,7 @@ class Storage:
         self._is_shared = False
 
     def gather(self, rows: Any) -> None:
-        """Keep the rows (B, G, c) of each head, in this order, in new arrays with room for some more."""
+        """Keep the rows (B, G, c) of each head, in this order, in new arrays with some unused capacity."""
         count = rows.shape[2]
         gathered = [_gather(array, rows) for array in self._arrays]
         self._hold([_grow(array, count + max(count // LARGE_SHARE, 1), count) for array in gathered])

@@ -19,7 +19,7 @@ from ..kv_cache import KVCache
 from ..statistics import Statistic
 from .stored_tensor import StoredTensor
 
-SLACK = 4  # a sliding layer stores up to 1 / SLACK of its window in addition, so positions are moved once in a while
+SLACK = 4  # a sliding layer stores up to 1 / SLACK of its window in addition, so it copies its positions rarely
 
 
 class Cache(DynamicCache):  # type: ignore[misc]
@@ -37,9 +37,9 @@ class Cache(DynamicCache):  # type: ignore[misc]
         1.25. Default: every layer stores all positions, as in `DynamicCache()`.
     dtype : {"float16", "bfloat16", "float32", "float64", "int8", "int4", "float8_e4m3fn"} or a pair, optional
         The dtype of the stored keys and values, such as "bfloat16" for half the memory of a float32 model. Models with
-        `attn_implementation="sightline"` then compute attention in this dtype. With one of the last three, or a pair of
-        them such as ("int8", "int4") for keys and values, each layer's `KVCache` is quantised, and attention reads its
-        codes. Default: the model's dtype.
+        `attn_implementation="sightline"` then compute attention in this dtype. "int8", "int4", "float8_e4m3fn", or a
+        pair of them such as ("int8", "int4") for keys and values, make each layer's `KVCache` quantised. Default: the
+        model's dtype.
     evict : Policy, optional
         Which keys each layer keeps, such as `sightline.eviction.SnapKV(budget=1024)`. Default: all.
 
@@ -329,6 +329,7 @@ class EvictingLayer(FullLayer):
         self._sum = None
 
     def _read(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return tensors that stand for all positions, whatever `count` is; attention reads the rows that are left."""
         shape = self.cache.lengths.size, self._heads, self.cache.max_length
         key, value = (StoredTensor(self.cache, (*shape, w), self.dtype, self.device, self) for w in self._widths)
         return key, value
@@ -349,7 +350,7 @@ class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
         self.cumulative_length += t
         found = self._read(self.sliding_window - 1 + t)
         if not self.record_past:
-            self._forget()
+            self._drop_earlier()
         return found
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -365,14 +366,14 @@ class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
             )
         super().crop(tokens_to_remove)
         self.cumulative_length -= removed
-        self._forget()
+        self._drop_earlier()
 
     def _set_views(self) -> None:
         count = self.cache.max_length if self.record_past else self.sliding_window - 1
         self.keys, self.values = self._views = self._read(count)
 
-    def _forget(self) -> None:
-        """Move the last w − 1 positions to new storage if the storage has no room for another one."""
+    def _drop_earlier(self) -> None:
+        """Copy the last w − 1 positions to new storage if the storage is full."""
         needed = self.sliding_window - 1
         limit = needed + self.sliding_window // SLACK + 1
         if self.cache.max_length >= limit:

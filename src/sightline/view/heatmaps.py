@@ -36,7 +36,7 @@ def heatmap(
         that small weights are visible. More than 512 rows or columns are pooled: a cell then shows the mean of the
         weights that it covers.
     labels : sequence of str, or (labels of the queries, labels of the keys), optional
-        The tokens. All of up to 64 tokens per side are labelled, and a few of more.
+        The tokens. If a side has up to 64 tokens, every token is labelled; otherwise a few tokens are.
     axis : matplotlib axis, optional
         The axis to draw on; by default that of a new figure, which is `axis.figure`.
     title : str, optional

@@ -23,7 +23,7 @@ class PackedFormat:
         self.rows, self.name, self.scale_format = rows, rows.dtype, format_of(SCALE, machine)
 
     def row_bytes(self, width: int) -> int:
-        """Return the bytes of a row, scales included."""
+        """Return the bytes of a row, scales included. `width` is that of the format, as in `FloatFormat`."""
         return self.rows.row_bytes
 
     def load_column(self, row: Value, column: Any, lanes: int = 1) -> Value:

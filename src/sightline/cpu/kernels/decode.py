@@ -194,7 +194,10 @@ class Decode(Block):
                 self.output.at(r * self.output_row_bytes + v * tiles.align).store(builder.value(0.0, self.vector))
 
     def paired_column(self, d: Value) -> Value:
-        """Return where the number of column d lies in a row of pairs: beside d + 1, or, for codes, d + `lanes`."""
+        """Return the place of the number of column d in a row of pairs.
+
+        A pair holds the columns d and d + 1 of floats, or the columns d and d + `lanes` of codes.
+        """
         if not self.tile_scales:
             return d
         width = 2 * self.lanes
@@ -268,7 +271,8 @@ class Decode(Block):
         keys = [builder.minimum(first + k, self.num_keys - 1) for k in offsets]
         ahead = [self.values_ahead.at(self.visible_keys.row(key) * args.value_row_stride) for key in keys]
         sums = [[Variable(builder, self.vector, 0.0) for _ in queries] for _ in keys]
-        size, width = self.key_format.itemsize, self.lanes * tiles.pair_size  # bytes of a number, numbers of a vector
+        size = self.key_format.itemsize  # bytes of a number
+        width = self.lanes * tiles.pair_size  # numbers of a vector
         query_size = tiles.itemsize // tiles.pair_size
         vectors = max(CACHE_LINE_BYTES // (width * size), 1)  # of K in a cache line
         vectors = vectors if self.spec.d_k % (vectors * width) == 0 else 1

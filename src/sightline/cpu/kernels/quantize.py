@@ -29,7 +29,7 @@ FIELDS: dict[str, Any] = {
     **{f"source_{name}": INT64 for name in STRIDES},
     "target": POINTER,  # (B, G, capacity, bytes of a row)
     **{f"target_{name}": INT64 for name in STRIDES},
-    "positions": POINTER,  # (B, t) int64: the row of the target; −1 for padding
+    "target_rows": POINTER,  # (B, t) int64: the row of the target; −1 for padding
     "B": INT64,
     "G": INT64,
     "t": INT64,
@@ -41,7 +41,7 @@ FIELDS: dict[str, Any] = {
 class QuantizeSpec:
     """What is compiled into the kernel: formats of the rows, and whether the numbers of a source row are adjacent."""
 
-    rows: RowFormat
+    row_format: RowFormat
     dtype: str  # of the source
     unit_stride: bool
 
@@ -50,21 +50,21 @@ class Quantize:
     """Write the kernel into a module."""
 
     def __init__(self, spec: QuantizeSpec, machine: Machine) -> None:
-        self.spec, self.rows, self.machine = spec, spec.rows, machine
+        self.spec, self.row_format, self.machine = spec, spec.row_format, machine
         self.source_format = format_of(spec.dtype, machine)
-        self.packed = PackedFormat(spec.rows, machine)
+        self.packed = PackedFormat(spec.row_format, machine)
         self.lanes = machine.vector_bytes // FLOAT.itemsize
 
     def write(self, name: str) -> Module:
         """Return the module with the function `name`."""
         self.builder = builder = Builder(Module(), name)
         self.args = args = LoadedArguments(builder, builder.arguments[0], FIELDS, ())
-        width, filled = self.rows.width, self.rows.group if self.rows.dtype == "int4" else 1
+        width, filled = self.row_format.width, self.row_format.group if self.row_format.dtype == "int4" else 1
         self.stop = round_up(round_up(width, filled), self.lanes)
         self.numbers = builder.alloca_array(FLOAT, self.stop)  # a source row, widened
         self.errors, self.squares = (Variable(builder, DOUBLE, 0.0) for _ in range(2))
         with builder.loop(0, args.B) as b, builder.loop(0, args.t) as r:
-            position = args.positions.at((b * args.t + r) * 8).load(INT64)
+            position = args.target_rows.at((b * args.t + r) * 8).load(INT64)
             with builder.if_then(position >= 0), builder.loop(0, args.G) as g:
                 source = args.source.at(b * args.source_batch_stride + g * args.source_head_stride)
                 target = args.target.at(b * args.target_batch_stride + g * args.target_head_stride)
@@ -78,7 +78,7 @@ class Quantize:
 
     def load_row(self, source: Value) -> None:
         """Copy a row of the source, widened to float32. Copies of its last number fill the rest of `numbers`."""
-        builder, width, format = self.builder, self.rows.width, self.source_format
+        builder, width, format = self.builder, self.row_format.width, self.source_format
         stride = format.itemsize if self.spec.unit_stride else self.args.source_column_stride
         whole = width // self.lanes * self.lanes if self.spec.unit_stride else 0
         with builder.loop(0, whole, self.lanes) as c:
@@ -89,7 +89,7 @@ class Quantize:
 
     def write_row(self, target: Value) -> None:
         """Write codes, scales and offsets of a row, and add to the sums."""
-        size, width = self.rows.group, self.rows.width
+        size, width = self.row_format.group, self.row_format.width
         with self.builder.loop(0, width // size) as group:
             self.write_group(target, group, size)
         if width % size:
@@ -97,7 +97,7 @@ class Quantize:
 
     def write_group(self, target: Value, group: Value, count: int) -> None:
         """Write one group of `count` numbers."""
-        builder, rows, start = self.builder, self.rows, group * self.rows.group
+        builder, row_format, start = self.builder, self.row_format, group * self.row_format.group
         first = self.numbers.at(start * 4)
         vectors = [first.at(at * 4).load(vector(FLOAT, self.lanes)) for at in range(0, count, self.lanes)]
         high, low, marks = vectors[0], vectors[0], vectors[0] * 0.0
@@ -105,17 +105,19 @@ class Quantize:
             high, low, marks = builder.maximum(x, high), builder.minimum(x, low), marks + x * 0.0
         largest, smallest = high.reduce(builder.maximum), low.reduce(builder.minimum)
         not_a_number = marks.sum()  # 0, or NaN if a number is NaN or infinite
-        span = largest - smallest if rows.has_offsets else builder.maximum(largest, -smallest)
-        scale = span / LARGEST_CODE[rows.dtype] + not_a_number
-        stored = [scale, smallest + not_a_number] if rows.has_offsets else [scale]
-        place = target.at(rows.code_bytes).at(group * 2)
+        span = largest - smallest if row_format.has_offsets else builder.maximum(largest, -smallest)
+        scale = span / LARGEST_CODE[row_format.dtype] + not_a_number
+        stored = [scale, smallest + not_a_number] if row_format.has_offsets else [scale]
+        place = target.at(row_format.code_bytes).at(group * 2)
         for index, number in enumerate(stored):
-            self.packed.scale_format.store(place.at(index * 2 * rows.num_groups), number)
-        scale, *offsets = [self.packed.scale_format.load(place.at(k * 2 * rows.num_groups)) for k in range(len(stored))]
+            self.packed.scale_format.store(place.at(index * 2 * row_format.num_groups), number)
+        scale, *offsets = [
+            self.packed.scale_format.load(place.at(k * 2 * row_format.num_groups)) for k in range(len(stored))
+        ]
         inverse = builder.where(scale == 0.0, 0.0, builder.value(1.0, FLOAT) / scale)
         whole = count // self.lanes * self.lanes
         loops = (0, whole, self.lanes), (whole, count, 1)
-        for begin, end, lanes in [(0, rows.group // 2, self.lanes)] if rows.dtype == "int4" else loops:
+        for begin, end, lanes in [(0, row_format.group // 2, self.lanes)] if row_format.dtype == "int4" else loops:
             with builder.loop(begin, end, lanes) as at:
                 self.store_codes(target, group, at, lanes, inverse, offsets)
         for begin, end, lanes in loops:
@@ -130,7 +132,7 @@ class Quantize:
 
         `inverse` is 1 / scale.
         """
-        builder, start, largest = self.builder, group * self.rows.group, LARGEST_CODE[self.rows.dtype]
+        builder, start, largest = self.builder, group * self.row_format.group, LARGEST_CODE[self.row_format.dtype]
         least = 0.0 if offsets else -largest
 
         def divide(place: Any) -> Value:
@@ -138,12 +140,12 @@ class Quantize:
             x = (x - offsets[0] if offsets else x) * inverse
             return builder.maximum(builder.minimum(x, largest), least)  # NaN: a limit
 
-        if self.rows.dtype == "float8_e4m3fn":
+        if self.row_format.dtype == "float8_e4m3fn":
             target.at(start + at).store(_float_to_e4m3(builder, divide(at)).to(BYTE))
-        elif self.rows.dtype == "int8":
+        elif self.row_format.dtype == "int8":
             target.at(start + at).store((divide(at) + ROUNDING_CONSTANT).bits(INT32).to(BYTE))
         else:
-            half = self.rows.group // 2
+            half = self.row_format.group // 2
             low, high = ((divide(place) + ROUNDING_CONSTANT).bits(INT32) & 15 for place in (at, at + half))
             target.at(group * half + at).store((low | (high << 4)).to(BYTE))
 

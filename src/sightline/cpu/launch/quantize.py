@@ -18,28 +18,28 @@ NAME = "sightline_quantize"
 
 
 def quantize(
-    array: Any, storage: Any, positions: Any, row_format: RowFormat, sums: Any, processor: Processor = HOST
+    array: Any, storage: Any, rows: Any, row_format: RowFormat, sums: Any, processor: Processor = HOST
 ) -> None:
-    """Write array[b, :, r] to storage[b, :, positions[b, r]], quantised, for every position that is not −1.
+    """Write array[b, :, r] to storage[b, :, rows[b, r]], quantised, for every row that is not −1.
 
     Parameters
     ----------
     array : (B, G, t, width) floats
     storage : (B, G, capacity, row_format.row_bytes) uint8
-    positions : (B, t) int64, contiguous
+    rows : (B, t) int64, contiguous
     sums : two float64, to which Σ (x − x̂)² and Σ x² are added
     """
     array, storage = detach(array), detach(storage)
-    positions = np.ascontiguousarray(positions, np.int64)
+    rows = np.ascontiguousarray(rows, np.int64)
     (source, strides), (target, target_strides) = layout(array), layout(storage)
     spec, key = _make_spec(row_format, dtype_name(array), strides[-1] == array.itemsize)
     kernel = processor.kernel(key, NAME, lambda: Quantize(spec, processor.machine).write(NAME))
-    words = [source, *strides, target, *target_strides, layout(positions)[0], *array.shape[:3], layout(sums)[0]]
+    words = [source, *strides, target, *target_strides, layout(rows)[0], *array.shape[:3], layout(sums)[0]]
     packed = np.array(words, np.int64)  # in the order of FIELDS
     if isinstance(kernel, int):
         _FUNCTION(kernel)(layout(packed)[0])
     else:  # an emulator
-        processor.call(kernel, packed, 1, (array, storage, positions, sums))
+        processor.call(kernel, packed, 1, (array, storage, rows, sums))
 
 
 @cache
