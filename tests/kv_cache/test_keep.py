@@ -45,33 +45,68 @@ class Oracle:
             self.rows[b] = np.concatenate([self.rows[b], new], 2)
             self.held[b] = np.concatenate([self.held[b], np.ones((G, count), bool)], 1)
 
+    def fork(self, owners):
+        self.rows, self.held = [self.rows[b] for b in owners], [self.held[b] for b in owners]
+
     def check(self, cache, rng, name, count, kind="numpy"):
         """Compare attention of `count` queries at the last positions with attention that hides evicted keys."""
         query = rng.normal(size=(len(self.rows), H, count, D)).astype(np.float32)
         given = torch.from_numpy(query) if kind == "torch" else query
-        output, (received,) = sightline.attention(given, cache, **CALLS[name], see=[sightline.received()])
-        assert np.array_equal(sightline.attention(given, cache, **CALLS[name], threads=2), output)
-        positions = cache.key_positions
-        for b, (rows, held) in enumerate(zip(self.rows, self.held, strict=True)):
-            length = held.shape[1]
-            first = max(count - length, 0)  # queries before the first position of a short sequence
-            whole = np.zeros((1, H, length, D), np.float32)
-            whole[:, :, length - count + first :] = query[b : b + 1, :, first:]
-            hidden = sightline.table(held.repeat(H // G, 0))[sightline.h, j]
-            mask = CALLS[name].get("mask")
-            options = {**CALLS[name], "mask": hidden if mask is None else mask & hidden}
-            problem = make_problem(whole, rows[:1], rows[1:], **options)
-            truth, rough = compute_stages(problem), compute_baseline(problem)
-            part, asked = slice(length - count + first, length), np.asarray(output)[b : b + 1, :, first:]
-            terms = term_sizes(problem, truth.weights)[..., part, :]
-            assert_within_budget(asked, truth.output[..., part, :], rough.output[..., part, :], terms=terms)
-            if first == 0:
-                seen = np.zeros((H, length))
-                for h in range(H):
-                    real = positions[b, h // (H // G)] >= 0
-                    seen[h, positions[b, h // (H // G)][real]] = np.asarray(received)[b, h][real]
-                expected = truth.weights[0, :, part].sum(1)
-                assert np.abs(seen - expected).max() <= 1e-6 * count
+        output, (entropy,) = sightline.attention(given, cache, **CALLS[name], see=[sightline.entropy()])
+        received = sightline.attention(given, cache, **CALLS[name], see=[sightline.received()])[1][0]
+        again = sightline.attention(given, cache, **CALLS[name], threads=2, see=[sightline.entropy()])
+        assert np.array_equal(again[0], output)
+        assert np.array_equal(again[1][0], entropy)
+        for b in range(len(self.rows)):
+            self.check_sequence(b, query[b], output[b], entropy[b], received[b], cache.key_positions[b], name)
+
+    def check_sequence(self, b, query, output, entropy, received, positions, name, rows=None, held=None):
+        rows, held = self.rows[b] if rows is None else rows, self.held[b] if held is None else held
+        count, length = query.shape[1], held.shape[1]
+        first = max(count - length, 0)  # queries before the first position of a short sequence
+        whole = np.zeros((1, H, length, D), np.float32)
+        whole[:, :, length - count + first :] = query[None, :, first:]
+        hidden = sightline.table(held.repeat(H // G, 0))[sightline.h, j]
+        mask = CALLS[name].get("mask")
+        options = {**CALLS[name], "mask": hidden if mask is None else mask & hidden}
+        problem = make_problem(whole, rows[:1], rows[1:], **options)
+        truth, rough = compute_stages(problem), compute_baseline(problem)
+        part = slice(length - count + first, length)
+        asked = np.asarray(output)[None, :, first:]
+        terms = term_sizes(problem, truth.weights)[..., part, :]
+        assert_within_budget(asked, truth.output[..., part, :], rough.output[..., part, :], terms=terms)
+        weights = truth.weights[0, :, part]
+        logs = np.log(weights, where=weights > 0, out=np.zeros_like(weights))
+        assert np.abs(np.asarray(entropy)[:, first:] + (weights * logs).sum(-1)).max(initial=0) <= 2e-5
+        if first == 0 and received is not None:
+            seen = np.zeros((H, length))
+            for h in range(H):
+                real = positions[h // (H // G)] >= 0
+                seen[h, positions[h // (H // G)][real]] = np.asarray(received)[h][real]
+            assert np.abs(seen - weights.sum(1)).max() <= 1e-6 * count
+
+    def check_drafts(self, cache, key, value, parents, rng, name, kind="numpy"):
+        """Compare attention of the drafts with attention of each at the end of its own path."""
+        query = rng.normal(size=(len(self.rows), H, len(parents), D)).astype(np.float32)
+        given = torch.from_numpy(query) if kind == "torch" else query
+        output, (entropy,) = sightline.attention(given, cache, **CALLS[name], see=[sightline.entropy()])
+        for b in range(len(self.rows)):
+            for draft in range(len(parents)):
+                path = path_to(draft, parents)
+                new = np.stack([key[b][:, path], value[b][:, path]])
+                rows = np.concatenate([self.rows[b], new], 2)
+                held = np.concatenate([self.held[b], np.ones((G, len(path)), bool)], 1)
+                one = slice(draft, draft + 1)
+                of_draft = query[b][:, one], output[b][:, one], entropy[b][:, one]
+                self.check_sequence(b, *of_draft, None, None, name, rows, held)
+
+
+def path_to(draft, parents):
+    """Return the drafts from a root to this one."""
+    path = [draft]
+    while parents[path[0]] >= 0:
+        path.insert(0, int(parents[path[0]]))
+    return path
 
 
 def filled(kind, lengths, rng, dtype=None):
@@ -116,6 +151,40 @@ class AgainstLists(RuleBasedStateMachine):
         self.rng, self.kind = np.random.default_rng(seed), kind
         lengths = [int(one) for one in self.rng.integers(1, 9, batch)]
         self.cache, self.oracle = filled(kind, lengths, self.rng)
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(cache_module, "MIN_SHARED_ROWS", 1)
+
+    def teardown(self):
+        self.patch.undo()
+
+    @rule(data=st.data())
+    def fork(self, data):
+        batch = len(self.oracle.rows)
+        counts = data.draw(st.lists(st.integers(0, 2), min_size=batch, max_size=batch))
+        if 0 < sum(counts) < 5:
+            self.cache.fork(counts)
+            self.oracle.fork(np.repeat(np.arange(batch), counts))
+
+    @rule(count=st.integers(1, 5), name=st.sampled_from([*CALLS]), data=st.data())
+    def drafts(self, count, name, data):
+        batch = len(self.oracle.rows)
+        parents = [data.draw(st.integers(-1, draft - 1)) for draft in range(count)]
+        key, value = (self.rng.normal(size=(batch, G, count, D)).astype(np.float32) for _ in range(2))
+        give = torch.from_numpy if self.kind == "torch" else np.asarray
+        self.cache.append(give(key), give(value), parents=parents)
+        if data.draw(st.booleans()):
+            order = data.draw(st.permutations(range(batch)))
+            self.cache.reorder(order)
+            self.oracle.fork(order)
+            key, value = key[order], value[order]
+        self.oracle.check_drafts(self.cache, key, value, parents, self.rng, name, self.kind)
+        paths = [path_to(self.rng.integers(count), parents)[: self.rng.integers(0, 4)] for _ in range(batch)]
+        padded = np.full((batch, 5), -1)
+        for b, path in enumerate(paths):
+            padded[b, : len(path)] = path
+        self.cache.accept(padded)
+        accepted = np.maximum(padded, 0)[:, None, :, None]
+        self.oracle.append(*(np.take_along_axis(x, accepted, 2) for x in (key, value)), map(len, paths))
 
     @rule(count=st.integers(1, 3), ragged=st.booleans())
     def append(self, count, ragged):
@@ -143,7 +212,7 @@ class AgainstLists(RuleBasedStateMachine):
     def reorder(self, data):
         order = data.draw(st.lists(st.integers(0, len(self.oracle.rows) - 1), min_size=1, max_size=3))
         self.cache.reorder(order)
-        self.oracle.rows, self.oracle.held = ([x[b] for b in order] for x in (self.oracle.rows, self.oracle.held))
+        self.oracle.fork(order)
 
     @rule()
     def branch(self):
@@ -165,7 +234,7 @@ class AgainstLists(RuleBasedStateMachine):
 
 
 TestAgainstLists = AgainstLists.TestCase
-TestAgainstLists.settings = settings(max_examples=25, stateful_step_count=12, deadline=None)
+TestAgainstLists.settings = settings(max_examples=25, stateful_step_count=14, deadline=None)
 
 
 def check_steps(kind="numpy", rng=None):

@@ -836,13 +836,13 @@ FAULTS = {
     "ragged rows shifted": ("kv_storage", "array[b, :, row]", "array[b, :, row - 1]"),
     "growth forgets": ("kv_storage", "new[:, :, :used] = array[:, :, :used]", "pass"),
     "left padding taken for right": ("kv_cache", '(0 if padding == "right" else (t - counts)[:, None])', "0"),
-    "lengths not hidden": ("kv_cache", "library.padding(self.row_counts)", "j >= 0"),
+    "lengths not hidden": ("stored_rows", "library.padding(self.row_counts)", "j >= 0"),
     "rows of the last positions one too late": (
-        "kv_cache",
+        "stored_rows",
         "self._lengths[:, None] - n + np.arange(n)",
         "self._lengths[:, None] - n + 1 + np.arange(n)",
     ),
-    "the only query taken for the last": ("kv_cache", "of_last if count == 1 else", "of_last if count else"),
+    "the only query taken for the last": ("stored_rows", "of_last if count == 1 else", "of_last if count else"),
     "written from the first row": ("kv_cache", "real, used[:, None] + rows", "real, rows"),
     "beams keep their lengths": (
         "kv_cache",
@@ -895,6 +895,10 @@ def test_every_fault_is_found(fault, monkeypatch):
     if module == "kv_storage":
         made = broken(sys.modules["sightline.kv_cache.storage"], before, after)
         monkeypatch.setattr(cache, "Storage", made.Storage)
+    elif module == "stored_rows":
+        made = broken(sys.modules["sightline.kv_cache.stored_rows"], before, after)
+        for method in ("key_formulas", "positions", "rewriting"):
+            monkeypatch.setattr(cache.StoredRows, method, getattr(made.StoredRows, method))
     else:
         cache = broken(cache, before, after)
         monkeypatch.setattr(sys.modules["sightline.kv_cache.call_arguments"], "KVCache", cache.KVCache)

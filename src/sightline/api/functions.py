@@ -16,6 +16,7 @@ from ..dispatch.kernel_list import KERNELS, solve, to_caller_layout
 from ..formula.expression import Expression, is_compiling
 from ..formula.library import bias
 from ..kv_cache import KVCache, as_arrays
+from ..kv_cache.query_positions import Formulas
 from ..partition.cost_model import Hardware, predict_problem
 from ..partition.shards import Method, ShardLayout
 from ..problem.foreign_arguments import refuse_arguments
@@ -25,6 +26,7 @@ from ..problem.validation import AxisOrder, check_choice, fold_scale, read_score
 from ..reference import streaming
 from ..reference.streaming import Streaming
 from ..statistics import Statistic, StatisticBase, Tile
+from .shared_prefix import attend_in_parts, can_merge
 
 observer: Callable[..., Any] | None = None  # answers calls of `attend` while a watch lasts, or returns NotImplemented
 
@@ -161,9 +163,49 @@ def attend(
         see = (see,)
     if scale is not None and getattr(scale, "requires_grad", False) and not is_compiling():
         score, scale = fold_scale(score, scale)
-    on_arrays, row_formats = (key, value, mask, score, see), None
+    if value is None and type(key) is KVCache and key.prefix is not None:
+        formulas = Formulas.read(mask, score, see)
+        if can_merge(query, key, formulas, dropout):
+
+            def run(query: Any, cache: KVCache, keys: Any, values: Any, on_rows: Formulas) -> Any:
+                return _attend(
+                    query,
+                    keys,
+                    values,
+                    *on_rows,
+                    kernel=kernel,
+                    threads=threads,
+                    scale=scale,
+                    row_formats=cache.row_formats,
+                )
+
+            output, seen = attend_in_parts(query, key, formulas, sinks, run)
+            return output if see is None else (output, seen)
+        key = key.joined()
+    row_formats = key.row_formats if value is None and type(key) is KVCache else None
+    rest = scale, sinks, dropout, seed, kernel, threads, by_position, row_formats
+    return _attend(query, key, value, mask, score, see, *rest)
+
+
+def _attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    score: Any,
+    see: Any,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    kernel: str | None = None,
+    threads: int | None = None,
+    by_position: bool = False,
+    row_formats: Any = None,
+) -> Any:
+    """Do what `attend` does for arrays, or for a cache without a prefix. `row_formats` are those of quantised rows."""
+    on_arrays = key, value, mask, score, see
     if value is None and type(key) is KVCache:
-        row_formats = key.row_formats
         on_arrays = as_arrays(query, key, mask, score, see) or on_arrays
     keys, values, row_mask, row_score, row_see = on_arrays
     description = describe(query, row_mask, row_score, scale, sinks, dropout, seed, row_see, kernel, threads)

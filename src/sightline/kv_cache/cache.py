@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal
 
 import numpy as np
 
 from ..arrays.operations import device, dtype_name, framework
-from ..arrays.row_formats import RowFormat
 from ..errors import ParameterError, ShapeError, check_count
-from ..formula import library
-from ..formula.expression import SYMBOLS, Expression, apply
-from ..formula.tables import Table
 from .argument_checks import check_append, check_lengths, to_integers, unsqueeze_to_4d
+from .draft_tree import DraftTree
 from .kept_rows import KeptRows, all_rows, find_rows, keep_rows
 from .quantization import QuantizationError, check_can_quantize, read_cache_dtype
-from .query_positions import Rewriting, find_rewriting, of_equal_lengths
+from .shared_prefix import MIN_SHARED_ROWS, SharedPrefix
 from .storage import Storage
+from .stored_rows import StoredRows, nothing_appended
 
-b, j = SYMBOLS["b"], SYMBOLS["j"]
 
-
-class KVCache:
+class KVCache(StoredRows):
     """Keys and values of one attention layer in a decoding loop; `attention(query, cache)` reads them in place.
 
     Sequences of a batch may have different lengths. Storage has the shape (B, G, capacity, d). When it is full it
@@ -112,31 +109,9 @@ class KVCache:
         self._min_capacity = check_count(f"capacity={capacity!r}", capacity, 0, "capacity=1024")
         self._quantized = read_cache_dtype(dtype)  # the dtypes of quantised keys and values; None for floats
         self._dtype, self._casts_inputs = dtype, dtype is not None
-        self._storage: Storage | None = None  # the first append makes it
-        self._lengths: Any  # (B,), and whether the newest append has a position that is no padding
-        self._newest_have_positions: bool
-        self._kept: KeptRows | None = None  # after `keep`: the positions that the first rows hold
-        self._num_rows: int  # the rows of the sequence with most; without `keep`, row k holds position k
-        self._rows_are_full: bool  # True if each of these rows holds a position, in every sequence and head
-        self._rewritings: dict[tuple[int, bool, int], Rewriting]  # by the arguments of `rewriting`, until a change
-        self._of_equal_lengths: dict[int, tuple[Rewriting, Rewriting, Rewriting]] = {}  # by `group`, until a `keep`
-        self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis
-        self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
-        """Return a copy that shares the storage until one of both caches writes to it."""
-        copied = memo[id(self)] = object.__new__(type(self))
-        copied.__dict__ |= self.__dict__  # the arrays of lengths and positions are replaced, never written to
-        copied._storage = self._storage and self._storage.copy()
-        copied._rewritings, copied._of_equal_lengths = {}, {}
-        return copied
+        super().__init__()
 
     # -- contents ---------------------------------------------------------------------------------------------------
-    @property
-    def lengths(self) -> Any:
-        """(B,) int64: the number of positions of each sequence."""
-        return self._lengths.copy()
-
     @property
     def key(self) -> Any:
         """(B, G, max(lengths), d_k), a view of the storage that attention reads, with the axes of the appended arrays.
@@ -152,7 +127,7 @@ class KVCache:
 
     def dequantized(self) -> tuple[Any, Any]:
         """Return new float32 arrays like `key` and `value`, with the numbers that a quantised cache stands for."""
-        formats, views = self.row_formats, self._view(self._num_rows)
+        formats, views = self.row_formats, self.joined().rows()
         if formats is None:
             raise ParameterError(f"dequantized() of a cache of {self._dtype}", "a quantised cache", "cache.key")
         key, value = (form.unpack(rows) for form, rows in zip(formats, views, strict=True))
@@ -166,17 +141,7 @@ class KVCache:
         """
         if self._quantized is None:
             return None
-        return QuantizationError.from_sums(np.zeros((2, 2)) if self._storage is None else self._storage.squares)
-
-    @property
-    def row_formats(self) -> tuple[RowFormat, RowFormat] | None:
-        """How the rows of keys and of values are quantised; None for floats, and before the first append."""
-        return None if self._storage is None else self._storage.row_formats
-
-    @property
-    def max_length(self) -> int:
-        """The number of positions of the longest sequence."""
-        return int(self._lengths.max(initial=0))
+        return QuantizationError.from_sums(self._squares)
 
     @property
     def key_positions(self) -> Any:
@@ -184,6 +149,8 @@ class KVCache:
 
         It is the number of the row, unless `keep` has evicted keys.
         """
+        if self.prefix is not None:
+            return self.joined().key_positions
         heads = 0 if self._storage is None else self._storage.key.shape[1]
         kept = self._kept or all_rows(len(self._lengths), heads)
         return kept.of_rows(self._num_rows, self._lengths)
@@ -191,7 +158,8 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """The number of positions that fit without growth."""
-        return self._min_capacity if self._storage is None else self._storage.capacity
+        own = self._min_capacity if self._storage is None else self._storage.capacity
+        return own if self.prefix is None else own + int(self.prefix.lengths.min())
 
     @property
     def dtype(self) -> str | tuple[str, str] | None:
@@ -200,8 +168,9 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the storage, unused capacity included."""
-        return 0 if self._storage is None else self._storage.nbytes
+        """The bytes of the storage, unused capacity included. What sequences share counts once."""
+        own = 0 if self._storage is None else self._storage.nbytes
+        return own if self.prefix is None else own + self.prefix.cache.nbytes
 
     def __repr__(self) -> str:
         if self._storage is None:
@@ -216,7 +185,9 @@ class KVCache:
             sequences = f"2 sequences of {' and '.join(f'{length:,}' for length in self._lengths)} positions"
         else:
             sequences = f"{B} sequences of {self._lengths.min():,} to {self.max_length:,} positions"
-        if self._kept is not None:
+        if self.prefix is not None:
+            sequences += f", of which up to {self.prefix.lengths.max():,} are shared"
+        elif self._kept is not None:
             sequences += f", of which up to {self._num_rows:,} are kept"
         heads = "no head axis" if self._ndim < 4 else f"{G} head{'s' * (G != 1)}"
         where = f"{framework(array)} on {device(array)}"
@@ -227,7 +198,15 @@ class KVCache:
         )
 
     # -- changes ----------------------------------------------------------------------------------------------------
-    def append(self, key: Any, value: Any, lengths: Any = None, *, padding: Literal["right", "left"] = "right") -> None:
+    def append(
+        self,
+        key: Any,
+        value: Any,
+        lengths: Any = None,
+        *,
+        padding: Literal["right", "left"] = "right",
+        parents: Any = None,
+    ) -> None:
         """Add t positions to the end of every sequence, or fewer to some sequences.
 
         Parameters
@@ -239,6 +218,11 @@ class KVCache:
             padding and are not stored. Default: t for every sequence.
         padding : {"right", "left"}
             The side of the padding: after the real positions, or before them.
+        parents : (t,) or (B, t) integers, optional
+            The t positions are a tree of drafts: parents[k] is the index of the parent of position k among them, and −1
+            stands for the last position before them. A draft has the position of its depth. The queries of the next
+            call are those of the drafts. Each of them sees what was stored before, its ancestors and itself, as far as
+            the mask allows. `accept` ends the tree.
 
         Raises
         ------
@@ -250,9 +234,10 @@ class KVCache:
         DeviceError
             The library or the device differs from that of the first append.
         ParameterError
-            padding is another word, or a tensor requires a gradient: append `key.detach()`, or pass plain arrays to
-            attention.
+            padding is another word, parents is no tree or comes with lengths, drafts wait for `accept`, or a tensor
+            requires a gradient: append `key.detach()`, or pass plain arrays to attention.
         """
+        self._check_no_drafts("append")
         storage = self._storage
         if storage is None or self._ndim < 4 or not storage.fits(key, value):
             check_append(key, value, storage, self._ndim, self._casts_inputs)
@@ -266,8 +251,18 @@ class KVCache:
         key, value = unsqueeze_to_4d(key), unsqueeze_to_4d(value)
         B, _, t, _ = key.shape
         counts = None if lengths is None else check_lengths(lengths, B, t)
+        lengths_before = np.zeros(B, np.int64) if storage is None else self._lengths
+        if parents is not None:
+            if lengths is not None:
+                raise ParameterError(
+                    "append with lengths and parents", "one of both", "append(key, value, parents=...)"
+                )
+            drafts = DraftTree.read(parents, t, lengths_before if storage is None else self.row_counts, lengths_before)
         if storage is None:
             storage = self._allocate(key, value, axes)
+        if parents is not None:
+            self._append_drafts(storage, key, value, drafts)
+            return
         if self._has_equal_rows and (counts is None or (counts == t).all()):
             self._append_to_all(storage, key, value)
             return
@@ -291,6 +286,42 @@ class KVCache:
         self._rewritings = {}
         self._num_rows, self._newest_are_last, self._newest_have_positions = start + t, True, B * t > 0
 
+    def _append_drafts(self, storage: Storage, key: Any, value: Any, drafts: DraftTree) -> None:
+        rows = drafts.first_rows[:, None] + np.arange(drafts.count)
+        storage.reserve(int(rows.max(initial=-1)) + 1, self._num_rows)
+        storage.write(key, value, rows)
+        self._drafts = drafts
+        self._set_lengths(drafts.lengths + drafts.depths.max(1) + 1, drafts.positions)
+
+    def accept(self, path: Any) -> None:
+        """Keep the drafts of a path, and drop the others.
+
+        Parameters
+        ----------
+        path : (k,) or (B, k) integers
+            Indices among the positions of `append(parents=...)`: a root, then one of its children, and so on. −1 stands
+            behind the last one of a shorter path. [] drops all drafts.
+
+        Raises
+        ------
+        ShapeError
+            path has another shape, or is not of whole numbers.
+        ParameterError
+            path is no path from a root, or there are no drafts.
+        """
+        drafts, storage = self._drafts, self._storage
+        if drafts is None or storage is None:
+            raise ParameterError("accept of a cache without drafts", "drafts", "append(key, value, parents=[-1, 0, 0])")
+        found = drafts.read_path(path)
+        steps = np.where(found >= 0, np.arange(found.shape[1]), -1)
+        storage.reserve(self._num_rows, self._num_rows)
+        first = drafts.first_rows[:, None]
+        storage.move_rows(first + found, np.where(steps >= 0, first + steps, -1))
+        self._drafts = None
+        self._set_lengths(
+            drafts.lengths + (steps >= 0).sum(1), np.where(steps >= 0, drafts.lengths[:, None] + steps, -1)
+        )
+
     def truncate(self, lengths: Any) -> None:
         """Shorten every sequence to at most so many positions, as after rejected drafts of speculative decoding.
 
@@ -304,6 +335,7 @@ class KVCache:
         ShapeError
             lengths is not an int or (B,) integers, or is negative.
         """
+        self._check_no_drafts("truncate")
         new_lengths = to_integers(lengths)
         if new_lengths is None or new_lengths.shape not in ((), self._lengths.shape) or (new_lengths < 0).any():
             raise ShapeError(
@@ -313,6 +345,7 @@ class KVCache:
             )
         new_lengths = np.minimum(self._lengths, new_lengths)
         newest = self._newest_positions
+        self.prefix = self.prefix and self.prefix.truncated(new_lengths)
         self._set_kept(None if self._kept is None else self._kept.truncated(new_lengths))
         self._set_lengths(new_lengths, np.where(newest < new_lengths[:, None], newest, -1))
 
@@ -343,8 +376,54 @@ class KVCache:
         if self._ndim == 2 and order.size != 1:
             raise ShapeError(f"reorder({indices!r}) of arrays (t, d)", "one sequence", "append (B, t, d)")
         self._storage.reorder(order, self._num_rows)
+        self.prefix = self.prefix and self.prefix.reordered(order)
+        self._drafts = self._drafts and self._drafts.reordered(order)
         self._set_kept(None if self._kept is None else self._kept.reordered(order))
         self._set_lengths(self._lengths[order], self._newest_positions[order])
+
+    def fork(self, counts: Any) -> None:
+        """Replace sequence b by counts[b] sequences that begin as it does, and share what is stored.
+
+        The stored keys and values become a prefix that is not copied. Attention reads it once for all sequences that
+        share it, and merges the result with that of each sequence's later positions (Juravsky et al., "Hydragen:
+        High-Throughput LLM Inference with Shared Prefixes", 2024, section 3). Every other method works as before:
+        `reorder` moves sequences without a copy of what they share, and `truncate` may cut into it.
+
+        Parameters
+        ----------
+        counts : int or (B,) integers ≥ 0
+            The number of sequences that sequence b becomes, in its place. 0 removes it.
+
+        Raises
+        ------
+        ShapeError
+            counts is not an int or (B,) integers, or is negative, or arrays without a batch axis would become several
+            sequences.
+        ParameterError
+            Nothing was appended, or drafts wait for `accept`.
+
+        Notes
+        -----
+        Rows are copied, as `reorder` does, while they are fewer than 64. These calls join the rows of each sequence in
+        a copy first: those with an array as mask or score, with dropout, under torch.compile, or with statistics of
+        single keys such as `received()`; also `keep`, `last`, `key` and `value`.
+        """
+        self._check_no_drafts("fork")
+        numbers, B = to_integers(counts), self._lengths.size
+        if numbers is None or numbers.shape not in ((), (B,)) or (numbers < 0).any():
+            raise ShapeError(f"fork({counts!r})", f"a whole number ≥ 0, or one for each of {B} sequences", "fork(4)")
+        if self._storage is None:
+            raise nothing_appended()
+        owners = np.repeat(np.arange(B), numbers)
+        if self._num_rows < MIN_SHARED_ROWS or not owners.size or (self._ndim == 2 and owners.size > 1):
+            self.reorder(owners)
+            return
+        stored = copy.copy(self)
+        self._storage = self._storage.without_rows(owners.size)
+        self.prefix = SharedPrefix(stored, owners, self._lengths[owners])
+        none = np.zeros((owners.size, self._storage.key.shape[1], 0), np.int64)
+        self._set_kept(KeptRows(none, np.zeros(owners.size, np.int64), self._lengths[owners]))
+        self._set_lengths(self._lengths[owners], self._newest_positions[owners])
 
     def keep(self, indices: Any) -> None:
         """Keep the keys and values of these positions, evict all others, and free their memory.
@@ -366,11 +445,14 @@ class KVCache:
         ParameterError
             The positions of a head do not ascend, or one of them was evicted before or is outside the sequence.
         """
-        if self._storage is None:
-            raise _nothing_appended()
-        rows, positions = find_rows(indices, self.key_positions)
+        self._check_no_drafts("keep")
+        joined = self.joined()
+        if joined._storage is None:
+            raise nothing_appended()
+        rows, positions = find_rows(indices, joined.key_positions)
         kept = keep_rows(positions, self._lengths)
-        self._storage.gather(rows[:, :, : kept.positions.shape[2]])
+        joined._storage.gather(rows[:, :, : kept.positions.shape[2]])
+        self._storage, self.prefix = joined._storage, None
         self._set_kept(kept)
         self._set_lengths(self._lengths, self._newest_positions)
 
@@ -385,6 +467,9 @@ class KVCache:
             Copy the positions to new storage of this capacity. Default: the result reads the storage of this cache, as
             long as this cache does not overwrite it, and copies it before it writes.
         """
+        self._check_no_drafts("last")
+        if self.prefix is not None:
+            return self.joined().last(count, capacity=capacity)
         first = max(self._num_rows - check_count(f"count={count!r}", count, 0, "count=256"), 0)
         if self._kept is not None:
             raise ParameterError("last() of a cache whose keys were evicted", "a cache without `keep`", "cache.keep")
@@ -399,92 +484,26 @@ class KVCache:
 
     def reset(self) -> None:
         """Remove every position, but not the storage."""
+        self.prefix = self._drafts = None
         self._set_kept(None)
         self.truncate(0)
 
-    # -- positions --------------------------------------------------------------------------------------------------
-    def positions(self, n: int | None = None) -> Any:
-        """Return the positions of a call's queries in their sequences, (B, n) int64; −1 for padding.
-
-        Parameters
-        ----------
-        n : int, optional
-            The queries are the last n positions of every sequence, n ≥ 0 (else ParameterError). Default: the queries
-            are the rows of the newest append.
-        """
-        if n is None:
-            return self._newest_positions.copy()
-        n = check_count(f"n={n!r}", n, 0, "n=1")
-        last = self._lengths[:, None] - n + np.arange(n)
-        return np.maximum(last, -1)
-
-    def are_newest(self, n: int) -> bool:
-        """True if n queries are the rows of the newest append; False if `truncate` has removed all of these rows."""
-        return n == self._newest_positions.shape[1] and self._newest_have_positions
-
-    def rewriting(self, count: int, reads_rows: bool, heads: int) -> Rewriting:
-        """Return how the formulas of a call of `count` queries are rewritten.
-
-        `reads_rows` is True if a formula reads i. `heads` is the number of query heads.
-        """
-        group = 1 if self._kept is None or self._storage is None else max(heads // self._storage.key.shape[1], 1)
-        are_next = self._newest_are_last or not self.are_newest(count)
-        if reads_rows and are_next and self._rows_are_full and 0 < count <= self._num_rows:
-            if group not in self._of_equal_lengths:
-                self._of_equal_lengths[group] = of_equal_lengths(self._kept, group)
-            of_all, of_last, of_next = self._of_equal_lengths[group]
-            return of_last if count == 1 else of_all if count == self._num_rows else of_next
-        found = self._rewritings.get((count, reads_rows, group))
-        if found is None:
-            found = self._rewritings[count, reads_rows, group] = find_rewriting(self, count, reads_rows, group)
+    def joined(self) -> KVCache:
+        """Return a cache whose rows are all its own: this one if it has no prefix, else a copy of the rows."""
+        if self.prefix is None or self._storage is None:
+            return self
+        found = copy.deepcopy(self.prefix.cache.joined())
+        found.reorder(self.prefix.owners)
+        found.truncate(self.prefix.lengths)
+        assert found._storage is not None
+        first = found.row_counts
+        found._storage.append_rows(self._storage, first, self.row_counts, found._num_rows)
+        found._storage.squares = self._squares
+        found._drafts = self._drafts and self._drafts.after(first)
+        found._set_lengths(self._lengths, self._newest_positions)
         return found
 
-    def key_formulas(self, group: int) -> tuple[Expression, Expression | None]:
-        """Return the position of the key in row j, and the condition that row j holds one; None if all rows do.
-
-        `group` is the number of query heads that share a key head.
-        """
-        position, condition = (j, None) if self._kept is None else self._kept.formulas(group)
-        if self._kept is not None and not self._rows_are_full:  # a row without a position reads no table outside
-            last = Table(np.maximum(self._lengths - 1, 0))
-            position = apply("minimum", position, last[b if self._lengths.size > 1 else 0])
-        if not self._has_equal_rows:
-            is_used = library.padding(self.row_counts)
-            condition = is_used if condition is None else condition & is_used
-        return position, condition
-
-    @property
-    def row_counts(self) -> Any:
-        """(B,) int64: the number of rows of each sequence, those of the head that keeps most."""
-        return self._lengths if self._kept is None else self._lengths - self._kept.evicted
-
     # -- internals --------------------------------------------------------------------------------------------------
-    def _set_kept(self, kept: KeptRows | None) -> None:
-        self._kept, self._of_equal_lengths = kept, {}
-
-    def _set_lengths(self, lengths: Any, newest: Any) -> None:
-        """Set the lengths and the positions of the newest append, and forget how formulas were rewritten.
-
-        `_num_rows` and `_rows_are_full` are plain Python, so that torch.compile can read them.
-        """
-        self._lengths, self._newest_positions = lengths, newest
-        self._rewritings = {}
-        count, rows = newest.shape[1], self.row_counts
-        self._newest_have_positions = bool((newest >= 0).any())
-        self._newest_are_last = bool((newest == lengths[:, None] - count + np.arange(count)).all())
-        self._num_rows = int(rows.max(initial=0))
-        self._has_equal_rows = bool((rows == self._num_rows).all())
-        self._rows_are_full = self._has_equal_rows and (self._kept is None or self._kept.is_uniform)
-
-    def _view(self, count: int) -> tuple[Any, Any]:
-        """Return views of the first `count` rows of key and value. Another thread may append meanwhile."""
-        if self._storage is None:
-            raise _nothing_appended()
-        sequence = 0 if self._ndim == 2 else slice(None)
-        head = slice(None) if self._ndim == 4 else 0
-        storage = self._storage
-        return storage.key[sequence, head, :count], storage.value[sequence, head, :count]
-
     def _float_view(self) -> tuple[Any, Any]:
         """Return `_view` of a cache of floats."""
         if self._quantized is not None:
@@ -493,7 +512,15 @@ class KVCache:
                 "attention(query, cache), which reads the codes",
                 "cache.dequantized(), which returns float32 copies",
             )
-        return self._view(self._num_rows)
+        return self.joined().rows()
+
+    def _check_no_drafts(self, operation: str) -> None:
+        if self._drafts is not None:
+            raise ParameterError(
+                f"{operation} on a cache with {self._drafts.count} drafts",
+                "a cache without drafts",
+                "cache.accept(path) first",
+            )
 
     def _allocate(self, key: Any, value: Any, axes: int) -> Storage:
         """Make the storage for arrays like these, for the first append."""
@@ -503,12 +530,6 @@ class KVCache:
         self._ndim = axes
         self._set_lengths(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
         return self._storage
-
-
-def _nothing_appended() -> ParameterError:
-    return ParameterError(
-        "a KVCache to which nothing was appended", "a cache with positions", "cache.append(key, value) first"
-    )
 
 
 def _format_bytes(count: int) -> str:

@@ -12,23 +12,28 @@ from .quantization import NARROW_FLOATS, check_query
 from .query_positions import rewrite_formulas
 
 
+def can_serve(query: Any, cache: KVCache) -> bool:
+    """True if the query's array type and dtype are those of the cache, or a quantised cache serves the dtype."""
+    storage = cache._storage
+    if storage is None or type(query) is not type(storage.key) or query.ndim < 2 or is_compiling():
+        return False
+    return bool(query.dtype == storage.key.dtype if storage.row_formats is None else dtype_name(query) in NARROW_FLOATS)
+
+
 def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tuple[Any, Any, Any, Any, Any] | None:
     """Return (key, value, mask, score, see) of attention on a cache, as arrays and formulas of rows.
 
     The result is None where the slower `unpack_cache` is needed: if the query has another array type or dtype than the
     cache, if the mask is an array and other rows must be hidden too, or if torch.compile traces the call.
     """
-    storage = cache._storage
-    if storage is None or type(query) is not type(storage.key) or query.ndim < 2 or is_compiling():
-        return None
-    if query.dtype != storage.key.dtype and (storage.row_formats is None or dtype_name(query) not in NARROW_FLOATS):
+    if not can_serve(query, cache):
         return None
     if mask is None and score is None and not see and cache._rows_are_full:
-        return *cache._view(cache._num_rows), mask, score, see
+        return *cache.rows(), mask, score, see
     mask, score, statistics, condition = rewrite_formulas(cache, query.shape, mask, score, see)
     if condition is not None:
         return None
-    return *cache._view(cache._num_rows), mask, score, see if see is None else statistics
+    return *cache.rows(), mask, score, see if see is None else statistics
 
 
 def unpack_cache(
@@ -52,7 +57,8 @@ def unpack_cache(
                 "attention(query, key, value)",
             )
         return key, value, mask, score, see, None
-    keys, values = key._view(key._num_rows)
+    key = key.joined()
+    keys, values = key.rows()
     if framework(query) == framework(keys):
         check_query(query, key.dtype, key.row_formats is not None)
     condition = None

@@ -8,7 +8,7 @@ position is written as a formula of the row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -18,8 +18,9 @@ from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, apply, co
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
-    from .cache import KVCache
     from .kept_rows import KeptRows
+    from .shared_prefix import SharedPrefix
+    from .stored_rows import StoredRows
 
 MAX_REMEMBERED = 256  # rewritten formulas, after which all are forgotten
 
@@ -65,8 +66,8 @@ class Rewriting:
         return found[1]
 
     def _rewrite(self, formula: Expression) -> Expression:
-        # after an eviction, the rows are fewer than the positions that a table has
-        spans = ("i", "j") if "j" in self.symbols else ("i",)
+        # a table has an entry for each position and sequence, and a call on some rows has other numbers of them
+        spans = tuple([name for name in "bij" if name == "i" or name in self.symbols])
         return formula.rewrite(self.symbols, lambda table, indices: _look_up(table, indices, spans))
 
     def _rewrite_mask(self, mask: Expression) -> Expression | None:
@@ -121,7 +122,7 @@ def _look_up(table: Table, indices: Indices, spans: tuple[str, ...]) -> Expressi
 
 
 def rewrite_formulas(
-    cache: KVCache, shape: tuple[int, ...], mask: Any, score: Any, see: Any
+    cache: StoredRows, shape: tuple[int, ...], mask: Any, score: Any, see: Any
 ) -> tuple[Any, Any, Any, Expression | None]:
     """Return (mask, score, statistics, condition) of a call on a cache, as formulas of rows in place of positions.
 
@@ -138,20 +139,52 @@ def rewrite_formulas(
     ShapeError
         A formula reads i, and there are more queries than positions.
     """
-    mask = _to_formula(mask, "mask", "b h i j")
-    score = _to_formula(score, "score", "s b h i j")
-    formulas = [formula for formula in (mask, score) if isinstance(formula, Expression)]
-    statistics = see if isinstance(see, list | tuple) else () if see is None else (see,)
-    statistics = [_with_formulas(one, formulas) for one in statistics]
-    reads_rows = any("i" in formula.free_symbols for formula in formulas)
-    rewriting = cache.rewriting(shape[-2], reads_rows, shape[1] if len(shape) == 4 else 1)
-    condition = rewriting.condition if hasattr(mask, "dtype") else None
-    if isinstance(mask, Expression) or mask is None:
-        mask = rewriting.mask(mask)
-    if isinstance(score, Expression):
-        score = rewriting.formula(score)
-    statistics = [rewriting.statistic(one) if hasattr(one, "map_formulas") else one for one in statistics]
-    return mask, score, tuple(statistics), condition
+    formulas = Formulas.read(mask, score, see)
+    rewriting = cache.rewriting(shape[-2], "i" in formulas.free_symbols, shape[1] if len(shape) == 4 else 1)
+    return *formulas.rewritten(rewriting), rewriting.condition if hasattr(formulas.mask, "dtype") else None
+
+
+class Formulas(NamedTuple):
+    """The mask, the score and the statistics of a call, with formulas in place of functions."""
+
+    mask: Any
+    score: Any
+    statistics: tuple[Any, ...]
+
+    @classmethod
+    def read(cls, mask: Any, score: Any, see: Any) -> Formulas:
+        """Return the formulas of arguments of `attention`."""
+        given = see if isinstance(see, list | tuple) else () if see is None else (see,)
+        statistics = [one.map_formulas(_to_mask) if hasattr(one, "map_formulas") else one for one in given]
+        return cls(_to_mask(mask), _to_formula(score, "score", "s b h i j"), tuple(statistics))
+
+    @property
+    def free_symbols(self) -> set[str]:
+        """The names of the symbols that the formulas contain."""
+        found = [self.mask, self.score]
+
+        def collect(formula: Any) -> Any:
+            found.append(formula)
+            return formula
+
+        for statistic in self.statistics:
+            if hasattr(statistic, "map_formulas"):
+                statistic.map_formulas(collect)
+        return set().union(*[one.free_symbols for one in found if isinstance(one, Expression)])
+
+    def rewritten(self, rewriting: Rewriting) -> Formulas:
+        """Return the formulas for the rows of a call. An array as mask or score stays as it is."""
+        mask, score, statistics = self
+        if isinstance(mask, Expression) or mask is None:
+            mask = rewriting.mask(mask)
+        if isinstance(score, Expression):
+            score = rewriting.formula(score)
+        statistics = tuple([rewriting.statistic(one) if hasattr(one, "map_formulas") else one for one in statistics])
+        return Formulas(mask, score, statistics)
+
+
+def _to_mask(given: Any) -> Any:
+    return _to_formula(given, "mask", "b h i j")
 
 
 def _to_formula(given: Any, role: str, arguments: str) -> Any:
@@ -160,32 +193,18 @@ def _to_formula(given: Any, role: str, arguments: str) -> Any:
     return from_function.to_formula(given, role, arguments)
 
 
-def _with_formulas(statistic: Any, formulas: list[Expression]) -> Any:
-    """Return the statistic with formulas in place of functions, and append its formulas to the list."""
-
-    def collect(condition: Any) -> Any:
-        formula = _to_formula(condition, "mask", "b h i j")
-        formulas.extend([formula] if isinstance(formula, Expression) else [])
-        return formula
-
-    return statistic.map_formulas(collect) if hasattr(statistic, "map_formulas") else statistic
-
-
-def find_rewriting(cache: KVCache, count: int, reads_rows: bool, group: int) -> Rewriting:
+def find_rewriting(cache: StoredRows, count: int, reads_rows: bool, group: int) -> Rewriting:
     """Return the rewriting of the formulas of `count` queries; see `KVCache.rewriting` and `key_formulas`."""
     lengths, (key_position, condition) = cache.lengths, cache.key_formulas(group)
+    of_drafts = cache.draft_condition(count)
+    if of_drafts is not None:
+        condition = of_drafts if condition is None else condition & of_drafts
     symbols = {} if key_position is j else {"j": key_position}
     entry = b if lengths.size != 1 else 0
     if not reads_rows:
         length = Table(lengths)[entry] if symbols or condition is not None else m
         return Rewriting({**symbols, "n": length, "m": length}, condition)
-    if count > lengths.max(initial=0) > 0 and not cache.are_newest(count):
-        raise ShapeError(
-            f"{count} queries under a formula of i, on a KVCache of {lengths.max(initial=0)} positions",
-            "the queries of the newest append, or of the last positions of every sequence",
-            "append the keys of these queries first; for keys of another sequence use formulas of j alone",
-        )
-    positions = cache.positions(None if cache.are_newest(count) else count)
+    positions = find_positions(cache, count)
     real = positions >= 0
     ends = Table(lengths)[entry]
     if not real.all():  # a query that is padding has no keys
@@ -194,9 +213,61 @@ def find_rewriting(cache: KVCache, count: int, reads_rows: bool, group: int) -> 
     if (positions == np.arange(count))[real].all():
         longest = int(lengths.max(initial=1))  # a query beyond it is padding, and reads no table outside
         position: Expression = i if count <= longest else apply("minimum", i, max(longest - 1, 0))
-    elif real.all():
+    elif real.all() and (np.diff(positions) == 1).all():
         position = i + Table(positions[:, 0])[entry]
     else:
         position = Table(np.maximum(positions, 0))[entry, i]
     are_last = count == 1 and bool((positions[:, 0] == lengths - 1)[real[:, 0]].all())
     return Rewriting({**symbols, "i": position, "n": ends, "m": ends}, condition, are_last)
+
+
+def find_positions(cache: StoredRows, count: int) -> Any:
+    """Return the positions (B, count) of the queries of a call whose formulas read i; −1 for padding.
+
+    Raise ShapeError if there are more queries than positions.
+    """
+    longest = int(cache.lengths.max(initial=0))
+    if count > longest > 0 and not cache.are_newest(count):
+        raise ShapeError(
+            f"{count} queries under a formula of i, on a KVCache of {longest} positions",
+            "the queries of the newest append, or of the last positions of every sequence",
+            "append the keys of these queries first; for keys of another sequence use formulas of j alone",
+        )
+    return cache.positions(None if cache.are_newest(count) else count)
+
+
+def rewrite_for_prefix(cache: StoredRows, prefix: SharedPrefix, count: int, formulas: Formulas, group: int) -> Formulas:
+    """Return the formulas of a call of `count` queries for the rows of a prefix, which is one of `prefix.parts()`.
+
+    In the call, entry b of the batch is sequence b of the prefix's cache, and row i is a query of one of the sequences
+    that begin with it: query i % count of the sequence number i // count of `prefix.groups()[b]`.
+
+    Parameters
+    ----------
+    formulas : the mask, the score and the statistics for the whole cache
+    group : the number of query heads that share a key head
+    """
+    sequences = np.repeat(prefix.groups(), count, axis=1)  # (B₀, rows)
+    is_real, own = sequences >= 0, np.maximum(sequences, 0)
+    mask, free = formulas.mask, formulas.free_symbols
+    key_position, condition = prefix.cache.key_formulas(group)
+    symbols = {} if key_position is j else {"j": key_position}
+    if "i" in free:
+        positions = find_positions(cache, count)[own, np.arange(own.shape[1]) % count]
+        is_real &= positions >= 0
+        if mask is not None and positions[is_real].min(initial=2**62) >= prefix.cache.max_length - 1:
+            mask = without_later_keys(mask)
+            free = formulas._replace(mask=mask).free_symbols
+        symbols["i"] = Table(np.maximum(positions, 0))[b, i]
+    if not is_real.all():
+        shown = Table(is_real)[b, i]
+        condition = shown if condition is None else shown & condition
+    limits = prefix.lengths[own]
+    if (limits < prefix.cache.lengths[:, None]).any():
+        is_inside = key_position < Table(limits)[b, i]
+        condition = is_inside if condition is None else is_inside & condition
+    if free & {"n", "m"}:
+        symbols["n"] = symbols["m"] = Table(cache.lengths[own])[b, i]
+    if "b" in free:
+        symbols["b"] = Table(own)[b, i]
+    return formulas._replace(mask=mask).rewritten(Rewriting(symbols, condition))

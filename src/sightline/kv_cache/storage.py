@@ -100,6 +100,15 @@ class Storage:
         copied._hold(array[:, :, first:] for array in self._arrays)
         return copied
 
+    def without_rows(self, batch: int) -> Storage:
+        """Return storage for as many heads of `batch` sequences, in the same formats, that has no rows yet."""
+        new = self.copy()
+        new._hold(
+            _allocate(array, (batch, array.shape[1], 0, array.shape[3]), dtype_name(array)) for array in self._arrays
+        )
+        new.squares, new._is_shared, self._is_shared = np.zeros((2, 2)), False, self._is_shared
+        return new
+
     def reserve(self, needed: int, used: int) -> None:
         """Make `needed` rows writable: copy the `used` ones if the arrays are full, or shared with a copy."""
         capacity = self.capacity
@@ -129,6 +138,25 @@ class Storage:
             rows = np.tile(np.arange(rows, rows + key.shape[2]), (len(key), 1))
         parts = zip(self._arrays, (key, value), self.row_formats, strict=True)
         self.squares = self.squares + [write_quantized(*part[:2], rows, part[2]) for part in parts]  # a new array
+
+    def move_rows(self, sources: Any, targets: Any) -> None:
+        """Copy row sources[b, r] to row targets[b, r], for every target that is not −1."""
+        b, r = np.nonzero(targets >= 0)
+        for array in self._arrays:
+            array[b, :, targets[b, r]] = array[b, :, sources[b, r]]
+
+    def append_rows(self, other: Storage, first: Any, counts: Any, used: int) -> None:
+        """Append the first counts[b] rows of other storage, as they are stored, from row first[b] on.
+
+        `used` is the number of rows to keep of this storage.
+        """
+        if len(self._arrays) == 1 < len(other._arrays):
+            self._hold((self.key, _grow(self.value, self.capacity, self.capacity)))
+        self.move(int((first + counts).max(initial=0)), used)
+        rows = np.arange(int(counts.max(initial=0)))
+        targets = np.where(rows < counts[:, None], first[:, None] + rows, -1)
+        for array, own in zip(self._arrays, (other.key, other.value), strict=False):
+            _write(array, own[:, :, : rows.size], targets)
 
     def reorder(self, order: Any, used: int) -> None:
         """Replace sequence b by sequence order[b], of which the first `used` rows are kept."""

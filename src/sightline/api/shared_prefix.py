@@ -1,0 +1,128 @@
+"""Attention on a cache whose sequences share a prefix: the parts of the keys one after another, merged exactly.
+
+The queries of all sequences that share a prefix are rows of one call on it, so the prefix is read once for all of them
+(Juravsky et al., "Hydragen: High-Throughput LLM Inference with Shared Prefixes", arXiv:2402.05099, 2024, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from ..arrays.operations import accumulator, dtype_name, framework, namespace, resolve_dtype
+from ..formula.expression import Expression, Lookup, walk
+from ..kv_cache import KVCache, can_serve
+from ..kv_cache.query_positions import Formulas, rewrite_for_prefix
+from ..kv_cache.shared_prefix import SharedPrefix
+from ..partition.lse_merge import Sums, combine, read_part
+from ..statistics import Statistic, arrays_of
+from ..statistics.per_query import Lse
+
+LSE = Lse()
+Run = Callable[[Any, KVCache, Any, Any, Formulas], tuple[Any, Any]]
+
+
+def can_merge(query: Any, cache: KVCache, formulas: Formulas, dropout: float) -> bool:
+    """True if a call on a cache with a prefix can be merged from calls on its parts.
+
+    The other calls need the rows of each sequence side by side.
+    """
+    stored = cache.rows()[0]
+    return (
+        can_serve(query, cache)
+        and query.ndim == stored.ndim
+        and query.shape[:-3] == stored.shape[:-3]
+        and not dropout
+        and all(one is None or (isinstance(one, Expression) and not _has_pairs(one)) for one in formulas[:2])
+        and all(isinstance(one, Statistic) and one.is_mergeable for one in formulas.statistics)
+    )
+
+
+def _has_pairs(formula: Expression) -> bool:
+    """True if a table of the formula has an entry for each pair, such as an array or a list of blocks."""
+    tables = [node.table for node in walk(formula) if isinstance(node, Lookup)]
+    return any({"i", "j"} <= {axis[0] for axis in table.axes or () if axis} for table in tables)
+
+
+def attend_in_parts(
+    query: Any, cache: KVCache, formulas: Formulas, sinks: Any, run: Run
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return the output and the statistics of attention on a cache with a prefix.
+
+    `run(query, cache, key, value, formulas)` returns those of a call on arrays (B, H, n, d) that `cache` stores.
+    """
+    squeezed = query.ndim
+    query = query if squeezed == 4 else query[:, None] if squeezed == 3 else query[None, None]
+    asked = formulas._replace(statistics=(LSE, *formulas.statistics))
+    assert cache.prefix is not None
+    parts = [_attend_to_prefix(query, cache, prefix, asked, run) for prefix in cache.prefix.parts()]
+    key, value = cache.stored_rows()
+    if key.shape[2]:
+        rewriting = cache.rewriting(query.shape[2], "i" in asked.free_symbols, query.shape[1])
+        found = run(query, cache, key, value, asked.rewritten(rewriting))
+        parts.append(_read(*found, cache.prefix.row_counts))
+    merged = _merge(parts, formulas.statistics, sinks)
+    output = namespace(query).astype(merged.output, query.dtype)
+    arrays = [output, *[array for own in merged.seen for array in own]]
+    output, *arrays = [x if squeezed == 4 else x[:, 0] if squeezed == 3 else x[0, 0] for x in arrays]
+    seen = [
+        one.build_result([arrays.pop(0) for _ in own])
+        for one, own in zip(formulas.statistics, merged.seen, strict=True)
+    ]
+    return output, tuple(seen)
+
+
+def _attend_to_prefix(query: Any, cache: KVCache, prefix: SharedPrefix, asked: Formulas, run: Run) -> Sums:
+    """Return the sums over the rows of one prefix; the queries that share a sequence of it are rows of one call."""
+    xp, (B, H, n, d) = namespace(query), query.shape
+    groups = prefix.groups()
+    key, value = prefix.cache.stored_rows()
+    rewritten = rewrite_for_prefix(cache, prefix, n, asked, H // key.shape[1])
+    grouped = _take(query, groups.ravel()).reshape(*groups.shape, H, n, d)
+    rows = xp.permute_dims(grouped, (0, 2, 1, 3, 4)).reshape(len(groups), H, -1, d)
+    output, seen = run(rows, prefix.cache, key, value, rewritten)
+    places = np.zeros(B, np.int64)
+    places[groups[groups >= 0]] = np.flatnonzero(groups >= 0)
+
+    def ungroup(array: Any) -> Any:
+        split = array.reshape(len(groups), H, -1, n, *array.shape[3:])
+        order = (0, 2, 1, *range(3, split.ndim))
+        return _take(xp.permute_dims(split, order).reshape(-1, H, n, *array.shape[3:]), places)
+
+    results = [type(one)(*map(ungroup, one)) if isinstance(one, tuple) else ungroup(one) for one in seen]
+    return _read(ungroup(output), results, prefix.row_counts - prefix.own_row_counts)
+
+
+def _take(array: Any, indices: Any) -> Any:
+    """Return the entries of the first axis; the array itself if these are all of them in order."""
+    return array if (indices.size == len(array) and (indices == np.arange(len(array))).all()) else array[indices]
+
+
+def _read(output: Any, seen: Any, first_rows: Any) -> Sums:
+    """Return the sums of a part whose first row is row first_rows[b] of sequence b. The first statistic is lse."""
+    lse, *others = seen
+    xp = namespace(output)
+    place = {"device": output.device} if framework(output) == "torch" else {}
+
+    def shift(result: Any) -> Any:
+        array, *keys = arrays_of(result)
+        first = [xp.asarray(first_rows.reshape(-1, *[1] * (key.ndim - 1)), **place) for key in keys]
+        return array, *[xp.where(key < 0, key, key + rows) for key, rows in zip(keys, first, strict=True)]
+
+    wide = xp.astype(output, resolve_dtype(xp, accumulator(dtype_name(output))))
+    return read_part(wide, lse, [shift(one) for one in others], 0)
+
+
+def _merge(parts: Sequence[Sums], see: Sequence[Statistic], sinks: Any) -> Sums:
+    """Return the sums over all keys. A sink adds its weight to the total alone."""
+    xp = namespace(parts[0].output)
+    shifts = [part.shift.detach() if hasattr(part.shift, "detach") else part.shift for part in parts]
+    with np.errstate(all="ignore"):  # ∞ and NaN in the parts propagate without warnings
+        merged = combine(parts, see, normalize=True, shift=reduce(xp.maximum, shifts))
+        if sinks is None:
+            return merged
+        lse = xp.logaddexp(merged.shift, xp.astype(sinks, merged.shift.dtype)[:, None])
+        return combine([merged], see, shift=lse)

@@ -1,0 +1,78 @@
+"""Positions that several sequences of a cache share: they are stored once, in a cache that does not change any more."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+MIN_SHARED_ROWS = 64  # fewer rows are copied by `KVCache.fork`, because a part of the keys costs a call of its own
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """The first positions of the sequences of a cache, stored in another cache.
+
+    Attributes
+    ----------
+    cache : KVCache, which may have a prefix of its own
+    owners : (B,) int64, the sequence of `cache` that a sequence begins with
+    lengths : (B,) int64, how many positions of it a sequence has
+    """
+
+    cache: KVCache
+    owners: Any
+    lengths: Any
+
+    @property
+    def own_row_counts(self) -> Any:
+        """(B,) int64: the number of rows of `cache` itself that a sequence has."""
+        return self.cache.count_rows(self.owners, self.lengths)
+
+    @property
+    def row_counts(self) -> Any:
+        """(B,) int64: the number of rows of all parts that a sequence has."""
+        return np.sum([part.own_row_counts for part in self.parts()], axis=0)
+
+    def truncated(self, lengths: Any) -> SharedPrefix | None:
+        """Return the prefix of sequences of these lengths; None if no position is left."""
+        lengths = np.minimum(self.lengths, lengths)
+        return replace(self, lengths=lengths) if lengths.any() else None
+
+    def reordered(self, order: Any) -> SharedPrefix | None:
+        """Return the prefix with sequence order[b] in place of sequence b.
+
+        If most sequences of the prefix have no owner any more, the others are copied, so that memory is freed.
+        """
+        owners, lengths = self.owners[order], self.lengths[order]
+        used, numbers = np.unique(owners, return_inverse=True)
+        if not lengths.any():
+            return None
+        if 2 * used.size > len(self.cache.lengths):
+            return SharedPrefix(self.cache, owners, lengths)
+        remaining = copy.deepcopy(self.cache)
+        remaining.reorder(used)
+        return SharedPrefix(remaining, numbers, lengths)
+
+    def parts(self) -> list[SharedPrefix]:
+        """Return this prefix, and those before it, as prefixes of the same sequences. Each has rows of its own."""
+        before = self.cache.prefix
+        if before is None:
+            return [self]
+        earlier = SharedPrefix(
+            before.cache, before.owners[self.owners], np.minimum(before.lengths[self.owners], self.lengths)
+        )
+        return [self, *earlier.parts()]
+
+    def groups(self) -> Any:
+        """Return the sequences that begin with each sequence of the prefix's cache, (B₀, C), −1 behind the last."""
+        counts = np.bincount(self.owners, minlength=len(self.cache.lengths))
+        found = np.full((counts.size, counts.max(initial=0)), -1)
+        order = np.argsort(self.owners, kind="stable")
+        found[np.arange(found.shape[1]) < counts[:, None]] = order
+        return found

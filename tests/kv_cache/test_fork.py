@@ -1,0 +1,330 @@
+"""Sequences that share a prefix, and trees of drafts; `test_keep.py` draws sequences of all operations."""
+
+import copy
+import gc
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from fault_planting import broken
+from quantized_rows import PAIR
+from sightline import KVCache, b, h, i, j, n, s
+from sightline.api import functions, shared_prefix
+from sightline.arrays.operations import to_numpy
+from sightline.errors import ParameterError, ShapeError
+from sightline.kv_cache import cache as cache_module
+from sightline.kv_cache import draft_tree, query_positions, stored_rows
+from sightline.kv_cache import shared_prefix as prefix_module
+
+H, G, D = 4, 2, 32
+TABLE = np.linspace(-2, 2, H * 400).reshape(H, 400).astype(np.float32)
+CALLS = {
+    "none": {},
+    "causal": {"mask": sightline.causal()},
+    "window": {"mask": sightline.causal() & sightline.window(50)},
+    "first keys": {"mask": j < 80},
+    "sequences and heads": {"mask": (i >= j) & ((j + h + b) % 3 != 0)},
+    "length": {"mask": j < n - 3, "score": s + sightline.table(TABLE)[h, i - j]},
+    "sinks": {"mask": i >= j, "sinks": np.linspace(-1, 3, H).astype(np.float32)},
+    "a scale": {"scale": 0.3},
+}
+SEE = [sightline.lse(), sightline.entropy(), sightline.max_score(), sightline.mass(j < 90), sightline.top_k(3)]
+
+
+def drawn(rng, kind, batch, heads, count, dtype="float32"):
+    array = rng.normal(size=(batch, heads, count, D)).astype(np.float32)
+    return torch.from_numpy(array).to(getattr(torch, dtype)) if kind == "torch" else array
+
+
+def forked(rng, kind="numpy", lengths=(150, 110), dtype=None, given="float32"):
+    """Return a cache of five sequences in two prompts, the last two of which share a longer prefix."""
+    cache = KVCache(dtype=dtype)
+    new = drawn(rng, kind, 2, G, 150, given), drawn(rng, kind, 2, G, 150, given)
+    cache.append(*new, lengths=list(lengths))
+    cache.fork([2, 1])
+    cache.append(drawn(rng, kind, 3, G, 70, given), drawn(rng, kind, 3, G, 70, given))
+    cache.fork([1, 1, 3])
+    cache.append(drawn(rng, kind, 5, G, 2, given), drawn(rng, kind, 5, G, 2, given))
+    return cache
+
+
+def flat(answer):
+    output, seen = answer
+    arrays = [output, *(array for one in seen for array in (one if isinstance(one, tuple) else (one,)))]
+    return [to_numpy(array).astype(np.float64) for array in arrays]
+
+
+def check_calls(cache, rng, kind="numpy", given="float32", calls=CALLS, atol=3e-6):
+    """Compare calls on a cache with calls on copies of its rows."""
+    copied = cache.joined()
+    assert copied.prefix is None
+    assert cache.prefix is not None
+    for count in (2, 1):
+        query = drawn(rng, kind, 5, H, count, given)
+        for name in calls:
+            options = dict(CALLS[name])
+            if "sinks" in options and kind == "torch":
+                options["sinks"] = torch.from_numpy(options["sinks"])
+            found, expected = (flat(sightline.attention(query, x, **options, see=SEE)) for x in (cache, copied))
+            for one, other in zip(found, expected, strict=True):
+                assert np.allclose(one, other, rtol=0, atol=atol), (name, count)
+
+
+@pytest.mark.parametrize("lengths", [(150, 150), (150, 110)], ids=["equal", "ragged"])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_calls_on_shared_prefixes(rng, kind, lengths):
+    check_calls(forked(rng, kind, lengths), rng, kind)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn", PAIR])
+def test_quantized_prefixes(rng, dtype):
+    check_calls(forked(rng, dtype=dtype), rng, atol=2e-5)
+
+
+def test_bfloat16_prefixes(rng):
+    check_calls(forked(rng, "torch", given="bfloat16"), rng, "torch", "bfloat16", ["none", "window"], atol=2e-2)
+
+
+@pytest.mark.parametrize("kernel", ["streaming", "reference"])
+def test_every_kernel_reads_a_prefix(rng, kernel):
+    cache, query = forked(rng), drawn(rng, "numpy", 5, H, 1)
+    found = sightline.attention(query, cache, mask=sightline.window(90), kernel=kernel)
+    assert np.allclose(found, sightline.attention(query, cache, mask=sightline.window(90)), atol=3e-6)
+
+
+def test_calls_that_need_the_rows_of_a_sequence_side_by_side(rng):
+    cache, query = forked(rng, "torch"), drawn(rng, "torch", 5, H, 1)
+    copied = cache.joined()
+    hidden = torch.from_numpy(rng.random((5, H, 1, copied.key.shape[2])) < 0.5)
+    for options in (
+        {"see": [sightline.received()]},
+        {"mask": hidden, "see": [sightline.lse()]},
+        {"dropout": 0.3, "seed": 4, "see": [sightline.lse()]},
+        {"mask": sightline.blocks(np.array([[[[0, 2]]]]), size=64), "see": [sightline.lse()]},
+    ):
+        found, expected = (flat(sightline.attention(query, x, **options)) for x in (cache, copied))
+        assert all(map(np.array_equal, found, expected))
+    assert torch.equal(cache.key, copied.key)
+    assert np.array_equal(cache.key_positions, copied.key_positions)
+    assert sightline.explain(query, cache).kernel == "cpu"
+    assert cache.last(9).prefix is None
+
+
+def test_a_prefix_takes_its_memory_once(rng):
+    cache = KVCache()
+    cache.append(*(drawn(rng, "numpy", 1, G, 1000) for _ in "kv"))
+    stored, one = cache.nbytes, cache.key
+    cache.fork(32)
+    cache.append(*(drawn(rng, "numpy", 32, G, 1) for _ in "kv"))
+    assert cache.nbytes <= stored * 1.1
+    assert len(cache.lengths) == 32
+    assert cache.capacity >= 1001
+    assert np.shares_memory(cache.prefix.cache.key, one)
+    assert "1,000 are shared" in repr(cache)
+
+
+def test_copies_and_branches_are_independent(rng):
+    cache = forked(rng)
+    query, before = drawn(rng, "numpy", 5, H, 1), cache.joined().key.copy()
+    other = copy.deepcopy(cache)
+    other.append(*(drawn(rng, "numpy", 5, G, 1) for _ in "kv"))
+    other.reorder([4, 4, 0])
+    other.truncate(60)
+    assert np.array_equal(cache.joined().key, before)
+    same = copy.deepcopy(cache)
+    assert np.array_equal(sightline.attention(query, same), sightline.attention(query, cache))
+
+
+def test_sequences_without_owner_free_their_memory(rng):
+    cache = KVCache()
+    cache.append(*(drawn(rng, "numpy", 8, G, 200) for _ in "kv"))
+    cache.fork(2)
+    shared = cache.nbytes
+    cache.reorder([0, 1, 2])
+    assert cache.nbytes < shared / 3
+    cache.truncate(0)
+    assert cache.prefix is None
+
+
+def test_the_query_has_its_gradient(rng):
+    cache = forked(rng, "torch")
+    query = drawn(rng, "torch", 5, H, 1)
+    found = []
+    for one in (cache, cache.joined()):
+        leaf = query.clone().requires_grad_()
+        output, (lse,) = sightline.attention(leaf, one, mask=sightline.causal(), see=[sightline.lse()])
+        (output.square().sum() + lse.sum()).backward()
+        found.append(leaf.grad)
+    assert torch.allclose(*found, atol=1e-5)
+
+
+def test_ten_thousand_operations_leave_nothing_behind(rng):
+    cache, random = KVCache(), np.random.default_rng(5)
+    new = drawn(rng, "numpy", 1, G, 80)
+    operations = 0
+
+    def run(limit):
+        nonlocal operations
+        while operations < limit:
+            cache.reset()
+            cache.reorder([0]) if len(cache.lengths) > 1 else None
+            cache.append(new, new)
+            for _ in range(6):
+                cache.fork(random.integers(1, 3, len(cache.lengths)))
+                cache.reorder(np.arange(min(len(cache.lengths), 4)))
+                step = np.broadcast_to(new[:, :, :70], (len(cache.lengths), G, 70, D))
+                cache.append(step, step)
+                cache.truncate(random.integers(1, 500, len(cache.lengths)))
+                operations += 4
+        cache.reset()
+        gc.collect()
+
+    run(1000)
+    tracemalloc.start()
+    first = tracemalloc.get_traced_memory()[0]
+    run(10000)
+    assert tracemalloc.get_traced_memory()[0] - first < 1 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda cache: cache.fork([1, 2]), ShapeError, "one for each of 5"),
+        (lambda cache: cache.fork(-1), ShapeError, "whole number"),
+        (lambda cache: cache.fork(1.5), ShapeError, "whole number"),
+        (lambda cache: KVCache().fork(2), ParameterError, "append"),
+        (lambda cache: cache.accept([0]), ParameterError, "without drafts"),
+    ],
+)
+def test_what_fork_refuses(rng, call, error, says):
+    cache = forked(rng)
+    before = cache.lengths
+    with pytest.raises(error, match=says):
+        call(cache)
+    assert np.array_equal(cache.lengths, before)
+
+
+@pytest.mark.parametrize(
+    ("parents", "error"),
+    [([0, -1, 1], ParameterError), ([-1, -2, 0], ParameterError), ([-1, 2, 0], ParameterError), ([-1, 0], ShapeError)],
+)
+def test_parents_that_are_no_tree(rng, parents, error):
+    cache, new = forked(rng), drawn(rng, "numpy", 5, G, 3)
+    before = cache.lengths
+    with pytest.raises(error):
+        cache.append(new, new, parents=parents)
+    with pytest.raises(ParameterError, match="lengths and parents"):
+        cache.append(new, new, [1] * 5, parents=[-1, 0, 1])
+    assert np.array_equal(cache.lengths, before)
+    cache.append(new, new)
+
+
+def test_drafts_wait_for_accept(rng):
+    cache, new = forked(rng), drawn(rng, "numpy", 5, G, 3)
+    cache.append(new, new, parents=[-1, 0, 0])
+    for path in ([1], [0, 0], [0, 3], [0, -1, 1], [[0]] * 4, [0.5]):
+        with pytest.raises((ParameterError, ShapeError)):
+            cache.accept(path)
+    for change in (
+        lambda: cache.append(new, new),
+        lambda: cache.truncate(3),
+        lambda: cache.fork(2),
+        lambda: cache.last(1),
+    ):
+        with pytest.raises(ParameterError, match="accept"):
+            change()
+    with pytest.raises(ShapeError, match="one query for each draft"):
+        sightline.attention(drawn(rng, "numpy", 5, H, 1), cache)
+    before = cache.lengths
+    cache.accept([0, 2])
+    assert np.array_equal(cache.lengths, before)
+    cache.append(new, new, parents=np.tile([-1, -1, 1], (5, 1)))
+    cache.accept([])
+    assert np.array_equal(cache.lengths, before)
+
+
+def test_a_table_is_read_at_the_positions_of_drafts(rng):
+    cache, new = KVCache(), drawn(rng, "numpy", 1, G, 4)
+    cache.append(new, new)
+    cache.append(new[:, :, :3], new[:, :, :3], parents=[-1, 0, -1])
+    score = s + sightline.table(np.array([0.0, 1, 2, 3, 40, 50]))[j] + 0 * i
+    _output, (keys,) = sightline.attention(drawn(rng, "numpy", 1, H, 3), cache, score=score, see=[sightline.top_k(1)])
+    assert keys.where[0, 0, :, 0].tolist() == [4, 5, 6]  # the row of each draft, at the positions 4, 5 and 4
+
+
+FAULTS = {
+    "a branch missed": (prefix_module, "order = np.argsort(self.owners", "order = 0 * np.argsort(self.owners"),
+    "the limit of a prefix ignored": (query_positions, "(limits < prefix.cache.lengths[:, None]).any()", "False"),
+    "b of the prefix for that of the call": (query_positions, 'if "b" in free:', "if False:"),
+    "the position of another branch": (query_positions, "[own, np.arange(own.shape[1]) % count]", "[0 * own, 0]"),
+    "an ancestor missed": (draft_tree, "False, found[entries, parent])", "False, False)"),
+    "a sibling seen": (draft_tree, "found[:, draft, draft] = True", "found[:, draft, : draft + 1] = True"),
+    "a path taken as it stands": (cache_module, "storage.move_rows(first + found,", "storage.move_rows(first + steps,"),
+    "a sink counted twice": (shared_prefix, "xp.logaddexp(merged.shift, ", "2 * xp.logaddexp(merged.shift, "),
+    "the first row of a part": (shared_prefix, "key, key + rows)", "key, key + 0 * rows)"),
+    "rows shared after a write": (stored_rows, "self._storage and self._storage.copy()", "self._storage"),
+}
+
+
+def check_branches():
+    """Branches against the same appends on copies, then drafts against appends of their paths."""
+    rng = np.random.default_rng(7)
+    prompt, step = (drawn(rng, "numpy", 2, G, 150) for _ in "kv"), [drawn(rng, "numpy", 4, G, 3) for _ in "kv"]
+    cache, plain = KVCache(), KVCache()
+    for one, new in zip((cache, plain), [list(prompt)] * 2, strict=True):
+        one.append(*new, lengths=[150, 120])
+    cache.fork(2)
+    plain.reorder([0, 0, 1, 1])
+    other = copy.deepcopy(cache)
+    other.append(*(x[:, :, ::-1] for x in step))
+    before = other.joined().key
+    for one in (cache, plain):
+        one.append(*step)
+        one.truncate([151, 100, 123, 90])
+        one.append(*step)
+    assert np.array_equal(other.joined().key, before)
+    query = drawn(rng, "numpy", 4, H, 3)
+    for name in CALLS:
+        found, expected = (flat(sightline.attention(query, x, **CALLS[name], see=SEE)) for x in (cache, plain))
+        for one, other in zip(found, expected, strict=True):
+            assert np.allclose(one, other, rtol=0, atol=3e-6), name
+    parents = [-1, 0, 0]
+    cache.append(*step, parents=parents)
+    drafts = sightline.attention(query, cache)
+    for draft, path in enumerate(([0], [0, 1], [0, 2])):
+        branch = copy.deepcopy(plain)
+        branch.append(*(x[:, :, path] for x in step))
+        expected = sightline.attention(query[:, :, draft : draft + 1], branch)
+        assert np.allclose(drafts[:, :, draft : draft + 1], expected, atol=3e-6), draft
+    cache.accept([0, 2])
+    plain.append(*(x[:, :, [0, 2]] for x in step))
+    assert np.array_equal(cache.joined().key[0], plain.key[0])
+
+
+def test_branches_and_drafts():
+    check_branches()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_found(fault, monkeypatch):
+    module, before, after = FAULTS[fault]
+    faulty = broken(module, before, after)
+    if module is prefix_module:
+        monkeypatch.setattr(cache_module, "SharedPrefix", faulty.SharedPrefix)
+    elif module is query_positions:
+        monkeypatch.setattr(shared_prefix, "rewrite_for_prefix", faulty.rewrite_for_prefix)
+    elif module is draft_tree:
+        monkeypatch.setattr(cache_module, "DraftTree", faulty.DraftTree)
+    elif module is stored_rows:
+        monkeypatch.setattr(stored_rows.StoredRows, "__deepcopy__", faulty.StoredRows.__deepcopy__)
+    elif module is cache_module:
+        for method in ("accept", "fork"):
+            monkeypatch.setattr(KVCache, method, getattr(faulty.KVCache, method))
+    else:
+        monkeypatch.setattr(functions, "attend_in_parts", faulty.attend_in_parts)
+    with pytest.raises(AssertionError):
+        check_branches()
