@@ -365,6 +365,28 @@ def test_copies_of_a_prompt_share_its_keys_and_are_independent(with_config):
             assert torch.equal(layer.values, values)
 
 
+@pytest.mark.parametrize("with_config", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "GPT-OSS"])
+def test_forks_of_a_prompt_generate_as_copies(name, with_config, monkeypatch):
+    monkeypatch.setattr("sightline.kv_cache.cache.MIN_SHARED_ROWS", 1)
+    model, inputs = make_decoder(name)
+    found = []
+    for kind in (Cache, DynamicCache):
+        cache = kind(config=model.config) if with_config else kind()
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache)
+        if kind is Cache:
+            cache.fork([1, 0, 3])
+            assert any(layer.cache.prefix for layer in cache.layers)
+        else:
+            cache.reorder_cache(torch.tensor([0, 2, 2, 2]))
+        mask = inputs["attention_mask"][[0, 2, 2, 2]]
+        ids = torch.cat([inputs["input_ids"][[0, 2, 2, 2]], torch.tensor([[5], [6], [7], [8]])], 1)
+        padded = {"input_ids": ids, "attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1)}
+        found.append(generate(model, padded, cache)["sequences"])
+    assert torch.equal(*found)
+
+
 def test_threads_continue_one_prompt():
     model, inputs = make_decoder("Mistral")
     cache = Cache(config=model.config)

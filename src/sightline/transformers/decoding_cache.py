@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -114,6 +115,19 @@ class Cache(DynamicCache):  # type: ignore[misc]
         keys, values = super().update(key_states, value_states, layer_idx, *arguments, **options)
         return keys, values
 
+    def fork(self, counts: int | Sequence[int]) -> None:
+        """Replace sequence b by counts[b] sequences, one number for all, that share what is stored.
+
+        The prompt of many texts is so computed, stored and read once; see `KVCache.fork`. The model needs
+        `attn_implementation="sightline"`. Layers with a sliding window, and those of other kinds, copy what they store.
+        """
+        batch = next((len(layer.keys) for layer in self.layers if getattr(layer, "keys", None) is not None), 0)
+        for layer in self.layers:
+            if isinstance(layer, FullLayer) and layer.is_initialized:
+                layer.fork(counts)
+            elif layer.is_initialized:
+                layer.reorder_cache(_owners(batch, counts))
+
     def get_conv_state(self, layer_idx: int, *arguments: Any, **options: Any) -> Tensor | None:
         """Return the state of a convolution, which a layer with linear attention reads before all others."""
         if self.layer_class_to_replicate is not None:
@@ -143,6 +157,11 @@ class Cache(DynamicCache):  # type: ignore[misc]
 
 def _needs_config(given: str) -> ParameterError:
     return ParameterError(given, "the configuration of the model that uses the cache", "Cache(config=model.config)")
+
+
+def _owners(batch: int, counts: int | Sequence[int]) -> Tensor:
+    """Return the sequence that each sequence begins with after a fork."""
+    return torch.arange(batch).repeat_interleave(torch.as_tensor(counts))
 
 
 def _full_layer(dtype: str | tuple[str, str] | None, evict: Policy | None) -> FullLayer:
@@ -234,6 +253,12 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
             self.cache.reorder(beam_idx)
             self._set_views()
 
+    def fork(self, counts: int | Sequence[int]) -> None:
+        """Replace sequence b by counts[b] sequences that share what is stored."""
+        self.cache.fork(counts)
+        self._has_own_dtype &= self.cache.prefix is None  # attention of this library reads the parts
+        self._set_views()
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
         if self.get_seq_length() > 0:
@@ -314,6 +339,12 @@ class EvictingLayer(FullLayer):
         if self._sum is not None:
             self._sum = self._sum[beam_idx.cpu().numpy()]
 
+    def fork(self, counts: int | Sequence[int]) -> None:
+        """Replace sequence b by counts[b] sequences that share what is stored."""
+        super().fork(counts)
+        if self._sum is not None:
+            self._sum = np.repeat(self._sum, counts, axis=0)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Raise, as evicted keys do not come back; drafts of assisted decoding need all keys."""
         if tokens_to_remove:
@@ -367,6 +398,10 @@ class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
         super().crop(tokens_to_remove)
         self.cumulative_length -= removed
         self._drop_earlier()
+
+    def fork(self, counts: int | Sequence[int]) -> None:
+        """Replace sequence b by counts[b] copies."""
+        self.reorder_cache(_owners(len(self.keys), counts))
 
     def _set_views(self) -> None:
         count = self.cache.max_length if self.record_past else self.sliding_window - 1
