@@ -149,6 +149,21 @@ def test_sequences_without_owner_free_their_memory(rng):
     assert cache.prefix is None
 
 
+@pytest.mark.parametrize("capacity", [0, 300])
+def test_unused_storage_is_freed(rng, capacity):
+    cache, new = KVCache(capacity=capacity), drawn(rng, "numpy", 2, G, 2000)
+    cache.append(new, new)
+    view, full = cache.key, cache.nbytes
+    cache.truncate([1900, 100])
+    assert cache.nbytes == full
+    cache.truncate([150, 90])
+    assert cache.capacity == max(187, capacity)
+    assert np.array_equal(cache.key[0], new[0, :, :150])
+    assert np.array_equal(view, new)
+    cache.reset()
+    assert cache.capacity == (capacity or 187)
+
+
 def test_the_query_has_its_gradient(rng):
     cache = forked(rng, "torch")
     query = drawn(rng, "torch", 5, H, 1)

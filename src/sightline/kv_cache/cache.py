@@ -325,6 +325,8 @@ class KVCache(StoredRows):
     def truncate(self, lengths: Any) -> None:
         """Shorten every sequence to at most so many positions, as after rejected drafts of speculative decoding.
 
+        If less than a quarter of large storage is left in use, the rest is freed.
+
         Parameters
         ----------
         lengths : int or (B,) integers ≥ 0
@@ -348,6 +350,8 @@ class KVCache(StoredRows):
         self.prefix = self.prefix and self.prefix.truncated(new_lengths)
         self._set_kept(None if self._kept is None else self._kept.truncated(new_lengths))
         self._set_lengths(new_lengths, np.where(newest < new_lengths[:, None], newest, -1))
+        if self._storage is not None:
+            self._storage.release(self._num_rows, self._min_capacity)
 
     def reorder(self, indices: Any) -> None:
         """Replace sequence b by sequence indices[b], as beam search does. Sequences that stay in place are not copied.
@@ -483,7 +487,7 @@ class KVCache(StoredRows):
         return found
 
     def reset(self) -> None:
-        """Remove every position, but not the storage."""
+        """Remove every position, and free large storage beyond the cache's first `capacity`."""
         self.prefix = self._drafts = None
         self._set_kept(None)
         self.truncate(0)

@@ -117,6 +117,12 @@ class Storage:
         elif self._is_shared:
             self.move(capacity, used)
 
+    def release(self, used: int, least: int) -> None:
+        """Free the rows that are not used, if these are most of large storage. At least `least` rows stay."""
+        needed = max(used + used // LARGE_SHARE, least)
+        if self.capacity > max(LARGE_SHARE * needed, DOUBLING):
+            self.move(needed, used)
+
     def move(self, capacity: int, used: int) -> None:
         """Copy the first `used` rows to new arrays of this capacity."""
         self._hold([_grow(array, capacity, used) for array in self._arrays])

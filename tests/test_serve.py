@@ -1,0 +1,178 @@
+"""The serving example: its tokens are those of `generate`, and what clients meet over HTTP."""
+
+import copy
+import http.client
+import json
+import queue
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+FOLDER = Path(__file__).parents[1] / "examples"
+SYSTEM = "Speak the truth, and speak it plainly; if you do not know it, then say that you do not know it."
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8."""
+
+    chat_template = None
+
+    def __call__(self, text, **_):
+        return type("Encoding", (), {"input_ids": list(text.encode())})
+
+    def decode(self, ids, **_):
+        return bytes(one % 256 for one in ids).decode(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def serve():
+    sys.path.insert(0, str(FOLDER))
+    import serve
+
+    yield serve
+    sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    config = transformers.MistralConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=60,
+        eos_token_id=255,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def make_engine(serve, model, **options):
+    return serve.Engine(copy.deepcopy(model), Bytes(), **{"dtype": None, "memory": 10**8, "system": SYSTEM, **options})
+
+
+def expected(model, ids, count):
+    model.set_attn_implementation("sdpa")
+    found = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
+    return found[: found.index(255)] if 255 in found else found
+
+
+def collect(tokens):
+    return list(iter(tokens.get, None))
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["with the system prompt", "without"])
+def test_requests_that_join_and_leave_generate_as_alone(serve, model, begins):
+    prefix = list((SYSTEM + "\n").encode()) if begins else []
+    prompts = [prefix + list(text.encode()) for text in ("a", "What is a whale? " * 30, "Tell me more.", "b" * 77)]
+    counts = [30, 12, 1, 21]
+    wanted = [expected(model, ids, count) for ids, count in zip(prompts, counts, strict=True)]
+    engine = make_engine(serve, model)
+    before, answers = engine.reserved, []
+    for ids, count in zip(prompts, counts, strict=True):
+        answers.append(queue.Queue())
+        request = engine.submit(ids, count, 0.0, answers[-1].put)
+        assert (request.computed > 0) == begins
+        assert (request.caches[0].prefix is not None) == begins
+        time.sleep(0.01)
+    assert [collect(tokens) for tokens in answers] == wanted
+    assert engine.reserved == before
+    assert not engine.running
+
+
+def test_quantized_caches_take_a_quarter_of_the_memory(serve, model):
+    engines = [make_engine(serve, model, dtype=dtype) for dtype in (None, "int8")]
+    assert engines[1].bytes_per_token < 0.3 * engines[0].bytes_per_token
+    tokens = queue.Queue()
+    engines[1].submit(list(b"Hello"), 5, 0.7, tokens.put)
+    assert 0 <= len(collect(tokens)) <= 5
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(serve, model):
+    engine = make_engine(serve, model, memory=2_000_000)
+    found = uvicorn.Server(uvicorn.Config(serve.make_app(engine), port=0, log_level="error"))
+    thread = threading.Thread(target=found.run, daemon=True)
+    thread.start()
+    while not found.started:
+        time.sleep(0.01)
+    yield engine, found.servers[0].sockets[0].getsockname()[1]
+    found.should_exit = True
+    thread.join(10)
+
+
+@contextmanager
+def post(port, path, body):
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request("POST", path, body if isinstance(body, str) else json.dumps(body))
+        with connection.getresponse() as response:
+            yield response
+
+
+def read(port, path, body):
+    """Return the status, the headers and the body of the answer."""
+    with post(port, path, body) as response:
+        return response.status, response.headers, response.read().decode()
+
+
+def test_a_completion_and_a_streamed_one_have_the_same_text(server, model):
+    _engine, port = server
+    body = {"prompt": "Once upon a time", "max_tokens": 20}
+    whole = json.loads(read(port, "/v1/completions", body)[2])["choices"][0]["text"]
+    assert whole == Bytes().decode(expected(model, list(b"Once upon a time"), 20)).rstrip("\N{REPLACEMENT CHARACTER}")
+    events = read(port, "/v1/completions", body | {"stream": True})[2].split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    pieces = [json.loads(one.removeprefix("data: "))["choices"][0]["text"] for one in events[:-2]]
+    assert "".join(pieces) == whole
+
+
+def test_a_conversation_begins_with_the_system_prompt(server, model):
+    _engine, port = server
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9}
+    found = json.loads(read(port, "/v1/chat/completions", body)[2])["choices"][0]["message"]
+    text = Bytes().decode(expected(model, list(f"{SYSTEM}\nHello\n".encode()), 9))
+    assert found == {"role": "assistant", "content": text.rstrip("\N{REPLACEMENT CHARACTER}")}
+
+
+def test_beyond_the_memory_a_client_gets_503(server):
+    _engine, port = server
+    status, headers, text = read(port, "/v1/completions", {"prompt": "x" * 900, "max_tokens": 4000})
+    assert (status, headers["Retry-After"]) == (503, "5")
+    assert "--memory" in json.loads(text)["error"]["message"]
+    assert read(port, "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize("body", ["no JSON", "{}", '{"prompt": 3}', '{"prompt": "a", "max_tokens": "many"}'])
+def test_bad_requests(server, body):
+    assert read(server[1], "/v1/completions", body)[0] == 400
+
+
+def test_a_client_that_goes_away_leaves_the_batch(server):
+    engine, port = server
+    before = engine.reserved
+    body = {"prompt": "long", "max_tokens": 1500, "stream": True, "temperature": 1.5}
+    with post(port, "/v1/completions", body) as response:
+        response.fp.readline()
+        assert engine.reserved > before
+    deadline = time.monotonic() + 20
+    while engine.reserved > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engine.reserved == before
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request("GET", "/status")
+        status = json.load(connection.getresponse())
+    assert (status["running"], status["cache_bytes_limit"]) == (0, 2_000_000)
