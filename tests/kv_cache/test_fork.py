@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import threading
+import time
 import tracemalloc
 
 import numpy as np
@@ -203,6 +205,41 @@ def test_ten_thousand_operations_leave_nothing_behind(rng):
     run(10000)
     assert tracemalloc.get_traced_memory()[0] - first < 1 << 20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("change", ["keep", "fork", "append"])
+def test_a_thread_attends_to_the_cache_before_a_change_or_after_it(rng, change):
+    prompt = [drawn(rng, "numpy", 1, G, 400) for _ in "kv"]
+    query, kept = drawn(rng, "numpy", 1, H, 1), np.arange(0, 400, 3)[None, None]
+    score = s + sightline.table(rng.normal(size=500))[j]  # another result if rows are read as other positions
+
+    def changed(cache):
+        if change == "append":
+            cache.append(*(x[:, :, :9] for x in prompt))
+        else:
+            cache.keep(kept) if change == "keep" else cache.fork([1])
+
+    caches = [KVCache() for _ in range(150)]
+    for cache in caches:
+        cache.append(*prompt)
+    allowed = [sightline.attention(query, caches[0], score=score)]
+    changed(caches[0])
+    allowed.append(sightline.attention(query, caches[0], score=score))
+    stop, found = threading.Event(), []
+
+    def attend():
+        while not stop.is_set():
+            for cache in caches[-20:] + caches[1:]:
+                found.append(sightline.attention(query, cache, score=score))
+
+    thread = threading.Thread(target=attend)
+    thread.start()
+    for cache in caches[1:]:
+        changed(cache)
+        time.sleep(0.0003)
+    stop.set()
+    thread.join()
+    assert all(min(np.abs(one - x).max() for x in allowed) < 3e-6 for one in found)
 
 
 @pytest.mark.parametrize(

@@ -384,7 +384,7 @@ def test_an_append_during_attention_is_not_partly_read(rng, monkeypatch):
 
     def meanwhile(self, length):
         if waiting and waiting.pop():
-            self.append(key[:, :, 5:], value[:, :, 5:])
+            cache.append(key[:, :, 5:], value[:, :, 5:])
         return view(self, length)
 
     monkeypatch.setattr(KVCache, "_view", meanwhile)

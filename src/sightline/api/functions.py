@@ -163,6 +163,8 @@ def attend(
         see = (see,)
     if scale is not None and getattr(scale, "requires_grad", False) and not is_compiling():
         score, scale = fold_scale(score, scale)
+    if value is None and type(key) is KVCache and not is_compiling():
+        key = key.snapshot()
     if value is None and type(key) is KVCache and key.prefix is not None:
         formulas = Formulas.read(mask, score, see)
         if can_merge(query, key, formulas, dropout):

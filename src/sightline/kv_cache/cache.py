@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
@@ -16,6 +18,20 @@ from .quantization import QuantizationError, check_can_quantize, read_cache_dtyp
 from .shared_prefix import MIN_SHARED_ROWS, SharedPrefix
 from .storage import Storage
 from .stored_rows import StoredRows, nothing_appended
+
+Change = TypeVar("Change", bound=Callable[..., None])
+
+
+def at_once(change: Change) -> Change:
+    """Let another thread, or an error, see the cache as before the change or as after it."""
+
+    @wraps(change)
+    def wrapped(cache: KVCache, *arguments: Any, **options: Any) -> None:
+        changed = cache.snapshot()
+        change(changed, *arguments, **options)
+        cache.__dict__.update(changed.__dict__)
+
+    return cast(Change, wrapped)
 
 
 class KVCache(StoredRows):
@@ -74,7 +90,8 @@ class KVCache(StoredRows):
     `cache.append(latent, latent[..., :512])`. Absorbed multi-head latent attention has them (DeepSeek-V2, 2024, section
     2.1). An append of other values ends this. Quantised caches store both.
 
-    One thread may append while another attends. While a thread calls `keep`, no other thread may use the cache.
+    One thread may append, fork or evict while another attends, which sees the cache as before the change or as after
+    it. While a thread calls `reorder` or `accept`, which move keys, no other thread may use the cache.
 
     `copy.deepcopy` copies no keys and values. The copy and the original share the storage; each of them copies it when
     it first writes to it. One cache of a prompt may so be continued many times.
@@ -198,6 +215,7 @@ class KVCache(StoredRows):
         )
 
     # -- changes ----------------------------------------------------------------------------------------------------
+    @at_once
     def append(
         self,
         key: Any,
@@ -293,6 +311,7 @@ class KVCache(StoredRows):
         self._drafts = drafts
         self._set_lengths(drafts.lengths + drafts.depths.max(1) + 1, drafts.positions)
 
+    @at_once
     def accept(self, path: Any) -> None:
         """Keep the drafts of a path, and drop the others.
 
@@ -322,6 +341,7 @@ class KVCache(StoredRows):
             drafts.lengths + (steps >= 0).sum(1), np.where(steps >= 0, drafts.lengths[:, None] + steps, -1)
         )
 
+    @at_once
     def truncate(self, lengths: Any) -> None:
         """Shorten every sequence to at most so many positions, as after rejected drafts of speculative decoding.
 
@@ -353,6 +373,7 @@ class KVCache(StoredRows):
         if self._storage is not None:
             self._storage.release(self._num_rows, self._min_capacity)
 
+    @at_once
     def reorder(self, indices: Any) -> None:
         """Replace sequence b by sequence indices[b], as beam search does. Sequences that stay in place are not copied.
 
@@ -385,6 +406,7 @@ class KVCache(StoredRows):
         self._set_kept(None if self._kept is None else self._kept.reordered(order))
         self._set_lengths(self._lengths[order], self._newest_positions[order])
 
+    @at_once
     def fork(self, counts: Any) -> None:
         """Replace sequence b by counts[b] sequences that begin as it does, and share what is stored.
 
@@ -429,6 +451,7 @@ class KVCache(StoredRows):
         self._set_kept(KeptRows(none, np.zeros(owners.size, np.int64), self._lengths[owners]))
         self._set_lengths(self._lengths[owners], self._newest_positions[owners])
 
+    @at_once
     def keep(self, indices: Any) -> None:
         """Keep the keys and values of these positions, evict all others, and free their memory.
 
@@ -455,8 +478,7 @@ class KVCache(StoredRows):
             raise nothing_appended()
         rows, positions = find_rows(indices, joined.key_positions)
         kept = keep_rows(positions, self._lengths)
-        joined._storage.gather(rows[:, :, : kept.positions.shape[2]])
-        self._storage, self.prefix = joined._storage, None
+        self._storage, self.prefix = joined._storage.gathered(rows[:, :, : kept.positions.shape[2]]), None
         self._set_kept(kept)
         self._set_lengths(self._lengths, self._newest_positions)
 
@@ -486,6 +508,7 @@ class KVCache(StoredRows):
             found._storage.move(max(capacity, found._num_rows), found._num_rows)
         return found
 
+    @at_once
     def reset(self) -> None:
         """Remove every position, and free large storage beyond the cache's first `capacity`."""
         self.prefix = self._drafts = None

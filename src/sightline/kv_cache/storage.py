@@ -170,12 +170,13 @@ class Storage:
         self._hold([_reorder(array, order, used, in_place) for array in self._arrays])
         self._is_shared = False
 
-    def gather(self, rows: Any) -> None:
-        """Keep the rows (B, G, c) of each head, in this order, in new arrays with some unused capacity."""
-        count = rows.shape[2]
+    def gathered(self, rows: Any) -> Storage:
+        """Return storage of the rows (B, G, c) of each head, in this order, with some unused capacity."""
+        count, new = rows.shape[2], self.copy()
         gathered = [_gather(array, rows) for array in self._arrays]
-        self._hold([_grow(array, count + max(count // LARGE_SHARE, 1), count) for array in gathered])
-        self._is_shared = False
+        new._hold([_grow(array, count + max(count // LARGE_SHARE, 1), count) for array in gathered])
+        new._is_shared = False
+        return new
 
 
 def is_part(value: Array, key: Array) -> bool:

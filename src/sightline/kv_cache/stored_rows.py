@@ -45,6 +45,12 @@ class StoredRows:
         copied._rewritings, copied._of_equal_lengths = {}, {}
         return copied
 
+    def snapshot(self) -> Self:
+        """Return the cache as it is now, for a call of attention: a change by another thread does not reach it."""
+        found = object.__new__(type(self))
+        found.__dict__.update(self.__dict__)
+        return found
+
     # -- positions ---------------------------------------------------------------------------------------------------
     @property
     def lengths(self) -> Any:
