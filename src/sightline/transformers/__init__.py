@@ -22,6 +22,7 @@ from .decoding_cache import Cache
 from .model_masking import masking
 from .model_unpadding import unpadded
 from .monitor_callback import MonitorCallback
+from .presses import pressing
 from .word_times import Segment, Transcript, Word, word_timestamps
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Transcript",
     "Word",
     "masking",
+    "pressing",
     "register",
     "unpadded",
     "word_timestamps",

@@ -21,6 +21,7 @@ from ..torch.attention_finder import is_watched
 from ..torch.hooks import LayerCall, attend
 from .mask_interface import FormulaMask, position_formulas, sightline_mask
 from .position_bias import PositionBias, serve_position_biases
+from .presses import OBSERVED, as_rows
 from .stored_tensor import StoredTensor
 
 NAME = "sightline"
@@ -137,6 +138,7 @@ def sightline_attention(
         attention_mask = attention_mask.padded
     else:
         unpadding = None
+    of_press = OBSERVED.get(module) if query.shape[-2] > 1 else None  # kvpress evicts keys after the prompt alone
     evicting = key.evicting if isinstance(key, StoredTensor) else None
     has_padding = getattr(attention_mask, "is_real", None) is not None
     observed = [] if evicting is None else evicting.observed(query.shape[-2], has_padding)
@@ -148,13 +150,15 @@ def sightline_attention(
         scale=scaling,
         sinks=s_aux,
         dropout=dropout if module.training else 0.0,
-        see=[*([weights()] if needs_weights else []), *observed],
+        see=[*([weights()] if needs_weights else []), *([] if of_press is None else [of_press]), *observed],
     )
     if evicting is not None:
         evicting.evict(query.shape[-2], *seen[len(seen) - len(observed) :])
     if unpadding is not None:
         output = unpadding.flatten(output)
     output = output.transpose(1, 2).contiguous().to(query.dtype)
+    if of_press is not None and not needs_weights:
+        return output, as_rows(seen[0])
     if heads is None:
         return output, seen[0] if seen else None
     return output, seen[0][:, list(heads)] if seen else query.new_empty(len(query), 0, query.shape[2], 0)

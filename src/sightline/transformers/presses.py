@@ -1,0 +1,87 @@
+"""Presses of kvpress on exact statistics, without eager attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import ParameterError
+from ..statistics import Statistic, received, weights
+
+OBSERVED: WeakKeyDictionary[nn.Module, Statistic] = WeakKeyDictionary()  # by layer: what attention returns for a press
+
+# by press: the statistic whose rows the press reads as the rows of the weights (B, H, n, m)
+STATISTICS: dict[str, Callable[[Any], Statistic]] = {
+    "ObservedAttentionPress": lambda _: received(),  # the sum of all rows, as one row
+    "SnapKVPress": lambda press: weights().rows(range(-press.window_size, 0)),
+    "PyramidKVPress": lambda press: weights().rows(range(-press.window_size, 0)),
+    "TOVAPress": lambda _: weights().rows([-1]),
+}
+
+
+@contextmanager
+def pressing(model: PreTrainedModel, press: Any) -> Iterator[None]:
+    """Apply a press of kvpress to a model, with exact weights of this library in place of eager attention's.
+
+    Some presses read the weights P of a layer, (B, H, n, m), and sum them or take their last rows. Here they get these
+    sums or rows alone, in O(n + m) memory, so the keys that they keep are the same, and `ObservedAttentionPress` needs
+    no eager attention.
+
+    Parameters
+    ----------
+    model : model of transformers with `attn_implementation="sightline"`
+    press : ObservedAttentionPress, SnapKVPress, PyramidKVPress or TOVAPress of kvpress, or a press that has one of them
+        as its attribute `press`
+
+    Raises
+    ------
+    ParameterError
+        The press is another one, or the model has another implementation of attention.
+
+    Examples
+    --------
+    >>> from kvpress import ObservedAttentionPress  # doctest: +SKIP
+    >>> with sightline.transformers.pressing(model, ObservedAttentionPress(compression_ratio=0.5)):  # doctest: +SKIP
+    ...     model(ids, past_key_values=cache)
+
+    References
+    ----------
+    Devoto, Jeblick and Jégou, "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+    Distribution" (arXiv:2510.00636), for kvpress.
+    """
+    inner = press
+    while type(inner).__name__ not in STATISTICS and hasattr(inner, "press"):
+        inner = inner.press
+    name = type(inner).__name__
+    if name not in STATISTICS:
+        raise ParameterError(
+            f"pressing with {name}",
+            f"{', '.join(STATISTICS)}",
+            "with press(model): ..., as kvpress documents; presses that read no weights need no eager attention",
+        )
+    implementation = model.config._attn_implementation
+    if implementation != "sightline":
+        raise ParameterError(
+            f'pressing of a model with attn_implementation="{implementation}"',
+            'attn_implementation="sightline"',
+            'model.set_attn_implementation("sightline")',
+        )
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "q_proj")]
+    statistic = STATISTICS[name](inner)
+    OBSERVED.update(dict.fromkeys(layers, statistic))
+    try:
+        with press(model):
+            yield
+    finally:
+        for layer in layers:
+            OBSERVED.pop(layer, None)
+
+
+def as_rows(seen: Tensor) -> Tensor:
+    """Return what a press reads as the weights (B, H, rows, m)."""
+    return seen if seen.ndim == 4 else seen[:, :, None]

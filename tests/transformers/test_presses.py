@@ -1,0 +1,112 @@
+"""Presses of kvpress on exact statistics keep the keys that they keep with eager attention.
+
+kvpress is not a package of the tests. The presses here read the weights as its presses do, by their documented rules.
+"""
+
+import contextlib
+import importlib.util
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache
+
+from sightline.errors import ParameterError
+from sightline.transformers import pressing
+from tiny_models import make_model
+
+LENGTH, KEPT, WINDOW = 60, 20, 8
+
+
+class Press:
+    """A hook on each layer that keeps the keys with the largest scores."""
+
+    @contextlib.contextmanager
+    def __call__(self, model):
+        hooks = [layer.self_attn.register_forward_hook(self.compress, with_kwargs=True) for layer in model.model.layers]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+    def compress(self, module, inputs, options, output):
+        layer = options["past_key_values"].layers[module.layer_idx]
+        if options["hidden_states"].shape[1] > 1:
+            scores = self.score(output[1]).double()
+            by_key_head = scores.unflatten(1, (layer.keys.shape[1], -1)).mean(2)
+            chosen = by_key_head.topk(KEPT).indices.sort().values[..., None].expand(-1, -1, -1, module.head_dim)
+            layer.keys, layer.values = layer.keys.gather(2, chosen), layer.values.gather(2, chosen)
+
+
+class ObservedAttentionPress(Press):
+    def score(self, attentions):
+        return attentions.sum(2) / torch.arange(LENGTH, 0, -1)
+
+
+class SnapKVPress(Press):
+    window_size = WINDOW
+
+    def score(self, attentions):
+        seen = attentions[..., -WINDOW:, :-WINDOW].mean(2)
+        pooled = torch.nn.functional.avg_pool1d(seen, 5, 1, 2)
+        return torch.nn.functional.pad(pooled, (0, WINDOW), value=9)
+
+
+class TOVAPress(Press):
+    def score(self, attentions):
+        return torch.nn.functional.pad(
+            attentions[..., -1:, :-1].mean(1, keepdim=True)[:, :, 0], (0, 1), value=9
+        ).expand(-1, attentions.shape[1], -1)
+
+
+class Composed(Press):
+    def __init__(self, press):
+        self.press, self.score = press, press.score
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+@pytest.mark.parametrize("press", [ObservedAttentionPress(), SnapKVPress(), TOVAPress(), Composed(TOVAPress())])
+def test_a_press_keeps_the_keys_that_it_keeps_with_eager_attention(name, press):
+    model = make_model(name).double()
+    ids = torch.randint(3, 40, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+    found = []
+    for implementation in ("eager", "sightline"):
+        model.set_attn_implementation(implementation)
+        cache = DynamicCache()
+        with torch.no_grad(), press(model) if implementation == "eager" else pressing(model, press):
+            model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[LENGTH]] * 2))
+        assert cache.layers[0].keys.shape[2] == KEPT + 1
+        found.append(cache)
+    for eager, ours in zip(*(cache.layers for cache in found), strict=True):
+        torch.testing.assert_close(ours.keys, eager.keys, rtol=1e-4, atol=1e-4)  # eager's softmax is float32
+        torch.testing.assert_close(ours.values, eager.values, rtol=1e-4, atol=1e-4)
+
+
+def test_what_pressing_refuses():
+    model = make_model("Llama")
+    with pytest.raises(ParameterError, match="KnormPress"), pressing(model, type("KnormPress", (Press,), {})()):
+        pass
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ParameterError, match="set_attn_implementation"), pressing(model, TOVAPress()):
+        pass
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed")
+@pytest.mark.parametrize("name", ["ObservedAttentionPress", "SnapKVPress", "TOVAPress"])
+def test_presses_of_kvpress(name):
+    import kvpress
+
+    press = getattr(kvpress, name)(compression_ratio=0.5, **({"window_size": 8} if name == "SnapKVPress" else {}))
+    model = make_model("Llama").double()
+    ids = torch.randint(3, 40, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+    found = []
+    for implementation in ("eager", "sightline"):
+        model.set_attn_implementation(implementation)
+        cache = DynamicCache()
+        with torch.no_grad(), press(model) if implementation == "eager" else pressing(model, press):
+            model(ids, past_key_values=cache, cache_position=torch.arange(LENGTH))
+        found.append([layer.keys.sum((2, 3)) for layer in cache.layers])  # kvpress orders the keys by their scores
+    for eager, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
