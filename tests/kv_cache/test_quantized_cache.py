@@ -245,13 +245,23 @@ module._allocate = allocate
 rng = np.random.default_rng(0)
 for at_end in (True, False):
     memory.at_end = at_end
-    for dtype in ("int8", "int4", "float8_e4m3fn"):
+    for dtype in ("int8", "int4", "float8_e4m3fn", "float32"):
         for d in (1, 33, 80, 128):
             cache = sightline.KVCache(dtype=dtype, capacity=70)
             cache.append(*[rng.normal(size=(1, 1, 70, d)).astype(np.float32) for _ in range(2)])
             for n in (1, 2, 70):
                 query = rng.normal(size=(1, 2, n, d)).astype(np.float32)
                 sightline.attention(query, cache, mask=sightline.causal(), see=[sightline.received()])
+            cache.fork(3)
+            cache.append(*[rng.normal(size=(3, 1, 2, d)).astype(np.float32) for _ in range(2)])
+            cache.truncate([72, 50, 71])
+            for parents in ([-1], [-1, 0, 0, -1]):
+                new = [rng.normal(size=(3, 1, len(parents), d)).astype(np.float32) for _ in range(2)]
+                cache.append(*new, parents=parents)
+                query = rng.normal(size=(3, 2, len(parents), d)).astype(np.float32)
+                for mask in (None, sightline.causal() & sightline.window(40)):
+                    sightline.attention(query, cache, mask=mask)
+                cache.accept([0])
 """
     helpers = Path(__file__).parents[1] / "helpers"
     for past, code in ((0, 0), (1, -11)):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from ..caching import cached_property
 from ..errors import ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression, apply, where
 from ..formula.tables import Table
