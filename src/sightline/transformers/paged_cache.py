@@ -28,7 +28,7 @@ def allow_continuous_batching(name: str) -> None:
         if model.config._attn_implementation != name:
             switch(manager, model, *inputs, **options)
 
-    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_other_names  # type: ignore[method-assign]
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_other_names
 
 
 def read_paged_cache(
@@ -57,7 +57,7 @@ def read_paged_cache(
     request = torch.repeat_interleave(lengths)
     last = torch.arange(len(request), device=query.device) + (key_ends - ends)[1:][request]
     start = key_ends[:-1][request]
-    width = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)  # type: ignore[index]
+    width = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)
     first = start if width is None else torch.maximum(start, last - width + 1)
     row: Expression = i
     if n == len(lengths) == len(request):
