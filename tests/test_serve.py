@@ -63,7 +63,7 @@ def make_engine(serve, model, **options):
 
 
 def expected(model, ids, count):
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("eager")
     found = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
     return found[: found.index(255)] if 255 in found else found
 
@@ -74,6 +74,17 @@ def collect(tokens):
 
 @pytest.mark.parametrize("begins", [True, False], ids=["with the system prompt", "without"])
 def test_requests_that_join_and_leave_generate_as_alone(serve, model, begins):
+    check_requests(serve, model, begins)
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "GPT-OSS"])
+def test_soft_caps_windows_of_some_layers_and_sinks(serve, name):
+    from tiny_models import make_model
+
+    check_requests(serve, make_model(name, vocab_size=256, max_position_embeddings=1024, eos_token_id=255), True)
+
+
+def check_requests(serve, model, begins):
     prefix = list((SYSTEM + "\n").encode()) if begins else []
     prompts = [prefix + list(text.encode()) for text in ("a", "What is a whale? " * 30, "Tell me more.", "b" * 77)]
     counts = [30, 12, 1, 21]
@@ -97,6 +108,18 @@ def test_quantized_caches_take_a_quarter_of_the_memory(serve, model):
     tokens = queue.Queue()
     engines[1].submit(list(b"Hello"), 5, 0.7, tokens.put)
     assert 0 <= len(collect(tokens)) <= 5
+
+
+def test_a_step_that_fails_ends_its_requests_alone(serve, model, monkeypatch, capsys):
+    engine, tokens = make_engine(serve, model), queue.Queue()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "model", None)
+        request = engine.submit(list(b"Hello"), 5, 0.0, tokens.put)
+        assert collect(tokens) == []
+    assert request.reason == "error"
+    assert "TypeError" in capsys.readouterr().err
+    engine.submit(list(b"Hello"), 5, 0.0, tokens.put)
+    assert collect(tokens) == expected(model, list(b"Hello"), 5)
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
@@ -132,12 +155,21 @@ def read(port, path, body):
 def test_a_completion_and_a_streamed_one_have_the_same_text(server, model):
     _engine, port = server
     body = {"prompt": "Once upon a time", "max_tokens": 20}
-    whole = json.loads(read(port, "/v1/completions", body)[2])["choices"][0]["text"]
+    found = json.loads(read(port, "/v1/completions", body)[2])
+    whole = found["choices"][0]["text"]
+    assert found["choices"][0]["finish_reason"] == "length"
+    assert found["usage"] == {"prompt_tokens": 16, "completion_tokens": 20, "total_tokens": 36}
     assert whole == Bytes().decode(expected(model, list(b"Once upon a time"), 20)).rstrip("\N{REPLACEMENT CHARACTER}")
     events = read(port, "/v1/completions", body | {"stream": True})[2].split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     pieces = [json.loads(one.removeprefix("data: "))["choices"][0]["text"] for one in events[:-2]]
     assert "".join(pieces) == whole
+    assert json.loads(events[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    stop = whole[5:8]
+    stopped = read(port, "/v1/completions", body | {"stop": stop, "stream": True})[2].split("\n\n")[:-2]
+    choices = [json.loads(one.removeprefix("data: "))["choices"][0] for one in stopped]
+    assert "".join(choice["text"] for choice in choices) == whole[: whole.index(stop)]
+    assert choices[-1]["finish_reason"] == "stop"
 
 
 def test_a_conversation_begins_with_the_system_prompt(server, model):
@@ -156,22 +188,32 @@ def test_beyond_the_memory_a_client_gets_503(server):
     assert read(port, "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
-@pytest.mark.parametrize("body", ["no JSON", "{}", '{"prompt": 3}', '{"prompt": "a", "max_tokens": "many"}'])
+BAD = ["no JSON", "{}", '{"prompt": 3}', '{"prompt": ""}', '{"prompt": "a", "max_tokens": -1}']
+
+
+@pytest.mark.parametrize("body", [*BAD, '{"prompt": "a", "max_tokens": "many"}', '{"prompt": "a", "max_tokens": 1e6}'])
 def test_bad_requests(server, body):
     assert read(server[1], "/v1/completions", body)[0] == 400
 
 
-def test_a_client_that_goes_away_leaves_the_batch(server):
+@pytest.mark.parametrize("streams", [True, False], ids=["streaming", "waiting for the whole answer"])
+def test_a_client_that_goes_away_leaves_the_batch(server, streams, monkeypatch):
     engine, port = server
     before = engine.reserved
-    body = {"prompt": "long", "max_tokens": 1500, "stream": True, "temperature": 1.5}
-    with post(port, "/v1/completions", body) as response:
-        response.fp.readline()
-        assert engine.reserved > before
+    monkeypatch.setattr(engine, "ends", set())
+    body = {"prompt": "long", "max_tokens": 1500, "stream": streams, "temperature": 1.5}
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        if streams:
+            connection.getresponse().fp.readline()
+        while not engine.running:
+            time.sleep(0.005)
+        request = engine.running[0]
     deadline = time.monotonic() + 20
     while engine.reserved > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert engine.reserved == before
+    assert 0 < request.generated < 1500
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
         connection.request("GET", "/status")
         status = json.load(connection.getresponse())

@@ -20,13 +20,13 @@ from ..statistics import weights
 from ..torch.attention_finder import is_watched
 from ..torch.hooks import LayerCall, attend
 from .mask_interface import FormulaMask, position_formulas, sightline_mask
+from .paged_cache import allow_continuous_batching, read_paged_cache
 from .position_bias import PositionBias, serve_position_biases
 from .presses import OBSERVED, as_rows
 from .stored_tensor import StoredTensor
 
 NAME = "sightline"
 UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, with their meaning
-    "cache": "a paged cache for continuous batching",
     "indices": "keys that an indexer selects",
     "block_indices": "blocks of keys that an indexer selects",
     "sinks": "sinks for each query",
@@ -53,6 +53,7 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, sightline_attention)
     AttentionMaskInterface.register(NAME, _make_mask)
+    allow_continuous_batching(NAME)
 
 
 def _make_mask(*arguments: Any, config: Any = None, **options: Any) -> Tensor | None:
@@ -72,6 +73,7 @@ def sightline_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    cache: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention for a layer of transformers; the function that `transformers.AttentionInterface` calls.
@@ -95,6 +97,8 @@ def sightline_attention(
         The sinks, in logits.
     position_bias : floats broadcastable to (B, H, n, m), optional
         Logits, added to the scaled scores.
+    cache : transformers.PagedAttentionCache, optional
+        The cache of continuous batching: B is 1, and n counts the new tokens of all requests; see `read_paged_cache`.
     options
         With `output_attentions` the weights are returned. An argument of `UNSUPPORTED_ARGUMENTS` is an error. Other
         options are ignored.
@@ -119,10 +123,14 @@ def sightline_attention(
                 "masks, biases, soft caps and one sink for each head",
                 'attn_implementation="eager" for this model',
             )
+    if cache is not None:
+        if module in ADDED_MASKS:
+            raise ParameterError("masking(...) in continuous batching", "the model's own masks", "call model.generate")
+        query, key, value, attention_mask = read_paged_cache(module, query, key, value, cache, options)
     score: Any = None if softcap is None else softcap_score(float(softcap))
     if position_bias is not None and not _is_zero(position_bias):
         score = _add_to_score(position_bias, score)
-    if attention_mask is not None and attention_mask.is_floating_point():
+    if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
         score, attention_mask = _add_to_score(attention_mask, score), None
     heads = RETURNED_HEADS[module][-1][module] if module in RETURNED_HEADS else None
     needs_weights = heads != () and _needs_weights(module, options)
@@ -157,6 +165,8 @@ def sightline_attention(
     if unpadding is not None:
         output = unpadding.flatten(output)
     output = output.transpose(1, 2).contiguous().to(query.dtype)
+    if cache is not None:
+        output = output.flatten(0, 1)[None]
     if of_press is not None and not needs_weights:
         return output, as_rows(seen[0])
     if heads is None:

@@ -1,0 +1,66 @@
+"""Continuous batching of transformers: the new tokens of all requests on one axis, and their keys in a paged cache."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
+
+from ..formula.expression import SYMBOLS, Expression
+from ..formula.tables import Table
+
+b, i, j = (SYMBOLS[name] for name in "bij")
+
+
+def allow_continuous_batching(name: str) -> None:
+    """Let transformers batch requests with the attention implementation `name`.
+
+    `ContinuousBatchingManager.switch_to_cb_friendly_attn` refuses all names but "sdpa", "paged|eager" and those with
+    "flash". The manager then makes no dense mask: `read_paged_cache` gives the mask of each layer.
+    """
+    switch = ContinuousBatchingManager.switch_to_cb_friendly_attn
+
+    @wraps(switch)
+    def switch_other_names(manager: Any, model: Any, *inputs: Any, **options: Any) -> None:
+        if model.config._attn_implementation != name:
+            switch(manager, model, *inputs, **options)
+
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_other_names
+
+
+def read_paged_cache(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, cache: PagedAttentionCache, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Expression]:
+    """Store the new keys and values of a layer; return query, key, value and mask of the call for all requests.
+
+    A query attends to the keys first ≤ j ≤ last, those of its own request up to its position and in the layer's window.
+    If each request has one new token, the requests become the batch, and its entries share one array of keys: then no
+    query computes the keys of another request. Otherwise the new tokens of all requests remain on one axis.
+
+    Parameters
+    ----------
+    module : the attention layer
+    query : (1, H, n, d_k), the new tokens of one request after the other
+    key, value : (1, G, n, d)
+    cache : PagedAttentionCache
+    options
+        `cu_seq_lens_q` and `cu_seq_lens_k`, the places where the queries and keys of each request start and end;
+        `read_index` and `write_index`, the places in the cache. The cache changes these options to those of the layer.
+    """
+    n = query.shape[2]
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
+    ends, key_ends = (options[name].long() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    lengths = ends.diff()
+    request = torch.repeat_interleave(lengths)
+    last = torch.arange(len(request), device=query.device) + (key_ends - ends)[1:][request]
+    start = key_ends[:-1][request]
+    width = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)
+    first = start if width is None else torch.maximum(start, last - width + 1)
+    row: Expression = i
+    if n == len(lengths) == len(request):
+        row, query = b, query.transpose(0, 2)
+        key, value = key.expand(n, -1, -1, -1), value.expand(n, -1, -1, -1)
+    return query, key, value, (j >= Table(first)[row]) & (j <= Table(last)[row])
