@@ -8,7 +8,7 @@ r"""Serve a model of transformers over HTTP: continuous batches, a shared system
     curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \
         -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60, "stream": true}'
 
-Clients of the OpenAI API work with `http://127.0.0.1:8000/v1` as their base URL. `/status` reports what is running.
+The endpoints under `/v1` have the form of the OpenAI API. `/status` reports what is running.
 
 How it works: each request has a `sightline.KVCache` for each layer. One step of the engine runs the model once, on the
 next token of every request in one row, or on a part of a new prompt; `attend` divides the row among the requests. So a
@@ -182,7 +182,7 @@ class Engine:
     # -- the model --------------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def step(self, requests: list[Request]) -> None:
-        """Run the model on the next tokens of these requests, in one row, and append the tokens that it chooses."""
+        """Run the model once on the next tokens of all these requests, and append to each the token that it chooses."""
         if not requests:
             return
         ids = [request.next_ids() for request in requests]

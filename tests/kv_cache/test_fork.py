@@ -115,6 +115,16 @@ def test_calls_that_need_the_rows_of_a_sequence_side_by_side(rng):
     assert cache.last(9).prefix is None
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_steps_with_statistics_repeat_a_call(rng, shared, monkeypatch):
+    cache, query = forked(rng), drawn(rng, "numpy", 5, H, 1)
+    cache = cache if shared else cache.joined()
+    options = {"mask": sightline.causal(), "see": [sightline.lse(), sightline.entropy()]}
+    expected = [flat(sightline.attention(query, cache, **options)) for _ in range(3)][-1]
+    monkeypatch.setattr(functions, "make_problem", None)  # only the full dispatch needs it
+    assert all(map(np.array_equal, flat(sightline.attention(query, cache, **options)), expected))
+
+
 def test_a_prefix_takes_its_memory_once(rng):
     cache = KVCache()
     cache.append(*(drawn(rng, "numpy", 1, G, 1000) for _ in "kv"))

@@ -151,7 +151,8 @@ def test_gradients_are_those_of_the_padded_batch(checkpointing):
         found = gradients(model, batch.inputs, "sightline")
     assert found.keys() == truth.keys() == eager.keys()
     largest = {name: gradient.abs().max() for name, gradient in truth.items()}
-    zero = 1e-9 * max(largest.values())  # a bias of the keys changes no weight, so its gradient is 0
+    # A bias of the keys adds one number to all scores of a query, which changes no weight: its gradient is 0.
+    zero = 1e-9 * max(largest.values())
     scales = {name: one if one > zero else max(largest.values()) for name, one in largest.items()}
     scaled = [torch.cat([(each[name] / scales[name]).flatten() for name in truth]) for each in (found, truth, eager)]
     assert_within_budget(*scaled, "gradients, each as a share of its largest entry")

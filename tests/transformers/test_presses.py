@@ -65,21 +65,26 @@ class Composed(Press):
         self.press, self.score = press, press.score
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral"])
-@pytest.mark.parametrize("press", [ObservedAttentionPress(), SnapKVPress(), TOVAPress(), Composed(TOVAPress())])
-def test_a_press_keeps_the_keys_that_it_keeps_with_eager_attention(name, press):
-    model = make_model(name).double()
+def run_both_ways(model, press, **options):
+    """Return the caches of a prompt with eager attention, and with that of this library."""
     ids = torch.randint(3, 40, (2, LENGTH), generator=torch.Generator().manual_seed(4))
-    found = []
     for implementation in ("eager", "sightline"):
         model.set_attn_implementation(implementation)
         cache = DynamicCache()
         with torch.no_grad(), press(model) if implementation == "eager" else pressing(model, press):
-            model(ids, past_key_values=cache)
-            model(ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[LENGTH]] * 2))
+            model(ids, past_key_values=cache, **options)
+            yield cache
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+@pytest.mark.parametrize("press", [ObservedAttentionPress(), SnapKVPress(), TOVAPress(), Composed(TOVAPress())])
+def test_a_press_keeps_the_keys_that_it_keeps_with_eager_attention(name, press):
+    model, caches = make_model(name).double(), []
+    for cache in run_both_ways(model, press):
+        model(torch.tensor([[3], [4]]), past_key_values=cache, position_ids=torch.tensor([[LENGTH]] * 2))
         assert cache.layers[0].keys.shape[2] == KEPT + 1
-        found.append(cache)
-    for eager, ours in zip(*(cache.layers for cache in found), strict=True):
+        caches.append(cache)
+    for eager, ours in zip(*(cache.layers for cache in caches), strict=True):
         torch.testing.assert_close(ours.keys, eager.keys, rtol=1e-4, atol=1e-4)  # eager's softmax is float32
         torch.testing.assert_close(ours.values, eager.values, rtol=1e-4, atol=1e-4)
 
@@ -99,14 +104,7 @@ def test_presses_of_kvpress(name):
     import kvpress
 
     press = getattr(kvpress, name)(compression_ratio=0.5, **({"window_size": 8} if name == "SnapKVPress" else {}))
-    model = make_model("Llama").double()
-    ids = torch.randint(3, 40, (2, LENGTH), generator=torch.Generator().manual_seed(4))
-    found = []
-    for implementation in ("eager", "sightline"):
-        model.set_attn_implementation(implementation)
-        cache = DynamicCache()
-        with torch.no_grad(), press(model) if implementation == "eager" else pressing(model, press):
-            model(ids, past_key_values=cache, cache_position=torch.arange(LENGTH))
-        found.append([layer.keys.sum((2, 3)) for layer in cache.layers])  # kvpress orders the keys by their scores
+    caches = run_both_ways(make_model("Llama").double(), press, cache_position=torch.arange(LENGTH))
+    found = [[layer.keys.sum((2, 3)) for layer in cache.layers] for cache in caches]  # kvpress orders keys by score
     for eager, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)

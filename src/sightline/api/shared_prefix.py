@@ -58,7 +58,7 @@ def attend_in_parts(
     query = query if squeezed == 4 else query[:, None] if squeezed == 3 else query[None, None]
     asked = formulas._replace(statistics=(LSE, *formulas.statistics))
     assert cache.prefix is not None
-    parts = [_attend_to_prefix(query, cache, prefix, asked, run) for prefix in cache.prefix.parts()]
+    parts = [_attend_to_prefix(query, cache, prefix, asked, run) for prefix in cache.prefix.parts]
     key, value = cache.stored_rows()
     if key.shape[2]:
         rewriting = cache.rewriting(query.shape[2], "i" in asked.free_symbols, query.shape[1])
@@ -78,7 +78,7 @@ def attend_in_parts(
 def _attend_to_prefix(query: Any, cache: KVCache, prefix: SharedPrefix, asked: Formulas, run: Run) -> Sums:
     """Return the sums over the rows of one prefix; the queries that share a sequence of it are rows of one call."""
     xp, (B, H, n, d) = namespace(query), query.shape
-    groups = prefix.groups()
+    groups = prefix.groups
     key, value = prefix.cache.stored_rows()
     rewritten = rewrite_for_prefix(cache, prefix, n, asked, H // key.shape[1])
     grouped = _take(query, groups.ravel()).reshape(*groups.shape, H, n, d)

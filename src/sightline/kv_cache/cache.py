@@ -430,9 +430,9 @@ class KVCache(StoredRows):
 
         Notes
         -----
-        Rows are copied, as `reorder` does, while they are fewer than 64. These calls join the rows of each sequence in
-        a copy first: those with an array as mask or score, with dropout, under torch.compile, or with statistics of
-        single keys such as `received()`; also `keep`, `last`, `key` and `value`.
+        If fewer than 64 rows are stored, `fork` copies them, as `reorder` does. Some calls need the rows of a sequence
+        in one array, so they copy them first: calls with an array as mask or score, with dropout, under torch.compile,
+        or with statistics of single keys such as `received()`; also `keep`, `last`, `key` and `value`.
         """
         self._check_no_drafts("fork")
         numbers, B = to_integers(counts), self._lengths.size

@@ -13,7 +13,10 @@ from .query_positions import rewrite_formulas
 
 
 def can_serve(query: Any, cache: KVCache) -> bool:
-    """True if the query's array type and dtype are those of the cache, or a quantised cache serves the dtype."""
+    """True if the cache can serve the query without a conversion.
+
+    The array types are equal. The dtypes are equal too, or the cache is quantised and serves the query's dtype.
+    """
     storage = cache._storage
     if storage is None or type(query) is not type(storage.key) or query.ndim < 2 or is_compiling():
         return False

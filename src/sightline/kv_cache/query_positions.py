@@ -189,7 +189,7 @@ def _to_mask(given: Any) -> Any:
 
 def _to_formula(given: Any, role: str, arguments: str) -> Any:
     if given is None or hasattr(given, "dtype") or not (isinstance(given, Expression) or callable(given)):
-        return given  # an array, or what is refused later
+        return given  # an array, or an argument that a later check refuses
     return from_function.to_formula(given, role, arguments)
 
 
@@ -237,17 +237,17 @@ def find_positions(cache: StoredRows, count: int) -> Any:
 
 
 def rewrite_for_prefix(cache: StoredRows, prefix: SharedPrefix, count: int, formulas: Formulas, group: int) -> Formulas:
-    """Return the formulas of a call of `count` queries for the rows of a prefix, which is one of `prefix.parts()`.
+    """Return the formulas of a call of `count` queries for the rows of a prefix, which is one of `SharedPrefix.parts`.
 
     In the call, entry b of the batch is sequence b of the prefix's cache, and row i is a query of one of the sequences
-    that begin with it: query i % count of the sequence number i // count of `prefix.groups()[b]`.
+    that begin with it: query i % count of the sequence number i // count of `prefix.groups[b]`.
 
     Parameters
     ----------
     formulas : the mask, the score and the statistics for the whole cache
     group : the number of query heads that share a key head
     """
-    sequences = np.repeat(prefix.groups(), count, axis=1)  # (B₀, rows)
+    sequences = np.repeat(prefix.groups, count, axis=1)  # (B₀, rows)
     is_real, own = sequences >= 0, np.maximum(sequences, 0)
     mask, free = formulas.mask, formulas.free_symbols
     key_position, condition = prefix.cache.key_formulas(group)

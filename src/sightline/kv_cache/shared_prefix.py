@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..caching import cached_property
+
 if TYPE_CHECKING:
     from .cache import KVCache
 
-MIN_SHARED_ROWS = 64  # fewer rows are copied by `KVCache.fork`, because a part of the keys costs a call of its own
+MIN_SHARED_ROWS = 64  # `KVCache.fork` copies fewer rows, because each prefix adds a call to attention
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,15 @@ class SharedPrefix:
     owners: Any
     lengths: Any
 
-    @property
+    @cached_property
     def own_row_counts(self) -> Any:
         """(B,) int64: the number of rows of `cache` itself that a sequence has."""
         return self.cache.count_rows(self.owners, self.lengths)
 
-    @property
+    @cached_property
     def row_counts(self) -> Any:
         """(B,) int64: the number of rows of all parts that a sequence has."""
-        return np.sum([part.own_row_counts for part in self.parts()], axis=0)
+        return np.sum([part.own_row_counts for part in self.parts], axis=0)
 
     def truncated(self, lengths: Any) -> SharedPrefix | None:
         """Return the prefix of sequences of these lengths; None if no position is left."""
@@ -59,18 +61,20 @@ class SharedPrefix:
         remaining.reorder(used)
         return SharedPrefix(remaining, numbers, lengths)
 
+    @cached_property
     def parts(self) -> list[SharedPrefix]:
-        """Return this prefix, and those before it, as prefixes of the same sequences. Each has rows of its own."""
+        """The prefix itself and those before it, as prefixes of the same sequences. Each has rows of its own."""
         before = self.cache.prefix
         if before is None:
             return [self]
         earlier = SharedPrefix(
             before.cache, before.owners[self.owners], np.minimum(before.lengths[self.owners], self.lengths)
         )
-        return [self, *earlier.parts()]
+        return [self, *earlier.parts]
 
+    @cached_property
     def groups(self) -> Any:
-        """Return the sequences that begin with each sequence of the prefix's cache, (B₀, C), −1 behind the last."""
+        """(B₀, C) int64: the sequences that begin with each sequence of the prefix's cache, −1 behind the last."""
         counts = np.bincount(self.owners, minlength=len(self.cache.lengths))
         found = np.full((counts.size, counts.max(initial=0)), -1)
         order = np.argsort(self.owners, kind="stable")

@@ -118,7 +118,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
     def fork(self, counts: int | Sequence[int]) -> None:
         """Replace sequence b by counts[b] sequences, one number for all, that share what is stored.
 
-        The prompt of many texts is so computed, stored and read once; see `KVCache.fork`. The model needs
+        A prompt that many texts begin with is then computed, stored and read once; see `KVCache.fork`. The model needs
         `attn_implementation="sightline"`. Layers with a sliding window, and those of other kinds, copy what they store.
         """
         batch = next((len(layer.keys) for layer in self.layers if getattr(layer, "keys", None) is not None), 0)
@@ -160,7 +160,7 @@ def _needs_config(given: str) -> ParameterError:
 
 
 def _owners(batch: int, counts: int | Sequence[int]) -> Tensor:
-    """Return the sequence that each sequence begins with after a fork."""
+    """Return, for each sequence after a fork, the number of the sequence before it that it continues."""
     return torch.arange(batch).repeat_interleave(torch.as_tensor(counts))
 
 

@@ -1,4 +1,4 @@
-"""Presses of kvpress on exact statistics, without eager attention."""
+"""Run presses of kvpress, which evict keys by their weights, on exact statistics in place of eager attention."""
 
 from __future__ import annotations
 
