@@ -59,7 +59,7 @@ def check_append(key: Any, value: Any, storage: Storage | None, ndim: int, casts
             raise ShapeError(
                 f"{name} {tuple(array.shape)}",
                 f"({', '.join(shape)}), as before",
-                "append arrays of this shape, make two sequences of one by reorder([0, 0]), or make another cache",
+                "append arrays of this shape, make two sequences of one by cache.fork(2), or make another cache",
             )
 
 
