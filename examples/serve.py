@@ -62,7 +62,7 @@ def read_body(body: Any, is_chat: bool) -> tuple[Any, int, float, list[str]]:
     """Return messages or prompt, the largest number of new tokens, temperature and stops. Raise ValueError."""
     check(isinstance(body, dict), f"a body of type {type(body).__name__}", "a JSON object")
     for name in REFUSED:
-        check(body.get(name) in WITHOUT, f"{name}={body.get(name)!r}", f"no {name}, which is not supported")
+        check(body.get(name) in WITHOUT, f"{name}={body.get(name)!r}", f"no {name}; this server does not support it")
     check(body.get("n") in (None, 1), f"n={body.get('n')!r}", "1; send one request for each answer")
     maximum = body.get("max_completion_tokens") or body.get("max_tokens")
     maximum = 128 if maximum is None else maximum
@@ -103,6 +103,8 @@ def make_app(engine: Engine) -> Starlette:
             ids = engine.encode(prompt) if is_chat else engine.tokenizer(prompt).input_ids
             send = lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token)  # noqa: E731
             request = engine.submit(ids, maximum, temperature, send)
+        except json.JSONDecodeError as error:
+            return refuse(400, f"a body that is not JSON: {error}")
         except (ValueError, TemplateError) as error:
             return refuse(400, str(error))
         except OutOfMemoryError as error:

@@ -207,7 +207,7 @@ def test_beyond_the_memory_a_client_gets_503_if_it_may_try_again(server, monkeyp
 
 
 BAD = {
-    "no JSON": "Expecting value",
+    "no JSON": "a body that is not JSON: Expecting value",
     "[]": "a body of type list",
     "{}": "prompt=None",
     '{"prompt": ["a"]}': "prompt=['a']; allowed: a text",
