@@ -36,7 +36,7 @@ def by_query(values: Any, label: str) -> Any:
     """Draw an array (H, n) as a map with a row per head and a column per query."""
     figure = plotting.new_figure(8, 2.2)
     axis = figure.add_subplot()
-    image = axis.imshow(values, cmap=plotting.COLOUR_MAP, aspect="auto", interpolation="nearest")
+    image = axis.imshow(values, cmap=plotting.colour_map(), aspect="auto", interpolation="nearest")
     plotting.add_colour_bar(axis, image, label)
     axis.set(xlabel="query", ylabel="head")
     plotting.hide_frame(axis)
@@ -73,11 +73,9 @@ def sentence_figures() -> dict[str, Any]:
 
 def scores_map(scores: Any, tokens: Any) -> Any:
     """Draw a map of one head's scores; hidden pairs, whose scores are −∞, are grey."""
-    from matplotlib import colormaps
-
     figure = plotting.new_figure(6, 5)
     axis = figure.add_subplot()
-    colours = colormaps[plotting.COLOUR_MAP].with_extremes(bad=plotting.HIDDEN_COLOUR)
+    colours = plotting.colour_map()
     image = axis.imshow(np.ma.masked_invalid(scores), cmap=colours, interpolation="nearest")
     plotting.add_colour_bar(axis, image, "score, nats")
     axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=8)
