@@ -79,6 +79,6 @@ copybutton_prompt_is_regexp = True
 
 # For the modules of extensions/: a folder of pictures and the script of examples/ that draws them; the root of the
 # repository; a page and the file of the root whose text it has.
-drawn_pictures = {"looking-inside": "draw_statistics", "how-it-works": "draw_tiles"}
+drawn_pictures = {"gallery": "draw_gallery", "how-it-works": "draw_tiles", "performance": "draw_performance"}
 root_of_sources = str(ROOT)
 mirrored_pages = {"contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}
