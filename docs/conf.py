@@ -79,6 +79,11 @@ copybutton_prompt_is_regexp = True
 
 # For the modules of extensions/: a folder of pictures and the script of examples/ that draws them; the root of the
 # repository; a page and the file of the root whose text it has.
-drawn_pictures = {"gallery": "draw_gallery", "how-it-works": "draw_tiles", "performance": "draw_performance"}
+drawn_pictures = {
+    "gallery": "draw_gallery",
+    "how-it-works": "draw_tiles",
+    "performance": "draw_performance",
+    "shared-prompts": "draw_shared_prompts",
+}
 root_of_sources = str(ROOT)
 mirrored_pages = {"contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}

@@ -59,8 +59,7 @@ def ratios_figure(found: dict[str, dict[str, Range]]) -> Any:
 
     kinds = list(dict.fromkeys(kind for section in found.values() for kind in section))
     figure = plotting.new_figure(4.4, 0.36 * len(kinds) + 1.1)
-    with plotting.styled():
-        axis = figure.add_subplot()
+    axis = figure.add_subplot()
     for number, ranges in enumerate(found.values()):
         for row, kind in enumerate(kinds):
             if kind in ranges:

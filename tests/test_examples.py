@@ -125,10 +125,15 @@ def test_the_chart_has_the_ratios_of_the_tables(example, tmp_path):
     assert is_picture(drawn[0])
 
 
-@pytest.mark.example("draw_tiles")
-def test_every_picture_of_tiles_is_drawn(example, tmp_path):
-    page = (FOLDER.parent / "docs" / "how-it-works.md").read_text()
-    shown = set(re.findall(r"\]\(how-it-works/(.+\.png)\)", page))
+TILES, SHARED = (pytest.mark.example(f"draw_{name}") for name in ("tiles", "shared_prompts"))
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param("how-it-works", marks=TILES), pytest.param("shared-prompts", marks=SHARED)]
+)
+def test_every_picture_of_a_page_is_drawn(example, tmp_path, page):
+    text = (FOLDER.parent / "docs" / f"{page}.md").read_text()
+    shown = set(re.findall(rf"\]\({page}/(.+\.png)\)", text))
     drawn = example.main(tmp_path)
     assert {path.name for path in drawn} == shown == {path.name for path in example.FOLDER.iterdir()}
     assert all(map(is_picture, drawn))

@@ -6,6 +6,7 @@ matplotlib is imported only when a picture is drawn.
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,27 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
+@cache
+def figure_class() -> Any:
+    """Return the class of figures whose axes have lines and texts in the palette's colours."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "a request to draw a picture, without matplotlib",
+            "matplotlib 3.8 or later",
+            'pip install "sightline-attention[plot]"',
+        ) from error
+
+    class StyledFigure(Figure):
+        def add_subplot(self, *places: Any, **options: Any) -> Any:
+            with rc_context(rc=STYLE):
+                return super().add_subplot(*places, **options)
+
+    return StyledFigure
+
+
 def new_figure(width: float, height: float) -> Any:
     """Return an empty matplotlib figure of this width and height in inches. The figure is not registered in pyplot.
 
@@ -47,31 +69,12 @@ def new_figure(width: float, height: float) -> Any:
     MissingExtraError
         matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            "a request to draw a picture, without matplotlib",
-            "matplotlib 3.8 or later",
-            'pip install "sightline-attention[plot]"',
-        ) from error
-    return Figure(figsize=(width, height), layout="constrained", facecolor=LIGHT.ground)
+    return figure_class()(figsize=(width, height), layout="constrained", facecolor=LIGHT.ground)
 
 
 def new_axis(axis: Any, width: float, height: float) -> Any:
     """Return the given axis. If `axis` is None, return the axis of a new figure of this width and height in inches."""
-    if axis is not None:
-        return axis
-    figure = new_figure(width, height)
-    with styled():
-        return figure.add_subplot()
-
-
-def styled() -> Any:
-    """Return a context in which new axes have lines and texts in the palette's colours."""
-    from matplotlib import rc_context
-
-    return rc_context(rc=STYLE)
+    return new_figure(width, height).add_subplot() if axis is None else axis
 
 
 def set_title(axis: Any, text: str | None) -> None:

@@ -63,8 +63,7 @@ def roofline(report: Report) -> Any:
     """
     findings = [finding for finding in _compared_findings(report) if finding.rows[0].peaks]
     figure = plotting.new_figure(11.5, max(4.6, 1.6 + 0.27 * len(findings)))
-    with plotting.styled():
-        left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _draw_ceilings(left, report, findings)
     for number, finding in enumerate(findings, 1):
         x = finding.flops / finding.bytes_moved
@@ -138,8 +137,7 @@ def ratios(report: Report) -> Any:
     """Draw every peer's time over Sightline's, one row per problem. A bar in a peer's colour is a target."""
     findings = _compared_findings(report)
     figure = plotting.new_figure(8.6, 1.5 + 0.3 * max(len(findings), 3))
-    with plotting.styled():
-        axis = figure.subplots()
+    axis = figure.subplots()
     axis.axvline(1, color=BLUE, linewidth=1.2, zorder=1)
     values = [1.0]
     for row, finding in enumerate(findings):
@@ -173,8 +171,7 @@ def cost(finding: Finding) -> Any:
     If the coordinate is n, the time is per token. If it is the share of allowed pairs, the time is per call.
     """
     figure = plotting.new_figure(9.2, 4.3)
-    with plotting.styled():
-        time, memory = figure.subplots(1, 2)
+    time, memory = figure.subplots(1, 2)
     names = {entry.name: entry for point in finding.rows for entry in point.entries if entry.seconds}
     by_length = finding.axis == "n"
     for name, entry in names.items():
