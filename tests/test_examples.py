@@ -103,8 +103,8 @@ def test_cross_attention_aligns_words(example, tmp_path):
 @pytest.mark.example("draw_gallery")
 def test_every_picture_of_the_gallery_is_drawn_by_the_code_behind_it(example, tmp_path):
     code = "```python\n>>> x = 1\n\n```\n![A](gallery/a.png)\n\nText.\n\n```python\n>>> x + 1\n2\n```"
-    page = f"[![a](gallery/a.png)](#a)\n{code}"
-    assert list(example.read_examples(page)) == [(None, "x = 1\n"), ("a.png", "x + 1\n")]
+    page = f"[![a](gallery/a.png)](#a)\n{code}\n{code}"
+    assert list(example.read_examples(page)) == [(None, "x = 1\n"), ("a.png", "x + 1\n")] * 2
     shown = set(re.findall(r"\(gallery/(.+?\.png)\)", example.PAGE.read_text()))
     drawn = example.main(tmp_path)
     assert {path.name for path in drawn} == shown == {path.name for path in example.FOLDER.iterdir()}
