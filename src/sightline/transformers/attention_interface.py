@@ -101,7 +101,7 @@ def sightline_attention(
     cache : transformers.PagedAttentionCache, optional
         For continuous batching: then B is 1, and n counts the new tokens of all requests; see `read_paged_cache`.
     options
-        With `output_attentions` the weights are returned. An argument of `UNSUPPORTED_ARGUMENTS` is an error. Other
+        With `output_attentions` the weights are returned. An argument of `UNSUPPORTED_ARGUMENTS` raises an error. Other
         options are ignored.
 
     Returns
