@@ -107,9 +107,8 @@ def sightline_attention(
     Returns
     -------
     output : (B, n, H, d_v)
-    weights : (B, H, n, m), optional
-        The weights before dropout, if the model returns attentions. A layer in `RETURNED_HEADS` returns those of some
-        heads alone. For a press of kvpress, the rows that the press reads. Otherwise None.
+    weights : (B, H, n, m), the weights before dropout if the model returns attentions, those of some heads for a layer
+        in `RETURNED_HEADS`; the rows that a press of kvpress reads; otherwise None
 
     Raises
     ------
