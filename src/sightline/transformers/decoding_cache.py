@@ -291,7 +291,7 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class EvictingLayer(FullLayer):
-    """The keys and values of a layer of which a policy keeps some after a call of attention.
+    """The keys and values of a layer. After a call of attention, a policy keeps some of them and drops the others.
 
     Attributes
     ----------
@@ -309,7 +309,7 @@ class EvictingLayer(FullLayer):
         self._has_own_dtype = False  # so that attention gets this layer, by `StoredTensor.evicting`
 
     def observed(self, count: int, has_padding: bool) -> list[Statistic]:
-        """Return what attention of `count` queries has to record for the policy."""
+        """Return the statistics that attention of `count` queries has to record for the policy."""
         see = self.policy.see
         if see is None and has_padding:
             raise ParameterError(
