@@ -17,6 +17,7 @@ from rich.console import Console
 
 import sightline
 from sightline.view import plotting
+from sightline.view.palette import LIGHT, SIGNED
 
 FOLDER = Path(__file__).parents[1] / "docs" / "shared-prompts"
 DPI = 120
@@ -24,7 +25,7 @@ PROMPT, OWN, BRANCHES = 256, 64, 8  # tokens of the prompt, tokens of a branch, 
 STORED, DRAFTS = ["The", "sea", "is"], ["calm", "and", "today", "blue", "deep"]
 PARENTS, ACCEPTED = [-1, 0, 0, 1, -1], [0, 1]
 WIDTH, HEIGHT = 0.84, 0.42  # of the box of a token, in positions and in rows of the tree
-PALE, LINE = "#f3c9ad", "#b9b9b4"  # drafts that are dropped; lines between boxes
+PALE, LINE = SIGNED[2], LIGHT.cross  # drafts that are dropped; lines between boxes
 
 
 def projected(sequences: int, heads: int, length: int) -> Any:
@@ -62,8 +63,8 @@ def draw_rows(axis: Any, shares: bool) -> None:
     """Draw what is stored as bars: tokens of the prompt in blue, those of each branch in orange."""
     gap = 56 if shares else 4  # between the prompt and what follows
     places = [(BRANCHES - 1) / 2] if shares else list(range(BRANCHES))
-    axis.barh(places, PROMPT, height=0.7, color=plotting.BLUE)
-    axis.barh(range(BRANCHES), OWN, left=PROMPT + gap, height=0.7, color=plotting.ORANGE)
+    axis.barh(places, PROMPT, height=0.7, color=LIGHT.blue)
+    axis.barh(range(BRANCHES), OWN, left=PROMPT + gap, height=0.7, color=LIGHT.orange)
     if shares:
         for branch in range(BRANCHES):
             connect(axis, (PROMPT + 3, places[0]), (PROMPT + gap - 3, branch))
@@ -97,9 +98,9 @@ def draw_tree(axis: Any, positions: Any) -> None:
         start = root if parent < 0 else places[parent]
         connect(axis, (start[0] + WIDTH / 2, start[1]), (places[draft][0] - WIDTH / 2, places[draft][1]))
     for place, word in enumerate(STORED):
-        write(axis, word, (place, root[1]), plotting.BLUE, "white")
+        write(axis, word, (place, root[1]), LIGHT.blue, "white")
     for draft, word in enumerate(DRAFTS):
-        colours = (plotting.ORANGE, "white") if draft in ACCEPTED else (PALE, "black")
+        colours = (LIGHT.orange, "white") if draft in ACCEPTED else (PALE, "black")
         write(axis, f"{draft} {word}", places[draft], *colours)
     axis.set(xlim=(-0.6, max(positions) + 0.6), ylim=(len(leaves) - 0.4, -0.6), xlabel="position")
     axis.set_xticks(range(max(positions) + 1))
@@ -123,8 +124,8 @@ def draw_mask(axis: Any, seen: Any) -> None:
     from matplotlib.colors import ListedColormap
 
     kinds = np.where(seen, np.where(np.arange(seen.shape[1]) < len(STORED), 1, 2), 0)
-    colours = ListedColormap([plotting.HIDDEN_COLOUR, plotting.BLUE, plotting.ORANGE])
-    axis.pcolormesh(kinds, cmap=colours, vmin=0, vmax=2, edgecolors="white", linewidth=2)
+    colours = ListedColormap([LIGHT.hidden, LIGHT.blue, LIGHT.orange])
+    axis.pcolormesh(kinds, cmap=colours, vmin=0, vmax=2, edgecolors=LIGHT.ground, linewidth=2)
     axis.set(ylim=(len(DRAFTS), 0), aspect="equal", anchor="NW")
     axis.set_xticks(np.arange(seen.shape[1]) + 0.5, [*STORED, *DRAFTS], fontsize=9)
     axis.set_yticks(np.arange(len(DRAFTS)) + 0.5, DRAFTS, fontsize=9)
