@@ -39,6 +39,10 @@ SYSTEMS = {  # triple: format, architecture
     "x86_64-apple-darwin": ("Mach-O", X86_64),
     "arm64-apple-darwin": ("Mach-O", ARM64),
 }
+if llvm.llvm_version_info < (
+    22,
+):  # LLVM 20 fails on large stack frames of Windows on ARM, for which llvmlite has no LLVM 20
+    SYSTEMS = {triple: row for triple, row in SYSTEMS.items() if not triple.startswith("aarch64-pc-windows")}
 MACHINES = {X86_64: ("avx512", "avx2", "sse2"), ARM64: ("neon",)}
 TARGETS = [(triple, name) for triple, (_, architecture) in SYSTEMS.items() for name in MACHINES[architecture]]
 # Functions of the standard C library that LLVM or the library calls. Each of the three systems has them.
