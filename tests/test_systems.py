@@ -45,7 +45,9 @@ def environment(**changes):
 def run(program, **changes):
     """Return the last line that a program prints in another process."""
     command = [sys.executable, "-c", START + program]
-    done = subprocess.run(command, env=environment(**changes), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment(**changes), capture_output=True, text=True, errors="replace", timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
@@ -168,6 +170,12 @@ def test_the_environment_selects_the_instructions(monkeypatch):
     assert machine_setting() is None
     monkeypatch.setenv(CPU_VARIABLE, names[-1])
     assert machine_setting() in (names[-1], names[-1].encode())
+
+
+@pytest.mark.parametrize("arguments", [["explain", "to be or not to be"], ["bench", "--list"]])
+def test_commands_print_to_a_console_of_windows(arguments):
+    """The encoding of the console lacks most signs of formulas."""
+    assert run(f"from sightline.cli import main\nmain({arguments})", PYTHONIOENCODING="cp1252")
 
 
 # -- keys on disk --------------------------------------------------------------------------------------------------
