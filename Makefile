@@ -4,7 +4,7 @@ PYTHON ?= python3
 EXTRAS ?= demo
 BIN := .venv/bin
 
-.PHONY: demo lint check test test-wide test-all soak wheel-test docs
+.PHONY: demo lint check test test-wide test-all soak wheel-test release docs
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sightline needs Python 3.11 or newer; run make PYTHON=python3.12")'
@@ -25,7 +25,8 @@ demo: .venv/extras-$(EXTRAS)
 	$(BIN)/sightline demo
 
 # `make check` runs what is fast: linters, types, imports, lines, and tests of each part of the package.
-CHECKS := tests/test_structure.py tests/test_imports.py tests/test_caching.py tests/api/test_api.py \
+CHECKS := tests/test_structure.py tests/test_imports.py tests/test_public_api.py tests/test_caching.py \
+  tests/api/test_api.py \
   tests/arrays/test_arrays.py tests/cli/test_byte_pair_encoding.py tests/cpu/test_direct_call.py \
   tests/dispatch/test_repeated_calls.py tests/formula/test_bounds.py tests/gpu/test_render_triton.py \
   tests/jax/test_direct_calls.py tests/kv_cache/test_query_positions.py tests/keras/test_keras_layer.py \
@@ -81,6 +82,10 @@ test-all: test test-wide .venv-all/done
 soak: .venv/dev
 	$(PYTEST) -m soak
 
-# Builds the sdist and the wheel, and checks the wheel in an empty environment.
+# Builds the sdist and the wheel twice, compares the builds, and checks the wheel in an empty environment.
 wheel-test: .venv/dev
 	$(BIN)/python .ci/wheel/check.py
+
+# Checks the repository, builds and verifies the archives in dist, and prints the commands that publish them.
+release: check
+	$(BIN)/python .ci/wheel/release.py

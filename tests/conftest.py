@@ -75,6 +75,8 @@ WIDE = {
     "cpu/test_processors.py::test_sums_of_products_stay_in_registers": 4,
     "cpu/test_processors.py::test_the_weights_pass": 4,
     "cpu/test_product_rates.py::test_problems_of_a_processor_with_slow_dot_products": 4,
+    "cpu/test_targets.py::test_kernels_are_compiled_for_every_system": 3,
+    "cpu/test_targets.py::test_kernels_of_another_system_conform": 4,
     "cpu/test_threads.py::test_a_fork_calls_and_so_does_its_parent": 2,
     "cpu/test_threads.py::test_calls_as_the_interpreter_ends": 3,
     "cpu/test_threads.py::test_calls_work_after_an_interrupted_call": 3,

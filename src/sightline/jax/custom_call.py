@@ -84,7 +84,7 @@ def register() -> str:
 
 def _read_version() -> tuple[int, int]:
     """Return the version of XLA's FFI from the header that jaxlib ships."""
-    header = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+    header = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text(encoding="utf-8")
     found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR")]
     major, minor = (-1 if match is None else int(match[1]) for match in found)
     if major != 0 or not MIN_MINOR <= minor <= MAX_MINOR:

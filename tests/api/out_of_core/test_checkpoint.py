@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import sightline
 from disk_calls import SIZES, N, continued, drawn, options, stop_after, stopped
 from sightline import i, j, s, table
-from sightline.api.out_of_core import block_plan, call, checkpoint, locked_file, run
+from sightline.api.out_of_core import block_plan, call, checkpoint, file_locks, locked_file, run
 from sightline.errors import ParameterError
 from sightline.problem.kernel import Result
 from sightline.statistics import arrays_of
@@ -441,7 +441,7 @@ def test_a_file_system_without_locks_is_used_without(refusal, whole, tmp_path, m
         raise OSError(refusal, os.strerror(refusal))
 
     if refusal is None:
-        monkeypatch.setattr(locked_file, "fcntl", None)
+        monkeypatch.setattr(file_locks, "fcntl", None)
     else:
         monkeypatch.setattr(fcntl, "flock", refuse)
     stopped(tmp_path, count=2)

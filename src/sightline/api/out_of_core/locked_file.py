@@ -10,11 +10,7 @@ from typing import IO, Any
 import numpy as np
 
 from ...errors import ParameterError, name_file
-
-try:
-    import fcntl
-except ImportError:  # a system without POSIX has no such locks
-    fcntl = None  # type: ignore[assignment]
+from . import file_locks
 
 NOT_SUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # not possible here
 
@@ -56,10 +52,8 @@ class LockedFile:
             file.close()  # another call has removed the file between `open` and the lock
 
     def _lock(self, file: IO[bytes]) -> None:
-        if fcntl is None:
-            return
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file_locks.lock(file)
         except BlockingIOError as error:
             raise ParameterError(
                 f"{self.argument}: another call uses {self.path}",
@@ -129,8 +123,13 @@ class LockedFile:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the file. If another file has its name now, that file is not removed."""
-        if self.is_in_place():
+        """Remove the file. If another file has its name now, that file is not removed.
+
+        Windows removes no open file, so there the file is closed first.
+        """
+        if not self.file.closed and self.is_in_place():
+            if file_locks.fcntl is None:
+                self.close()
             os.unlink(self.path)
 
     def close(self) -> None:
@@ -139,9 +138,9 @@ class LockedFile:
         A forked process and a memory map of the file have copies of the descriptor. Without the release, the file would
         stay locked until these copies are closed.
         """
-        if fcntl is not None and not self.file.closed:
+        if not self.file.closed:
             try:
-                fcntl.flock(self.file, fcntl.LOCK_UN)
+                file_locks.unlock(self.file)
             except OSError as error:
                 if error.errno not in NOT_SUPPORTED:
                     raise
@@ -162,7 +161,8 @@ def reserve(file: IO[bytes], start: int, size: int, path: str, what: str) -> Non
     try:
         if _allocate(file, start, size):
             return
-        held = os.fstat(file.fileno()).st_blocks * 512
+        found = os.fstat(file.fileno())
+        held = found.st_blocks * 512 if hasattr(found, "st_blocks") else found.st_size  # Windows counts no blocks
         if size - held > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:

@@ -310,7 +310,8 @@ class Value:
         result_type = vector(kind, lanes)
         name = f"llvm.masked.gather.{intrinsic_suffix(result_type)}.v{lanes}p0"
         all_lanes, undefined = self.builder.value(1, vector(BOOL, lanes)), Value(self.builder, result_type, "undef")
-        return self.builder.call(name, result_type, self, all_lanes, undefined)
+        alignment = self.builder.value(1, INT32)  # in bytes; LLVM 22 makes it an attribute
+        return self.builder.call(name, result_type, self, alignment, all_lanes, undefined)
 
 
 _PREDICATES = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}

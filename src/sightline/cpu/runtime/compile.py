@@ -226,9 +226,16 @@ def _load_objects(codes: Sequence[bytes], name: str, machine: Machine) -> Addres
 
 
 def _target_machine(machine: Machine) -> Any:
-    """Return the object of llvmlite that generates code for the machine."""
-    target = _llvm().Target.from_triple(machine.triple)
-    return target.create_target_machine(cpu=machine.cpu, features=machine.features, opt=3)
+    """Return the object of llvmlite that generates code for the machine.
+
+    Code for x86-64 has addresses of 64 bits. On Windows and macOS, LLVM would else use a table of addresses, for which
+    llvmlite's memory manager reserves no memory.
+    """
+    target, relocation = (
+        _llvm().Target.from_triple(machine.triple),
+        "static" if machine.architecture == "x86_64" else "default",
+    )
+    return target.create_target_machine(cpu=machine.cpu, features=machine.features, opt=3, reloc=relocation)
 
 
 @cache

@@ -25,7 +25,7 @@ class _MethodDefinition(ctypes.Structure):
 
 def python_library() -> Any:
     """Return Python's C API. Types of arguments and results that are set on it do not affect other libraries."""
-    return ctypes.PyDLL(None, handle=ctypes.pythonapi._handle)
+    return ctypes.PyDLL("python", handle=ctypes.pythonapi._handle)  # on Windows the name must be a text
 
 
 def make_function(address: int, name: str, context: Any, keep_alive: Any) -> Callable[..., Any]:

@@ -1,0 +1,240 @@
+"""Object code for Windows, macOS and Linux, on x86-64 and on 64-bit ARM.
+
+All of it is compiled here and linked by LLVM's loader, and its format and undefined symbols are checked. The code for
+x86-64 as llvmlite asks for it also runs here (`foreign_systems`). Nothing runs on Windows or macOS.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+
+from foreign_systems import LIBRARY, MACOS, WINDOWS, ForeignProcessor
+from object_files import ARM64, X86_64, read_object
+from sample_problems import arrays
+from sightline import causal, documents, h, i, j, lse, padding, s, softcap, table, window
+from sightline.cpu import Cpu
+from sightline.cpu.calls import xla_handler
+from sightline.cpu.calls.array_reader import ArrayReader
+from sightline.cpu.calls.direct_call import DirectCall
+from sightline.cpu.calls.launcher import Launcher
+from sightline.cpu.codegen.builder import Module
+from sightline.cpu.codegen.python_function import PYTHON_API
+from sightline.cpu.runtime.compile import _compile_object, _load_objects
+from sightline.cpu.runtime.machine import CPU_VARIABLE, Machine, missing_features, named_machine, native_machine
+from sightline.cpu.runtime.processor import Processor
+from sightline.problem.problem import make_problem
+from sightline.testing import assert_conforms
+from weights_pass_checks import check_everything, received, top_k
+
+SYSTEMS = {  # triple: format, architecture
+    "x86_64-unknown-linux-gnu": ("ELF", X86_64),
+    "aarch64-unknown-linux-gnu": ("ELF", ARM64),
+    "x86_64-pc-windows-msvc": ("COFF", X86_64),
+    "aarch64-pc-windows-msvc": ("COFF", ARM64),
+    "x86_64-pc-windows-msvc-elf": ("ELF", X86_64),  # what llvmlite asks for on Windows
+    "aarch64-pc-windows-msvc-elf": ("ELF", ARM64),
+    "x86_64-apple-darwin": ("Mach-O", X86_64),
+    "arm64-apple-darwin": ("Mach-O", ARM64),
+}
+if llvm.llvm_version_info < (
+    22,
+):  # LLVM 20 fails on large stack frames of Windows on ARM, for which llvmlite has no LLVM 20
+    SYSTEMS = {triple: row for triple, row in SYSTEMS.items() if not triple.startswith("aarch64-pc-windows")}
+MACHINES = {X86_64: ("avx512", "avx2", "sse2"), ARM64: ("neon",)}
+TARGETS = [(triple, name) for triple, (_, architecture) in SYSTEMS.items() for name in MACHINES[architecture]]
+# Functions of the standard C library that LLVM or the library calls. Each of the three systems has them.
+KINDS = ("backward", "decode", "forward", "statistics")
+STANDARD = {"getenv", "memcmp", "strcmp", *LIBRARY}
+SYSTEM = {
+    "linux": {"sincos", "sincosf"},  # of the GNU C library
+    "windows": {"__chkstk"},  # of ntdll.dll: touches the pages of a stack frame of more than 4096 bytes
+    "darwin": {"bzero", "__bzero", "__sincos_stret", "__sincosf_stret"},  # of libSystem
+}
+LINKED = {"_fltused"}  # in COFF objects alone: a mark for the linker, which the C library defines
+XLA_CALLBACK = {xla_handler.CALLBACK}  # `llvm.add_symbol` gives its address
+
+
+class Collector(Processor):
+    """Keeps the modules of all kernels, and runs none."""
+
+    links_parts = False
+
+    def __init__(self, machine):
+        super().__init__(machine)
+        self.modules = {}
+
+    def kernel(self, key, name, build_module, common=None, machine=None):
+        self.modules[name, key] = str(build_module())
+        return name
+
+    def call(self, kernel, packed_arguments, threads, keep_alive):
+        """Compute nothing."""
+
+
+def machine_of(triple, name):
+    machine = named_machine(name)
+    return Machine(triple, machine.cpu, machine.features)
+
+
+def kernels(machine):
+    """Return the modules of kernels of each kind for this machine. Their results are uninitialised memory."""
+    collector = Collector(machine)
+    kernel = Cpu(collector)
+    score = s + np.sin(s) - np.abs(s) ** 1.5 + table(np.linspace(-1, 1, 9))[(i - j) % 9] + np.cos(i)
+    for dtype, options in (
+        ("float32", {"mask": causal(), "score": score, "see": [lse()]}),
+        ("float16", {"mask": window(40, 3), "score": softcap(5.0)}),
+        ("bfloat16", {"mask": documents(lengths=[30, 40])}),
+        ("float64", {"score": score}),
+    ):
+        problem = make_problem(*arrays((1, 2, 70, 64), dtype), **options)
+        kernel.run(problem, 1)
+        if dtype == "float32":
+            saved = np.zeros_like(problem.query), np.zeros(problem.query.shape[:-1])
+            kernel.backward(problem, saved[0], None, saved, [], 1)
+    kernel.run(make_problem(*arrays((2, 4, 1, 64), "float32", groups=1, m=513), mask=padding([513, 130])), 1)
+    kernel.run(make_problem(*arrays((1, 1, 20, 1024), "float32")), 1)
+    weighed = make_problem(*arrays((1, 2, 70, 16), "float32"))
+    for statistic in (received, partial(top_k, k=3)):
+        statistic(weighed, np.zeros((1, 2, 70)), processor=collector)
+    return [(name, text) for (name, _), text in collector.modules.items()]
+
+
+def check_loading(name, module, machine):
+    """Return the `ObjectFile` of a module, after LLVM's loader has linked it with empty functions. Nothing runs.
+
+    The loader ends the process if it cannot apply a relocation, or if a section has no reserved memory.
+    """
+    code = _compile_object(module, machine)
+    found = read_object(code)
+    empty = "\n".join(f"define void @{each}() {{\n  ret void\n}}" for each in found.undefined)
+    assert _load_objects([code, _compile_object(empty, machine)], name, machine)
+    return found
+
+
+def functions_of_python():
+    for writer in (ArrayReader, DirectCall, Launcher):
+        module = Module()
+        writer(module, "function").build()
+        yield str(module)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def all_targets():
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+
+
+def allowed_symbols(triple):
+    (own,) = (names for system, names in SYSTEM.items() if system in triple)
+    return STANDARD | own | (LINKED if SYSTEMS[triple][0] == "COFF" else set())
+
+
+@pytest.mark.parametrize(("triple", "name"), TARGETS)
+def test_kernels_are_compiled_for_every_system(triple, name):
+    machine = machine_of(triple, name)
+    with np.errstate(all="ignore"):
+        modules = kernels(machine)
+    found = [check_loading(name, text, machine) for name, text in modules]
+    assert {name for name, _ in modules} == {f"sightline_{kind}" for kind in KINDS}
+    assert {(each.format, each.architecture) for each in found} == {SYSTEMS[triple]}
+    undefined = frozenset().union(*(each.undefined for each in found))
+    assert undefined <= allowed_symbols(triple)
+    assert undefined & {"sin", "__sincos_stret", "sincos"}, "the score has no function of the library"
+
+
+@pytest.mark.parametrize("triple", SYSTEMS)
+def test_functions_of_python_and_xla_are_compiled_for_every_system(triple):
+    machine = machine_of(triple, MACHINES[SYSTEMS[triple][1]][-1])
+    allowed = allowed_symbols(triple) | PYTHON_API
+    for module in functions_of_python():
+        found = check_loading("function", module, machine)
+        assert found[:2] == SYSTEMS[triple]
+        assert found.undefined <= allowed
+    handler = xla_handler.build_module("handler", (0, 1), machine.architecture, CPU_VARIABLE)
+    assert check_loading("handler", handler, machine).undefined <= allowed | XLA_CALLBACK
+
+
+@pytest.mark.parametrize("triple", SYSTEMS)
+def test_a_symbol_that_no_system_has_is_found(triple):
+    machine = machine_of(triple, MACHINES[SYSTEMS[triple][1]][0])
+    module = "declare void @nowhere()\ndefine void @f() {\n  call void @nowhere()\n  ret void\n}"
+    assert read_object(_compile_object(module, machine)).undefined == {"nowhere"}
+
+
+def test_llvmlite_asks_for_elf_on_windows(monkeypatch):
+    machine = machine_of("x86_64-pc-windows-msvc", "avx2")
+    monkeypatch.setattr(llvm.targets, "os", SimpleNamespace(name="nt"))
+    code = _compile_object("define double @f(double %x) {\n  ret double %x\n}", machine)
+    assert read_object(code) == ("ELF", X86_64, frozenset())
+
+
+LARGE_FRAME = """
+declare void @fill(ptr)
+define void @f() {
+  %slot = alloca [5000 x i8]
+  call void @fill(ptr %slot)
+  ret void
+}
+"""
+
+
+@pytest.mark.parametrize("triple", SYSTEMS)
+def test_windows_checks_the_stack_of_large_frames(triple):
+    machine = machine_of(triple, MACHINES[SYSTEMS[triple][1]][0])
+    expected = {"fill", "__chkstk"} if "windows" in triple else {"fill"}
+    assert read_object(_compile_object(LARGE_FRAME, machine)).undefined == expected
+
+
+# -- code of Windows and macOS on this processor ------------------------------------------------------------------
+
+
+@pytest.fixture(params=[WINDOWS, MACOS], ids=["windows", "macos"])
+def foreign(request):
+    """A processor that runs the code of another system."""
+    if native_machine().architecture != X86_64 or "linux" not in native_machine().triple:
+        pytest.skip("needs Linux on x86-64")
+    best = next(name for name in MACHINES[X86_64] if not missing_features(native_machine(), named_machine(name)))
+    found = ForeignProcessor(request.param, named_machine(best))
+    yield found
+    assert found.calls, "no kernel ran"
+
+
+PROBLEMS = {
+    "odd sizes": ({"shape": (1, 2, 131, 23), "d_v": 17, "m": 67}, {}),
+    "decoding": ({"shape": (2, 4, 1, 64), "groups": 1, "m": 513}, {"mask": padding([513, 130])}),
+    "window, soft cap, sinks": (
+        {"shape": (1, 2, 150, 16)},
+        {"mask": window(40, 3), "score": softcap(5.0), "sinks": np.array([0.5, -2.0])},
+    ),
+    "tables, library functions": (
+        {"shape": (1, 2, 60, 32), "m": 81},
+        {"score": s + table(np.linspace(-1, 1, 10).reshape(2, 5))[h, (i - j) % 5] + np.sin(i - j) - abs(s) ** 1.5},
+    ),
+    "wide heads": ({"shape": (1, 1, 20, 1024)}, {"mask": causal()}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_kernels_of_another_system_conform(foreign, name, dtype):
+    shapes, options = PROBLEMS[name]
+    assert_conforms(Cpu(foreign).run, make_problem(*arrays(dtype=dtype, **shapes), see=[lse()], **options))
+
+
+def test_the_weights_pass_of_another_system(foreign):
+    problem = make_problem(*arrays((2, 4, 70, 64), "float32", groups=2, m=75), mask=causal("lower right"))
+    check_everything(problem, processor=foreign)
+
+
+def test_a_changed_register_is_found():
+    """A function of Linux keeps fewer registers than one of Windows."""
+    if native_machine().architecture != X86_64 or "linux" not in native_machine().triple:
+        pytest.skip("needs Linux on x86-64")
+    foreign = ForeignProcessor(WINDOWS, named_machine("sse2"))
+    module = 'define void @f(ptr %x) {\n  call void asm sideeffect "xorl %esi, %esi", ""()\n  ret void\n}'
+    with pytest.raises(AssertionError, match="1 registers changed"):
+        foreign.call(foreign.kernel("", "f", lambda: module), np.zeros(1), 1, ())

@@ -1,0 +1,73 @@
+"""What `make release` refuses, and the archives that it compares."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).parents[1] / ".ci" / "wheel"
+
+
+@pytest.fixture
+def release(monkeypatch):
+    """The module .ci/wheel/release.py."""
+    monkeypatch.syspath_prepend(PROGRAMS)
+    spec = importlib.util.spec_from_file_location("release", PROGRAMS / "release.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["check"]
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository whose version 1.2.3 can be released."""
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## [1.2.3] - 2030-12-31\n")
+    for command in ("init -q", "add .", "-c user.name=A -c user.email=a@example.org commit -q -m Begin"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_a_release_of_a_clean_repository_has_no_problem(release, repository):
+    assert release.find_problems("1.2.3", repository) == []
+
+
+def test_each_problem_is_found(release, repository):
+    (repository / "new.py").write_text("")
+    subprocess.run(["git", "tag", "v1.2.4dev"], cwd=repository, check=True)
+    form, section, files, tag = release.find_problems("1.2.4dev", repository)
+    assert "its form is 1.2.3" in form
+    assert "rename Unreleased" in section
+    assert "new.py" in files
+    assert "raise __version__" in tag
+
+
+@pytest.mark.parametrize("line", ["## [1.2.3]", "## [Unreleased]", "## [1.2.3] - soon", "### [1.2.3] - 2030-12-31"])
+def test_a_section_without_number_or_date_is_found(line, release, repository):
+    (repository / "CHANGELOG.md").write_text(f"{line}\n")
+    assert "CHANGELOG.md" in release.find_problems("1.2.3", repository)[0]
+
+
+def test_the_version_is_that_of_the_package(release):
+    import sightline
+
+    assert release.find_version() == sightline.__version__
+
+
+@pytest.mark.parametrize("second", ["other bytes", "the same"])
+def test_builds_that_differ_are_found(second, release, tmp_path, monkeypatch):
+    archives = iter(["the same", second])
+
+    def build(source, target):
+        target.mkdir()
+        (target / "archive.whl").write_text(next(archives))
+        return [target / "archive.whl"]
+
+    monkeypatch.setattr(release.check, "build", build)
+    if second == "the same":
+        assert [path.name for path in release.check.build_twice(tmp_path)] == ["archive.whl"]
+    else:
+        with pytest.raises(SystemExit, match="two builds differ"):
+            release.check.build_twice(tmp_path)
