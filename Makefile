@@ -60,9 +60,12 @@ test-wide: .venv/dev
 	@touch $@
 
 docs: .venv-docs/done
-	.venv-docs/bin/python -m pytest docs README.md
-	.venv-docs/bin/python docs/extensions/commands.py docs/command-line.md
-	.venv-docs/bin/python -m sphinx --quiet -E -W --keep-going -d docs/_build/doctrees docs docs/_build/html
+	@echo 'Running the examples of the pages.'
+	@.venv-docs/bin/python -m pytest docs README.md
+	@echo 'Running the commands of docs/command-line.md.'
+	@.venv-docs/bin/python docs/extensions/commands.py docs/command-line.md
+	@echo 'Running the notebooks of the course, drawing the pictures and writing the site.'
+	@.venv-docs/bin/python -m sphinx --quiet -E -W --keep-going -d docs/_build/doctrees docs docs/_build/html
 	@echo 'Open docs/_build/html/index.html in a browser.'
 
 # TensorFlow takes more than 1 GB, so the tests that need it have an environment of their own.

@@ -9,12 +9,15 @@ sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 sys.path.insert(0, str(ROOT / "src"))
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
+from sightline.view.palette import DARK, LIGHT, Theme  # after the path  # noqa: E402
+
 project = "Sightline"
 copyright = author = "The Sightline authors"
 
 extensions = [
     "myst_nb",
     "sphinx_copybutton",
+    "sphinx_design",
     "api_reference",  # this module and those below it are in the folder extensions/
     "literals",
     "offline",
@@ -26,12 +29,42 @@ exclude_patterns = ["_build", "extensions"]
 
 # Pages are Markdown. Those with a header of jupytext are notebooks: the build executes them, and an error ends it.
 source_suffix = {".md": "myst-nb"}
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
+nb_code_prompt_show = "Show the code"  # of imports and drawings, which the course hides
+nb_code_prompt_hide = "Hide the code"
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 
+
+def theme_colours(theme: Theme) -> dict[str, str]:
+    """Return the theme's variables in the colours of the explorer page and the pictures."""
+    colours = {
+        "background-primary": theme.ground,
+        "background-secondary": theme.hidden,
+        "background-hover": theme.line,
+        "background-border": theme.line,
+        "foreground-primary": theme.ink,
+        "foreground-secondary": theme.muted,
+        "foreground-muted": theme.muted,
+        "foreground-border": theme.cross,
+        "brand-primary": theme.blue,
+        "brand-content": theme.blue,
+        "brand-visited": theme.blue,
+        "code-background": theme.raised,
+        "inline-code-background": theme.hidden,
+        "table-border": theme.line,
+        "card-background": theme.raised,
+        "accent": theme.orange,
+    }
+    return {f"color-{name}": colour for name, colour in colours.items()} | {
+        "font-stack": "system-ui, -apple-system, 'Segoe UI', Inter, Roboto, 'Noto Sans', Arial, sans-serif",
+    }
+
+
 html_theme = "furo"
+html_theme_options = {"light_css_variables": theme_colours(LIGHT), "dark_css_variables": theme_colours(DARK)}
 html_title = "Sightline"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
@@ -46,6 +79,11 @@ copybutton_prompt_is_regexp = True
 
 # For the modules of extensions/: a folder of pictures and the script of examples/ that draws them; the root of the
 # repository; a page and the file of the root whose text it has.
-drawn_pictures = {"looking-inside": "draw_statistics", "how-it-works": "draw_tiles"}
+drawn_pictures = {
+    "gallery": "draw_gallery",
+    "how-it-works": "draw_tiles",
+    "performance": "draw_performance",
+    "shared-prompts": "draw_shared_prompts",
+}
 root_of_sources = str(ROOT)
 mirrored_pages = {"contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}

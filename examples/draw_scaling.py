@@ -16,6 +16,7 @@ import sightline
 from sightline.partition.cost_model import predict_problem
 from sightline.problem.problem import make_problem
 from sightline.view import plotting
+from sightline.view.palette import LIGHT, SERIES
 
 FOLDER = Path(__file__).parents[1] / "docs" / "distributed"
 DPI = 100
@@ -24,10 +25,10 @@ PER_RANK, WHOLE = 8192, 1 << 20  # positions of a rank where the sequence grows,
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
 DOCUMENT = 4_000  # the mean length of a packed document
 COLOURS = {
-    "causal": "#777777",
-    "causal, zigzag": plotting.BLUE,
-    "window of 4,096": plotting.ORANGE,
-    "packed documents": "#009e73",
+    "causal": LIGHT.muted,
+    "causal, zigzag": LIGHT.blue,
+    "window of 4,096": LIGHT.orange,
+    "packed documents": SERIES[2],
 }
 
 
@@ -70,7 +71,7 @@ def scaling_figure(ranks: tuple[int, ...] = RANKS, per_rank: int = PER_RANK, who
         axis.set_xticks(ranks, [f"{count:,}" for count in ranks])
         axis.minorticks_off()
         axis.set(xlabel="ranks", ylim=(0, 1.03))
-        axis.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+        axis.grid(axis="y", color=LIGHT.line, linewidth=0.8)
         axis.tick_params(labelsize=8, length=0)
     left.set_ylabel("share of the ideal speed")
     left.yaxis.set_major_formatter("{x:.0%}")

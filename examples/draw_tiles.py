@@ -15,12 +15,13 @@ from rich.console import Console
 import sightline
 from sightline import i, j
 from sightline.view import plotting, tile_map
+from sightline.view.palette import LIGHT
 
 FOLDER = Path(__file__).parents[1] / "docs" / "how-it-works"
 DPI = 100
 N, WINDOW = 1024, 300
 RECTANGLES = {(640, 704, 512, 576): "full", (704, 768, 384, 448): "partial", (128, 192, 448, 512): "empty"}
-COLOURS = {"empty": "#777777", "partial": "#1f78b4", "full": "#08306b"}
+COLOURS = {"empty": LIGHT.muted, "partial": LIGHT.weights[4], "full": LIGHT.weights[6]}
 
 
 def masks() -> dict[str, Any]:

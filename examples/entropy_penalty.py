@@ -91,10 +91,11 @@ def train(steps: int, penalty: float, seed: int = 0) -> Run:
 def draw(runs: dict[str, Run], path: Path) -> None:
     """Draw entropy and accuracy of each run by step."""
     from sightline.view import plotting, save
+    from sightline.view.palette import LIGHT
 
     figure = plotting.new_figure(8, 3)
     for axis, name in zip(figure.subplots(1, 2), ("entropy", "right"), strict=True):
-        for (label, run), colour in zip(runs.items(), (plotting.ORANGE, plotting.BLUE), strict=True):
+        for (label, run), colour in zip(runs.items(), (LIGHT.orange, LIGHT.blue), strict=True):
             axis.plot(smooth(getattr(run, name)), color=colour, label=label, linewidth=1.4)
         plotting.set_title(axis, {"entropy": "entropy of the heads, nats", "right": "share of right predictions"}[name])
         axis.set(xlabel="step", ylim=(0, None))

@@ -101,8 +101,9 @@ def existing_paths(listed):
     return names + [path.relative_to(root).as_posix() + "/" for path in paths if (path / "__init__.py").exists()]
 
 
-def test_the_tree_of_the_architecture_page_lists_every_module():
-    listed = listed_paths((DOCS / "architecture.md").read_text(encoding="utf-8"))
+def test_the_trees_of_the_architecture_pages_list_every_module_once():
+    pages = sorted((DOCS / "architecture").glob("*.md"))
+    listed = [path for page in pages for path in listed_paths(page.read_text(encoding="utf-8"))]
     assert sorted(listed) == sorted(existing_paths(listed))
     assert len(listed) > 150
 

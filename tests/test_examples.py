@@ -100,19 +100,40 @@ def test_cross_attention_aligns_words(example, tmp_path):
     assert is_picture(tmp_path / "align.png")
 
 
-@pytest.mark.example("draw_statistics")
-def test_every_picture_of_the_page_is_drawn(example, tmp_path):
-    page = (FOLDER.parent / "docs" / "looking-inside.md").read_text()
-    shown = set(re.findall(r"\]\(looking-inside/(.+\.png)\)", page))
+@pytest.mark.example("draw_gallery")
+def test_every_picture_of_the_gallery_is_drawn_by_the_code_behind_it(example, tmp_path):
+    code = "```python\n>>> x = 1\n\n```\n![A](gallery/a.png)\n\nText.\n\n```python\n>>> x + 1\n2\n```"
+    page = f"[![a](gallery/a.png)](#a)\n{code}\n{code}"
+    assert list(example.read_examples(page)) == [(None, "x = 1\n"), ("a.png", "x + 1\n")] * 2
+    shown = set(re.findall(r"\(gallery/(.+?\.png)\)", example.PAGE.read_text()))
     drawn = example.main(tmp_path)
-    assert {path.name for path in drawn} | {"heads.png"} == shown == {path.name for path in example.FOLDER.iterdir()}
+    assert {path.name for path in drawn} == shown == {path.name for path in example.FOLDER.iterdir()}
     assert all(map(is_picture, drawn))
 
 
-@pytest.mark.example("draw_tiles")
-def test_every_picture_of_tiles_is_drawn(example, tmp_path):
-    page = (FOLDER.parent / "docs" / "how-it-works.md").read_text()
-    shown = set(re.findall(r"\]\(how-it-works/(.+\.png)\)", page))
+@pytest.mark.example("draw_performance")
+def test_the_chart_has_the_ratios_of_the_tables(example, tmp_path):
+    head, rule = "| kind | time | torch / Sightline |", "|---|---|---|"
+    rows = [head, rule, "| x | 8 ms | 1.5, [0.5](#b-9) |", "| | 9 ms | 2 to 3.25 |", "| y | 9 ms | |"]
+    page = "\n".join(["## A", *rows, "", "| x | 7 | 7 |", "## B", head, rule, "| y | | 12 |"])
+    found = example.read_ratios(page)
+    assert found == {"A": {"x": (0.5, 3.25)}, "B": {"y": (12, 12)}}
+    texts = [text.get_text() for text in example.ratios_figure(found).axes[0].texts]
+    assert texts == ["0.5 to 3.25", "12"]
+    drawn = example.main(tmp_path)
+    assert [path.name for path in drawn] == [path.name for path in example.FOLDER.iterdir()] == ["ratios.png"]
+    assert is_picture(drawn[0])
+
+
+TILES, SHARED = (pytest.mark.example(f"draw_{name}") for name in ("tiles", "shared_prompts"))
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param("how-it-works", marks=TILES), pytest.param("shared-prompts", marks=SHARED)]
+)
+def test_every_picture_of_a_page_is_drawn(example, tmp_path, page):
+    text = (FOLDER.parent / "docs" / f"{page}.md").read_text()
+    shown = set(re.findall(rf"\]\({page}/(.+\.png)\)", text))
     drawn = example.main(tmp_path)
     assert {path.name for path in drawn} == shown == {path.name for path in example.FOLDER.iterdir()}
     assert all(map(is_picture, drawn))

@@ -72,9 +72,12 @@ def collect(tokens):
     return list(iter(tokens.get, None))
 
 
-@pytest.mark.parametrize("begins", [True, False], ids=["with the system prompt", "without"])
-def test_requests_that_join_and_leave_generate_as_alone(serve, model, begins):
-    check_requests(serve, model, begins)
+WAYS = {"a shared system prompt": (True, True), "copies of it": (True, False), "without": (False, False)}
+
+
+@pytest.mark.parametrize(("begins", "shares"), WAYS.values(), ids=WAYS)
+def test_requests_that_join_and_leave_generate_as_alone(serve, model, begins, shares):
+    check_requests(serve, model, begins, shares)
 
 
 @pytest.mark.parametrize("name", ["Gemma 2", "GPT-OSS"])
@@ -84,18 +87,18 @@ def test_soft_caps_windows_of_some_layers_and_sinks(serve, name):
     check_requests(serve, make_model(name, vocab_size=256, max_position_embeddings=1024, eos_token_id=255), True)
 
 
-def check_requests(serve, model, begins):
+def check_requests(serve, model, begins, shares=True):
     prefix = list((SYSTEM + "\n").encode()) if begins else []
     prompts = [prefix + list(text.encode()) for text in ("a", "What is a whale? " * 30, "Tell me more.", "b" * 77)]
     counts = [30, 12, 1, 21]
     wanted = [expected(model, ids, count) for ids, count in zip(prompts, counts, strict=True)]
-    engine = make_engine(serve, model)
+    engine = make_engine(serve, model, shares=shares)
     before, answers = engine.reserved, []
     for ids, count in zip(prompts, counts, strict=True):
         answers.append(queue.Queue())
         request = engine.submit(ids, count, 0.0, answers[-1].put)
         assert (request.computed > 0) == begins
-        assert (request.caches[0].prefix is not None) == begins
+        assert (request.caches[0].prefix is not None) == (begins and shares)
         time.sleep(0.01)
     assert [collect(tokens) for tokens in answers] == wanted
     assert engine.reserved == before
@@ -158,7 +161,8 @@ def test_a_completion_and_a_streamed_one_have_the_same_text(server, model):
     found = json.loads(read(port, "/v1/completions", body)[2])
     whole = found["choices"][0]["text"]
     assert found["choices"][0]["finish_reason"] == "length"
-    assert found["usage"] == {"prompt_tokens": 16, "completion_tokens": 20, "total_tokens": 36}
+    counts = {"prompt_tokens": 16, "completion_tokens": 20, "total_tokens": 36}
+    assert found["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
     assert whole == Bytes().decode(expected(model, list(b"Once upon a time"), 20)).rstrip("\N{REPLACEMENT CHARACTER}")
     events = read(port, "/v1/completions", body | {"stream": True})[2].split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
@@ -174,26 +178,70 @@ def test_a_completion_and_a_streamed_one_have_the_same_text(server, model):
 
 def test_a_conversation_begins_with_the_system_prompt(server, model):
     _engine, port = server
-    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9}
-    found = json.loads(read(port, "/v1/chat/completions", body)[2])["choices"][0]["message"]
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 9}
+    answer = json.loads(read(port, "/v1/chat/completions", body)[2])
     text = Bytes().decode(expected(model, list(f"{SYSTEM}\nHello\n".encode()), 9))
-    assert found == {"role": "assistant", "content": text.rstrip("\N{REPLACEMENT CHARACTER}")}
+    text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": text}
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": len(SYSTEM) + 1}
+    events = read(port, "/v1/chat/completions", body | {"stream": True})[2].split("\n\n")[:-2]
+    pieces = [json.loads(one.removeprefix("data: ")) for one in events]
+    deltas = [piece["choices"][0]["delta"] for piece in pieces]
+    assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.get("content", "") for delta in deltas) == text
+    assert len({piece["id"] for piece in pieces} - {answer["id"]}) == 1
 
 
-def test_beyond_the_memory_a_client_gets_503(server):
-    _engine, port = server
+def test_beyond_the_memory_a_client_gets_503_if_it_may_try_again(server, monkeypatch):
+    engine, port = server
     status, headers, text = read(port, "/v1/completions", {"prompt": "x" * 900, "max_tokens": 4000})
-    assert (status, headers["Retry-After"]) == (503, "5")
+    assert (status, headers["Retry-After"]) == (400, None)
     assert "--memory" in json.loads(text)["error"]["message"]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "reserved", engine.memory)
+        status, headers, text = read(port, "/v1/completions", {"prompt": "x", "max_tokens": 2})
+    assert (status, headers["Retry-After"]) == (503, "5")
+    assert "2.0 of 2.0 MB" in json.loads(text)["error"]["message"]
     assert read(port, "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
-BAD = ["no JSON", "{}", '{"prompt": 3}', '{"prompt": ""}', '{"prompt": "a", "max_tokens": -1}']
+BAD = {
+    "no JSON": "Expecting value",
+    "[]": "a body of type list",
+    "{}": "prompt=None",
+    '{"prompt": ["a"]}': "prompt=['a']; allowed: a text",
+    '{"prompt": ""}': "0 tokens",
+    '{"prompt": "a", "max_tokens": -1}': "max_tokens=-1",
+    '{"prompt": "a", "max_tokens": "many"}': "max_tokens='many'; allowed: a whole number from 1",
+    '{"prompt": "a", "max_tokens": 1000000}': "the model's context",
+    '{"prompt": "a", "temperature": "hot"}': "temperature='hot'",
+    '{"prompt": "a", "stop": [3]}': "stop=[3]; allowed: a text, or a list of texts",
+    '{"prompt": "a", "stop": [""]}': "stop=['']",
+    '{"prompt": "a", "n": 2}': "n=2",
+    '{"prompt": "a", "logprobs": 3}': "logprobs=3; allowed: no logprobs",
+}
 
 
-@pytest.mark.parametrize("body", [*BAD, '{"prompt": "a", "max_tokens": "many"}', '{"prompt": "a", "max_tokens": 1e6}'])
-def test_bad_requests(server, body):
-    assert read(server[1], "/v1/completions", body)[0] == 400
+@pytest.mark.parametrize("body", BAD)
+def test_bad_requests_are_answered_with_what_is_allowed(server, body):
+    engine, port = server
+    status, _, text = read(port, "/v1/completions", body)
+    assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
+    assert BAD[body] in json.loads(text)["error"]["message"]
+    assert not engine.running
+
+
+@pytest.mark.parametrize("messages", [None, "Hello", [], ["Hello"], [{"content": "a"}], [{"role": "user"}]])
+def test_bad_conversations(server, messages):
+    status, _, text = read(server[1], "/v1/chat/completions", {"messages": messages})
+    assert status == 400
+    assert "role" in json.loads(text)["error"]["message"]
+
+
+def test_parameters_that_ask_for_nothing_are_accepted(server):
+    body = {"prompt": "a", "max_tokens": 2, "n": 1, "tools": [], "logprobs": None, "stop": None, "top_p": 1, "seed": 3}
+    assert read(server[1], "/v1/completions", body)[0] == 200
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streaming", "waiting for the whole answer"])

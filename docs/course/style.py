@@ -1,9 +1,7 @@
 """The look of the figures of the course: sizes, colours and fonts, and the drawing of matrices with their numbers.
 
-Every figure has the same width, so letters have the same size everywhere. The background is white, so the figures are
-readable on light and dark pages. Lines have the colours of Okabe and Ito ("Color Universal Design", 2008). Matrices
-have the colour maps cividis (Nuñez et al., 2018) and PuOr (Harrower and Brewer, "ColorBrewer.org", 2003). All of these
-are readable with a colour vision deficiency.
+Every figure has the same width, so letters have the same size everywhere. The colours are those of
+`sightline.view.palette`, on a light background, so the figures are readable on light and dark pages.
 """
 
 from __future__ import annotations
@@ -19,39 +17,30 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from sightline.view import plotting
+from sightline.view.palette import LIGHT, SERIES, SIGNED
 
-BLUE, ORANGE, GREEN, PURPLE = plotting.BLUE, plotting.ORANGE, "#009e73", "#b0569a"
-INK, GREY = "#24292f", "#6e7781"
+BLUE, ORANGE, GREEN, PURPLE = SERIES[:4]
+INK, GREY = LIGHT.ink, LIGHT.muted
 WIDTH, DPI = 7.5, 160  # inches, and dots per inch
 
-SETTINGS = {
+SETTINGS = plotting.STYLE | {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 9.5,
     "axes.titlelocation": "left",
     "axes.titlepad": 7,
     "axes.labelsize": 9,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": GREY,
-    "axes.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": False,
     "axes.axisbelow": True,
     "axes.prop_cycle": matplotlib.cycler(color=[BLUE, ORANGE, GREEN, PURPLE]),
-    "grid.color": "#e4e7eb",
-    "grid.linewidth": 0.7,
     "lines.linewidth": 1.8,
     "lines.markersize": 4.5,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
-    "text.color": INK,
     "xtick.labelsize": 8.5,
     "ytick.labelsize": 8.5,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
 }
 
 
@@ -88,7 +77,7 @@ def new_mosaic(layout: str, height: float, **options: Any) -> tuple[Figure, dict
 
 
 def _empty_figure(height: float) -> Figure:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor=LIGHT.ground)
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, wspace=0.04, hspace=0.04)
     return figure
 
@@ -151,7 +140,7 @@ def draw_matrix(
     if signed:
         shown = np.ma.masked_invalid(values)
         limit = max(float(np.abs(shown).max()), 1e-30) if shown.count() else 1.0
-        colours = matplotlib.colormaps["PuOr"].with_extremes(bad=plotting.HIDDEN_COLOUR)
+        colours = plotting.colour_map(SIGNED)
         image = axis.imshow(shown, cmap=colours, vmin=-1.3 * limit, vmax=1.3 * limit, aspect="auto")
     else:
         height, width = values.shape

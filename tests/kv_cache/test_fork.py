@@ -136,6 +136,7 @@ def test_a_prefix_takes_its_memory_once(rng):
     assert cache.capacity >= 1001
     assert np.shares_memory(cache.prefix.cache.key, one)
     assert "1,000 are shared" in repr(cache)
+    assert "shared        up to 1,000 keys" in str(sightline.explain(drawn(rng, "numpy", 32, H, 1), cache))
 
 
 def test_copies_and_branches_are_independent(rng):

@@ -344,7 +344,7 @@ def test_totals_of_some_heads_without_results_of_calls(encoder, x, tmp_path):
     torch.testing.assert_close(seen["weights"], 0.25 * weights[:, 1] + 0.75 * weights[:, 0])
     assert seen.labels(seen[0])[0] == list("abcdef")
     assert "3×6×6, of 2 calls" in repr(seen)
-    with pytest.raises(ParameterError, match="no statistic of its own"):
+    with pytest.raises(ParameterError, match="no statistics of single calls"):
         seen.save_html(tmp_path / "page.html")
     with pytest.raises(ParameterError, match="'entropy' of the statistics"):
         seen["entropy"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sightline.errors import ParameterError
+from sightline.errors import ParameterError, ShapeError
 
 pytest.importorskip("transformers")
 
@@ -136,3 +136,20 @@ def test_layers_may_be_skipped():
     for layer in (0, 5, 2, 0, 5, 2):
         cache.update(*x, layer)
     assert [cache.get_seq_length(layer) for layer in range(6)] == [6, 0, 6, 0, 0, 6]
+
+
+@pytest.mark.parametrize("counts", [[2], [1, 2, 3], [-1, 1], -1, 1.5, "2", None])
+def test_a_fork_with_wrong_counts_changes_no_layer(counts):
+    cache = Cache(config=make_model("Gemma 3").config)  # the first layer has a window, the second has none
+    x = torch.ones(2, 2, 2, 3, 4)
+    for layer in range(2):
+        cache.update(*x, layer)
+    with pytest.raises(ShapeError, match="one for each of 2 sequences"):
+        cache.fork(counts)
+    assert [len(layer.keys) for layer in cache.layers] == [2, 2]
+
+
+def test_a_fork_needs_a_prompt():
+    for cache in (Cache(), Cache(config=make_model("Gemma 3").config)):
+        with pytest.raises(ParameterError, match="past_key_values=cache"):
+            cache.fork(2)

@@ -60,6 +60,16 @@ class TOVAPress(Press):
         ).expand(-1, attentions.shape[1], -1)
 
 
+class PositionsPress(TOVAPress):
+    """Reads the positions of new tokens, as every press of kvpress does to find the end of a prompt."""
+
+    def __init__(self):
+        self.press, self.found = TOVAPress(), []
+
+    def compress(self, module, inputs, options, output):
+        self.found.append(options["cache_position"].tolist())
+
+
 class Composed(Press):
     def __init__(self, press):
         self.press, self.score = press, press.score
@@ -87,6 +97,18 @@ def test_a_press_keeps_the_keys_that_it_keeps_with_eager_attention(name, press):
     for eager, ours in zip(*(cache.layers for cache in caches), strict=True):
         torch.testing.assert_close(ours.keys, eager.keys, rtol=1e-4, atol=1e-4)  # eager's softmax is float32
         torch.testing.assert_close(ours.values, eager.values, rtol=1e-4, atol=1e-4)
+
+
+def test_presses_get_the_positions_of_new_tokens():
+    model, press, cache = make_model("Llama", attn_implementation="sightline"), PositionsPress(), DynamicCache()
+    with torch.no_grad(), pressing(model, press):
+        model(torch.tensor([[3, 4, 5]]), past_key_values=cache)
+        model(torch.tensor([[6]]), past_key_values=cache)
+    layers = len(cache.layers)
+    assert press.found == [[0, 1, 2]] * layers + [[3]] * layers
+    model(torch.tensor([[7]]), past_key_values=cache)
+    assert len(press.found) == 2 * layers
+    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
 
 
 def test_what_pressing_refuses():

@@ -11,7 +11,8 @@ from sightline import alibi, bias, causal, dense, documents, i, j, padding, s, s
 from sightline.errors import MissingExtraError, ParameterError, ShapeError
 from sightline.view import Picture, effect_of_scaling, heatmap, save, scaling_figure
 from sightline.view.heatmaps import pooled
-from sightline.view.terminal import colour_of, has_true_colour, text_colour_on
+from sightline.view.palette import DARK, rgb
+from sightline.view.terminal import colour_of, has_true_colour
 
 MASKS = {
     "causal": causal(),
@@ -109,9 +110,8 @@ def test_colours_only_in_a_terminal_with_colours(monkeypatch):
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("COLORTERM", "")
     assert not has_true_colour()
-    assert colour_of(0.0) == (0, 34, 78)
-    assert colour_of(1.0) == (254, 232, 56)
-    assert (text_colour_on(colour_of(0.0)), text_colour_on(colour_of(1.0))) == ((255, 255, 255), (0, 0, 0))
+    assert colour_of(0.0) == rgb(DARK.weights[0])
+    assert colour_of(1.0) == rgb(DARK.weights[-1])
 
 
 SIGNATURES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}

@@ -315,6 +315,7 @@ def explain(
     check_choice(kernel, threads)
     query, key, value = to_heads_first(layout, query, key, value)
     given = query
+    shared_keys = int(key.prefix.lengths.max()) if isinstance(key, KVCache) and key.prefix is not None else 0
     if arrays.framework(query) == "jax":  # compiled programs run the kernel for NumPy arrays
         query, key, value = (arrays.to_example(x) for x in (query, key, value))
     problem = make_problem(
@@ -343,7 +344,7 @@ def explain(
 
         kernels = with_torch()
     explanation = Explanation.of(problem, choose(kernels, problem, kernel), source)
-    return replace(explanation, prediction=prediction)
+    return replace(explanation, prediction=prediction, shared_keys=shared_keys)
 
 
 def tiles(

@@ -78,19 +78,19 @@ def attend_in_parts(
 def _attend_to_prefix(query: Any, cache: KVCache, prefix: SharedPrefix, asked: Formulas, run: Run) -> Sums:
     """Return the sums over the rows of one prefix; the queries that share a sequence of it are rows of one call."""
     xp, (B, H, n, d) = namespace(query), query.shape
-    groups = prefix.groups
+    groups, (count, most) = prefix.groups, prefix.groups.shape
     key, value = prefix.cache.stored_rows()
     rewritten = rewrite_for_prefix(cache, prefix, n, asked, H // key.shape[1])
-    grouped = _take(query, groups.ravel()).reshape(*groups.shape, H, n, d)
-    rows = xp.permute_dims(grouped, (0, 2, 1, 3, 4)).reshape(len(groups), H, -1, d)
+    grouped = _take(query, groups.ravel()).reshape(count, most, H, n, d)
+    rows = xp.permute_dims(grouped, (0, 2, 1, 3, 4)).reshape(count, H, most * n, d)
     output, seen = run(rows, prefix.cache, key, value, rewritten)
     places = np.zeros(B, np.int64)
     places[groups[groups >= 0]] = np.flatnonzero(groups >= 0)
 
     def ungroup(array: Any) -> Any:
-        split = array.reshape(len(groups), H, -1, n, *array.shape[3:])
+        split = array.reshape(count, H, most, n, *array.shape[3:])
         order = (0, 2, 1, *range(3, split.ndim))
-        return _take(xp.permute_dims(split, order).reshape(-1, H, n, *array.shape[3:]), places)
+        return _take(xp.permute_dims(split, order).reshape(count * most, H, n, *array.shape[3:]), places)
 
     results = [type(one)(*map(ungroup, one)) if isinstance(one, tuple) else ungroup(one) for one in seen]
     return _read(ungroup(output), results, prefix.row_counts - prefix.own_row_counts)

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..view.formula_pictures import Picture
-from ..view.terminal import colour_of, text_colour_on
+from ..view.palette import text_on, to_hex
+from ..view.terminal import colour_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -132,7 +133,7 @@ def _cell(value: float, weights: bool, marked: bool) -> Text:
 
 def _cell_style(value: float) -> str:
     background = colour_of(value)
-    return "#{:02x}{:02x}{:02x} on #{:02x}{:02x}{:02x}".format(*text_colour_on(background), *background)
+    return f"{to_hex(text_on(background))} on {to_hex(background)}"
 
 
 def weight_style(console: Console, weight: float) -> str:

@@ -126,7 +126,11 @@ def _vocabulary_lines(width: int, walk: Walkthrough) -> list[str]:
 
 
 def _print_merges(console: Console, walk: Walkthrough) -> None:
-    """Print one row for each merge, with the text after the merge if the rows then fit into the console."""
+    """Print a row for each merge; of more than `MAX_PRINTED_MERGES`, rows for the first and the last ones.
+
+    The rows have the text after each merge if every merge has a row and the rows then fit into the console. For merges
+    that were learned, a note below says whether more could be learned.
+    """
     merges = walk.tokenization.merges
     found = _merge_table(walk, [])
     if len(merges) <= MAX_PRINTED_MERGES:

@@ -122,8 +122,8 @@ class BackwardEntry:
     """A bound call of the backward pass, an entry for `lookup.find_or_run`.
 
     prepared : the call of the backward kernel; its results are the sums of gradients, those of tables included
-    weights_sum : the forward pass that computes Σⱼ P ∘ weights, where `weights` is a formula that statistics add; this
-        sum is subtracted from d_lse; None for 0
+    weights_sum : a forward pass that computes Σⱼ P ∘ weights, to be subtracted from d_lse; None if there is none.
+        `weights` is the formula that the statistics add to dP
     """
 
     prepared: PreparedCall
@@ -131,9 +131,10 @@ class BackwardEntry:
 
 
 class ForwardPass(NamedTuple):
-    """The forward pass of a backward pass: query, key and value, the results that are read, and the options.
+    """What a backward pass reads of its forward pass: the inputs, the results, and the options.
 
-    lse is float64. `sinks`, `seed` and `threads` are as in `attention`, with 0 for no seed.
+    `operands` are query, key and value. lse is float64. `sinks`, `seed` and `threads` are as in `attention`. Without a
+    seed, `seed` is 0.
     """
 
     operands: Sequence[Any]

@@ -116,7 +116,10 @@ def _mark_as_used(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> None:
 
 
 def _bind_family(request: Request, query: Any, key: Any, value: Any) -> ForwardEntry | None:
-    """Return a new entry for a request whose family was met before, with other lengths; None for an unknown family."""
+    """Return a new entry for a request whose call family is known from a call with other lengths, and store the entry.
+
+    Return None if the family is unknown, or if the arrays do not fit it.
+    """
     shared_key = family_key(request.key)
     member = None if shared_key is None else _lookup(families, shared_key)
     family = None if member is None else member.prepared.call.family

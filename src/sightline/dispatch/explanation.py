@@ -14,6 +14,7 @@ from ..problem.kernel import Plan
 from ..problem.problem import Problem
 
 TILE = (64, 64)  # the counted tiles have 64 queries and 64 keys; the tiles of a kernel may be larger
+SHARED = "stored and read once for several sequences; the figures below are those of copies"
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,6 +42,7 @@ class Explanation:
     dense_memory: int
     sources: dict[str, str]
     prediction: Prediction | None = None  # the cost of the call over several ranks, if their number was given
+    shared_keys: int = 0  # the largest number of keys that a sequence of a forked cache shares with others
 
     @classmethod
     def of(cls, problem: Problem, plan: Plan, source: bool = False, device: str = "") -> Explanation:
@@ -98,6 +100,7 @@ class Explanation:
             *([] if self.forced else [("", f"{name}: {reason}") for name, reason in self.reasons.items()]),
             *((f"not {name}", "; ".join(reasons)) for name, reasons in self.refusals.items() if reasons),
             *([("gradients", f"by streaming: {'; '.join(self.backward_refusals)}")] if self.backward_refusals else []),
+            *([("shared", f"up to {self.shared_keys:,} keys: {SHARED}")] if self.shared_keys else []),
             ("tiles", f"{share}, each {TILE[0]} × {TILE[1]}"),
             ("FLOPs", f"{_format(self.flops, 1000, '')} of the dense form's {_format(self.dense_flops, 1000, '')}"),
             ("bytes", f"{_format(self.bytes_read_and_written, 1024, 'B')} read and written at least"),

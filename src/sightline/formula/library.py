@@ -100,7 +100,8 @@ def padding(lengths: Any) -> Expression:
     table = None if _ndim(lengths) == 0 else Table(lengths, axes=("b",))
     if table is None or table.ndim != 1 or table.kind != "int":
         cure = {
-            "bool": "padding(array.sum(-1)) if True marks real keys; mask=array[:, None, None] for other masks (B, m)",
+            "bool": "padding(array.sum(-1)) if True marks real keys and these come first; "
+            "mask=array[:, None, None] for other masks (B, m)",
             "float": "cast the lengths to integers, as in padding([7, 20])",
         }.get(table.kind if table else "int", "padding([7, 20])")
         raise ShapeError(f"lengths {table or lengths}", "(B,) integers, one length per sequence", cure)

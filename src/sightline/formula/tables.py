@@ -257,7 +257,7 @@ def table(array: Any) -> Table:
     -------
     Table
         Index it with one whole-number expression per axis; a negative number counts from the end. A read outside the
-        table is an error, unless the mask hides the pair or an enclosing `where` selects the other branch.
+        table raises an error, unless the mask hides the pair or an enclosing `where` selects the other branch.
 
     Raises
     ------

@@ -117,7 +117,7 @@ def _framework_of(array: Any) -> Any:
 
 
 def _base_tensor(array: Any) -> Any:
-    """Return the tensor that a view was taken of, because a view is a new object in every call; else the tensor."""
+    """Return the tensor itself, or the base of a view: the view may be a new object in every call, the base is not."""
     return array if array._base is None else array._base
 
 

@@ -19,7 +19,7 @@ def refuse_forward(problem: Problem, architecture: str | None) -> Iterator[Refus
     """Yield every reason why the Triton kernels cannot compute the forward pass of a problem.
 
     The reasons are a framework other than torch, tensors on another device than the kernels need, a GPU that is too
-    old, head widths or formulas that are too large, and a triton that is missing or too old.
+    old, a quantised cache, head widths or formulas that are too large, and a triton that is missing or too old.
     """
     device_type = problem.device.partition(":")[0]
     required = "cpu" if architecture == "interpreter" else "cuda"

@@ -93,7 +93,10 @@ def _varying_axes(aval: Any) -> frozenset[Any]:
 
 
 def _shaped(types: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Return abstract arrays of these shapes and dtypes that vary over the axes of the inputs."""
+    """Return abstract arrays with the shapes and dtypes of `types`.
+
+    Inside `jax.shard_map` they vary over the same axes of the mesh as the inputs; see `vary_together`.
+    """
     options: dict[str, Any] = {}
     if _varying_axes(inputs[0]):
         sharding = jax.sharding.NamedSharding(inputs[0].sharding.mesh, jax.sharding.PartitionSpec())

@@ -184,7 +184,10 @@ class XlaForward(XlaCall):
         return [output, lse, lse[..., None].view(np.uint32), *others]
 
     def make_structure(self, setting: Any) -> CallStructure:
-        """Return the structure of the call for a `machine_setting`: it has no boolean mask and no array of biases."""
+        """Return the call structure for a `machine_setting`.
+
+        Mask and score are formulas in `text`, so both booleans of `CallStructure.has_arrays` are False.
+        """
         options = self.kernel, self.threads, setting
         return make_tuple(CallStructure, options, (False, False), self.has_sinks, self.text, None)
 

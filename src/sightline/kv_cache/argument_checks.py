@@ -113,3 +113,14 @@ def check_lengths(lengths: Any, B: int, t: int) -> Any:
             "give the number of real positions of each sequence",
         )
     return counts
+
+
+def read_owners(counts: Any, B: int) -> Any:
+    """Return, for each sequence after `fork(counts)`, the number of the sequence of B that it continues.
+
+    Raise ShapeError unless `counts` is a whole number ≥ 0, or one for each sequence.
+    """
+    numbers = to_integers(counts)
+    if numbers is None or numbers.shape not in ((), (B,)) or (numbers < 0).any():
+        raise ShapeError(f"fork({counts!r})", f"a whole number ≥ 0, or one for each of {B} sequences", "fork(4)")
+    return np.repeat(np.arange(B), numbers)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays.operations import device, dtype_name, framework
 from ..errors import ParameterError, ShapeError, check_count
-from .argument_checks import check_append, check_lengths, to_integers, unsqueeze_to_4d
+from .argument_checks import check_append, check_lengths, read_owners, to_integers, unsqueeze_to_4d
 from .draft_tree import DraftTree
 from .kept_rows import KeptRows, all_rows, find_rows, keep_rows
 from .quantization import QuantizationError, check_can_quantize, read_cache_dtype
@@ -93,8 +93,8 @@ class KVCache(StoredRows):
     One thread may append, fork or evict while another attends, which sees the cache as before the change or as after
     it. While a thread calls `reorder` or `accept`, which move keys, no other thread may use the cache.
 
-    `copy.deepcopy` copies no keys and values. The copy and the original share the storage; each of them copies it when
-    it first writes to it. One cache of a prompt may so be continued many times.
+    `copy.deepcopy` and `copy.copy` copy no keys and values. The copy and the original share the storage; each of them
+    copies it when it first writes to it. One cache of a prompt may so be continued many times.
 
     Examples
     --------
@@ -164,13 +164,16 @@ class KVCache(StoredRows):
     def key_positions(self) -> Any:
         """(B, G, rows) int64: the position whose key a row of `key` holds; −1 for a row that no position has.
 
-        It is the number of the row, unless `keep` has evicted keys.
+        It is the number of the row, unless `keep` has evicted keys. The row of a draft has the draft's position.
         """
         if self.prefix is not None:
             return self.joined().key_positions
         heads = 0 if self._storage is None else self._storage.key.shape[1]
         kept = self._kept or all_rows(len(self._lengths), heads)
-        return kept.of_rows(self._num_rows, self._lengths)
+        found = kept.of_rows(self._num_rows, self._lengths)
+        if self._drafts is not None:
+            np.put_along_axis(found, self._drafts.rows[:, None], self._drafts.positions[:, None], axis=-1)
+        return found
 
     @property
     def capacity(self) -> int:
@@ -305,9 +308,8 @@ class KVCache(StoredRows):
         self._num_rows, self._newest_are_last, self._newest_have_positions = start + t, True, B * t > 0
 
     def _append_drafts(self, storage: Storage, key: Any, value: Any, drafts: DraftTree) -> None:
-        rows = drafts.first_rows[:, None] + np.arange(drafts.count)
-        storage.reserve(int(rows.max(initial=-1)) + 1, self._num_rows)
-        storage.write(key, value, rows)
+        storage.reserve(int(drafts.rows.max(initial=-1)) + 1, self._num_rows)
+        storage.write(key, value, drafts.rows)
         self._drafts = drafts
         self._set_lengths(drafts.lengths + drafts.depths.max(1) + 1, drafts.positions)
 
@@ -435,16 +437,13 @@ class KVCache(StoredRows):
         or with statistics of single keys such as `received()`; also `keep`, `last`, `key` and `value`.
         """
         self._check_no_drafts("fork")
-        numbers, B = to_integers(counts), self._lengths.size
-        if numbers is None or numbers.shape not in ((), (B,)) or (numbers < 0).any():
-            raise ShapeError(f"fork({counts!r})", f"a whole number ≥ 0, or one for each of {B} sequences", "fork(4)")
+        owners = read_owners(counts, self._lengths.size)
         if self._storage is None:
             raise nothing_appended()
-        owners = np.repeat(np.arange(B), numbers)
         if self._num_rows < MIN_SHARED_ROWS or not owners.size or (self._ndim == 2 and owners.size > 1):
             self.reorder(owners)
             return
-        stored = copy.copy(self)
+        stored = copy.deepcopy(self)
         self._storage = self._storage.without_rows(owners.size)
         self.prefix = SharedPrefix(stored, owners, self._lengths[owners])
         none = np.zeros((owners.size, self._storage.key.shape[1], 0), np.int64)
@@ -497,6 +496,8 @@ class KVCache(StoredRows):
         if self.prefix is not None:
             return self.joined().last(count, capacity=capacity)
         first = max(self._num_rows - check_count(f"count={count!r}", count, 0, "count=256"), 0)
+        if capacity is not None:
+            capacity = check_count(f"capacity={capacity!r}", capacity, 0, "capacity=1024")
         if self._kept is not None:
             raise ParameterError("last() of a cache whose keys were evicted", "a cache without `keep`", "cache.keep")
         found = object.__new__(type(self))

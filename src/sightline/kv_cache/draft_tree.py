@@ -66,6 +66,11 @@ class DraftTree:
         return int(self.parents.shape[1])
 
     @property
+    def rows(self) -> Any:
+        """(B, t) int64: the row of each draft."""
+        return self.first_rows[:, None] + np.arange(self.count)
+
+    @property
     def positions(self) -> Any:
         """(B, t) int64: the position of each draft."""
         return self.lengths[:, None] + self.depths

@@ -42,8 +42,9 @@ class KeptRows:
 
     @property
     def shift(self) -> int | None:
-        """The entry of `evicted` of all sequences; None if they differ."""
-        return int(self.evicted[0]) if (self.evicted == self.evicted[0]).all() else None
+        """The entry of `evicted` of all sequences; None if they differ, or there are no sequences."""
+        numbers = set(self.evicted.tolist())
+        return numbers.pop() if len(numbers) == 1 else None
 
     def of_rows(self, count: int, lengths: Any) -> Any:
         """Return the positions of the first `count` rows, (B, G, count), of sequences of these lengths."""

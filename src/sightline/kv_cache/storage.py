@@ -59,6 +59,11 @@ class Storage:
         self.key = self._arrays[0]
         self.value = self.key[..., : self.widths[1]] if len(self._arrays) == 1 else self._arrays[1]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Read a pickle, in which a view of the keys has become an array of its own."""
+        self.__dict__ |= state
+        self._hold(self._arrays)
+
     @property
     def capacity(self) -> int:
         """The number of rows that fit."""

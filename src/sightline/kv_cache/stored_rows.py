@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Self
 
 import numpy as np
@@ -44,6 +45,10 @@ class StoredRows:
         copied._storage = self._storage and self._storage.copy()
         copied._rewritings, copied._of_equal_lengths = {}, {}
         return copied
+
+    def __copy__(self) -> Self:
+        """Return what `copy.deepcopy` does: two caches that write to one storage would change each other."""
+        return copy.deepcopy(self)
 
     def snapshot(self) -> Self:
         """Return the cache as it is now, for a call of attention: a change by another thread does not reach it."""

@@ -75,7 +75,10 @@ def backward_in_parts(
 
 
 def _bytes_per_query(problem: Problem) -> int:
-    """Return how many bytes the sums of all splits need for the gradient of one query."""
+    """Return how many bytes the sums of all splits need for a query position, in all sequences and heads.
+
+    With one split there are no such sums, and the result is 0.
+    """
     from ..cpu.launch.arguments import TARGET_ITEMS
 
     splits = -(-TARGET_ITEMS // max(problem.G * problem.B, 1))

@@ -1,8 +1,8 @@
 """torch's fused attention kernels on CUDA, and the rules for choosing them over the Triton kernels.
 
-The kernel `Fused` serves problems without formulas. `RULES` decides whether torch's kernels or the Triton kernels are
-preferred. No GPU was available when the rules were written: each rule names the published figures that support it, and
-`sightline bench --device cuda` times both.
+The kernel `Fused` serves problems without formulas. `RULES` says on which GPUs torch's kernels are preferred to the
+Triton kernels. No GPU was available when the rules were written. So each rule has a reason, such as a published figure,
+and not a measurement. `sightline bench --device cuda` times torch's kernels and the Triton kernels.
 """
 
 from __future__ import annotations

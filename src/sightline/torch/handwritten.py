@@ -1,9 +1,8 @@
 """Attention that a model writes out by hand, softmax(f(Q Kᵀ)) V, found by the tensors that pass from step to step.
 
-A product of two activations gives scores S, and so do a part of scores and what is computed from them element by
-element. A softmax of scores gives weights. A product of weights and another tensor is attention. If its weights are
-those of the softmax, up to dropout, casts and changes of shape, the attention is known exactly: its weights are
-softmax(S).
+Scores S are a product of two activations, a part of other scores, or what is computed from scores element by element.
+Weights are a softmax of scores. Attention is a product of weights and another tensor. If its weights are those of the
+softmax, up to dropout, casts and changes of shape, the attention is known exactly: its weights are softmax(S).
 """
 
 from __future__ import annotations
@@ -36,14 +35,17 @@ OWN_PACKAGES = ("torch.", "sightline.")
 
 @dataclass(frozen=True)
 class ScoresMark:
-    """The mark of scores. `shape` is their last shape of four axes, if they have the same last two axes now, or ()."""
+    """The mark of a tensor of scores.
+
+    `shape` is the last shape of four axes that the scores had, if their last two axes are still the same; else ().
+    """
 
     shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The input of one softmax, and how often it had been changed in place."""
+    """The input of one softmax. `version` is how often it had been changed in place when the softmax read it."""
 
     tensor: Tensor
     version: int
@@ -170,7 +172,7 @@ def _is_projection(function: Any, operands: list[Tensor]) -> bool:
 
 
 def _is_similar(x: Tensor, result: Tensor) -> bool:
-    """True if a result may hold the numbers of x: it has as many or more of them, or a part, or as many rows."""
+    """True if the result may hold numbers of x: it has as many or more, x's rows, x's last two axes, or x's memory."""
     if x.is_nested or result.is_nested or result.numel() == x.numel():  # torch may have no shape of nested tensors
         return True
     has_rows = result.shape[:-1] == x.shape[:-1]  # a sink is one more column of scores

@@ -136,8 +136,8 @@ def replacing() -> Iterator[Replacement]:
     The function is replaced in torch.nn.functional and in every loaded module that has imported it by name. torch's
     fast path of encoder layers does not call the function, so it is off.
 
-    torch computes a call if no generated kernel can, or if the call is an error here. On exit, after an error too,
-    everything is restored. Contexts may be nested.
+    torch computes a call if no generated kernel can, or if this library raises an error for it. On exit, after an error
+    too, everything is restored. Contexts may be nested.
 
     Yields
     ------

@@ -83,7 +83,8 @@ def sightline_attention(
     module : the attention layer
     query : (B, H, n, d_k)
     key : (B, G, m, d_k); heads that query heads share are not repeated
-        If a `Cache` stores another dtype than the query's, attention is computed in the cache's dtype.
+        If a `sightline.transformers.Cache` stores floats of another dtype than the query's, attention is computed in
+        the cache's dtype. If it stores codes, it is computed in the query's dtype, or in float32 for float64.
     value : (B, G, m, d_v)
     attention_mask : `FormulaMask`, or tensor broadcastable to (B, H, n, m), optional
         A bool entry is True where the query attends to the key. Float entries are logits, added to the scaled scores.
@@ -98,16 +99,16 @@ def sightline_attention(
     position_bias : floats broadcastable to (B, H, n, m), optional
         Logits, added to the scaled scores.
     cache : transformers.PagedAttentionCache, optional
-        The cache of continuous batching: B is 1, and n counts the new tokens of all requests; see `read_paged_cache`.
+        For continuous batching: then B is 1, and n counts the new tokens of all requests; see `read_paged_cache`.
     options
-        With `output_attentions` the weights are returned. An argument of `UNSUPPORTED_ARGUMENTS` is an error. Other
+        With `output_attentions` the weights are returned. An argument of `UNSUPPORTED_ARGUMENTS` raises an error. Other
         options are ignored.
 
     Returns
     -------
     output : (B, n, H, d_v)
-    weights : (B, H, n, m), the weights before dropout, or those of `RETURNED_HEADS`; None unless the model returns
-        attentions
+    weights : (B, H, n, m), the weights before dropout if the model returns attentions, those of some heads for a layer
+        in `RETURNED_HEADS`; the rows that a press of kvpress reads; otherwise None
 
     Raises
     ------

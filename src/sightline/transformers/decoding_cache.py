@@ -17,6 +17,7 @@ from ..arrays.operations import to_numpy
 from ..errors import ParameterError
 from ..eviction import Policy
 from ..kv_cache import KVCache
+from ..kv_cache.argument_checks import read_owners
 from ..statistics import Statistic
 from .stored_tensor import StoredTensor
 
@@ -121,12 +122,17 @@ class Cache(DynamicCache):  # type: ignore[misc]
         A prompt that many texts begin with is then computed, stored and read once; see `KVCache.fork`. The model needs
         `attn_implementation="sightline"`. Layers with a sliding window, and those of other kinds, copy what they store.
         """
-        batch = next((len(layer.keys) for layer in self.layers if getattr(layer, "keys", None) is not None), 0)
+        batch = next((len(layer.keys) for layer in self.layers if getattr(layer, "keys", None) is not None), None)
+        if batch is None:
+            raise ParameterError(
+                f"fork({counts!r}) of a Cache without keys", "a prompt", "model(ids, past_key_values=cache) first"
+            )
+        owners = _owners(batch, counts)  # raises for wrong counts, before a layer has changed
         for layer in self.layers:
             if isinstance(layer, FullLayer) and layer.is_initialized:
                 layer.fork(counts)
             elif layer.is_initialized:
-                layer.reorder_cache(_owners(batch, counts))
+                layer.reorder_cache(owners)
 
     def get_conv_state(self, layer_idx: int, *arguments: Any, **options: Any) -> Tensor | None:
         """Return the state of a convolution, which a layer with linear attention reads before all others."""
@@ -161,7 +167,7 @@ def _needs_config(given: str) -> ParameterError:
 
 def _owners(batch: int, counts: int | Sequence[int]) -> Tensor:
     """Return, for each sequence after a fork, the number of the sequence before it that it continues."""
-    return torch.arange(batch).repeat_interleave(torch.as_tensor(counts))
+    return torch.from_numpy(read_owners(counts, batch))
 
 
 def _full_layer(dtype: str | tuple[str, str] | None, evict: Policy | None) -> FullLayer:
@@ -285,7 +291,7 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class EvictingLayer(FullLayer):
-    """The keys and values of a layer of which a policy keeps some after a call of attention.
+    """The keys and values of a layer. After a call of attention, a policy keeps some of them and drops the others.
 
     Attributes
     ----------
@@ -303,7 +309,7 @@ class EvictingLayer(FullLayer):
         self._has_own_dtype = False  # so that attention gets this layer, by `StoredTensor.evicting`
 
     def observed(self, count: int, has_padding: bool) -> list[Statistic]:
-        """Return what attention of `count` queries has to record for the policy."""
+        """Return the statistics that attention of `count` queries has to record for the policy."""
         see = self.policy.see
         if see is None and has_padding:
             raise ParameterError(

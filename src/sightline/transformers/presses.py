@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,7 +31,8 @@ def pressing(model: PreTrainedModel, press: Any) -> Iterator[None]:
 
     Some presses read the weights P of a layer, (B, H, n, m), and sum them or take their last rows. Here they get these
     sums or rows alone, in O(n + m) memory, so the keys that they keep are the same, and `ObservedAttentionPress` needs
-    no eager attention.
+    no eager attention. Presses also read `cache_position`, which transformers no longer passes to its layers; here they
+    get it. kvpress 0.5 asks for transformers below 5.3, so install it by `pip install --no-deps kvpress`.
 
     Parameters
     ----------
@@ -75,11 +77,22 @@ def pressing(model: PreTrainedModel, press: Any) -> Iterator[None]:
     statistic = STATISTICS[name](inner)
     OBSERVED.update(dict.fromkeys(layers, statistic))
     try:
-        with press(model):
+        with ExitStack() as hooks, press(model):
+            for layer in layers:
+                hooks.callback(layer.register_forward_pre_hook(add_positions, with_kwargs=True).remove)
             yield
     finally:
         for layer in layers:
             OBSERVED.pop(layer, None)
+
+
+def add_positions(layer: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a layer with the positions of its new tokens as `cache_position`, (n,)."""
+    hidden, cache = options.get("hidden_states"), options.get("past_key_values")
+    if hidden is None or cache is None or "cache_position" in options:
+        return inputs, options
+    positions = torch.arange(hidden.shape[1], device=hidden.device) + cache.get_seq_length(layer.layer_idx)
+    return inputs, options | {"cache_position": positions}
 
 
 def as_rows(seen: Tensor) -> Tensor:

@@ -50,9 +50,10 @@ class StoredTensor(Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, inputs: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         stored = next(x.cache.dtype for x in tree_leaves((inputs, kwargs)) if isinstance(x, cls))
         raise ParameterError(
-            f"{function} of keys or values in a sightline.transformers.Cache that stores {stored} or evicts keys",
+            f"{function} of keys or values in a sightline.transformers.Cache that stores {stored}, evicts keys, or was "
+            "forked",
             'models that hand them to attention as they are, with attn_implementation="sightline"',
-            'model.set_attn_implementation("sightline"), or Cache() without dtype= and evict=',
+            'model.set_attn_implementation("sightline"), or Cache() without dtype=, evict= and fork',
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import ShapeError
 from . import plotting
+from .palette import LIGHT
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -67,7 +68,7 @@ def arcs(
     starts, ends, sums = _merge_arcs(weights, where, n, least)
     axis = plotting.new_axis(axis, float(np.clip(0.3 * n + 1, 5, 11)), 3.8)
     _draw(axis, starts, ends, sums / max(sums.max(initial=0), 1e-9) if n > MAX_POSITIONS else sums)
-    axis.axhline(0, color="#b9b7b0", linewidth=0.8, zorder=1)
+    axis.axhline(0, color=LIGHT.cross, linewidth=0.8, zorder=1)
     _label_tokens(axis, labels, n)
     back, ahead = (float(length.max(initial=0)) / 2 for length in (starts - ends, ends - starts))
     margin = 0.04 * max(back, ahead, 1)
@@ -110,12 +111,12 @@ def _draw(axis: Any, starts: Array, ends: Array, shares: Array) -> None:
     middle, half = (starts + ends) / 2, (starts - ends) / 2  # half < 0 if the key is later; its arc is below
     lines = np.stack([middle[:, None] + half[:, None] * np.cos(angle), half[:, None] * np.sin(angle)], -1)
     dots = half == 0
-    colours = np.array([to_rgba(plotting.BLUE if h > 0 else plotting.ORANGE) for h in half]).reshape(-1, 4)
+    colours = np.array([to_rgba(LIGHT.blue if h > 0 else LIGHT.orange) for h in half]).reshape(-1, 4)
     colours[:, 3] = np.clip(0.08 + 0.92 * shares, 0, 1)
     drawn = LineCollection(list(lines[~dots]), colors=colours[~dots], linewidths=0.4 + 2.2 * shares[~dots], zorder=2)
     drawn.set_capstyle("round")
     axis.add_collection(drawn)
-    axis.scatter(starts[dots], half[dots], s=4 + 40 * shares[dots], color=plotting.BLUE, linewidths=0, zorder=3)
+    axis.scatter(starts[dots], half[dots], s=4 + 40 * shares[dots], color=LIGHT.blue, linewidths=0, zorder=3)
 
 
 def _label_tokens(axis: Any, labels: Sequence[str] | None, n: int) -> None:

@@ -107,14 +107,13 @@ class Picture:
         MissingExtraError
             matplotlib is not installed.
         """
-        figure = plotting.new_figure(4.6, 4.6)
-        axis = figure.add_subplot()
+        axis = plotting.new_axis(None, 4.6, 4.6)
         if 0 not in (self.n, self.m):
             self._draw(axis, self.cells(min(self.n, FILE_CELLS), min(self.m, FILE_CELLS)))
         axis.set(xlabel="key j", ylabel="query i")
         axis.set_title(self.title, loc="left", fontsize=10)
         plotting.hide_frame(axis)
-        return figure
+        return axis.figure
 
     def _draw(self, axis: Any, values: Array) -> None:
         from matplotlib.ticker import MaxNLocator, StrMethodFormatter

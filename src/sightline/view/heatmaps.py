@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import ShapeError
 from . import plotting
+from .palette import LIGHT
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Labels = Sequence[str]
@@ -32,9 +33,9 @@ def heatmap(
     Parameters
     ----------
     weights : (n, m) array; leading axes of length 1 are dropped
-        Weights of exactly 0, such as those of hidden pairs, are grey. Colours follow the square root of the weight, so
-        that small weights are visible. More than 512 rows or columns are pooled: a cell then shows the mean of the
-        weights that it covers.
+        Weights of exactly 0, such as those of hidden pairs, are pale grey. Colours follow the square root of the
+        weight, so that small weights are visible. More than 512 rows or columns are pooled: a cell then shows the mean
+        of the weights that it covers.
     labels : sequence of str, or (labels of the queries, labels of the keys), optional
         The tokens. If a side has up to 64 tokens, every token is labelled; otherwise a few tokens are.
     axis : matplotlib axis, optional
@@ -130,7 +131,7 @@ def _annotate(axis: Any, image: Any, values: Array) -> None:
     """Write each weight with two digits into its cell, in black or white, a weight of 0 in grey."""
     for (i, j), value in np.ndenumerate(values):
         text = "0" if value == 0 else f"{value:.2f}".lstrip("0") if value < 0.995 else f"{value:.1f}"
-        colour = plotting.text_colour(image, value) if value else "#9a9a94"
+        colour = plotting.text_colour(image, value) if value else LIGHT.muted
         axis.text(j, i, text, ha="center", va="center", fontsize=7.5, color=colour)
 
 
@@ -138,5 +139,5 @@ def _draw_grid_lines(axis: Any, rows: int, columns: int) -> None:
     """Draw thin white lines between the cells."""
     axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
     axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
-    axis.grid(which="minor", color="white", linewidth=0.8)
+    axis.grid(which="minor", color=LIGHT.ground, linewidth=0.8)
     axis.tick_params(which="minor", length=0)

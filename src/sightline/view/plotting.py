@@ -6,6 +6,7 @@ matplotlib is imported only when a picture is drawn.
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,22 @@ import numpy as np
 
 from ..arrays.operations import to_numpy
 from ..errors import MissingExtraError, ParameterError, name_file
+from . import palette
+from .palette import LIGHT
 
-COLOUR_MAP = "cividis"  # a map that looks alike with and without a colour vision deficiency (Nuñez et al., 2018)
-HIDDEN_COLOUR = "#e9e9e4"  # colour of pairs that a mask hides; the colour map does not contain this colour
-BLUE, ORANGE = "#0072b2", "#d55e00"  # two colours of the palette of Okabe and Ito
+STYLE: Any = {  # settings of matplotlib while axes are made
+    "axes.facecolor": "none",
+    "axes.edgecolor": LIGHT.muted,
+    "axes.labelcolor": LIGHT.ink,
+    "axes.linewidth": 0.8,
+    "grid.color": LIGHT.line,
+    "grid.linewidth": 0.7,
+    "text.color": LIGHT.ink,
+    "xtick.color": LIGHT.muted,
+    "ytick.color": LIGHT.muted,
+    "xtick.labelcolor": LIGHT.ink,
+    "ytick.labelcolor": LIGHT.ink,
+}
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -27,6 +40,27 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
+@cache
+def figure_class() -> Any:
+    """Return the class of figures whose axes have lines and texts in the palette's colours."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "a request to draw a picture, without matplotlib",
+            "matplotlib 3.8 or later",
+            'pip install "sightline-attention[plot]"',
+        ) from error
+
+    class StyledFigure(Figure):
+        def add_subplot(self, *places: Any, **options: Any) -> Any:
+            with rc_context(rc=STYLE):
+                return super().add_subplot(*places, **options)
+
+    return StyledFigure
+
+
 def new_figure(width: float, height: float) -> Any:
     """Return an empty matplotlib figure of this width and height in inches. The figure is not registered in pyplot.
 
@@ -35,15 +69,7 @@ def new_figure(width: float, height: float) -> Any:
     MissingExtraError
         matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            "a request to draw a picture, without matplotlib",
-            "matplotlib 3.8 or later",
-            'pip install "sightline-attention[plot]"',
-        ) from error
-    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    return figure_class()(figsize=(width, height), layout="constrained", facecolor=LIGHT.ground)
 
 
 def new_axis(axis: Any, width: float, height: float) -> Any:
@@ -94,22 +120,23 @@ def add_colour_bar(axis: Any, image: Any, label: str) -> None:
 
 
 def text_colour(image: Any, value: float) -> str:
-    """Return "black" or "white", whichever contrasts better with the colour of the number `value` in the image."""
-    red, green, blue, _ = image.cmap(image.norm(value))
-    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+    """Return black or white, whichever contrasts better with the colour of the number `value` in the image."""
+    red, green, blue, _ = image.cmap(image.norm(value), bytes=True)
+    return palette.to_hex(palette.text_on((int(red), int(green), int(blue))))
 
 
-def colour_map() -> Any:
-    """Return the colour map of the pictures, which shows masked cells and NaN in `HIDDEN_COLOUR`."""
-    from matplotlib import colormaps
+def colour_map(colours: tuple[str, ...] = LIGHT.weights) -> Any:
+    """Return the colour map through these colours, which shows masked cells and NaN in the colour of hidden pairs."""
+    from matplotlib.colors import LinearSegmentedColormap
 
-    return colormaps[COLOUR_MAP].with_extremes(bad=HIDDEN_COLOUR)
+    return LinearSegmentedColormap.from_list("sightline", list(colours)).with_extremes(bad=LIGHT.hidden)
 
 
 def draw_weights(axis: Any, cells: Any, frame: tuple[float, ...], aspect: str) -> Any:
     """Draw a matrix of weights and return the matplotlib image.
 
-    Colours follow the square root of the weight; weights of 0 are grey. `frame` is (left, right, bottom, top).
+    Colours follow the square root of the weight; weights of 0 have the colour of hidden pairs. `frame` is (left, right,
+    bottom, top).
     """
     from matplotlib.colors import PowerNorm
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import ShapeError
 from . import plotting
+from .palette import LIGHT
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -62,17 +63,17 @@ def received_by_key(
         plotting.set_position_ticks(axis, "x")
     axis.set(xlabel="key", ylabel="received", xlim=(-0.7, m - 0.3), ylim=(0, None))
     axis.tick_params(axis="y", labelsize=8)
-    axis.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+    axis.grid(axis="y", color=LIGHT.line, linewidth=0.7)
     axis.set_axisbelow(True)
     return plotting.finish(axis, title)
 
 
 def _draw_bars(axis: Any, values: Array) -> None:
     mean = values.mean(0)
-    axis.bar(range(mean.size), mean, width=0.8, color=plotting.BLUE)
+    axis.bar(range(mean.size), mean, width=0.8, color=LIGHT.blue)
     if len(values) > 1:
         ends = np.stack([mean - values.min(0), values.max(0) - mean])
-        axis.errorbar(range(mean.size), mean, ends, fmt="none", ecolor="#444444", elinewidth=0.8)
+        axis.errorbar(range(mean.size), mean, ends, fmt="none", ecolor=LIGHT.ink, elinewidth=0.8)
 
 
 def _draw_line(axis: Any, values: Array) -> None:
@@ -82,5 +83,5 @@ def _draw_line(axis: Any, values: Array) -> None:
     places = (edges[:-1] + edges[1:] - 1) / 2
     mean = np.add.reduceat(values.mean(0), edges[:-1]) / np.diff(edges)
     maxima = np.maximum.reduceat(values.max(0), edges[:-1])
-    axis.fill_between(places, mean, maxima, color=plotting.BLUE, alpha=0.22, linewidth=0)
-    axis.plot(places, mean, color=plotting.BLUE, linewidth=1)
+    axis.fill_between(places, mean, maxima, color=LIGHT.blue, alpha=0.22, linewidth=0)
+    axis.plot(places, mean, color=LIGHT.blue, linewidth=1)

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..statistics import entropy_of
 from . import plotting
+from .palette import LIGHT
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -126,28 +127,28 @@ def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
 
 def _weights_panel(axis: Any, effect: ScalingEffect, is_labelled: bool) -> None:
     ranks = np.arange(1, KEYS + 1)
-    axis.bar(ranks, effect.plain.ranked, width=0.86, color=plotting.ORANGE, alpha=0.45)
+    axis.bar(ranks, effect.plain.ranked, width=0.86, color=LIGHT.orange, alpha=0.45)
     axis.step(
         np.append(ranks, KEYS + 1) - 0.5,
         np.append(effect.scaled.ranked, effect.scaled.ranked[-1]),
         where="post",
-        color=plotting.BLUE,
+        color=LIGHT.blue,
     )
     axis.set_title(f"d_k = {effect.d_k}", fontsize=9)
     axis.set_xticks([1, KEYS])
     axis.set_xlabel("keys, most attended first", fontsize=7.5)
     axis.tick_params(labelsize=8)
     if is_labelled:
-        axis.text(3.2, effect.plain.ranked[0] * 0.8, PLAIN, color=plotting.ORANGE, fontsize=9)
-        axis.text(3.2, effect.scaled.ranked[0] * 0.9, SCALED, color=plotting.BLUE, fontsize=9)
+        axis.text(3.2, effect.plain.ranked[0] * 0.8, PLAIN, color=LIGHT.orange, fontsize=9)
+        axis.text(3.2, effect.scaled.ranked[0] * 0.9, SCALED, color=LIGHT.blue, fontsize=9)
     plotting.hide_upper_spines(axis)
 
 
 def _line_panel(axis: Any, effects: Sequence[ScalingEffect], field: str, title: str) -> None:
     widths = [effect.d_k for effect in effects]
     for name, colour, side, at in (
-        (PLAIN, plotting.ORANGE, "plain", len(widths) // 2),
-        (SCALED, plotting.BLUE, "scaled", -1),
+        (PLAIN, LIGHT.orange, "plain", len(widths) // 2),
+        (SCALED, LIGHT.blue, "scaled", -1),
     ):
         values = [getattr(getattr(effect, side), field) for effect in effects]
         axis.plot(widths, values, "o-", color=colour, markersize=4.5)
@@ -159,5 +160,5 @@ def _line_panel(axis: Any, effects: Sequence[ScalingEffect], field: str, title: 
     axis.set_xlabel("d_k", fontsize=9)
     axis.set_title(title, loc="left", fontsize=9)
     axis.tick_params(labelsize=8)
-    axis.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+    axis.grid(axis="y", color=LIGHT.line, linewidth=0.7)
     plotting.hide_upper_spines(axis)

@@ -8,27 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from .palette import DARK, RGB, interpolate, rgb
+
 Array = np.ndarray[Any, np.dtype[Any]]
-RGB = tuple[int, int, int]
 
 SHADES = "░▒▓█"
 HIDDEN_CELL = " ·"  # text of a hidden cell, visible unlike a blank
-CIVIDIS: tuple[RGB, ...] = (
-    (0, 34, 78),
-    (0, 49, 112),
-    (42, 63, 109),
-    (67, 78, 108),
-    (87, 93, 109),
-    (106, 108, 113),
-    (125, 124, 120),
-    (145, 139, 120),
-    (165, 156, 116),
-    (188, 174, 108),
-    (210, 192, 96),
-    (233, 211, 78),
-    (254, 232, 56),
-)
-GREY: RGB = (38, 38, 42)
 RESET = "\x1b[0m"
 
 
@@ -39,18 +24,8 @@ def has_true_colour() -> bool:
 
 
 def colour_of(value: float) -> RGB:
-    """Return the colour of a number from 0 to 1 in the colour map cividis; grey for NaN, which marks a hidden cell."""
-    if np.isnan(value):
-        return GREY
-    at = min(max(value, 0.0), 1.0) * (len(CIVIDIS) - 1)
-    low, high = CIVIDIS[int(at)], CIVIDIS[min(int(at) + 1, len(CIVIDIS) - 1)]
-    red, green, blue = (round(a + (z - a) * (at % 1)) for a, z in zip(low, high, strict=True))
-    return red, green, blue
-
-
-def text_colour_on(colour: RGB) -> RGB:
-    """Return black or white, whichever contrasts better with the given colour."""
-    return (0, 0, 0) if 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 125 else (255, 255, 255)
+    """Return the colour of a number from 0 to 1 in the dark theme; that of hidden pairs for NaN."""
+    return rgb(DARK.hidden) if np.isnan(value) else interpolate(DARK.weights, value)
 
 
 def draw_blocks(values: Array, colour: bool) -> list[str]:

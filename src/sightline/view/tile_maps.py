@@ -12,13 +12,14 @@ from ..formula.tile_ranges import find_tile_ranges
 from ..problem.validation import read_mask
 from . import plotting
 from .formula_pictures import validate_extent
+from .palette import LIGHT
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_TILES = 512  # largest number of tiles per side; more queries or keys get larger tiles
 MAX_LINED_TILES = 64  # largest number of tiles per side at which lines separate the tiles
 EMPTY, PARTIAL, FULL = 0, 1, 2
-KINDS = {EMPTY: ("empty", plotting.HIDDEN_COLOUR), PARTIAL: ("partial", "#7fb8d8"), FULL: ("full", plotting.BLUE)}
+KINDS = {EMPTY: ("empty", LIGHT.hidden), PARTIAL: ("partial", LIGHT.weights[2]), FULL: ("full", LIGHT.blue)}
 
 
 def tile_kinds(mask: Expression, n: int, m: int, block: int, *, batch: int = 0, head: int = 0) -> Array:

@@ -9,23 +9,24 @@ from typing import Any
 import numpy as np
 
 from ...view import plotting
+from ...view.palette import LIGHT, SERIES
 from .report import Entry, Finding, Report, Row, format_amount, format_duration
 
-PEER_STYLES = {  # (colour, marker) of each contender; the colours of Okabe and Ito suit every kind of colour vision
-    "sightline": (plotting.BLUE, "o"),
-    "torch": (plotting.ORANGE, "s"),
-    "flex": ("#cc79a7", "D"),
-    "onnxruntime": ("#009e73", "^"),
-    "openvino": ("#e69f00", "v"),
-    "jax": ("#56b4e9", "P"),
-    "zentorch": ("#f0e442", "*"),
-    "vllm": ("#999999", "h"),
-    "mha": ("#7f7f7f", "X"),
-    "flash": (plotting.ORANGE, "s"),
-    "cudnn": ("#009e73", "^"),
-    "efficient": ("#e69f00", "v"),
+BLUE, ORANGE, GREEN, PURPLE, SKY, AMBER, OLIVE, GREY, PALE = SERIES
+PEER_STYLES = {  # (colour, marker) of each contender
+    "sightline": (BLUE, "o"),
+    "torch": (ORANGE, "s"),
+    "flex": (PURPLE, "D"),
+    "onnxruntime": (GREEN, "^"),
+    "openvino": (AMBER, "v"),
+    "jax": (SKY, "P"),
+    "zentorch": (OLIVE, "*"),
+    "vllm": (PALE, "h"),
+    "mha": (GREY, "X"),
+    "flash": (ORANGE, "s"),
+    "cudnn": (GREEN, "^"),
+    "efficient": (AMBER, "v"),
 }
-GREY, LIGHT_GREY = "#555555", "#e6e6e6"
 MIN_AXIS_RATIO = 30.0  # least ratio of the largest number to the smallest number on a logarithmic axis
 CEILINGS = {"bfloat16": "bfloat16 dot", "float32": "float32 FMA", "matmul": "bfloat16 matmul"}
 BANDWIDTHS = {"read": "read", "copy": "copied"}  # name of a measured peak bandwidth: its label in the figure
@@ -69,9 +70,9 @@ def roofline(report: Report) -> Any:
         rates = {entry.name: finding.flops / entry.median for entry in finding.entries if entry.seconds}
         for name in rates.keys() & ROOFLINE_PEERS:
             colour, marker = PEER_STYLES[name]
-            left.plot([x, x], [rates[name], rates["sightline"]], color=LIGHT_GREY, linewidth=1, zorder=1)
+            left.plot([x, x], [rates[name], rates["sightline"]], color=LIGHT.line, linewidth=1, zorder=1)
             left.plot(x, rates[name], marker, color=colour, markersize=4, zorder=2, alpha=0.8)
-        left.plot(x, rates["sightline"], "o", color=plotting.BLUE, markersize=6.5, zorder=3, alpha=0.9)
+        left.plot(x, rates["sightline"], "o", color=BLUE, markersize=6.5, zorder=3, alpha=0.9)
         angle = 2.4 * number  # numbers of neighbouring dots are at different sides of them
         shift = {"xytext": (11 * np.cos(angle), 11 * np.sin(angle)), "textcoords": "offset points"}
         left.annotate(str(number), (x, rates["sightline"]), ha="center", va="center", **shift, **NUMBER_STYLE)
@@ -91,7 +92,9 @@ def _draw_ceilings(axis: Any, report: Report, findings: Sequence[Finding]) -> No
         if name in peaks:
             ridge = peaks[name] / read if read else low
             xs = [x for x in (low, ridge, high) if x >= low]
-            axis.plot(xs, [min(peaks[name], x * (read or np.inf)) for x in xs], color=GREY, linewidth=1.1, zorder=0)
+            axis.plot(
+                xs, [min(peaks[name], x * (read or np.inf)) for x in xs], color=LIGHT.muted, linewidth=1.1, zorder=0
+            )
             label = f"{label} {format_amount(peaks[name], 'FLOP/s')}"
             at = max(ridge, low) * 1.2, peaks[name]
             axis.annotate(label, at, xytext=(0, 4), textcoords="offset points", **LABEL_STYLE)
@@ -104,12 +107,12 @@ def _draw_ceilings(axis: Any, report: Report, findings: Sequence[Finding]) -> No
     axis.set_xlabel("FLOPs per byte", fontsize=9)
     axis.yaxis.set_major_formatter(lambda value, _: format_amount(value, "FLOP/s"))
     axis.tick_params(labelsize=8)
-    axis.grid(color=LIGHT_GREY, linewidth=0.6)
+    axis.grid(color=LIGHT.line, linewidth=0.6)
     plotting.hide_upper_spines(axis)
 
 
-NUMBER_STYLE: dict[str, Any] = {"fontsize": 7, "color": plotting.BLUE, "zorder": 5}
-LABEL_STYLE: dict[str, Any] = {"fontsize": 8, "color": GREY}
+NUMBER_STYLE: dict[str, Any] = {"fontsize": 7, "color": BLUE, "zorder": 5}
+LABEL_STYLE: dict[str, Any] = {"fontsize": 8, "color": LIGHT.muted}
 
 
 def _draw_shares(axis: Any, findings: Sequence[Finding]) -> None:
@@ -135,7 +138,7 @@ def ratios(report: Report) -> Any:
     findings = _compared_findings(report)
     figure = plotting.new_figure(8.6, 1.5 + 0.3 * max(len(findings), 3))
     axis = figure.subplots()
-    axis.axvline(1, color=plotting.BLUE, linewidth=1.2, zorder=1)
+    axis.axvline(1, color=BLUE, linewidth=1.2, zorder=1)
     values = [1.0]
     for row, finding in enumerate(findings):
         ours = finding.entry("sightline")
@@ -185,7 +188,7 @@ def _draw_line(axis: Any, finding: Finding, name: str, entry: Entry, of: Callabl
     shown = [(x, y) for x, y in dots if y is not None]
     if not shown:
         return
-    colour, marker = PEER_STYLES.get(name, (GREY, "o"))
+    colour, marker = PEER_STYLES.get(name, (LIGHT.muted, "o"))
     axis.plot(*zip(*shown, strict=True), marker + "-", color=colour, markersize=5, linewidth=1.4)
     x, y = shown[-1]
     axis.annotate(entry.label, (x, y), xytext=(7, 0), textcoords="offset points", va="center", color=colour, fontsize=9)
@@ -210,7 +213,7 @@ def _format_axes(axis: Any, finding: Finding, title: str, label: Callable[[float
     axis.set_xlabel("tokens" if finding.axis == "n" else "pairs the mask allows", fontsize=9)
     axis.set_title(title, loc="left", fontsize=9)
     axis.tick_params(labelsize=8)
-    axis.grid(axis="y", color=LIGHT_GREY, linewidth=0.7)
+    axis.grid(axis="y", color=LIGHT.line, linewidth=0.7)
     plotting.hide_upper_spines(axis)
 
 
@@ -239,7 +242,7 @@ def _label_rows(axis: Any, names: Iterable[str]) -> None:
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0)
     axis.tick_params(labelsize=8)
-    axis.grid(axis="y", color=LIGHT_GREY, linewidth=0.6)
+    axis.grid(axis="y", color=LIGHT.line, linewidth=0.6)
     plotting.hide_upper_spines(axis)
     axis.spines["left"].set_visible(False)
 

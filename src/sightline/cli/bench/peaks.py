@@ -33,7 +33,10 @@ UNITS = dict.fromkeys(("float32", "float64", "bfloat16", "matmul"), "FLOP/s") | 
 
 @dataclass
 class Peaks:
-    """The peaks of a device with a number of threads. A peak is measured when `measure` is called with its name."""
+    """The peaks of a device: the highest rates that it reaches with a number of threads.
+
+    Each peak has a name. `measure(name)` measures the peak, and `best` has the rates that were found.
+    """
 
     threads: int = 1
     best: dict[str, float] = field(default_factory=dict)  # highest rate so far, by the name of the peak, in `UNITS`

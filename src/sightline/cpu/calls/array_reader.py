@@ -187,12 +187,12 @@ class ArrayFunction(PythonFunction):
 
 
 class ArrayReader(ArrayFunction):
-    """Builds the function. Its arguments are the arrays."""
+    """Builds a function that returns what `read_in_python` returns. Its arguments are the arrays."""
 
     def __init__(self, module: Any, name: str) -> None:
         super().__init__(module, name, CONTEXT_FIELDS, 0)
 
     def build(self) -> None:
-        """Build the function."""
+        """Write the body of the function."""
         self.read_arrays()
         self.finish(self.make_tuple(self.make_layouts()))

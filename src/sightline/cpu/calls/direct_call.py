@@ -26,14 +26,14 @@ FIRST_ARRAY = 3  # the arguments before the arrays are entries, structure and nu
 
 
 class DirectCall(ArrayFunction):
-    """Builds the function."""
+    """Builds the function `find_or_run` that the module's docstring describes."""
 
     def __init__(self, module: Any, name: str) -> None:
         super().__init__(module, name, DIRECT_CONTEXT, FIRST_ARRAY)
         self.addresses = self.alloca_array(POINTER, NUM_VALUES)
 
     def build(self) -> None:
-        """Build the function."""
+        """Write the body of the function."""
         self.read_arrays()
         layouts = self.make_layouts()
         self.return_null_if(layouts == self.null())

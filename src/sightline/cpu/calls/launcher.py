@@ -124,13 +124,13 @@ class RecordCode:
 
 
 class Launcher(PythonFunction):
-    """Builds the function."""
+    """Builds the function `launch` that the module's docstring describes."""
 
     def __init__(self, module: Any, name: str) -> None:
         super().__init__(module, name, LAUNCH_CONTEXT)
 
     def build(self) -> None:
-        """Build the function."""
+        """Write the body of the function."""
         self.record = record = RecordCode(self, self.call("PyLong_AsVoidPtr", POINTER, self.argument(0)))
         self.return_none_if(record.field("num_words") != self.count - 1)
         self.return_none_if(record.exchange_busy(1) != 0)

@@ -31,7 +31,7 @@ OUTPUT, LSE, PRECISE_LSE = range(3)  # the results of the custom call
 
 
 class XlaDirectCall:
-    """Builds the code.
+    """Builds the part of XLA's handler that finds the entry of a call and runs it; see the module's docstring.
 
     Parameters
     ----------

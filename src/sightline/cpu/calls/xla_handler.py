@@ -43,7 +43,7 @@ INTERNAL_ERROR = 13  # XLA_FFI_Error_Code_INTERNAL
 
 
 class XlaHandler(Builder):
-    """Builds the function.
+    """Builds the function `handler` that the module's docstring describes.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class XlaHandler(Builder):
         self.variable = variable
 
     def build(self) -> None:
-        """Build the function."""
+        """Write the body of the function."""
         self.answer_metadata()
         buffers = self.alloca_array(INT64, MAX_BUFFERS)
         num_arguments, num_results = (self.word(at + SIZE) for at in (ARGUMENTS, RESULTS))

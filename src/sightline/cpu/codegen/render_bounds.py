@@ -52,7 +52,7 @@ class BoundsNamespace:
         return self.builder.call_intrinsic("fabs", x) < math.inf
 
     def any(self, condition: Value) -> bool:
-        """Return True: the generated code cannot skip a step when it is written."""
+        """Return True: the values are not known when the code is written, so no step can be left out."""
         return True
 
 
@@ -213,7 +213,7 @@ class HiddenEntries(TableExtremes):
     """
 
     def compute(self) -> None:
-        """Write nothing."""
+        """Write nothing, because `over` reads the entries themselves and needs no extremes."""
 
     def over(self, ranges: Sequence[Interval]) -> Interval:
         return self.builder.value(-math.inf, DOUBLE), super().over(ranges)[1]

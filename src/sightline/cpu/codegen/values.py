@@ -298,7 +298,7 @@ class Value:
         return self.builder.compute(self.type, f"freeze {self.type} {self.name}")
 
     def load(self, kind: Type, align: int = 1) -> Value:
-        """Load a value of this type from the pointer. `align` is in bytes."""
+        """Load a value of the type `kind` from the pointer. `align` is in bytes."""
         return self.builder.execute(kind, f"load {kind}, ptr {self.name}, align {align}")
 
     def store(self, value: Value, align: int = 1) -> None:

@@ -146,7 +146,7 @@ class TopKCode(StatisticCode):
         self.smallest[v].set(tiles.load(self.top_weights, k, v))
 
     def finish_block(self) -> None:
-        """Store the lists."""
+        """Store the weights and the keys of each query's list."""
         kernel, builder, tiles, k = self.kernel, self.builder, self.tiles, self.k
         weights, keys = self.outputs
         with builder.loop(1, k + 1) as row:

@@ -104,7 +104,7 @@ class _Gather:
         return scatter(x, self.group, self.heads, self.axis)
 
     def to_positions(self, x: Tensor) -> Tensor:
-        """Return all heads."""
+        """Return (..., all H heads, ...) from the own heads of each rank."""
         return gather(x, self.group, self.heads, self.axis)
 
 

@@ -105,7 +105,7 @@ def _check(call: Any) -> None:
     missing = [name for name in REQUIRED_STATISTICS if name not in names]
     if missing:
         raise ParameterError(
-            f"{call.layer} with {', '.join(names) or 'no statistic of its own'}; missing {', '.join(missing)}",
+            f"{call.layer} with {', '.join(names) or 'no statistics of single calls'}; missing {', '.join(missing)}",
             f"weights, or all of {', '.join(REQUIRED_STATISTICS)}",
             CURE,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..terminal import CIVIDIS
+from ..palette import THEMES, css_variables, rgb
 from .storage import compute_scales, pack, to_levels
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ def program() -> str:
 
 
 def style() -> str:
-    """Return the page's style sheet."""
-    return page_file("style.css")
+    """Return the page's style sheet: the colours of both themes, then `style.css`."""
+    themes = (f'.sl[data-theme="{name}"] {{ {css_variables(theme)} }}' for name, theme in THEMES.items())
+    return "\n".join((*themes, page_file("style.css")))
 
 
 def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
@@ -72,7 +73,11 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
         {"name": text.name, "layers": [layer_record(place, layer) for place, layer in enumerate(text.layers)]}
         for text in data.texts
     ]
-    manifest = {"title": data.title, "notes": data.notes, "texts": texts, "colours": CIVIDIS}
+    colours = {
+        name: {"hidden": rgb(theme.hidden), "weights": [rgb(colour) for colour in theme.weights]}
+        for name, theme in THEMES.items()
+    }
+    manifest = {"title": data.title, "notes": data.notes, "texts": texts, "colours": colours}
     return manifest | {"tokens": list(map(list, tokens))}, arrays
 
 

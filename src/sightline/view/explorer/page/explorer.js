@@ -16,7 +16,7 @@ const HELP = [
 class Explorer {
   constructor(root, manifest, read) {
     Object.assign(this, { root, manifest, read });
-    this.state = { text: 0, layer: 0, head: 0, pick: null, hover: null, scale: 'root', colour: 'ink' };
+    this.state = { text: 0, layer: 0, head: 0, pick: null, hover: null, scale: 'root' };
     this.linked = { looks: new Map(), seen: new Map(), most: { looks: 1, seen: 1 } };
     this.texts = manifest.texts.map((text) => text.layers.map((layer) => new Layer(manifest, layer, read)));
     root.classList.add('sl');
@@ -75,7 +75,6 @@ class Explorer {
     const tools = make('div', 'sl-tools', {}, ...(manifest.texts.length > 1 ? [texts] : []),
       make('label', 'sl-searchbox', {}, this.search, this.found),
       select('Colour scale', Object.entries(SCALES).map(([name, [text]]) => [name, text]), (scale) => this.recolour({ scale })),
-      select('Colours', [['ink', 'ink'], ['cividis', 'cividis']], (colour) => this.recolour({ colour })),
       button('◐', 'Switch between light and dark (t)', () => this.toggleTheme(), 'sl-icon'),
       button('?', 'Help (?)', () => this.help.showModal(), 'sl-icon'));
     const zooms = make('div', 'sl-zooms', {}, button('−', 'Zoom out (−)', () => this.map.zoom(0.5), 'sl-icon'),
@@ -338,13 +337,13 @@ class Explorer {
 
   readThemeColours() {
     const style = getComputedStyle(this.root), themeColours = { font: style.fontFamily };
-    for (const name of ['ink', 'muted', 'line', 'ground', 'accent', 'cross', 'looks', 'seen']) themeColours[name] = style.getPropertyValue(`--${name}`).trim();
+    for (const name of ['ink', 'muted', 'line', 'ground', 'cross', 'blue', 'orange']) themeColours[name] = style.getPropertyValue(`--${name}`).trim();
     return themeColours;
   }
 
   recolour(change) {
     Object.assign(this.state, change);
-    this.colours = palette(this.state.colour, this.dark ? 'dark' : 'light', this.state.scale, this.manifest);
+    this.colours = palette(this.manifest.colours[this.dark ? 'dark' : 'light'], this.state.scale);
     if (!this.inited) return;
     this.grid.reset();
     this.map.reset(true);

@@ -135,7 +135,7 @@ class Grid {
         context.fillText(this.page.layers[place.layer].headName(place.head), place.x + this.step / 2, y - 7);
       }
       if (chosen || (this.hovered && place === this.hovered)) {
-        context.strokeStyle = chosen ? theme.accent : theme.muted;
+        context.strokeStyle = chosen ? theme.ink : theme.muted;
         context.lineWidth = chosen ? 2 : 1;
         context.strokeRect(x - 1, y - 1, side + 2, side + 2);
       }

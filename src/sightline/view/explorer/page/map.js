@@ -294,8 +294,8 @@ class HeadMap {
     }
     const active = pick ?? (over ? null : this.page.last), width = pick ? 1.5 : 1;
     if (active) {
-      if (active.side === 'query' || layer.self) row(active.at, themeColours.looks, width);
-      if (active.side === 'key' || layer.self) column(active.at, themeColours.seen, width);
+      if (active.side === 'query' || layer.self) row(active.at, themeColours.blue, width);
+      if (active.side === 'key' || layer.self) column(active.at, themeColours.orange, width);
     }
   }
 
@@ -317,10 +317,10 @@ class HeadMap {
     context.rect(wide + 6, 0, this.bars, high);
     context.rect(0, high + 6, wide, this.bars);
     context.clip();
-    context.fillStyle = themeColours.looks;
+    context.fillStyle = themeColours.blue;
     context.globalAlpha = 0.75;
     bars(layer.entropy(head), v.sy, v.y, high, (p, size, share) => context.fillRect(wide + 7, p, share * space, size));
-    context.fillStyle = themeColours.seen;
+    context.fillStyle = themeColours.orange;
     bars(layer.received(head), v.sx, v.x, wide, (p, size, share) => context.fillRect(p, high + 7, size, Math.sqrt(share) * space));
     context.restore();
     context.fillStyle = themeColours.muted;

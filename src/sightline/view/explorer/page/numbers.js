@@ -78,11 +78,6 @@ function ramp(anchors) {
   });
 }
 
-// One hue from the background to the ink, monotone in lightness, so that colour-blind readers and prints can tell the order.
-const INKS = {
-  light: [[238, 241, 243], [196, 217, 231], [142, 187, 216], [84, 148, 194], [36, 105, 162], [13, 65, 118], [8, 29, 65]],
-  dark: [[33, 37, 43], [30, 58, 84], [31, 89, 128], [52, 126, 163], [104, 167, 184], [172, 208, 203], [247, 244, 222]],
-};
 const SCALES = {
   root: ['√ weight', (x) => Math.sqrt(x)],
   linear: ['linear', (x) => x],
@@ -90,11 +85,10 @@ const SCALES = {
 };
 
 /** 1025 colours as ImageData stores them, 32 bits each: entry 0 for exactly 0, entry k for the share (k / 1024)². */
-function palette(name, theme, scale, manifest) {
-  const colours = ramp(name === 'ink' ? INKS[theme] : manifest.colours);
-  const none = theme === 'dark' ? [24, 26, 29] : name === 'ink' ? [250, 250, 248] : [233, 233, 228];
+function palette({ hidden, weights }, scale) {
+  const colours = ramp(weights);
   const packed = new Uint32Array(1025), pack = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
-  packed[0] = pack(none);
+  packed[0] = pack(hidden);
   for (let k = 1; k <= 1024; k++) {
     packed[k] = pack(colours[Math.round(255 * Math.min(Math.max(SCALES[scale][1]((k / 1024) ** 2), 0), 1))]);
   }

@@ -112,8 +112,8 @@ class Strip {
         const at = Number(token.dataset.at), looks = this.side === 'query' ? 0 : linked.looks.get(at) ?? 0;
         const seen = this.side === 'key' ? 0 : linked.seen.get(at) ?? 0;
         const isHere = (spot) => spot && (this.side === 'both' || spot.side === this.side) && spot.at === at;
-        token.style.setProperty('--looks', strength(looks / linked.most.looks));
-        token.style.setProperty('--seen', strength(seen / linked.most.seen));
+        token.style.setProperty('--looks', `${55 * strength(looks / linked.most.looks)}%`);
+        token.style.setProperty('--seen', `${100 * strength(seen / linked.most.seen)}%`);
         token.classList.toggle('is-picked', Boolean(isHere(state.pick)));
         token.ariaSelected = String(Boolean(isHere(state.pick)));
         token.classList.toggle('is-active', Boolean(isHere(active)));

@@ -1,0 +1,66 @@
+"""Draw the pictures of docs/gallery.md by running the examples of the page.
+
+    python examples/draw_gallery.py [--folder docs/gallery]
+
+An example that follows a picture on the page assigns a matplotlib figure or axis to `picture`, and the script saves it
+under the name of the picture. So the code on the page is the code that draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from doctest import DocTestParser
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
+FOLDER = PAGE.parent / "gallery"
+WIDTH = 4.6  # largest width of a picture in inches, so that its text is readable on a phone
+LEAST_HEIGHT = 2.4
+DPI = 150
+PICTURE_OR_CODE = re.compile(r"^!\[[^]]*\]\(gallery/(\S+)\)|^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def read_examples(page: str) -> Iterator[tuple[str | None, str]]:
+    """Yield the code of each example, and the name of the picture before it, if any."""
+    picture = None
+    for match in PICTURE_OR_CODE.finditer(page):
+        if match[1]:
+            picture = match[1]
+        else:
+            yield picture, "".join(example.source for example in DocTestParser().get_examples(match[2]))
+            picture = None
+
+
+def fit(figure: Any) -> None:
+    """Make a figure that is wider than `WIDTH` smaller. Texts keep their size, and the height its ratio if possible."""
+    width, height = figure.get_size_inches()
+    if width > WIDTH:
+        figure.set_size_inches(WIDTH, max(height * WIDTH / width, min(height, LEAST_HEIGHT)))
+
+
+def main(folder: Path = FOLDER) -> list[Path]:
+    """Draw all pictures to the folder and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names: dict[str, Any] = {}
+    written = []
+    for picture, code in read_examples(PAGE.read_text(encoding="utf-8")):
+        exec(compile(code, f"<the example of {picture}>", "exec"), names)
+        if picture is not None:
+            figure = names.pop("picture").figure  # `figure.figure` of a figure is itself
+            fit(figure)
+            written.append(folder / picture)
+            figure.savefig(written[-1], dpi=DPI)
+    size = sum(path.stat().st_size for path in written)
+    Console(highlight=False).print(f"Wrote {len(written)} pictures, {size / 1000:.0f} kB, to {folder}")
+    return written
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    main(**vars(parser.parse_args()))

@@ -1,0 +1,86 @@
+"""Caches without sequences, calls without queries, rows of drafts, and copies and pickles of caches."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from sightline import KVCache, i, j
+from sightline.errors import ParameterError
+
+H, G, D = 4, 2, 16
+
+
+def drawn(rng, batch, heads, count, kind="numpy"):
+    array = rng.normal(size=(batch, heads, count, D)).astype(np.float32)
+    return torch.from_numpy(array) if kind == "torch" else array
+
+
+def filled(rng, change, kind="numpy"):
+    """Return a cache of two sequences of 80 and 75 positions, plain, evicted or forked."""
+    cache = KVCache()
+    cache.append(drawn(rng, 2, G, 80, kind), drawn(rng, 2, G, 80, kind), lengths=[80, 75])
+    if change == "evicted":
+        cache.keep([[[3, 10, 70], [5, 74, -1]]])
+    elif change == "forked":
+        cache.fork([1, 1])
+    return cache
+
+
+@pytest.mark.parametrize("change", ["plain", "evicted", "forked"])
+def test_the_row_of_a_draft_has_the_position_of_the_draft(rng, change):
+    cache = filled(rng, change)
+    before = cache.key_positions
+    cache.append(drawn(rng, 2, G, 4), drawn(rng, 2, G, 4), parents=[[-1, 0, 0, -1], [-1, -1, -1, 2]])
+    found = cache.key_positions
+    for sequence, drafts in enumerate(([80, 81, 81, 80], [75, 75, 75, 76])):
+        first = (before[sequence, 0] >= 0).sum()
+        assert np.array_equal(found[sequence, :, :first], before[sequence, :, :first])
+        assert (found[sequence, :, first : first + 4] == drafts).all()
+        assert (found[sequence, :, first + 4 :] == -1).all()
+
+
+@pytest.mark.parametrize("change", ["plain", "evicted", "forked"])
+def test_all_sequences_may_end(rng, change):
+    cache = filled(rng, change)
+    cache.fork(0)
+    assert cache.lengths.shape == (0,)
+    cache.append(drawn(rng, 0, G, 1), drawn(rng, 0, G, 1))
+    output = sightline.attention(drawn(rng, 0, H, 1), cache, mask=sightline.causal())
+    assert output.shape == (0, H, 1, D)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_call_without_queries_on_a_forked_cache(rng, kind):
+    cache = filled(rng, "forked", kind)
+    see = [sightline.lse(), sightline.top_k(3)]
+    for mask in (None, i >= j):
+        output, (lse, keys) = sightline.attention(drawn(rng, 2, H, 0, kind), cache, mask=mask, see=see)
+        assert output.shape == (2, H, 0, D)
+        assert lse.shape == (2, H, 0)
+        assert keys.where.shape == (2, H, 0, 3)
+
+
+@pytest.mark.parametrize("capacity", [-1, 2.5, "9", True])
+def test_last_checks_its_capacity(rng, capacity):
+    with pytest.raises(ParameterError, match="whole number"):
+        filled(rng, "plain").last(3, capacity=capacity)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_copies_and_pickles_go_on_by_themselves(rng, kind, copied):
+    """A pickle has no views, so values that are a part of the keys are one again after it."""
+    cache, latents = KVCache(capacity=99), drawn(rng, 1, 1, 20, kind)
+    cache.append(latents, latents[..., :8])
+    other, new = copied(cache), [drawn(rng, 1, 1, 5, kind) for _ in range(2)]
+    for one, latent in zip((cache, other), new, strict=True):
+        one.append(latent, latent[..., :8])
+    query = drawn(rng, 1, H, 1, kind)
+    for one, latent in zip((cache, other), new, strict=True):
+        whole = np.concatenate([latents, latent], 2)
+        expected = sightline.attention(np.asarray(query), whole, whole[..., :8])
+        assert np.allclose(sightline.attention(query, one), expected, atol=1e-6)
