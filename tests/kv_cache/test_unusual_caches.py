@@ -1,4 +1,4 @@
-"""Caches without sequences, calls without queries, rows of drafts, and copies and pickles of caches."""
+"""Caches without sequences, calls without queries, rows of drafts, copies, pickles, and hundreds of forks."""
 
 import copy
 import pickle
@@ -84,3 +84,28 @@ def test_copies_and_pickles_go_on_by_themselves(rng, kind, copied):
         whole = np.concatenate([latents, latent], 2)
         expected = sightline.attention(np.asarray(query), whole, whole[..., :8])
         assert np.allclose(sightline.attention(query, one), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["truncate", "one", "select"])
+def test_hundreds_of_forks_leave_few_prefixes(rng, change):
+    """A search appends a step, forks, and goes on with one branch, or goes back to the prompt."""
+    cache, new = KVCache(dtype="float16"), drawn(rng, 1, G, 100)
+    steps = [new[:, :, :64] * factor for factor in rng.normal(size=300)]
+    cache.append(new, new)
+    rows = [new]
+    for step in steps:
+        cache.append(step, step)
+        cache.fork(1 if change == "one" else 2)
+        if change != "one":
+            cache.reorder([1])
+        if change == "truncate":
+            cache.truncate(100)
+        else:
+            rows.append(step)
+    whole = np.concatenate(rows, 2).astype(np.float16)
+    assert np.array_equal(cache.joined().key, whole)
+    assert cache.nbytes <= 2 * 1.3 * max(whole.nbytes, 164 * 2 * G * D)
+    assert cache.prefix is None or len(cache.prefix.parts) <= 2 + np.log2(len(steps))
+    query = drawn(rng, 1, H, 1).astype(np.float16)
+    expected = sightline.attention(query, whole, whole)
+    assert np.allclose(sightline.attention(query, cache), expected, atol=2e-3)

@@ -434,7 +434,8 @@ class KVCache(StoredRows):
         -----
         If fewer than 64 rows are stored, `fork` copies them, as `reorder` does. Some calls need the rows of a sequence
         in one array, so they copy them first: calls with an array as mask or score, with dropout, under torch.compile,
-        or with statistics of single keys such as `received()`; also `keep`, `last`, `key` and `value`.
+        or with statistics of single keys such as `received()`; also `keep`, `last`, `key` and `value`. Repeated forks
+        join earlier prefixes that are not shared any more, so that attention reads few parts.
         """
         self._check_no_drafts("fork")
         owners = read_owners(counts, self._lengths.size)
@@ -443,7 +444,7 @@ class KVCache(StoredRows):
         if self._num_rows < MIN_SHARED_ROWS or not owners.size or (self._ndim == 2 and owners.size > 1):
             self.reorder(owners)
             return
-        stored = copy.deepcopy(self)
+        stored = copy.deepcopy(self).compacted()
         self._storage = self._storage.without_rows(owners.size)
         self.prefix = SharedPrefix(stored, owners, self._lengths[owners])
         none = np.zeros((owners.size, self._storage.key.shape[1], 0), np.int64)
@@ -518,17 +519,19 @@ class KVCache(StoredRows):
 
     def joined(self) -> KVCache:
         """Return a cache whose rows are all its own: this one if it has no prefix, else a copy of the rows."""
-        if self.prefix is None or self._storage is None:
-            return self
-        found = copy.deepcopy(self.prefix.cache.joined())
-        found.reorder(self.prefix.owners)
-        found.truncate(self.prefix.lengths)
-        assert found._storage is not None
-        first = found.row_counts
-        found._storage.append_rows(self._storage, first, self.row_counts, found._num_rows)
-        found._storage.squares = self._squares
-        found._drafts = self._drafts and self._drafts.after(first)
-        found._set_lengths(self._lengths, self._newest_positions)
+        found = self
+        while found.prefix is not None:
+            found = found._merge_prefix()
+        return found
+
+    def compacted(self) -> KVCache:
+        """Return the cache without the nearest prefixes that no sequences share and that have no more rows than it.
+
+        Then the number of prefixes that are not shared grows as the logarithm of the number of forks.
+        """
+        found = self
+        while (prefix := found.prefix) is not None and prefix.is_own and prefix.cache._num_rows <= found._num_rows:
+            found = found._merge_prefix()
         return found
 
     # -- internals --------------------------------------------------------------------------------------------------
@@ -541,6 +544,21 @@ class KVCache(StoredRows):
                 "cache.dequantized(), which returns float32 copies",
             )
         return self.joined().rows()
+
+    def _merge_prefix(self) -> KVCache:
+        """Return a cache whose own rows are copies of those of the nearest prefix and of its own."""
+        assert self.prefix is not None
+        assert self._storage is not None
+        found = copy.deepcopy(self.prefix.cache)
+        found.reorder(self.prefix.owners)
+        found.truncate(self.prefix.lengths)
+        assert found._storage is not None
+        first = found.row_counts
+        found._storage.append_rows(self._storage, first, self.row_counts, found._num_rows)
+        found._storage.squares = found._storage.squares + self._storage.squares
+        found._drafts = self._drafts and self._drafts.after(first)
+        found._set_lengths(self._lengths, self._newest_positions)
+        return found
 
     def _check_no_drafts(self, operation: str) -> None:
         if self._drafts is not None:

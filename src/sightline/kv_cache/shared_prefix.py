@@ -41,25 +41,30 @@ class SharedPrefix:
         """(B,) int64: the number of rows of all parts that a sequence has."""
         return np.sum([part.own_row_counts for part in self.parts], axis=0)
 
+    @property
+    def is_own(self) -> bool:
+        """True if no sequence of `cache` begins two sequences."""
+        return bool(np.unique(self.owners).size == self.owners.size)
+
     def truncated(self, lengths: Any) -> SharedPrefix | None:
-        """Return the prefix of sequences of these lengths; None if no position is left."""
-        lengths = np.minimum(self.lengths, lengths)
-        return replace(self, lengths=lengths) if lengths.any() else None
+        """Return the prefix of sequences of these lengths, from the last part with rows of them; None without one."""
+        cut = replace(self, lengths=np.minimum(self.lengths, lengths))
+        return next((part for part in cut.parts if part.own_row_counts.any()), None)
 
     def reordered(self, order: Any) -> SharedPrefix | None:
         """Return the prefix with sequence order[b] in place of sequence b.
 
         If most sequences of the prefix have no owner any more, the others are copied, so that memory is freed.
         """
-        owners, lengths = self.owners[order], self.lengths[order]
-        used, numbers = np.unique(owners, return_inverse=True)
-        if not lengths.any():
+        moved = SharedPrefix(self.cache, self.owners[order], self.lengths[order]).truncated(self.lengths[order])
+        if moved is None:
             return None
-        if 2 * used.size > len(self.cache.lengths):
-            return SharedPrefix(self.cache, owners, lengths)
-        remaining = copy.deepcopy(self.cache)
+        used, numbers = np.unique(moved.owners, return_inverse=True)
+        if 2 * used.size > len(moved.cache.lengths):
+            return moved
+        remaining = copy.deepcopy(moved.cache)
         remaining.reorder(used)
-        return SharedPrefix(remaining, numbers, lengths)
+        return SharedPrefix(remaining.compacted(), numbers, moved.lengths)
 
     @cached_property
     def parts(self) -> list[SharedPrefix]:
