@@ -1,6 +1,7 @@
 """`Cache(evict=...)`: a model generates as with all keys of which the evicted ones are hidden."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -127,6 +128,26 @@ def test_a_saved_prompt_and_windows():
     cache = Cache(config=config, evict=POLICIES["TOVA"])
     options = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(mistral.generate(ids, past_key_values=cache, **options), mistral.generate(ids, **options))
+
+
+@pytest.mark.parametrize("name", ["H2O", "TOVA", "Sinks", "SnapKV"])
+def test_branches_of_a_fork_evict_as_texts_alone(name):
+    """The prompt is long enough to be shared, and the steps evict keys of it."""
+    policy = dataclasses.replace(POLICIES[name], budget=80)
+    model, ids = make_model("sightline"), torch.arange(90)[None] % 59 + 1
+    steps = torch.arange(9).reshape(3, 3) + 1
+    forked = Cache(evict=policy)
+    with torch.no_grad():
+        model(ids, past_key_values=forked)
+        alone = [copy.deepcopy(forked) for _ in steps]
+        forked.fork(3)
+        for step in range(3):
+            found = model(steps[:, step : step + 1], past_key_values=forked).logits
+            for b, cache in enumerate(alone):
+                expected = model(steps[b : b + 1, step : step + 1], past_key_values=cache).logits
+                assert torch.allclose(found[b : b + 1], expected, atol=1e-5)
+    positions = np.concatenate([cache.layers[0].cache.key_positions for cache in alone])
+    assert np.array_equal(forked.layers[0].cache.key_positions, positions)
 
 
 def test_what_is_refused():

@@ -121,6 +121,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
 
         A prompt that many texts begin with is then computed, stored and read once; see `KVCache.fork`. The model needs
         `attn_implementation="sightline"`. Layers with a sliding window, and those of other kinds, copy what they store.
+        So does a policy that evicts keys at every step, at the first step.
         """
         batch = next((len(layer.keys) for layer in self.layers if getattr(layer, "keys", None) is not None), None)
         if batch is None:
@@ -336,8 +337,10 @@ class EvictingLayer(FullLayer):
         self._set_views()
 
     def _evicts(self, count: int) -> bool:
+        rows, prefix = self.cache.row_counts, self.cache.prefix
+        rows = rows if prefix is None else rows + prefix.row_counts
         is_due = count > 1 or self.policy.in_steps
-        return is_due and int(self.cache.row_counts.max(initial=0)) > self.policy.budget
+        return is_due and int(rows.max(initial=0)) > self.policy.budget
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence b by sequence beam_idx[b]."""
