@@ -231,10 +231,8 @@ def _target_machine(machine: Machine) -> Any:
     Code for x86-64 has addresses of 64 bits. On Windows and macOS, LLVM would else use a table of addresses, for which
     llvmlite's memory manager reserves no memory.
     """
-    target, relocation = (
-        _llvm().Target.from_triple(machine.triple),
-        "static" if machine.architecture == "x86_64" else "default",
-    )
+    target = _llvm().Target.from_triple(machine.triple)
+    relocation = "static" if machine.architecture == "x86_64" else "default"
     return target.create_target_machine(cpu=machine.cpu, features=machine.features, opt=3, reloc=relocation)
 
 
