@@ -42,12 +42,13 @@ class SightlineError(Exception):
     cure : str
         One thing to write instead.
 
-    The three parameters are also attributes, and `str(error)` shows each of them on its own line.
+    The three parameters are also attributes, and `str(error)` shows each of them on its own line. Keras makes an error
+    anew from its message, which is then `given`.
     """
 
-    def __init__(self, given: str, allowed: str, cure: str) -> None:
+    def __init__(self, given: str, allowed: str = "", cure: str = "") -> None:
         self.given, self.allowed, self.cure = given, allowed, cure
-        self.args = (f"{given}\n  allowed: {allowed}\n  cure:    {cure}",)
+        self.args = (f"{given}\n  allowed: {allowed}\n  cure:    {cure}" if allowed or cure else given,)
 
     def __reduce__(self) -> tuple[type["SightlineError"], tuple[str, str, str]]:
         return type(self), (self.given, self.allowed, self.cure)

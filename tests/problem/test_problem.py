@@ -300,6 +300,13 @@ def test_errors_have_three_parts(given):
         assert word in message
 
 
+def test_an_error_made_anew_from_its_message_has_it():
+    """As Keras does with errors inside of a layer."""
+    error = errors.ShapeError("(3,)", "(B, H, n, d)", "query[None]")
+    again = type(error)(str(error))
+    assert (str(again), again.args, pickle.loads(pickle.dumps(again)).given) == (str(error), error.args, str(error))
+
+
 @pytest.mark.parametrize("name", sorted({*errors.__all__} - {"SightlineError", "name_file"}))
 def test_errors_are_subclasses_of_builtin_errors(name):
     kind = getattr(errors, name)
