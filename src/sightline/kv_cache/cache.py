@@ -91,8 +91,8 @@ class KVCache(StoredRows):
     2.1). An append of other values ends this. Quantised caches store both.
 
     One thread may append, fork or evict while another attends, which sees the cache as before the change or as after
-    it. While a thread calls `reorder`, `accept`, `truncate` or `reset`, which move or free keys, no other thread may use
-    the cache.
+    it. While a thread calls `reorder`, `accept`, `truncate` or `reset`, which move or free keys, no other thread may
+    use the cache.
 
     `copy.deepcopy` and `copy.copy` copy no keys and values. The copy and the original share the storage; each of them
     copies it when it first writes to it. One cache of a prompt may so be continued many times.
