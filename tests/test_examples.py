@@ -125,11 +125,11 @@ def test_the_chart_has_the_ratios_of_the_tables(example, tmp_path):
     assert is_picture(drawn[0])
 
 
-TILES, SHARED = (pytest.mark.example(f"draw_{name}") for name in ("tiles", "shared_prompts"))
+DRAWN = {"how-it-works": "tiles", "shared-prompts": "shared_prompts", "decoding": "eviction"}  # pages and scripts
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param("how-it-works", marks=TILES), pytest.param("shared-prompts", marks=SHARED)]
+    "page", [pytest.param(page, marks=pytest.mark.example(f"draw_{name}")) for page, name in DRAWN.items()]
 )
 def test_every_picture_of_a_page_is_drawn(example, tmp_path, page):
     text = (FOLDER.parent / "docs" / f"{page}.md").read_text()
