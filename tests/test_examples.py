@@ -27,7 +27,7 @@ def example(request, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, name, module)  # dataclasses look there
     spec.loader.exec_module(module)
     yield module
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert max(map(len, capsys.readouterr().out.splitlines()), default=0) <= 80
 
 
 def is_picture(path):
