@@ -27,6 +27,7 @@ from sightline.gpu.tuning.cache import DRIVER_VERSION_FILES
 from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.testing import assert_within_budget
+from sightline.view.palette import DARK, rgb
 
 
 @pytest.fixture
@@ -179,7 +180,7 @@ def test_colours_in_a_terminal(monkeypatch):
     console = Console(force_terminal=True, color_system="truecolor", width=90, highlight=False, file=io.StringIO())
     with console.capture() as captured:
         explain(walk_through(mask="causal"), 0, console)
-    assert "48;2;254;232;56" in captured.get()
+    assert "48;2;{};{};{}".format(*rgb(DARK.weights[-1])) in captured.get()
 
 
 def test_info_prints_what_the_kernels_report(run):

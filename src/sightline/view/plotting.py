@@ -6,7 +6,6 @@ matplotlib is imported only when a picture is drawn.
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,6 @@ from ..errors import MissingExtraError, ParameterError, name_file
 from . import palette
 from .palette import LIGHT
 
-STYLE: Any = {  # settings of matplotlib while axes are made
-    "axes.facecolor": "none",
-    "axes.edgecolor": LIGHT.muted,
-    "axes.labelcolor": LIGHT.ink,
-    "axes.linewidth": 0.8,
-    "grid.color": LIGHT.line,
-    "grid.linewidth": 0.7,
-    "text.color": LIGHT.ink,
-    "xtick.color": LIGHT.muted,
-    "ytick.color": LIGHT.muted,
-    "xtick.labelcolor": LIGHT.ink,
-    "ytick.labelcolor": LIGHT.ink,
-}
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -40,27 +26,6 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
-@cache
-def figure_class() -> Any:
-    """Return the class of figures whose axes have lines and texts in the palette's colours."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            "a request to draw a picture, without matplotlib",
-            "matplotlib 3.8 or later",
-            'pip install "sightline-attention[plot]"',
-        ) from error
-
-    class StyledFigure(Figure):
-        def add_subplot(self, *places: Any, **options: Any) -> Any:
-            with rc_context(rc=STYLE):
-                return super().add_subplot(*places, **options)
-
-    return StyledFigure
-
-
 def new_figure(width: float, height: float) -> Any:
     """Return an empty matplotlib figure of this width and height in inches. The figure is not registered in pyplot.
 
@@ -69,7 +34,17 @@ def new_figure(width: float, height: float) -> Any:
     MissingExtraError
         matplotlib is not installed.
     """
-    return figure_class()(figsize=(width, height), layout="constrained", facecolor=LIGHT.ground)
+    try:
+        import matplotlib.figure  # noqa: F401
+
+        from .styled_figure import StyledFigure
+    except ImportError as error:
+        raise MissingExtraError(
+            "a request to draw a picture, without matplotlib",
+            "matplotlib 3.8 or later",
+            'pip install "sightline-attention[plot]"',
+        ) from error
+    return StyledFigure(figsize=(width, height), layout="constrained", facecolor=LIGHT.ground)
 
 
 def new_axis(axis: Any, width: float, height: float) -> Any:
