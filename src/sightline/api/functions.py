@@ -96,7 +96,8 @@ def attention(
     Raises
     ------
     SightlineError
-        Every error of `sightline.problem.problem.make_problem` and of `sightline.problem.kernel.choose`.
+        The arguments do not fit together, or no kernel can compute the call. The subclass names the reason, such as
+        ShapeError, DtypeError, MaskError, TableError, ParameterError or KernelRefusedError.
     UnknownArgumentError
         An argument that `attention` does not have. For arguments of other libraries, such as `is_causal`, the message
         says what to write.
