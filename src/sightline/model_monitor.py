@@ -147,7 +147,7 @@ class AttentionMonitor:
 
 
 class _CancelledError(Exception):
-    """A step that is not recorded."""
+    """Raised in a step by `cancel_step`, which catches it: the step ends, and is not recorded."""
 
 
 def _move(seen: Seen, sums: StepSums) -> None:

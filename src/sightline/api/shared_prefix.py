@@ -102,7 +102,7 @@ def _take(array: Any, indices: Any) -> Any:
 
 
 def _read(output: Any, seen: Any, first_rows: Any) -> Sums:
-    """Return the sums of a part whose first row is row first_rows[b] of sequence b. The first statistic is lse."""
+    """Return the sums of a part. Its first row is row first_rows[b] of sequence b. The first entry of `seen` is lse."""
     lse, *others = seen
     xp = namespace(output)
     place = {"device": output.device} if framework(output) == "torch" else {}

@@ -105,12 +105,13 @@ def gradient_term_sizes(
 
     A gradient itself is much smaller than this sum if its terms cancel, as the terms of a row of dS do.
 
-        |dP| = |dO| |V|ᵀ + |d_weights|    |dS| = P ∘ (|dP| + rowsum(P ∘ |dP|) + |d_lse|)
+        |dP| = |dO| |V|ᵀ + |d_weights|    |dS| = e P ∘ (|dP| + rowsum(P ∘ |dP|) + |d_lse|)    |dV| = (e P)ᵀ |dO|
 
-    The sums of dQ, dK, dV and the other gradients follow from |dS|. P are the weights before dropout. The result is a
-    dict with the entries "query", "key" and "value", "sinks" if the problem has sinks, and the index in
-    `Problem.tables` of each float table that the score reads. `stages` are the stages of the definition, if the caller
-    has computed them already.
+    e = max(|lse|, 1) of each query, because an error of lse is a relative error of P. P are the weights before dropout.
+    The factors of dropout, left out above, multiply |dO| |V|ᵀ, and P in |dV|. The sums of dQ, dK and the other
+    gradients follow from |dS|. The result is a dict. Its keys are "query", "key" and "value", "sinks" if the problem
+    has sinks, and the index in `Problem.tables` of each float table that the score reads. `stages` are the stages of
+    the definition, if the caller has computed them already.
     """
     query, key, value, d_o = (
         np.abs(to_numpy(x).astype(np.float64)) for x in (problem.query, problem.key, problem.value, d_output)

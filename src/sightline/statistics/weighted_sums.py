@@ -46,7 +46,7 @@ class WeightedSum(Statistic):
         if not fits or any(a not in (1, w) for a, w in zip(own[::-1], whole[::-1], strict=False)):
             raise ShapeError(
                 f"weighted_sum(x) of shape {tuple(self.x.shape)}",
-                f"(m, r), (G, m, r) or (..., G, m, r) with m = {problem.m} and G = {problem.G}",
+                f"(m, r), (G, m, r) or (..., G, m, r), with m = {problem.m} keys, G = {problem.G} key heads and any r",
                 "give x one row for every key",
             )
         if framework(self.x) == framework(problem.query) and device(self.x) != device(problem.query):

@@ -57,7 +57,8 @@ def flex_attention(
 ) -> Any:
     """Return softmax(score_mod(Q Kᵀ · scale) + M) V, with the arguments of torch's `flex_attention`.
 
-    torch compiles nothing. Gradients reach query, key, value and the tensors that `score_mod` reads.
+    M is 0 where `block_mask` allows the pair, and −∞ elsewhere. `torch.compile` is not needed. Gradients reach query,
+    key, value and the tensors that `score_mod` reads.
 
     Parameters
     ----------
@@ -65,7 +66,7 @@ def flex_attention(
     key : (B, G, S, E), the dtype of query; B may be 1
     value : (B, G, S, E_v), the dtype of query; B may be 1
     score_mod : function (score, b, h, q_idx, kv_idx) or formula, optional
-        The new score, computed from the scaled score. It may read tensors, and tensors that require gradients.
+        The new score, computed from the scaled score. It may read tensors, also those that require gradients.
     block_mask : BlockMask, optional
         The result of `create_block_mask` of this module or of torch, or what `sightline.attention` takes as a mask.
     scale : float, default 1/√E

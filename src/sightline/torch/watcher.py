@@ -1,4 +1,4 @@
-"""The watcher of one model: which calls it records, what it saw instead, and the recording."""
+"""The watcher of one model: which calls of attention it records, why it recorded none, and the recording."""
 
 from __future__ import annotations
 

@@ -355,7 +355,7 @@ class EvictingLayer(FullLayer):
             self._sum = np.repeat(self._sum, counts, axis=0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise, as evicted keys do not come back; drafts of assisted decoding need all keys."""
+        """Raise ParameterError if there are tokens to remove: the keys that were evicted for them do not come back."""
         if tokens_to_remove:
             raise ParameterError(
                 f"crop({tokens_to_remove}) of a Cache with evict={self.policy!r}",

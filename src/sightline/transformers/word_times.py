@@ -257,7 +257,7 @@ def _check_audio(model: Any, processor: Any, audio: Any, sampling_rate: Any) -> 
 
 @contextmanager
 def _returning(model: Any, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Let the model's layers return the weights of these heads alone, and its windows keep what a transcript needs."""
+    """Let layers return the weights of these heads alone. Reduce the outputs of a window to what a transcript needs."""
     of_layer: dict[int, list[int]] = {layer: [] for layer in range(model.config.decoder_layers)}
     for layer, head in dict.fromkeys(heads):
         of_layer[layer].append(head)

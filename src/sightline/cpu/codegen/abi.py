@@ -3,8 +3,8 @@
     fields | tables' addresses | numbers of formulas | outputs' addresses | tables' layouts | outputs' layouts
 
 The layout of a table is the stride of each axis in bytes, then the length of each axis. The layout of an output is one
-stride. The words that change from call to call are adjacent: the last fields, of `FORWARD_CALL_FIELDS` for example, and
-the `call_words` after them. `pack` writes the block on the host, and `LoadedArguments` reads it in the kernel.
+stride. The words that change from call to call are adjacent: the last fields, such as those of `FORWARD_CALL_FIELDS`,
+and then the result of `call_words`. `pack` writes the block on the host, and `LoadedArguments` reads it in the kernel.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class PooledCode(StatisticCode):
         return self.builder.minimum(self.args.columns - self.first_column.get(), MAX_COLUMNS)
 
     def init_tile(self, j0: Value) -> None:
-        """Store the columns in scratch if the scratch has no place for the columns of the tile."""
+        """If the tile's columns do not fit into scratch, combine those in scratch into the output, and empty it."""
         builder, args = self.builder, self.args
         last = builder.minimum(j0 + KEY_BLOCK, args.last_key) - 1
         with builder.if_then(self.column_of(last) - self.first_column.get() >= MAX_COLUMNS):

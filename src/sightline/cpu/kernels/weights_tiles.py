@@ -28,7 +28,7 @@ class WeightTiles(WeightsPass):
         return item // blocks, blocks - 1 - item % blocks
 
     def process_head(self, head_index: Value, output_index: Value, query_block: Value) -> None:
-        """Process one block of queries of one head, whose weights belong to a matrix of the output."""
+        """Process a block of queries of head `head_index`. Its weights belong to output matrix `output_index`."""
         args = self.args
         self.locate(head_index // args.H, head_index % args.H, query_block)
         self.output_row = output_index * args.n + self.i0  # of lane 0

@@ -79,7 +79,7 @@ class KernelArguments:
     def pack(
         self, fields: Mapping[str, Any], values: Mapping[str, Any], outputs: Sequence[tuple[int, int]] = ()
     ) -> Any:
-        """Return the argument block; `outputs` are (address, stride) of each output that is no field."""
+        """Return the argument block; `outputs` has (address, stride) of each output without a field of its own."""
         return pack(fields, values, self.tables, self.numbers, outputs)
 
     def constant_arrays(self, *changing: Any) -> tuple[Any, ...]:

@@ -11,8 +11,10 @@ NaN and ∞ in V at a weight of 0 do not reach the output. The kernel flags the 
 variant, launched next, recomputes the flagged blocks: it replaces NaN and ∞ in V by 0, and records where NaN, ∞ or −∞
 meets a weight other than 0. Finite inputs cost one check of the output, and one kernel launch that finds no flag. A
 launch costs more than the work of a small problem: there, one launch computes every block NaN-safe.
-Without mask, score formula and dropout, a weight is 0 where Q · K is −∞ or far below the running maximum. A weight that
-becomes 0 only when a later tile has a larger score has already added its row of V to the sum, NaN included.
+
+Without mask, score formula and dropout, a weight is 0 where Q · K is −∞ or far below the running maximum. In one case,
+NaN and ∞ at a weight of 0 do reach the output: the weight becomes 0 only when a later tile has a larger score. Its row
+of V was added before.
 """
 
 from __future__ import annotations
