@@ -58,7 +58,7 @@ def ratios_figure(found: dict[str, dict[str, Range]]) -> Any:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     kinds = list(dict.fromkeys(kind for section in found.values() for kind in section))
-    figure = plotting.new_figure(4.4, 0.36 * len(kinds) + 1.1)
+    figure = plotting.new_figure(6.4, 0.36 * len(kinds) + 1.1)
     axis = figure.add_subplot()
     for number, ranges in enumerate(found.values()):
         for row, kind in enumerate(kinds):

@@ -54,8 +54,8 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]
     ------
     ParameterError
         `attention_axes` has the batch axis.
-    RuntimeError
-        `call` failed: Keras raises errors of the type SightlineError again with this type and their message.
+    SightlineError
+        `call` failed. Keras makes the error anew, and adds the arguments of the call to its message.
 
     References
     ----------
