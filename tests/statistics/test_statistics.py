@@ -537,7 +537,7 @@ ERRORS = {
         lambda: attend(sightline.weighted_sum(X[0, 0, :3])),
         ShapeError,
         "(3, 3)",
-        "m = 4 and G = 2",
+        "m = 4 keys, G = 2 key heads",
     ),
 }
 
