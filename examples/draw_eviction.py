@@ -1,4 +1,4 @@
-"""Draw what eviction costs in quality, from the table of docs/decoding.md that examples/evict_prompts.py printed."""
+"""Draw what eviction costs in quality, from the table of docs/decoding.md, whose figures evict_prompts.py measures."""
 
 from __future__ import annotations
 

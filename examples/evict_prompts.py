@@ -35,7 +35,6 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import sightline.transformers
-from sightline.cli.bench.peak_memory import peak_memory
 from sightline.eviction import H2O, TOVA, Policy, Sinks, SnapKV
 
 ROOT = Path(__file__).parents[1]
@@ -163,14 +162,13 @@ def main(tokens: int = 4096, needles: int = 5, rounds: int = 3, only: str = "", 
     measure_times(ways, model, ids[:, :tokens], rounds)
     plain = median(ways[0].times)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("keys", "share", "prompt / sdpa", "peak MB", "stored MB", "perplexity", "recall by depth"):
+    for title in ("keys", "share", "prompt / sdpa", "stored MB", "perplexity", "recall by depth"):
         table.add_column(title, justify="left" if title in ("keys", "recall by depth") else "right")
     rows = []
     for way in track(ways, "perplexity and recall", transient=True):
         stored = stored_bytes(prompt(way, model, ids[:, :tokens])[1])
-        peak = peak_memory(lambda _, way=way: prompt(way, model, ids[:, :tokens]))
         found = perplexity(way, model, ids, tokens), recall(way, model, tokenizer, ids, tokens, needles)
-        row = [way.name, f"{way.share:.0%}", f"{median(way.times) / plain:.2f}", f"{(peak or 0) / 1e6:,.0f}"]
+        row = [way.name, f"{way.share:.0%}", f"{median(way.times) / plain:.2f}"]
         rows.append([*row, f"{stored / 1e6:,.0f}", f"{found[0]:.2f}", found[1]])
     if markdown:
         lines = [[str(column.header) for column in table.columns], ["---"] * len(table.columns), *rows]

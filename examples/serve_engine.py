@@ -125,7 +125,7 @@ class Engine:
         begins = len(ids) > len(self.prefix) and ids[: len(self.prefix)] == self.prefix
         shared = len(self.prefix) if begins else 0
         if shared:
-            caches = copy.deepcopy(self.prefix_caches)  # what is stored is copied when the request first appends
+            caches = copy.deepcopy(self.prefix_caches)  # a copy shares the storage until the request first appends
             for cache in caches if self.shares else ():
                 cache.fork(1)  # what is stored becomes a prefix, which no request copies
         else:

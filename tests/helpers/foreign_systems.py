@@ -24,14 +24,14 @@ SHADOW_BYTES = 32  # above the return address: a called function may use them
 KEPT = ("rbx", "rbp", "rdi", "rsi", "r12", "r13", "r14", "r15", *[f"xmm{k}" for k in range(6, 16)])  # on Windows x64
 CALLED_SAVED = ("rbx", "rbp", "r12", "r13", "r14", "r15")  # on Linux and macOS
 MEMORY = {"memset": "ptr (ptr, i32, i64)", "memcpy": "ptr (ptr, ptr, i64)", "memmove": "ptr (ptr, ptr, i64)"}
-MATH = {
+MATH = {  # the number of arguments of each function; for float32 LLVM calls the function with the suffix f, as `sinf`
     "cos": 1,
     "floor": 1,
     "log": 1,
     "log2": 1,
     "pow": 2,
     "sin": 1,
-}  # the number of operands; LLVM calls `sinf` for float32
+}
 LIBRARY = MEMORY | {
     name + suffix: f"{kind} ({', '.join([kind] * count)})"
     for name, count in MATH.items()

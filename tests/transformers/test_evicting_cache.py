@@ -132,7 +132,7 @@ def test_a_saved_prompt_and_windows():
 
 @pytest.mark.parametrize("name", ["H2O", "TOVA", "Sinks", "SnapKV"])
 def test_branches_of_a_fork_evict_as_texts_alone(name):
-    """The prompt is long enough to be shared, and the steps evict keys of it."""
+    """The prompt has enough tokens to be shared. The later steps evict some of its keys."""
     policy = dataclasses.replace(POLICIES[name], budget=80)
     model, ids = make_model("sightline"), torch.arange(90)[None] % 59 + 1
     steps = torch.arange(9).reshape(3, 3) + 1

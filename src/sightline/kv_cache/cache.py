@@ -528,7 +528,7 @@ class KVCache(StoredRows):
     def compacted(self) -> KVCache:
         """Return the cache without the nearest prefixes that no sequences share and that have no more rows than it.
 
-        Then the number of prefixes that are not shared grows as the logarithm of the number of forks.
+        After f forks, at most about log₂ f prefixes are then left that no sequences share.
         """
         found = self
         while (prefix := found.prefix) is not None and prefix.is_own and prefix.cache._num_rows <= found._num_rows:

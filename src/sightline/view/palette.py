@@ -10,7 +10,6 @@ Ito ("Color Universal Design", 2008).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 RGB = tuple[int, int, int]
 
@@ -98,9 +97,9 @@ def text_on(colour: RGB) -> RGB:
 def interpolate(colours: tuple[str, ...], share: float) -> RGB:
     """Return the colour at a share from 0 to 1 of the way through the colours, which have equal distances."""
     at = min(max(share, 0.0), 1.0) * (len(colours) - 1)
-    low, high = list(pairwise(map(rgb, colours)))[min(int(at), len(colours) - 2)]
-    step = at - min(int(at), len(colours) - 2)
-    red, green, blue = (round(a + (z - a) * step) for a, z in zip(low, high, strict=True))
+    first = min(int(at), len(colours) - 2)
+    ends = zip(rgb(colours[first]), rgb(colours[first + 1]), strict=True)
+    red, green, blue = (round(low + (high - low) * (at - first)) for low, high in ends)
     return red, green, blue
 
 
