@@ -59,7 +59,7 @@ def theme_colours(theme: Theme) -> dict[str, str]:
         "accent": theme.orange,
     }
     return {f"color-{name}": colour for name, colour in colours.items()} | {
-        "font-stack": "system-ui, -apple-system, 'Segoe UI', Inter, Roboto, 'Noto Sans', Arial, sans-serif",
+        "font-stack": "Inter, system-ui, sans-serif",
     }
 
 
