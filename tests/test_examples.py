@@ -107,8 +107,10 @@ def test_every_picture_of_the_gallery_is_drawn_by_the_code_behind_it(example, tm
     assert list(example.read_examples(page)) == [(None, "x = 1\n"), ("a.png", "x + 1\n")] * 2
     shown = set(re.findall(r"\(gallery/(.+?\.png)\)", example.PAGE.read_text()))
     drawn = example.main(tmp_path)
-    assert {path.name for path in drawn} == shown == {path.name for path in example.FOLDER.iterdir()}
-    assert all(map(is_picture, drawn))
+    small = [tmp_path / "small" / path.name for path in drawn]
+    names = {path.relative_to(tmp_path).as_posix() for path in [*drawn, *small]}
+    assert names == shown == {path.relative_to(example.FOLDER).as_posix() for path in example.FOLDER.rglob("*.png")}
+    assert all(map(is_picture, [*drawn, *small]))
 
 
 @pytest.mark.example("draw_performance")
