@@ -77,10 +77,11 @@ toc_object_entries_show_parents = "hide"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-# For the modules of extensions/: a folder of pictures and the script of examples/ that draws them; the root of the
-# repository; a page and the file of the root whose text it has.
+# For the modules of extensions/: a folder of pictures or pages and the script of examples/ that draws them; the root of
+# the repository; a page and the file of the root whose text it has.
 drawn_pictures = {
     "decoding": "draw_eviction",
+    "explorer": "draw_explorer",
     "gallery": "draw_gallery",
     "how-it-works": "draw_tiles",
     "performance": "draw_performance",
