@@ -108,9 +108,9 @@ def _print_errors(console: Console, layer: Layer, mask: Expression, out: Array, 
 
 
 def largest_differences(layer: Layer, mask: Expression, out: Array, seen: Array) -> dict[str, tuple[float, float]]:
-    """Return the largest differences between each two of Sightline, the float64 definition and the model.
+    """Return the largest differences between every two of Sightline, the float64 definition and the model.
 
-    For each two, by name, the result is (difference of the outputs, difference of the weights).
+    The keys of the result name the two. The values are (difference of the outputs, difference of the weights).
     """
     true, true_weights = _reference_outputs(layer, mask)
     assert layer.weights is not None

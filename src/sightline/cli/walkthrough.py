@@ -109,7 +109,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Walkthrough:
-    """Every stage of attention on a text, float64: n tokens, embeddings of width d_model, one head with d_k = d_v."""
+    """Every stage of attention on a text in float64: n tokens, embeddings of width d_model, one head with d_k = d_v."""
 
     tokenization: Tokenization
     mask: Expression | None

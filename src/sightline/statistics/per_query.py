@@ -105,9 +105,9 @@ class MaxScore(Statistic):
 
 
 def _has_underflowed_maximum(context: BackwardContext, largest: Any) -> bool:
-    """True if the weight of some query's largest score may have underflowed to 0.
+    """Return True if the weight of some query's largest score may have underflowed to 0.
 
-    This is possible only with sinks, because without sinks the largest weight is at least 1/m.
+    Without sinks the result is False, because the largest weight of a query is then at least 1/m.
     """
     if context.problem.sinks is None:
         return False
@@ -127,7 +127,7 @@ class Entropy(Statistic):
         arrays[0][..., tile.rows] += context.xp.astype(entropy_of(tile.weights), arrays[0].dtype)
 
     def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
-        """Return −Σ P ln P of the weights P = w · P', where w is the factor of a part: Σ w (H' − ln w ΣP')."""
+        """Return −Σ P ln P = Σ w (H' − ln w ΣP'), where P = w P' and a part has factor w, weights P', entropy H'."""
         xp, terms = namespace(lse), []
         for part in parts:
             logarithm = xp.log(xp.where(part.factor == 0, 1.0, part.factor))
@@ -144,7 +144,7 @@ class Entropy(Statistic):
 
 
 def entropy_of(weights: Any) -> Any:
-    """Return −Σⱼ P_ij ln P_ij of weights P, an array (..., n, m). P ln P is 0 for P = 0."""
+    """Return −Σⱼ P_ij ln P_ij, (..., n), of weights P, an array (..., n, m). P ln P is 0 for P = 0."""
     xp = namespace(weights)
     return xp.sum(-weights * xp.log(xp.where(weights > 0, weights, xp.ones_like(weights))), axis=-1)
 
@@ -243,7 +243,7 @@ class Mass(Statistic):
 
 
 def lse() -> Statistic:
-    """Request lse_i = ln Σⱼ exp(S_ij) over the keys that query i sees, its sink included.
+    """Request lse_i = ln Σⱼ exp(S_ij) over the keys that query i sees. With sinks, exp(sink) is added to the sum.
 
     The result is (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in nats; −∞ for a query
     that sees no key and has no sink. `sightline.merge` uses lse to merge attention over disjoint sets of keys. lse has
@@ -314,5 +314,5 @@ def mass(mask: Any) -> Statistic:
         Raised by attention if the formula has no meaning or reads outside its table.
     """
     if mask is None:
-        raise MaskError("mass(None)", "a condition of b, h, i and j, True pairs are summed", "mass(i == j)")
+        raise MaskError("mass(None)", "a condition of b, h, i and j. True pairs are summed", "mass(i == j)")
     return Mass(mask)

@@ -102,7 +102,7 @@ class MultiHead(Peer):
     lacks = ("backward pass", "mask", "dropout", "bias", "grouped heads", "d_v ≠ d_k", "m ≠ n")
 
     def refuses(self, workload: Workload) -> str | None:
-        """Return why torch's layer cannot compute the workload: scores, a missing feature, or cells of unequal size."""
+        """Return why torch's layer cannot compute the workload, such as a statistic of scores; None if it can."""
         if any(statistic.name not in WEIGHT_STATISTICS for statistic in workload.see):
             return "it returns weights, not scores"
         return super().refuses(workload) or ("only cells of equal size" if has_uneven_cells(workload) else None)
@@ -244,7 +244,7 @@ class Jax(Peer):
         return partial(jax.nn.dot_product_attention, **options)
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
-        """Prepare one program for "forward", one for "forward and backward", and one for each pass for "backward"."""
+        """Compile one program for "forward" or "forward and backward". For "backward", compile one for each pass."""
         os.environ.setdefault("NPROC", str(threads))  # XLA reads NPROC when a process first uses jax
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         import jax
@@ -283,7 +283,7 @@ class Jax(Peer):
 
 
 class SightlineInJax(Jax):
-    """Sightline on JAX arrays under jax.jit: with heads before positions, or by JAX's function in JAX's layout."""
+    """Sightline on JAX arrays under jax.jit: `attention` with heads before positions, or `dot_product_attention`."""
 
     is_peer = False
 
