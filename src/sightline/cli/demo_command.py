@@ -166,9 +166,9 @@ def _print_times(console: Console, cat: Activations, moby: Activations, layer: i
 
 
 def describe_times(measured: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return sentences that compare Sightline with each other contender on each input, by the ratio of their times.
+    """Return sentences that compare Sightline's time with the time of torch and of NumPy, for each input.
 
-    `measured` has for each input, such as "short", the seconds of each contender by name, with "Sightline" among them.
+    `measured` has for each input, such as "short", the seconds of each library by name, with "Sightline" among them.
     """
     lines = []
     for name, times in measured.items():

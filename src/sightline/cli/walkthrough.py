@@ -72,7 +72,7 @@ def tokenize(text: str, max_merges: int | None = None) -> Tokenization:
             "a part of the text" if text else repr(TEXT),
         )
     if max_merges is not None and max_merges < 0:
-        raise ParameterError(f"{max_merges} merges", "a whole number of at least 0", str(MAX_MERGES))
+        raise ParameterError(f"{max_merges} merges", "a whole number of at least 0", f"--merges {MAX_MERGES}")
     if text == TEXT and max_merges is None:
         return replace(apply_merges(TEXT, MERGES), vocabulary=VOCABULARY)
     return learn_merges(text, MAX_MERGES if max_merges is None else max_merges)
@@ -95,7 +95,7 @@ def named_mask(name: str) -> Expression | None:
         return causal()
     if kind == "window" and length.isdecimal() and int(length) >= 1:
         return window(int(length))
-    raise ParameterError(f"mask {name!r}", MASKS, "causal")
+    raise ParameterError(f"mask {name!r}", MASKS, "--mask causal")
 
 
 @dataclass(frozen=True)
@@ -236,8 +236,8 @@ def _default_pair(tokenization: Tokenization) -> tuple[int, int]:
 
 def _validate(d_model: int, d_k: int, seed: int) -> None:
     if d_model < 1:
-        raise ParameterError(f"d_model {d_model}", "a width of at least 1", "512")
+        raise ParameterError(f"d_model {d_model}", "a width of at least 1", "--d-model 512")
     if d_k < 2 or d_k % 2:
-        raise ParameterError(f"d_k {d_k}", "an even width of at least 2, because rotation needs pairs", "64")
+        raise ParameterError(f"d_k {d_k}", "an even width of at least 2, because rotation needs pairs", "--d-k 64")
     if seed < 0:
-        raise ParameterError(f"seed {seed}", "a whole number ≥ 0", "0")
+        raise ParameterError(f"seed {seed}", "a whole number ≥ 0", "--seed 0")

@@ -82,8 +82,8 @@ STATISTICS: dict[str, type[Statistic]] = {
 OVERVIEW: tuple[Statistic, ...] = (pooled(64, 64), top_k(8), entropy(), received())
 """The statistics that the explorer page shows and that `watch` records by default. Their results take O(n) memory.
 
-For each head they are the weights P as a picture of at most 64 × 64 cells, the 8 keys with the largest weights of each
-query, the entropy of each query, and the sum of the weights on each key. Up to 64 queries and keys, the picture is P.
+For each head they are the weights P as a picture of at most 64 × 64 cells (P itself for up to 64 queries and keys), the
+8 keys with the largest weights of each query, the entropy of each query, and the sum of the weights on each key.
 """
 
 

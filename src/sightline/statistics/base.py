@@ -117,7 +117,7 @@ class StatisticGradients:
 
     @property
     def formulas(self) -> dict[str, Expression]:
-        """`weights` and `scores`, those that are not None, by name."""
+        """A dict of `weights` and `scores`, without those that are None."""
         named = {"weights": self.weights, "scores": self.scores}
         return {name: formula for name, formula in named.items() if formula is not None}
 

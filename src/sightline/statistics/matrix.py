@@ -227,8 +227,8 @@ def weights(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
 def scores(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
     """Request S_ij, the scores that softmax reads: after scale, score formula and mask.
 
-    The result is (..., H, n, m) in the accumulator's dtype (float64 for float64, else float32), in nats; −∞ where
-    hidden. It has a gradient. The mean over heads is −∞ where any head hides the pair.
+    The result is (..., H, n, m) in the accumulator's dtype (float64 for float64 arrays, else float32), in nats; −∞
+    where hidden. It has a gradient. The mean over heads is −∞ where any head hides the pair.
 
     Parameters
     ----------
@@ -248,10 +248,10 @@ def scores(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
 def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within: Rectangle | None = None) -> Statistic:
     """Request the exact mean or maximum of P over every cell of a grid: the matrix as a picture of any size.
 
-    The rectangle that is pooled has N queries and M keys. With R = min(rows, N), row r of cells covers the queries i of
-    the rectangle with ⌊r·N / R⌋ ≤ i < ⌊(r + 1)·N / R⌋. Columns of cells divide the keys by the same formula.
+    The rectangle that is pooled has N queries and M keys. With R = min(rows, N), row r of cells covers the queries i,
+    counted within the rectangle, with ⌊r·N / R⌋ ≤ i < ⌊(r + 1)·N / R⌋. Columns of cells divide the keys in this way.
 
-    The result is (..., H, min(rows, N), min(columns, M)) in the accumulator's dtype (float64 for float64, else
+    The result is (..., H, min(rows, N), min(columns, M)) in the accumulator's dtype (float64 for float64 arrays, else
     float32). The mean has a gradient, the maximum has none.
 
     Parameters

@@ -245,9 +245,9 @@ class Mass(Statistic):
 def lse() -> Statistic:
     """Request lse_i = ln Σⱼ exp(S_ij) over the keys that query i sees. With sinks, exp(sink) is added to the sum.
 
-    The result is (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in nats; −∞ for a query
-    that sees no key and has no sink. `sightline.merge` uses lse to merge attention over disjoint sets of keys. lse has
-    a gradient. Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), in nats; −∞ for a
+    query that sees no key and has no sink. `sightline.merge` uses lse to merge attention over disjoint sets of keys.
+    lse has a gradient. Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     return Lse()
 
@@ -255,10 +255,10 @@ def lse() -> Statistic:
 def max_score() -> Statistic:
     """Request the largest score of every query, max_j S_ij without the sink, and the first j with that score.
 
-    The result is a named tuple: `score` (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in
-    nats, and `where` (..., H, n) int64. For a query that sees no key, `score` is −∞ and `where` is −1. The gradient of
-    `score` goes to the score of the pair (i, `where`). QK-clip bounds the largest score to keep training stable.
-    Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section 2.1.
+    The result is a named tuple: `score` (..., H, n) in nats, in the accumulator's dtype (float64 for float64 arrays,
+    else float32), and `where` (..., H, n) int64. For a query that sees no key, `score` is −∞ and `where` is −1. The
+    gradient of `score` goes to the score of the pair (i, `where`). QK-clip bounds the largest score to keep training
+    stable. Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section 2.1.
     """
     return MaxScore()
 
@@ -266,9 +266,9 @@ def max_score() -> Statistic:
 def entropy() -> Statistic:
     """Request H_i = −Σⱼ P_ij ln P_ij over the keys, the entropy of the weights. The term of a sink is not included.
 
-    The result is (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in nats, from 0 to ln m; 0
-    for a query that sees no key. It has a gradient. Training becomes unstable when the entropy falls towards 0. Source:
-    Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse", 2023, section 3.
+    The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), in nats, from 0 to
+    ln m; 0 for a query that sees no key. It has a gradient. Training becomes unstable if the entropy falls towards 0.
+    Source: Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse", 2023, section 3.
     """
     return Entropy()
 
@@ -276,7 +276,7 @@ def entropy() -> Statistic:
 def top_k(k: int) -> Statistic:
     """Request the k largest weights of every query and their keys; among equal weights, the smaller j comes first.
 
-    The result is a named tuple: `weights` (..., H, n, k) in the accumulator's dtype (float64 for float64, else
+    The result is a named tuple: `weights` (..., H, n, k) in the accumulator's dtype (float64 for float64 arrays, else
     float32), in descending order, and `where` (..., H, n, k) int64, the key positions j. Weights are equal if they are
     equal in that dtype, so all weights that underflow to 0 are equal. If a query sees fewer than k keys, the remaining
     entries are 0 in `weights` and −1 in `where`. The statistic has no gradient.
@@ -298,13 +298,13 @@ def top_k(k: int) -> Statistic:
 def mass(mask: Any) -> Statistic:
     """Request Σⱼ P_ij over the keys that satisfy a condition, such as the weight on a document or on a prefix.
 
-    The result is (..., H, n) in the accumulator's dtype (float64 for float64, else float32), from 0 to 1; 0 for a query
-    that sees no key. It has a gradient.
+    The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), from 0 to 1; 0 for
+    a query that sees no key. It has a gradient.
 
     Parameters
     ----------
     mask : formula, function (b, h, i, j) or boolean array
-        The condition: True pairs are summed. It is read and checked like a mask, but hides no pair.
+        The condition. The weights of pairs for which it is True are summed. The condition hides no pair.
 
     Raises
     ------

@@ -95,7 +95,7 @@ class Statistic(StatisticBase):
         return _reduce(self, "sum", axis, weights)
 
     def at_layer(self, layer: int) -> Statistic:
-        """Return the statistic that a watch requests of its layer with this number."""
+        """Return the statistic that a watch requests of the layer with this number."""
         return self
 
     def check_layers(self, count: int, is_end: bool = False) -> None:

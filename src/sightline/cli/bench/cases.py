@@ -20,7 +20,7 @@ BEST = "best peer"
 SEED = 1706  # seed of the random numbers in all arrays of the bench
 
 # The results of a contender by name, in float32 NumPy arrays with the axis of heads before the axis of positions:
-# "output", and the gradients "query", "key", "value" and "bias". The name repr(statistic) has a tuple of its arrays.
+# "output", the gradients "query", "key", "value" and "bias", and for the repr of a statistic the tuple of its arrays.
 Results = dict[str, Any]
 
 
@@ -95,7 +95,7 @@ class Contender(ABC):
     device: str = "cpu"  # torch's name of the device that has the contender's tensors
 
     def skip_reason(self) -> str | None:
-        """Return which packages the contender lacks, as a reason why it cannot run; None if all are installed."""
+        """Return how to install missing packages, as the reason why the contender cannot run; None if it has all."""
         return f"not installed: pip install {self.pip}" if missing_packages(self.packages) else None
 
     def refuses(self, case: Any) -> str | None:

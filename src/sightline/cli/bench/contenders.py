@@ -1,4 +1,4 @@
-"""The variants of Sightline that are timed, and functions for all contenders. `peers` has the other libraries."""
+"""The variants of Sightline that the benchmarks time, and functions that the other libraries (`peers`) use, too."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Peaks:
 
 
 def kernel_instructions() -> str:
-    """Return the instruction set of generated kernels, which the variable SIGHTLINE_CPU may restrict."""
+    """Return the instruction set of generated kernels, which the environment variable SIGHTLINE_CPU may restrict."""
     from ...cpu.runtime.machine import host
 
     machine = host()

@@ -38,7 +38,7 @@ class Torch(Peer):
         self.lacks = ("score", "bias", "dropout", "mask but the causal one", "statistics") if backend else ()
 
     def reference(self, workload: Workload) -> Workload | None:
-        """Return the workload; None if it has dropout, since torch's own generator chooses the dropped weights."""
+        """Return the workload; None if torch's own generator drops weights, so that results cannot be checked."""
         return None if workload.dropout else workload
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
@@ -91,7 +91,7 @@ class Flex(Peer):
 
 
 class MultiHead(Peer):
-    """torch.nn.MultiheadAttention with identity projections, which add four products of (n, H d) by (H d, H d).
+    """torch.nn.MultiheadAttention with identity projections. They add four products of (n, H d) by (H d, H d).
 
     Statistics are computed from the weights that the layer returns.
     """
@@ -244,7 +244,7 @@ class Jax(Peer):
         return partial(jax.nn.dot_product_attention, **options)
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
-        """Compile one program for "forward" or "forward and backward". For "backward", compile one for each pass."""
+        """Return the call to time: one compiled program, or for "backward" the second of two compiled programs."""
         os.environ.setdefault("NPROC", str(threads))  # XLA reads NPROC when a process first uses jax
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         import jax

@@ -18,7 +18,7 @@ from .workloads import Array, Documents, Inputs, Passes, Workload, padding_mask
 
 
 class Padded(Contender):
-    """A contender that computes packed documents as a padded batch with a mask of padding keys."""
+    """A contender that computes packed documents as a padded batch with a mask that hides padding keys."""
 
     packages, pip = ("torch",), "torch"
 

@@ -75,7 +75,7 @@ OWN_SIGNATURE: dict[str, Function] = {  # calls of `sightline.attention` by `Sho
 
 
 def with_signature_of_torch(attend: Callable[..., Any]) -> dict[str, Function]:
-    """Return the calls of a function that has the signature of torch's `scaled_dot_product_attention`."""
+    """Return, by kind of call, functions that call `attend`, which has the signature of torch's attention function."""
     return {
         "plain": lambda query, key, value, _: attend(query, key, value),
         "causal": lambda query, key, value, _: attend(query, key, value, is_causal=True),
@@ -86,14 +86,14 @@ def with_signature_of_torch(attend: Callable[..., Any]) -> dict[str, Function]:
 
 
 def sightline_functions() -> dict[str, Function]:
-    """Return the calls of Sightline, with torch's signature where this signature can express the call."""
+    """Return Sightline's function for each kind of call, by name, with torch's signature where one can express it."""
     from ...torch import scaled_dot_product_attention
 
     return OWN_SIGNATURE | with_signature_of_torch(scaled_dot_product_attention)
 
 
 def torch_functions() -> dict[str, Function]:
-    """Return the calls of torch's function. Torch has no statistics, so "entropy" is a plain call."""
+    """Return torch's function for each kind of call, by name. Torch has no statistics, so "entropy" is a plain call."""
     import torch
 
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -256,7 +256,7 @@ class ShortCall(Workload):
 
     @property
     def function(self) -> str:
-        """The name of the called function in the tables of functions; training calls the same function."""
+        """The name of the function to call, such as a key of `torch_functions()`: the kind without "training"."""
         return self.kind.removeprefix("training ")
 
     def small(self) -> ShortCall:

@@ -165,7 +165,7 @@ def _dense(seen: Any, run: Sequence[Any], parts: Sequence[Array], entry: int) ->
 
 
 def _shown(seen: Any, run: Sequence[Any], parts: Sequence[Array | None], entry: int) -> ShownLayer:
-    """Return one layer of a page that stores pooled maps: all weights if they need no more cells, else pooled cells."""
+    """Return a layer of a page of pooled maps: with all weights if a map has as many cells, else with pooled cells."""
     (start, stop), known = _key_span(run), [part for part in parts if part is not None]
     if len(known) == len(parts) and max(sum(call.n for call in run), stop - start) <= _side(run):
         return make_layer(_dense(seen, run, known, entry))
@@ -234,7 +234,7 @@ def _edges(first: int, stop: int, count: int) -> Array:
 
 
 def _overlaps(edges: Array, others: Array) -> Array:
-    """Return an array (a, b): the numbers of positions in both cell a between `edges` and cell b between `others`."""
+    """Return an array: entry (a, b) is the number of positions in both cell a of `edges` and cell b of `others`."""
     first, stop = np.maximum.outer(edges[:-1], others[:-1]), np.minimum.outer(edges[1:], others[1:])
     return np.maximum(stop - first, 0.0)  # type: ignore[no-any-return]
 

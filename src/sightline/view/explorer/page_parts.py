@@ -82,7 +82,7 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
 
 
 def manifest_text(manifest: dict[str, Any]) -> str:
-    """Return the manifest as JSON without the sign <, which would end the HTML element that holds the manifest."""
+    """Return the manifest as JSON without the sign <, which could end the HTML element that holds the manifest."""
     return json.dumps(manifest, separators=(",", ":")).replace("<", "\\u003c")
 
 
