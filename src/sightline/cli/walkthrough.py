@@ -11,8 +11,8 @@ which is published as "the". Thus the sentence becomes
 
     the ␣ c at ␣ at e the ␣ r at        [9, 0, 2, 7, 0, 7, 3, 9, 0, 6, 7]
 
-These are eleven tokens, because the second "the" contains the space before it. If no merge included the space, that
-space would be a token of its own, a 0 before the second 9, and there would be twelve tokens.
+These are eleven tokens, because the second "the" contains the space before it. If no merge included a space, the space
+before the second "the" would be a token of its own, a 0 before the second 9, and there would be twelve tokens.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Walkthrough:
         return [self.label(piece) for piece in self.tokenization.pieces]
 
     def label(self, piece: str) -> str:
-        """Return the piece of a token as text, with ␣ for a space."""
+        """Return the piece of a token as text, with ␣ for a space. The published piece " the" becomes "the"."""
         return piece.strip() if self.is_published and piece == WHOLE_WORD else printable(piece)
 
     @property

@@ -158,7 +158,7 @@ class StatisticBase:
 
     @property
     def is_linear(self) -> bool:
-        """True if averaging the weights over heads or batch before the statistic equals averaging the statistic."""
+        """True if the statistic of weights that are averaged over heads or batch is the average of the statistics."""
         return False
 
     # -- sizes --------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class StatisticBase:
         raise NotImplementedError(type(self).__name__)
 
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
-        """Return the arrays after the last tile."""
+        """Return the final arrays; called after the last tile."""
         return arrays
 
     def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:

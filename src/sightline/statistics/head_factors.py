@@ -49,7 +49,7 @@ def parse_factors(how: str, weights: Any) -> Factors:
     totals = [math.fsum(row) if how == "mean" else 1.0 for row in rows]
     if 0 in totals:
         raise ParameterError(
-            f"weights={weights!r} of a mean, whose sum is 0", "weights with another sum", '.sum("heads", weights=...)'
+            f"weights={weights!r}, whose sum is 0, of a mean", "weights with another sum", '.sum("heads", weights=...)'
         )
     factors = tuple([tuple([weight / total for weight in row]) for row, total in zip(rows, totals, strict=True)])
     return factors[0] if rows[0] is given else factors

@@ -269,7 +269,7 @@ def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within
     ParameterError
         rows or columns is not a whole number of at least 1, how is another word, or within is not a rectangle.
     ShapeError
-        Raised by attention if the rectangle leaves the matrix.
+        Raised by attention if the rectangle is not within the matrix.
     """
     rows = check_count(f"pooled(rows={rows!r})", rows, 1, "pooled(64, 64)")
     columns = check_count(f"pooled(columns={columns!r})", columns, 1, "pooled(64, 64)")

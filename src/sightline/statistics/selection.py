@@ -389,7 +389,7 @@ def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
             f"{of}.{how}({axis!r}), which finds keys", "statistics that find no keys", "average its arrays yourself"
         )
     if weights is not None and axis != "heads":
-        raise ParameterError(f"weights of {how}({axis!r})", "weights of heads", f'.{how}("heads", weights=...)')
+        raise ParameterError(f"{how}({axis!r}, weights=...)", 'weights for "heads"', f'{how}("heads", weights=...)')
     if axis == "layers":
         return OverLayers(of, how)
     mean = of if isinstance(of, Mean) else Mean(False, False, of)

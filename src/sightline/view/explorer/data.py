@@ -158,9 +158,9 @@ def from_weights(
         The name of each layer; by default "Layer 0", "Layer 1" and so on.
     title : str, default "Attention"
     limit : int, default 10 MB
-        Largest size of a page in bytes. If exact weights are larger, the page stores each weight rounded to 16, 12
-        or 8 bits, and shows how exact a weight is. If 8 bits are too many, the map shows means of weights, and only the
-        heaviest weights of each query and of each key are stored, as many and as exactly as the limit allows. The
+        Largest size of a page in bytes. If exact weights are larger, the page stores each weight rounded to 16, 12 or 8
+        bits, or to fewer levels, and shows how exact a weight is. If 64 levels are too many, the map shows means, and
+        only the heaviest weights of each query and key are stored, as many and as exactly as the limit allows. The
         `notes` on the page say what is stored. They also say if the limit is too low for any page of these weights.
     top : int, default 8
         Largest number of weights that are stored per query and per key if the map shows means.

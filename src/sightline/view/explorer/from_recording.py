@@ -139,7 +139,7 @@ def _key_span(run: Sequence[Any]) -> tuple[int, int]:
 
 
 def _labels(seen: Any, run: Sequence[Any], entry: int) -> tuple[list[str], list[str]]:
-    """Return the labels of the queries of all calls, and those of their keys."""
+    """Return the labels of the queries and the labels of the keys of all calls, for text `entry` of the batch."""
     start, stop = _key_span(run)
     queries: list[str] = []
     keys = [str(j) for j in range(start, stop)]
