@@ -1,6 +1,6 @@
 """Functions of NumPy and torch that are composed of the operators. Their parameters have torch's names.
 
-Each function takes formulas and numbers, and returns a formula. NaN and ∞ give what they give in torch.
+Each function takes formulas and numbers, and returns a formula. For NaN and ∞ the results are those of torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inve
 
 
 def bitwise_and(input: Any, other: Any) -> Expression:
-    """Return input & other of two conditions or two whole numbers. True & x is x, as in FlexAttention's `and_masks`."""
+    """Return input & other of two conditions or two integers. True & x, which torch's `and_masks` computes, is x."""
     x, y = as_expression(input), as_expression(other)
     if x is TRUE or y is TRUE:
         return apply("logical_and", x, y).arguments[x is TRUE]
@@ -65,7 +65,7 @@ def bitwise_and(input: Any, other: Any) -> Expression:
 
 
 def bitwise_or(input: Any, other: Any) -> Expression:
-    """Return input | other. For whole numbers, x | y = x + y − (x & y). False | x is x, as in `or_masks`."""
+    """Return input | other; x + y − (x & y) for integers. False | x, which torch's `or_masks` computes, is x."""
     x, y = as_expression(input), as_expression(other)
     if x is FALSE or y is FALSE:
         return apply("logical_or", x, y).arguments[x is FALSE]
@@ -108,7 +108,7 @@ def _read_shift(value: Any) -> int:
     if type(number) is int and 0 <= number < 53:
         return number
     raise FormulaError(
-        f"a shift by {value} bits", "a number from 0 to 52", "multiply by a table of powers of 2: powers[h]"
+        f"a shift by {value} bits", "a number from 0 to 52", "i * powers[h] or i // powers[h], where powers is a table"
     )
 
 
@@ -168,7 +168,7 @@ def clip(input: Any, low: Any = None, high: Any = None, **names: Any) -> Express
     high = names.pop("max", names.pop("a_max", high))
     if names:
         raise FormulaError(
-            f"clip with {', '.join(sorted(names))}=", "clip(x, low, high)", "tanh and clip take formulas"
+            f"clip with {', '.join(sorted(names))}=", "the arguments of clip(x, low, high)", "np.clip(x, 0, 5)"
         )
     result = as_expression(input)
     if low is not None:
@@ -215,7 +215,7 @@ def gelu(input: Any, approximate: str = "none") -> Expression:
         raise FormulaError(
             "gelu of a formula, which is defined by the error function erf",
             'gelu with approximate="tanh"',
-            'functools.partial(torch.nn.functional.gelu, approximate="tanh")',
+            'torch.nn.functional.gelu(x, approximate="tanh")',
         )
     x = as_expression(input)
     return 0.5 * x * (1 + apply("tanh", math.sqrt(2 / math.pi) * (x + 0.044715 * power(x, 3))))
@@ -233,7 +233,7 @@ def _add_multiple(operator: str) -> Callable[..., Expression]:
 
 
 def _pairwise(operator: str) -> Callable[[Any, Any], Expression]:
-    """Return torch.max or torch.min of two tensors. A number as the second argument is the axis to reduce."""
+    """Return the function torch.max or torch.min of two formulas. It refuses a number, which torch reads as an axis."""
 
     def function(input: Any, other: Any) -> Expression:
         if isinstance(other, int | float):

@@ -35,14 +35,14 @@ class Table:
         Booleans, integers or real floats with at least one axis, from NumPy, torch or anything that NumPy can read.
     axes : tuple of str or None, optional
         For each axis of the array, the symbol whose whole range the axis must span; the axis may also have length 1.
-        None in place of a symbol means that the axis may have any length. The axis "i/64" has one entry for each 64
-        values of i, and "j/64" at most one entry more than there are 64 values of j; see `block_lists.blocks`.
+        None in place of a symbol means that the axis may have any length. The axis "i/64" must have ⌈n / 64⌉ entries,
+        and the axis "j/64" at most ⌈m / 64⌉ + 1 entries; `block_lists.blocks` makes these two.
     origin : int, optional
         The id of the table that this one was converted from; by default the table's own id.
     batch_axes : BatchAxes, optional
         The leading axes of a dense array, which the first axis of the table merges.
     has_unknown_entries : bool, default False
-        True if a plan must serve all entries of the array's dtype. `bounds` then does not read the array.
+        True if results about the table must hold for any entries of its dtype. `bounds` then does not read the array.
 
     Raises
     ------
@@ -89,7 +89,7 @@ class Table:
             )
 
     def __getitem__(self, indices: Any) -> Expression:
-        """Return the entry at the indices, or the `TableRow` of entries if there are fewer indices than axes."""
+        """Return a formula that reads the entry at the indices, or a `TableRow` for fewer indices than axes."""
         indices = indices if isinstance(indices, tuple) else (indices,)
         if indices and _is_whole_axis(indices[-1]):
             indices = indices[:-1]
@@ -125,7 +125,7 @@ class Table:
 
     @property
     def span_lengths(self) -> tuple[tuple[str, int], ...]:
-        """(symbol, length) of each axis that must span the symbol's range; merged axes count with all their entries."""
+        """(symbol, length) of each axis that must span the symbol's range. Batch axes count as one: their product."""
         lengths = self.shape if self.batch_axes is None else (math.prod(self.batch_axes.shape), *self.shape[1:])
         return tuple((axis, length) for axis, length in zip(self.axes or (), lengths, strict=False) if axis is not None)
 
@@ -142,7 +142,7 @@ class Table:
     def bounds(self) -> TableBounds | UnknownBounds:
         """The object that finds the least and the greatest entry of the table over ranges of its indices.
 
-        It keeps what it has computed, so the array must not change after the first access.
+        The object keeps what it has computed, so the array must not change after the first access.
         """
         if self.has_unknown_entries:
             return UnknownBounds(*ENTRY_LIMITS.get(self.kind) or _integer_limits(self.array))
@@ -153,7 +153,7 @@ class Table:
         return Table(array, self.axes, self.batch_axes, self.origin, self.has_unknown_entries)
 
     def without_axes(self, *symbols: str) -> Table:
-        """Return the table with axes of any length in place of those that must span the range of one of the symbols."""
+        """Return a table of the same array whose axes for these symbols may have any length."""
         axes = tuple([None if axis is not None and axis[0] in symbols else axis for axis in self.axes or ()])
         if axes == (self.axes or ()):
             return self
@@ -168,7 +168,7 @@ class Table:
 
 
 class TableRow:
-    """The entries of a table at its first indices, as `table[b]` of a table (B, n).
+    """The entries of a table at its first indices, such as `table[b]` of a table (B, n).
 
     A row is read by the indices of the other axes. `torch.dot` and `numpy.dot` of two rows are formulas.
     """
@@ -229,7 +229,7 @@ def _is_whole_axis(index: Any) -> bool:
 
 
 def _index_error(table: Table, indices: tuple[Any, ...], cure: str) -> FormulaError:
-    """Return the error for indices that do not name one entry of a table; `cure` is an alternative to other indices."""
+    """Return the error for indices that do not select one entry of a table. `cure` is added to the error's cure."""
     slices = "slices or None among " if any(map(_is_axis_index, indices)) else ""
     return FormulaError(
         f"a table of shape {table.shape} read with {slices}{len(indices)} indices",

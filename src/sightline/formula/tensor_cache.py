@@ -29,8 +29,8 @@ Value = TypeVar("Value")
 class TensorCache:
     """A cache of at most `max_entries` results, which drops the least recently used result first.
 
-    Each method of the dictionary is one atomic function in C, so that no lock is needed. A fork or an interrupt could
-    leave a lock held, and an array may be freed, which calls `evict`, at any time.
+    It has no lock, because each method of the dictionary is one atomic function in C. A fork or an interrupt could
+    leave a lock held. An array that is freed calls `evict`, and this may happen while the same thread holds a lock.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -66,7 +66,7 @@ class TensorCache:
 
 
 def to_device(array: Any, like: Any) -> Any:
-    """Convert an array as `arrays.operations.convert` does. Copies of small NumPy arrays on the device are cached."""
+    """Return `arrays.operations.convert(array, like)`. The copy of a small NumPy array on a device is cached."""
     is_on_device = framework(like) == "torch" and like.device.type not in UNVERSIONED_DEVICES
     if not is_on_device or not isinstance(array, np.ndarray) or array.nbytes > MAX_HASHED_BYTES:
         return convert(array, like)

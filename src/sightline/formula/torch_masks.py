@@ -34,8 +34,8 @@ def is_block_mask(value: Any) -> bool:
 def block_formula(block_mask: Any, mask: Expression) -> Expression:
     """Return the formula of a BlockMask whose `mask_mod` is the formula `mask`.
 
-    It is `mask` itself if interval arithmetic proves that `mask` hides every pair of the hidden blocks and allows every
-    pair of the full ones.
+    The result is `mask` itself if interval arithmetic proves that `mask` hides every pair of the hidden blocks, and
+    allows every pair of the full blocks.
     """
     states = _read_states(block_mask)
     if _agrees(mask, states, block_mask):

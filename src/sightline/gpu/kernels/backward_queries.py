@@ -17,8 +17,8 @@ class Queries(
 ):
     """A block of queries, and the heads of K and V that they attend to.
 
-    `lse` is (high, low). `high`, `low`, `delta` and `inside` have the shape (rows, 1). `inside` is False past the last
-    query.
+    `lse` is (high, low), whose sum is lse. `high`, `low`, `delta` and `inside` have the shape (rows, 1). `inside` is
+    False past the last query.
     """
 
 

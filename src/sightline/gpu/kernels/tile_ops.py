@@ -187,8 +187,8 @@ def compute_scores(products, location, j, scale, tables, formulas, PARTIAL: tl.c
     """Return the final scores of a tile from its products Q · K; −∞ where the mask hides the pair or j is not below m.
 
     A full tile (PARTIAL is False) has no such pairs, so they are not looked for. With a score formula, the scores are
-    in nats. Without a score formula they are not yet scaled, so that scaling and shifting them round once. `j` has the
-    shape (1, keys).
+    in nats. Without a score formula they are not yet scaled, so that scaling and shifting together round once. `j` has
+    the shape (1, keys).
     """
     b, h, i, n, m = location
     s = products
@@ -269,7 +269,7 @@ def weight(s, unit, lse):
 
 @triton.jit
 def _unpack_word(number):
-    """Return the 32-bit word that `Operands.dropout_arguments` packed into a number."""
+    """Return the 32-bit word that `launch.arguments.dropout_state` packed into a number."""
     return (tl.cast(number, tl.int64) >> 1) & 0xFFFFFFFF
 
 

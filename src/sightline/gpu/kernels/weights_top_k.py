@@ -12,7 +12,7 @@ from .weights_pass import WeightsArguments, compute_scores, load_block
 
 @triton.jit
 def rank_weights(s, block):
-    """Return numbers in the order of the weights of scores s: the weight, ∞ if the weight is NaN, −∞ if s is −∞.
+    """Return the number by which each score s is ranked: its weight, ∞ if the weight is NaN, or −∞ if s is −∞.
 
     Different scores may have equal weights, for example 0.
     """

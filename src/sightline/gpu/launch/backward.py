@@ -111,9 +111,10 @@ def backward_launches(
     """Yield the launches of the backward pass.
 
     They compute, one after another: δ and the scaled lse; dQ; dQ, NaN-safe; dK and dV; dK and dV, NaN-safe. A NaN-safe
-    launch recomputes the blocks whose results in the previous launch are not finite. For a small problem the other
-    launches are NaN-safe themselves, except the launch of dQ if a table needs a gradient. `arrays` has the kernels'
-    arguments output, d_output, d_lse, lse, rows, sums, d_query, d_key and d_value.
+    launch recomputes the blocks whose results in the previous launch are not finite, and a weight of 0 then contributes
+    0, also times NaN or ∞. For a small problem the other launches are NaN-safe themselves, except the launch of dQ if a
+    table needs a gradient. `arrays` has the kernels' arguments output, d_output, d_lse, lse, rows, sums, d_query, d_key
+    and d_value.
     """
     sizes = select("backward_queries", problem, architecture)
     sizes = sizes if lookups or not problem.is_small_on_gpu else small_sizes(sizes)

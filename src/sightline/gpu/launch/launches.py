@@ -46,8 +46,8 @@ class KernelLaunch:
     def options(self, stages: int) -> dict[str, Any]:
         """Return the compiler options.
 
-        Fused multiply-add is off: every backend rounds the products of a formula before it adds them, so the masks of
-        all backends agree exactly.
+        Fused multiply-add is off, because every backend must round the products of a formula before it adds them. So
+        the masks of all backends agree exactly.
         """
         return {"num_warps": self.configuration.warps, "num_stages": stages, "enable_fp_fusion": False}
 
@@ -148,8 +148,8 @@ class BoundLaunch(NamedTuple):
     """One launch of a kernel, without the values that change from call to call.
 
     run : the function that launches the kernel
-    pack : (values, constants) → the arguments of `run`; the values are those of `LaunchBinder`
-    constants : what is the same in every call
+    pack : a function of (values, constants) that returns the arguments of `run`; `LaunchBinder` explains the values
+    constants : the list for `pack` of what is the same in every call
     """
 
     run: Callable[..., Any]
@@ -158,7 +158,7 @@ class BoundLaunch(NamedTuple):
 
 
 class UnboundArgumentError(Exception):
-    """`LaunchBinder` met an array that is no input, that the call did not allocate, and that is no schedule's."""
+    """`LaunchBinder` met an array that is no input, that the call did not allocate, and that no schedule holds."""
 
 
 class LaunchBinder:
@@ -179,7 +179,7 @@ class LaunchBinder:
     Raises
     ------
     UnboundArgumentError
-        A launch reads an array that a run does not have.
+        A launch reads an array that a repeated call does not have.
     """
 
     def __init__(self, recorded: RecordedCall) -> None:
@@ -189,9 +189,7 @@ class LaunchBinder:
         for name, given in recorded.inputs.items():
             self.numbers[name] = self.num_inputs
             self.num_inputs += len(given) if isinstance(given, tuple) else 1
-        self.written: dict[
-            int, int
-        ] = {}  # the index in `makers` of each array that the call allocates, by the array's id
+        self.written: dict[int, int] = {}  # the index in `makers` of each allocated array, by the array's id
         self.makers: list[Callable[[], Any]] = []
         self.schedules: list[GpuSchedule] = []
         self.constants: list[Any] = []  # of the launch that is being bound

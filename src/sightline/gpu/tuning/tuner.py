@@ -5,7 +5,7 @@ configuration also depends on the formula, the GPU and the compiler's version. A
 compiles, fits the GPU, and has an error against float64 within the budget of `accuracy`. The baseline of the budget is
 the output of the default configuration: at most twice the default's error plus 2 units in the last place. So a wrong
 default would pass, and so would configurations with an equal error; the tests detect a wrong default. The fastest few
-valid configurations are then timed again, alternating. If one of them is faster than the default by at least
+valid configurations are then timed again in turns. If one of them is faster than the default by a factor of at least
 `MIN_SPEEDUP`, it is saved (`tuning.cache`), and every later call of a problem of the same structure on the same device
 uses it.
 """
@@ -115,7 +115,7 @@ def tune(
     value : (..., G, m, d_v), the dtype and device of query
         None if `key` is a `KVCache`.
     mask, score, scale, sinks, dropout, seed, see
-        As in `attention`.
+        The options of `attention`, with the same meaning.
     gradients : bool, default True
         Tune the backward kernels too.
     show : bool, default True
@@ -193,7 +193,8 @@ def _check_tunable(kernel: Any, problem: Problem) -> None:
     if problem.is_small_on_gpu and not uses_decode(problem):
         raise ParameterError(
             f"a small problem, (B, H, n, m) = {problem.extent}, whose launches are not tuned",
-            f"decoding, or 2 · B · H · max(n, {MIN_COUNTED_QUERIES}) · m · (d_k + d_v) above {MAX_SMALL_FLOPS:,}",
+            "decoding (few queries, many keys), or "
+            f"2 · B · H · max(n, {MIN_COUNTED_QUERIES}) · m · (d_k + d_v) above {MAX_SMALL_FLOPS:,}",
             "tune with the lengths of your long calls",
         )
 
@@ -315,7 +316,7 @@ class TuningRun:
     def _row_arrays(self, result: Result) -> list[Any]:
         """Return lse and the float arrays of the statistics, each with a last axis of length 1 appended.
 
-        They have the accumulator's dtype.
+        The arrays have the accumulator's dtype.
         """
         import torch
 
