@@ -1,7 +1,7 @@
 """The mask `blocks`: for each block of queries, a list of the blocks of keys that it sees, chosen by data.
 
-The lists become a table of booleans with one entry for each block of queries and block of keys. If all entries in a tile
-of pairs are equal, a kernel skips the tile, or allows all its pairs, and evaluates no formula.
+The lists become a table of booleans with one entry for each block of queries and block of keys. If all entries in a
+tile of pairs are equal, a kernel skips the tile, or allows all its pairs, and evaluates no formula.
 """
 
 from __future__ import annotations
