@@ -108,7 +108,7 @@ def _read_shift(value: Any) -> int:
     if type(number) is int and 0 <= number < 53:
         return number
     raise FormulaError(
-        f"a shift by {value} bits", "a number from 0 to 52", "i * powers[h] or i // powers[h], where powers is a table"
+        f"a shift by {value} bits", "whole numbers from 0 to 52", "i * powers[h] or i // powers[h] with a table powers"
     )
 
 
@@ -213,7 +213,7 @@ def gelu(input: Any, approximate: str = "none") -> Expression:
     """Return x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))), the approximation "tanh" of GELU."""
     if approximate != "tanh":
         raise FormulaError(
-            "gelu of a formula, which is defined by the error function erf",
+            "gelu of a formula by the error function erf, which formulas lack",
             'gelu with approximate="tanh"',
             'torch.nn.functional.gelu(x, approximate="tanh")',
         )
@@ -233,7 +233,7 @@ def _add_multiple(operator: str) -> Callable[..., Expression]:
 
 
 def _pairwise(operator: str) -> Callable[[Any, Any], Expression]:
-    """Return the function torch.max or torch.min of two formulas. It refuses a number, which torch reads as an axis."""
+    """Return the function torch.max or torch.min of two formulas. A number as `other` raises FormulaError."""
 
     def function(input: Any, other: Any) -> Expression:
         if isinstance(other, int | float):

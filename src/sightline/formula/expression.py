@@ -157,7 +157,7 @@ class Offset(Constant):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Parameter(Expression):
-    """Argument number `slot` of a kernel, in place of a constant in its code; see `parameters.structure_of`."""
+    """A number that a kernel takes as an argument instead of a constant in its code; see `parameters.Structure`."""
 
     slot: int
     kind: Kind
@@ -282,7 +282,7 @@ def as_expression(value: Any) -> Expression:
         value = sys.modules["torch.fx.experimental.symbolic_shapes"].guard_scalar(value)
     if isinstance(value, int):
         if abs(value) > MAX_EXACT_INTEGER:
-            raise FormulaError(f"the whole number {value} in a formula", "−2⁵³ to 2⁵³", "write it as a float: 1e18")
+            raise FormulaError(f"the integer {value} in a formula", "from −2⁵³ to 2⁵³", "write it as a float, 1e18")
         return intern(Constant(value, "int"))
     if isinstance(value, float):
         return intern(Constant(float(value), "float"))
@@ -323,7 +323,7 @@ def _read_number(array: Any) -> Any:
 
 
 def apply(operator: str, *values: Any) -> Expression:
-    """Return the operator applied to formulas or numbers. Raise FormulaError if a number stands for a condition.
+    """Return the operator applied to formulas or numbers. Raise FormulaError for a number in place of a condition.
 
     As in NumPy and torch, the sum of two conditions is `or`, and their product is `and`.
     """

@@ -38,7 +38,7 @@ ROLES = {  # argument → FlexAttention's name of such a function, and the param
 def to_formula(value: Any, argument: str, symbols: str) -> Expression:
     """Return `value`, which is an expression, a number or a function, as an expression.
 
-    `argument` is the name of the value in error messages. `symbols` lists the symbols to call the function with: "i j".
+    `argument` is the name of the value in error messages. `symbols` has the arguments for the function, as "b h i j".
 
     Raises
     ------
@@ -171,7 +171,7 @@ def _wrap_arrays(function: Any, depth: int = MAX_FUNCTION_DEPTH) -> Any:
 
 
 def _is_same(items: Iterable[Any], others: Iterable[Any]) -> bool:
-    """True if the items are the same objects. The caller then makes no copy, because a function may write to it."""
+    """True if the items are the same objects. The caller then keeps the original, to which a function may write."""
     return all(item is other for item, other in zip(items, others, strict=True))
 
 
@@ -193,7 +193,7 @@ def _as_readable(value: Any, depth: int) -> Any:
 
 
 def _is_library(function: Any) -> bool:
-    """True for the functions of array libraries, except those by which FlexAttention joins masks."""
+    """True for the functions of array libraries, except those that FlexAttention's and_masks and or_masks return."""
     module = getattr(function, "__module__", "") or ""
     is_joint = module == "torch.nn.attention.flex_attention" and getattr(function, "__closure__", None)
     return module.startswith(LIBRARIES) and not is_joint

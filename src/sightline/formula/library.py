@@ -200,7 +200,7 @@ def prefix(length: int) -> Expression:
         length is not a whole number of at least 0.
     """
     if not (_is_integer(length) and length >= 0):
-        raise ParameterError(f"prefix({length!r})", "a whole number ≥ 0", "prefix(0) is empty")
+        raise ParameterError(f"prefix({length!r})", "a whole number ≥ 0", "prefix(64), or prefix(0) for no keys")
     return apply("less", j, length)  # see `window`
 
 

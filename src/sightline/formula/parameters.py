@@ -45,7 +45,7 @@ class TableParameter:
 class Structure:
     """Formulas whose tables and numbers are parameters, and the tables and numbers themselves.
 
-    formulas : formulas with `TableParameter`s and `Parameter`s; equal structures have the same objects as formulas
+    formulas : formulas with `TableParameter`s and `Parameter`s; equal structures share these objects
     tables : the table of each `TableParameter`, by its slot; the tables of the first formula come first
     numbers : the number of each `Parameter`, by its slot
     """
@@ -85,7 +85,7 @@ def structure_of(*formulas: Expression | None) -> Structure:
 
 
 def from_template(write: Callable[[Table], Expression], table: Table) -> Expression:
-    """Return `write(table)`, with the `template` from which `structure_of` reads its structure.
+    """Return the formula `write(table)` with its attribute `template`, whose structure `structure_of` looks up.
 
     `write` may depend on which axes of the table have length 1, and on no other length. `library` calls this function.
     """
@@ -101,7 +101,7 @@ def from_template(write: Callable[[Table], Expression], table: Table) -> Express
 def _template(
     write: Callable[[Table], Expression], kind: Kind, axes: tuple[str | None, ...], shape: tuple[int, ...]
 ) -> Expression:
-    """Return the template: `write` of a table of zeros. The shape has 2 for each axis of more than one entry."""
+    """Return the template: `write` of a table of zeros. `shape` has 2 for each axis of more than one entry."""
     return write(Table(np.zeros(shape, EXAMPLE_DTYPES[kind]), axes=axes))
 
 
@@ -217,7 +217,7 @@ _BUILT: dict[tuple[Any, ...], tuple[Expression | None, ...]] = {}  # the formula
 
 
 def _is_argument(constant: Constant) -> bool:
-    """True if the value of a constant does not change the form of the code."""
+    """True if a constant can be an argument of the kernel: its value does not change the form of the code."""
     return type(constant) is Offset or (constant.kind != "bool" and constant.value not in CODE_CONSTANTS)
 
 

@@ -2,7 +2,7 @@
 
 The bounds form a pyramid of aligned blocks: a block of one level is twice as wide as a block of the level below. One or
 two blocks per axis cover a range. They belong to the narrowest level whose blocks are at least as wide as the range.
-They may cover more than the range. They cover exactly the range if it is one aligned block or one index.
+These blocks may cover more than the range. They cover exactly the range if it is one aligned block or one index.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class UnknownBounds:
 
 
 def _reduce_blocks(values: Array, steps: Sequence[int], reduce: Any) -> Array:
-    """Return the minimum or maximum (`reduce`) of blocks of 2^step entries per axis. The last one may be shorter."""
+    """Return the minimum or maximum (`reduce`) of blocks of 2^step entries per axis. The last block may be shorter."""
     for axis, step in enumerate(steps):
         if step:
             values = reduce.reduceat(values, np.arange(0, values.shape[axis], 1 << step), axis=axis)

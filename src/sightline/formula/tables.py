@@ -68,7 +68,7 @@ class Table:
                 array = np.asarray(array)
             except ValueError as error:
                 raise ShapeError(
-                    "a table of lists of unequal lengths", "a rectangular array", "pad the lists"
+                    "a table of lists of unequal lengths", "a rectangular array", "pad the lists to one length"
                 ) from error
         check_kind("a table", array)
         if isinstance(array, np.ndarray):
@@ -131,7 +131,7 @@ class Table:
 
     @staticmethod
     def fits_axis(axis: str, length: int, span: int) -> bool:
-        """True if an axis of this length stands for `span` values of its symbol; see the parameter `axes`."""
+        """True if an axis of this length fits a symbol of `span` values. `axis` is an entry of the parameter `axes`."""
         name, _, size = axis.partition("/")
         if not size:
             return length in (1, span)
@@ -160,7 +160,7 @@ class Table:
         return Table(self.array, axes, origin=self.origin, has_unknown_entries=self.has_unknown_entries)
 
     def with_unknown_entries(self) -> Table:
-        """Return the table with `has_unknown_entries`."""
+        """Return a table of the same array with `has_unknown_entries`."""
         return Table(self.array, self.axes, self.batch_axes, self.origin, has_unknown_entries=True)
 
     def __repr__(self) -> str:
@@ -220,7 +220,7 @@ class TableRow:
 
 
 def _is_axis_index(index: Any) -> bool:
-    """True if the index selects no single entry of an axis."""
+    """True for None, `...` or a slice, which do not select one entry of an axis."""
     return index is None or index is Ellipsis or isinstance(index, slice)
 
 

@@ -96,7 +96,7 @@ def _is_capturing(like: Any) -> bool:
 
 
 def identity(array: Any) -> Hashable:
-    """Return a key that identifies a tensor and its contents. No other existing array has it, and a write changes it.
+    """Return a key for a tensor and its contents. No other existing tensor has this key, and a write changes the key.
 
     The result is None if the array is no torch tensor, lies on the CPU or on meta, or is an inference tensor.
     """
@@ -117,7 +117,7 @@ def _framework_of(array: Any) -> Any:
 
 
 def _base_tensor(array: Any) -> Any:
-    """Return the tensor itself, or the base of a view: the view may be a new object in every call, the base is not."""
+    """Return the tensor itself, or the base of a view: every call may make a new view, but not a new base."""
     return array if array._base is None else array._base
 
 

@@ -112,7 +112,7 @@ def _constant(
     memory_format: Any = None,
     requires_grad: bool = False,
 ) -> Expression:
-    """Return a number of the dtype, by default of the kind of `input`. A formula has no axes, so `size` must be ()."""
+    """Return `fill_value` in the kind of the dtype, by default that of `input`. The `size` of a formula must be ()."""
     shape = tuple(size) if hasattr(size, "__len__") else (size,)
     if shape:
         raise FormulaError(f"a tensor of shape {shape} made from a formula", "shape ()", "x.new_ones(())")

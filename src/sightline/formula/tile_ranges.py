@@ -62,7 +62,7 @@ class TileRanges:
         return range(int(self.start[row]), int(self.start[row + 1]))
 
     def count_tiles(self, selected: np.ndarray[Any, np.dtype[np.bool_]] | slice = slice(None)) -> Array:
-        """Return (query blocks, key blocks) counts: the pairs (b, h) for which a selected range covers the tile."""
+        """Return in how many pairs (b, h) a selected range covers each tile, as an array (query blocks, key blocks)."""
         counts = np.zeros((self.query_blocks, self.key_blocks + 1), np.int64)
         row = np.repeat(np.arange(len(self.start) - 1), np.diff(self.start)) % max(self.query_blocks, 1)
         np.add.at(counts, (row[selected], self.first[selected]), self._repeats)
@@ -91,7 +91,7 @@ def find_tile_ranges(
     """Return the tile ranges of a mask. If `mask` is None, every pair is allowed.
 
     A tile is empty if the bounds prove that every pair is hidden, full if they prove that every pair is allowed, and
-    partial otherwise. Each `group` of consecutive heads shares its ranges, so a tile has one class for all these heads.
+    partial otherwise. `group` consecutive heads share their ranges, so a tile has one class for all of these heads.
     The ranges of a mask without tables are cached.
     """
     mask = as_expression(True) if mask is None else mask

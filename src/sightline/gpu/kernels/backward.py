@@ -69,7 +69,7 @@ def compute_weights(products, pairs, inside, lse, params, formulas, PARTIAL: tl.
 
 @triton.jit
 def evaluate_on_scores(formula, s, pairs, params, formulas):
-    """Return what a formula of the final scores gives over a tile; 0 where the score is −∞, as at hidden pairs."""
+    """Return the values of `formula` for the final scores of a tile; 0 where the score is −∞, as at hidden pairs."""
     final = s
     if formulas.score_at is None:
         final = s * params.scale

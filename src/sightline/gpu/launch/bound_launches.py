@@ -1,6 +1,6 @@
 """Bound launches: the kernel launches of one call, which are repeated without planning.
 
-The other calls have arrays of the same layouts (dtypes, shapes and strides) and the same formulas, which decide the
+The repeated calls have arrays of the same layouts (dtypes, shapes and strides) and the same formulas, which decide the
 compiled kernels, grids, tile ranges and numbers. A run allocates the arrays that the kernels write, and passes the
 addresses of these arrays and of its inputs.
 """
@@ -74,8 +74,8 @@ class BoundLaunches:
     ) -> BoundLaunches | None:
         """Return the launches of a recorded call; None if they depend on more than layouts and formulas.
 
-        They may depend on the entries of a table, on an address that is not aligned, or on an array that a run does
-        not have. `formulas` and `tables` are the attributes of the call's `Request`.
+        The launches may depend on the entries of a table, on an address that is not aligned, or on an array that a run
+        does not have. `formulas` and `tables` are the attributes of the call's `Request`.
         """
         bound_tables = _bind_tables(recorded, formulas, tables)
         addresses = [x.data_ptr() for x in recorded.flat_inputs if isinstance(x, torch.Tensor)]

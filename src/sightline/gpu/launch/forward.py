@@ -106,7 +106,7 @@ def forward_launches(
 
 
 def small_sizes(sizes: Configuration, warps: int = NAN_SAFE_WARPS) -> Configuration:
-    """Return the tile sizes of a launch that computes every block NaN-safe: a tile has fewer rows and keys."""
+    """Return `sizes` with the smaller tiles of a launch that computes every block NaN-safe."""
     rows, keys = min(sizes.rows, NAN_SAFE_ROWS), min(sizes.keys, SMALL_KEYS)
     return replace(sizes, rows=rows, keys=keys, warps=warps, stages=1)
 

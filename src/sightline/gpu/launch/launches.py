@@ -1,4 +1,4 @@
-"""The launches of a call, and their bound form, which lacks only the addresses of arrays and the seed of dropout.
+"""The launches of a call, and the bound launches, which repeat them for other arrays and another seed of dropout.
 
 KernelLaunch, ...  →  RecordedCall  →  LaunchBinder  →  BoundLaunch, ...
 """
@@ -165,7 +165,7 @@ class LaunchBinder:
     """Binds the launches of a recorded call.
 
     The values of a call are numbered: first `RecordedCall.flat_inputs`, then the arrays that the call allocates. An
-    array is its address, or in Triton's interpreter the tensor itself.
+    array's value is its address, or in Triton's interpreter the tensor itself.
 
     Parameters
     ----------

@@ -50,7 +50,7 @@ def problem_key(kernel: str, problem: Problem) -> str:
 
 
 def load(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None:
-    """Return the cache entry of a kernel for problems of this structure on `device`; None if there is no entry."""
+    """Return the cache entry of a kernel for the problem's `problem_key` on `device`; None if there is no entry."""
     existing = _existing_folder()
     return None if existing is None else _load(existing, kernel, problem_key(kernel, problem), device)
 
@@ -149,7 +149,7 @@ def _load(folder: Path, kernel: str, problem_key: str, device: str) -> Mapping[s
 
 
 def _unwritable(path: Path | None, error: OSError) -> ParameterError:
-    """Return the error for configurations that cannot be saved in the folder `path`; None if no folder was found."""
+    """Return the error for configurations that cannot be saved; `path` is the folder, or None if there is none."""
     where = "" if path is None else f" in {path}"
     return ParameterError(
         f"{CACHE_VARIABLE}={cache_setting() or 'unset'}: results cannot be saved{where}: {error}",

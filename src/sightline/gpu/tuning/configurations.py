@@ -121,7 +121,7 @@ def architecture_of(device: Any) -> str:
 
 
 def device_of(problem: Problem, architecture: str) -> str:
-    """Return the name and the architecture of the GPU that holds a problem's tensors; without GPU, the latter."""
+    """Return the name and the architecture of the GPU of a problem's tensors; on the CPU the architecture alone."""
     return f"{_name_of(problem.query.device)} ({architecture})" if problem.device.startswith("cuda") else architecture
 
 
