@@ -129,9 +129,9 @@ def _is_jax_tracer(array: Any) -> bool:
 
 
 def _mark(indices: Any, count: int) -> Any:
-    """Return (B or 1, H or 1, rows, count + 1) booleans: True at the indices. The last column is False.
+    """Return booleans (B or 1, H or 1, blocks of queries, count + 1): True for the blocks of keys in the lists.
 
-    The mask reads the last column for blocks past the largest index. Index −1 sets a further column, which is cut off.
+    The last column is False: the mask reads it for blocks past the largest index. Index −1 sets a column that is cut.
     """
     shape = *indices.shape[:3], count + 2
     kind = framework(indices)

@@ -163,7 +163,7 @@ def sign(input: Any) -> Expression:
 
 
 def clip(input: Any, low: Any = None, high: Any = None, **names: Any) -> Expression:
-    """Return min(max(input, low), high). A limit may be None."""
+    """Return min(max(input, low), high). A limit may be None. `names` has limits by their names in torch or NumPy."""
     low = names.pop("min", names.pop("a_min", low))
     high = names.pop("max", names.pop("a_max", high))
     if names:
@@ -191,14 +191,14 @@ def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Expression:
 
 
 def sigmoid(input: Any) -> Expression:
-    """Return 1 / (1 + e^−x), as e^x / (1 + e^x) where x < 0: neither the value nor the derivative overflows."""
+    """Return 1 / (1 + e^−x), computed as e^x / (1 + e^x) where x < 0, so that no value and no derivative overflows."""
     x = as_expression(input)
     e = apply("exp", x)
     return where(x < 0, e / (1 + e), 1 / (1 + apply("exp", -x)))
 
 
 def log_sigmoid(input: Any) -> Expression:
-    """Return ln(1 / (1 + e^−x)), as x − ln(1 + e^x) where x < 0."""
+    """Return ln(1 / (1 + e^−x)), computed as x − ln(1 + e^x) where x < 0."""
     x = as_expression(input)
     return where(x < 0, x - log1p(apply("exp", x)), -log1p(apply("exp", -x)))
 

@@ -91,7 +91,7 @@ def causal_bias_formula(bias: Any, lengths: tuple[int, int] | None) -> Expressio
     Parameters
     ----------
     bias : CausalBias
-    lengths : (n, m), the numbers of queries and keys of the call; None if its sequences have several lengths
+    lengths : (n, m), the numbers of queries and keys of the call; None if the call has sequences of several lengths
 
     Raises
     ------

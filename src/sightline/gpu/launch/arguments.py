@@ -36,7 +36,7 @@ class Operands:
     Parameters
     ----------
     sizes : the tile sizes of the kernel
-    formulas : (name, formula, True if the formula reads scores) for every formula besides mask and score
+    formulas : (name, formula, True if its function takes scores) for every formula besides mask and score
         The tables of these formulas follow the tables of mask and score.
     arrays : arrays besides query, key and value whose rows a kernel reads in tiles
     """

@@ -205,7 +205,8 @@ def refuse_tables(
     wanted_tables = range(len(problem.tables)) if wanted_tables is None else wanted_tables
     for lookup in _table_gradients(problem, wanted_tables):
         if not _is_supported(problem, lookup, architecture):
-            yield Refusal(f"the gradient of {lookup.node.table}", "use a smaller table, or one indexed by i and j")
+            cure = "use a smaller table, or one indexed by i and j (on AMD also by b and h)"
+            yield Refusal(f"the gradient of {lookup.node.table}", cure)
 
 
 def _is_supported(problem: Problem, lookup: GpuTableGradient, architecture: str) -> bool:

@@ -100,7 +100,7 @@ def _wrap(meta: MetaParameters) -> MetaParameters:
 
 
 class RecordedCall(NamedTuple):
-    """The launches of a call.
+    """The launches of a call, and the arrays that they read and write.
 
     launches : every launch, and what `KernelLaunch.launch` returned for it
     inputs : the inputs of the call by the names of the kernels' arguments: a tensor, or a tuple of tensors or integers
@@ -162,7 +162,7 @@ class UnboundArgumentError(Exception):
 
 
 class LaunchBinder:
-    """Binds the launches of a recorded call.
+    """Makes a `BoundLaunch` of each launch of a recorded call.
 
     The values of a call are numbered: first `RecordedCall.flat_inputs`, then the arrays that the call allocates. An
     array's value is its address, or in Triton's interpreter the tensor itself.
