@@ -23,7 +23,7 @@ BASE_LEVEL = 4  # blocks up to 2⁴ wide are reduced from the table, wider block
 
 
 class TableBounds:
-    """The pyramid over one array of NumPy or of a framework. A level is computed when it is first needed."""
+    """The pyramid of bounds of one array, of NumPy or of a framework. A level is computed when it is first needed."""
 
     def __init__(self, array: Any) -> None:
         self.array = drop_repeats(array)  # `over` clips the indices of an axis that is cut to length 1
@@ -90,7 +90,7 @@ class UnknownBounds:
 
 
 def _reduce_blocks(values: Array, steps: Sequence[int], reduce: Any) -> Array:
-    """Return the minimum or maximum (`reduce`) of blocks of 2^step entries per axis. The last block may be shorter."""
+    """Return the minimum or maximum (`reduce`) of each block of 2^step entries per axis; the last may be shorter."""
     for axis, step in enumerate(steps):
         if step:
             values = reduce.reduceat(values, np.arange(0, values.shape[axis], 1 << step), axis=axis)

@@ -50,7 +50,7 @@ def name_variants(plain: str, nan_safe: str) -> Callable[[Any], str]:
 
 
 class Array(NamedTuple):
-    """An array (*batch, heads, rows, columns) as `launch.arguments.to_operand` passes it. Strides count array entries."""
+    """An array (*batch, heads, rows, columns) as `launch.arguments.to_operand` passes it. Strides count entries."""
 
     start: Any
     lengths: Any  # the lengths of the batch axes
