@@ -31,7 +31,7 @@ MAX_SLOTTED_ENTRIES = 2**22  # most entries of a table whose gradient is summed 
 
 @dataclass(frozen=True)
 class GpuTableGradient:
-    """A lookup in the score whose table needs a gradient."""
+    """A read of a table in the score, where the table needs a gradient."""
 
     node: Lookup
     slot: int  # the index of the table in Problem.tables
