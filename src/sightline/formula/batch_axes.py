@@ -71,7 +71,7 @@ class BatchAxes:
 
 
 def dense_table(array: Any) -> Table:
-    """Return the table of a dense array, whose axes stand for the last of b, h, i and j; more axes are merged."""
+    """Return the table of a dense array. Its axes stand for the last of b, h, i and j; more leading axes are merged."""
     if not is_array(array):
         array = np.asarray(array)
     check_class("a table", array)  # before the first read of an attribute
