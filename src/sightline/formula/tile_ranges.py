@@ -1,7 +1,7 @@
 """Classification of tiles as empty, full or partial. A tile is the pairs of a block of queries and a block of keys.
 
 The class follows from bounds of the mask over the tile (`interval_arithmetic`). The search halves a range of keys only
-if the bounds over the whole range do not decide its class, so it visits few of the tiles. Repeated calls find their
+if the bounds over the whole range do not decide its class, so it need not visit every tile. Repeated calls find their
 tile ranges in generated code: `cpu.codegen.render_bounds` and `cpu.kernels.tile_search`.
 """
 

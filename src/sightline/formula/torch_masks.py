@@ -106,7 +106,7 @@ def causal_bias_formula(bias: Any, lengths: tuple[int, int] | None) -> Expressio
         raise ShapeError(
             f"the mask {name}({own[0]}, {own[1]}), a CausalBias of torch, in a call of {given}",
             "the lengths of the call",
-            f"mask=sightline.causal({align!r}) of sightline.attention, which has the lengths of every call"
+            f"mask=sightline.causal({align!r}) of sightline.attention, which fits all lengths"
             + ("" if lengths is None else f", or {name}({lengths[0]}, {lengths[1]})"),
         )
     return causal(align)  # type: ignore[arg-type]

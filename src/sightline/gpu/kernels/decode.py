@@ -1,4 +1,4 @@
-"""The decoding kernels, for few queries and many keys. The read of K and V takes most of their time.
+"""The decoding kernels, for few queries and many keys. The time to read K and V limits these kernels.
 
 The queries of all query heads that share a key head are rows of one block, so that one read of K and V serves all of
 them, if they fit a block. The keys are divided into splits, and one program computes one block over one split.
