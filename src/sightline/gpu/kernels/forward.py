@@ -13,8 +13,8 @@ meets a weight other than 0. Finite inputs cost one check of the output, and one
 launch costs more than the work of a small problem: there, one launch computes every block NaN-safe.
 
 Without mask, score formula and dropout, a weight is 0 where Q · K is −∞ or far below the running maximum. In one case,
-NaN and ∞ at a weight of 0 do reach the output: the weight becomes 0 only when a later tile has a larger score. Its
-row of V was already added by then.
+NaN and ∞ at a weight of 0 do reach the output: the weight becomes 0 only when a later tile has a larger score. The
+row of V of this weight was added before that tile.
 """
 
 from __future__ import annotations
