@@ -30,7 +30,7 @@ class TensorCache:
     """A cache of at most `max_entries` results, which drops the least recently used result first.
 
     It has no lock, because each method of the dictionary is one atomic function in C. A fork or an interrupt could
-    leave a lock held. An array that is freed calls `evict`, and this may happen while the same thread holds a lock.
+    leave a lock held. A thread that holds a lock could free an array, which calls `evict` and would wait forever.
     """
 
     def __init__(self, max_entries: int) -> None:
