@@ -2,7 +2,7 @@
 
 The mapped axis becomes a leading batch axis of query, key, value and the outputs. `call_join` writes the formulas of
 the joined call. A tensor that is the same in every element is expanded with stride 0; a table stays as it is. If sinks
-differ between elements or have gradients, elements and batches become heads.
+differ between elements or have gradients, the axes of elements, batch and heads are joined to one axis of heads.
 
 Dropout with one seed for all elements drops the same weights in each. The random numbers depend on the position in the
 batch, so these elements are computed one after another. A seed that differs between elements gives one call.
@@ -69,7 +69,7 @@ def _compute_in_turn(
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a tensor of a derivative is.
+    """The kind of a tensor of a derivative, which says what its axes are.
 
     Parameters
     ----------
@@ -89,8 +89,8 @@ ROWS, TABLE, SINKS, SEED = (_Kind(name) for name in ("rows", "table", "sinks", "
 class _Join:
     """The joined call for the elements of a mapped call.
 
-    The inputs of the joined call are linear functions of those of the elements, and its outputs have the transposed
-    functions (`split`). So a derivative of the joined call is the joined call of the derivative. The joined call
+    `join` makes inputs of the joined call as linear functions of the elements' inputs. `split` applies the transposed
+    functions to its outputs. So a derivative of the joined call is the joined call of the derivative. The joined call
     computes statistics without means over the axes that it joins.
 
     Attributes

@@ -1,4 +1,4 @@
-"""Tensors in the call cache: how it reads their layouts and addresses, and how it allocates results."""
+"""How the call cache reads the layouts and addresses of tensors, and how it allocates tensors for results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DLPACK_CODES = {  # the code of each dtype in the struct DLDataType of DLPack
 
 
 def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str, heads_in_rows: bool = False) -> Callable[[], Tensor]:
-    """Return a function that allocates a tensor like `arrays.operations.empty`."""
+    """Return a function without arguments that allocates a tensor as `arrays.operations.empty` does."""
     dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
     if heads_in_rows:
         strides = empty(shape, "float32", torch.empty((), device="meta"), heads_in_rows).stride()

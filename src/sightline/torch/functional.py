@@ -34,8 +34,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query : (..., H, L, E) float16, bfloat16, float32 or float64, with any number of leading axes
-        (L, E), a query without heads, is allowed too. The leading axes of query, key and value broadcast, also if their
-        numbers differ. Without components, E = 0, all scores are 0.
+        (L, E), a query without heads, is allowed too. The leading axes of query, key and value broadcast, also if one
+        array has fewer of them. If E = 0, all scores are 0.
     key : (..., G, S, E), the dtype of query
     value : (..., G, S, E_v), the dtype of query
     attn_mask : tensor broadcastable to (..., H, L, S), optional
@@ -50,7 +50,7 @@ def scaled_dot_product_attention(
         this combination.
     scale : float, default 1/√E
     enable_gqa : bool, default False
-        True allows H to be a multiple of G. With False H = G, or one of them is 1.
+        True allows H to be a multiple of G. With False, H must equal G, or one of them must be 1.
 
     Returns
     -------
@@ -154,7 +154,7 @@ def _check_mask_kind(attn_mask: Any) -> None:
 def _complete_axes(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Return the arguments with equal numbers of axes, and with one component 0 in place of none."""
+    """Return the arguments with equal numbers of axes. If E is 0, query and key get one component 0."""
     axes = [x.ndim for x in (query, key, value)]
     if min(axes) >= 2:
         query, key, value = (x[(None,) * (max(axes) - x.ndim)] for x in (query, key, value))
@@ -176,10 +176,10 @@ def check_operands(query: Any, key: Any, value: Any) -> None:
 
 
 def align_mask(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return a mask that broadcasts to the scores (..., H, n, m) as a mask that `dense` and `bias` align to the scores.
+    """Return the mask, which broadcasts to the scores (..., H, n, m), with the axes that `dense` and `bias` expect.
 
-    If there are several batch axes, `dense` counts them together in an array with four axes, so such a mask gets one
-    more axis. For arrays without heads, a mask (B, n, m) gets an axis of one head.
+    `dense` reads the first of four axes as all batch axes together. So with several batch axes, a mask of four axes
+    gets a fifth one. For arrays without heads, a mask (B, n, m) gets an axis of one head.
     """
     if query.ndim == 3 and mask.ndim == 3:
         return mask[:, None]

@@ -1,4 +1,4 @@
-"""The calls of the call cache in torch's graph: the attacher of their results, and their bound backward passes."""
+"""Join the results of repeated calls, which the call cache runs, to torch's graph, and repeat their backward passes."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class _CpuGraphCall(CachedGraphCall):
     def read_inputs(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[BackwardInputs | None, ForwardPass]:
-        """Return what a bound call reads, with the saved tensors in place of the learned tables, and the forward pass.
+        """Return (the inputs of a bound backward call, the forward pass). Saved tensors replace the learned tables.
 
-        The first is None if no bound call can serve. Hooks may have changed the layouts of saved tensors.
+        The inputs are None if no bound call can serve. For example, hooks may have changed layouts of saved tensors.
         """
         backward, lse, sinks = self.attacher.backward, self.lse(results), self.sinks(inputs)
         forward = ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, self.seed or 0, self.threads)
@@ -159,7 +159,7 @@ class GraphAttacher:
         self.kernel, self.threads = kernel, threads
 
     def __copy__(self) -> GraphAttacher:
-        """Return an attacher for calls with other lengths: the same options, and no backward pass that was met."""
+        """Return an attacher for calls with other lengths: with the same options, but without kept backward passes."""
         other = object.__new__(GraphAttacher)
         other.__dict__ |= self.__dict__ | {"backward": replace(self.backward)}
         return other

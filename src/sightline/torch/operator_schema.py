@@ -58,7 +58,7 @@ class OperatorArguments(NamedTuple):
 
     @property
     def text(self) -> CallText:
-        """The plain values of the call."""
+        """The formulas as text, and the other plain values of the call."""
         return CallText(self.mask, self.score, self.table_axes, self.scale, self.dropout, self.see)
 
     def problem(self) -> Problem:
@@ -125,7 +125,7 @@ def make_seed(seed: int | None) -> Tensor:
 
 
 def build_result(see: Sequence[Statistic], results: Sequence[Tensor]) -> Result:
-    """Return the result that `flatten_result` flattened."""
+    """Return the `Result` whose arrays, in the order of `flatten_result`, are `results`."""
     output, lse = results[:2]
     returned_lse = lse if output.dtype == torch.float64 else lse.float()
     seen = []

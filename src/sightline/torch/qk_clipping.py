@@ -26,10 +26,10 @@ def qk_clip(
 ) -> dict[str, dict[int, float]]:
     """Scale the query and key projections of the heads whose largest score is above a limit, in place.
 
-    For a query head with the largest score S > limit, γ = limit / S. Its scores Q Kᵀ · scale are multiplied by γ, so
-    that on the same inputs its largest score is the limit, up to the rounding of the parameters. Biases of the
-    projections are scaled too. All other heads and all values keep their bits. It is called after the optimizer's step,
-    with the largest scores of the step's forward passes.
+    If the largest score S of a query head is above the limit, γ = limit / S. The scores Q Kᵀ · scale of the head are
+    multiplied by γ, so that on the same inputs its largest score is the limit, up to the rounding of the parameters.
+    Biases of the projections are scaled too. All other heads and all values keep their bits. Call the function after
+    the optimizer's step, with the largest scores of the step's forward passes.
 
     ============================  =========================================  =======================
     layer                         queries                                    keys
@@ -99,12 +99,12 @@ def qk_clip(
             raise ParameterError(
                 f"the layer {path!r}, which {type(model).__name__} does not have",
                 f"paths of its modules, such as {', '.join(list(by_path)[1:4])}",
-                "the model that was watched",
+                "pass the model that was watched",
             )
         heads = count_heads(by_path[path]) or len(scores)
         if max(scores) >= heads:
             raise ParameterError(
-                f"the largest scores of {max(scores) + 1} heads of {path}", f"{heads} heads", "those of this model"
+                f"the largest scores of {max(scores) + 1} heads of {path}", f"{heads} heads", "pass those of this model"
             )
         found[path] = factors
         changes.append((find_parts(path, by_path[path], heads, projections), factors, heads))

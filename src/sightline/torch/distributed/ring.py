@@ -47,7 +47,7 @@ class Saved:
     statistics: list[list[Tensor]]  # the arrays of each per-query statistic
 
     def rows(self, span: Span) -> Saved:
-        """Return what belongs to the queries of a span."""
+        """Return the inputs and results of the queries of a span; key, value and sinks stay whole."""
         rows = span.rows
         statistics = [[array[..., rows] for array in own] for own in self.statistics]
         own = self.query[..., rows, :], self.key, self.value, self.sinks, self.output[..., rows, :], self.lse[..., rows]
@@ -70,7 +70,7 @@ class ResultGradients:
 
 @dataclass
 class RingGradients:
-    """The gradients of a rank's shards, and its own part of the gradients of the tables and the sinks."""
+    """The gradients of a rank's shards, and this rank's part of the gradients of the tables and the sinks."""
 
     query: Tensor
     key: Tensor
@@ -79,7 +79,7 @@ class RingGradients:
     sinks: Tensor | None = None
 
     def add(self, span: Span, key_sums: Sequence[Tensor], part: Gradients) -> None:
-        """Add the gradients of a part: the queries of a span, and a block whose gradients are `key_sums`."""
+        """Add `part`, the gradients of a span's queries on one block. Its key and value are added to `key_sums`."""
         self.query[..., span.rows, :] += part.query
         key_sums[0].add_(part.key)
         key_sums[1].add_(part.value)
@@ -123,7 +123,7 @@ class Ring:
         return sums
 
     def statistics_of_keys(self, query: Tensor, key: Tensor, lse: Tensor, see: tuple[Statistic, ...]) -> list[Any]:
-        """Return statistics to which all queries add, of the whole sequence, from a second pass with the final lse."""
+        """Return statistics to which the queries of all ranks contribute, from a second pass with the final lse."""
 
         def tiles() -> Iterator[Tile]:
             for block, (keys,) in BlockExchange(self.group, self.schedule, (key,)):
@@ -175,7 +175,7 @@ class Ring:
         return streaming.backward(part, d_output, d_lse, (), results, added) if found is None else found
 
     def _differentiate_sinks(self, sinks: Tensor, saved: Saved, d_results: ResultGradients) -> Tensor:
-        """Return this rank's part of the gradient of the sinks, −Σ exp(sink − lse) δ over its queries."""
+        """Return this rank's part of the gradient of the sinks, −Σ exp(sink − lse) δ over the rank's queries."""
         delta = torch.einsum("...d,...d->...", d_results.output.to(self.dtype), saved.output.to(self.dtype)).double()
         delta = delta if d_results.lse is None else delta - d_results.lse
         part = replace(self.problem, query=saved.query, key=saved.key, value=saved.value, sinks=None)
@@ -193,7 +193,7 @@ class Ring:
 
 
 def _move(rows: slice, span: Span) -> slice:
-    """Return the positions of some rows of a span."""
+    """Return the positions in the sequence of rows that count from the start of a span."""
     return slice(rows.start + span.start, rows.stop + span.start)
 
 
