@@ -63,7 +63,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a problem except n and m. `itemsize` and `accumulator` are bytes of a number in these dtypes."""
+    """The sizes of a problem except n and m. `itemsize` and `accumulator`: bytes of a number in arrays and in sums."""
 
     batches: int
     query_heads: int
@@ -80,7 +80,7 @@ class Sizes:
         return cls(B, H, problem.G, problem.d_k, problem.d_v, *sizes)
 
     def flops(self, backward: bool) -> int:
-        """Return the operations of a pair: for S and O in the forward pass, else for S, dP, dQ, dK and dV."""
+        """Return the operations of one pair: for S and O in the forward pass, else for S, dP, dQ, dK and dV."""
         return 2 * (3 * self.d_k + 2 * self.d_v) if backward else 2 * (self.d_k + self.d_v)
 
     @property

@@ -149,7 +149,7 @@ def start(problem: Problem, output: Any, sinks: Any, dtype: Any) -> Sums:
 
 
 def read_part(output: Any, lse: Any, results: Sequence[Any], first_key: Any) -> Sums:
-    """Return attention over keys that begin at `first_key` as `Sums`. `results` are the results of the statistics."""
+    """Return output, lse and results of statistics as `Sums`. `first_key` is added to indices of keys in `results`."""
     xp, seen = namespace(output), []
     for result in results:
         array, *keys = arrays_of(result)
@@ -161,7 +161,7 @@ def combine(parts: Sequence[Sums], see: Sequence[Statistic], *, normalize: bool 
     """Return the sums over the keys of all parts. With `normalize`, the weights are divided by their sum.
 
     `shift` is the shift of the sums before they are normalised, by default the largest shift of the parts. A normalised
-    result has lse as its shift. A part whose factor exp(part.shift − shift) is 0 adds nothing, NaN and ∞ included.
+    result has lse as its shift. A part whose factor exp(part.shift − shift) is 0 adds nothing, not even NaN or ∞.
     """
     xp, dtype = namespace(parts[0].output), parts[0].output.dtype
     shift = reduce(xp.maximum, [part.shift for part in parts]) if shift is None else shift
@@ -215,7 +215,7 @@ def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
 
 
 def _check_alike(outs: list[Any], lses: list[Any]) -> None:
-    """Raise if a part differs from the first part in library, device, shape or dtype."""
+    """Raise DeviceError, ShapeError or DtypeError if a part differs from the first part, or lse is of a wrong dtype."""
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         for name, array, first in (("out", out, outs[0]), ("lse", lse, lses[0])):
             what = f"{name} of part {index}"

@@ -123,7 +123,7 @@ class Schedule:
 
     @cached_property
     def columns(self) -> Indices:
-        """(ranks, most blocks of a rank): the index in `blocks` of each rank's blocks, −1 after the last one."""
+        """(ranks, most blocks of a rank): entry (r, k) is the index in `blocks` of block k of rank r, −1 for none."""
         columns = np.full((self.size, max((block.index + 1 for block in self.blocks), default=0)), -1)
         for column, block in enumerate(self.blocks):
             columns[block.owner, block.index] = column

@@ -84,7 +84,7 @@ class GraphCall(ABC):
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        """Keep the bound call of `found` for later backward passes with the same layouts."""
+        """Keep the kernel call that computed `found` for later backward passes with the same layouts."""
         return
 
 

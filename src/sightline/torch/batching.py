@@ -1,7 +1,7 @@
 """`torch.vmap` of attention and its derivatives: one call for all elements of the mapped axis.
 
 The mapped axis becomes a leading batch axis of query, key, value and the outputs. `call_join` writes the formulas of
-the joined call. A tensor that is the same in every element is expanded with stride 0; a table stays as it is. If sinks
+the joined call. A tensor that is the same in every element is expanded with stride 0, but a table is not. If sinks
 differ between elements or have gradients, the axes of elements, batch and heads are joined to one axis of heads.
 
 Dropout with one seed for all elements drops the same weights in each. The random numbers depend on the position in the
@@ -124,7 +124,7 @@ class _Join:
         ]
 
     def join(self, kind: _Kind, tensor: Tensor, dim: int | None) -> Tensor:
-        """Return the input of the joined call for an input of the elements."""
+        """Return an input of the elements as an input of the joined call."""
         if kind is SEED:
             return tensor.select(dim or 0, 0)
         if kind is SINKS and not self.has_joined_heads:
@@ -150,7 +150,7 @@ class _Join:
         return tensor.flatten(0, axis).unsqueeze(0)
 
     def split(self, kind: _Kind, tensor: Tensor) -> Tensor:
-        """Return the output of the elements for an output of the joined call."""
+        """Return an output of the joined call as an output of the elements."""
         if kind is TABLE:
             return tensor
         if kind is SINKS:

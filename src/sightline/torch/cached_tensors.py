@@ -35,7 +35,7 @@ def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str, heads_in_rows: 
 
 
 def _read(tensor: Tensor) -> tuple[Layout, int] | None:
-    """Return the layout and the address of a tensor; None if the call needs the full dispatch."""
+    """Return the layout and the address of a tensor; None if the call cache cannot serve the tensor."""
     gpu = 0 if tensor.is_cpu else 1 + tensor.get_device() if tensor.is_cuda else None
     if gpu is None or gpu > MAX_GPUS or tensor.dtype not in _DLPACK_CODES or tensor.is_neg():
         return None

@@ -161,7 +161,7 @@ class Derivative:
 
     @property
     def differentiable_places(self) -> list[int]:
-        """The indices of the tensors that the next order differentiates by."""
+        """The indices of the tensors with respect to which the next order differentiates."""
         if self.order == 0:
             return self._input_places(self.float_tables)
         below = self.previous.differentiable_places
@@ -284,7 +284,7 @@ class Derivative:
 
 
 def _fill_zeros(given: Sequence[Tensor | None], tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
-    """Return the tensors `given`, with zeros in place of None. Each has the shape of the tensor at its place."""
+    """Return the tensors `given`, with zeros in place of None. The zeros have the shape of `tensors[place]`."""
     pairs = zip(given, places, strict=True)
     return [torch.zeros_like(tensors[place]) if one is None else one for one, place in pairs]
 

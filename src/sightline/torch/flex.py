@@ -135,7 +135,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, en
     """Raise ShapeError for shapes that `sightline.attention` takes, and torch's function does not."""
     if not query.ndim == key.ndim == value.ndim == 4:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("query", query), ("key", key), ("value", value)))
-        raise ShapeError(shapes, "four axes: (B, H, L, E)", "sightline.attention, for other numbers of axes")
+        raise ShapeError(shapes, "four axes: (B, H, L, E)", "use sightline.attention for other axes")
     batch, heads, queries, _ = query.shape
     _, key_heads, keys, _ = key.shape
     if heads != key_heads and not enable_gqa:
@@ -278,7 +278,7 @@ class BlockMask:
             f"the attribute {name} of a BlockMask of sightline",
             "formula, mask_mod, shape, seq_lengths, BLOCK_SIZE, sparsity(), to_dense(), to(device): no lists of blocks",
             "torch's create_block_mask(block_mask.mask_mod, *block_mask.shape) has these lists, "
-            "and sightline's flex_attention takes it too",
+            "and sightline's flex_attention takes that mask too",
         )
         raise AttributeError(str(error))
 
@@ -303,7 +303,7 @@ def create_block_mask(
     Parameters
     ----------
     mask_mod : function (b, h, q_idx, kv_idx) or formula
-        True where the query attends to the key. It may read tensors.
+        True where the query attends to the key. The function may read tensors.
     B, H : int or None
         The numbers of batch entries and heads; None and 1 serve every number.
     Q_LEN, KV_LEN : int

@@ -97,7 +97,7 @@ def convert_arguments(
     scale: float | None,
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Any, Any, float | None, bool]:
-    """Return (query, key, value, mask, score, scale) of `api.functions.attend`, and whether a batch axis was added."""
+    """Return (query, key, value, mask, score, scale) for `api.functions.attend`, and True if a batch axis was added."""
     ndim = query.ndim
     if not ndim == key.ndim == value.ndim or query.shape[-1] == 0:
         query, key, value, scale = _complete_axes(query, key, value, scale)
@@ -141,7 +141,7 @@ def read_causal_bias(bias: Any, query: Tensor, key: Tensor) -> Expression:
 
 
 def _check_mask_kind(attn_mask: Any) -> None:
-    """Raise an error if `attn_mask` is no tensor, or a tensor of a kind that cannot be read."""
+    """Raise MaskError if `attn_mask` is no tensor, and DtypeError if its kind, such as sparse, cannot be read."""
     if not isinstance(attn_mask, Tensor):
         raise MaskError(
             "attn_mask is " + ("a formula" if isinstance(attn_mask, Expression) else f"a {type(attn_mask).__name__}"),
@@ -164,7 +164,7 @@ def _complete_axes(
 
 
 def check_operands(query: Any, key: Any, value: Any) -> None:
-    """Raise the library's error if query, key or value is of a kind that cannot be read."""
+    """Raise DtypeError or, for nested tensors, ShapeError if the kind of query, key or value cannot be read."""
     named = {"query": query, "key": key, "value": value}
     for name, array in named.items():
         check_class(name, array)

@@ -56,9 +56,9 @@ class FusedEntry(_PythonEntry):
 
 
 class EntriesByNumbers(_PythonEntry):
-    """The calls of one request with different numbers in their formulas.
+    """The calls that differ only in the numbers of their formulas, such as the width of a window.
 
-    The key of a call in `calls` is its numbers. The calls are outdated if `selection_version()` is not `selection`.
+    `calls` has each call by its numbers. The calls are outdated if `selection_version()` is not `selection`.
     """
 
     def __init__(self, selection: int) -> None:
@@ -132,7 +132,7 @@ class _GpuGraphCall(CachedGraphCall):
     def read_arrays(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[tuple[Any, ...], Any]:
-        """Return the arrays that the backward kernels read besides tables, and what `read_arrays` returns for all.
+        """Return the arrays that the backward kernels read besides tables, and (layouts, addresses) with the tables.
 
         The second result is None if the gradients need the full dispatch.
         """

@@ -77,9 +77,9 @@ class _CpuGraphCall(CachedGraphCall):
     def read_inputs(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[BackwardInputs | None, ForwardPass]:
-        """Return (the inputs of a bound backward call, the forward pass). Saved tensors replace the learned tables.
+        """Return (the inputs to repeat a backward call, the forward pass). Saved tensors replace the learned tables.
 
-        The inputs are None if no bound call can serve. For example, hooks may have changed layouts of saved tensors.
+        The inputs are None if no kept call can serve. For example, hooks may have changed layouts of saved tensors.
         """
         backward, lse, sinks = self.attacher.backward, self.lse(results), self.sinks(inputs)
         forward = ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, self.seed or 0, self.threads)

@@ -78,7 +78,7 @@ class WeightsMark:
     softmax: object = field(default_factory=object)
 
     def refuse(self, reason: str) -> WeightsMark:
-        """Return the mark of a tensor that is not known to hold the weights. An earlier reason is not replaced."""
+        """Return this mark without scores, with a reason why the weights are not known. An earlier reason stays."""
         return replace(self, scores=None, source=None, reason=self.reason or reason)
 
 
@@ -95,7 +95,7 @@ def forget_tensors() -> None:
 def find_handwritten(
     function: Any, inputs: tuple[Any, ...], options: dict[str, Any], result: Any, keeps_scores: bool
 ) -> WeightsMark | None:
-    """Follow one call of a torch function. If it completes attention, return the mark of the weights.
+    """Follow tensors through one call of a function. Return the mark of the weights if the call completes attention.
 
     If the mark has no `reason`, and `keeps_scores` was True at the softmax, then its `scores` have the axes
     (..., queries, keys).
@@ -162,7 +162,7 @@ def _follow(
 
 
 def _is_projection(function: Any, operands: list[Tensor]) -> bool:
-    """True if the right operand, or any operand of einsum, is a parameter or its transpose. A left one is queries."""
+    """True if the right operand, or any of einsum, is a parameter or its transpose. A left parameter is queries."""
     for x in operands if function is torch.einsum else operands[1:]:
         base = x._base
         is_transpose = x.ndim == 2 and isinstance(base, Parameter) and x.stride() == base.stride()[::-1]
@@ -218,7 +218,7 @@ def _follow_softmax(
 def _follow_weights(
     function: Any, inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor, mark: WeightsMark, result: Tensor
 ) -> WeightsMark | None:
-    """Return the mark of the result of a function of the weights x; None if the result has none of them."""
+    """Return the mark of the result of a function of the weights x; None if the result contains no weights."""
     is_alias = _share_memory(x, result)
     if not _is_similar(x, result) or (mark.keys < 0 and not is_alias):
         return None
@@ -269,7 +269,7 @@ def _complete(
 
 
 def _refuse_changed(x: Tensor) -> None:
-    """Refuse all weights that share the memory of x, or whose scores do, because a function has changed x in place."""
+    """Refuse all weights that share memory with x, or whose scores share it, because x has been changed in place."""
     for other, mark in list(_marks.items()):
         if isinstance(mark, WeightsMark):
             if _share_memory(other, x):

@@ -36,7 +36,7 @@ def check_inputs(**inputs: Any) -> None:
 
 
 def project(projections: Callable[..., Projected], **inputs: Tensor) -> Projected:
-    """Return projections(*inputs). Raise DtypeError if the kind of an input explains an error of torch."""
+    """Return projections(*inputs). If torch raises an error that an input's kind explains, raise DtypeError instead."""
     try:
         return projections(*inputs.values())
     except Exception as error:  # classes of tensors raise errors of every kind
@@ -48,7 +48,7 @@ def project(projections: Callable[..., Projected], **inputs: Tensor) -> Projecte
 
 
 def read_tensors(function: Callable[..., Projected], **tensors: Any) -> Projected:
-    """Return function(*tensors). Raise DtypeError if a tensor has no memory, or its class explains an error."""
+    """Return function(*tensors). Raise DtypeError if a tensor has no memory, or if its class explains an error."""
     if not torch.compiler.is_compiling() and not is_intercepted():
         for name, tensor in tensors.items():
             if type(tensor) is Tensor:

@@ -41,8 +41,8 @@ def pack(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any
     Raises
     ------
     ShapeError
-        A tensor is not nested, not jagged or has another ragged axis; its sequences overlap; the numbers of sequences
-        differ; or key and value have other lengths.
+        A tensor is not nested, is not jagged, has another ragged axis, or has sequences that overlap. Or the numbers of
+        sequences differ, or the lengths of key and value differ.
     MaskError
         A dense array is a mask or a bias: sequences of different lengths have no common matrix of scores.
     ParameterError
@@ -154,7 +154,7 @@ def check_nested(named: dict[str, Any]) -> None:
         )
     if not (_is_equal(key.offsets(), value.offsets()) and _is_equal(key.lengths(), value.lengths())):
         raise ShapeError(
-            f"key with offsets {key.offsets().tolist()}, value with offsets {value.offsets().tolist()}",
+            f"key with offsets {key.offsets().tolist()}, value with {value.offsets().tolist()}, or unequal lengths",
             "one value for each key: equal offsets and lengths",
             "build value with nested_tensor_from_jagged(values, key.offsets())",
         )

@@ -141,7 +141,7 @@ def apply_chain_rule(
     arguments: OperatorArguments,
     saved: tuple[Tensor, Tensor] | None,
 ) -> list[Tensor]:
-    """Return the gradients of `arguments.inputs(wanted_tables)`. These gradients are differentiable without `saved`."""
+    """Return the gradients of `arguments.inputs(wanted_tables)`. If `saved` is None, the result is differentiable."""
     problem = arguments.problem()
     gradient_by_index = dict(zip(gradient_indices, gradients, strict=True))
     d_results = [gradient_by_index.get(k) for k in range(2 + sum(map(count_arrays, problem.see)))]

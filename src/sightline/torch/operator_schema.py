@@ -87,7 +87,7 @@ class OperatorArguments(NamedTuple):
         return [self.query, self.key, self.value, *tables, *([] if self.sinks is None else [self.sinks])]
 
     def with_inputs(self, inputs: Sequence[Tensor], wanted_tables: Sequence[int]) -> OperatorArguments:
-        """Return the arguments with other tensors in place of `inputs`."""
+        """Return the arguments with these tensors in place of those that `self.inputs(wanted_tables)` returns."""
         query, key, value, new, sinks, *_ = self.to_argument_order(inputs, wanted_tables)
         tables = [old if table is None else table for old, table in zip(self.tables, new, strict=True)]
         return self._replace(query=query, key=key, value=value, tables=tables, sinks=sinks)

@@ -46,7 +46,7 @@ class PositionReader:
 
     @contextmanager
     def record(self, model: nn.Module) -> Iterator[PositionReader]:
-        """Read while the context lasts."""
+        """Read labels while the context lasts."""
         with ExitStack() as exit_stack:
             for module in model.modules():
                 found = None if isinstance(module, torch.jit.ScriptModule) else self._find_reader(module)

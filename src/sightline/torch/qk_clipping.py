@@ -44,7 +44,7 @@ def qk_clip(
     model : torch.nn.Module
     max_scores : Seen, or dict from paths of layers to the largest score of each head, of shape (H,)
         A recording of `sightline.watch` with `sightline.max_score()`, whose maximum over calls, batch and queries is
-        taken, or `MonitoredStep.max_scores` of `AttentionMonitor.history`. Layers that are not in it stay as they are.
+        taken, or `MonitoredStep.max_scores` of `AttentionMonitor.history`. Layers without an entry stay as they are.
         With several ranks, pass the same numbers on each, such as those of a monitor, which are over all ranks.
     limit : float
         The largest score that is allowed, above 0 and in nats like the scores. Kimi K2 was trained with 100.
@@ -67,9 +67,9 @@ def qk_clip(
 
     References
     ----------
-    Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, arXiv 2507.20534, section 2.1 and algorithm 1. It describes
-    multi-head and multi-head latent attention. For shared key heads, this function treats the keys as the paper treats
-    the rotary keys that all heads share.
+    Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, arXiv 2507.20534, section 2.1 and algorithm 1. The paper
+    describes multi-head and multi-head latent attention. For shared key heads, this function treats the keys as the
+    paper treats the rotary keys that all heads share.
 
     Examples
     --------

@@ -139,7 +139,7 @@ def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None
     raise ParameterError(
         f"{path}, a {type(layer).__name__} whose query and key projections are not known (it has {children})",
         f"projections named {', '.join('/'.join(names) for names in SEPARATE)}, or fused as {', '.join(FUSED)}",
-        'projections=("query projection", "key projection"), or a function that returns views of them by head',
+        "projections=(name of the query projection, name of the key projection), or a function that returns views",
     )
 
 

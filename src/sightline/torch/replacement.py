@@ -232,8 +232,8 @@ def _attend(
 def _ask_classes(tensors: Sequence[Any], arguments: Arguments) -> Tensor:
     """Return the result of the `__torch_function__` of the tensors' classes.
 
-    Each class gets `_attend`, which torch.nn.functional has now, because CausalBias compares the two. The default
-    `__torch_function__` calls `_attend` again, and torch then does not ask the classes.
+    Each class gets `_attend` as the function, because CausalBias compares it with the function in torch.nn.functional.
+    The default `__torch_function__` calls `_attend` again, and torch then does not ask the classes.
     """
     output: Tensor = handle_torch_function(_attend, tensors, *arguments)
     return output

@@ -86,7 +86,7 @@ class Watcher:
         if any(self.totals) and self._counts_from_end():
             raise ParameterError(
                 f"layers={layers!r} with a sum or mean over layers",
-                "paths, patterns and numbers from 0 on: calls that were added cannot be dropped at the end",
+                "paths, patterns and numbers from 0 on, since calls of a layer cannot be dropped from a sum later",
                 'layers=["*.self_attn"]',
             )
         self.seen = Seen(tokens=tokens, totals=[total for total in self.totals if total is not None])
@@ -213,7 +213,7 @@ class Recorder:
     layer_number: int
 
     def requested(self) -> tuple[Statistic, ...]:
-        """Return the statistics of this call. Raise ParameterError if one has factors for too few layers."""
+        """Return the statistics of this call. Raise ParameterError if a statistic has factors for too few layers."""
         for statistic in self.watcher.requested:
             statistic.check_layers(self.layer_number + 1)
         return tuple([statistic.at_layer(self.layer_number) for statistic in self.watcher.requested])

@@ -25,7 +25,7 @@ DIGITS = "0123456789"  # the axes of "..." in an equation
 def call_with(
     other: Tensor, function: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor
 ) -> Any:
-    """Call the function with another tensor in place of x."""
+    """Return `function(*inputs, **options)` with the tensor `other` in place of x."""
     changed = {name: other if option is x else option for name, option in options.items()}
     return function(*[other if given is x else given for given in inputs], **changed)
 
@@ -33,7 +33,7 @@ def call_with(
 def find_axis(
     axis: int, function: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor
 ) -> int:
-    """Return where one of MOVES moves this axis of x, from its result for a tensor whose lengths all differ."""
+    """Return the index of an axis of x after `function`, found by a call on a tensor whose lengths all differ."""
     lengths = range(2, x.ndim + 2)
     moved = call_with(torch.empty(*lengths, device="meta"), function, inputs, options, x)
     return list(moved.shape).index(lengths[axis])

@@ -74,7 +74,7 @@ def agree(group: Group, describe: Callable[[], tuple[tuple[int, ...], dict[str, 
     Parameters
     ----------
     describe : function that returns (numbers, description)
-        At most four numbers, which may differ from rank to rank, and texts by name, which must be equal on all ranks.
+        At most four integers, which may differ from rank to rank, and texts by name, which must be equal on all ranks.
     like : a tensor on the device of the tensors that are exchanged; any other object stands for the CPU
 
     Raises
@@ -103,7 +103,7 @@ def agree(group: Group, describe: Callable[[], tuple[tuple[int, ...], dict[str, 
 
 
 def _describe_error(error: Exception) -> str:
-    """Return the text of an error; its type if it cannot be written as text."""
+    """Return the text of an error, or the name of its class if `str` of the error fails."""
     try:
         return f"{error}"
     except Exception:

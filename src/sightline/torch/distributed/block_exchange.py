@@ -95,7 +95,7 @@ class BlockExchange:
         return buffers
 
     def _peers(self, one: Round) -> tuple[int, int]:
-        """Return the ranks from which this rank receives a block in a round, and to which it sends one."""
+        """Return (the rank that sends a block to this rank in a round, the rank to which this rank sends one)."""
         rank, size = self.group.rank, self.group.size
         return (rank - one.distance) % size, (rank + one.distance) % size
 

@@ -115,7 +115,7 @@ def _move(moves: Sequence[_Exchange | _Gather], arrays: Sequence[Tensor], *, to_
 
 
 class _Move(torch.autograd.Function):
-    """All tensors of a call, moved to heads or to positions. Each direction is the gradient of the other one.
+    """Exchanges heads for positions, for all tensors of a call. The gradient is the exchange in the other direction.
 
     All ranks must make the same transfers, but their losses may read different results. So one node of the graph has
     all tensors. Before the backward pass the ranks tell each other which results have gradients. Only these are sent.

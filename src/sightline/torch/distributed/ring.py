@@ -1,4 +1,4 @@
-"""Attention in which the blocks of keys travel: forward pass, statistics and backward pass of one rank.
+"""Attention in which ranks send each other blocks of keys: forward pass, statistics and backward pass of one rank.
 
 Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3.
 """
@@ -36,7 +36,7 @@ from .group import Group
 
 @dataclass(frozen=True)
 class Saved:
-    """The results of the forward pass that the backward pass reads, and the inputs."""
+    """The inputs of the forward pass, and those of its results that the backward pass reads."""
 
     query: Tensor
     key: Tensor
@@ -93,8 +93,8 @@ class RingGradients:
 class Ring:
     """One call on one rank.
 
-    problem : the whole problem; its arrays have the shapes of the whole sequence, but no entries. Its statistics are
-        those with an entry for every query, without lse.
+    problem : the whole problem, without the entries of its arrays. Its statistics are those with an entry for every
+        query, without lse.
     """
 
     group: Group
@@ -141,7 +141,7 @@ class Ring:
         return found
 
     def backward(self, saved: Saved, d_results: ResultGradients, wanted_tables: tuple[int, ...]) -> RingGradients:
-        """Return the gradients of Σ d_results ∘ results, summed over the ranks."""
+        """Return the gradients of Σ d_results ∘ results, where the sum runs over the results of all ranks."""
         query, key, value = saved.query, saved.key, saved.value
         d_query, d_key, d_value = (torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in (query, key, value))
         found = RingGradients(d_query, d_key, d_value, {})
