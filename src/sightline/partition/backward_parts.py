@@ -26,7 +26,7 @@ KEY_TILE = 1024  # the keys of a tile in the search for the keys that a part see
 
 
 def needs_parts(problem: Problem, kernel: Kernel, wanted_tables: Collection[int], added: StatisticGradients) -> bool:
-    """True if the backward pass must run in parts, because the splits' sums of the queries' gradients are large.
+    """True if the backward pass must run in parts, because each split of the keys has a sum of dQ, and these are large.
 
     False if gradients of tables, or of statistics other than lse, are requested: these need the whole problem at once.
     False in float16 and bfloat16 too, because each part would round the gradients.

@@ -161,7 +161,7 @@ class BlockMask:
     """A mask of given lengths as a formula, which `create_block_mask` returns. It replaces torch's class of this name.
 
     It has no lists of blocks: the kernels find the tiles that the formula hides. So it needs no memory of n × m, and
-    one mask serves every device. Tensors that `mask_mod` reads are read at each call, those without axes too. Python's
+    one mask serves every device. Tensors that `mask_mod` reads are read at each call, also those without axes. Python's
     numbers are read once, when the mask is created or `mask_mod` is set.
 
     Attributes

@@ -2,7 +2,8 @@
 
 Scores S are a product of two activations, a part of other scores, or what is computed from scores element by element.
 Weights are a softmax of scores. Attention is a product of weights and another tensor. If only dropout, casts and
-changes of shape stand between the softmax and the product, the weights are known exactly: softmax(S).
+changes of shape stand between the softmax and the product, the weights are known exactly: softmax(S). The mark of a
+tensor says what is known about the tensor.
 """
 
 from __future__ import annotations
@@ -269,7 +270,7 @@ def _complete(
 
 
 def _refuse_changed(x: Tensor) -> None:
-    """Refuse all weights that share memory with x, or whose scores share it, because x has been changed in place."""
+    """Note in the marks of weights that share memory with x, or whose scores do, that x has been changed in place."""
     for other, mark in list(_marks.items()):
         if isinstance(mark, WeightsMark):
             if _share_memory(other, x):

@@ -118,8 +118,8 @@ class SelfAttention(nn.Module):
     """Self-attention: softmax(R(x W_Q) R(x W_K)ᵀ / √d_k + M) x W_V.
 
     R is the rotary position embedding, which rotates pairs of components of queries and keys, but not of values. M is
-    the causal mask. The outputs of the heads are concatenated, without an output projection. Add an `nn.Linear` after
-    the layer to mix the heads.
+    the causal mask, or 0 if `causal` is False. The outputs of the heads are concatenated, without an output projection.
+    Add an `nn.Linear` after the layer to mix the heads.
 
     Parameters
     ----------

@@ -154,7 +154,7 @@ def check_nested(named: dict[str, Any]) -> None:
         )
     if not (_is_equal(key.offsets(), value.offsets()) and _is_equal(key.lengths(), value.lengths())):
         raise ShapeError(
-            f"key with offsets {key.offsets().tolist()}, value with {value.offsets().tolist()}, or unequal lengths",
+            f"key with offsets {key.offsets().tolist()}, value with offsets {value.offsets().tolist()}",
             "one value for each key: equal offsets and lengths",
             "build value with nested_tensor_from_jagged(values, key.offsets())",
         )

@@ -129,7 +129,6 @@ class Transfers:
             self._peers.append(rank)
 
     def start(self) -> None:
-        """Start all transfers."""
         if self._operations:
             with self.group.naming_failures(self.what, self._peers):
                 self._works = dist.batch_isend_irecv(self._operations)
