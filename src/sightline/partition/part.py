@@ -35,7 +35,7 @@ def part_of(
     query, key, value : the arrays of the part, with a head axis and the batch axes of `problem`
     first_head, first_row, first_key : the positions h, i and j in `problem` of the part's first head, query and key;
         `first_row` is None if the part has all queries, and `first_key` is None if it has all keys
-    see : the statistics of the part; their formulas are those of the whole problem
+    see : the statistics of the part, with formulas for the whole problem
 
     Raises
     ------

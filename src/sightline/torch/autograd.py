@@ -68,7 +68,7 @@ class GraphCall(ABC):
         return results if len(results) <= 2 else (*results[:2], *arrays_to_save(self.statistics, results))
 
     def lse(self, results: Sequence[Tensor]) -> Any:
-        """Return lse, a tensor or a NumPy array; `results` are those of `results_to_save`."""
+        """Return lse, a tensor or a NumPy array. `results` are what `results_to_save` returned."""
         return results[1]
 
     def repeat(
@@ -178,7 +178,7 @@ def _with_contiguous_rows(d_output: Tensor | None) -> Tensor | None:
 
 
 def tables_of(problem: Problem) -> list[Any]:
-    """Return the arrays that the formulas of a problem read, those of its statistics included."""
+    """Return the arrays that the formulas of a problem and of its statistics read."""
     own = [table for condition in conditions_of(problem.see) for table in condition.tables]
     return [table.array for table in (*problem.tables, *own)]
 

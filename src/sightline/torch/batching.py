@@ -74,7 +74,7 @@ class _Kind:
     Parameters
     ----------
     name : "rows" for an array with the axes (*batch_shape, H, ...), "table", "sinks" or "seed"
-    over_batch, over_heads, factors : those of the `Mean` of a statistic
+    over_batch, over_heads, factors : the fields of a statistic's `Mean`, if it has one
     """
 
     name: str
@@ -216,7 +216,7 @@ def _join_text(
     size: int,
     has_joined_heads: bool,
 ) -> CallText:
-    """Return the text of the joined call; `types` are those of the tensors of order 0 of one element."""
+    """Return the text of the joined call. `types` are the types of one element's tensors of order 0."""
     old = [_example(*types[k]) for k in derivative.table_places]
     new = [_example((size, *x.shape) if one else x.shape, x.dtype) for x, one in zip(old, is_mapped, strict=True)]
 

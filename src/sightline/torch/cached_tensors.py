@@ -56,7 +56,7 @@ def _finish_lse(lse: Tensor, output: Tensor) -> Tensor:
 
 
 def register_tensors() -> None:
-    """Let the call cache serve tensors. `torch.dispatch` calls this function when it is imported."""
+    """Let the call cache serve tensors. The module `sightline.torch.dispatch` calls this function on import."""
     BOOLEANS.add(torch.bool)
     adapter = ArrayAdapter(Tensor.data_ptr, make_empty, _finish_lse, lambda: int(make_seed(None)))
     ADAPTERS.update({Tensor: adapter, Parameter: adapter})

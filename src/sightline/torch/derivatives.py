@@ -266,7 +266,7 @@ class Derivative:
 
         The backward pass gives Jᵀ u for gradients u of the outputs. So its own backward pass, two orders above, gives
         J t as the gradient of u. The result does not depend on u, which is 0. `types` are the shapes and dtypes of the
-        outputs; the other arguments are those of `differentiate`.
+        outputs. The other arguments are as in `differentiate`.
         """
         if self.order == 0:
             results = self.differentiable_results(tensors)
@@ -359,7 +359,7 @@ def _map_operator(
 ) -> tuple[list[Tensor], list[int]]:
     """Return the outputs of an operator under torch.vmap, and their mapped axes.
 
-    `own` are the tensors before those of order 0. `in_dims` are the mapped axes of the operator's other arguments.
+    `own` are the operator's tensors before the query. `in_dims` are the mapped axes of the query and later arguments.
     """
     derivative, tensors = found
     query, key, value, tables, sinks, seed = in_dims[:6]

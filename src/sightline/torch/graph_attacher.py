@@ -108,7 +108,7 @@ class GraphAttacher:
     Attributes
     ----------
     options : the arguments of `make_problem` that are the same in every call
-    backward : the backward passes; its `slots` and `places` are those of the learned tables
+    backward : the kept backward passes; its `slots` and `places` are the positions of the learned tables
     num_inputs : how many inputs the graph has: query, key, value, the learned tables and the learned sinks
     squeezed_axis : the axis of the heads in the graph's results if the caller's arrays have no such axis; else None
     graph_call : the class of the calls in the graph
@@ -125,10 +125,10 @@ class GraphAttacher:
         threads: int | None,
         graph_call: type[CachedGraphCall] | None = None,
     ) -> GraphAttacher | None:
-        """Return the attacher of a call with gradients; None if the problem's inputs are not those of the caller.
+        """Return the attacher of a call with gradients; None if the problem's inputs are not the caller's tensors.
 
-        `formulas` are those of the call, from `Request.formulas`. `graph_call` is the class of the calls in the graph,
-        by default that of arrays in the processor's memory.
+        `formulas` are the formulas of the call, from `Request.formulas`. `graph_call` is the class of the calls in the
+        graph, by default the class for arrays in the processor's memory.
         """
         inputs, wanted = trainable_inputs(problem)
         has_learned_sinks = problem.sinks is not None and bool(problem.sinks.requires_grad)

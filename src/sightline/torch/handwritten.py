@@ -59,7 +59,7 @@ class WeightsMark:
     Attributes
     ----------
     place : file and line of the softmax
-    dtype : that of the softmax's result
+    dtype : the dtype of the softmax's result
     version : how often the marked tensor has been changed in place
     keys : the axis of the keys, counted from 0; −1 for a part of the weights without this axis
     scores : the softmax's input, in the shape of the marked tensor or in one of four axes with the same last two axes;

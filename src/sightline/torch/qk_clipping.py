@@ -49,9 +49,9 @@ def qk_clip(
     limit : float
         The largest score that is allowed, above 0 and in nats like the scores. Kimi K2 was trained with 100.
     projections : (str, str) or function, optional
-        The projections of models whose layers have other names. Two names are those of the `torch.nn.Linear` for
-        queries and for keys in each layer, such as ("attn.wq", "attn.wk"). A function gets a layer and returns (list
-        of views for queries, list of views for keys). The first axis of a view of a parameter is the head.
+        For layers whose projections have unknown names. A pair names the `torch.nn.Linear` for queries and the one for
+        keys in each layer, such as ("attn.wq", "attn.wk"). A function gets a layer and returns (list of views for
+        queries, list of views for keys). The first axis of a view of a parameter is the head.
 
     Returns
     -------

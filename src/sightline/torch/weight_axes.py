@@ -40,7 +40,7 @@ def find_axis(
 
 
 def find_operands(function: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
-    """Return those of a call's tensors that one of PRODUCTS multiplies, from left to right."""
+    """Return the tensors of a call that `function`, one of PRODUCTS, multiplies, from left to right."""
     if function is torch.einsum:
         return tensors
     operands = tensors[1:3] if function in WITH_SUMMAND else tensors[:2]
