@@ -43,7 +43,7 @@ class Round:
     """The transfers of one round, as one rank sees them.
 
     At distance t, rank r receives block k from rank r − t and sends its own block k to rank r + t, modulo the number
-    of ranks. `received` or `sent` is None if no query of the receiving rank may see a key of the block.
+    of ranks. `received` or `sent` is None if there is no such block, or if the receiving rank needs none of its keys.
     """
 
     distance: int

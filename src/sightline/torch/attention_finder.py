@@ -236,7 +236,7 @@ def _read_torch(
 
 
 def _read_multi_head(function: Any, recorders: list[Recorder], *inputs: Any, **options: Any) -> Any:
-    """Record a call of `multi_head_attention_forward`. If the call returns weights, a statistic computes them."""
+    """Record a call of `multi_head_attention_forward`. Without dropout, the weights that it returns are a statistic."""
     arguments = MULTI_HEAD.bind(*inputs, **options).arguments
     call = LayerCall("self" if arguments["query"] is arguments["key"] else "cross", 0)
     needs_weights = arguments.get("need_weights", True)

@@ -69,7 +69,7 @@ class Fused(Kernel):
     library guarantees that a hidden value never reaches the output, and checking whether values are finite would wait
     for the device.
 
-    Without a mask a weight can be 0 too, if its score is far below the row's maximum, or −∞ because of an ∞ in the key.
+    Without a mask a weight can be 0 too, if its score is far below the row's maximum, or −∞ (for example by an ∞ in K).
     If the value of such a weight is not finite, `Fused` returns NaN, and other kernels may not.
 
     Parameters
