@@ -41,8 +41,8 @@ def pack(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any
     Raises
     ------
     ShapeError
-        A tensor is not nested, not jagged or has another ragged axis; its sequences overlap; the numbers of sequences
-        differ; or key and value have other lengths.
+        A tensor is not nested, is not jagged, has another ragged axis, or has sequences that overlap. Or the numbers of
+        sequences differ, or the lengths of key and value differ.
     MaskError
         A dense array is a mask or a bias: sequences of different lengths have no common matrix of scores.
     ParameterError
@@ -107,7 +107,7 @@ class _Packing:
         first = offsets[:-1]
         spans = torch.diff(offsets)
         lengths = spans if lengths is None else lengths
-        # positions before the first sequence and after the last belong to the nearest one, and to none of its positions
+        # a position of no sequence gets the start and length of the nearest sequence before it, or of the first one
         positions = torch.arange(total, device=offsets.device)
         nearest = torch.searchsorted(offsets, positions, right=True).sub_(1).clamp_(0, max(len(spans) - 1, 0))
         start, length = first[nearest], lengths[nearest]
@@ -137,7 +137,7 @@ def check_nested(named: dict[str, Any]) -> None:
             raise ShapeError(
                 f"{name} nested with {x.ndim} axes, the ragged one at {x._ragged_idx}",
                 "(B, H, j, d) or (B, j, d), where j is the ragged axis",
-                "transpose(1, 2) of (B, j, H, d)",
+                f"{name}.transpose(1, 2) if its axes are (B, j, H, d)",
             )
         if _overlap(x):
             raise ShapeError(
@@ -196,7 +196,7 @@ def _dense_array_error() -> MaskError:
 
 
 def _rewrite(formula: Expression, symbols: dict[str, Expression]) -> Expression:
-    """Return the formula of the packed call."""
+    """Return the formula with the symbols of the packed call. Raise MaskError if the formula reads a dense array."""
     if any((axis or "b")[0] in "ij" for table in formula.tables for axis in table.axes or ()):
         raise _dense_array_error()
     return formula.rewrite(symbols, table_lookup(lambda table: table.without_axes("b")))
