@@ -2,8 +2,8 @@
 
     python examples/draw_performance.py [--folder docs/performance]
 
-The script reads every table with a column "torch / Sightline". Rows of one kind are one bar, from the smallest ratio of
-these rows to the largest.
+The script reads every table with a column "torch / Sightline". Rows with the same entry in the column "kind" become one
+bar, from the smallest ratio of these rows to the largest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Range = tuple[float, float]
 
 
 def read_ratios(page: str) -> dict[str, dict[str, Range]]:
-    """Return for each section with such a table, and for each kind, the smallest and the largest ratio."""
+    """Return, by section of the page and by kind, the smallest and the largest ratio in the section's tables."""
     found: dict[str, dict[str, Range]] = {}
     section, kind, columns = "", "", {}
     for line in page.splitlines():

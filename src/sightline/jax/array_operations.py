@@ -64,7 +64,7 @@ def attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
 
 
 def tangents(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
-    """Return the results of the primitive `tangent`."""
+    """Return the results of the primitive `tangent`: tangents of results, from those of the arguments `wanted`."""
     primals, given = inputs[: options.num_inputs], inputs[options.num_inputs + 2 :]
     function = _restrict(primals, options, wanted, options.differentiable_results(primals))
     found: list[Any] = jax.jvp(function, [primals[k] for k in wanted], list(given))[1]
@@ -72,7 +72,7 @@ def tangents(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> lis
 
 
 def gradients(*inputs: Any, options: CallOptions, wanted: tuple[int, ...], given: tuple[int, ...]) -> list[Any]:
-    """Return the results of the primitive `backward`."""
+    """Return the results of the primitive `backward`: gradients of the arguments `wanted`, from those of `given`."""
     primals, cotangents = inputs[: options.num_inputs], inputs[options.num_inputs + 2 :]
     function = _restrict(primals, options, wanted, given)
     return list(jax.vjp(function, *[primals[k] for k in wanted])[1](list(cotangents)))
@@ -92,7 +92,7 @@ def _restrict(
 
 
 def _make_problem(inputs: Sequence[Any], options: CallOptions) -> tuple[Problem, Any]:
-    """Return the problem, and the seed as two words or None without dropout."""
+    """Return the problem, and the seed as two uint32 words, or None without dropout."""
     rest = list(inputs[options.table_places.stop :])
     places = zip(options.table_places, options.wide_tables, strict=True)
     tables = [_narrow(inputs[k], wide) if wide else inputs[k] for k, wide in places]
@@ -183,7 +183,7 @@ class _Blocks:
         return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)
 
     def normalise(self, scores: Any) -> tuple[Any, Any]:
-        """Return the weights before dropout, and lse: 0 and −∞ for a query that has no sink and sees no key."""
+        """Return the weights before dropout, and lse. They are 0 and −∞ for a query without sink and visible keys."""
         sinks = self.problem.sinks
         largest = jnp.max(scores, axis=-1, initial=-jnp.inf)
         if sinks is not None:

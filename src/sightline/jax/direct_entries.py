@@ -53,7 +53,7 @@ class DirectEntries:
 
 
 class _Entry(NamedTuple):
-    """The words of an entry, and what they have the addresses of: the launch record, the prepared call, other arrays.
+    """The words of an entry, and the objects whose addresses they are: the launch record, prepared call and arrays.
 
     The prepared call owns tile ranges and machine code. It is kept here because the call cache may drop it.
     """

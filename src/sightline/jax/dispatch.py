@@ -116,7 +116,7 @@ def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int
 
 
 def _to_jax(array: Any) -> tuple[Any, str]:
-    """Return a table as a JAX array, and the name of the dtype that is passed as pairs of 32-bit words, else "".
+    """Return a table as a JAX array, and the name of its dtype if it is passed as pairs of 32-bit words, else "".
 
     If JAX has no 64-bit numbers, a NumPy table of int64 numbers that fit into 32 bits becomes int32. Every other NumPy
     table of 64-bit numbers becomes uint32, and the two words of a number lie in a new last axis.

@@ -40,9 +40,9 @@ def attention(
 ) -> Any:
     """Compute exact attention over a sequence that is divided among the devices of an axis of `jax.shard_map`.
 
-    Every device calls the function with its shard of query, key and value, inside `jax.shard_map`. The keys and values
-    travel among the devices by `jax.lax.ppermute`, and each device merges the results of its queries on the blocks that
-    it receives. A block that the mask hides from every query of a device is not sent to the device.
+    Every device calls the function with its shard of query, key and value, inside `jax.shard_map`. Blocks of keys and
+    values travel among the devices by `jax.lax.ppermute`, and each device merges the results of its queries on the
+    blocks that it receives. A block that the mask hides from every query of a device is not sent to the device.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def attention(
     layout : {"contiguous", "zigzag"}
         "contiguous": device r holds the r-th of R parts of the sequence. "zigzag": the sequence has 2R parts, and
         device r holds the parts r and 2R − 1 − r, one after the other. Under a causal mask all devices then compute
-        about as many pairs. `order` returns the order of the positions.
+        about equally many pairs. `order` returns the order of the positions.
 
     Returns
     -------
@@ -180,7 +180,7 @@ def _refuse(unknown: dict[str, Any]) -> None:
 
 
 def _check_statistics(see: Sequence[Statistic]) -> None:
-    """Raise ParameterError if the results of a statistic for parts of the keys cannot be merged into its result."""
+    """Raise ParameterError for a statistic whose results on parts of the keys cannot be merged."""
     for statistic in see:
         if not statistic.is_mergeable:
             raise ParameterError(
@@ -207,9 +207,9 @@ def _read_axis(axis_name: Any, layout: Any) -> int:
 class _Exchange:
     """The computation of one device, which receives blocks of keys from the other devices, one after another.
 
-    `Sums` are sums over the weights exp(S − shift). `separate` makes the shift a constant for differentiation, and its
-    gradient flows through the sums. The factors by which `combine` multiplies sums are then constants too. So the
-    result is linear in the sums, and a derivative stores only the factors, one number for each query and part.
+    `Sums` are sums over the weights exp(S − shift), with a shift for each query. `separate` makes the shift a constant
+    for JAX, and the shift's gradient flows through the sums. The factors by which `combine` multiplies sums are then
+    constants too. So the result is linear in the sums, and a derivative stores only the factors.
     """
 
     def __init__(self, problem: ShardedProblem, shards: Sequence[Any], axis_name: Any) -> None:

@@ -51,11 +51,11 @@ def dot_product_attention(
     value : (B, S, K, H_v) or (S, K, H_v), the dtype of query
         JAX allows only H_v = H.
     bias : array broadcastable to (B, N, T, S), or formula of b, h, i and j, optional
-        Logits that are added to the scaled scores. An array has a gradient. An entry of −∞ hides the pair.
+        Logits that are added to the scaled scores. An entry of −∞ hides the pair. JAX can differentiate by an array.
     mask : bool array broadcastable to (B, N, T, S), or formula of b, h, i and j, optional
         True: the query attends to the key. A formula is faster than an array, because hidden tiles are skipped.
     scale : float or array of one number, default 1/√H
-        An array has a gradient.
+        JAX can differentiate by an array.
     is_causal : bool, default False
         If True, hide key j from query i where i < j, also if T ≠ S.
     query_seq_lengths : (B,) integers, optional

@@ -98,7 +98,7 @@ class ShardedProblem:
             return None  # a condition on a traced table may hide the pairs whose lookup is outside a known table
 
     def spans_for(self, distance: int, index: int) -> list[int]:
-        """Return the query spans that need key block `index` of the rank r − `distance`, on at least one rank r."""
+        """Return the indices of the query spans that, on some rank r, need key block `index` of rank r − `distance`."""
         return [span for span in range(len(self.queries.ranks[0])) if self._readers(distance, index, [span])]
 
     def transfers(self, distance: int, index: int) -> list[tuple[int, int]]:
@@ -117,7 +117,7 @@ class ShardedProblem:
         return [rank for rank, own in rows.items() if schedule.pairs[own, columns[rank]].any()]
 
     def part_options(self, first_row: Any, first_key: Any, see: Sequence[Any]) -> dict[str, Any]:
-        """Return the options of attention for the part from `first_row` and `first_key` on, which may be traced."""
+        """Return attention's options for a part of the pairs, from query `first_row` and key `first_key` on."""
         symbols = {"n": as_expression(self.whole.n), "m": as_expression(self.whole.m)}
         symbols |= {name: SYMBOLS[name] + Table(first[None])[0] for name, first in (("i", first_row), ("j", first_key))}
         lookup = table_lookup(lambda table: table.without_axes("i", "j"))  # they span the whole sequence, not the part

@@ -184,7 +184,7 @@ class XlaForward(XlaCall):
         return [output, lse, lse[..., None].view(np.uint32), *others]
 
     def make_structure(self, setting: Any) -> CallStructure:
-        """Return what the call cache compares besides the layouts of arrays, for a value of `machine_setting()`.
+        """Return what the call cache compares besides the layouts of arrays; `setting` is `machine_setting()`.
 
         Mask and score are formulas in `text`, so both booleans of `CallStructure.has_arrays` are False.
         """
@@ -193,7 +193,7 @@ class XlaForward(XlaCall):
 
     @cached_property
     def keys(self) -> dict[Any, tuple[Any, ...] | None]:
-        """The key of this call in the call cache for each `machine_setting()`; None if a layout cannot be read."""
+        """The key of this call in the call cache by the value of SIGHTLINE_CPU; None if a layout cannot be read."""
         return {}
 
     def find_prepared(self) -> PreparedCall | None:
@@ -248,7 +248,7 @@ class XlaBackward(XlaCall):
 
     @cached_property
     def passes(self) -> dict[Any, BackwardPasses]:
-        """The backward passes of this call that this process repeats, for each value of `machine_setting()`."""
+        """The backward passes of this call that this process repeats, by the value of SIGHTLINE_CPU."""
         return {}
 
     @cached_property
