@@ -51,7 +51,7 @@ def model_folder() -> Path:
 
 
 class Encoder:
-    """all-MiniLM-L6-v2: a BERT of 6 layers, the mean of the last states, and a division by its length."""
+    """all-MiniLM-L6-v2: a BERT of 6 layers; an embedding is the mean of the last states, divided by its norm."""
 
     def __init__(self) -> None:
         from safetensors.numpy import load_file
@@ -63,7 +63,7 @@ class Encoder:
         self.tokenizer.no_padding()
 
     def embed(self, texts: list[str]) -> Array:
-        """Return (texts, 384) float32 of length 1. Short and long texts share a pass."""
+        """Return (texts, 384) float32, one row of norm 1 for each text. Short and long texts share a pass."""
         ids = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
         return np.concatenate([self.encode(batch) for batch in batches(ids)])
 

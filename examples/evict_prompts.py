@@ -125,7 +125,7 @@ def perplexity(way: Way, model: Any, ids: Any, tokens: int) -> float:
 
 
 def recall(way: Way, model: Any, tokenizer: Any, ids: Any, tokens: int, needles: int) -> str:
-    """Return a mark for each depth of the sentence in the prompt, such as ●●○●●: ● if the model repeats the number."""
+    """Return a mark for each depth of `NEEDLE` in the prompt, such as ●●○●●: ● if the model repeats the number."""
     found = ""
     for needle in range(needles):
         number = str(10_000 + 7919 * (needle + 3) % 90_000)

@@ -39,7 +39,7 @@ FAILED = "the model failed; the server's log has the error"
 
 
 async def read_text(engine: Engine, request: Request, tokens: asyncio.Queue[int | None], stops: list[str]) -> Pieces:
-    """Yield the answer piece by piece. The request leaves the batch at a text of `stops`, or when its client leaves."""
+    """Yield the answer in pieces. It ends at a text of `stops`, at the model's end, or when the client leaves."""
     answer: list[int] = []
     text, sent, held = "", 0, max(map(len, stops), default=1) - 1  # `held` characters may begin a text of `stops`
     try:

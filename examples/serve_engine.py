@@ -145,7 +145,7 @@ class Engine:
         return request
 
     def run(self) -> None:
-        """Step for ever: admit requests, run the model once for all of them, hand out the new tokens."""
+        """Repeat without end: admit requests, run the model once for all of them, send the new tokens."""
         while True:
             if not self.running:
                 self.running.append(self.waiting.get())

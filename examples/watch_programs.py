@@ -4,10 +4,10 @@
 
 No program is edited. Each runs in a process of its own, in three ways: alone, in a watch, and in today's way, in which
 its users see attention weights. Today's way is eager attention, or another switch to code that computes all weights. A
-hook keeps the weights of each layer, or their sums over the queries, if only these are asked for. The three ways run in
+hook keeps the weights of each layer, or only a result of them, such as the sum over the queries. The three ways run in
 turn, and times are medians. Memory is the peak during a call, results included, minus the memory in use before the
-call. The difference is the largest one between the watch's results and those of today's way. Both have rounding errors
-of float32.
+call. The difference is the largest one between the watch's results and those of today's way. Both results have rounding
+errors of float32.
 
 The script leaves out programs that are not installed, and prints what pip has to install. Models have random weights,
 except those of packages that contain trained ones.

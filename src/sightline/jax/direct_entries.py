@@ -49,7 +49,7 @@ class DirectEntries:
                 return
             entry = self.entries[key] = _make_entry(*key, call, prepared, record)
             self.made.append(entry)
-        self.install(entry.array.ctypes.data)  # again, because a text with the same hash may have replaced the entry
+        self.install(entry.array.ctypes.data)  # also an old entry, which a text with the same hash may have replaced
 
 
 class _Entry(NamedTuple):

@@ -148,7 +148,7 @@ class Storage:
         if isinstance(rows, int):
             rows = np.tile(np.arange(rows, rows + key.shape[2]), (len(key), 1))
         parts = zip(self._arrays, (key, value), self.row_formats, strict=True)
-        self.squares = self.squares + [write_quantized(*part[:2], rows, part[2]) for part in parts]  # copies share it
+        self.squares = self.squares + [write_quantized(*part[:2], rows, part[2]) for part in parts]  # not in place
 
     def move_rows(self, sources: Any, targets: Any) -> None:
         """Copy row sources[b, r] to row targets[b, r] of sequence b, unless the target is −1."""

@@ -143,7 +143,7 @@ def sightline_attention(
             "layers without position biases in `unpadded`",
             "call the model without `unpadded`",
         )
-    if unpadding is not None and (needs_weights or is_watched()):  # weights and statistics are of the padded batch
+    if unpadding is not None and (needs_weights or is_watched()):  # weights and statistics have the padded shape
         query, key, value = map(unpadding.pad, (query, key, value))
         attention_mask = attention_mask.padded
     else:
