@@ -145,7 +145,7 @@ def embeddings(model: Any, batch: Batch) -> Any:
 
 
 def check(batch: Batch) -> float:
-    """Assert that embeddings with Sightline are as exact as the eager model's; return the largest difference of both.
+    """Assert that embeddings with Sightline are as exact as with eager attention, and return the largest difference.
 
     The allowed error is that of `sightline.testing`: twice the eager model's error against the float64 model, plus 2
     units in the last place.

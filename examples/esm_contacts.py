@@ -31,7 +31,7 @@ from sightline import j, m
 
 
 def predict_contacts(model: Any, tokens: Any) -> Any:
-    """Return the probabilities of contacts, as `model.predict_contacts` of a `transformers.EsmModel` without padding.
+    """Return what `model.predict_contacts` of a `transformers.EsmModel` returns without padding: contact probabilities.
 
     tokens (B, n) int64, from <cls> to <eos> → (B, n − 2, n − 2). Memory beyond the model: a few maps.
     """

@@ -88,7 +88,7 @@ def make_ways(tokens: int, only: str) -> Iterator[Way]:
 
 @contextmanager
 def running(way: Way, model: Any) -> Iterator[Any]:
-    """Yield a new cache of this way, with the model's attention set to it."""
+    """Set the model's attention to that of the way, and yield a new cache of the way."""
     model.set_attn_implementation(way.implementation)
     with torch.no_grad(), way.context(model):
         yield way.make_cache()

@@ -37,7 +37,7 @@ _messages: deque[Any] = deque(maxlen=256)  # keeps messages alive until XLA has 
 
 
 def _run_call(text: int, length: int, buffers: int, num_arguments: int, num_results: int) -> int | None:
-    """Run the call with this text; return None, or the address of an error message. The handler calls this function."""
+    """For the handler: run the call whose text has this address; return None, or the address of an error message."""
     try:
         key = ctypes.string_at(text, length)
         call = parse_call(key)

@@ -193,11 +193,11 @@ class XlaForward(XlaCall):
 
     @cached_property
     def keys(self) -> dict[Any, tuple[Any, ...] | None]:
-        """The key of this call in the call cache by the value of SIGHTLINE_CPU; None if a layout cannot be read."""
+        """For each value of SIGHTLINE_CPU, the key of this call in the call cache; None if a layout is not readable."""
         return {}
 
     def find_prepared(self) -> PreparedCall | None:
-        """Return the prepared call of the call cache; None if none is stored or the call has statistics besides lse."""
+        """Return this call from the call cache; None if it is not stored, or if it has statistics besides lse."""
         found = call_cache.calls.get(self.keys.get(machine_setting()))
         return None if found is None or any(map(count_arrays, self.see)) else found.prepared
 
@@ -248,7 +248,7 @@ class XlaBackward(XlaCall):
 
     @cached_property
     def passes(self) -> dict[Any, BackwardPasses]:
-        """The backward passes of this call that this process repeats, by the value of SIGHTLINE_CPU."""
+        """For each value of SIGHTLINE_CPU, the backward passes of this call that this process repeats."""
         return {}
 
     @cached_property

@@ -23,7 +23,7 @@ Change = TypeVar("Change", bound=Callable[..., None])
 
 
 def at_once(change: Change) -> Change:
-    """Make a method change the cache at once: another thread, or an error, never leaves or sees half of the change."""
+    """Make a method change the cache at once: no other thread sees half of the change, and an error leaves nothing."""
 
     @wraps(change)
     def wrapped(cache: KVCache, *arguments: Any, **options: Any) -> None:
@@ -164,7 +164,7 @@ class KVCache(StoredRows):
     def key_positions(self) -> Any:
         """(B, G, rows) int64: the position whose key each row of `key` holds; −1 for a row that holds none.
 
-        The position is the number of the row, unless `keep` has evicted keys. The row of a draft has its position.
+        The position is the number of the row, unless `keep` has evicted keys. A draft's row has the draft's position.
         """
         if self.prefix is not None:
             return self.joined().key_positions
@@ -527,7 +527,7 @@ class KVCache(StoredRows):
     def compacted(self) -> KVCache:
         """Return the cache after its nearest prefixes became its own rows, if sequences share them no more.
 
-        A prefix with more rows than the cache stays. So f forks leave at most about log₂ f prefixes without sharing.
+        A prefix with more rows than the cache stays. So f forks leave at most about log₂ f unshared prefixes.
         """
         found = self
         while (prefix := found.prefix) is not None and prefix.is_own and prefix.cache._num_rows <= found._num_rows:

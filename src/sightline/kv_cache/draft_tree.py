@@ -18,7 +18,7 @@ b, i, j = (SYMBOLS[name] for name in "bij")
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The drafts of a cache, its last rows. Each continues another draft, or the last position before all drafts.
+    """The drafts of a cache, its last rows. Each draft continues another one, or the last position before all drafts.
 
     Attributes
     ----------

@@ -60,7 +60,7 @@ class Storage:
         self.value = self.key[..., : self.widths[1]] if len(self._arrays) == 1 else self._arrays[1]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle. If one array stores both, `value` becomes a view of the keys again."""
+        """Restore a pickle. If one array stores keys and values, `value` becomes a view of the keys again."""
         self.__dict__ |= state
         self._hold(self._arrays)
 

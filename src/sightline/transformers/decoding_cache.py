@@ -43,7 +43,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
         pair of them such as ("int8", "int4") for keys and values, make each layer's `KVCache` quantised. Default: the
         model's dtype.
     evict : Policy, optional
-        Which keys each layer keeps, such as `sightline.eviction.SnapKV(budget=1024)`. Default: all.
+        The policy that chooses the keys to keep, such as `sightline.eviction.SnapKV(budget=1024)`. Default: keep all.
 
     Raises
     ------
