@@ -87,7 +87,7 @@ class KVCache(StoredRows):
 
     Values that are a view of the first d_v numbers of the keys are stored once, and each row is read once:
     `cache.append(latent, latent[..., :512])`. Absorbed multi-head latent attention has such values (DeepSeek-V2, 2024,
-    section 2.1). After an append of other values, both are stored. A quantised cache always stores both.
+    section 2.1). After an append of other values, and in a quantised cache, keys and values are stored apart.
 
     One thread may append, fork or evict while another attends. The other thread sees the cache as before the change or
     as after it. While a thread calls `reorder`, `accept`, `truncate` or `reset`, which move or free keys, no other
