@@ -159,7 +159,7 @@ def order(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Any:
     if length % ranks:
         raise ShapeError(
             f"{length} positions on {ranks} devices",
-            f"a multiple of {ranks}",
+            f"a number of positions that is a multiple of {ranks}",
             "pad the sequence, and hide the added positions with mask=",
         )
     spans = [span for own in divide_equally(length // ranks, ranks, layout).ranks for span in own]
@@ -185,7 +185,7 @@ def _check_statistics(see: Sequence[Statistic]) -> None:
         if not statistic.is_mergeable:
             raise ParameterError(
                 f"see=[{statistic!r}] of a sequence on several devices",
-                "lse(), entropy(), max_score(), mass(condition) and top_k(k), without reductions",
+                "lse(), entropy(), max_score(), mass(condition) and top_k(k), without .mean(...) and selections",
                 "jnp.mean(result, axis=-2) for a mean over the heads; sightline.attention on the whole sequence for "
                 "other statistics",
             )

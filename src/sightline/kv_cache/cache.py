@@ -146,7 +146,7 @@ class KVCache(StoredRows):
         """Return float32 copies of the keys and values whose codes a quantised cache stores, with the axes of `key`."""
         formats, views = self.row_formats, self.joined().rows()
         if formats is None:
-            raise ParameterError(f"dequantized() of a cache of {self._dtype}", "a quantised cache", "cache.key")
+            raise ParameterError(f"dequantized() of a {self._dtype} cache", "a quantised cache", "cache.key")
         key, value = (form.unpack(rows) for form, rows in zip(formats, views, strict=True))
         return key, value
 
@@ -500,7 +500,7 @@ class KVCache(StoredRows):
         if capacity is not None:
             capacity = check_count(f"capacity={capacity!r}", capacity, 0, "capacity=1024")
         if self._kept is not None:
-            raise ParameterError("last() of a cache whose keys were evicted", "a cache without `keep`", "cache.keep()")
+            raise ParameterError("last() of a cache after keep()", "a cache of all keys", "cache.keep(last_positions)")
         found = object.__new__(type(self))
         found.__dict__ |= self.__dict__
         found._storage = self._storage and self._storage.from_row(first)

@@ -25,7 +25,7 @@ class KeptRows:
     positions : (B, G, R) int64
         The position that each kept row holds, ascending; −1 behind the last row of a head.
     rows : (B,) int64
-        The number of kept rows of each sequence, which is that of the head that keeps most.
+        The number of kept rows of each sequence, counted in the head that keeps the most keys.
     evicted : (B,) int64
         A row k of sequence b that was appended later holds the position k + evicted[b].
     """

@@ -56,7 +56,7 @@ def check_can_quantize(dtype: Any, key: Any) -> None:
             'KVCache(dtype="bfloat16") on a GPU',
         )
     if importlib.util.find_spec("llvmlite") is None:
-        raise ParameterError(f"KVCache(dtype={dtype!r}) without llvmlite", "llvmlite", "pip install llvmlite")
+        raise ParameterError(f"KVCache(dtype={dtype!r}) without llvmlite", "float dtypes", "pip install llvmlite")
 
 
 def check_query(query: Any, dtype: Any, is_quantized: bool) -> None:

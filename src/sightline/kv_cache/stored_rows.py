@@ -121,7 +121,7 @@ class StoredRows:
 
     @property
     def row_counts(self) -> Any:
-        """(B,) int64: the number of rows of each sequence, in the head that keeps most."""
+        """(B,) int64: the number of rows of each sequence, counted in the head that keeps the most keys."""
         if self._drafts is not None:
             return self._drafts.first_rows + self._drafts.count
         return self._lengths if self._kept is None else self._lengths - self._kept.evicted

@@ -107,7 +107,7 @@ def _check_layer(layer: nn.Module) -> None:
 
 
 def _forward_without_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of a layer's `forward` that computes only real tokens, if a mask has `is_real`."""
+    """Return a method in place of a layer's `forward`, which computes only real tokens if a mask has `is_real`."""
 
     @wraps(forward)
     def forward_without_padding(*inputs: Any, **options: Any) -> Any:

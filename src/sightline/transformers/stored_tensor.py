@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class StoredTensor(Tensor):
     """A tensor (B, G, m, d) with the model's dtype and no entries, in place of keys or values in a `KVCache`.
 
-    `sightline.transformers.Cache` returns it if it stores another dtype, evicts keys or was forked. A model passes the
-    tensor to its attention, and `sightline_attention` reads the `KVCache`. Other operations raise ParameterError.
+    A `sightline.transformers.Cache` that stores another dtype, evicts keys or was forked returns such tensors. A model
+    passes the tensor to its attention, and `sightline_attention` reads the `KVCache`. Other operations raise an error.
 
     Attributes
     ----------

@@ -118,7 +118,7 @@ _RECORDERS: WeakKeyDictionary[PreTrainedModel, list[TokenRecorder]] = WeakKeyDic
 
 
 def _read_generated(model: PreTrainedModel) -> Any:
-    """Return a replacement of the method that `generate` calls with all ids, which also gives them to recorders."""
+    """Return a method in place of the one that `generate` calls with all ids. It also gives the ids to recorders."""
     prepare = getattr(model, PREPARE)
 
     @wraps(prepare)

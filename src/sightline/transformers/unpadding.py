@@ -60,7 +60,7 @@ class Unpadding:
     def flatten(self, array: Tensor) -> Tensor:
         """Return an array (B, n), (B, n, d) or (B, H, n, d) with the axes (1, tokens) in place of (B, n).
 
-        Its first axis may also have length 1 if all entries share the array. Arrays of other shapes are unchanged.
+        An array that all entries share has length 1 in place of B. Arrays of other shapes are unchanged.
         """
         if array.ndim == 4:
             return _heads_first(self.flatten(_heads_last(array)), array.shape[1])
