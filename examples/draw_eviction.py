@@ -37,7 +37,7 @@ def read_rows(page: Path) -> list[dict[str, str]]:
 
 
 def quality_figure(rows: list[dict[str, str]]) -> Any:
-    """Draw the perplexity and the recalled needles of each policy by the share of keys that it keeps."""
+    """Draw the perplexity, and the share of repeated numbers, of each policy by the share of keys that stay."""
     figure = plotting.new_figure(9.2, 3.9)
     left, right = figure.subplots(1, 2)
     points: dict[str, list[tuple[float, float, float]]] = defaultdict(list)

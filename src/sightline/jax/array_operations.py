@@ -139,7 +139,7 @@ class _Namespace:
 class _Blocks:
     """The computation of a problem by blocks of queries.
 
-    joins : the key of `_JOIN` for each array that `compute` returns, which tells how the blocks' arrays become one
+    joins : for each array that `compute` returns, the key of `_JOIN` that tells how the arrays of all blocks become one
     """
 
     def __init__(self, problem: Problem, seed: Any) -> None:

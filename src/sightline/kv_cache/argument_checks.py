@@ -22,7 +22,7 @@ def check_append(key: Any, value: Any, storage: Storage | None, ndim: int, casts
     Parameters
     ----------
     key, value : the arrays to append
-    storage : that of the cache; None before the first append
+    storage : the storage of the cache; None before the first append
     ndim : the number of axes of the arrays of earlier appends
     casts_inputs : True if the cache casts every append to its own dtype
     """

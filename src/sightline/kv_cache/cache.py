@@ -345,7 +345,7 @@ class KVCache(StoredRows):
 
     @at_once
     def truncate(self, lengths: Any) -> None:
-        """Shorten every sequence to at most so many positions, as after rejected drafts of speculative decoding.
+        """Shorten every sequence to at most `lengths` positions, for example to drop rejected drafts.
 
         If less than a quarter of large storage is left in use, the rest is freed.
 
@@ -456,8 +456,8 @@ class KVCache(StoredRows):
         """Keep the keys and values of these positions, evict all others, and free their memory.
 
         Later appends, masks and scores go on with the original positions: `j` is the position of a key, `i` that of a
-        query, and `lengths` does not change. Statistics have a number for each row that is left; `key_positions` says
-        which position it is. `truncate` and `reorder` work as before.
+        query, and `lengths` does not change. Statistics have a number for each row that is left, and `key_positions`
+        has the position of each row. `truncate` and `reorder` work as before.
 
         Parameters
         ----------
@@ -518,7 +518,7 @@ class KVCache(StoredRows):
         self.truncate(0)
 
     def joined(self) -> KVCache:
-        """Return this cache if it has no prefix, else a cache that has copies of the prefix's rows and of its own."""
+        """Return this cache if it has no prefix, else a cache with copies of the prefix's rows and of this cache's."""
         found = self
         while found.prefix is not None:
             found = found._merge_prefix()

@@ -140,7 +140,7 @@ class StoredRows:
         return self._storage.key[:, :, : self._num_rows], self._storage.value[:, :, : self._num_rows]
 
     def count_rows(self, sequences: Any, lengths: Any) -> Any:
-        """Return how many rows hold the positions below lengths[b] of sequence sequences[b]."""
+        """Return, for each b, how many rows hold the positions before lengths[b] of sequence sequences[b]."""
         if self._kept is None:
             return lengths
         return lengths - self._kept.reordered(sequences).truncated(lengths).evicted
