@@ -362,9 +362,14 @@ def walk(*roots: Expression) -> list[Expression]:
 
 def conjuncts(mask: Expression) -> list[Expression]:
     """Return the conditions that are joined by `and` in a mask; a mask of another form is one condition."""
-    if isinstance(mask, Apply) and mask.operator == "logical_and":
-        return [each for argument in mask.arguments for each in conjuncts(argument)]
-    return [mask]
+    found, waiting = [], [mask]
+    while waiting:
+        formula = waiting.pop()
+        if isinstance(formula, Apply) and formula.operator == "logical_and":
+            waiting.extend(reversed(formula.arguments))
+        else:
+            found.append(formula)
+    return found
 
 
 def fold(visit: Callable[[Expression, list[Result]], Result], formula: Expression) -> Result:
