@@ -26,7 +26,6 @@ class FloatFormat:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number in memory."""
         return self.storage_type.itemsize
 
     @property

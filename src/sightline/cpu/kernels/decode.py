@@ -6,9 +6,9 @@ broadcast and multiplies a row of V. Narrow floats and codes are widened in regi
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
-The scales of quantised rows are widened once for each tile. If a row has one scale, that of K multiplies the scores,
-and that of V the weights, so that the inner loops read codes alone. Where the processor multiplies pairs of bfloat16,
-such codes become bfloat16, which is exact.
+The scales of quantised rows are widened once for each tile. If a row has only one scale, the scales of K multiply the
+scores, and the scales of V multiply the weights. The inner loops then read codes alone. If the processor multiplies
+pairs of bfloat16, these codes become bfloat16, which is exact.
 
 The keys are divided into splits, in a way that only the problem determines. Threads process the splits one by one. The
 thread that finishes the last split of some rows merges the splits, always in the order of the keys, as `merge` does
@@ -79,7 +79,7 @@ class Decode(Block):
 
     @staticmethod
     def can_pair(spec: KernelSpec, machine: Machine) -> bool:
-        """True if codes are few bits, so exact as bfloat16, and rows have one scale and fill vectors of pairs."""
+        """True if rows are not quantised, or have one scale, no offset, and codes that fill vectors of pairs."""
         width = machine.vector_bytes // BFLOAT.itemsize
         return not spec.stored or all(
             row_format.num_groups == 1 and not row_format.has_offsets and row_format.width % width == 0
@@ -127,7 +127,7 @@ class Decode(Block):
 
     @contextmanager
     def loop_heads(self, j0: Value | None = None) -> Iterator[None]:
-        """Write a loop over the item's key heads, and locate what is kept of each, and its tile of keys at j0."""
+        """Write a loop over the item's key heads. Locate what is kept of each head, and its tile of keys at j0."""
         unroll = self.spec.unroll
         rows = (self.num_rows + (unroll - 1)) // unroll * unroll  # kept for each head
         with self.builder.loop(0, self.num_heads) as k:
@@ -141,7 +141,7 @@ class Decode(Block):
             yield
 
     def locate_next_tiles(self, tile: Value) -> None:
-        """Locate the tiles that follow a tile, and the tiles that follow those. The last tiles follow themselves."""
+        """Find the next two tiles, which are prefetched. After the last tile, a tile of the last range is repeated."""
         self.next_tiles = [tile, tile + 1, tile + 2]
         if self.spec.mask is None:
             return
@@ -154,7 +154,10 @@ class Decode(Block):
             self.next_tiles[step] = builder.where(is_inside, self.next_tiles[step - 1] + 1, first)
 
     def tile_address(self, name: str, j0: Value, k: Value) -> Value:
-        """Return the address of the rows from j0 on of the item's head number k; past the last head, of later tiles."""
+        """Return the address of the rows of K or V from j0 on, for the item's head number k.
+
+        After the last head, k goes on with the first head and the next tile.
+        """
         builder, steps = self.builder, k // self.num_heads
         row_stride, head = getattr(self.args, f"{name}_row_stride"), self.first_head + k % self.num_heads
         _, second, third = self.next_tiles
@@ -222,7 +225,7 @@ class Decode(Block):
             self.accumulate_values()
 
     def load_tile_scales(self) -> None:
-        """Widen the scales of the tile's quantised rows that are read; those past the last key are the last key's."""
+        """Widen the scales of the quantised rows that are read. After the last key, its scales are repeated."""
         for name, scratch in self.tile_scales.items():
             rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
             assert isinstance(format, PackedFormat)
@@ -288,9 +291,9 @@ class Decode(Block):
         return sums
 
     def load_vectors(self, name: str, key: Value, first: Any, count: int) -> Iterator[Value]:
-        """Load vectors of numbers of K or V of the key number `key` of those that are read, from the column `first` on.
+        """Load `count` vectors of a row of K or V from the column `first` on. `key` counts only keys that are read.
 
-        They are widened, or pairs of bfloat16, or codes without the scale of their row.
+        The numbers are widened, or pairs of bfloat16, or codes that are not yet multiplied by the scale of their row.
         """
         rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
         row = rows.at(self.visible_keys.row(key) * getattr(self.args, f"{name}_row_stride"))
@@ -423,10 +426,8 @@ class Decode(Block):
         """
         others, pair = 1 if self.machine.has_fma and self.value_format.is_native else 3, self.tiles.pair_size
         most = (self.machine.vector_registers - others) // (self.spec.unroll + 1) // pair * pair
-        if (
-            self.value_format.name == "float16" and not self.value_format.has_conversion
-        ):  # whose widening takes many registers
-            most = self.tiles.vectors
+        if self.value_format.name == "float16" and not self.value_format.has_conversion:
+            most = self.tiles.vectors  # the conversion by integer operations takes many registers
         passes = -(-vectors // most)
         return [(vectors // pair + k) // passes * pair for k in range(passes)]
 
@@ -477,7 +478,7 @@ class Decode(Block):
                 args.nonfinite_flag.store(builder.value(1, INT64))
 
     def merge_splits(self) -> None:
-        """Store output = Σ_p exp(lse_p − lse) output_p and lse = ln Σ_p exp lse_p by row; p: each split, the sink."""
+        """Store lse = ln Σ_p exp lse_p, over the splits and the sink, and output = Σ_p exp(lse_p − lse) output_p."""
         builder, args, tiles = self.builder, self.args, self.tiles
         rows = args.batches * args.H * args.n  # number of query rows in the output of a split
         with builder.loop(0, self.num_rows) as r:

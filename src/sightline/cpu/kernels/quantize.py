@@ -138,7 +138,7 @@ class Quantize:
         def divide(place: Any) -> Value:
             x = self.numbers.at((start + place) * 4).load(vector(FLOAT, lanes))
             x = (x - offsets[0] if offsets else x) * inverse
-            return builder.maximum(builder.minimum(x, largest), least)  # NaN: a limit
+            return builder.maximum(builder.minimum(x, largest), least)  # NaN becomes a limit
 
         if self.row_format.dtype == "float8_e4m3fn":
             target.at(start + at).store(_float_to_e4m3(builder, divide(at)).to(BYTE))

@@ -4,7 +4,7 @@
 
 Sᵀ is Q · K without the scale. The function replaces Sᵀ by the final scores, hidden ones by −∞, and writes each query's
 maximum in the tile. `MASK_FUNCTION` applies both formulas, for tiles with hidden pairs; `SCORE_FUNCTION` applies the
-score alone. The functions are all that depends on the formulas.
+score alone. The rest of the forward kernel does not depend on the formulas.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class SharedTiles(Block):
     g: Value
 
     def allocate_blocks(self, count: int, matrices: Mapping[str, int], variables: Sequence[Variable]) -> None:
-        """Allocate what is kept of each of `count` blocks: matrices with so many rows, by attribute, and variables."""
+        """Allocate what is kept of each of `count` blocks: variables, and matrices (attribute: number of rows)."""
         self.head, self.block_index, self.range_index = (Variable(self.builder, INT64) for _ in range(3))
         self.kept_variables = [self.range_index, self.head, self.block_index, *variables]
         self.kept_matrices, self.kept_offset = {}, 0
@@ -57,7 +57,7 @@ class SharedTiles(Block):
 
     @contextmanager
     def loop_blocks(self, is_new: bool = False, loads: bool = False, stores: bool = False) -> Iterator[None]:
-        """Write a loop over the blocks, and locate each.
+        """Write a loop over the selected blocks, and locate each block.
 
         Parameters
         ----------

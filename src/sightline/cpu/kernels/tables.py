@@ -2,7 +2,8 @@
 
 Vectors run along queries. Most tables are read by a gather. In t[..., i, j], however, entries are adjacent along keys,
 and each lane reads another row of the table; the rows often map to the same set of the first cache. The entries that a
-tile reads are therefore loaded along the rows and transposed once. The terms of such a gradient are transposed back.
+tile reads are therefore loaded along the rows and transposed once. The terms of a gradient of such a table
+are transposed back.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class TableGradientCode:
     sums : address of the gradient, and the bytes from one split's sums to the next split's
     node_index : the lookup's index in the score's `walk`
     slot : the table's slot among the tables of the kernel
-    is_per_key : True if a single split of the keys adds to each entry; the sums have the
-        accumulator's type if true, else float64
+    is_per_key : True if a single split of the keys adds to each entry. The sums have the accumulator's type if
+        `is_per_key` is true, else float64.
     """
 
     def __init__(

@@ -1,7 +1,9 @@
 """The search for the tile ranges of a mask, in generated code, for tables and numbers that change from call to call.
 
-The search visits the same tiles as `formula.tile_ranges`: it bisects the key axis where the bounds leave a tile
-undecided. It first computes the extremes of the tables that the mask reads, so that its cost is one pass over them.
+A tile range is a run of key blocks that a block of queries must process. The search visits the same tiles as
+`formula.tile_ranges`: it bisects the key axis where the bounds of the mask leave open whether all pairs are allowed or
+all are hidden. First it computes the minimum and maximum (the extremes) of each block of the tables that the mask
+reads. So its cost is one pass over these tables.
 """
 
 from __future__ import annotations
@@ -65,7 +67,6 @@ class TileSearch:
         self.module = Module()
 
     def write(self, name: str) -> Any:
-        """Return the module with the search."""
         self.builder = builder = Builder(self.module, name)
         ranks, numbers = [rank for _, rank in self.spec.tables], parameter_types(self.formulas)
         self.args = LoadedArguments(builder, builder.arguments[0], SEARCH_FIELDS, ranks, numbers)
@@ -156,7 +157,7 @@ class TileSearch:
     def search_row(self, box: dict[str, Interval], known: dict[int, Interval], renderer: BoundsRenderer) -> None:
         """Write the tile ranges of one row, in ascending order.
 
-        The ranges of tiles that are looked at are aligned: `width`, a power of two, divides `first`.
+        The search looks at `width` tiles from the tile `first` on. `width` is a power of two that divides `first`.
         """
         builder = self.builder
         first, width = Variable(builder, INT64, 0), Variable(builder, INT64, self.top)
@@ -221,10 +222,10 @@ def has_arguments(formula: Expression) -> bool:
 
 
 def tables_with_extremes(formulas: Sequence[Expression]) -> set[int]:
-    """Return the slots of the tables whose extremes the search computes.
+    """Return the slots of the tables of which the search computes extremes: minimum and maximum of each block.
 
-    The first formula is the mask. A table of biases t[..., i, j] that the mask only compares with −∞ needs none; see
-    `HiddenEntries`. A table that only other formulas read needs some if it is an index or a whole number.
+    The first formula is the mask. A table of biases t[..., i, j] that the mask only compares with −∞ needs no extremes;
+    see `HiddenEntries`. A table that only other formulas read needs extremes if its entries are integers.
     """
     mask, *others = formulas
     needed: set[Any] = set()

@@ -23,7 +23,7 @@ class VisibleKeys:
 
     Attributes
     ----------
-    count : their number
+    count : the number of these rows
     """
 
     count: Value
@@ -69,7 +69,7 @@ class VisibleKeys:
             self.marks.at(v * decode.lanes * ROW_BYTES).store(mark.get())
 
     def row(self, key: Value) -> Value:
-        """Return the row in the tile of the key number `key` of those that are read."""
+        """Return the row in the tile of the key that is number `key` among the keys that are read."""
         return self.rows.at(key * ROW_BYTES).load(INT64) if self.has_mask else key
 
     def row_vector(self, v: int) -> Value:

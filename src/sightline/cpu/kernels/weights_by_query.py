@@ -22,8 +22,8 @@ class TopKCode(StatisticCode):
     insertion costs the same for one lane as for all lanes.
 
     Different scores may have equal weights, for example 0, so the lists compare weights. If no other statistic needs
-    the weights, a weight is computed only if its score exceeds `bound`. Weights of at most ½ do not fall as the score
-    rises, and only one weight of a query is larger.
+    the weights, a weight is computed only if its score exceeds `bound`. Computed weights up to ½ never fall when the
+    score rises, and only one weight of a query can exceed ½.
 
     The outputs are (B, H, n, k): the weights, and their keys as int64.
     """

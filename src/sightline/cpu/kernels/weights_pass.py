@@ -4,12 +4,12 @@
 
 lse is represented as a sum of two numbers of the accumulator's type, so that rounding lse does not change the weights.
 There are three kernels. `WeightStatistics` (weights_statistics.py) computes received, pooled and top_k, in one pass if
-they are requested together. Each of them has a `StatisticCode` (weights_by_key.py, weights_by_query.py). `WeightTiles`
-(weights_tiles.py) writes the weights themselves, and `WeightSums` their sums over heads or batches. A single item
-writes each number of an output, in an order that the problem determines, so that results are the same for any number of
-threads.
+they are requested together. A `StatisticCode` writes each of these three (weights_by_key.py, weights_by_query.py).
+`WeightTiles` (weights_tiles.py) writes the weights themselves, and `WeightSums` their sums over heads or batches. Only
+one work item writes a number of an output, in an order that the problem determines. So results are the same for any
+number of threads.
 
-The kernels do not treat NaN and ∞: if a visible score is NaN or ∞, lse is too, and the caller uses the kernel
+The kernels do not treat NaN and ∞. If a visible score is NaN or +∞, lse is too, and the caller uses the kernel
 `Streaming` instead. Hidden scores have no effect, since full tile ranges contain no hidden pair.
 """
 
@@ -95,7 +95,6 @@ class WeightsPass(Block):
         builder = self.builder
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
         self.key.stage(j0, self.num_keys)
-
         length, store = self.tiles.packed_length(self.spec.d_k), functools.partial(self.tiles.store, self.s_t)
         self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, length, store)
         with builder.if_else(partial) as (yes, no):  # without a mask every tile range is full
@@ -132,7 +131,7 @@ class KeyPairs(NamedTuple):
     key : index of the key in its tile
     j : index of the key
     scores : the scores that `logits` yields
-    weights : P, which is not 0 for hidden pairs
+    weights : P, which is not yet 0 at hidden pairs
     conditions : for each vector, the condition of the mask; None if no pair is hidden
     """
 

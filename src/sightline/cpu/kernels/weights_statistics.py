@@ -68,7 +68,6 @@ class WeightStatistics(WeightsPass):
         self.last_tile = builder.minimum((split + 1) * args.split_size, last)
 
     def process_block(self) -> None:
-        """Process one block of queries."""
         args, span = self.args, (self.first_tile, self.last_tile)
         for statistic in self.statistics.values():
             statistic.init_block()

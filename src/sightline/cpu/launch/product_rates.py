@@ -1,7 +1,7 @@
 """The choice between two kernels for bfloat16: dot products of bfloat16 pairs, or multiply-adds of float32.
 
 AVX-512's dot product of pairs has two multiply-adds per lane, and most processors make as many dot products as
-multiply-adds per cycle. Some make fewer than half as many. For these, numbers are widened to float32.
+multiply-adds per cycle. Processors that make fewer than half as many run kernels that widen bfloat16 to float32.
 """
 
 from __future__ import annotations

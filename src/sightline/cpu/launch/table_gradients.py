@@ -56,7 +56,7 @@ def sum_table_gradients(
 
 
 def differentiate_sinks(sinks: Any, d_output: Any, d_lse: Any, output: Any, lse: Any) -> Any:
-    """Return dsink_h = −Σ exp(sink_h − lse) δ with δ = Σ dO ∘ O − d_lse.
+    """Return dsink_h = −Σ exp(sink_h − lse) δ, summed over batches and queries, with δ = Σ dO ∘ O − d_lse.
 
     d_output and output are (..., H, n, d_v); lse and d_lse are (..., H, n).
     """
