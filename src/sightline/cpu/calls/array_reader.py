@@ -166,7 +166,7 @@ class ArrayFunction(PythonFunction):
         return self.is_true_object(self.call("PyObject_GetAttr", POINTER, array, self.context[name]))
 
     def is_true_method(self, array: Value, name: str) -> Value:
-        """True if the method without arguments returns the object True. `array` is the address of the argument."""
+        """True if the method without arguments returns True. `array` is the address of a pointer to the object."""
         one, no_names = self.value(1, INT64), self.null()
         return self.is_true_object(
             self.call("PyObject_VectorcallMethod", POINTER, self.context[name], array, one, no_names)

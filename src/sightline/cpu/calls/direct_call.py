@@ -73,7 +73,7 @@ class DirectCall(ArrayFunction):
         return direct.get()
 
     def run(self, entry: Value, layouts: Value, direct: Value, record: RecordCode) -> None:
-        """Write code that runs the call and returns its results. If the call fails, execution continues behind it."""
+        """Write code that runs the call and returns its results. If the call cannot run, the code goes on after it."""
         with self.if_then(record.exchange_busy(1) == 0):
             makers = self.call("PyTuple_GetItem", POINTER, direct, self.value(1, INT64))
             count = self.call("PyTuple_Size", INT64, makers)

@@ -1,6 +1,7 @@
 """The launch record: a table of addresses and lengths with which generated code runs a bound call.
 
-A bound call lacks only addresses of arrays, numbers of formulas and a seed; `calls.launcher` describes the record.
+A bound call lacks only addresses of arrays, numbers of formulas and a seed. Its tile ranges are the runs of key blocks
+that each block of queries processes. `calls.launcher` describes the record.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ class LaunchRecord:
     Parameters
     ----------
     call : the bound call
-    searches : True if each call searches for the blocks of keys that the mask allows; False to use those of the first
+    searches : True if each call searches for its tile ranges; False if each call uses those of the first call
     words : for direct calls, the 64-bit words of the call, with 0 for words that change; see `calls.direct_call`
     sources : for direct calls, the source of each of these words; see `RecordCode.write_words`
 
     Attributes
     ----------
     address : the address of the record
-    capacity : the most results of the search (tile ranges) for which the buffer has memory; 0 without a search
+    capacity : the most tile ranges for which the buffer has memory; 0 without a search
     """
 
     def __init__(self, call: BoundCall, searches: bool, words: Sequence[int] = (), sources: Sequence[int] = ()) -> None:

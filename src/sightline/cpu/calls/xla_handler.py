@@ -37,6 +37,7 @@ NAMES, VALUES = 32, 40  # in XLA_FFI_Attrs
 DATA = 24  # in XLA_FFI_Buffer
 EXTENSION_TYPE, METADATA, MAJOR, MINOR = 8, 24, 24, 28  # in XLA_FFI_Metadata_Extension and XLA_FFI_Metadata
 CREATE_ERROR = 48  # in XLA_FFI_Api
+ENDING = "attention was not computed, because Python is ending; call block_until_ready on its results before that"
 METADATA_TYPE = 1  # XLA_FFI_Extension_Metadata
 ERROR_BYTES, MESSAGE, CODE = 32, 16, 24  # of XLA_FFI_Error_Create_Args, and in it
 INTERNAL_ERROR = 13  # XLA_FFI_Error_Code_INTERNAL
@@ -65,7 +66,7 @@ class XlaHandler(Builder):
         self.copy_addresses(RESULTS, num_results, buffers.at(num_arguments * 8))
         text = self.frame.at(ATTRIBUTES + VALUES).load(POINTER).load(POINTER)  # the only attribute
         start, length = text.load(POINTER), text.at(8).load(INT64)
-        answer = Variable(self, POINTER, self.text("ending", "the interpreter is ending"))
+        answer = Variable(self, POINTER, self.text("ending", ENDING))
         add_to(self, NUM_CALLS, 1)
         with self.if_then(add_to(self, IS_CLOSED, 0) == 0):
             modes = self.exchange_modes(None)

@@ -1,7 +1,7 @@
 """Elementary functions on vectors: exp, exp2 and tanh.
 
-The functions share one range reduction. `render` takes all other functions from LLVM's intrinsics, which may call the C
-library once per lane.
+The functions share one range reduction. `render_llvm` takes all other functions from LLVM's intrinsics, which may call
+the C library once per lane.
 """
 
 from __future__ import annotations

@@ -94,13 +94,13 @@ class OperandTile:
                 interleave_rows(self.tiles, source, target, self.width, *strides, has_second)
 
     def is_far(self) -> Value:
-        """True if rows are at least two rows' lengths apart, or the numbers of a row are not adjacent."""
+        """True if rows are at least twice their length apart, or the numbers of a row are not adjacent."""
         if not self.has_unit_stride:
             return self.builder.value(True, BOOL)
         return (self.row_stride >= 2 * self.row_bytes) | (self.row_stride <= -2 * self.row_bytes)
 
     def prefetch_next(self, part: Value, parts: Value) -> None:
-        """Prefetch one of several parts of the rows after the tile, which `stage` may copy next.
+        """If this tile was copied, prefetch part number `part` (of `parts`) of the rows of the next tile.
 
         The hardware prefetcher does not foresee which rows a copy reads, because each row is in another page.
         """
@@ -174,7 +174,10 @@ def interleave_rows(
     element_stride: Any,
     has_second: Value,
 ) -> None:
-    """Copy two rows of bfloat16 to scratch as one row of pairs. The second row is 0 if `has_second` is false."""
+    """Copy two rows of bfloat16 to scratch as one row: pair c has both numbers of column c.
+
+    The second number is 0 if `has_second` is false.
+    """
     builder, lanes = tiles.builder, 2 * tiles.lanes
     stride = 2 if element_stride is None else element_stride
     step = builder.where(has_second, row_stride, 0)

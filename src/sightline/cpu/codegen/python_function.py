@@ -66,7 +66,7 @@ class PythonFunction(Builder):
             self.call("PyErr_Clear", VOID)
 
     def is_true(self, answer: Value) -> Value:
-        """Return an INT32: 1 if the object is true, 0 if not, −1 after an error. A reference to it is released."""
+        """Release a reference to the object. Return an INT32: 1 if the object is true, 0 if not, −1 after an error."""
         result = self.call("PyObject_IsTrue", INT32, answer)
         self.call("Py_DecRef", VOID, answer)
         return result

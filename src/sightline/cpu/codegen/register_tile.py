@@ -96,7 +96,7 @@ class RegisterTiles:
         return [rows[k & ~3 | (k & 1) << 1 | (k & 2) >> 1] for k in range(len(rows))]
 
     def for_each_row_group(self, count: Any, max_rows: int, write: Callable[[Value, int], None]) -> None:
-        """Build write(first, rows) for each group of `self.rows` rows, up to row `count` ≤ `max_rows`.
+        """Write a loop over groups of `self.rows` rows, up to row `count` ≤ `max_rows`; write(first, rows) is its body.
 
         If `max_rows` is no multiple of `self.rows`, the last group has the remaining rows.
         """

@@ -83,7 +83,6 @@ class TableExtremes:
         return self.rows * self.blocks * EXTREMES_BYTES
 
     def compute(self) -> None:
-        """Write the extremes of every block."""
         builder, size = self.builder, self.source.kind.itemsize
         with builder.loop(0, self.rows) as row:
             base, rest = builder.value(0, INT64), row
@@ -127,7 +126,8 @@ class TableExtremes:
     ) -> None:
         """Widen (low, high) by the entries in the ranges `ends` of this axis and of all later axes.
 
-        `row` numbers the table's rows in C order, as far as the earlier axes tell it; `base` is their offset in bytes.
+        `row` is the index, in C order, of the part of the table that the indices of earlier axes select. `base` is the
+        offset of this part in bytes.
         """
         first, last = ends[axis]
         if axis == len(ends) - 1:
@@ -228,7 +228,7 @@ class HiddenEntries(TableExtremes):
 
 
 class BoundsRenderer:
-    """Renders the interval of every node of some formulas in one function.
+    """Writes code that computes the interval (low, high) of every node of some formulas, in one function.
 
     Parameters
     ----------

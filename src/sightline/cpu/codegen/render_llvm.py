@@ -31,7 +31,7 @@ class TableSource:
 
 
 class Renderer:
-    """Renders one formula in one function.
+    """Writes the code of one formula in one function.
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Type:
-    """A type of LLVM, a scalar or a vector. Each type is one object.
+    """A type of LLVM, a scalar or a vector. Each type is one object, so that types are compared by `is`.
 
     Attributes
     ----------
@@ -293,7 +293,7 @@ class Value:
         return self.builder.compute(vector(POINTER, offset.type.lanes), text)
 
     def freeze(self) -> Value:
-        """Return this value. LLVM's analysis of a loop, slow if addresses depend on many instructions, stops here."""
+        """Return the same value. LLVM does not look past it, so that its analysis of loops takes less time."""
         return self.builder.compute(self.type, f"freeze {self.type} {self.name}")
 
     def load(self, kind: Type, align: int = 1) -> Value:

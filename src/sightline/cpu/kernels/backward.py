@@ -75,7 +75,7 @@ class Backward(SharedTiles, RecomputedWeights):
 
     # -- items ----------------------------------------------------------------------------------------------------
     def process_item(self, item: Value) -> None:
-        """Compute the gradients of an item: one split of the keys, in one batch and key head or in all."""
+        """Compute the gradients of an item: one split of the keys, in one or all batches and key heads."""
         builder, args = self.builder, self.args
         items_per_split = args.parallel_heads * args.parallel_batches
         self.split, index = item // items_per_split, item % items_per_split
@@ -121,7 +121,7 @@ class Backward(SharedTiles, RecomputedWeights):
     def prepare_block(self) -> None:
         """Copy a block's rows of Q and dO, as rows and transposed, and set the block's dQ to 0.
 
-        The copied rows are 0 if the block has no tile in the split. A NaN in the rows would reach dK and dV as 0 · NaN.
+        The copied rows are 0 if the block has no tile in the split. Otherwise NaN would reach dK and dV as 0 · NaN.
         """
         args, tiles = self.args, self.tiles
         self.o, self.do = args.head_address("output", self.b, self.h), args.head_address("d_output", self.b, self.h)
@@ -223,7 +223,6 @@ class Backward(SharedTiles, RecomputedWeights):
             self.args.nonfinite_flag.store(builder.value(1, INT64))
 
     def flag_nonfinite_key_gradients(self) -> None:
-        """Set `nonfinite_flag` if the split's rows of dK or dV contain NaN or ∞."""
         for rows, count in self.key_gradient_vectors():
             self.flag_nonfinite(rows, count)
 
@@ -391,7 +390,7 @@ class Backward(SharedTiles, RecomputedWeights):
     def prepare_derivatives(self) -> None:
         """Create the renderers of d score / d s, and of d score / d entry for the lookups whose tables need gradients.
 
-        The derivatives have the same lookups as the score, so the kernel knows their values from the score.
+        The derivatives have the same lookups as the score, and their values are known from the score.
         """
         score = self.formulas[1]
         self.table_gradients: list[TableGradientCode] = []

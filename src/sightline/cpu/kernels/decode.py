@@ -11,7 +11,7 @@ scores, and the scales of V multiply the weights. The inner loops then read code
 pairs of bfloat16, these codes become bfloat16, which is exact.
 
 The keys are divided into splits, in a way that only the problem determines. Threads process the splits one by one. The
-thread that finishes the last split of some rows merges the splits, always in the order of the keys, as `merge` does
+thread that finishes the last split of some rows merges the splits, always in the order of the keys
 (Dao et al., "Flash-Decoding", 2023). An output that is NaN or ∞ sets `nonfinite_flag`. The forward kernel, which
 ignores V at hidden keys, then computes the output instead.
 
@@ -269,7 +269,7 @@ class Decode(Block):
                 target.store(reduce_across_groups(vectors, group_lanes))
 
     def multiply_keys(self, queries: list[Value], first: Value, offsets: range) -> list[list[Variable]]:
-        """Return, for each key at `first` + offset, the sums over d of its products with the rows of Q, by lane."""
+        """Return, for each key `first` + offset, a vector per row of Q: Σ_d Q · K, not yet summed over the lanes."""
         builder, tiles, args = self.builder, self.tiles, self.args
         keys = [builder.minimum(first + k, self.num_keys - 1) for k in offsets]
         ahead = [self.values_ahead.at(self.visible_keys.row(key) * args.value_row_stride) for key in keys]
@@ -390,7 +390,7 @@ class Decode(Block):
         starts = [sum(widths[:group]) for group in range(len(widths))]
 
         def make_reader(group: int, width: int) -> Callable[[Value], list[Value]]:
-            """Return the function that loads row k of V in a group of vectors and prefetches the group's share of K."""
+            """Return a function that loads row k of V in one group of columns, and prefetches a share of K's rows."""
             key_row_bytes = self.key_format.row_bytes(self.spec.d_k)
             lines = range(group * CACHE_LINE_BYTES, key_row_bytes, CACHE_LINE_BYTES * len(starts))
             first = starts[group] * self.lanes

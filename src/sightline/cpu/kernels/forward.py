@@ -52,7 +52,6 @@ class Forward(SharedTiles):
         self.allocate_blocks(count, rows, [*variables, *self.fused_statistics.kept_variables()])
 
     def process_item(self, item: Value) -> None:
-        """Compute the outputs of the item's blocks."""
         builder = self.builder
         self.locate_item(item)
         with self.loop_blocks(is_new=True):
@@ -82,7 +81,7 @@ class Forward(SharedTiles):
     def attend(self, nan_safe: Value) -> None:
         """Run the softmax over the blocks' tiles. If `nan_safe`, V is ignored where weights are 0, even NaN and ∞.
 
-        The NaN-safe attempt runs only if an output of the first attempt has a NaN, so that finite inputs cost nothing.
+        The NaN-safe attempt runs only if an output of the first attempt has a NaN. It costs nothing for finite inputs.
         """
         builder = self.builder
         with self.loop_blocks(loads=True, stores=True):
@@ -147,7 +146,7 @@ class Forward(SharedTiles):
         self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, self.tiles.packed_length(self.spec.d_k), finish)
 
     def modify_scores(self, function: str, j0: Value) -> None:
-        """Call a function of the formulas, which replaces Sᵀ and each query's maximum."""
+        """Call a function of `kernels.score_functions`, which replaces Sᵀ and each query's maximum."""
         builder = self.builder
         positions = self.b, self.h, self.i0, j0, self.num_keys
         builder.call(function, VOID, builder.arguments[0], self.s_t, self.max_row, *positions)

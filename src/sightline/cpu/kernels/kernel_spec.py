@@ -80,7 +80,7 @@ def lanes_per_vector(dtype: str, machine: Machine) -> int:
 
 
 def min_decode_keys(n: int) -> int:
-    """Return the number of keys from which on the decoding kernel may serve n queries."""
+    """Return the smallest number of keys for which the decoding kernel may serve n queries."""
     return MIN_DECODE_KEYS[n - 1] if 0 < n <= MAX_FEW_QUERIES else MIN_KEYS_PER_SPLIT
 
 

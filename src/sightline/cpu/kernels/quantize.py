@@ -4,8 +4,8 @@
     float8_e4m3fn   scale = max |x| / 448             code = x / scale, rounded to a float of 8 bits
     int4            scale = (max x − min x) / 15      code = round((x − offset) / scale), offset = min x
 
-Scale and offset are first rounded as they are stored. Codes are rounded to the nearest, ties to even. `sums` receives
-Σ (x − x̂)² and Σ x² over the appended rows. A group with NaN or ∞ has a scale that is NaN, so all its numbers are NaN.
+Scale and offset are rounded to their storage type first. Codes are rounded to the nearest, ties to even. `sums` receives
+Σ (x − x̂)² and Σ x² of the appended rows. A group with NaN or ∞ has the scale NaN, so that all its numbers become NaN.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Quantize:
         self.lanes = machine.vector_bytes // FLOAT.itemsize
 
     def write(self, name: str) -> Module:
-        """Return the module with the function `name`."""
         self.builder = builder = Builder(Module(), name)
         self.args = args = LoadedArguments(builder, builder.arguments[0], FIELDS, ())
         width, filled = self.row_format.width, self.row_format.group if self.row_format.dtype == "int4" else 1

@@ -26,7 +26,7 @@ class RecomputedWeights(Block):
 
     @property
     def log_unit(self) -> float:
-        """The factor from nats to the base of the scores, 2 or e."""
+        """The factor that converts nats to the base of the scores, 2 or e."""
         return math.log2(math.e) if self.spec.is_base_2 else 1.0
 
     def load_lse(self, lane: Value) -> Value:

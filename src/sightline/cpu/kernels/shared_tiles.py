@@ -31,7 +31,8 @@ class SharedTiles(Block):
     Attributes
     ----------
     key, value : the operand tiles
-    g : the key head; `first_block`, `num_blocks` : the blocks, counted over all heads of the key head
+    g : the key head
+    first_block, num_blocks : the selected blocks, numbered over all heads of the key head
     block_number : the number of the block in `loop_blocks`, from 0 on
     """
 

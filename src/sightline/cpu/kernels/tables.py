@@ -1,9 +1,9 @@
 """Table lookups of a formula for a tile of pairs: the entries are read, or terms are added to table gradients.
 
 Vectors run along queries. Most tables are read by a gather. In t[..., i, j], however, entries are adjacent along keys,
-and each lane reads another row of the table; the rows often map to the same set of the first cache. The entries that a
-tile reads are therefore loaded along the rows and transposed once. The terms of a gradient of such a table
-are transposed back.
+and each lane reads another row of the table. These rows often map to the same set of the first-level cache. The entries
+that a tile reads are therefore loaded along the rows and transposed once. The terms of such a table's gradient are
+transposed back.
 """
 
 from __future__ import annotations

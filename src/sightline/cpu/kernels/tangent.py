@@ -64,7 +64,6 @@ class Tangent(RecomputedWeights):
 
     # -- a block of queries ---------------------------------------------------------------------------------------
     def process_item(self, item: Value) -> None:
-        """Compute the tangents of one block of queries of one head."""
         builder, args, tiles = self.builder, self.args, self.tiles
         head_index = item // args.query_blocks
         b, h = head_index // args.H, head_index % args.H

@@ -98,7 +98,7 @@ class TileSearch:
             address = address.at(extremes.num_bytes) if has_extremes else address
 
     def is_out_of_range(self) -> Value:
-        """True if a whole number that reads a table may be too large, or may be an index outside of its table."""
+        """True if an integer of `checked_nodes` may be too large, or an index may be outside of its table."""
         builder, args = self.builder, self.args
         box = self.box(**{name: (builder.value(0, INT64), args_length - 1) for name, args_length in self.lengths()})
         renderer = BoundsRenderer(builder, checked_nodes(self.formulas), self.extremes, args.numbers)
@@ -183,7 +183,7 @@ class TileSearch:
         self.close()
 
     def append(self, first: Value, last: Value, is_full: Value) -> None:
-        """Extend the open range by these tiles, or close it and open another one."""
+        """Add tiles to the open range, which is not stored yet. If they do not continue it, open a new range."""
         builder = self.builder
         continues = (self.open_last.get() == first) & ~(self.open_full.get() ^ is_full)
         with builder.if_then(~continues):
@@ -206,7 +206,7 @@ class TileSearch:
 def checked_nodes(formulas: Sequence[Expression]) -> list[Expression]:
     """Return the nodes whose bounds depend on a table or a number and must be checked before the kernel runs.
 
-    These are whole numbers, and lookups at an index that depends on a table or a number.
+    These are integers that depend on a table or a number, and lookups at such an index.
     """
     return [
         node

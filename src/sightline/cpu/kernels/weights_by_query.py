@@ -96,9 +96,10 @@ class TopKCode(StatisticCode):
                 self.insert(p, self.key_address(rank, v, self.pending_keys).load(self.index_vector), v)
 
     def select_candidates(self, exceeds: Value, s: Value, j: Value, v: int) -> None:
-        """Append the weights of one key that exceed `smallest` to the pending weights; raise `bound` to other scores.
+        """Append the weights of one key that exceed `smallest` to the pending weights.
 
-        Only lanes in which the score exceeds `bound` take part.
+        Only lanes in which the score exceeds `bound` take part. Where the weight is not appended, `bound` is raised to
+        the score.
         """
         builder, bound, smallest = self.builder, self.bound[v], self.smallest[v].get()
         p = self.kernel.compute_weight(s, v)

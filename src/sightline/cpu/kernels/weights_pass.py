@@ -5,9 +5,9 @@
 lse is represented as a sum of two numbers of the accumulator's type, so that rounding lse does not change the weights.
 There are three kernels. `WeightStatistics` (weights_statistics.py) computes received, pooled and top_k, in one pass if
 they are requested together. A `StatisticCode` writes each of these three (weights_by_key.py, weights_by_query.py).
-`WeightTiles` (weights_tiles.py) writes the weights themselves, and `WeightSums` their sums over heads or batches. Only
-one work item writes a number of an output, in an order that the problem determines. So results are the same for any
-number of threads.
+`WeightTiles` (weights_tiles.py) writes the weights themselves, and `WeightSums` their sums over heads or batches. Each
+number of an output is written by one work item, in an order that the problem determines. So results are the same for
+any number of threads.
 
 The kernels do not treat NaN and ∞. If a visible score is NaN or +∞, lse is too, and the caller uses the kernel
 `Streaming` instead. Hidden scores have no effect, since full tile ranges contain no hidden pair.

@@ -118,7 +118,7 @@ class KernelArguments:
 
 
 def output_strides(problem: Problem) -> dict[str, int]:
-    """Return the strides of the output in bytes, by field. In memory, its axes have the order of the query's axes."""
+    """Return the strides of the output in bytes, by field. They follow the query; see `has_heads_in_rows`."""
     row = problem.d_v * itemsize(problem.dtype)
     batch = problem.H * problem.n * row
     head, position = (row, problem.H * row) if has_heads_in_rows(problem.query) else (problem.n * row, row)
@@ -146,7 +146,7 @@ def operand_fields(name: str, array: Any, keep_alive: list[Any]) -> dict[str, in
 def prepare(
     kernel: str, problem: Problem, processor: Processor, extra_formulas: Sequence[Expression] = (), **more: Any
 ) -> tuple[KernelArguments, KernelSpec]:
-    """Return a kernel's arguments and spec. Its blocks of queries have no more vectors than the queries fill."""
+    """Return a kernel's arguments and spec, with blocks of queries that are no larger than the problem needs."""
     machine = machine_for(processor, problem.dtype)
     lanes = lanes_per_vector(problem.dtype, machine)
     machine = machine.narrow_tile(-(-problem.n // lanes))

@@ -2,8 +2,8 @@
 
 The bound arguments follow from the structure of the call: shapes, strides, dtypes, and formulas without their tables
 and numbers. So a repeated call needs no planning. The tile ranges of the first call are bound too: the blocks of keys
-that each block of queries processes. Generated code searches for new tile ranges if the mask reads a table, or if its
-numbers differ from the first call. `sightline.dispatch.call_cache` decides which calls may share a bound call.
+that each block of queries processes. Generated code searches for new tile ranges if the mask reads a table, or if the
+formulas have other numbers than in the first call. `dispatch.call_cache` decides which calls share a bound call.
 """
 
 from __future__ import annotations

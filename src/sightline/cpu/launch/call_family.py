@@ -1,4 +1,4 @@
-"""Bound calls for other lengths and strides: a decoding loop has another number of keys at each step.
+"""Bound calls (calls prepared for repetition) for other lengths: a decoding loop has more keys at each step.
 
 The code of a kernel does not depend on the lengths n and m, on strides, or on the lengths of tables. So the call of one
 problem can be bound again for arrays with other lengths, without the checks and the planning of a new problem. The new

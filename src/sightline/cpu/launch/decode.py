@@ -63,7 +63,7 @@ def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = 
 def decode(
     problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: CpuFusedStatistics
 ) -> BoundDecode | None:
-    """Fill output, lse and the arrays of the fused statistics, and return the bound call.
+    """Fill output, lse and the arrays of the statistics `fused`, and return the call for repetition.
 
     The result is None if an output is NaN or ∞. The forward kernel must then compute the problem.
     """

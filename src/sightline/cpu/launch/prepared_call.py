@@ -185,7 +185,7 @@ class PreparedCall:
             self.direct = None if record is None else (record.address, self.makers, record)
 
     def find_places(self) -> list[int]:
-        """Return where `run` finds each word among operands, tables, numbers, results and computed fields."""
+        """Return the index of each word in the tuple of `run`: operands, tables, numbers, results, computed fields."""
         inputs, operands = self.inputs, len(self.operands)
         first_number = operands + len(inputs.tables)
         first_result = first_number + len(inputs.numbers)

@@ -1,4 +1,4 @@
-"""The computation of statistics: fused with the forward pass, by a second pass over the weights, or by streaming."""
+"""The computation of statistics: fused with the forward pass, by a second pass over the weights, or by `Streaming`."""
 
 from __future__ import annotations
 

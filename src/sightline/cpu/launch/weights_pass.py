@@ -214,7 +214,7 @@ class Grid:
 
     @classmethod
     def of(cls, arguments: KernelArguments, statistics: Sequence[Statistic]) -> Grid:
-        """Return the grid of a pass with these statistics. The keys have several splits only if all are received."""
+        """Return the grid of a pass with these statistics. The keys have several splits only if each is received."""
         problem, block = arguments.problem, arguments.query_block
         cells = next((x for x in statistics if isinstance(x, Pooled)), None)
         queries, keys = (cells and cells.within) or ((0, problem.n), (0, problem.m))
@@ -235,7 +235,6 @@ class Grid:
         return self.problem.B * self.problem.H * self.num_ranges * self.num_splits
 
     def fields(self) -> dict[str, int]:
-        """Return the values of the kernel's fields."""
         names = "range_size", "num_ranges", "split_size", "num_splits", "rows", "columns"
         return {name: getattr(self, name) for name in names} | {
             "first_query": self.queries[0],
@@ -375,7 +374,7 @@ def _bind_weight_sums(problem: Problem, mean: Mean, indices: tuple[int, ...], pr
 
 
 def _block_fields(arguments: KernelArguments, matrices: int) -> dict[str, int]:
-    """Return the fields of a pass whose items are the blocks of queries of so many matrices."""
+    """Return the fields of a pass that has an item for each block of queries of each of `matrices` matrices."""
     n = arguments.problem.n
     blocks = -(-n // arguments.query_block)
     return {"items": matrices * blocks, "first_query": 0, "last_query": n, "query_blocks": blocks}

@@ -103,7 +103,7 @@ _cache = KernelCache()
 
 
 class Part(NamedTuple):
-    """A part that many kernels have in common. The fields are those parameters of `get_or_compile` for the part."""
+    """A part that many kernels have in common. Its fields have the meaning of the parameters of `get_or_compile`."""
 
     key: str
     build_module: Callable[[], Any]

@@ -143,7 +143,7 @@ def source_hash() -> str:
     files = find_sources(package, "cpu", "formula", "reference/dropout.py")
     for file in files:
         if file.stat().st_mtime > IMPORT_TIME:
-            raise UntrustedError(f"{file} changed after it was imported")
+            raise UntrustedError(f"{file} changed after it was imported; start Python again")
     return hash_sources(package, files)
 
 
@@ -170,7 +170,7 @@ def _kernel_files(folder: PrivateFolder) -> Iterator[tuple[str, os.stat_result]]
 
 
 def _evict(folder: PrivateFolder, written: int) -> None:
-    """If the folder is larger than `MAX_FOLDER_BYTES`, delete the least recently used kernels until ¾ of it are left.
+    """If the folder is larger than `MAX_FOLDER_BYTES`, delete the least recently used kernels, down to ¾ of this limit.
 
     Abandoned partial files are deleted too. `written` is the size of a new file. The folder's size is measured at the
     first write of this process, and again when the new files may have filled the rest of `MAX_FOLDER_BYTES`.

@@ -91,7 +91,7 @@ class Machine:
 
     @cached_property
     def has_half_conversion(self) -> bool:
-        """True if instructions convert float16 to float32 and back. Otherwise LLVM calls a function for each number."""
+        """True if instructions convert float16 to float32 and back. Else `FloatFormat` uses integer operations."""
         return self.architecture == "aarch64" or not self.feature_set.isdisjoint({"f16c", "avx512f"})
 
     @cached_property

@@ -57,7 +57,6 @@ class PrivateFolder:
         return found
 
     def touch(self, name: str) -> None:
-        """Set a file's time of modification to now."""
         os.utime(self._find(name), dir_fd=self.descriptor)
 
     def replace(self, source: str, target: str) -> None:
@@ -127,7 +126,7 @@ def _check_home(path: Path) -> None:
     home = Path(os.path.realpath(os.path.expanduser("~")))
     if home not in path.parents:
         raise UntrustedError(
-            f"this system does not report who may write to {path}; choose a folder inside your home folder, {home}"
+            f"this system does not tell who may write to {path}; set SIGHTLINE_CACHE to a folder inside {home}"
         )
 
 

@@ -29,12 +29,12 @@ def python_library() -> Any:
 
 
 def make_function(address: int, name: str, context: Any, keep_alive: Any) -> Callable[..., Any]:
-    """Return the function at the address as a function of Python.
+    """Return a Python function that calls the machine code at the address.
 
     Parameters
     ----------
     address : address of `PyObject *function(PyObject *self, PyObject **arguments, Py_ssize_t count)`
-    name : its name in messages
+    name : the name of the Python function
     context : a NumPy array, whose address is in the capsule `self`
     keep_alive : the objects that the context points to; never freed, since Python may call the function until it ends
     """

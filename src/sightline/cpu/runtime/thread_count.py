@@ -68,7 +68,7 @@ def resolve_thread_count(requested: int | None = None) -> tuple[int, str]:
     """Return the number of threads to use, and the name of the setting that determines the number.
 
     The first available setting applies: the argument, the innermost `with threads(...)`, SIGHTLINE_THREADS,
-    `torch.get_num_threads()` if torch is loaded, the processors and processor time this process may use.
+    `torch.get_num_threads()` if torch is loaded, `available_processors()`.
 
     Raises
     ------

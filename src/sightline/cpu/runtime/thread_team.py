@@ -92,7 +92,7 @@ class Pool:
         return min(helpers, len(self.threads))
 
     def _serve(self) -> None:
-        """Serve calls. The interpreter does not wait for this thread when it ends."""
+        """Serve calls. The interpreter does not wait for this thread when the process ends."""
         while True:
             self._help(self.calls.get())
 
@@ -131,7 +131,7 @@ class Teams:
 
 
 def _is_forked_process() -> bool:
-    """True if multiprocessing forked this process before this module was imported and set its fork hook."""
+    """True if multiprocessing forked this process before this module was imported, so that no fork hook has run."""
     processes = sys.modules.get("multiprocessing.process")
     if processes is None or processes.parent_process() is None:
         return False
