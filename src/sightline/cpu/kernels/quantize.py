@@ -4,7 +4,7 @@
     float8_e4m3fn   scale = max |x| / 448             code = x / scale, rounded to a float of 8 bits
     int4            scale = (max x − min x) / 15      code = round((x − offset) / scale), offset = min x
 
-Scale and offset are rounded to their storage type first. Codes are rounded to the nearest, ties to even. `sums` receives
+Scale and offset are rounded to their storage type first. Codes are rounded to the nearest, ties to even. `sums` gets
 Σ (x − x̂)² and Σ x² of the appended rows. A group with NaN or ∞ has the scale NaN, so that all its numbers become NaN.
 """
 

@@ -32,7 +32,7 @@ class VisibleKeys:
         self.decode, self.builder = decode, decode.builder
         self.has_mask = decode.spec.mask is not None
         if self.has_mask:
-            # the rows of a partial tile that are seen, after them numbers of other rows; and all rows
+            # `seen` has the rows of a partial tile that are seen, and then other row numbers; `all` has every row
             self.seen, self.all = (decode.tiles.scratch(KEY_BLOCK * ROW_BYTES) for _ in range(2))
             self.marks = decode.tiles.scratch(KEY_BLOCK * ROW_BYTES)  # 1 for a row that is seen, else 0
             with self.builder.loop(0, KEY_BLOCK) as key:

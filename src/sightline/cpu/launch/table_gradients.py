@@ -18,7 +18,7 @@ class TableGradient:
 
     node_index: int  # index of the lookup in the score's `walk`
     slot: int  # index of the table in Problem.tables
-    # True if every entry of the table belongs to one key, as in t[h, i, j], so that one split of the keys writes it
+    # True if each entry of the table belongs to one key, as in t[h, i, j]: only one split of the keys writes the entry
     is_per_key: bool
     is_per_head: bool  # True if every entry of the table belongs to one query head, as in t[h, j]
 
