@@ -69,7 +69,7 @@ class Builder:
         self.variables: dict[str, Value] = {}  # the variables that the basic block has read or set, by slot
 
     def finish(self, result: Value | None = None) -> None:
-        """End the function with its result."""
+        """End the function with its result, and add the function to the module."""
         self.return_(result)
         self.module.functions[self.name] = "\n".join([self.head, *self.slots, *self.lines, "}"])
 
@@ -167,7 +167,7 @@ class Builder:
         return Value(self, VOID, "")
 
     def call_intrinsic(self, name: str, *values: Any) -> Value:
-        """Call the intrinsic llvm.`name` of operands that share one type."""
+        """Call LLVM's intrinsic `name`. Numbers and scalars take the type of the widest operand."""
         kind = max((v.type for v in values if isinstance(v, Value)), key=lambda kind: kind.lanes)
         inputs = [self.value(v, kind).broadcast(kind.lanes) for v in values]
         return self.call(f"llvm.{name}.{intrinsic_suffix(kind)}", kind, *inputs)

@@ -27,7 +27,7 @@ class PackedFormat:
         return self.rows.row_bytes
 
     def load_column(self, row: Value, column: Any, lanes: int = 1) -> Value:
-        """Load `lanes` numbers of a row from a column on, which is a multiple of `lanes`; see `load_columns`."""
+        """Load `lanes` numbers of a row from `column` on, a multiple of `lanes`; see `load_columns`."""
         return next(self.load_columns(row, column, 1, lanes))
 
     def load_columns(

@@ -236,7 +236,7 @@ class Decode(Block):
                     format.copy_scales(row, scratch.at((key + k) * (format.num_scales * self.tiles.itemsize)))
 
     def multiply_by_scales(self, name: str, numbers: Value, v: int) -> Value:
-        """Return the numbers of vector `v` of a tile's keys times the scales of rows with one scale."""
+        """Return the numbers times the scales of the keys in vector `v`; unchanged unless a row has one scale."""
         format = self.key_format if name == "key" else self.value_format
         if not (isinstance(format, PackedFormat) and format.has_row_scale):
             return numbers

@@ -66,7 +66,7 @@ class FusedStatisticsCode:
             self.update_max_score(j0, factor)
 
     def update_max_score(self, j0: Value, factor: Value) -> None:
-        """Update the maximum score and its first key; search the tile only if its maximum is larger."""
+        """Update the maximum score and its first key. A tile is searched only if it has a larger maximum."""
         block = self.block
         builder = block.builder
         for v in block.vectors:

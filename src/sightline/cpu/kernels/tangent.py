@@ -4,8 +4,8 @@ For a block of queries i and a tile of keys j, with the scale c, the tangents Q�
 
     Sᵀ[j][i] = Σ_d K[j][d] · Qᵀ[d][i]            P  = 2^(Sᵀ − lse), 0 where hidden
     ṡᵀ[j][i] = c · Σ_d (K[j][d] · Q̇ᵀ[d][i] + K̇[j][d] · Qᵀ[d][i])
-    D  = P ∘ (d score / d s · ṡ + the score's derivative in the direction of its tables)
-    μᵢ = Σ_j D[j][i]                              the tangent of lse
+    D  = P ∘ (d score / d s · ṡ + the score's derivative in the direction of its tables' tangents)
+    μᵢ = Σ_j D[j][i] + the sinks' part            the tangent of lse
     Tᵀ[d][i] += Σ_j (V[j][d] · D[j][i] + V̇[j][d] · P[j][i])        at the end Ȯ = T − μ ∘ O
 
 Dropout multiplies D and P in T, but not D in μ. Products with a tangent that is 0 are left out of the code. A work item

@@ -129,7 +129,7 @@ class TileSearch:
 
     # -- the search ------------------------------------------------------------------------------------------------
     def search(self) -> None:
-        """Write the tile ranges of every row: one batch, one head, one block of queries."""
+        """Write the tile ranges of every row: a batch, a head or group of heads, and a block of queries."""
         builder, args = self.builder, self.args
         query_blocks = (args.n + (args.query_block - 1)) // args.query_block
         top = Variable(builder, INT64, 1)  # the smallest power of two that is at least the number of key blocks

@@ -40,7 +40,7 @@ class VisibleKeys:
                     target.at(key * ROW_BYTES).store(key)
 
     def select(self, j0: Value, partial: Value) -> None:
-        """Select the rows of the tile at j0."""
+        """Find the rows that are read of the tile at j0, and set `count` and `rows`."""
         builder = self.builder
         self.count = builder.minimum(self.decode.args.m - j0, KEY_BLOCK)
         if not self.has_mask:
@@ -56,7 +56,7 @@ class VisibleKeys:
         self.rows, self.count = builder.where(partial, self.seen, self.all), count.get()
 
     def mark_rows(self, j0: Value) -> None:
-        """Mark the rows that a query row of the item sees."""
+        """Set `marks` to 1 for each row of the tile that a query row of the item sees, else to 0."""
         builder, decode = self.builder, self.decode
         kind = vector(INT64, decode.lanes)
         marks = [Variable(builder, kind, 0) for _ in range(KEY_BLOCK // decode.lanes)]

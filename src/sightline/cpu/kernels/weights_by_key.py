@@ -95,7 +95,7 @@ class PooledCode(StatisticCode):
         self.clear_from(0)
 
     def clear_from(self, column: Any) -> None:
-        """Keep columns from this one on in scratch, and set their cells to 0."""
+        """Let the scratch hold the columns from `column` on, and set their cells to 0."""
         builder, tiles = self.builder, self.tiles
         self.first_column.set(column)
         with builder.loop(0, self.num_columns * 2) as row:

@@ -126,7 +126,7 @@ class PreparedCall:
         self.can_be_direct = can_be_direct and fits and not any(inputs.converters)
 
     def copy(self, num_keys: int) -> PreparedCall:
-        """Return a copy of the call for `num_keys` keys. The copy counts its own runs, and shares no record."""
+        """Return a copy of the call for `num_keys` keys. The copy counts its own runs, and makes its own record."""
         return self.rebind(self.call, self.makers, num_keys)
 
     def rebind(self, call: BoundCall, makers: Sequence[Callable[[], Any]], num_keys: int) -> PreparedCall:

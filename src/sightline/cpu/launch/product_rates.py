@@ -22,7 +22,7 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def machine_for(processor: Processor, dtype: str) -> Machine:
-    """Return the machine that kernels of this dtype are written for, without the dot product if it is slow."""
+    """Return the machine that kernels of this dtype are written for; for bfloat16, without a slow dot product."""
     machine = processor.machine
     if dtype == "bfloat16" and processor is HOST and machine.has_bf16_dot and prefers_widening(machine):
         return machine.without_bf16_dot

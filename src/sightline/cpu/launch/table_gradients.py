@@ -24,11 +24,11 @@ class TableGradient:
 
 
 def find_table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterator[TableGradient]:
-    """Yield the gradient of each lookup of the score whose table is among `wanted_tables`."""
+    """Yield a description of each lookup of the score whose table is among `wanted_tables`."""
     lookups = find_learned_lookups(problem, wanted_tables)
 
     def is_indexed_by(slot: int, name: str, length: int) -> bool:
-        """True if all lookups of the table have the symbol itself as the index of the same axis.
+        """True if the symbol `name` itself is the index of one axis, the same in all lookups of the table.
 
         An axis shorter than the symbol's range is not accepted: at hidden pairs, indices past the end of the axis are
         clamped to the last entry, so that several threads may write that entry.

@@ -162,7 +162,7 @@ def _can_join(statistic: Statistic, others: Sequence[Statistic]) -> bool:
 
 
 def _bind(problem: Problem, statistics: Sequence[Statistic], indices: tuple[int, ...], processor: Processor) -> Bound:
-    """Return the bound weights pass of statistics that can share one."""
+    """Return the weights pass that computes all these statistics, and its arguments."""
     first = statistics[0]
     if isinstance(first, Weights):
         return _bind_weights(problem, indices, processor)

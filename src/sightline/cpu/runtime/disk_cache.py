@@ -75,7 +75,7 @@ def file_name(identity: str) -> str | None:
 
 
 def read(name: str) -> bytes | None:
-    """Return the code stored under this file name; None if it is missing, damaged or not trusted."""
+    """Return the code stored under this file name; None if the file is missing, damaged or not trusted."""
     try:
         with open_private_folder(cache_folder(), create=False) as folder:
             content = _read_file(name, folder)

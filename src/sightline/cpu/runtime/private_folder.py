@@ -60,7 +60,7 @@ class PrivateFolder:
         os.utime(self._find(name), dir_fd=self.descriptor)
 
     def replace(self, source: str, target: str) -> None:
-        """Give the file `source` the name `target`, whose file is replaced.
+        """Rename the file `source` to `target`. An older file `target` is replaced.
 
         Windows replaces no file that another process has open. The old file `target` then stays, and the file `source`
         is deleted.
