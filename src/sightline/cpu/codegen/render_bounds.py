@@ -233,7 +233,7 @@ class BoundsRenderer:
     Parameters
     ----------
     extremes : the `TableExtremes` of each table, by id of the table
-    numbers : the numbers of the formulas' parameters, by slot
+    numbers : the numbers of the formulas' parameters, by `Parameter.slot`
     """
 
     def __init__(

@@ -44,9 +44,9 @@ class Backward(SharedTiles, RecomputedWeights):
     """Write the backward kernel into a module.
 
     `spec.roles` gives the role of each extra formula: statistics add the formula to dP ("weights") or to the gradient
-    of the final score ("scores"). `spec.table_gradients` lists the lookups of the score whose tables need gradients:
-    (index of the lookup in `walk`, slot of its table, True if a single split of the keys writes each entry). The sums
-    of these gradients follow the tables among the arguments: address, and bytes from one split's sums to the next.
+    of the score after the score formula ("scores"). `spec.table_gradients` lists the lookups whose tables need
+    gradients: (index of the lookup in `walk(score)`, slot of its table, True if only one split of the keys writes each
+    entry). The sums of these gradients follow the tables among the arguments: address, and bytes from split to split.
     """
 
     fields = BACKWARD_FIELDS
@@ -136,7 +136,7 @@ class Backward(SharedTiles, RecomputedWeights):
 
     # -- rows of the block ----------------------------------------------------------------------------------------
     def allocate_block_rows(self, width: int) -> Value:
-        """Allocate scratch with a row per query (if factors are pairs, per two queries), padded to whole vectors."""
+        """Allocate scratch with a row per query (with bfloat16 pairs, per two queries), padded to whole vectors."""
         return self.tiles.scratch(self.max_blocks * self.block_rows_bytes(width))
 
     def block_rows_bytes(self, width: int) -> int:
@@ -171,7 +171,7 @@ class Backward(SharedTiles, RecomputedWeights):
             self.delta[v].set(tiles.load(self.delta_matrix, 0, v))
 
     def copy_rows(self, source: Value, name: str, is_contiguous: bool, width: int, target: Value) -> None:
-        """Copy the queries' rows, padded with 0 to whole vectors. If factors are pairs, join two queries' rows."""
+        """Copy the queries' rows, padded with 0 to whole vectors. With bfloat16 pairs, join two queries' rows."""
         builder, args, tiles = self.builder, self.args, self.tiles
         row_stride = getattr(args, f"{name}_row_stride")
         step = None if is_contiguous else getattr(args, f"{name}_column_stride")
@@ -311,7 +311,7 @@ class Backward(SharedTiles, RecomputedWeights):
             table_gradient.store(j0)
 
     def evaluate_statistic_gradients(self, p: Value, key: Value, v: int, rows: list[NodeValues]) -> dict[str, Value]:
-        """Return by role what statistics add to dP ("weights") and to the gradient of the final score ("scores")."""
+        """Return by role what statistics add to dP ("weights"), and to the gradient of `final_score` ("scores")."""
         gradients: dict[str, Value] = {}
         for f, role in enumerate(self.spec.roles, start=2):
             renderer = self.renderers[f]
@@ -324,7 +324,7 @@ class Backward(SharedTiles, RecomputedWeights):
     def compute_score_gradient(self, p: Value, dp: Value, extra: Value | None, key: Value, v: int) -> Value:
         """Return dS, which includes the scale, of the pairs that `compute_weight` evaluated last.
 
-        `extra` is added to the gradient of the final score.
+        `extra` is added to the gradient of the score after the score formula.
         """
         builder = self.builder
         scale, delta = self.args.scale.to(self.float), self.delta[v].get()
@@ -388,7 +388,7 @@ class Backward(SharedTiles, RecomputedWeights):
 
     # -- tables ---------------------------------------------------------------------------------------------------
     def prepare_derivatives(self) -> None:
-        """Create the renderers of d score / d s, and of d score / d entry for the lookups whose tables need gradients.
+        """Create the `Renderer` of d score / d s, and of d score / d entry for lookups whose tables need gradients.
 
         The derivatives have the same lookups as the score, and their values are known from the score.
         """

@@ -142,7 +142,7 @@ class Block:
     def allocate_operand(
         self, operand_index: int, needs_rows: bool, needs_columns: bool, copies_far_rows: bool = False
     ) -> OperandTile:
-        """Allocate the operand tile of K (index 1) or V (index 2)."""
+        """Return the tile of rows of K (index 1) or V (index 2)."""
         width = (self.spec.d_k, self.spec.d_k, self.spec.d_v)[operand_index]
         unit_stride = self.spec.unit_stride[operand_index]
         format = self.value_format if operand_index == 2 else self.key_format
@@ -268,7 +268,7 @@ class Block:
 
     # -- formulas -------------------------------------------------------------------------------------------------
     def prepare_formulas(self) -> None:
-        """Create the renderer of every formula, and the code of its lookups t[..., i, j] (`TileTables`)."""
+        """Create the `Renderer` of every formula, and the code of its lookups t[..., i, j] (`TileTables`)."""
         own = range(len(self.formulas))[self.own_formulas]
         formulas = [formula if index in own else None for index, formula in enumerate(self.formulas)]
         sources = [
@@ -285,7 +285,7 @@ class Block:
         self.tile_tables = [TileTables(self, index, renderer, lookups) for index, (renderer, lookups) in parts]
 
     def make_renderer(self, formula: Expression, floats: Any, clamped: tuple[tuple[int, int], ...]) -> Renderer:
-        """Return the renderer of a formula whose floats have the given type."""
+        """Return the object that writes the code of a formula. Its floats have the type `floats`."""
         return Renderer(self.builder, formula, floats, self.integer, self.sources, clamped, self.args.numbers)
 
     def evaluate_block(self) -> None:
@@ -318,8 +318,8 @@ class Block:
     def logits(self, key: Value, j0: Value, masked: bool) -> Iterator[tuple[int, Value, Value | None]]:
         """Yield (v, S, condition of the mask) for one key and every vector v of queries.
 
-        S is the final score, or Q · K without the scale if there is no score formula. The condition is None if
-        there is no mask or `masked` is False.
+        S is the result of the score formula. If there is no formula, S is Q · K without the scale. The condition is
+        None if there is no mask or `masked` is False.
         """
         mask, score = self.renderers[:2]
         j = (j0 + key).to(self.integer)

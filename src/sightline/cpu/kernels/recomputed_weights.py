@@ -19,7 +19,7 @@ class RecomputedWeights(Block):
     lse : for each vector of queries, lse in base 2 or e like the scores; ∞ past the last query, so that P is 0
     pair_symbols : the values of the symbols, by name, for the pairs that `compute_weight` evaluated last
     score_values : for these pairs, the values of the score formula's nodes, by node id; not set without a formula
-    final_score : for these pairs, the final scores in nats
+    final_score : for these pairs, the scores after the score formula, in nats
     """
 
     lse: list[Variable]

@@ -30,7 +30,7 @@ class SharedTiles(Block):
 
     Attributes
     ----------
-    key, value : the operand tiles
+    key, value : the tiles of rows of K and V
     g : the key head
     first_block, num_blocks : the selected blocks, numbered over all heads of the key head
     block_number : the number of the block in `loop_blocks`, from 0 on
@@ -91,7 +91,7 @@ class SharedTiles(Block):
 
     @contextmanager
     def loop_shared_tiles(self, first: Any, last: Any, operands: Sequence[OperandTile]) -> Iterator[Value]:
-        """Write a loop over the tiles `first` <= tile < `last` that any block needs, and stage the operands.
+        """Write a loop over the tiles `first` <= tile < `last` that any block needs; select each tile's rows of K and V.
 
         Yields the index of the tile's first key. The body visits the blocks by `loop_blocks`, and `is_at(j0)` tells
         whether a block needs the tile.

@@ -31,7 +31,7 @@ class TileTables:
     Parameters
     ----------
     formula : 0 for the mask, 1 for the score, 2 and more for the extra formulas
-    lookups : the lookups' indices in the formula's `walk`
+    lookups : the lookups' indices in `walk(formula)`, the list of the formula's nodes
     """
 
     def __init__(self, block: Block, formula: int, renderer: Renderer | None, lookups: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ class TableGradientCode:
     Parameters
     ----------
     sums : address of the gradient, and the bytes from one split's sums to the next split's
-    node_index : the lookup's index in the score's `walk`
+    node_index : the lookup's index in `walk(score)`, the list of the score's nodes
     slot : the table's slot among the tables of the kernel
     is_per_key : True if a single split of the keys adds to each entry. The sums have the accumulator's type if
         `is_per_key` is true, else float64.

@@ -57,7 +57,7 @@ class Tangent(RecomputedWeights):
         self.slope = None if score is None else self.make_renderer(derivative(score), self.float, ())
 
     def allocate_tangent(self, name: str, width: int, needs_rows: bool) -> OperandTile | None:
-        """Allocate the operand tile of the tangent of K or V; return None if the tangent is 0."""
+        """Return the tile of rows of the tangent of K or V; None if the tangent is 0."""
         if name not in self.spec.roles:
             return None
         return OperandTile(self.tiles, self.format, width, True, KEY_BLOCK, needs_rows, not needs_rows)

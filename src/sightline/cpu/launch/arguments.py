@@ -32,8 +32,8 @@ class KernelArguments:
     """The inputs of a kernel's argument block: a problem's arrays in the form the kernel reads, and its tile ranges.
 
     A tile range is a run of key blocks that a block of `query_block` queries must process. `group` adjacent heads share
-    tile ranges. `extra_formulas` are formulas besides mask and score. They may read b, h, i, j and s, the final score.
-    Their tables come after the tables of mask and score.
+    tile ranges. `extra_formulas` are formulas besides mask and score. They may read b, h, i, j, and as s the score after
+    the score formula. Their tables come after the tables of mask and score.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ def zeros(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
 
 
 def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield, for each formula, the `walk` indices of its lookups t[..., i, j] with entries adjacent along j."""
+    """Yield, for each formula, the indices in `walk(formula)` of lookups t[..., i, j] with entries adjacent along j."""
 
     def is_tile_lookup(node: Lookup) -> bool:
         array, indices = arguments.tables[cast(TableParameter, node.table).slot], node.arguments

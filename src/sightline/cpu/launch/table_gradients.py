@@ -16,7 +16,7 @@ from ...problem.problem import Problem
 class TableGradient:
     """A lookup of the score whose table needs a gradient."""
 
-    node_index: int  # index of the lookup in the score's `walk`
+    node_index: int  # index of the lookup in `walk(score)`
     slot: int  # index of the table in Problem.tables
     # True if each entry of the table belongs to one key, as in t[h, i, j]: only one split of the keys writes the entry
     is_per_key: bool
