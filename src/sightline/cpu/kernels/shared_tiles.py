@@ -91,7 +91,7 @@ class SharedTiles(Block):
 
     @contextmanager
     def loop_shared_tiles(self, first: Any, last: Any, operands: Sequence[OperandTile]) -> Iterator[Value]:
-        """Write a loop over the tiles `first` <= tile < `last` that any block needs; select each tile's rows of K and V.
+        """Write a loop over the tiles `first` <= tile < `last` that any block needs; select the tile's rows of K and V.
 
         Yields the index of the tile's first key. The body visits the blocks by `loop_blocks`, and `is_at(j0)` tells
         whether a block needs the tile.

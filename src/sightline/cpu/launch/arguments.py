@@ -32,7 +32,7 @@ class KernelArguments:
     """The inputs of a kernel's argument block: a problem's arrays in the form the kernel reads, and its tile ranges.
 
     A tile range is a run of key blocks that a block of `query_block` queries must process. `group` adjacent heads share
-    tile ranges. `extra_formulas` are formulas besides mask and score. They may read b, h, i, j, and as s the score after
+    tile ranges. `extra_formulas` are formulas besides mask and score. They may read b, h, i, j, and s: the score after
     the score formula. Their tables come after the tables of mask and score.
     """
 
