@@ -128,7 +128,6 @@ class XlaHandler(Builder):
         return None
 
     def make_error(self, message: Value) -> Value:
-        """Return XLA's error object with this message."""
         block = self.alloca_array(INT64, ERROR_BYTES // 8)
         for offset in range(0, ERROR_BYTES, 8):
             block.at(offset).store(self.value(ERROR_BYTES if offset == 0 else 0, INT64))

@@ -22,7 +22,7 @@ from .values import DOUBLE, INT64, POINTER, Value
 
 
 def _operand_fields(name: str) -> dict[str, Any]:
-    """Return the argument fields of an array (*batch_shape, heads, rows, columns). Offsets and strides are in bytes.
+    """Return the fields (name: type) of an array (*batch_shape, heads, rows, columns); offsets, strides in bytes.
 
     The field `_batch_offsets` points to one offset per batch, so that the batch axes may have any strides.
     """

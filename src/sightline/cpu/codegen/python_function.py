@@ -53,7 +53,7 @@ class PythonFunction(Builder):
             self.return_none()
 
     def return_null_if(self, condition: Value) -> None:
-        """Return with Python's error, which is set already."""
+        """If the condition is true, return null. Python then raises the error that is set already."""
         with self.if_then(condition):
             self.return_(self.null())
 

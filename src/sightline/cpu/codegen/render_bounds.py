@@ -79,7 +79,6 @@ class TableExtremes:
 
     @property
     def num_bytes(self) -> Value:
-        """The size of the extremes in memory."""
         return self.rows * self.blocks * EXTREMES_BYTES
 
     def compute(self) -> None:

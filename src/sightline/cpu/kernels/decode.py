@@ -1,8 +1,9 @@
 """The decoding kernel: few queries against many keys, limited by the bandwidth of reading K and V once.
 
-The query heads that share a key head are rows of one small matrix, so that K and V are read once for all of them. Here
-vectors run along d. A score is a sum over lanes, computed for many keys at once by a tree of shuffles. A weight is
-broadcast and multiplies a row of V. Narrow floats and codes are widened in registers.
+The query heads that share a key head are rows of one small matrix, so that K and V are read once for all of them.
+Vectors run along d. A score is a sum over lanes, computed for many keys at once by a tree of shuffles. A weight is
+broadcast and multiplies a row of V. Narrow floats and codes are widened in registers. If a tile raises the running
+maximum of a row from m to m', earlier sums are multiplied by α = 2^(m − m').
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
@@ -10,10 +11,10 @@ The scales of quantised rows are widened once for each tile. If a row has only o
 scores, and the scales of V multiply the weights. The inner loops then read codes alone. If the processor multiplies
 pairs of bfloat16, these codes become bfloat16, which is exact.
 
-The keys are divided into splits, in a way that only the problem determines. Threads process the splits one by one. The
-thread that finishes the last split of some rows merges the splits, always in the order of the keys
-(Dao et al., "Flash-Decoding", 2023). An output that is NaN or ∞ sets `nonfinite_flag`. The forward kernel, which
-ignores V at hidden keys, then computes the output instead.
+The keys are divided into splits, in a way that only the problem determines. A thread computes one split at a time. The
+thread that finishes the last split of some rows merges their splits, always in the order of the keys (Dao et al.,
+"Flash-Decoding", 2023). An output that is NaN or ∞ sets `nonfinite_flag`. The forward kernel, which ignores V at hidden
+keys, then computes the output instead.
 
 The entropy H of a query is merged from the entropies of its splits: with P_p, the weight of split p,
 

@@ -156,9 +156,9 @@ class Forward(SharedTiles):
     def prescale_large_scores(self) -> Value:
         """Return the factor that Sᵀ and its maximum are multiplied by in the softmax: 1 if Sᵀ is scaled here.
 
-        s · factor − m' is rounded once, but m' itself is rounded. If the unit in the last place of m' is more than 1,
-        the difference at the maximum may be far from 0. Tiles with such scores are scaled first, so that s · factor
-        and m' are rounded alike.
+        The softmax rounds s · factor − m' once, but m' was rounded before. If the unit in the last place of m' is more
+        than 1, the difference at the maximum may be far from 0. Tiles with such scores are scaled here, so that
+        s · factor and m' are rounded alike.
         """
         builder, tiles = self.builder, self.tiles
         limit = 2.0 ** (53 if self.float is DOUBLE else 24)
@@ -231,7 +231,7 @@ class Forward(SharedTiles):
     def accumulate_values(self) -> None:
         """Compute Oᵀ = α Oᵀ + Σ V[key][d_v] · P[key][lane].
 
-        The tile's sum is added to α Oᵀ at the end, so that the sum is rounded at its own magnitude.
+        The tile's sum starts at 0 and is added to α Oᵀ at the end. So it is not rounded at the magnitude of Oᵀ.
         """
         builder, tiles = self.builder, self.tiles
 

@@ -95,7 +95,7 @@ class Quantize:
             self.write_group(target, self.builder.value(width // size, INT64), width % size)
 
     def write_group(self, target: Value, group: Value, count: int) -> None:
-        """Write one group of `count` numbers."""
+        """Write codes, scale and offset of one group of `count` numbers, and add the group's terms to the sums."""
         builder, row_format, start = self.builder, self.row_format, group * self.row_format.group
         first = self.numbers.at(start * 4)
         vectors = [first.at(at * 4).load(vector(FLOAT, self.lanes)) for at in range(0, count, self.lanes)]
@@ -127,9 +127,9 @@ class Quantize:
                 self.squares.set(self.squares.get() + (x * x).to(DOUBLE).sum())
 
     def store_codes(self, target: Value, group: Value, at: Value, lanes: int, inverse: Value, offsets: Any) -> None:
-        """Store `lanes` codes from the place `at` of a group on, in int4 also those half a group later.
+        """Store the codes of `lanes` numbers of a group, from the place `at` on. `inverse` is 1 / scale.
 
-        `inverse` is 1 / scale.
+        A byte of int4 also has the code of the number that is half a group later. `offsets` is [offset] or [].
         """
         builder, start, largest = self.builder, group * self.row_format.group, LARGEST_CODE[self.row_format.dtype]
         least = 0.0 if offsets else -largest

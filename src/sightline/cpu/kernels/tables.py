@@ -26,7 +26,7 @@ TABLE_TYPES = {"bool": BYTE, "int32": INT32, "int64": INT64, "float32": FLOAT, "
 
 
 class TileTables:
-    """The lookups t[..., i, j] of one formula.
+    """Reads the table entries of the lookups t[..., i, j] of one formula.
 
     Parameters
     ----------

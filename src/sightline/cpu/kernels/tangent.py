@@ -142,7 +142,7 @@ class Tangent(RecomputedWeights):
 
     # -- tiles ----------------------------------------------------------------------------------------------------
     def process_tile(self, j0: Value, partial: Value) -> None:
-        """Compute P and D of a tile, and add its terms to μ and T."""
+        """Compute P and D of a tile, and add the tile's terms to μ and T."""
         builder, tiles, spec = self.builder, self.tiles, self.spec
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
         operands = [x for x in (self.key, self.value, self.key_tangent, self.value_tangent) if x is not None]

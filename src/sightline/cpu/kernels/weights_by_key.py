@@ -87,7 +87,6 @@ class PooledCode(StatisticCode):
         return args.first_key + c * (args.last_key - args.first_key) // args.columns
 
     def column_of(self, j: Value) -> Value:
-        """Return the column of key j."""
         args = self.args
         return ((j - args.first_key + 1) * args.columns - 1) // (args.last_key - args.first_key)
 

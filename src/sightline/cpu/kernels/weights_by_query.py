@@ -71,7 +71,7 @@ class TopKCode(StatisticCode):
             self.append_pending(exceeds[v] & (pairs.scores[v] > -math.inf), weights[v], pairs.j, v)
 
     def add_scores(self, pairs: KeyPairs) -> None:
-        """Process the scores of one key, as `add_key` processes its weights."""
+        """Process one key as `add_key` does, but compute its weights only where scores exceed `bound`."""
         scores = self.kernel.hide(pairs.scores, pairs.conditions, -math.inf)
         exceeds = [s > bound.get() for s, bound in zip(scores, self.bound, strict=True)]
         for v in self.branch_per_vector(exceeds):
@@ -147,7 +147,6 @@ class TopKCode(StatisticCode):
         self.smallest[v].set(tiles.load(self.top_weights, k, v))
 
     def finish_block(self) -> None:
-        """Store the weights and the keys of each query's list."""
         kernel, builder, tiles, k = self.kernel, self.builder, self.tiles, self.k
         weights, keys = self.outputs
         with builder.loop(1, k + 1) as row:

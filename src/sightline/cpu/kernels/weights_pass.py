@@ -191,7 +191,7 @@ class StatisticCode:
     def accumulate(self, address: Value, error_address: Value, x: Value, align: int) -> None:
         """Add x to a running sum by compensated summation (Kahan, 1965), or set a running maximum.
 
-        The rounding error of the sum is at `error_address`. `align` is that of both addresses.
+        The rounding error of the sum is at `error_address`. `align` is the alignment of both addresses in bytes.
         """
         old = address.load(x.type, align)
         if self.is_max:

@@ -182,7 +182,6 @@ def make_spec(kernel: str, arguments: KernelArguments, **more: Any) -> KernelSpe
 
 
 def write_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
-    """Return the LLVM module of a kernel."""
     machine = machine_for(processor, spec.dtype)
     kernel = writer(spec, arguments.formulas, machine)
     if spec.kernel == "forward":

@@ -44,6 +44,5 @@ def quantize(
 
 @cache
 def _make_spec(row_format: RowFormat, dtype: str, unit_stride: bool) -> tuple[QuantizeSpec, str]:
-    """Return the spec of a kernel, and its key."""
     spec = QuantizeSpec(row_format, dtype, unit_stride)
     return spec, repr(spec)
