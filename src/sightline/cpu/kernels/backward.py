@@ -8,6 +8,8 @@ For a tile of keys j and a block of queries i (Dao et al., "FlashAttention", 202
     dQᵀ[d][i] += Σ_j K[j][d] · dSᵀ[j][i]
     dV[j][d] += Σ_i Pᵀ[j][i] · dO[i][d]        dK[j][d] += Σ_i dSᵀ[j][i] · Q[i][d]
 
+With a score formula or sinks, e replaces the base 2.
+
 In the first three products vectors run along queries, as in the forward kernel. In the last two products vectors run
 along d, on copies of the rows of dO and Q. A work item is one split (a range) of the keys, of one or all key heads. It
 loops over all queries of these key heads, so only one thread writes a row of dV or dK. Each split has its own term of

@@ -3,7 +3,7 @@
 The query heads that share a key head are rows of one small matrix, so that K and V are read once for all of them.
 Vectors run along d. A score is a sum over lanes, computed for many keys at once by a tree of shuffles. A weight is
 broadcast and multiplies a row of V. Narrow floats and codes are widened in registers. If a tile raises the running
-maximum of a row from m to m', earlier sums are multiplied by α = 2^(m − m').
+maximum of a row from m to m', earlier sums are multiplied by α = 2^(m − m'). With a formula or sinks, e replaces 2.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
@@ -312,7 +312,7 @@ class Decode(Block):
         return format.load_columns(row, first, count, self.lanes)
 
     def join_pairs(self, first: Value, second: Value) -> Value:
-        """Return pairs of bfloat16 of the lanes of two float32 vectors whose numbers have at most 8 bits."""
+        """Return two float32 vectors as pairs of bfloat16. Their numbers have at most 8 bits and are not rounded."""
         pairs: Value = (first.bits(INT32) >> 16) | (second.bits(INT32) & 0xFFFF0000)
         return pairs
 
@@ -383,7 +383,7 @@ class Decode(Block):
 
     # -- values ---------------------------------------------------------------------------------------------------
     def accumulate_values(self) -> None:
-        """Compute O[r] = α O[r] + Σ_j P[r][j] · V[j], and prefetch the tile of K after the next."""
+        """Compute O[r] = α O[r] + Σ_j P[r][j] · V[j], and prefetch the rows of K at `keys_ahead`."""
         builder, tiles = self.builder, self.tiles
         rows, vectors = self.spec.unroll, self.spec.d_v // self.lanes
         length = (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size

@@ -5,6 +5,7 @@
     P              = 2^(Sᵀ − m')                               l  = α l + Σ P
     Oᵀ[d_v][lane]  = α Oᵀ + Σ_key V[key][d_v] · P[key][lane]   at the end O = Oᵀ / l
 
+m is the running maximum of a query, and l its running sum. With a score formula or sinks, e replaces the base 2.
 Register tiles (`codegen.register_tile`) compute both products. A work item is a few blocks of queries of heads that
 share a key head. The blocks take turns at each tile of keys, so that the tile is read, and copied if need be, once for
 all of them. An atomic counter distributes the items among the threads.
@@ -219,7 +220,7 @@ class Forward(SharedTiles):
             self.fused_statistics.add_tile(v, sums[v].get())
 
     def add_to_total(self, v: int, weights: Value) -> None:
-        """Compute l = α l + Σ P and its rounding error (Knuth's two-sum), because later passes use lse."""
+        """Compute l = α l + Σ P, and add up its rounding errors (Knuth's two-sum): later passes need a precise lse."""
         alpha, old = self.alpha[v].get(), self.running_sum[v].get()
         new = self.builder.fma(old, alpha, weights)
         old = old * alpha
@@ -279,7 +280,7 @@ class Forward(SharedTiles):
         return functools.reduce(operator.or_, [(mark.get() != 0.0).any() for mark in marks])
 
     def store(self) -> None:
-        """Store O = Oᵀ / l by row and, if the call needs it, lse = m ln 2 + ln l.
+        """Store O = Oᵀ / l by row and, if the call needs it, lse = m + ln l in nats.
 
         A query that sees no key gets output 0 and lse −∞.
         """

@@ -85,5 +85,5 @@ def min_decode_keys(n: int) -> int:
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Return the smallest multiple that is at least `count`."""
+    """Return the smallest multiple of `multiple` that is at least `count`."""
     return -(-count // multiple) * multiple

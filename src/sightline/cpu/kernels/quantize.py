@@ -87,7 +87,7 @@ class Quantize:
             self.numbers.at(c * 4).store(format.load(source.at(column * stride)).to(FLOAT))
 
     def write_row(self, target: Value) -> None:
-        """Write codes, scales and offsets of a row, and add to the sums."""
+        """Write codes, scales and offsets of a row, and add the row's terms to the sums."""
         size, width = self.row_format.group, self.row_format.width
         with self.builder.loop(0, width // size) as group:
             self.write_group(target, group, size)

@@ -8,9 +8,9 @@ For a block of queries i and a tile of keys j, with the scale c, the tangents Q�
     μᵢ = Σ_j D[j][i] + the sinks' part            the tangent of lse
     Tᵀ[d][i] += Σ_j (V[j][d] · D[j][i] + V̇[j][d] · P[j][i])        at the end Ȯ = T − μ ∘ O
 
-Dropout multiplies D and P in T, but not D in μ. Products with a tangent that is 0 are left out of the code. A work item
-is one block of queries of one head. The kernel does not treat NaN and ∞: a result that is not finite sets
-`nonfinite_flag`, and the caller discards the results.
+With a score formula or sinks, e replaces the base 2. Dropout multiplies D and P in T, but not D in μ. Products with a
+tangent that is 0 are left out of the code. A work item is one block of queries of one head. The kernel does not treat
+NaN and ∞: a result that is not finite sets `nonfinite_flag`, and the caller discards the results.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def checked_nodes(formulas: Sequence[Expression]) -> list[Expression]:
 
 
 def has_arguments(formula: Expression) -> bool:
-    """True if the formula depends on a table or a number of the call, so that its bounds are not known before."""
+    """True if the formula reads a table or a number of the call, so that its bounds are not known before the call."""
     return bool(formula.tables) or formula.has_parameters
 
 
@@ -240,7 +240,7 @@ def tables_with_extremes(formulas: Sequence[Expression]) -> set[int]:
 
 
 def _is_compared_to_hidden(node: Expression) -> bool:
-    """True for t[..., i, j] = −∞, with a table of floats."""
+    """True if the node compares t[..., i, j], an entry of a table of floats, with −∞."""
     if not (isinstance(node, Apply) and node.operator == "equal"):
         return False
     lookup, constant = node.arguments

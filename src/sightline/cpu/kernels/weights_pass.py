@@ -185,7 +185,7 @@ class StatisticCode:
 
     # -- sums and maxima ------------------------------------------------------------------------------------------
     def combine(self, x: Value, y: Value) -> Value:
-        """Return the sum of the weights, or their maximum if `is_max`."""
+        """Return the sum of x and y, or their maximum if `is_max`."""
         return self.builder.maximum(x, y) if self.is_max else x + y
 
     def accumulate(self, address: Value, error_address: Value, x: Value, align: int) -> None:

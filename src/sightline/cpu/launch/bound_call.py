@@ -256,7 +256,7 @@ class BoundCall:
 
     @cached_property
     def launch(self) -> Any:
-        """The function of `calls.launcher`; None if it cannot run this call."""
+        """The generated function of `calls.launcher`, which runs the call; None if Python must run the call."""
         return launcher() if self.processor is HOST else None
 
     @cached_property
