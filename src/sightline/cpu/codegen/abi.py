@@ -2,10 +2,10 @@
 
     fields | tables' addresses | numbers of formulas | outputs' addresses | tables' layouts | outputs' layouts
 
-The layout of a table is the stride of each axis in bytes, then the length of each axis. The outputs are arrays without
-a field, and the layout of an output is one stride. The words that change from call to call are adjacent: the last
-fields, such as `FORWARD_CALL_FIELDS`, and then the result of `call_words`. `pack` writes the block on the host, and
-`LoadedArguments` reads the block in the kernel.
+The layout of a table is the stride of each axis in bytes, then the length of each axis. The outputs are arrays of some
+kernels only, such as statistics. The layout of an output is one stride. The words that change from call to call are
+adjacent: the last fields, such as `FORWARD_CALL_FIELDS`, and then the result of `call_words`. `pack` writes the block
+on the host, and `LoadedArguments` reads the block in the kernel.
 """
 
 from __future__ import annotations

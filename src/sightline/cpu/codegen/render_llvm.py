@@ -31,7 +31,7 @@ class TableSource:
 
 
 class Renderer:
-    """Writes the code of one formula in one function.
+    """Writes the LLVM code of one formula into a function.
 
     Parameters
     ----------

@@ -392,7 +392,7 @@ class Backward(SharedTiles, RecomputedWeights):
     def prepare_derivatives(self) -> None:
         """Create the `Renderer` of d score / d s, and of d score / d entry for lookups whose tables need gradients.
 
-        The derivatives have the same lookups as the score, and their values are known from the score.
+        The derivatives read the same table entries as the score, so the kernel has loaded these entries already.
         """
         score = self.formulas[1]
         self.table_gradients: list[TableGradientCode] = []

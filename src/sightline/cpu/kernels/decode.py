@@ -3,7 +3,8 @@
 The query heads that share a key head are rows of one small matrix, so that K and V are read once for all of them.
 Vectors run along d. A score is a sum over lanes, computed for many keys at once by a tree of shuffles. A weight is
 broadcast and multiplies a row of V. Narrow floats and codes are widened in registers. If a tile raises the running
-maximum of a row from m to m', earlier sums are multiplied by α = 2^(m − m'). With a formula or sinks, e replaces 2.
+maximum of a row from m to m', earlier sums are multiplied by α = 2^(m − m'). With a score formula or sinks, e replaces
+the base 2.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 

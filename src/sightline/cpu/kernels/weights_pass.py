@@ -74,7 +74,7 @@ class WeightsPass(Block):
         return builder.maximum(first - self.i0, 0), builder.minimum(last - self.i0, self.num_valid)
 
     def load_lse_high_low(self, first: Value, last: Value) -> None:
-        """Compute lse per lane in the scores' base as high + low; high is ∞ in lanes whose weights are 0."""
+        """Compute lse of each lane, in the scores' base, as high + low. In lanes whose weights are 0, high is ∞."""
         builder, args, tiles = self.builder, self.args, self.tiles
         unit = math.log2(math.e) if self.spec.is_base_2 else 1.0
         for v in self.vectors:

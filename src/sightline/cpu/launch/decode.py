@@ -1,6 +1,6 @@
 """The call of the decoding kernel, which computes few queries on splits of the keys.
 
-Without formulas, a bound call serves any number of keys.
+Without formulas, a call can be repeated for any number of keys.
 """
 
 from __future__ import annotations
