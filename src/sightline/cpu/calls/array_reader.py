@@ -92,7 +92,7 @@ class ArrayFunction(PythonFunction):
     def check_types(self) -> None:
         """Let the function return None if an array is neither NumPy's nor torch's, or if a condition is true.
 
-        The conditions are those of `CONTEXT_FIELDS`. They are tested only if an array is a tensor.
+        `CONTEXT_FIELDS` has the conditions. The function tests them only if an array is a tensor.
         """
         has_tensor = Variable(self, BOOL, False)
         with self.loop(0, self.num_arrays) as index:

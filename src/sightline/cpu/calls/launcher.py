@@ -3,8 +3,8 @@
     launch(address of the record, word, word, ...)  →  1 if the kernel set `imprecise_lse_flag`, plus 2 if it set
                                                        `nonfinite_flag`
 
-A word is 64 bits of the kernel's argument block. The given words are those that change from call to call: addresses,
-numbers and the seed; see `launch.bound_call`. The record describes the other arguments, and the buffer with the block.
+A word is 64 bits of the kernel's argument block. The given words change from call to call: addresses, numbers and
+the seed; see `launch.bound_call`. The record describes the other arguments, and the buffer with the block.
 
 The result is None if the number of words is wrong, if another thread uses the buffer, or if the search for tile ranges
 fails. The caller then runs the call without this function. Python's global lock is released while the kernel runs.

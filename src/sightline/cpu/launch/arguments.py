@@ -79,7 +79,7 @@ class KernelArguments:
     def pack(
         self, fields: Mapping[str, Any], values: Mapping[str, Any], outputs: Sequence[tuple[int, int]] = ()
     ) -> Any:
-        """Return the argument block; `outputs` has (address, stride) of each output without a field of its own."""
+        """Return the argument block; `outputs` has (address, stride) of each output that is not in `fields`."""
         return pack(fields, values, self.tables, self.numbers, outputs)
 
     def constant_arrays(self, *changing: Any) -> tuple[Any, ...]:
@@ -259,7 +259,7 @@ def _make_tile_ranges(
 ) -> TileRanges:
     """Return tile ranges that contain every tile if `mask` is None. With a mask, the result has no ranges yet.
 
-    `batches` and `heads` of the result count the batches and groups of heads that have ranges of their own.
+    `batches` and `heads` of the result count the batches and the groups of heads that have separate ranges.
     """
     B, H, n, m = extent
     symbols = frozenset[str]() if mask is None else mask.free_symbols

@@ -133,7 +133,7 @@ class BoundBackward(BoundCall):
     Attributes
     ----------
     sum_shapes : the shapes of the sums that become the gradients of query, key and value, in the accumulator's dtype
-    table_sums : shape and dtype of the sums that become the gradient of each table; they are 0 before the call
+    table_sums : shape and dtype of the sums that become the gradient of each table; the sums are 0 before the call
     """
 
     call_fields = BACKWARD_CALL_FIELDS

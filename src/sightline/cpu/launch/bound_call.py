@@ -94,7 +94,7 @@ class BoundCall:
     max_threads : the most threads that find work
     workspace : fields that point into a buffer of the call, and the length of each in 8-byte words
     zeroed : the fields of the workspace that are 0 when the kernel starts
-    outputs : the stride of each output without a field of its own
+    outputs : the stride of each output that is not among the kernel's fields
     changing : arrays of `arguments.keep_alive` that each call gives, besides query, key and value
 
     Attributes
@@ -164,7 +164,7 @@ class BoundCall:
         Parameters
         ----------
         fields : the addresses of arrays by their names in `call_fields`; a field that is left out is 0
-        tables, outputs : the addresses of the tables and of the outputs without a field of their own
+        tables, outputs : the addresses of the tables, and of the outputs that are not among the fields
         numbers : the numbers of the formulas
         seed : the seed of dropout
         """

@@ -32,7 +32,7 @@ class CallFamily:
 
     Parameters
     ----------
-    arguments, spec : those of the problem
+    arguments, spec : the kernel arguments and the kernel spec of the problem
     bind : function that returns the bound call of other arguments with the same spec
     """
 

@@ -73,7 +73,7 @@ class KernelInputs:
     ) -> tuple[Sequence[Any], Sequence[int], tuple[float, ...]]:
         """Return the arrays that the kernel reads as its tables, their addresses, and the numbers of the kernel.
 
-        `addresses` are those of the caller's tables.
+        `addresses` has the addresses of the caller's tables.
         """
         own_numbers = tuple([numbers[number] for number in self.numbers])
         if not any(self.converters):
@@ -148,9 +148,9 @@ class PreparedCall:
 
         Parameters
         ----------
-        addresses : those of the operands, and then those of the tables
+        addresses : the addresses of the operands, and then of the tables
         tables, numbers : the tables and numbers of the caller
-        threads : as in `BoundCall.run`
+        threads : the number of threads; None for the default
         keep_alive : the arrays at these addresses
         sinks, d_lse : the addresses of these arrays; 0 if there are none
         seed : the seed of dropout

@@ -263,7 +263,7 @@ def _arrays_of(statistic: Statistic, arguments: KernelArguments, grid: Grid) -> 
 
 
 def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> list[list[Any]] | None:
-    """Return the arrays of each statistic of a pass, for the problem of `bind_passes`; None if they are not valid."""
+    """Return the arrays of each statistic of a pass, for the problem of `bind_passes`; None if the kernel failed."""
     arguments, bound_pass = bound
     call, query = bound_pass.call, problem.query
     thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices

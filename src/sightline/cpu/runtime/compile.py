@@ -2,7 +2,7 @@
 
     key → memory → disk → build_module() → LLVM's passes → object code → disk → memory → address
 
-A kernel may have two parts, one of which is common to many kernels. Each part is stored on disk, and both are linked
+A kernel may have two parts, one of which is common to many kernels. Each part is stored on disk. The parts are linked
 when they are loaded.
 
 llvmlite runs one call of LLVM at a time. If several threads compile kernels, their calls of LLVM alternate, and one

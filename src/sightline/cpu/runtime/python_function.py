@@ -1,4 +1,4 @@
-"""Functions of generated code as functions of Python, like those of a C extension.
+"""Python functions that call generated machine code, like the functions of a C extension.
 
 Python calls such a function in 0.05 µs. A call through ctypes takes 0.4 µs.
 """
