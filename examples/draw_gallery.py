@@ -3,7 +3,8 @@
     python examples/draw_gallery.py [--folder docs/gallery]
 
 An example that follows a picture on the page assigns a matplotlib figure or axis to `picture`. The script saves that
-figure under the name of the picture. So the code on the page is the code that draws.
+figure under the name of the picture. So the code on the page is the code that draws. The script also writes each
+picture without text to the folder `small`, for the tables at the head of the page.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
 FOLDER = PAGE.parent / "gallery"
 WIDTH = 4.6  # largest width of a picture in inches, so that its text is readable on a phone
 LEAST_HEIGHT = 2.4
-DPI = 150
+DPI, SMALL_DPI = 150, 60
 PICTURE_OR_CODE = re.compile(r"^!\[[^]]*\]\(gallery/(\S+)\)|^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -43,9 +44,20 @@ def fit(figure: Any) -> None:
         figure.set_size_inches(WIDTH, max(height * WIDTH / width, min(height, LEAST_HEIGHT)))
 
 
+def remove_text(figure: Any) -> None:
+    """Remove titles, labels, ticks, legends and colour bars, which a small picture cannot show."""
+    for axes in figure.axes:
+        axes.set(xlabel="", ylabel="", xticks=[], yticks=[])
+        for place in ("left", "center", "right"):
+            axes.set_title("", loc=place)
+        axes.set_visible(axes.get_label() != "<colorbar>")
+        for text in [*axes.texts, *filter(None, [axes.get_legend()])]:
+            text.remove()
+
+
 def main(folder: Path = FOLDER) -> list[Path]:
     """Draw all pictures to the folder and return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "small").mkdir(parents=True, exist_ok=True)
     names: dict[str, Any] = {}
     written = []
     for picture, code in read_examples(PAGE.read_text(encoding="utf-8")):
@@ -55,6 +67,8 @@ def main(folder: Path = FOLDER) -> list[Path]:
             fit(figure)
             written.append(folder / picture)
             figure.savefig(written[-1], dpi=DPI)
+            remove_text(figure)
+            figure.savefig(folder / "small" / picture, dpi=SMALL_DPI, bbox_inches="tight", pad_inches=0.02)
     size = sum(path.stat().st_size for path in written)
     Console(highlight=False).print(f"Wrote {len(written)} pictures, {size / 1000:.0f} kB, to {folder}")
     return written
