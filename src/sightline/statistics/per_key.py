@@ -75,8 +75,8 @@ def _first_maximal_query(context: BackwardContext) -> Any:
 def received(how: Literal["sum", "mean", "max"] = "sum", last: int | None = None) -> Statistic:
     """Request the weight that every key j receives from the queries: Σᵢ P_ij, the mean over i, or max_i P_ij.
 
-    The result is (..., H, m) in the accumulator's dtype (float64 for float64, else float32); 0 for a key that no query
-    sees. It has a gradient. The gradient of a maximum goes to the weight of the first query that has the maximum.
+    The result is (..., H, m) in the accumulator's dtype (float64 for float64 arrays, else float32); 0 for a key that no
+    query sees. It has a gradient. The gradient of a maximum goes to the weight of the first query that has the maximum.
 
     Parameters
     ----------

@@ -105,9 +105,9 @@ class MaxScore(Statistic):
 
 
 def _has_underflowed_maximum(context: BackwardContext, largest: Any) -> bool:
-    """True if the weight of some query's largest score may have underflowed to 0.
+    """Return True if the weight of some query's largest score may have underflowed to 0.
 
-    This is possible only with sinks, because without sinks the largest weight is at least 1/m.
+    Without sinks the result is False, because the largest weight of a query is then at least 1/m.
     """
     if context.problem.sinks is None:
         return False
@@ -127,7 +127,7 @@ class Entropy(Statistic):
         arrays[0][..., tile.rows] += context.xp.astype(entropy_of(tile.weights), arrays[0].dtype)
 
     def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
-        """Return −Σ P ln P of the weights P = w · P', where w is the factor of a part: Σ w (H' − ln w ΣP')."""
+        """Return −Σ P ln P = Σ w (H' − ln w ΣP'), where P = w P' and a part has factor w, weights P', entropy H'."""
         xp, terms = namespace(lse), []
         for part in parts:
             logarithm = xp.log(xp.where(part.factor == 0, 1.0, part.factor))
@@ -144,7 +144,7 @@ class Entropy(Statistic):
 
 
 def entropy_of(weights: Any) -> Any:
-    """Return −Σⱼ P_ij ln P_ij of weights P, an array (..., n, m). P ln P is 0 for P = 0."""
+    """Return −Σⱼ P_ij ln P_ij, (..., n), of weights P, an array (..., n, m). P ln P is 0 for P = 0."""
     xp = namespace(weights)
     return xp.sum(-weights * xp.log(xp.where(weights > 0, weights, xp.ones_like(weights))), axis=-1)
 
@@ -243,11 +243,11 @@ class Mass(Statistic):
 
 
 def lse() -> Statistic:
-    """Request lse_i = ln Σⱼ exp(S_ij) over the keys that query i sees, its sink included.
+    """Request lse_i = ln Σⱼ exp(S_ij) over the keys that query i sees. With sinks, exp(sink) is added to the sum.
 
-    The result is (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in nats; −∞ for a query
-    that sees no key and has no sink. `sightline.merge` uses lse to merge attention over disjoint sets of keys. lse has
-    a gradient. Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), in nats; −∞ for a
+    query that sees no key and has no sink. `sightline.merge` uses lse to merge attention over disjoint sets of keys.
+    lse has a gradient. Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     return Lse()
 
@@ -255,10 +255,10 @@ def lse() -> Statistic:
 def max_score() -> Statistic:
     """Request the largest score of every query, max_j S_ij without the sink, and the first j with that score.
 
-    The result is a named tuple: `score` (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in
-    nats, and `where` (..., H, n) int64. For a query that sees no key, `score` is −∞ and `where` is −1. The gradient of
-    `score` goes to the score of the pair (i, `where`). QK-clip bounds the largest score to keep training stable.
-    Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section 2.1.
+    The result is a named tuple: `score` (..., H, n) in nats, in the accumulator's dtype (float64 for float64 arrays,
+    else float32), and `where` (..., H, n) int64. For a query that sees no key, `score` is −∞ and `where` is −1. The
+    gradient of `score` goes to the score of the pair (i, `where`). QK-clip bounds the largest score to keep training
+    stable. Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section 2.1.
     """
     return MaxScore()
 
@@ -266,9 +266,9 @@ def max_score() -> Statistic:
 def entropy() -> Statistic:
     """Request H_i = −Σⱼ P_ij ln P_ij over the keys, the entropy of the weights. The term of a sink is not included.
 
-    The result is (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in nats, from 0 to ln m; 0
-    for a query that sees no key. It has a gradient. Training becomes unstable when the entropy falls towards 0. Source:
-    Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse", 2023, section 3.
+    The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), in nats, from 0 to
+    ln m; 0 for a query that sees no key. It has a gradient. Training becomes unstable if the entropy falls towards 0.
+    Source: Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse", 2023, section 3.
     """
     return Entropy()
 
@@ -276,7 +276,7 @@ def entropy() -> Statistic:
 def top_k(k: int) -> Statistic:
     """Request the k largest weights of every query and their keys; among equal weights, the smaller j comes first.
 
-    The result is a named tuple: `weights` (..., H, n, k) in the accumulator's dtype (float64 for float64, else
+    The result is a named tuple: `weights` (..., H, n, k) in the accumulator's dtype (float64 for float64 arrays, else
     float32), in descending order, and `where` (..., H, n, k) int64, the key positions j. Weights are equal if they are
     equal in that dtype, so all weights that underflow to 0 are equal. If a query sees fewer than k keys, the remaining
     entries are 0 in `weights` and −1 in `where`. The statistic has no gradient.
@@ -298,13 +298,13 @@ def top_k(k: int) -> Statistic:
 def mass(mask: Any) -> Statistic:
     """Request Σⱼ P_ij over the keys that satisfy a condition, such as the weight on a document or on a prefix.
 
-    The result is (..., H, n) in the accumulator's dtype (float64 for float64, else float32), from 0 to 1; 0 for a query
-    that sees no key. It has a gradient.
+    The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), from 0 to 1; 0 for
+    a query that sees no key. It has a gradient.
 
     Parameters
     ----------
     mask : formula, function (b, h, i, j) or boolean array
-        The condition: True pairs are summed. It is read and checked like a mask, but hides no pair.
+        The condition. The weights of pairs for which it is True are summed. The condition hides no pair.
 
     Raises
     ------
@@ -314,5 +314,5 @@ def mass(mask: Any) -> Statistic:
         Raised by attention if the formula has no meaning or reads outside its table.
     """
     if mask is None:
-        raise MaskError("mass(None)", "a condition of b, h, i and j, True pairs are summed", "mass(i == j)")
+        raise MaskError("mass(None)", "a condition of b, h, i and j. True pairs are summed", "mass(i == j)")
     return Mass(mask)
