@@ -12,7 +12,7 @@ from sightline.view.palette import LIGHT, SERIES
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "eviction"
 FIRST_TITLE = "keys"  # of the table
-STYLES = {  # colour, marker and line of each policy; those of kvpress beside ours have the same colour and no line
+STYLES = {  # colour, marker and line of each policy; a policy of kvpress has no line
     "SnapKV": (SERIES[0], "o", "-"),
     "H2O": (SERIES[1], "s", "-"),
     "TOVA": (SERIES[2], "D", "-"),
@@ -23,7 +23,7 @@ STYLES = {  # colour, marker and line of each policy; those of kvpress beside ou
 
 
 def read_rows(page: Path) -> list[dict[str, str]]:
-    """Return the rows of the table whose first title is FIRST_TITLE, by title."""
+    """Return the rows of the table whose first column has the title FIRST_TITLE, each as a dict by column title."""
     lines = [
         line.strip("| \n").split(" | ") for line in page.read_text(encoding="utf-8").splitlines() if line[:1] == "|"
     ]
@@ -37,7 +37,7 @@ def read_rows(page: Path) -> list[dict[str, str]]:
 
 
 def quality_figure(rows: list[dict[str, str]]) -> Any:
-    """Draw the perplexity and the recalled needles of each policy by the share of keys that it keeps."""
+    """Draw the perplexity, and the share of repeated numbers, of each policy by the share of keys that stay."""
     figure = plotting.new_figure(9.2, 3.9)
     left, right = figure.subplots(1, 2)
     points: dict[str, list[tuple[float, float, float]]] = defaultdict(list)

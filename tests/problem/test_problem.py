@@ -143,7 +143,7 @@ REFUSED = {
     "a picture of −1 rows": (lambda: (i >= j).array(-1), ParameterError, "(1, 1, -1, -1)", "at least 0"),
     "a picture of 2.5 rows": (lambda: (i >= j).show(2.5), ParameterError, "n=2.5", "whole numbers"),
     "documents too short": (lambda: make(mask=documents([0, 1, 1])), TableError, "(3,)", "i=3"),
-    "documents twice": (lambda: documents([1], lengths=[1]), ParameterError, "one of the two"),
+    "documents twice": (lambda: documents([1], lengths=[1]), ParameterError, "either ids or lengths"),
     "negative lengths": (lambda: documents(lengths=[2, -1]), ShapeError, "≥ 0"),
     "a window of nothing": (lambda: window(0), ParameterError, "window(0, 0)", "left ≥ 1"),
     "a window of half a key": (lambda: window(2.5), ParameterError, "window(2.5, 0)", "whole numbers"),
