@@ -43,7 +43,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "SnapKV": lambda budget: SnapKV(budget=budget),
     "H2O": lambda budget: H2O(budget=budget, recent=budget // 2),
     "TOVA": lambda budget: TOVA(budget=budget),
-    "sinks": lambda budget: Sinks(budget=budget),
+    "first keys and a window": lambda budget: Sinks(budget=budget),
 }
 NEEDLE, QUESTION = " The secret number of the lighthouse is {}.", "\n\nThe secret number of the lighthouse is"
 TEXT_AFTER = 512
