@@ -60,7 +60,7 @@ def attention(
         The leading axes of query, key and value broadcast. Arrays without a head axis, (n, d) or (B, n, d), work too.
         Any strides are allowed. A `KVCache` can replace key and value: attention(query, cache).
     mask : formula, function (b, h, i, j) or boolean array, optional
-        True attends. A hidden key never changes the output, even if its value is NaN or ∞.
+        True lets query i attend to key j. A hidden key never changes the output, even if its value is NaN or ∞.
     score : formula or function (s, b, h, i, j), optional
         The new score, in logits, computed from the scaled score s. A score of −∞ hides the pair.
     scale : float, default 1/√d_k
@@ -83,7 +83,7 @@ def attention(
         set, the kernel uses every usable processor.
     layout : {"BHND", "BNHD"}
         The order of the axes of query, key, value and output. With "BNHD" they are (..., n, H, d), positions before
-        heads, and no array is copied. A KVCache and the statistics keep their axes (..., H, n).
+        heads, and no array is copied. In a KVCache and in the statistics, heads always come before positions.
 
     Returns
     -------
@@ -206,7 +206,7 @@ def _attend(
     by_position: bool = False,
     row_formats: Any = None,
 ) -> Any:
-    """Do what `attend` does for arrays, or for a cache without a prefix. `row_formats` are those of quantised rows."""
+    """Do what `attend` does for arrays, or for a cache without a prefix. `row_formats` say how rows are quantised."""
     on_arrays = key, value, mask, score, see
     if value is None and type(key) is KVCache:
         on_arrays = as_arrays(query, key, mask, score, see) or on_arrays
@@ -286,10 +286,10 @@ def explain(
     shards : "contiguous" or "zigzag", default "contiguous"
         How the sequences are divided among the ranks.
     method : "ring" or "heads", default "ring"
-        Whether the ranks exchange blocks of keys or heads.
+        With "ring", the ranks exchange blocks of keys; with "heads", they exchange heads.
     flops, bandwidth : float, optional
-        Operations per second of one rank, by default 400e12. Bytes per second that a rank sends, and at the same time
-        receives, by default 50e9.
+        `flops` are operations per second of one rank, by default 400e12. `bandwidth` is the bytes per second that a
+        rank sends, and at the same time receives, by default 50e9.
 
     Returns
     -------

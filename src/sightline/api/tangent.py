@@ -39,11 +39,11 @@ def attention_tangent(
 ) -> tuple[Any, Any]:
     """Return (output, tangent): attention, and its derivative in the direction of the inputs' tangents.
 
-    With P = softmax(S), S the final scores and Ṡ their tangent, the tangent of the output is
+    With the final scores S, P = softmax(S), and the tangents Ṡ of S and V̇ of V, the tangent of the output is
 
         (P ∘ Ṡ) V + P V̇ − rowsum(P ∘ Ṡ) ∘ output.
 
-    The memory is O(n). Tensors of torch have forward derivatives by `torch.func.jvp`, arrays of JAX by `jax.jvp`.
+    The memory is O(n). For torch tensors use `torch.func.jvp` of `attention`, for JAX arrays `jax.jvp`.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def attention_tangent(
     ParameterError
         `tangents` names an unknown input, an input that is not given, or a table that the score does not read.
     ShapeError, DtypeError
-        A tangent has not the shape of its input, or no floats; or query is no NumPy array.
+        A tangent does not have the shape of its input or holds no floats, or query is not a NumPy array.
     SightlineError
         The errors of `attention`.
 
@@ -109,7 +109,7 @@ def check_numpy(name: str, query: Any) -> None:
 
 
 def include_scale(query: Any, score: Expression | None, scale: Any) -> tuple[Expression, float, Table]:
-    """Return the score that includes the scale, 1.0 as the scale, and the table with the scale."""
+    """Return (the score formula times the scale as an entry of a table, 1.0 as the scale of the call, that table)."""
     own = Table(np.asarray([read_scale(scale, query)]))
     scaled = SYMBOLS["s"] * own[0]
     return scaled if score is None else score.with_scores(scaled), 1.0, own
@@ -129,7 +129,7 @@ def _read_tangents(problem: Problem, given: dict[Any, Any], inputs: Mapping[str,
         elif source is None:
             raise ParameterError(
                 f"a tangent of {name!r}",
-                '"query", "key", "value", "scale", given "sinks", or a table of floats (up to four axes) of the score',
+                '"query", "key", "value", "scale", "sinks" if given, or a table (of floats, up to 4 axes) of the score',
                 'tangents={"query": array}; masks have no tangents',
             )
         else:
@@ -155,7 +155,7 @@ def _check_tangent(name: str, array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def read_floats(what: str, name: Any, given: Any) -> Any:
-    """Return the tangent or gradient (`what`) of this name as a NumPy array of floats; a Python number is one."""
+    """Return the tangent or gradient (`what`) of this input as a NumPy array of floats. It may be a Python number."""
     array = np.asarray(float(given)) if isinstance(given, int | float) else given
     if not isinstance(array, np.ndarray | np.generic) or isinstance(array, np.ma.MaskedArray):
         kind = type(given).__name__

@@ -16,9 +16,9 @@ NOT_SUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.
 
 
 class LockedFile:
-    """A file that is open for reading and writing, and that no other call opens until it is closed.
+    """A file that is open for reading and writing, and locked: no other call can open it until it is closed.
 
-    The system releases the lock when the process ends, however it ends. If the file system has no locks, the file is
+    The system releases the lock when the process ends, also after a crash. If the file system has no locks, the file is
     used without a lock.
 
     Parameters
@@ -123,12 +123,9 @@ class LockedFile:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the file. If another file has its name now, that file is not removed.
-
-        Windows removes no open file, so there the file is closed first.
-        """
+        """Remove the file. If another file has its name now, that file is not removed."""
         if not self.file.closed and self.is_in_place():
-            if file_locks.fcntl is None:
+            if file_locks.fcntl is None:  # Windows, which removes no open file
                 self.close()
             os.unlink(self.path)
 

@@ -23,7 +23,7 @@ SECONDS_BETWEEN_SAVES = 60.0
 
 
 class Run:
-    """The work items of one call, and its state."""
+    """The computation of one call: its work items, the results so far, and its checkpoint if it has one."""
 
     def __init__(self, problem: Problem, sources: dict[str, Any], items: list[WorkItem], threads: int | None) -> None:
         self.problem, self.sources, self.items, self.threads = problem, sources, items, threads
@@ -87,7 +87,7 @@ class Run:
                         yield item, key, value
 
     def _read(self, number: int) -> tuple[Any, Any]:
-        """Return a block of keys and values."""
+        """Return a block of keys and values. For a checkpoint, also keep the hash of all blocks up to this one."""
         keys = self.blocks[number][0][1].keys
         key, value = (np.array(self.sources[name][..., keys, :]) for name in ("key", "value"))
         if self.checkpoint is not None:
