@@ -10,7 +10,7 @@ array are its head, then the length of each axis, then the stride of each axis i
 `dtype` is type_num · 2⁸ + byteorder for NumPy, and the struct DLDataType of DLPack for torch. `gpu` is 1 + the index of
 the GPU whose memory holds the tensor, and 0 for an array in the processor's memory.
 
-The result is None, and the call needs the full dispatch, in three cases:
+In three cases the result is None. The call then needs the full dispatch: the checks and the planning of a first call.
 
 - The type of an array is neither exactly NumPy's ndarray nor torch's Tensor or Parameter.
 - A tensor is neither in the processor's memory nor in the memory of one of the first `MAX_GPUS` GPUs, has no strides,
@@ -81,7 +81,7 @@ def parse(layouts: bytes) -> list[Layout]:
 
 
 def without_key_length(layouts: bytes) -> bytes:
-    """Return the layouts with −1 in place of m, the length of the last axis but one of the second and third array.
+    """Return the layouts with −1 in place of m, the number of keys: axis −2 of key and value (arrays 1 and 2).
 
     The layouts are returned unchanged if the two lengths differ, so that the full dispatch raises the error.
     """
@@ -174,7 +174,7 @@ read_arrays: Callable[..., tuple[Any, ...] | None] = read_in_python
 
 @dataclass(frozen=True)
 class ArrayAdapter:
-    """The functions by which the cache allocates arrays of one type. `torch.cached_tensors` adds that of tensors.
+    """The functions by which the call cache allocates arrays of one type. `torch.cached_tensors` adds one for tensors.
 
     Parameters
     ----------

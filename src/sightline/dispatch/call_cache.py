@@ -1,25 +1,25 @@
-"""A cache of attention calls: a call whose structure was met before goes straight to its kernel.
+"""A cache of attention calls: a call with the layouts and the structure of an earlier call goes straight to its kernel.
 
     attention(q, k, v, mask=j < table(lengths)[b])  →  Description  →  Request  →  ForwardEntry  →  kernel
 
-`call_request` computes the structure of a call, which is a part of the key. `answer` looks the call up by
-`lookup.find_or_run`, and runs it. `cpu.launch.prepared_call` decides how a call is repeated. Calls that differ only in
-lengths and strides form a family. A call of a family that was met before is bound for its lengths without the full
-dispatch: each step of a decoding loop has another number of keys.
+`call_request` computes the structure of a call: its options, and its formulas without numbers and tables. `answer`
+looks the call up by `lookup.find_or_run`, and runs it. `cpu.launch.prepared_call` decides how a call is repeated. Calls
+that differ only in lengths and strides form a family, such as the steps of a decoding loop. A call of a known family is
+bound for its lengths without the full dispatch, which has all checks, the choice of a kernel and its planning.
 
 A repeated call takes from an earlier call what follows from the key: the kernel, the values of its bound arguments
 (lengths, strides, offsets of batches), and the checks of shapes, dtypes and options. The key has the type, dtype, shape
 and strides of every array of the call, tables, masks and sinks included, the structure of the formulas and the options.
-The rest is of the call itself:
+A repeated call reads or computes anew:
 
-- the addresses of all arrays, of which `KernelInputs.bind` has checked that the kernel reads them with the memory
-  layouts that the key has; a table that the kernel cannot read as it is, is converted at each call;
+- the addresses of all arrays (`KernelInputs.bind` has checked that the kernel reads the arrays with the memory layouts
+  of the key), and a conversion of each table that the kernel cannot read as it is;
 - numbers of formulas, seed, sinks, and the environment variable SIGHTLINE_CPU;
 - tile ranges, and the checks of indices and whole numbers, if they depend on entries of tables or on numbers.
 
-A family shares no lengths, so `CallFamily.bind` repeats each check that depends on lengths. A backward pass takes
-output and lse from its forward pass, so the entries of all tables must be the same in both: `torch.autograd` compares
-them.
+Calls of a family have different lengths, so `CallFamily.bind` repeats each check that depends on lengths. A backward
+pass takes output and lse from its forward pass, so the entries of all tables must be the same in both passes:
+`sightline.torch.autograd` compares the entries.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def _cache_key(request: Request, bound_call: BoundCall) -> tuple[Any, ...]:
 class EntryResult(NamedTuple):
     """The arrays that a cached call computed.
 
-    arrays : the arrays of every statistic except lse, in the order of `ForwardEntry.statistics`; of a mean, the arrays
-        that it averages
+    arrays : the arrays of every statistic except lse, in the order of `ForwardEntry.statistics`; for a mean, the arrays
+        before they are averaged
     is_lse_imprecise : True if the forward kernel set `imprecise_lse_flag`
     seed : the seed of dropout
     """
@@ -163,9 +163,9 @@ Attacher = Callable[[Request, Any, Any, Any, EntryResult], EntryResult]
 class CachedStatistic(NamedTuple):
     """A statistic of a cached call.
 
-    statistic : the statistic without its formula; of a mean, the statistic that is averaged
-    outputs : the places of its arrays among the forward kernel's outputs; empty if the kernel does not compute it
-    mean_axes : the axes over which the arrays are averaged; None if the statistic is no mean
+    statistic : the statistic without its formula; for a mean, the statistic that is averaged
+    outputs : the places of its arrays among the forward kernel's outputs; empty if that kernel does not compute them
+    mean_axes : the axes over which the arrays are averaged; None if the statistic is not a mean
     """
 
     statistic: Statistic
@@ -215,8 +215,8 @@ class ResultBuilder:
 class PreparedPass(NamedTuple):
     """The weights pass of one or several statistics of a cached call.
 
-    prepared : its call, whose operands are query, key and lse
-    bound : how its arrays become those of the statistics
+    prepared : the call of the weights pass, whose operands are query, key and lse
+    bound : the object that makes the statistics' arrays from the arrays of the pass
     """
 
     prepared: PreparedCall
@@ -225,7 +225,7 @@ class PreparedPass(NamedTuple):
 
 @dataclass
 class ForwardEntry(ResultBuilder):
-    """A call that only lacks its inputs. It has these parameters besides those of `ResultBuilder`.
+    """A cached call, which lacks only its inputs. It has these parameters besides those of `ResultBuilder`.
 
     Parameters
     ----------
@@ -263,7 +263,7 @@ class ForwardEntry(ResultBuilder):
         """
         make_empty, rows = self.adapter.make_empty, shape[:-1]
         makers = [make_empty(shape, self.dtype, heads_in_rows)]
-        if self.needs_lse:  # without statistics the caller does not see it: NumPy's suffices
+        if self.needs_lse:  # without statistics the caller does not get the lse, so a NumPy array suffices
             makers.append(make_empty(rows, "float64") if self.statistics else partial(np.empty, rows))
         return [*makers, *[make_empty(rows, dtype) for dtype in self.statistic_dtypes]]
 
@@ -364,7 +364,7 @@ def insert(
     formulas : the formulas of the call, from `Request.formulas`
     arrays : the caller's query, key and value
     problem, result : the problem that was made from the formulas, and its result
-    attach : see `ForwardEntry`
+    attach : see `ResultBuilder`
     kind : the class of the stored call
     """
     bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
@@ -385,7 +385,7 @@ def insert(
         passes.append(PreparedPass(call, bound))
     output = problem.squeeze_heads(result.output, 2)
     statistics, statistic_dtypes = describe_statistics(problem)
-    # a direct call that returns its output alone is not joined, so `join` must not be needed for it
+    # `join` does not run for a direct call with one result, so a call that needs `join` also returns lse
     needs_lse = kind.keeps_lse or attach is not None or bool(passes)
     needs_lse = needs_lse or any(isinstance(one.statistic, Lse) for one in statistics)
     has_dropout, can_be_direct = problem.dropout > 0, problem.dropout == 0 and request.sinks is None

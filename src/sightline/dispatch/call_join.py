@@ -35,13 +35,13 @@ def join_text(
 
     Parameters
     ----------
-    text : that of one element
+    text : the text of the call of one element
     problem : the problem of one element, for its shapes; its formulas and its contents are not read
     old : arrays with the shapes and dtypes of the tables of one element, each an object of its own
-    new : the same of the joined call; a mapped table has a new first axis
+    new : the arrays of the tables of the joined call; a mapped table has a new first axis
     is_mapped : for each table, True if it differs between elements
     has_joined_heads : True if elements and batches become heads
-    change : the statistic that the joined call computes for a statistic of one element
+    change : function that maps a statistic of one element to the statistic that the joined call computes
     """
     symbols, element = _element_symbols(problem.B, problem.H if has_joined_heads else None)
     place = {id(array): k for k, array in enumerate(old)}

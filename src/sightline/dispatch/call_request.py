@@ -4,13 +4,13 @@
 
 The key of a request has everything that the dispatch depends on: the layouts of all arrays, and the structure. Layouts
 are shapes, strides and dtypes. The structure is the formulas without their numbers and tables, and the options. The key
-never has contents of arrays, so new tables at each call are as fast as the same ones. A call has no request, and goes
-through the full dispatch, in four cases:
+never has contents of arrays, so new tables at each call are as fast as the same ones. In four cases a call has no
+request, and goes through the full dispatch: all checks, the choice of a kernel, and its planning.
 
 - It needs statistics that no kernel computes, or selections of statistics.
 - Its scale is an array.
 - The type of an array is not exactly NumPy's ndarray or torch's Tensor.
-- torch itself must see the call.
+- torch traces or transforms the call, or a mode of torch is active; `arrays.layouts` has the full list.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ..
 
 
 def has_cached_kinds(see: Sequence[Statistic]) -> bool:
-    """True if every statistic is one of cached calls."""
+    """True if cached calls can compute all of these statistics."""
     return _describe_statistics(list(see)) is not None
 
 

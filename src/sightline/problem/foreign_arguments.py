@@ -109,7 +109,7 @@ def refuse_arguments(function: str, positional: Sequence[Any], unknown: dict[str
 def _suggest(name: str, options: Sequence[str]) -> str:
     """Return what to write in place of a keyword argument of a function with these options."""
     if name in (*OPTIONS, "source"):
-        return f"leave {name}= out, which other functions have"
+        return f"leave {name}= out, which only other functions of sightline have"
     if name in CURES:
         return f"for {name}= write {CURES[name]}"
     similar = get_close_matches(name, options, 1) or get_close_matches(name, CURES, 1)

@@ -108,10 +108,10 @@ def gradient_term_sizes(
         |dP| = |dO| |V|ᵀ + |d_weights|    |dS| = e P ∘ (|dP| + rowsum(P ∘ |dP|) + |d_lse|)    |dV| = (e P)ᵀ |dO|
 
     e = max(|lse|, 1) of each query, because an error of lse is a relative error of P. P are the weights before dropout.
-    The factors of dropout, left out above, multiply |dO| |V|ᵀ, and P in |dV|. The sums of dQ, dK and the other
-    gradients follow from |dS|. The result is a dict. Its keys are "query", "key" and "value", "sinks" if the problem
-    has sinks, and the index in `Problem.tables` of each float table that the score reads. `stages` are the stages of
-    the definition, if the caller has computed them already.
+    These formulas leave out the factors of dropout, which multiply |dO| |V|ᵀ in |dP|, and P in |dV|. The sums of dQ, dK
+    and the other gradients follow from |dS|. The result is a dict. Its keys are "query", "key" and "value", "sinks" if
+    the problem has sinks, and the index in `Problem.tables` of each float table that the score reads. `stages` are the
+    stages of the definition, if the caller has computed them already.
     """
     query, key, value, d_o = (
         np.abs(to_numpy(x).astype(np.float64)) for x in (problem.query, problem.key, problem.value, d_output)
