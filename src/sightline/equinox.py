@@ -113,5 +113,5 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         if (self.dropout.inference if inference is None else inference) or not rate:
             return {}
         if key is None:
-            raise ParameterError(f"dropout_p={rate} and no key", "a key of jax.random", "inference=True drops none")
+            raise ParameterError(f"dropout_p={rate} and no key", "key=jax.random.key(0)", "inference=True drops none")
         return {"dropout": rate, "seed": jax.random.bits(key, (), jnp.uint32)}

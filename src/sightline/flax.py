@@ -117,8 +117,8 @@ def dot_product_attention(
             raise ParameterError(f"{name}={function!r}", "None", "use Flax's own attention_fn for quantized products")
     operands = _promote([query, key, value], dtype, promote_dtype)
     if any(x.ndim < 3 for x in operands):
-        given = ", ".join(str(x.shape) for x in operands)
-        raise ShapeError(f"query, key and value of shapes {given}", "(..., positions, heads, width)", "x[:, None]")
+        given = "query, key and value of shapes " + ", ".join(str(x.shape) for x in operands)
+        raise ShapeError(given, "(..., positions, heads, width)", "x[:, None] for arrays of one head")
     has_batch = operands[0].ndim > 3
     operands = operands if has_batch else [x[None] for x in operands]
     conditions = [_read_mask(mask), causal() if is_causal else None]
@@ -143,7 +143,7 @@ def _promote(arrays: list[Any], dtype: Any, promote: Callable[..., Any] | None) 
 
 
 def _read_mask(mask: Any) -> Any:
-    """Return a mask array of Flax as a bool array, True where its numbers are not 0. Return other masks unchanged."""
+    """Return a mask array of Flax as a bool array, True where its numbers are not 0; return other masks unchanged."""
     if mask is None or isinstance(mask, Expression) or callable(mask):
         return mask
     return read_array("mask", mask) != 0

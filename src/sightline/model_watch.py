@@ -49,8 +49,8 @@ def watch(
     ----------
     model : torch.nn.Module
     see : statistic, list of statistics, or dict from names to statistics, default `sightline.OVERVIEW`
-        Such as `sightline.weights()`. They are computed for every call. The default is what `seen.save_html(path)`
-        needs, in O(n) memory for each call; in a generation each token is a call.
+        The statistics that are computed for every call, such as `sightline.weights()`. The default is what
+        `seen.save_html(path)` needs, in O(n) memory for each call. In a generation each token is a call.
     layers : path, pattern or number of a layer, or a list of them, default all
         A layer is the innermost module that runs when attention is called. A path or pattern ("blocks.*.attn") matches
         its path in the model; a number counts the layers in the order in which they first run. A negative number counts

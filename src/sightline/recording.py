@@ -90,7 +90,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The layer's path, with the number of the call in its run if the layer has made others before."""
+        """The layer's path, with the number of the call if the layer has made other calls before in this run."""
         return f"{self.layer} (call {self.call})" if self.call else self.layer
 
     def __getitem__(self, name: str) -> Any:
@@ -472,7 +472,7 @@ def select_names(names: Sequence[str], asked: str | int | Sequence[str | int], w
 
 
 def map_arrays(function: Callable[[Any], Any], result: Any) -> Any:
-    """Apply the function to a statistic's result if it is one array, or to each array of a result with several."""
+    """Return a statistic's result with the function applied to its array, or to each of its arrays."""
     if isinstance(result, tuple):
         return type(result)(*map(function, result))
     return function(result)
@@ -522,7 +522,7 @@ def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
     """
     axis = statistic.head_axis(1)
     if axis is None:
-        raise ParameterError(f"heads of {statistic!r}", "statistics of each head", "leave heads=... out")
+        raise ParameterError(f"heads=... of {statistic!r}", "statistics with a head axis", "leave heads=... out")
     return map_arrays(lambda array: array[(slice(None),) * axis + (places,)], result)
 
 

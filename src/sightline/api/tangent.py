@@ -116,7 +116,7 @@ def include_scale(query: Any, score: Expression | None, scale: Any) -> tuple[Exp
 
 
 def _read_tangents(problem: Problem, given: dict[Any, Any], inputs: Mapping[str, Any]) -> Tangents:
-    """Return the tangents in the layout of the problem's arrays."""
+    """Return the tangents, broadcast like the problem's arrays. Raise an error for a tangent that fits no input."""
     tables: list[Any] = [None] * len(problem.tables)
     slots = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
     operands: dict[str, Any] = {}
@@ -144,7 +144,7 @@ def _read_tangents(problem: Problem, given: dict[Any, Any], inputs: Mapping[str,
 
 
 def _check_tangent(name: str, array: Any, shape: tuple[int, ...]) -> Any:
-    """Return the tangent, or raise the error of a wrong shape or dtype."""
+    """Return the tangent of input `name`. Raise ShapeError if it does not have the input's shape."""
     if array.shape != tuple(shape):
         raise ShapeError(
             f"a tangent of {name} of shape {array.shape}",

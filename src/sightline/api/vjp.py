@@ -324,7 +324,7 @@ class _Call:
     def add_own_problem(
         self, problem: Problem, found: Gradients, statistic: Statistic, d: Any, slots: Sequence[int]
     ) -> Gradients:
-        """Return `found` plus the gradients of a statistic that a second problem computes; d is its own gradient."""
+        """Return `found` plus the gradients of a statistic that a second problem computes. d is the statistic's."""
         own = statistic.make_own_problem(problem)
         result = solve(own, self.kernel, self.threads)
         d_own = np.zeros_like(result.output)
@@ -354,7 +354,7 @@ class _Call:
 def _read_wrt(
     wrt: Any, given: Mapping[str, Any], score: Expression | None, scale_table: Table | None
 ) -> dict[Input, Table]:
-    """Return the tables among the inputs of `wrt`, or raise ParameterError if an input has no gradient."""
+    """Return the table of each input of `wrt` that is a table or the scale. Raise ParameterError for unfit inputs."""
     origins = [] if score is None else [table.origin for table in score.tables if table.kind == "float"]
     tables: dict[Input, Table] = {}
     for name in wrt:
@@ -379,7 +379,7 @@ def _read_gradients(d_seen: Any, names: Sequence[str] | None, see: Sequence[Stat
         unknown = [name for name in d_seen if names is None or name not in names]
         allowed = "a sequence" if names is None else f"the names {list(names)}"
         if unknown:
-            raise ParameterError(f"d_seen names {unknown}", f"{allowed}, as in `see`", "the gradients of known results")
+            raise ParameterError(f"d_seen names {unknown}", f"{allowed}, as in `see`", "leave the other names out")
         d_seen = [d_seen.get(name) for name in names or ()]
     if not hasattr(d_seen, "__len__"):
         raise ParameterError(f"d_seen={d_seen!r}", "a sequence, or a dict with the names of `see`", "d_seen=[gradient]")
@@ -414,7 +414,7 @@ def _version(array: Any) -> Any:
 
 
 def _sample(array: Any) -> bytes:
-    """Return all entries of a small array, or a few entries of a large one, where all would cost as much as a call."""
+    """Return the bytes of a small array, or of a few entries of a large one. To read all would slow a short call."""
     found = array if array.nbytes <= MAX_COMPARED_BYTES else array[_places(array.shape)]
     return bytes(found.tobytes())
 

@@ -59,7 +59,7 @@ def is_array(value: Any) -> bool:
 
 
 def check_kind(name: str, array: Any) -> None:
-    """Raise DtypeError, which names the array `name`, unless it has shape and dtype and its entries can be read."""
+    """Raise DtypeError unless the array has shape, dtype and entries that can be read. The message has its `name`."""
     if type(array) is not np.ndarray:
         check_class(name, array)
         _refuse(name, _find_kind(array))

@@ -40,7 +40,7 @@ ANY_LENGTH = struct.pack("q", -1)
 
 
 class Layout(NamedTuple):
-    """The layout of one array. `kind` is its head without the number of axes; strides are in bytes."""
+    """The layout of one array. `kind` is its first word, the head, without the number of axes. Strides are in bytes."""
 
     kind: int
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ def _bytes_of(layouts: bytes, start: int) -> int:
 
 
 def make_kind(itemsize: int, dtype: int, requires_gradient: bool = False, is_tensor: bool = False, gpu: int = 0) -> int:
-    """Return `Layout.kind`."""
+    """Return `Layout.kind` of an array with these properties."""
     flags = gpu << GPU_SHIFT | requires_gradient * GRADIENT_BIT | is_tensor * TENSOR_BIT
     return itemsize << 48 | dtype << 16 | flags
 

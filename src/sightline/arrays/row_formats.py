@@ -48,7 +48,7 @@ class RowFormat:
 
     @property
     def code_bytes(self) -> int:
-        """How many bytes the codes of a row take: an even number, so that scales are aligned. int4 fills its groups."""
+        """How many bytes the codes of a row take: an even number, to align the scales. int4 fills up its last group."""
         return self.num_groups * self.group // 2 if self.dtype == "int4" else self.width + self.width % 2
 
     @property

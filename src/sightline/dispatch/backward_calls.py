@@ -328,7 +328,7 @@ def arrays_to_save(see: Sequence[Statistic], results: Sequence[Any]) -> list[Any
 
 
 def split_saved(see: Sequence[Statistic], saved: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return each statistic's arrays, () if they are not saved; `saved` are output, lse and the `arrays_to_save`."""
+    """Return each statistic's arrays, () if they are not saved. `saved` is [output, lse, *arrays_to_save(...)]."""
     arrays, start = [], 2
     for statistic in see:
         count = count_arrays(statistic) if statistic.backward_reads_arrays else 0

@@ -146,7 +146,7 @@ class EntryResult(NamedTuple):
 
     arrays : the arrays of every statistic except lse, in the order of `ForwardEntry.statistics`; for a mean, the arrays
         before they are averaged
-    is_lse_imprecise : True if the forward kernel set `imprecise_lse_flag`
+    is_lse_imprecise : True if an lse is NaN, ∞ or too large for exact weights (`imprecise_lse_flag` of the kernel)
     seed : the seed of dropout
     """
 

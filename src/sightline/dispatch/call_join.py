@@ -48,7 +48,7 @@ def join_text(
     tables: dict[int, Table] = {}
 
     def read(table: Table, indices: Indices) -> Expression:
-        """Return the read of the joined table for a read of the table of one element."""
+        """Return the lookup in the joined call's table that replaces this lookup in a table of one element."""
         k = place[id(table.array)]
         if k not in tables:
             axes = table.axes

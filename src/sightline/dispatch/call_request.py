@@ -45,7 +45,7 @@ class CallStructure(NamedTuple):
 
     options : scale, dropout, kernel, threads, `machine_setting`, and the classes and parameters of the statistics
     has_arrays : two booleans: whether the mask is a boolean array, and whether the score is an array of biases
-    has_sinks : True if the last of `Description.arrays` are sinks
+    has_sinks : True if the last array of `Description.arrays` has the sinks
     formulas : `Structure.key` of mask, score and conditions, () if there are none; the `CallText` in programs of JAX
     wanted_tables : for `attention_vjp`, the indices of the score's tables with gradients; None for all other callers
     """

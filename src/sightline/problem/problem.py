@@ -267,9 +267,9 @@ def parse(
 
 
 def validate(problem: Problem) -> Problem:
-    """Return the problem with its tables on the query's device and its formulas normalized.
+    """Return the problem with its tables on the query's device, and a mask that also hides pairs whose score is −∞.
 
-    `validate` checks every table read of the formulas. It is the second half of `make_problem`.
+    `validate` checks that every formula reads inside its tables. It is the second half of `make_problem`.
     """
     if problem.tables and problem.device == "meta":
         given = "a query on the device meta, and tables in a formula"
@@ -278,7 +278,7 @@ def validate(problem: Problem) -> Problem:
     checked = _with_unknown_entries(checked) or checked
 
     def check_condition(condition: Expression) -> Expression:
-        """Return a statistic's condition after checking every table read in it."""
+        """Return a statistic's condition after checking that it reads inside its tables."""
         check_formulas(condition, None, problem.extent)
         return condition
 
@@ -327,7 +327,7 @@ def _waits_for_entries(problem: Problem) -> bool:
 
 
 def _normalize(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:
-    """Check every table read of mask and score. Return the mask that also hides the pairs whose score is −∞.
+    """Check that mask and score read inside their tables. Return the mask that also hides pairs whose score is −∞.
 
     The result is None if there is no mask and the score hides no pair.
     """
@@ -345,7 +345,7 @@ def _normalize_with_tables(mask: Expression | None, score: Expression | None, ex
     index = {id(table): k for k, table in enumerate(tables)}
 
     def join_masks() -> tuple[str, list[int]] | None:
-        """Return the text of the result of `_normalize`, and the indices of the tables that it reads; None for None."""
+        """Return the text of the mask of `_normalize` and the indices of its tables; None if there is no mask."""
         joined = _normalize(mask, score, extent)
         return None if joined is None else (joined.text, [index[id(table)] for table in joined.tables])
 

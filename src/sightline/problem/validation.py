@@ -152,7 +152,7 @@ def check_arrays(named: dict[str, Any], are_quantized: bool = False) -> None:
 
 
 def broadcast_inputs(named: dict[str, Any], row_formats: tuple[RowFormat, RowFormat] | None = None) -> list[Any]:
-    """Return query, key and value with a head axis and with equal leading axes."""
+    """Check the shapes, and return query, key and value with a head axis and with equal leading axes."""
     shapes = {name: tuple(array.shape) for name, array in named.items()}
     for name, row_format in zip(("key", "value"), row_formats or (), strict=False):
         shapes[name] = *shapes[name][:-1], row_format.width

@@ -229,7 +229,7 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
         return xp.astype(xp.astype(array, narrow), wide)
 
     def permute(array: Any, axis: int, inverse: bool = False) -> Any:
-        """Return the array with the positions of an axis in the order of summation; if `inverse`, the reverse."""
+        """Return the array with the positions of an axis in the order of summation; if `inverse`, undo this order."""
         places = _permutations(array.shape[axis])[order]
         places = np.argsort(places) if inverse else places
         return xp.take(array, xp.asarray(places, device=problem.query.device), axis=axis)

@@ -55,7 +55,7 @@ def philox_rounds(
 
 
 def threshold(problem: Problem) -> int:
-    """Return p · 2³². A weight is dropped if its random word is below this number."""
+    """Return p · 2³² for the dropout probability p. A weight is dropped if its random word is below this number."""
     return round(problem.dropout * 2**32)
 
 

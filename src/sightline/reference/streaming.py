@@ -46,7 +46,7 @@ class TileOps:
 
     @cached_property
     def runs(self) -> TileRanges:
-        """The tile ranges of the mask."""
+        """For each block of queries, the blocks of keys that the mask does not hide, as ranges of tiles."""
         problem = self.problem
         columns = min(KEY_BLOCK, 1 << max(problem.m - 1, 0).bit_length())
         rows = max(TILE_ELEMENTS // (max(problem.B * problem.H, 1) * columns), 1)
@@ -287,7 +287,7 @@ def backward(
         P = exp(S − lse)    dV = (P ∘ keep)ᵀ dO    dP = (dO Vᵀ) ∘ keep + d_weights
         dS = P ∘ (dP − rowsum(P ∘ dP) + d_lse) + d_scores    dQ = dS K · scale    dK = dSᵀ Q · scale
 
-    where the gradients of the statistics contribute d_weights, d_scores and a part of d_lse.
+    `keep` has the factors of dropout. The gradients of statistics contribute d_weights, d_scores and a part of d_lse.
 
     Parameters
     ----------

@@ -40,7 +40,7 @@ class WorkItem:
 
 
 def parse_bytes(limit: Any) -> int:
-    """Return a number of bytes, given as a whole number or as text such as "2 GB" or "512 MiB"."""
+    """Return a number of bytes from a whole number or text such as "2 GB" or "512 MiB"; else raise ParameterError."""
     if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
         return limit
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B\s*", limit) if isinstance(limit, str) else None

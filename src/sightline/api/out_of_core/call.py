@@ -66,9 +66,9 @@ def attention_from_disk(
         default is a new array in memory. Disk space for the file is reserved before the first block is computed. The
         file is written at the end, and a call that stops early leaves no new file.
     memory_limit : int or str, default "2 GB"
-        The bytes that the call may use beside its arguments. The merged results of all queries, which are always in
-        memory, count: n · H · (d_v + 2) · 4 bytes, or n · H · (d_v + 1) · 8 bytes for float64. Each number of a
-        statistic other than lse counts up to 16 bytes more.
+        The bytes that the call may use beside its arguments. The merged results of all queries are always in memory.
+        They take n · H · (d_v + 2) · 4 bytes of the limit, or n · H · (d_v + 1) · 8 bytes for float64, and up to 16
+        bytes for each number of a statistic other than lse.
     checkpoint : path of a folder, optional
         The folder in which the state is saved every minute and when the call stops early, for example by Ctrl-C. A
         second call with the same arguments continues from there and gives the same bits as an uninterrupted call. When
@@ -161,7 +161,7 @@ def _stand_ins(sources: dict[str, Any]) -> list[Any]:
 
 
 def _key_bytes(key: Any, value: Any) -> int:
-    """Return the bytes of one position of key and value."""
+    """Return the bytes of one position of key and value, over all batches and heads."""
     positions = max(key.shape[-2], 1)
     return sum(math.prod(x.shape) // positions * np.dtype(x.dtype).itemsize for x in (key, value))
 
@@ -171,7 +171,7 @@ def _check_statistics(problem: Problem) -> None:
         raise ParameterError(
             f"see={list(problem.see)!r}, for keys on disk",
             "lse(), entropy(), max_score(), mass(condition) and top_k(k), without selections and means",
-            "select or average the result, or sightline.attention for keys in memory",
+            "select or average the result, or call sightline.attention if the keys fit in memory",
         )
 
 

@@ -87,7 +87,7 @@ class LockedFile:
         reserve(self.file, 0, size, self.path, self.argument)
 
     def write(self, offset: int, values: Any) -> None:
-        """Write the bytes of a contiguous array, or bytes."""
+        """Write the bytes of a contiguous array, or a bytes object, to the file from byte `offset` on."""
         data = _bytes_of(values)
         with name_file(self.path):
             self.file.seek(offset)
@@ -95,7 +95,7 @@ class LockedFile:
                 data = data[self.file.write(data) :]
 
     def read(self, offset: int, values: Any) -> bool:
-        """Read the bytes of a contiguous array. Return False if the file ends before the array is full, else True."""
+        """Fill a contiguous array from byte `offset` of the file on. Return False if the file is too short."""
         data = _bytes_of(values)
         with name_file(self.path):
             self.file.seek(offset)
@@ -168,7 +168,7 @@ def reserve(file: IO[bytes], start: int, size: int, path: str, what: str) -> Non
 
 
 def _allocate(file: IO[bytes], start: int, size: int) -> bool:
-    """Return False if the system or the file system cannot allocate."""
+    """Allocate `size` bytes from byte `start` on. Return False if the system or the file system cannot allocate."""
     if not hasattr(os, "posix_fallocate"):
         return False
     try:
