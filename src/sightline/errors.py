@@ -103,7 +103,7 @@ class MissingExtraError(SightlineError, ImportError):
 
 
 def check_count(given: str, value: Any, least: int, cure: str) -> int:
-    """Return `value` as an int if it is an int, also one of NumPy, and at least `least`; else raise ParameterError.
+    """Return `value` as an int if it is an int or a NumPy int (no bool) of at least `least`; else raise ParameterError.
 
     Parameters
     ----------

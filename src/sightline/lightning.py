@@ -30,7 +30,7 @@ class MonitorCallback(_callback_class()):  # type: ignore[misc]
     """`sightline.AttentionMonitor` for Lightning's Trainer. The Trainer's loggers get the numbers.
 
     A step is one step of the optimizer. With gradient accumulation, the numbers of all batches of a step are joined.
-    They are logged when the optimizer has made the step.
+    They are logged, with the step's number, when the optimizer has made the step.
 
     Parameters
     ----------

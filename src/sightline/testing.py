@@ -100,6 +100,6 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "backwards": lambda x: np.ascontiguousarray(x[..., ::-1, ::-1])[..., ::-1, ::-1],
     "gaps": _with_gaps,
     "unaligned": _to_odd_address,
-    "one row for all": lambda x: np.broadcast_to(x[..., :1, :], x.shape),  # stride 0; the values change
+    "one row for all": lambda x: np.broadcast_to(x[..., :1, :], x.shape),  # stride 0; all rows equal the first
     "one head for all": lambda x: np.broadcast_to(x[..., :1, :, :], x.shape) if x.ndim > 2 else x,
 }

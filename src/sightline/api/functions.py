@@ -119,7 +119,7 @@ def attention(
     if positional or unknown:
         refuse_arguments("attention", positional, unknown)
     if not (score is None or isinstance(score, Expression)) and is_array(score):
-        read_score(score)  # raises an error: only `attend` takes arrays
+        read_score(score)  # raises an error, because only `attend` takes an array as the score
     if layout == "BHND" and not isinstance(see, dict):
         return attend(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)
     query, key, value = to_heads_first(layout, query, key, value)
@@ -231,7 +231,7 @@ def _attend(
         options["row_formats"] = row_formats
     framework = arrays.framework(query)
     if framework == "torch":
-        from ..torch.dispatch import run  # a plain import, because torch.compile can trace one
+        from ..torch.dispatch import run  # an import statement, because torch.compile can trace it
 
         answer = run(query, key, value, options, kernel, threads, request)
     elif framework == "jax":

@@ -103,7 +103,7 @@ def _take(array: Any, indices: Any) -> Any:
 
 
 def _read(output: Any, seen: Any, first_rows: Any) -> Sums:
-    """Return the sums of a part. Its first row is row first_rows[b] of sequence b. The first entry of `seen` is lse."""
+    """Return the `Sums` of a part, whose row 0 is row first_rows[b] of sequence b. `seen` begins with the lse."""
     lse, *others = seen
     xp = namespace(output)
     place = {"device": output.device} if framework(output) == "torch" else {}

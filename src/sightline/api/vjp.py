@@ -169,7 +169,7 @@ class _Call:
     output, seen : as in `attention`
     forward : the answer of the call cache; None if the cache had no answer
     forward_pass : what the backward pass reads of the forward pass
-    problem : the checked problem; None if the cache has answered all passes so far
+    problem : the checked problem; None as long as no pass has needed it
     formulas : the mask and the score that the problem was made from, if the call can be cached
     arrays : the arrays of the statistics in the order of `flatten_result`, if `forward` is None
     """

@@ -91,7 +91,7 @@ def _find_class(tensor: Any, is_compiling: bool) -> Kind | None:
             return TORCH_CLASSES[base.__name__]
     try:
         _ = tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
-    except Exception as error:  # that of the class's own __torch_function__
+    except Exception as error:  # raised by the class's own __torch_function__
         return Kind(f"a {type(tensor).__name__}, which has no shape and dtype: {error}", "pass a plain tensor")
     return None
 

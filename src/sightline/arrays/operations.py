@@ -140,7 +140,7 @@ def _convert(array: Array, like: Array) -> Array:
     host = to_numpy(array)
     if framework(like) in ("numpy", "jax"):
         return host
-    # torch shares no memory that is read-only, runs backwards or has strides that are no whole numbers of entries
+    # torch cannot share memory that is read-only, or whose strides are negative or not whole numbers of entries
     if not host.flags.writeable or any(stride < 0 or stride % host.itemsize for stride in host.strides):
         host = host.copy()
     xp = namespace(like)

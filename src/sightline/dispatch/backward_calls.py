@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..cpu.launch.backward import BoundBackward
     from ..cpu.launch.prepared_call import PreparedCall
 
-MAX_BACKWARD_ENTRIES = 8  # of one `BackwardPasses`; the oldest is dropped
+MAX_BACKWARD_ENTRIES = 8  # the most entries of one `BackwardPasses`; beyond it, the oldest entry is dropped
 
 
 class BackwardInputs(NamedTuple):

@@ -320,7 +320,7 @@ class ForwardEntry(ResultBuilder):
 def describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], tuple[str, ...]]:
     """Return the statistics of a problem, and the names of the dtypes of the forward kernel's outputs for them.
 
-    These outputs are two of max_score, one of entropy, and one of each mass.
+    The forward kernel has two outputs for max_score, one for entropy, and one for each mass.
     """
     statistics = [unwrap_mean(statistic) for statistic in problem.see]
     kinds = [type(statistic) for statistic in statistics]

@@ -29,13 +29,13 @@ from ..formula.parameters import structure_of
 from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights, unwrap_mean
 from ..statistics.computation import computed_statistic
 
-# the statistics of cached calls: the forward kernel computes some, and a weights pass each of the others
+# the statistics of cached calls: the forward kernel computes those of the first tuple, weights passes the others
 FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Mass), (Received, Pooled, TopK, Weights)
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
 MAX_MASK_AXES = 4  # b, h, i and j
 Named = TypeVar("Named", bound=tuple[Any, ...])
 
-# `os.environ.get` takes a microsecond, because it encodes the name. On POSIX the dict that it reads is read directly.
+# `os.environ.get` takes a microsecond, because it encodes the name. On POSIX, this code reads the dict behind it.
 _environment: Any = getattr(os.environ, "_data", os.environ)
 _cpu_variable: Any = CPU_VARIABLE.encode() if os.supports_bytes_environ else CPU_VARIABLE
 
@@ -61,7 +61,7 @@ _plain_structures: dict[Any, CallStructure] = {}  # calls without formulas, sink
 
 
 class Description(NamedTuple):
-    """A call without its layouts.
+    """A call as `describe` reads it, before the layouts of its arrays are read.
 
     structure : the formulas without their numbers and tables, and the options
     mask, score : the formulas; `mask` may be a boolean array, and `score` an array of biases
@@ -269,8 +269,8 @@ def _describe_formulas(
 def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return the key of the call's family: the key without lengths and strides; None if the call has no family.
 
-    A call has a family only if its three arrays have four axes and equal batch axes. The choice of a kernel depends on
-    the number of queries if that number is small, and on whether there are many keys. Both facts are part of the key.
+    A call has a family only if query, key and value have four axes and equal batch axes. The choice of a kernel depends
+    on the number of queries if that number is small, and on whether there are many keys. The key has both facts.
     """
     layouts, structure = key
     arrays = array_layouts.parse(layouts)
@@ -289,6 +289,6 @@ def _without_lengths(layout: array_layouts.Layout) -> tuple[Any, ...]:
 
 
 def without_key_length(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the key without m, the length of the key sequence, for a call that serves every m."""
+    """Return the key without m, the number of keys, for a cached call that serves every m."""
     layouts, structure = key
     return array_layouts.without_key_length(layouts), structure

@@ -248,9 +248,9 @@ def refuse_no_pairs(problem: Problem) -> Iterator[Refusal]:
 
 
 def find_learned_lookups(problem: Problem, wanted_tables: Collection[int]) -> list[tuple[int, Lookup, int]]:
-    """Return (index in the score's `walk`, lookup, slot of its table) of each float lookup in one of `wanted_tables`.
+    """Return (index, node, slot) of each node of the score formula that reads a float table among `wanted_tables`.
 
-    A slot is an index in `Problem.tables`.
+    The index is that of the node in `walk(problem.score)`. The slot is that of the table in `Problem.tables`.
     """
     slots = {id(table): slot for slot, table in enumerate(problem.tables)}
     return [

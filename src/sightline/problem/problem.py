@@ -244,7 +244,7 @@ def parse(
     tables: dict[int, Table] = {}
 
     def align(formula: Any) -> Any:
-        """Return the formula with its dense arrays broadcast to the batch axes; None for None."""
+        """Return the formula with its mask or bias arrays broadcast to the batch axes; None for None."""
         return None if formula is None else align_batch_axes(formula, tuple(query.shape[:-3]), tables)
 
     problem = Problem(

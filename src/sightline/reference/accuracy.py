@@ -9,8 +9,8 @@ place (ulps):
   not. So the size of an output row is the size of its row of P |V|. For the same reason, no row counts as smaller than
   a sixteenth of the largest row.
 - The error of the dense computation is the largest over all rows, because the error of a single row may be 0 by chance.
-  That error is measured as an absolute error and in ulps of its row, and each row is allowed the smaller of the two. So
-  a large row, or a row whose terms cancel, does not allow larger errors in the other rows.
+  The largest error is found twice, as an absolute error and in ulps of its row. Each row is allowed the smaller of the
+  two. So a large row, or a row whose terms cancel, does not allow larger errors in the other rows.
 - The dense computation runs in several orders of summation, some by the paper's formula and some as fused kernels
   compute. The largest of the errors counts.
 - The whole lse counts as one row, because its error follows the size of the scores, not the size of the lse. The size

@@ -12,7 +12,7 @@ import numpy as np
 from ...errors import ParameterError, name_file
 from . import file_locks
 
-NOT_SUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # not possible here
+NOT_SUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # no such operation
 
 
 class LockedFile:

@@ -109,7 +109,7 @@ class Run:
         self._store()
 
     def _finished_sums(self, rows: slice) -> Sums:
-        """Return the results of the finished items for these queries. The weights of a query and its sink sum to 1."""
+        """Return the finished items' results for these queries, normalised: a query's weights and its sink sum to 1."""
         output, lse, *rest = [array[self._index(rows)] for array in self.state.arrays]
         keys = 1.0 if self.sinks is None else -np.expm1(self.sinks - lse)
         return Sums(lse, 1.0, keys, output, [[rest.pop(0) for _ in own] for own in self.state.seen])
