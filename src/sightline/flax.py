@@ -87,7 +87,7 @@ def dot_product_attention(
     Returns
     -------
     output : (..., T, N, H_v)
-        If a query attends to no key, its output is 0. In Flax it is the mean of all values of that head.
+        If a query attends to no key, its output is 0. In Flax, its output is the mean of all values of that head.
 
     Raises
     ------

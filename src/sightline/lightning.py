@@ -63,7 +63,7 @@ class MonitorCallback(_callback_class()):  # type: ignore[misc]
         self.monitor = AttentionMonitor(pl_module, self.every, layers=self.layers)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin the step of the batch. The monitor records it if its number is a multiple of `every`."""
+        """Begin the step of the batch. The monitor records a step if the step's number is a multiple of `every`."""
         joins, self._number = trainer.global_step == self._number, trainer.global_step
         self.monitor.begin_step(self._number, joins=joins)
 

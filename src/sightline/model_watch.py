@@ -84,9 +84,9 @@ def watch(
     ------
     ParameterError
         `model` is not a module, `layers` matches no module, `see` is not a statistic or a nonempty list or dict of
-        statistics, or `heads`, `tokens` or `tokenizer` has the wrong type. A call raises it for a head that the layer
-        does not have, for nested tensors, and in transforms such as vmap. The exit of the context raises it for
-        `tokens` of a wrong length, for numbers in `layers` that no layer has, and if no call was recorded; the error
+        statistics, or `heads`, `tokens` or `tokenizer` has the wrong type. A call raises this error for a head that the
+        layer does not have, for nested tensors, and in transforms such as vmap. The exit of the context raises it for
+        `tokens` of a wrong length, for numbers in `layers` that no layer has, and if no call was recorded. The message
         then says what the watch saw instead.
     SightlineError
         A call of attention that this library cannot compute exactly, such as a `score_mod` that is no formula.

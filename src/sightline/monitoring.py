@@ -73,9 +73,9 @@ class MonitoredStep(NamedTuple):
     def summary(self) -> dict[str, float]:
         """Return a few numbers for a log, by name.
 
-        For each layer: "attention/LAYER/max_score" of the head where it is largest, "…/max_score_head" with the number
-        of that head, "…/min_entropy" of the head with the lowest mean entropy, and "…/max_first_key" of the head with
-        the largest mean weight on the first key. Names without a layer ("attention/max_score") are over all layers.
+        For each layer: "attention/LAYER/max_score" of the head with the largest score, "…/max_score_head" with the
+        number of this head, "…/min_entropy" of the head with the lowest mean entropy, and "…/max_first_key" of the head
+        with the largest mean weight on the first key. Names without a layer ("attention/max_score") cover all layers.
         """
         found: dict[str, float] = {}
         for layer, heads in self.layers.items():

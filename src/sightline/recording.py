@@ -37,7 +37,7 @@ class LabelledInputs(Protocol):
 
     @property
     def start(self) -> int:
-        """The position of a call's first query: the number of tokens in the cache (with a decoder, in its cache)."""
+        """The position of a call's first query: the number of tokens in the cache, or in the decoder's cache."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -180,7 +180,7 @@ class Total:
 
     @property
     def result(self) -> Any:
-        """The sum, or the mean, over the calls so far. ParameterError is raised if there are none."""
+        """The sum, or the mean, over the calls so far. ParameterError is raised before the first call."""
         if self._sum is None:
             raise ParameterError(
                 f"{self.statistic!r} before the first call", "a model that ran", "call the model first"
@@ -194,8 +194,8 @@ class Total:
 class Seen:
     """The calls of a watched model, in the order in which they ran.
 
-    `seen["lse"]` is the list of one statistic's results, one for each call. For a sum or mean over layers it is one
-    array. `seen.of(layer=..., step=...)` selects calls. A loop over `seen` yields the calls.
+    `seen["lse"]` is the list of one statistic's results, one for each call. A sum or mean over layers has one array in
+    place of the list. `seen.of(layer=..., step=...)` selects calls. A loop over `seen` yields the calls.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ class Seen:
         such lists for each sequence. The labels can be set later as `seen.tokens`, for example after generation. By
         default each call has the labels of its `inputs`.
     totals : sequence of Total, optional
-        Sums and means over the calls. They are not in the results of `of`, which selects some of the calls.
+        Sums and means over the calls. `of` leaves them out, because it selects some of the calls.
     """
 
     load_explorer: ClassVar[Callable[[], Any]]  # returns `sightline.view.explorer`; set in `sightline/__init__.py`
@@ -491,7 +491,7 @@ def _query_position(call: Call) -> int:
 def _count_positions(calls: Sequence[Call], side: str) -> tuple[int, bool]:
     """Return the number of positions of a side's sequence, and True if the sequence grew in steps, as in generation.
 
-    The side is "encoder" or "decoder". The side "" counts the calls of both.
+    The side is "encoder" or "decoder". The side "" counts the calls of both sides.
     """
     own = [call for call in calls if call.kind == "self" and side in ("", _side(call))]
     counts = [_query_position(call) + call.n for call in own]

@@ -64,7 +64,7 @@ def attention(
     score : formula or function (s, b, h, i, j), optional
         The new score, in logits, computed from the scaled score s. A score of −∞ hides the pair.
     scale : float, default 1/√d_k
-        A torch tensor of one number that requires a gradient is a learned scale: it receives its gradient.
+        A torch tensor of one number that requires a gradient is a learned scale, and receives a gradient.
     sinks : (H,) floats, optional
         One extra logit for each head. The logit takes part in the softmax, but has no row of V (Xiao et al., "Efficient
         streaming language models with attention sinks", 2024; OpenAI, gpt-oss model card, 2025).
@@ -280,9 +280,8 @@ def explain(
     source : bool, default False
         Include the generated code: LLVM assembly for arrays on the CPU, Triton functions for tensors on a GPU.
     ranks : int, optional
-        Predict the cost of the call over this number of ranks, as `sightline.torch.distributed` computes it. The arrays
-        are those of the whole call. They may be stand-ins without memory, such as `np.broadcast_to(np.float32(0),
-        shape)`.
+        Predict the cost of the call if `sightline.torch.distributed` computes it on this number of ranks. Pass the
+        arrays of the whole call, or stand-ins without memory, such as `np.broadcast_to(np.float32(0), shape)`.
     shards : "contiguous" or "zigzag", default "contiguous"
         How the sequences are divided among the ranks.
     method : "ring" or "heads", default "ring"

@@ -52,8 +52,8 @@ def attend_in_parts(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the output and the statistics of attention on a cache with a prefix.
 
-    `run(query, cache, key, value, formulas)` returns output and statistics of one call. Its arrays have four axes, and
-    `cache` stores key and value.
+    `run(query, cache, key, value, formulas)` returns output and statistics of one call. The arrays of this call have
+    four axes, and `cache` stores key and value.
     """
     squeezed = query.ndim
     query = query if squeezed == 4 else query[:, None] if squeezed == 3 else query[None, None]

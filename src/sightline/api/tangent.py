@@ -155,7 +155,7 @@ def _check_tangent(name: str, array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def read_floats(what: str, name: Any, given: Any) -> Any:
-    """Return the tangent or gradient (`what`) of this input as a NumPy array of floats. It may be a Python number."""
+    """Return a tangent or gradient (`what`) of an input as a NumPy array of floats. `given` may be a Python number."""
     array = np.asarray(float(given)) if isinstance(given, int | float) else given
     if not isinstance(array, np.ndarray | np.generic) or isinstance(array, np.ma.MaskedArray):
         kind = type(given).__name__

@@ -73,15 +73,15 @@ def attention_vjp(
     vjp : function (d_output=None, d_seen=None) → dict
         `d_output` has the shape of the output. `d_seen` is a sequence, or a dict with the names of `see`: for each
         statistic the gradient of its result, or of the first array of its result. None stands for a gradient of 0. The
-        result maps each input of `wrt` to its gradient, which has the input's shape and dtype; that of "scale" is a
-        float. The function may be called more than once. It reads the arrays of the call and its results, so they must
-        not change in between.
+        result maps each input of `wrt` to its gradient, which has the input's shape and dtype. The gradient of "scale"
+        is a float. `vjp` may be called more than once. It reads the arrays and the results of the call, so do not
+        change these arrays before.
 
     Raises
     ------
     ParameterError
         `wrt` names an unknown input, an input that is not given, or a table that the score does not read. `vjp` raises
-        it if `d_seen` has a gradient of a statistic that cannot be differentiated.
+        this error if `d_seen` has a gradient of a statistic that cannot be differentiated.
     ShapeError, DtypeError
         A gradient has another shape than its result, or holds no floats. Query, key or value is not a NumPy array.
     ChangedArrayError
@@ -427,7 +427,7 @@ def _places(shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _add_head_axis(gradient: Any, statistic: Statistic, problem: Problem) -> Any:
-    """Return a statistic's gradient with a head axis, if the arrays of the call have none; None if it is None."""
+    """Return a statistic's gradient with a head axis, for a call on arrays without heads; None for None."""
     axis = statistic.head_axis(len(problem.batch_shape))
     return gradient if gradient is None or axis is None else np.expand_dims(gradient, axis)
 

@@ -69,7 +69,7 @@ def dtype_name(array: Array) -> str:
 
 @lru_cache(64)
 def _numpy_name(dtype: Any) -> str:
-    """Return the name of a NumPy dtype. It is cached, because NumPy takes microseconds to build it at each call."""
+    """Return the name of a NumPy dtype. The name is cached, because NumPy takes microseconds to build it."""
     return str(dtype)
 
 
@@ -116,7 +116,7 @@ def to_host(array: Array) -> Array:
 def min_max(array: Array) -> tuple[float, float]:
     """Return (smallest, largest) of the array's entries, (NaN, NaN) if any entry is NaN.
 
-    torch computes both for a tensor, without a copy to the host and with all threads.
+    torch computes both numbers of a tensor, without a copy to the host and with all threads.
     """
     if framework(array) != "torch" or dtype_name(array) in ("uint16", "uint32"):  # torch's aminmax lacks these dtypes
         array = to_numpy(array)

@@ -174,7 +174,7 @@ class BackwardPasses:
     def of(
         cls, problem: Problem, formulas: Sequence[Expression | None], slots: Sequence[int], wants_sinks: bool
     ) -> BackwardPasses:
-        """Return the backward passes of a problem; `formulas` are the mask and the score that it was made from.
+        """Return the backward passes of a problem that was made from the mask and the score in `formulas`.
 
         If the call cannot be repeated, `formulas` is empty.
         """
@@ -206,7 +206,7 @@ class BackwardPasses:
         return gradients
 
     def repeat(self, given: BackwardInputs | None, forward: ForwardPass) -> list[Any] | None:
-        """Return the gradients by a stored bound call; None if no stored call fits these arrays, or if it fails."""
+        """Return the gradients by a stored bound call; None if no call fits these arrays, or if the call fails."""
         if given is None:
             return None
         operands, output, lse, sinks, seed, threads = forward

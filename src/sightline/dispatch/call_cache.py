@@ -164,7 +164,7 @@ class CachedStatistic(NamedTuple):
     """A statistic of a cached call.
 
     statistic : the statistic without its formula; for a mean, the statistic that is averaged
-    outputs : the places of its arrays among the forward kernel's outputs; empty if that kernel does not compute them
+    outputs : the places of the statistic's arrays among the forward kernel's outputs; empty for a weights pass
     mean_axes : the axes over which the arrays are averaged; None if the statistic is not a mean
     """
 
@@ -232,7 +232,7 @@ class ForwardEntry(ResultBuilder):
     prepared : the call of the forward kernel; its results are output, lse if it is needed, and arrays of statistics
     passes : the weights passes of the statistics that the forward kernel does not compute
     dtype : the dtype of query, key, value and output
-    statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in its order
+    statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in the kernel's order
     needs_lse : True if a statistic, a weights pass or the backward pass reads lse
     squeezed_axis : the axis of the heads in the arrays of passes if the caller's arrays have no such axis; else None
     has_dropout : True if the call needs a seed
@@ -258,8 +258,8 @@ class ForwardEntry(ResultBuilder):
     def make_makers(self, shape: tuple[int, ...], heads_in_rows: bool) -> list[Callable[[], Any]]:
         """Return the functions that allocate the results of the forward kernel.
 
-        `shape` is the shape of the output. `heads_in_rows` says whether its memory holds the heads of a position side
-        by side; see `has_heads_in_rows`.
+        `shape` is the shape of the output. `heads_in_rows` says whether the output's memory holds the heads of a
+        position side by side; see `has_heads_in_rows`.
         """
         make_empty, rows = self.adapter.make_empty, shape[:-1]
         makers = [make_empty(shape, self.dtype, heads_in_rows)]

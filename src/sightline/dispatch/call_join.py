@@ -4,8 +4,8 @@ The mapped axis becomes a leading batch axis. In the formulas, b counts the batc
 b counts those of all elements: b is replaced by b mod B, where B is the number of batches of one element, and a mapped
 table is read at ⌊b / B⌋ in a new first axis.
 
-Sinks have one entry for each head and none for each batch. If they differ between elements, elements and batches become
-heads: head (element · B + b) · H + h of the joined call is head h of batch b of an element.
+Sinks have one entry for each head and none for each batch. If sinks differ between elements, elements and batches
+become heads: head (element · B + b) · H + h of the joined call is head h of batch b of an element.
 """
 
 from __future__ import annotations

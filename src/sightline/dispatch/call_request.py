@@ -7,8 +7,8 @@ are shapes, strides and dtypes. The structure is the formulas without their numb
 never has contents of arrays, so new tables at each call are as fast as the same ones. In four cases a call has no
 request, and goes through the full dispatch: all checks, the choice of a kernel, and its planning.
 
-- It needs statistics that no kernel computes, or selections of statistics.
-- Its scale is an array.
+- The call needs statistics that no kernel computes, or selections of statistics.
+- The scale is an array.
 - The type of an array is not exactly NumPy's ndarray or torch's Tensor.
 - torch traces or transforms the call, or a mode of torch is active; `arrays.layouts` has the full list.
 """

@@ -132,8 +132,8 @@ class Kernel(ABC):
         """Yield every reason why this kernel has no backward pass for the problem.
 
         If there is a reason, the streaming kernel computes the gradients. `wanted_tables` are the indices in
-        `Problem.tables` of the tables whose gradients are requested. If it is None, the gradients of every table of
-        floats are requested.
+        `Problem.tables` of the tables whose gradients are requested. If `wanted_tables` is None, these are all tables
+        of floats.
         """
         yield Refusal(f"{self.name} has no backward pass", "leave kernel=None")
 

@@ -116,7 +116,7 @@ class Problem:
 
     @property
     def is_small_on_gpu(self) -> bool:
-        """True if a GPU is expected to need less time for all pairs of the problem than the host needs to plan it."""
+        """True if a GPU should compute all pairs of the problem in less time than the host needs to plan the tiles."""
         rows = self.B * self.H * max(self.n, MIN_COUNTED_QUERIES)
         return 2 * rows * self.m * (self.d_k + self.d_v) <= MAX_SMALL_FLOPS
 

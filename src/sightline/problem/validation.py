@@ -340,8 +340,8 @@ def check_threads(name: str, number: Any) -> None:
 def check_device(what: str, array: Any, query: Any) -> None:
     """Raise DeviceError if the array has the query's framework but lies on another device than the query.
 
-    An array of another framework is later converted to the query's device. Raise DtypeError if its entries are not in
-    memory.
+    An array of another framework is later converted to the query's device. If the entries of such an array are not in
+    memory, raise DtypeError.
     """
     if arrays.framework(array) != arrays.framework(query):
         check_memory(what, array)

@@ -72,8 +72,8 @@ def attention_from_disk(
     checkpoint : path of a folder, optional
         The folder in which the state is saved every minute and when the call stops early, for example by Ctrl-C. A
         second call with the same arguments continues from there and gives the same bits as an uninterrupted call. When
-        the call finishes, the state is removed. On the disk, it takes twice the bytes of the merged results. A second
-        call hashes the query, and the keys and values that the first call has used, so it finds changed entries.
+        the call finishes, the state is removed. On the disk, the state takes twice the bytes of the merged results. To
+        find changed entries, a second call hashes the query, and the keys and values that the first call has used.
     progress : bool or function (finished, total), optional
         True shows a progress bar on stderr. The default shows one if stderr is a terminal. A function is called with
         the number of finished work items and the number of all work items.
