@@ -88,8 +88,8 @@ def attention(
     Returns
     -------
     output : (..., H, n, d_v), the dtype of the inputs
-        The output of a query without a visible key is 0. On CPUs the output has the order of query in memory: if query
-        is a view of (B, n, H · d), the heads of the output are joined to (B, n, H · d_v) without a copy.
+        The output of a query without a visible key is 0. On CPUs the output has the order of query in memory. If query
+        is a view of (B, n, H · d), for example, a reshape joins the output's heads to (B, n, H · d_v) without a copy.
     seen : tuple, or dict if `see` is a dict; only if `see` is given
         The result of each statistic of `see`: an array, or a named tuple of arrays.
 
@@ -293,10 +293,10 @@ def explain(
     Returns
     -------
     Explanation
-        `print` shows the formulas, the chosen kernel, the reasons why the other kernels were not chosen, the numbers of
-        empty, full and partial tiles, FLOPs, bytes, and the memory of this call and of the dense computation. With
-        `ranks`, a table shows what a rank computes, sends, receives and holds, and the predicted time. The fields have
-        the same information.
+        `print` shows the formulas, the chosen kernel, why the other kernels were not chosen, the numbers of empty, full
+        and partial tiles, FLOPs, bytes, and memory. FLOPs and memory of the dense computation stand beside those of the
+        call. With `ranks`, a table shows what a rank computes, sends, receives and holds, and the predicted time. The
+        fields have the same information.
 
     Raises
     ------

@@ -50,8 +50,9 @@ def attention_tangent(
     query, key, value, mask, score, scale, sinks, dropout, seed, kernel, threads
         As in `attention`; query, key and value are NumPy arrays.
     tangents : mapping
-        The tangents by name: "query", "key", "value" and "sinks" have an array of the input's shape, "scale" has a
-        number, and a `Table` of floats that the score reads has an array of its shape. The other inputs have tangent 0.
+        The tangents of inputs. The keys "query", "key", "value" and "sinks" have an array of the input's shape, and
+        "scale" has a number. A key may also be a `Table` of floats that the score reads, with an array of the table's
+        shape. The other inputs have tangent 0.
 
     Returns
     -------

@@ -1,7 +1,7 @@
 """Kinds of arrays: the errors for arrays whose entries this library cannot read.
 
-Each array of a call passes `check_kind` where it enters: query, key and value in `validation.check_arrays`, sinks in
-`validation.read_sinks`, and masks, biases and tables where a `Table` is made of them. Shapes, dtypes and devices are
+`check_kind` checks each array of a call. Its callers are `validation.check_arrays` for query, key and value,
+`validation.read_sinks` for sinks, and `Table` for masks, biases and tables, for example. Shapes, dtypes and devices are
 checked elsewhere.
 
 A subclass of torch's Tensor may compute attention by itself, so `check_kind` accepts it. If the subclass then fails,

@@ -13,8 +13,8 @@ the GPU whose memory holds the tensor, and 0 for an array in the processor's mem
 In three cases the result is None. The call then needs the full dispatch: the checks and the planning of a first call.
 
 - The type of an array is neither exactly NumPy's ndarray nor torch's Tensor or Parameter.
-- A tensor is neither in the processor's memory nor in the memory of one of the first `MAX_GPUS` GPUs, has no strides,
-  is a negative view, or has a dtype without a code in DLPack.
+- A tensor has no strides, is a negative view, has a dtype without a code in DLPack, or is in other memory than that of
+  the processor and the first `MAX_GPUS` GPUs.
 - torch traces or transforms the call, computes forward derivatives, or has an active mode.
 
 The functions of this module define the results. `dispatch.lookup` replaces `read_arrays` by generated code, which does

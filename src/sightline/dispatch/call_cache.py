@@ -164,7 +164,7 @@ class CachedStatistic(NamedTuple):
     """A statistic of a cached call.
 
     statistic : the statistic without its formula; for a mean, the statistic that is averaged
-    outputs : the places of the statistic's arrays among the forward kernel's outputs; empty for a weights pass
+    outputs : places of the statistic's arrays among the forward kernel's outputs; empty if a weights pass computes it
     mean_axes : the axes over which the arrays are averaged; None if the statistic is not a mean
     """
 
@@ -356,8 +356,8 @@ def insert(
 ) -> None:
     """Store a call that went through the full dispatch.
 
-    The call is stored only if its kernel returned a bound call, and if that bound call read the caller's own arrays:
-    query, key and value at the same addresses, and no tables but those of the request.
+    The call is stored only if its kernel returned a bound call that read the caller's own arrays. Query, key and value
+    must have the same addresses, and all tables must be those of the request.
 
     Parameters
     ----------

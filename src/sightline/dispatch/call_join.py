@@ -1,8 +1,8 @@
 """Joined calls: one call for all elements of a mapped axis, as the batching rules of `jax.vmap` and `torch.vmap` need.
 
-The mapped axis becomes a leading batch axis. In the formulas, b counts the batches of one element. In the joined call,
-b counts those of all elements: b is replaced by b mod B, where B is the number of batches of one element, and a mapped
-table is read at ⌊b / B⌋ in a new first axis.
+The mapped axis becomes a leading batch axis. In the formulas of one element, b counts the B batches of this element. In
+the joined call, b counts the batches of all elements. So the joined formulas have b mod B in place of b. A mapped table
+has a new first axis, and is read there at ⌊b / B⌋.
 
 Sinks have one entry for each head and none for each batch. If sinks differ between elements, elements and batches
 become heads: head (element · B + b) · H + h of the joined call is head h of batch b of an element.

@@ -218,9 +218,9 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
     """Return (output, lse, weights), computed by array operations whose results are rounded to the dtype.
 
     Sums run in the accumulator's dtype, as in matrix libraries. `order` is the order of summation. Even orders follow
-    the paper's formula. Odd orders compute as fused kernels do: the queries are multiplied by the scale, powers have
-    base 2, the output is divided at the end, and the weights come from lse and from scores that are computed a second
-    time. The orders in `LOOP_ORDERS` sum term by term in a loop. torch can differentiate the operations.
+    the paper's formula. Odd orders compute as fused kernels do. There the queries are multiplied by the scale, powers
+    have base 2, the output is divided at the end, and the scores are computed again for the weights exp(score − lse).
+    The orders in `LOOP_ORDERS` sum term by term in a loop. torch can differentiate the operations.
     """
     xp, fused = namespace(problem.query), order % 2 == 1
     wide, narrow = resolve_dtype(xp, problem.accumulator), resolve_dtype(xp, dtype)

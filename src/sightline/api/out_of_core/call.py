@@ -67,8 +67,8 @@ def attention_from_disk(
         file is written at the end, and a call that stops early leaves no new file.
     memory_limit : int or str, default "2 GB"
         The bytes that the call may use beside its arguments. The merged results of all queries are always in memory.
-        They take n · H · (d_v + 2) · 4 bytes of the limit, or n · H · (d_v + 1) · 8 bytes for float64, and up to 16
-        bytes for each number of a statistic other than lse.
+        They take n · H · (d_v + 2) · 4 bytes of the limit, or n · H · (d_v + 1) · 8 bytes for float64. Each number of a
+        statistic other than lse takes up to 16 bytes more.
     checkpoint : path of a folder, optional
         The folder in which the state is saved every minute and when the call stops early, for example by Ctrl-C. A
         second call with the same arguments continues from there and gives the same bits as an uninterrupted call. When
