@@ -75,7 +75,7 @@ class UnknownArgumentError(SightlineError, TypeError):
 
 
 class MaskError(SightlineError, TypeError):
-    """A mask is not a condition, which is True where a query may attend to a key. Also a TypeError."""
+    """A mask is not a condition (True where a query may attend to a key). Also a TypeError."""
 
 
 class FormulaError(SightlineError, TypeError):

@@ -75,7 +75,7 @@ def attention_vjp(
         statistic the gradient of its result, or of the first array of its result. None stands for a gradient of 0. The
         result maps each input of `wrt` to its gradient, which has the input's shape and dtype. The gradient of "scale"
         is a float. `vjp` may be called more than once. It reads the arrays and the results of the call, so do not
-        change these arrays before.
+        change these arrays before the last call of `vjp`.
 
     Raises
     ------
@@ -324,7 +324,7 @@ class _Call:
     def add_own_problem(
         self, problem: Problem, found: Gradients, statistic: Statistic, d: Any, slots: Sequence[int]
     ) -> Gradients:
-        """Return `found` plus the gradients of a statistic that a second problem computes. d is the statistic's."""
+        """Return `found` plus the gradients of a statistic that a second problem computes; d is its gradient."""
         own = statistic.make_own_problem(problem)
         result = solve(own, self.kernel, self.threads)
         d_own = np.zeros_like(result.output)
@@ -354,7 +354,7 @@ class _Call:
 def _read_wrt(
     wrt: Any, given: Mapping[str, Any], score: Expression | None, scale_table: Table | None
 ) -> dict[Input, Table]:
-    """Return the table of each input of `wrt` that is a table or the scale. Raise ParameterError for unfit inputs."""
+    """Return a dict from tables and "scale" in `wrt` to their tables. An input without gradient is a ParameterError."""
     origins = [] if score is None else [table.origin for table in score.tables if table.kind == "float"]
     tables: dict[Input, Table] = {}
     for name in wrt:

@@ -148,7 +148,7 @@ class ForwardPass(NamedTuple):
 
 @dataclass
 class BackwardPasses:
-    """The backward passes of the calls of one structure. A pass like an earlier one runs that pass's bound call again.
+    """The backward passes of calls that differ only in arrays and numbers. A known pass runs its bound call again.
 
     Gradients are lists: of query, key, value, then of the tables `slots`, then of the sinks if `wants_sinks` is true.
 

@@ -87,7 +87,7 @@ class CallText(NamedTuple):
         return Problem(*operands, mask, score, sinks, self.scale, self.dropout, seed, see, heads_squeezed=False)
 
     def tables(self, arrays: Sequence[Any], section: int) -> list[Table]:
-        """Return the tables of the mask (section 0), of the score (1) or of the statistics (2)."""
+        """Return the tables of the mask (section 0), the score (1) or the statistics (2) with their arrays."""
         sections = self.table_axes.split("|")
         first = sum([before.count(",") for before in sections[:section]])
         tables = []
@@ -155,7 +155,7 @@ def flatten_result(see: Sequence[Statistic], result: Result) -> list[Any]:
 
 
 def locate_arrays(see: Sequence[Statistic], first: int = 2) -> list[range]:
-    """Return the indices of each statistic's arrays among the results; the first array has the index `first`."""
+    """Return the indices of each statistic's arrays in `flatten_result`, if the first array has the index `first`."""
     places, start = [], first
     for statistic in see:
         places.append(range(start, start + count_arrays(statistic)))

@@ -115,7 +115,7 @@ class Run:
         return Sums(lse, 1.0, keys, output, [[rest.pop(0) for _ in own] for own in self.state.seen])
 
     def _store(self) -> None:
-        """Store the merged rows. If an interrupt stops this method at any point, `save` calls it again."""
+        """Copy `merged` into the state. If an interrupt stops this method at any point, `save` calls it again."""
         if self.merged is None:
             return
         number, found = self.merged
