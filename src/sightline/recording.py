@@ -577,7 +577,7 @@ def _join_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _ranges(cells: Sequence[str]) -> str:
-    """Return equal texts as one, and whole numbers as ranges: "0–5, 7"."""
+    """Return the text of the cells if they are equal, else the ranges of the cells' whole numbers: "0–5, 7"."""
     if len(set(cells)) == 1:
         return cells[0]
     numbers = sorted(set(map(int, cells)))

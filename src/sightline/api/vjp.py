@@ -143,7 +143,7 @@ def attention_vjp(
 
 
 class _Forward(NamedTuple):
-    """An answer of the call cache: the entry that was found, the request of this call, and what the entry computed."""
+    """An answer of the call cache: the cached call (`entry`), the inputs of this call (`request`), and the result."""
 
     entry: _VjpEntry
     request: Request
@@ -152,7 +152,7 @@ class _Forward(NamedTuple):
 
 @dataclass
 class _VjpEntry(ForwardEntry):
-    """An entry of the call cache for calls of `attention_vjp`. `backward` is None before the first backward pass."""
+    """A cached call of `attention_vjp`, ready to be repeated. `backward` is None before the first backward pass."""
 
     keeps_lse: ClassVar[bool] = True
     backward: BackwardPasses | None = field(init=False, default=None)
@@ -206,7 +206,7 @@ class _Call:
             call_cache.insert(request, formulas, operands, problem, result, kind=_VjpEntry)
 
     def look_up(self) -> tuple[_Forward | None, Request | None]:
-        """Return (answer of the call cache, None), or (None, request) if the cache has no answer.
+        """Return (answer of the call cache, None). If there is no answer, return (None, request to store the call by).
 
         The result is (None, None) if the call cannot be cached.
         """
@@ -274,7 +274,7 @@ class _Call:
         return self.problem
 
     def read_inputs(self, problem: Problem, d_output: Any, d_seen: list[Any]) -> BackwardInputs | None:
-        """Return the inputs for a backward pass from the call cache; None if this call needs the full dispatch."""
+        """Return the inputs of a backward pass that the cache may repeat; None if only `dispatch` can compute it."""
         if self.forward is None or self.forward.result.is_lse_imprecise:
             return None
         entry, request, result = self.forward

@@ -322,7 +322,7 @@ def _subtract_sum(
 
 
 def arrays_to_save(see: Sequence[Statistic], results: Sequence[Any]) -> list[Any]:
-    """Return the arrays of the statistics that their gradients read; `results` are output, lse and all arrays."""
+    """Return the arrays of statistics that the backward pass reads. `results` is [output, lse, *all arrays]."""
     arrays = zip(see, split_arrays(see, results), strict=True)
     return [array for statistic, own in arrays if statistic.backward_reads_arrays for array in own]
 

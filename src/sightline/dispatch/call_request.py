@@ -190,7 +190,7 @@ def _are_valid(scale: Any, dropout: Any, seed: Any, kernel: Any, threads: Any, d
 
 
 def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ...]] | None:
-    """Return the classes and parameters of the statistics, and the statistics; None if cached calls cannot have one."""
+    """Return (classes and parameters of the statistics, statistics); None if a cached call cannot compute one."""
     if type(see) not in (list, tuple):
         return None
     key: list[Any] = []

@@ -148,7 +148,7 @@ def count_arrays(statistic: Statistic) -> int:
 
 
 def flatten_result(see: Sequence[Statistic], result: Result) -> list[Any]:
-    """Return [output, lse, *arrays]: the arrays of every requested statistic except `lse()`."""
+    """Return [output, lse, *arrays], where `arrays` are those of every requested statistic except `lse()`."""
     seen = zip(see, result.seen, strict=True)
     others = [array for statistic, entry in seen if count_arrays(statistic) for array in arrays_of(entry)]
     return [result.output, result.lse, *others]

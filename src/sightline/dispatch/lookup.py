@@ -58,7 +58,7 @@ def use(reader: Callable[..., Any], finder: Callable[..., Any]) -> None:
 
 
 def serve_tensors(tensors: array_layouts.Tensors) -> None:
-    """From now on, read torch's tensors too, which `tensors` describes."""
+    """From now on, also read tensors of torch, in the way that `tensors` describes."""
     array_layouts.serve_tensors(tensors)
     use(array_layouts.read_in_python, find_in_python)
 
