@@ -151,7 +151,7 @@ numpy_address = _header_address if _header_address(_probe) == _interface_address
 
 
 def serve_tensors(tensors: Tensors) -> None:
-    """Make `read_in_python` read tensors of torch too. `torch.cached_tensors` calls this function."""
+    """Make `read_in_python` read tensors of torch too. `sightline.torch.cached_tensors` calls it."""
     global _tensors
     _tensors = tensors
 
@@ -174,7 +174,7 @@ read_arrays: Callable[..., tuple[Any, ...] | None] = read_in_python
 
 @dataclass(frozen=True)
 class ArrayAdapter:
-    """The functions by which the call cache allocates arrays of one type. `torch.cached_tensors` adds one for tensors.
+    """The functions by which the call cache allocates arrays of one type; `sightline.torch` adds those of tensors.
 
     Parameters
     ----------

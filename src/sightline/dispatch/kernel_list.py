@@ -1,6 +1,6 @@
 """The list `KERNELS`, and the forward and backward passes of a validated problem by the kernel that is chosen.
 
-`problem.kernel.choose` chooses the kernel. `torch.dispatch.kernels` adds the kernel "fused", which is torch's own.
+`problem.kernel.choose` chooses the kernel. `sightline.torch.dispatch` adds the kernel "fused", which is torch's own.
 """
 
 from __future__ import annotations
