@@ -77,7 +77,10 @@ def attend_in_parts(
 
 
 def _attend_to_prefix(query: Any, cache: KVCache, prefix: SharedPrefix, asked: Formulas, run: Run) -> Sums:
-    """Return the sums over the rows of one prefix. Queries of all sequences that share it are rows of one call."""
+    """Return the sums over the keys of one prefix.
+
+    Batch entry k of the call has as rows the queries of all sequences that begin with sequence k of `prefix.cache`.
+    """
     xp, (B, H, n, d) = namespace(query), query.shape
     groups, (count, most) = prefix.groups, prefix.groups.shape
     key, value = prefix.cache.stored_rows()

@@ -312,7 +312,10 @@ _JOIN: dict[str, Callable[[Any, int, int], Any]] = {
 
 
 def _finish_statistics(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
-    """Return the arrays of all statistics. Means are taken here, of `arrays`, which have sums in place of means."""
+    """Return the arrays of all statistics except lse, with their means.
+
+    In `arrays`, a mean over queries or a cell is still a sum, and a mean over heads or batch still has these axes.
+    """
     rest, finished = iter(arrays), []
     for statistic in problem.see:
         own = [next(rest) for _ in range(count_arrays(statistic))]

@@ -38,7 +38,7 @@ _GROUPS = "nothing: the number of query heads may be any multiple of the number 
 _DOCUMENTS = "mask=sightline.documents(lengths=numpy.diff(cu_seqlens)), with query, key and value packed on one axis"
 _WINDOW = (
     "mask=sightline.window(left, right), where left counts the query's own position: window(256) is causal, and "
-    "FlashAttention's window_size=(left, right) is window(left + 1, right)"
+    "FlashAttention's window_size=(left, right) is window(left + 1, right), (-1, 0) is causal(), (-1, -1) is no mask"
 )
 _SOFTCAP = "score=sightline.softcap(cap)"
 _NO_OPTION = "nothing: the result is deterministic, and `kernel` or `threads` choose how it is computed"

@@ -267,9 +267,10 @@ def parse(
 
 
 def validate(problem: Problem) -> Problem:
-    """Return the problem with its tables on the query's device, and a mask that also hides pairs whose score is −∞.
+    """Return the problem with its tables on the query's device, and a mask that also hides what its score hides.
 
-    `validate` checks that every formula reads inside its tables. It is the second half of `make_problem`.
+    These are the pairs at which `hidden_condition` finds that the score is −∞ for every s. `validate` checks that every
+    formula reads inside its tables. It is the second half of `make_problem`.
     """
     if problem.tables and problem.device == "meta":
         given = "a query on the device meta, and tables in a formula"
@@ -327,7 +328,7 @@ def _waits_for_entries(problem: Problem) -> bool:
 
 
 def _normalize(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:
-    """Check that mask and score read inside their tables. Return the mask that also hides pairs whose score is −∞.
+    """Check that mask and score read inside their tables. Return the mask that also hides what the score hides.
 
     The result is None if there is no mask and the score hides no pair.
     """
