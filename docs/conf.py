@@ -20,6 +20,7 @@ extensions = [
     "sphinx_design",
     "api_reference",  # this module and those below it are in the folder extensions/
     "literals",
+    "mathml",
     "offline",
     "pictures",
     "source_pages",
@@ -29,10 +30,10 @@ exclude_patterns = ["_build", "extensions"]
 
 # Pages are Markdown. Those with a header of jupytext are notebooks: the build executes them, and an error ends it.
 source_suffix = {".md": "myst-nb"}
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
-nb_code_prompt_show = "Show the code"  # of imports and drawings, which the course hides
-nb_code_prompt_hide = "Hide the code"
+nb_code_prompt_show = "Show the drawing code"  # the course folds what draws its figures; answers have their own words
+nb_code_prompt_hide = "Hide the drawing code"
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
@@ -66,6 +67,7 @@ def theme_colours(theme: Theme) -> dict[str, str]:
 html_theme = "furo"
 html_theme_options = {"light_css_variables": theme_colours(LIGHT), "dark_css_variables": theme_colours(DARK)}
 html_title = "Sightline"
+html_math_renderer = "mathml"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
@@ -77,10 +79,11 @@ toc_object_entries_show_parents = "hide"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-# For the modules of extensions/: a folder of pictures and the script of examples/ that draws them; the root of the
-# repository; a page and the file of the root whose text it has.
+# For the modules of extensions/: a folder of pictures or pages and the script of examples/ that draws them; the root of
+# the repository; a page and the file of the root whose text it has.
 drawn_pictures = {
-    "decoding": "draw_eviction",
+    "eviction": "draw_eviction",
+    "explorer": "draw_explorer",
     "gallery": "draw_gallery",
     "how-it-works": "draw_tiles",
     "performance": "draw_performance",

@@ -1,6 +1,7 @@
-"""Pictures that the build draws: the site shows what the library draws today, not the files of the repository.
+"""Pictures and explorer pages that the build draws: the site shows what the library draws today.
 
-The files of the repository are for readers of the Markdown pages. A picture of a page without such a file is an error.
+The pictures of the repository are for readers of the Markdown pages. A picture of a page without such a file is an
+error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 
 def draw(app: Any) -> None:
-    """Run each script of `drawn_pictures` and check that it draws the pictures of its folder."""
+    """Run each script of `drawn_pictures`."""
     for folder, script in app.config.drawn_pictures.items():
         path = app.srcdir.parent / "examples" / f"{script}.py"
         spec = util.spec_from_file_location(script, path)
@@ -27,10 +28,12 @@ def drawn(app: Any) -> Path:
 
 
 def replace(app: Any, error: Exception | None) -> None:
-    """Write the drawn pictures over the files that the builder copied."""
+    """Write the drawn pictures over the files that the builder copied, and drawn pages to the folder `_static`."""
     for source, name in app.builder.images.items() if error is None else ():
         if (path := drawn(app) / source).exists():
             shutil.copyfile(path, Path(app.outdir) / "_images" / name)
+    for page in drawn(app).rglob("*.html") if error is None else ():
+        shutil.copyfile(page, Path(app.outdir) / "_static" / page.name)
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -510,8 +510,8 @@ ERRORS = {
     "weights of the batch": (
         lambda: sightline.weights().mean("batch", weights=[1.0]),
         ParameterError,
-        "weights of mean('batch')",
-        "weights of heads",
+        "mean('batch', weights=...)",
+        'weights for "heads"',
     ),
     "two sums over heads": (
         lambda: sightline.weights().mean("heads").sum("heads"),

@@ -261,7 +261,7 @@ def test_dragging_pans_and_the_grid_selects_a_head(page):
 
 @needs_browser
 def test_the_page_opens_where_a_word_stands_out(tab, tmp_path, rng):
-    """The first key and the one in brackets receive more, and no head of the first layer has such a word."""
+    """The page opens at "sat", a word inside the text, though the first key and the key in brackets receive more."""
     weights = rng.dirichlet(np.full(6, 9), size=(2, 3, 6))
     weights[:, :, :, 0] = 2
     weights[1, 2, :, 3] = 1
@@ -337,7 +337,7 @@ def test_light_dark_and_narrow(page):
 
 @needs_browser
 def test_the_exported_picture(page):
-    """Three pixels per pixel, and more than the background colour."""
+    """The picture has three pixels per CSS pixel, and other colours than the background."""
     found = page.js(
         "(() => { const c = sightline.picture(), data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
         "return [c.width === 3 * sightline.map.width, new Set(new Uint32Array(data.buffer)).size,"

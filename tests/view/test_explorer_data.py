@@ -198,7 +198,7 @@ def overview(p, side, k=2):
 
 
 def test_cells_of_single_pairs_are_all_weights(rng):
-    """A prompt of few tokens, and a step whose keys are more than cells: what they receive is its row of weights."""
+    """A prompt with one cell per pair, and a step of one query with fewer cells: its keys receive its weights."""
     prompt, step = (rng.dirichlet(np.ones(m), size=(1, 2, n)).astype(np.float32) for n, m in ((4, 4), (1, 6)))
     parts = [(prompt, 4, 4, 0), (step, 1, 6, 4)]
     kinds = {"pooled": "mean", "received": "sum"}

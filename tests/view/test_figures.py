@@ -216,7 +216,7 @@ def test_tiles_of_a_boolean_array(tmp_path):
 
 
 def test_tiles_of_an_invalid_mask():
-    with pytest.raises(MaskError, match="no mask"):
+    with pytest.raises(MaskError, match="mask=None"):
         tile_map(None, 8)
     with pytest.raises(ShapeError, match="stands for i"):
         tile_map(np.ones((8, 8), bool), 9)

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that the arguments name. If they name none, print the help. Return the process's exit code.
 
     The code is 0 for success. It is 1 if `bench` found that Sightline gave a wrong output or raised an error. It is 2
-    for every other error, whose message is printed to standard error. It is 130 for Ctrl-C.
+    for a `SightlineError` or an error of a named file, whose message is printed to standard error, and 130 for Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -1,4 +1,4 @@
-"""`sightline bench`: time Sightline and its peers on named problems, and compare the rates with measured peaks.
+"""`sightline bench`: time Sightline and other libraries on named problems, and compare rates with measured peaks.
 
 The command prints tables, and writes JSON and figures if they are requested.
 """
@@ -133,7 +133,7 @@ def _run_benchmarks(
 ) -> None:
     """Measure the benchmarks one after the other and print each finding.
 
-    Unless `path` is None, the report is saved to `path` after each benchmark, since a later one may end the process.
+    Unless `path` is None, the report is saved to `path` after each benchmark, in case a later benchmark crashes.
     """
     description = TextColumn("{task.description}", style="dim")
     columns = BarColumn(bar_width=24, complete_style="cyan"), MofNCompleteColumn(), TimeElapsedColumn(), description
@@ -217,8 +217,8 @@ def _describe_target(target: Target, device: Device) -> str:
 def _notes(finding: Finding) -> list[str]:
     """Return the lines to print below a finding's table, each line once.
 
-    They say which contenders have no times and why, and which outputs are wrong. Remarks of the contenders and the
-    published figure follow.
+    The lines say which contenders have no times and why, which outputs are wrong, and what the contenders' notes and
+    the published figure say.
     """
     notes = []
     for entry in (entry for row in finding.rows for entry in row.entries):
@@ -309,8 +309,8 @@ def _contender_cells(finding: Finding, entry: Entry) -> Cells:
 def _case_cells(finding: Finding, row: Row) -> Cells:
     """Return the cells of a case of a group.
 
-    They are the time of every contender, then the ratio of every contender that is no peer, then Sightline's time over
-    the time of the contender `finding.beside`. A point of a series has Sightline's time per token and its memory too.
+    The cells are the time of every contender, then the ratio of every contender that is no peer, then Sightline's time
+    over the time of the contender `finding.beside`. A point of a series also has Sightline's time per token and memory.
     """
     labels, cells = finding.labels(), Cells({NAME: Text(row.name, style="bold")})
     entries = {name: row.entry(name) for name in labels}
@@ -330,7 +330,7 @@ def _case_cells(finding: Finding, row: Row) -> Cells:
 
 
 def _summary_rows(finding: Finding) -> list[Cells]:
-    """Return the last rows of a group: the geometric mean and the worst of the ratios of each contender, if any."""
+    """Return the last rows of a group's table: the geometric mean and the worst of the ratios; [] without ratios."""
     summaries = summarise([finding])
     if not summaries:
         return []

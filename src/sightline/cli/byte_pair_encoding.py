@@ -6,8 +6,8 @@ joins every occurrence of the most frequent pair to one token. Among equally fre
 in the text is joined. The steps end if no pair occurs twice, or after a given number of merges.
 
 As in SentencePiece (Kudo and Richardson, 2018), a word contains the space before it, and a space is put before the
-text. The tokens' pieces of text in a row are therefore the space and the text. Characters are Unicode code points,
-which are neither normalised nor changed.
+text. The pieces of all tokens in a row are therefore that space, followed by the text. Characters are Unicode code
+points. They are neither normalised nor changed.
 """
 
 from __future__ import annotations

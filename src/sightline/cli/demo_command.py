@@ -108,9 +108,9 @@ def _print_errors(console: Console, layer: Layer, mask: Expression, out: Array, 
 
 
 def largest_differences(layer: Layer, mask: Expression, out: Array, seen: Array) -> dict[str, tuple[float, float]]:
-    """Return the largest differences between each two of Sightline, the float64 definition and the model.
+    """Return the largest differences between every two of Sightline, the float64 definition and the model.
 
-    For each two, by name, the result is (difference of the outputs, difference of the weights).
+    The keys of the result name the two. The values are (difference of the outputs, difference of the weights).
     """
     true, true_weights = _reference_outputs(layer, mask)
     assert layer.weights is not None
@@ -166,9 +166,9 @@ def _print_times(console: Console, cat: Activations, moby: Activations, layer: i
 
 
 def describe_times(measured: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return sentences that compare Sightline with each other contender on each input, by the ratio of their times.
+    """Return sentences that compare Sightline's time with the time of torch and of NumPy, for each input.
 
-    `measured` has for each input, such as "short", the seconds of each contender by name, with "Sightline" among them.
+    `measured` has for each input, such as "short", the seconds of each library by name, with "Sightline" among them.
     """
     lines = []
     for name, times in measured.items():

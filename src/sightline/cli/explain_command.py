@@ -33,7 +33,7 @@ from .walkthrough import MASKS, MAX_MERGES, TEXT, Walkthrough, walk_through
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_COMPONENTS = 7  # largest number of columns for a vector; a longer one has five components, an ellipsis, the last
+MAX_COMPONENTS = 7  # largest number of columns for a vector; a longer vector has the first five, an ellipsis, the last
 COMPONENT_WIDTH = 9  # characters of a column, with the gap after the column
 LABEL_WIDTH = 14  # characters of the labels of rows, with the gap after them
 MAX_PRINTED_MERGES = 20  # largest number of printed merges of the tokenizer
@@ -126,7 +126,7 @@ def _vocabulary_lines(width: int, walk: Walkthrough) -> list[str]:
 
 
 def _print_merges(console: Console, walk: Walkthrough) -> None:
-    """Print a row for each merge; of more than `MAX_PRINTED_MERGES`, rows for the first and the last ones.
+    """Print a row for each merge. If there are more than `MAX_PRINTED_MERGES`, rows in the middle are left out.
 
     The rows have the text after each merge if every merge has a row and the rows then fit into the console. For merges
     that were learned, a note below says whether more could be learned.

@@ -46,7 +46,7 @@ class Pattern(NamedTuple):
 
 
 def patterns(tokens: Sequence[str]) -> list[Pattern]:
-    """Return the patterns for which every head is searched, for a text of these tokens."""
+    """Return the patterns that are looked for in every head, for a text of these tokens."""
     word = Table(np.unique(tokens, return_inverse=True)[1])  # equal tokens have equal numbers
     return [
         Pattern("←", "the token before", i - j == 1),
@@ -138,7 +138,7 @@ def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:
 
 
 def pattern_map(console: Console, heads: HeadPatterns) -> Text:
-    """Return text with a line per layer and a cell per head, which shows the largest weight that a pattern gets.
+    """Return text with a line per layer and a cell per head. A cell shows the largest weight that a pattern's keys get.
 
     If the weight is at least `MIN_SIGN_MASS`, the cell also shows the sign of the pattern.
     """

@@ -156,7 +156,7 @@ def _machine() -> dict[str, str]:
 
 
 def has_gpu() -> bool:
-    """True if torch finds a GPU.
+    """Return True if torch finds a GPU.
 
     The import of torch takes long, so torch is imported only if a GPU driver is installed.
     """
@@ -179,10 +179,10 @@ def _gpu_name() -> str:
 
 
 def _generated() -> dict[str, str]:
-    """Return what concerns generated kernels, as texts by name.
+    """Return texts about generated kernels, by name.
 
-    "threads" is the number of threads and where the number comes from, "in torch programs" the number in a program that
-    loads torch. "cache" is the folder, the size and the error of the disk cache.
+    "threads" is the number of threads and where the number comes from. "in torch programs" is the number in a program
+    that loads torch. "cache" is the folder, the size and the error of the disk cache.
     """
     number, origin = thread_count.resolve_thread_count()
     state = disk_cache.state()

@@ -159,7 +159,7 @@ def _run_model(model: Any, tokenizer: Any, texts: Sequence[str]) -> Any:
 
 
 def _statistics(config: Any, batch: int, n: int) -> list[Any]:
-    """Return the statistics to record: `weights()` if all weights can fit on a page, else some without n² memory."""
+    """Return the statistics to record: `weights()` if all weights can fit on a page, else statistics of O(n) memory."""
     heads = getattr(config, "num_hidden_layers", 1) * getattr(config, "num_attention_heads", 1)
     if ROUNDED_BYTES * BASE64_RATIO * batch * heads * n * n <= PAGE_BYTES:
         return [sightline.weights()]

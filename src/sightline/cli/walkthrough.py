@@ -11,8 +11,8 @@ which is published as "the". Thus the sentence becomes
 
     the ␣ c at ␣ at e the ␣ r at        [9, 0, 2, 7, 0, 7, 3, 9, 0, 6, 7]
 
-These are eleven tokens, because the second "the" contains the space before it. If no merge included the space, that
-space would be a token of its own, a 0 before the second 9, and there would be twelve tokens.
+These are eleven tokens, because the second "the" contains the space before it. If no merge included a space, the space
+before the second "the" would be a token of its own, a 0 before the second 9, and there would be twelve tokens.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def tokenize(text: str, max_merges: int | None = None) -> Tokenization:
             "a part of the text" if text else repr(TEXT),
         )
     if max_merges is not None and max_merges < 0:
-        raise ParameterError(f"{max_merges} merges", "a whole number of at least 0", str(MAX_MERGES))
+        raise ParameterError(f"{max_merges} merges", "a whole number of at least 0", f"--merges {MAX_MERGES}")
     if text == TEXT and max_merges is None:
         return replace(apply_merges(TEXT, MERGES), vocabulary=VOCABULARY)
     return learn_merges(text, MAX_MERGES if max_merges is None else max_merges)
@@ -95,7 +95,7 @@ def named_mask(name: str) -> Expression | None:
         return causal()
     if kind == "window" and length.isdecimal() and int(length) >= 1:
         return window(int(length))
-    raise ParameterError(f"mask {name!r}", MASKS, "causal")
+    raise ParameterError(f"mask {name!r}", MASKS, "--mask causal")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Walkthrough:
-    """Every stage of attention on a text, float64: n tokens, embeddings of width d_model, one head with d_k = d_v."""
+    """Every stage of attention on a text in float64: n tokens, embeddings of width d_model, one head with d_k = d_v."""
 
     tokenization: Tokenization
     mask: Expression | None
@@ -143,7 +143,7 @@ class Walkthrough:
         return [self.label(piece) for piece in self.tokenization.pieces]
 
     def label(self, piece: str) -> str:
-        """Return the piece of a token as text, with ␣ for a space."""
+        """Return the piece of a token as text, with ␣ for a space. The published piece " the" becomes "the"."""
         return piece.strip() if self.is_published and piece == WHOLE_WORD else printable(piece)
 
     @property
@@ -236,8 +236,8 @@ def _default_pair(tokenization: Tokenization) -> tuple[int, int]:
 
 def _validate(d_model: int, d_k: int, seed: int) -> None:
     if d_model < 1:
-        raise ParameterError(f"d_model {d_model}", "a width of at least 1", "512")
+        raise ParameterError(f"d_model {d_model}", "a width of at least 1", "--d-model 512")
     if d_k < 2 or d_k % 2:
-        raise ParameterError(f"d_k {d_k}", "an even width of at least 2, because rotation needs pairs", "64")
+        raise ParameterError(f"d_k {d_k}", "an even width of at least 2, because rotation needs pairs", "--d-k 64")
     if seed < 0:
-        raise ParameterError(f"seed {seed}", "a whole number ≥ 0", "0")
+        raise ParameterError(f"seed {seed}", "a whole number ≥ 0", "--seed 0")

@@ -1,4 +1,4 @@
-"""Statistics of the weights, which `see=[...]` requests. `base` describes what a statistic is."""
+"""The statistics of attention weights that `see=[...]` requests. Their base class is in the module `base`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,7 @@ from .head_factors import average_over, multiply_heads
 from .matrix import Pooled, Scores, Weights, pooled, scores, weights
 from .per_key import Received, received
 from .per_query import Entropy, Lse, Mass, MaxScore, TopK, entropy, entropy_of, lse, mass, max_score, top_k
-from .selection import (
-    Mean,
-    OverLayers,
-    Statistic,
-    places_in,
-    solve_selections_separately,
-    spread_mean,
-    unwrap_mean,
-)
+from .selection import Mean, OverLayers, Statistic, places_in, solve_selections_separately, spread_mean, unwrap_mean
 from .weighted_sums import weighted_sum
 
 __all__ = [
@@ -77,13 +69,13 @@ __all__ = [
 STATISTICS: dict[str, type[Statistic]] = {
     kind.name: kind for kind in (Lse, MaxScore, Entropy, TopK, Mass, Received, Pooled, Weights, Scores)
 }
-"""The statistics that kernels compute, alone or within a `Mean`. Others become problems of their own."""
+"""The statistics that kernels compute, by name. Every other statistic is computed by a separate call of attention."""
 
 OVERVIEW: tuple[Statistic, ...] = (pooled(64, 64), top_k(8), entropy(), received())
-"""The statistics that the explorer page shows, the default of `watch`. Their results take O(n) memory.
+"""The statistics that the explorer page shows and that `watch` records by default. Their results take O(n) memory.
 
-For each head: P as a picture of at most 64 × 64 cells, the 8 heaviest keys of each query, the entropy of each query,
-and what each key receives. Of up to 64 queries on 64 keys, the picture is P itself.
+For each head they are the weights P as a picture of at most 64 × 64 cells (P itself for up to 64 queries and keys), the
+8 keys with the largest weights of each query, the entropy of each query, and the sum of the weights on each key.
 """
 
 

@@ -1,4 +1,4 @@
-"""The base class of statistics: shapes of the arrays, the update by a tile of weights, and the gradient as a formula.
+"""The base class of statistics. It defines their arrays, the update by a tile of weights, and the gradient formula.
 
 P are the normalised weights before dropout. S are the final masked scores in nats, −∞ where hidden. A new statistic is
 a subclass of `selection.Statistic` and a line in `statistics.STATISTICS`.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .selection import Statistic
 
 MAX_RESULT_BYTES = 2 << 30  # the default limit of one statistic's result
-Outer = tuple[int, ...]  # lengths of the axes before the queries: (*batch_shape, H), or those left after averaging
+Outer = tuple[int, ...]  # lengths of the axes before the queries: (*batch_shape, H) without those averaged over
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Tile:
 class KeyPart(NamedTuple):
     """A statistic over some of the keys, and the factor by which a merge multiplies the weights of these keys."""
 
-    arrays: Sequence[Any]
-    total: Any  # the sum of these weights before they are multiplied
+    arrays: Sequence[Any]  # the statistic's arrays over these keys
+    total: Any  # (..., H, n): the sum of the weights of these keys, before they are multiplied
     factor: Any  # (..., H, n)
 
 
@@ -84,7 +84,7 @@ class BackwardContext:
     def lookup(self, array: Any, *index: Expression, remaining_axes: str = "bh") -> Expression:
         """Return the formula that reads an array (*batch_shape, H, ...) at b, h and the index.
 
-        `remaining_axes` names the axes before the index that the array has: "bh", "b", "h" or "".
+        `remaining_axes` says whether the array has the batch axes and the head axis: "bh", "b", "h" or "".
         """
         problem, xp = self.problem, namespace(self.problem.query)
         lengths = [problem.B] * ("b" in remaining_axes) + [problem.H] * ("h" in remaining_axes)
@@ -100,15 +100,15 @@ class BackwardContext:
 class StatisticGradients:
     """The terms that the statistics' gradients add: `weights` to dP, `scores` to dS, `lse` to d_lse.
 
-    `weights` and `scores` are formulas of b, h, i, j and s, the final score; they hold at visible pairs only. A term
-    that the statistics do not add is None. `weights_sum` is Σⱼ P ∘ weights of every query, None if it is not known.
+    `weights` and `scores` are formulas of b, h, i, j and s, the final score. They are valid at visible pairs only. A
+    term is None if the statistics add nothing. `weights_sum` is Σⱼ P ∘ weights of every query, None if it is not known.
     """
 
     weights: Expression | None = None
     scores: Expression | None = None
     lse: Any = None
     weights_sum: Any = None
-    includes_zero_weights: bool = False  # True if `scores` also counts at pairs whose weight underflowed to 0
+    includes_zero_weights: bool = False  # True if `scores` must also be added at pairs whose weight underflowed to 0
 
     @property
     def needs_weights_sum(self) -> bool:
@@ -117,12 +117,12 @@ class StatisticGradients:
 
     @property
     def formulas(self) -> dict[str, Expression]:
-        """`weights` and `scores`, those that are not None, by name."""
+        """A dict of `weights` and `scores`, without those that are None."""
         named = {"weights": self.weights, "scores": self.scores}
         return {name: formula for name, formula in named.items() if formula is not None}
 
     def multiply(self, factor: Any, factors: Any) -> StatisticGradients:
-        """Return the terms times a number, or times a formula of h and the array (H, 1) of its values."""
+        """Return the terms times a number per head: `factor` is this number as a formula of h, `factors` as (H, 1)."""
         formulas = {name: formula * factor for name, formula in self.formulas.items()}
         arrays = {name: getattr(self, name) for name in ("lse", "weights_sum")}
         products = {name: array * factors for name, array in arrays.items() if array is not None}
@@ -131,7 +131,7 @@ class StatisticGradients:
     def add_to_d_lse(self, d_lse: Any) -> Any:
         """Return d_lse + lse − weights_sum. A term that is None is left out; the result is None if all three are None.
 
-        The last term changes δ by the row sum of P ∘ `weights`, because dP includes `weights`.
+        dP includes `weights`, so δ = rowsum(P ∘ dP) − d_lse must include `weights_sum`. The last term adds it.
         """
         terms = [term for term in (d_lse, self.lse) if term is not None]
         if self.weights_sum is not None:
@@ -142,14 +142,14 @@ class StatisticGradients:
 class StatisticBase:
     """The base class of every statistic. A statistic is a frozen dataclass of its parameters.
 
-    A subclass defines `name`, the `shapes` of its arrays and their update by a tile (`add`). It overrides the other
-    methods if it differs from their defaults.
+    A subclass defines `name`, the `shapes` of its arrays and their update by a tile (`add`). It overrides another
+    method only if the default does not fit.
     """
 
     name: ClassVar[str]
     tile_inputs: ClassVar[tuple[str, ...]] = ("weights",)  # the attributes of a `Tile` that `add` reads; () for none
     fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # the number that each array is filled with at first
-    has_own_problem: bool = False  # True if the result comes from a separate problem, `make_own_problem`
+    has_own_problem: bool = False  # True if a separate call of attention computes it, on `make_own_problem`
     is_mergeable: ClassVar[bool] = False  # True if `merge` computes it from its results over disjoint sets of keys
     supports_mean: bool = True  # False if a mean over heads or batch has no meaning
     is_differentiable: bool = True
@@ -158,12 +158,12 @@ class StatisticBase:
 
     @property
     def is_linear(self) -> bool:
-        """True if the statistic of weights averaged over heads or batch is the average of the statistic."""
+        """True if the statistic of weights that are averaged over heads or batch is the average of the statistics."""
         return False
 
     # -- sizes --------------------------------------------------------------------------------------------------------
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the arrays for n queries after the axes `outer`: by default one number per query."""
+        """Return the shapes of the arrays: by default (*outer, n) for each array, that is one number per query."""
         return ((*outer, n),) * len(self.fill_values)
 
     def dtypes(self, problem: Problem) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ class StatisticBase:
         return tuple(zip(shapes, self.dtypes(problem), strict=True))
 
     def head_axis(self, batch_ndim: int) -> int | None:
-        """Return the head axis of the arrays for that number of batch axes; None if the arrays have no head axis."""
+        """Return the index of the arrays' head axis, with `batch_ndim` batch axes; None if there is no head axis."""
         return batch_ndim
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
@@ -194,13 +194,13 @@ class StatisticBase:
         raise NotImplementedError(type(self).__name__)
 
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
-        """Return the arrays after the last tile."""
+        """Return the final arrays; called after the last tile."""
         return arrays
 
     def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
-        """Return the arrays over the keys of all parts; `lse` is the lse over these keys.
+        """Return the statistic's arrays over the keys of all parts; `lse` is the lse over these keys.
 
-        In every part, a key has its position in the whole sequence.
+        The key positions in the arrays of a part count from the start of the whole sequence.
         """
         raise NotImplementedError(type(self).__name__)
 
@@ -218,7 +218,7 @@ class StatisticBase:
         return self
 
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
-        """Return the name and the parameters as tokens without line breaks or bars; `deserialize` reads them."""
+        """Return name and parameters as tokens, which `deserialize` reads. No token has a line break or a "|"."""
         own = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
         return [self.name, *[literal_text(value) for value in own]]
 
@@ -232,7 +232,7 @@ class StatisticBase:
 def accumulate_statistics(problem: Problem, lse: Any, tiles: Callable[[], Iterator[Tile]]) -> tuple[Any, ...]:
     """Return every statistic of `problem.see`, from lse and at most one pass over the tiles.
 
-    The tiles must include every pair that has a weight.
+    The tiles must include every pair whose weight is not 0.
     """
     context = ForwardContext(problem, lse, (*problem.batch_shape, problem.H))
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""How kernels compute statistics: from lse alone, in the forward kernel, by another kernel, or by streaming."""
+"""How kernels compute statistics: from lse alone, in the forward kernel, by another kernel, or by a loop over tiles."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class FusedStatistics:
 
     Parameters
     ----------
-    empty : (shape, dtype's name) → a new array
+    empty : function of a shape and the name of a dtype that returns a new array
 
     Attributes
     ----------
     max_score : the arrays of the largest scores and of their keys; empty if `max_score` is not requested
-    entropy : one array, or empty
-    masses : the array of each `mass`, by the id of the statistic
-    conditions : the condition of each `mass`
+    entropy : the array in a list; empty if `entropy` is not requested
+    masses : the array of each `mass`, by `id(statistic)`
+    conditions : the formula of the condition of each `mass`
     """
 
     def __init__(self, problem: Problem, empty: Callable[[tuple[int, ...], str], Any]) -> None:
@@ -57,9 +57,9 @@ class FusedStatistics:
 
 
 def computed_statistic(statistic: Statistic) -> Statistic:
-    """Return the statistic whose arrays a kernel computes for this one: for most means, the statistic they average.
+    """Return the statistic whose arrays a kernel computes: of a mean the averaged statistic, else the statistic itself.
 
-    A mean of weights or scores is returned as it is, because the matrices of all heads would fill the memory.
+    A mean of weights or scores is returned unchanged, because the matrices of all heads would fill the memory.
     """
     is_mean_of_arrays = isinstance(statistic, Mean) and not isinstance(statistic.of, Matrix)
     return unwrap_mean(statistic) if is_mean_of_arrays else statistic
@@ -76,10 +76,10 @@ def dispatch_statistics(
     Parameters
     ----------
     compute_arrays : function that returns a statistic's arrays from a kernel, or None if no kernel computes it
-        The function is called with `computed_statistic` of each statistic. If that is the statistic that a mean
-        averages, `dispatch_statistics` averages the arrays.
+        The function is called with `computed_statistic` of each statistic. For a mean this is the averaged statistic,
+        and `dispatch_statistics` averages the arrays.
     compute_by_streaming : function that returns the results of all statistics of a problem
-        It is called once, with all statistics that no kernel computes.
+        The function is called once, with a problem whose `see` has all statistics that no kernel computes.
     """
 
     def average_arrays(statistic: Statistic) -> list[Any] | None:

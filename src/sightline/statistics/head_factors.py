@@ -11,7 +11,7 @@ from ..arrays.operations import convert, namespace
 from ..errors import ParameterError
 from .base import weigh
 
-# one number for each head, such a row for each layer of a watch, or 1.0 for all heads; None stands for 1/H
+# one number for each head, one row of numbers for each layer of a watched model, or 1.0 for all; None stands for 1/H
 Factors = float | tuple[float, ...] | tuple[tuple[float, ...], ...] | None
 
 
@@ -22,7 +22,7 @@ def average_over(array: Any, axes: tuple[int, ...]) -> Any:
 
 
 def multiply_heads(array: Any, axis: int, factors: Any) -> Any:
-    """Return the array with each head multiplied by its factor along this axis. A factor of 0 gives 0."""
+    """Return the array with each head, along `axis`, multiplied by its factor. A factor of 0 gives 0, also of NaN."""
     if not isinstance(factors, tuple):  # 1 for every head
         return array
     xp = namespace(array)
@@ -31,7 +31,7 @@ def multiply_heads(array: Any, axis: int, factors: Any) -> Any:
 
 
 def parse_factors(how: str, weights: Any) -> Factors:
-    """Return the factors of a sum or mean over heads with these weights; see `Factors`."""
+    """Return the `Factors` of a "sum" or "mean" over heads. The weights of a mean are divided by their sum."""
     if weights is None:
         return None if how == "mean" else 1.0
     if getattr(weights, "requires_grad", False):
@@ -49,7 +49,7 @@ def parse_factors(how: str, weights: Any) -> Factors:
     totals = [math.fsum(row) if how == "mean" else 1.0 for row in rows]
     if 0 in totals:
         raise ParameterError(
-            "weights of a mean whose sum is 0", "weights with another sum", '.sum("heads", weights=...)'
+            f"weights={weights!r}, whose sum is 0, of a mean", "weights with another sum", '.sum("heads", weights=...)'
         )
     factors = tuple([tuple([weight / total for weight in row]) for row, total in zip(rows, totals, strict=True)])
     return factors[0] if rows[0] is given else factors
@@ -60,7 +60,7 @@ def _is_finite(number: Any) -> bool:
 
 
 def format_factors(factors: Any) -> str:
-    """Return the factors as an argument: those of up to 4 heads, or how many there are; "" if all are 1."""
+    """Return ", weights=[...]" with up to 4 factors, or with their number if there are more; "" if all are 1."""
     if not isinstance(factors, tuple):
         return ""
     if isinstance(factors[0], tuple):
@@ -70,7 +70,7 @@ def format_factors(factors: Any) -> str:
 
 
 def check_factors(factors: Factors, num_heads: int) -> None:
-    """Raise ParameterError unless factors of one call of attention have one number for each head."""
+    """Raise ParameterError if factors are a tuple that does not have one number for each head of a call."""
     if not isinstance(factors, tuple):
         return
     first = factors[0]

@@ -25,7 +25,7 @@ i, j = SYMBOLS["i"], SYMBOLS["j"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Matrix(Statistic):
-    """The base class of statistics with one number for every pair."""
+    """The base class of statistics with one number for every pair of a query and a key."""
 
     limit: int = MAX_RESULT_BYTES
     insist: bool = False
@@ -166,21 +166,21 @@ class Pooled(Statistic):
 def cell_of(position: Any, length: int, cells: int) -> Any:
     """Return the index of the cell that contains the position, which is a number or a formula.
 
-    `length` positions are divided among `cells` cells. Cell r has the positions from ⌊r · length / cells⌋ to before
-    ⌊(r + 1) · length / cells⌋.
+    `length` positions are divided among `cells` cells. Cell r has the positions p with
+    ⌊r · length / cells⌋ ≤ p < ⌊(r + 1) · length / cells⌋.
     """
     return ((position + 1) * cells - 1) // length
 
 
 def cell_lengths(first: int, stop: int, cells: int) -> Any:
-    """Return the number of positions in each cell. The cells divide the positions from `first` to before `stop`."""
+    """Return the number of positions in each cell, a NumPy array. The cells divide the positions first ≤ p < stop."""
     return np.diff(np.arange(cells + 1) * (stop - first) // max(cells, 1))
 
 
 def reduce_segments(array: Any, segment_ids: Any, axis: int, how: str) -> Any:
-    """Return the sums or the maxima of the entries along an axis that share a segment.
+    """Return the sum, or for `how` "max" the maximum, of the entries of each segment along an axis, −1 or −2.
 
-    `segment_ids` ascend from 0 without gaps.
+    `segment_ids` has the segment of each index of the axis. The ids ascend from 0 without gaps.
     """
     if framework(array) == "numpy":
         starts = np.flatnonzero(np.diff(segment_ids, prepend=-1))
@@ -227,20 +227,22 @@ def weights(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
 def scores(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
     """Request S_ij, the scores that softmax reads: after scale, score formula and mask.
 
-    The result is (..., H, n, m) in the accumulator's dtype (float64 for float64, else float32), in nats; −∞ where
-    hidden. It has a gradient. The mean over heads is −∞ where any head hides the pair.
+    The result is (..., H, n, m) in the accumulator's dtype (float64 for float64 arrays, else float32), in nats; −∞
+    where hidden. It has a gradient. The mean over heads is −∞ where any head hides the pair.
 
     Parameters
     ----------
-    limit : int, default 2 GiB
-        The largest size of the matrix in bytes.
-    insist : bool, default False
-        Ignore the limit.
+    limit, insist
+        As in `weights`, with the same errors.
 
-    Raises
-    ------
-    ParameterError
-        As for `weights`.
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x = np.array([[2], [-1]], np.float32)
+    >>> _, (scores,) = sightline.attention(x, x, x, mask=sightline.causal(), see=[sightline.scores()])
+    >>> scores  # the products 2·2, −1·2 and −1·−1
+    array([[  4., -inf],
+           [ -2.,   1.]], dtype=float32)
     """
     return Scores(*_check_limit("scores", limit, insist))
 
@@ -248,17 +250,17 @@ def scores(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
 def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within: Rectangle | None = None) -> Statistic:
     """Request the exact mean or maximum of P over every cell of a grid: the matrix as a picture of any size.
 
-    Cell (r, c) covers the queries from ⌊r·N / R⌋ to before ⌊(r + 1)·N / R⌋ of the N queries in the rectangle, for R
-    rows of cells, and keys in the same way.
+    The rectangle that is pooled has N queries and M keys. With R = min(rows, N), row r of cells covers the queries i,
+    counted within the rectangle, with ⌊r·N / R⌋ ≤ i < ⌊(r + 1)·N / R⌋. Columns of cells divide the keys in this way.
 
-    The result is (..., H, min(rows, N), min(columns, M)) for a rectangle of N queries and M keys, in the accumulator's
-    dtype (float64 for float64, else float32). The mean has a gradient, the maximum has none.
+    The result is (..., H, min(rows, N), min(columns, M)) in the accumulator's dtype (float64 for float64 arrays, else
+    float32). The mean has a gradient, the maximum has none.
 
     Parameters
     ----------
     rows, columns : int
-        The number of cells along queries and along keys. If the rectangle has fewer queries or keys, the number of
-        cells is theirs: `pooled(64, 64)` of 10 queries on 10 keys is P itself.
+        The number of cells along queries and along keys. If the rectangle has fewer queries or keys, each has its own
+        cell: `pooled(64, 64)` of 10 queries on 10 keys is P itself.
     how : {"mean", "max"}, default "mean"
         Hidden pairs count as 0.
     within : ((first query, past the last), (first key, past the last)), optional
@@ -269,7 +271,16 @@ def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within
     ParameterError
         rows or columns is not a whole number of at least 1, how is another word, or within is not a rectangle.
     ShapeError
-        Raised by attention if the rectangle leaves the matrix.
+        Raised by attention if the rectangle is not within the matrix.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x = np.zeros((4, 1), np.float32)  # the rows of P are (1, 0, 0, 0), (1/2, 1/2, 0, 0) and so on
+    >>> _, (cells,) = sightline.attention(x, x, x, mask=sightline.causal(), see=[sightline.pooled(2, 2)])
+    >>> cells.round(2)  # the upper left cell is the mean of 1, 0, 1/2 and 1/2
+    array([[0.5 , 0.  ],
+           [0.29, 0.21]], dtype=float32)
     """
     rows = check_count(f"pooled(rows={rows!r})", rows, 1, "pooled(64, 64)")
     columns = check_count(f"pooled(columns={columns!r})", columns, 1, "pooled(64, 64)")

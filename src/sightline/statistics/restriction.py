@@ -50,8 +50,8 @@ def resolve_heads(problem: Problem, query_heads: Indices) -> tuple[list[int], li
 def _key_heads(of_queries: list[int]) -> list[int]:
     """Return the key heads that a problem with some selected query heads needs.
 
-    `of_queries` has the key head of each selected query head. If every key head is read by equally many neighbouring
-    query heads, it appears once for them; else the result is `of_queries` itself.
+    `of_queries` has the key head of each selected query head. If all runs of equal numbers in `of_queries` have the
+    same length, the result has one number for each run. Otherwise the result is `of_queries` itself.
     """
     groups = [list(group) for _, group in itertools.groupby(of_queries)]
     return [group[0] for group in groups] if len({len(group) for group in groups}) == 1 else of_queries
@@ -76,7 +76,7 @@ def resolve_indices(what: str, indices: Indices, count: int) -> list[int]:
 def contiguous_span(indices: Indices, count: int) -> tuple[int, int] | None:
     """Return (first, past the last) of a slice with step 1; None if `indices` is anything else.
 
-    `slice.indices` is not used, because it turns torch.compile's symbols into numbers.
+    `slice.indices` is not used, because it would turn the symbolic lengths of torch.compile into numbers.
     """
     if not isinstance(indices, slice) or indices.step not in (None, 1):
         return None

@@ -13,15 +13,7 @@ from ..arrays.operations import convert, namespace
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
-from .base import (
-    BackwardContext,
-    ForwardContext,
-    Outer,
-    StatisticBase,
-    StatisticGradients,
-    Tile,
-    literal_text,
-)
+from .base import BackwardContext, ForwardContext, Outer, StatisticBase, StatisticGradients, Tile, literal_text
 from .head_factors import Factors, average_over, check_factors, format_factors, multiply_heads, parse_factors
 from .restriction import (
     Indices,
@@ -39,7 +31,18 @@ if TYPE_CHECKING:
 
 
 class Statistic(StatisticBase):
-    """A statistic with methods that restrict it to some queries and heads, and average it over heads or batch."""
+    """A statistic with methods that restrict it to some queries and heads, or sum or average it over an axis.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x = np.array([0, 1, 2], np.float32).reshape(1, 3, 1, 1)  # three heads of one token: lse 0, 1 and 4
+    >>> lse = sightline.lse()
+    >>> see = [lse.heads([2, 0]), lse.mean("heads"), lse.sum("heads", weights=[0, -1, 1])]
+    >>> _, (some, mean, difference) = sightline.attention(x, x, x, see=see)
+    >>> some.ravel(), mean.round(2), difference
+    (array([4., 0.], dtype=float32), array([[1.67]], dtype=float32), array([[3.]], dtype=float32))
+    """
 
     def rows(self, indices: Any) -> Selection:
         """Return the statistic restricted to these queries. Only these queries are computed.
@@ -55,6 +58,16 @@ class Statistic(StatisticBase):
         ParameterError
             indices are neither whole numbers nor a slice, or rows are already selected. Also raised by attention if an
             index is out of range.
+
+        Examples
+        --------
+        >>> import numpy as np, sightline
+        >>> x = np.zeros((4, 1), np.float32)  # four tokens with equal scores
+        >>> some = sightline.weights().rows([1, -1])
+        >>> _, (rows,) = sightline.attention(x, x, x, mask=sightline.causal(), see=[some])
+        >>> rows  # queries 1 and 3
+        array([[0.5 , 0.5 , 0.  , 0.  ],
+               [0.25, 0.25, 0.25, 0.25]], dtype=float32)
         """
         return _select(self, rows=indices)
 
@@ -75,15 +88,15 @@ class Statistic(StatisticBase):
             "layers" means all calls that a `watch` records. They are added while the model runs, so that one result is
             stored instead of one for each call.
         weights : H numbers, or (layers, H) numbers in a watch, optional
-            The weight w_h of each head, for "heads" only. A list or an array; constants, without gradients. In a watch
-            the rows of a matrix belong to its layers, in the model's order. Each row is divided by its own sum.
+            The weight w_h of each head, for the axis "heads" only, as a list or an array that requires no gradient. In
+            a watch, row l of a matrix belongs to layer l in the model's order. Each row is divided by its own sum.
 
         Raises
         ------
         ParameterError
-            axis is another word, the statistic returns key positions, which have no mean, the axis was removed before,
-            or weights are not such numbers, or have the sum 0. Attention raises it if there are more or fewer weights
-            than heads, and for "layers" outside of a watch.
+            axis is another word, the axis was removed before, the statistic returns key positions, which have no mean,
+            or weights are not finite numbers or have the sum 0. Also raised by attention if there are not as many
+            weights as heads, or if axis is "layers" and no watch records the call.
         """
         return _reduce(self, "mean", axis, weights)
 
@@ -95,13 +108,13 @@ class Statistic(StatisticBase):
         return _reduce(self, "sum", axis, weights)
 
     def at_layer(self, layer: int) -> Statistic:
-        """Return the statistic that a watch requests of one of its layers, by the number of the layer."""
+        """Return the statistic that a watch requests of the layer with this number."""
         return self
 
     def check_layers(self, count: int, is_end: bool = False) -> None:
-        """Raise ParameterError if the statistic has a row of weights for each layer, and fewer rows than `count`.
+        """Raise ParameterError if the statistic has one row of weights for each layer, and fewer rows than `count`.
 
-        At the end of a watch of `count` layers, it must have as many rows.
+        If `is_end`, a watch of `count` layers has ended, and more rows than `count` are an error, too.
         """
 
     def make_own_problem(self, problem: Problem) -> Problem:
@@ -177,7 +190,7 @@ class Selection(Statistic):
         return self._reduced(self.of.sum(axis, weights))
 
     def _reduced(self, of: Statistic) -> Statistic:
-        """Return the selection of a sum or mean; the sum over layers of the selection if it is over layers."""
+        """Return this selection of `of`, a sum or mean. A sum over layers is returned as a sum of this selection."""
         if isinstance(of, OverLayers):
             return OverLayers(Selection(of.of, self.queries, self.query_heads), of.how)
         return Selection(of, self.queries, self.query_heads)
@@ -191,10 +204,10 @@ class Selection(Statistic):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mean(Statistic):
-    """A statistic averaged over the heads, the batch or both. A linear statistic receives averaged tiles.
+    """A statistic averaged over the heads, the batch or both. If `of` is linear, it receives averaged tiles.
 
-    `factors` are the numbers by which the heads are multiplied before they are added: one for each head, such
-    a row for each layer of a watch, or 1.0 for all. None stands for 1/H.
+    `factors` are the numbers by which the heads are multiplied before they are added: one for each head, one row of
+    numbers for each layer of a watch, or 1.0 for all. None stands for 1/H.
     """
 
     over_heads: bool
@@ -265,7 +278,7 @@ class Mean(Statistic):
         return average_over(array, self.averaged_axes(batch_ndim))
 
     def averaged_axes(self, batch_ndim: int) -> tuple[int, ...]:
-        """Return the axes of (*batch_shape, H) that are averaged over; a weighted sum over heads is no average."""
+        """Return the axes of (*batch_shape, H) that are averaged over. A weighted sum over heads is not an average."""
         over_heads = self.over_heads and self.factors is None
         return (*range(batch_ndim),) * self.over_batch + (batch_ndim,) * over_heads
 
@@ -307,7 +320,7 @@ class Mean(Statistic):
             raise ParameterError(
                 f"weights of {rows} layers, in a watch of {'' if is_end else 'at least '}{count} layers",
                 "a row of weights for each layer",
-                "layers=... selects the layers of a watch",
+                "a row for each watched layer; layers=... of the watch selects layers",
             )
 
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
@@ -319,7 +332,7 @@ class Mean(Statistic):
 class OverLayers(Statistic):
     """The sum or mean of a statistic over the calls that a watch records; see `Statistic.mean`.
 
-    A watch requests `of` for each call, and adds the results: `recording.Total`.
+    A watch requests `of` for each call. `recording.Total` adds the results.
     """
 
     of: Statistic
@@ -345,7 +358,7 @@ class OverLayers(Statistic):
 
     def _reduced(self, of: Statistic) -> OverLayers:
         if isinstance(of, OverLayers):
-            raise ParameterError(f'{self!r} once more over "layers"', "one sum or mean over layers", repr(self))
+            raise ParameterError(f'a sum or mean over "layers" of {self!r}', "one sum or mean over layers", repr(self))
         return replace(self, of=of)
 
     def at_layer(self, layer: int) -> Statistic:
@@ -386,10 +399,10 @@ def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
         )
     if not of.supports_mean:
         raise ParameterError(
-            f"{of}.{how}({axis!r}), which finds keys", "statistics that are numbers", "average the result yourself"
+            f"{of}.{how}({axis!r}), which finds keys", "statistics that find no keys", "average its arrays yourself"
         )
     if weights is not None and axis != "heads":
-        raise ParameterError(f"weights of {how}({axis!r})", "weights of heads", '.mean("heads", weights=...)')
+        raise ParameterError(f"{how}({axis!r}, weights=...)", 'weights for "heads"', f'{how}("heads", weights=...)')
     if axis == "layers":
         return OverLayers(of, how)
     mean = of if isinstance(of, Mean) else Mean(False, False, of)
@@ -397,14 +410,14 @@ def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
         return replace(mean, over_batch=True)
     factors = parse_factors(how, weights)
     if mean.over_heads and (factors, mean.factors) != (None, None):
-        raise ParameterError(f'{of}.{how}("heads")', "one sum or mean over heads", "the first one alone")
+        raise ParameterError(f'{of}.{how}("heads")', "one sum or mean over heads", str(of))
     return replace(mean, over_heads=True, factors=factors)
 
 
 def spread_mean(statistic: Statistic, gradient: Any, shape: tuple[int, ...], batch_ndim: int) -> Any:
-    """Return the gradient of a NumPy array (*batch_shape, H, ...) of this shape from that of a mean or sum of it.
+    """Return the gradient of a NumPy array (*batch_shape, H, ...) of this shape from the gradient of its mean or sum.
 
-    The statistic is a `Mean`, or a selection of one. For any other statistic the gradient is returned unchanged.
+    The statistic is a `Mean`, or a selection of a `Mean`. For any other statistic the gradient is returned unchanged.
     """
     of = statistic.of if isinstance(statistic, Selection) else statistic
     if not isinstance(of, Mean):
@@ -438,7 +451,7 @@ def solve_selections_separately(problem: Problem, run: Callable[[Problem], Resul
 
 
 def places_in(problem: Problem, statistic: Statistic) -> tuple[list[int], list[int], list[int]]:
-    """Return which queries, query heads and key heads of the problem the statistic's own problem has, in its order."""
+    """Return the indices in `problem` of the queries, query heads and key heads of the statistic's own problem."""
     queries, heads = (statistic.queries, statistic.query_heads) if isinstance(statistic, Selection) else (None, None)
     rows = resolve_indices("rows", slice(None) if queries is None else queries, problem.n)
     if heads is None:

@@ -28,7 +28,7 @@ def arcs(
     least: float = 0.02,
     title: str | None = None,
 ) -> Any:
-    """Draw an arc from each query to its heaviest keys: above the line to earlier keys, below the line to later keys.
+    """Draw arcs along a line of tokens, from each query to its heaviest keys: earlier keys above, later keys below.
 
     Parameters
     ----------
@@ -47,9 +47,9 @@ def arcs(
     -------
     matplotlib axis
         The opacity and the width of an arc grow with its weight. The weight of a query on its own position is drawn as
-        a dot. Of more than 1500 arcs, the 1500 heaviest are drawn. A text of more than 256 tokens is binned to 256
-        places along the line: the weights from one place to another are summed, an arc shows the share of this sum in
-        the largest sum, and the weight within a place is drawn as a dot.
+        a dot. Of more than 1500 arcs, the 1500 heaviest are drawn. In a text of more than 256 tokens, neighbouring
+        tokens share one of 256 places along the line. An arc then stands for the sum of the weights from one place to
+        another, divided by the largest sum. The weight within a place is drawn as a dot.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def arcs(
     if weights.shape != where.shape or (labels is not None and len(labels) < n):
         label_text = "" if labels is None else f" with {len(labels)} labels"
         raise ShapeError(
-            f"weights {weights.shape} and where {where.shape}{label_text}", "both (n, k), n labels", "arcs(*top)"
+            f"weights {weights.shape} and where {where.shape}{label_text}", "both (n, k), and n labels", "arcs(*top)"
         )
     starts, ends, sums = _merge_arcs(weights, where, n, least)
     axis = plotting.new_axis(axis, float(np.clip(0.3 * n + 1, 5, 11)), 3.8)

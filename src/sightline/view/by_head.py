@@ -133,13 +133,13 @@ def _as_layers(weights: Any) -> list[Array]:
 
 
 def _refuse_recording(given: Any, name: str) -> None:
-    """Raise ShapeError for a recording in place of one of its statistics."""
+    """Raise ShapeError if `given` is a whole recording instead of the results of one of its statistics."""
     if isinstance(given, Seen):
         raise ShapeError("a whole recording", "one of its statistics", f'seen["{name}"], after see=sightline.{name}()')
 
 
 def _label_axes(axis: Any, layers: int, heads: int, names: Sequence[str] | None, middle: float) -> None:
-    """Label the heads below the picture and the layers at its left, with at most 48 labels per side."""
+    """Label heads below the picture and layers at its left, at index + `middle`, with at most 48 labels per side."""
     if names is not None and len(names) != layers:
         raise ShapeError(f"{len(names)} names for {layers} layers", "one name for each layer", "names=None")
     labels = list(map(str, range(layers))) if names is None else list(names)

@@ -1,6 +1,6 @@
-"""Pictures of formulas for any numbers of queries and keys: the allowed pairs of a mask, or what a score adds.
+"""Pictures of formulas for any numbers of queries and keys: the allowed pairs of a mask, or what a score formula adds.
 
-A picture is drawn in cells, and the size of the picture limits their number. Each cell stands for a rectangle of pairs
+A picture is drawn in cells. The size of the picture limits their number. Each cell stands for a rectangle of pairs
 (i, j). Interval bounds show which cells of a mask have no allowed pair and which have only allowed pairs. The other
 cells are sampled. The memory is proportional to the number of cells.
 """
@@ -41,11 +41,11 @@ class Picture:
     n, m : int
         Numbers of queries and keys.
     kind : {"mask", "numbers"}
-        What a cell holds. "mask": the share of allowed pairs, from 0 to 1. "numbers": the mean of what the formula
-        gives, NaN if all sampled pairs are hidden.
+        What a cell holds. "mask": the share of allowed pairs, from 0 to 1. "numbers": the mean of the finite values of
+        the formula at sampled pairs, NaN if there are none.
     cells : function
-        (rows, columns) → a float64 matrix with at most `rows` rows and `columns` columns of cells. A cell covers a
-        power of two queries and a power of two keys, fewer at the ends.
+        (rows, columns) → a float64 matrix with at most `rows` rows and `columns` columns of cells. The numbers of
+        queries and of keys in a cell are powers of two. The last row and column of cells may have fewer.
     """
 
     title: str
@@ -292,7 +292,8 @@ def _apply_bounds(
     """Return the shares of allowed pairs, corrected by the interval bounds of the mask.
 
     The share is 0 if the bounds prove that the cell has no allowed pair, and 1 if they prove that it has no hidden
-    pair. If they prove neither and not every pair was sampled, the share is at least one sample away from 0 and 1.
+    pair. If they prove neither and some pairs were not sampled, the share is kept between 1/s and 1 − 1/s, where s is
+    SAMPLES_PER_SIDE².
     """
     i, j = edges
     box = make_box(

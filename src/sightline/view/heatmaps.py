@@ -128,7 +128,7 @@ def _label_sides(axis: Any, sides: tuple[Labels | None, Labels | None], shape: t
 
 
 def _annotate(axis: Any, image: Any, values: Array) -> None:
-    """Write each weight with two digits into its cell, in black or white, a weight of 0 in grey."""
+    """Write each weight with two decimals into its cell, in black or white. A weight of 0 is written as a grey 0."""
     for (i, j), value in np.ndenumerate(values):
         text = "0" if value == 0 else f"{value:.2f}".lstrip("0") if value < 0.995 else f"{value:.1f}"
         colour = plotting.text_colour(image, value) if value else LIGHT.muted

@@ -12,21 +12,21 @@ from . import plotting
 DARKEST = 0.82  # the part of the light that a patch of weight 0 loses; the image stays visible there
 MAX_COLUMNS = 6  # largest number of heads in a row
 GAP = 0.04  # between two images, in widths of an image
-CAPTION = 0.1  # height of a head's caption, in the longer side of an image
+CAPTION = 0.1  # height of a head's caption, as a share of the longer side of an image
 
 
 def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None = None) -> Any:
-    """Draw an image, darker where its patches have less weight, such as those that a class token looks at.
+    """Draw an image, darker where its patches have less weight, such as the weights of a class token on the patches.
 
     Parameters
     ----------
     weights : (rows, columns) or (H, rows, columns) array; leading axes of length 1 are dropped
-        A number ≥ 0 for each patch. The light of a patch grows with the square root of its weight, from a dark image at
-        0 to the unchanged image at the largest weight of the head, which is written below the image. Several heads are
-        images side by side, at most six in a row.
+        A number ≥ 0 for each patch. The light of a patch grows with the square root of its weight. A patch of weight 0
+        is dark. The patch with the largest weight of the head is unchanged, and this weight is written below the image.
+        Several heads are drawn as images side by side, at most six in a row.
     image : (height, width), (height, width, 3) or (height, width, 4) array
         Grey values or colours as matplotlib takes them: integers from 0 to 255, or floats from 0 to 1. The patches
-        divide it evenly.
+        divide the image into equal rectangles.
     axis : matplotlib axis, optional
         The axis to draw on; by default that of a new figure, which is `axis.figure`.
     title : str, optional
@@ -38,7 +38,7 @@ def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None 
     Raises
     ------
     ShapeError
-        The weights or the image have another number of axes, or no patches.
+        The weights or the image have another shape, or there are no patches.
     MissingExtraError
         matplotlib is not installed.
     """
@@ -47,7 +47,7 @@ def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None 
         raise ShapeError(
             f"weights of shape {np.shape(weights)}",
             "(rows, columns) of patches, or (heads, rows, columns)",
-            "over_image(row[..., num_prefix_tokens:].unflatten(-1, grid_size), image)",
+            "over_image(weights_of_one_query[..., num_prefix_tokens:].unflatten(-1, grid_size), image)",
         )
     pixels = plotting.drop_leading_axes(image, 3)
     if not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))):

@@ -59,9 +59,9 @@ DARK = Theme(
 )
 THEMES = {"light": LIGHT, "dark": DARK}
 
-# lines and bars of one picture, in this order; the first four also for text
+# colours of the lines and bars of one picture, in this order; only the first four may colour text
 SERIES = (LIGHT.blue, LIGHT.orange, "#007a5a", "#9a4a88", "#3d8fc4", "#c98a00", "#a79a00", "#7f7f7f", "#a8a6a0")
-# numbers with a sign, from the most negative to the most positive
+# colours of numbers with a sign, from the most negative to the most positive
 SIGNED = ("#7a3000", "#d07a3a", "#f0cfb4", LIGHT.hidden, "#bcd3e4", "#5494c2", "#0d4176")
 
 

@@ -20,7 +20,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def has_matplotlib() -> bool:
-    """True if matplotlib is installed."""
+    """Return True if matplotlib is installed."""
     from importlib.util import find_spec
 
     return find_spec("matplotlib") is not None
@@ -59,16 +59,16 @@ def set_title(axis: Any, text: str | None) -> None:
 
 
 def token_label(token: Any) -> str:
-    """Return the token as text, without the sign of a tokenizer before a word, as the explorer page shows it.
+    """Return the token as the explorer page shows it, without the sign Ġ or ▁ of a tokenizer before a word.
 
-    Newlines, tabs and other spaces have visible signs; one space between words stays.
+    Newlines and tabs become ⏎ and ⇥. Other spaces become ␣, except one space between two words.
     """
     bare = re.sub(r"^[Ġ▁ ]+(?=.)", "", str(token))
     return re.sub(r"[Ġ▁\u00a0]|(?<!\S) | (?!\S)", "␣", bare).replace("\n", "⏎").replace("\t", "⇥")
 
 
 def set_position_ticks(axis: Any, names: Any, labels: Any = None) -> None:
-    """Put a few ticks at whole numbers, with commas between thousands, or with the labels of these positions.
+    """Put a few ticks at whole positions. A tick shows its position, with commas between thousands, or its label.
 
     `names` has the directions that get ticks: "x", "y" or both.
     """

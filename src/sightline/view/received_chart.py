@@ -26,7 +26,7 @@ def received_by_key(
     ----------
     received : (m,) or (H, m) array; leading axes of length 1 are dropped
         The weight that each key receives, as the statistic `received()` returns it. For several heads the chart shows
-        their mean. Bars also show the range from the smallest head to the largest.
+        their mean. A thin line on each bar reaches from the smallest number of a head to the largest.
     labels : sequence of str, optional
         The m tokens. Up to 64 tokens are labelled.
     axis : matplotlib axis, optional
@@ -37,7 +37,7 @@ def received_by_key(
     -------
     matplotlib axis
         The axis has bars for up to 64 keys, otherwise a line. More than 1000 keys are pooled to 1000 points. The line
-        shows the mean over the keys of a point and the heads; a shaded area reaches up to their maximum.
+        shows the mean over the keys of a point and over the heads. A shaded area reaches up to the maximum.
 
     Raises
     ------

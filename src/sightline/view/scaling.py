@@ -87,13 +87,13 @@ def _effect(scores: Array) -> SoftmaxEffect:
 def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
     """Draw the effect of scaling on softmax.
 
-    The upper panels show the weights at each width. The lower panels show by width how many keys the weight is spread
-    over, and the size of the gradient.
+    The upper panels show the weights at each width. The lower left panel shows for each width over how many keys the
+    weight is spread. The lower right panel shows the size of softmax's gradient.
 
     Parameters
     ----------
     effects : sequence of ScalingEffect, optional
-        The effects that `effect_of_scaling` returns; by default those that it returns without arguments.
+        The effects that `effect_of_scaling` returns. Default: those of `effect_of_scaling()`.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""The class of the package's figures, in a module of its own, because it needs matplotlib at import."""
+"""The class of the package's figures. It has its own module, because the import of this module needs matplotlib."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ RESET = "\x1b[0m"
 
 
 def has_true_colour() -> bool:
-    """True if standard output is a terminal with 24-bit colours and NO_COLOR is not set (https://no-color.org)."""
+    """Return whether standard output is a terminal with 24-bit colours and NO_COLOR is not set (https://no-color.org)."""
     is_true_colour = os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit")
     return is_true_colour and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def colour_of(value: float) -> RGB:
-    """Return the colour of a number from 0 to 1 in the dark theme; that of hidden pairs for NaN."""
+    """Return the colour of a number from 0 to 1 in the dark theme. NaN has the colour of hidden pairs."""
     return rgb(DARK.hidden) if np.isnan(value) else interpolate(DARK.weights, value)
 
 

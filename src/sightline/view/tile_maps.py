@@ -25,7 +25,7 @@ KINDS = {EMPTY: ("empty", LIGHT.hidden), PARTIAL: ("partial", LIGHT.weights[2]),
 def tile_kinds(mask: Expression, n: int, m: int, block: int, *, batch: int = 0, head: int = 0) -> Array:
     """Return the kind of every tile of a mask as a uint8 array, with one number per tile of `block` queries and keys.
 
-    0 is an empty tile, 1 a partial tile, 2 a full tile.
+    0 is an empty tile (all pairs hidden), 2 a full tile (all pairs allowed), 1 any other tile (partial).
     """
     tile_ranges = find_tile_ranges(mask, (batch + 1, head + 1, n, m), block, block)
     kinds = np.zeros((tile_ranges.query_blocks, tile_ranges.key_blocks), np.uint8)
@@ -81,7 +81,7 @@ def tile_map(
     """
     m, formula = n if m is None else m, read_mask(mask)
     if formula is None:
-        raise MaskError("no mask, which has no tiles", "a condition", "tile_map(sightline.causal(), 1000)")
+        raise MaskError("mask=None, which has no tiles", "a condition", "tile_map(sightline.causal(), 1000)")
     if min(n, m, block) < 1 or min(batch, head) < 0:
         raise ParameterError(
             f"n={n}, m={m}, block={block}, batch={batch}, head={head}",

@@ -3,6 +3,6 @@ import pytest
 
 @pytest.fixture
 def fast_peaks(monkeypatch):
-    """Short tries and a small buffer."""
+    """Measure the peaks with short tries and a small buffer."""
     monkeypatch.setattr("sightline.cli.bench.peaks.TRY_SECONDS", 1e-3)
     monkeypatch.setattr("sightline.cli.bench.peaks.BUFFER_BYTES", 1 << 22)

@@ -234,7 +234,7 @@ def test_wrong_results_are_found(fault):
 
 @pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if workload.see])
 def test_wrong_statistics_are_found(name):
-    """Values of one head with a relative error of 1e-4, and keys of another row."""
+    """The check finds values of one head with a relative error of 1e-4, and keys of another row."""
     workload = WORKLOADS[name].small()
     inputs, results = results_of(VARIANTS["sightline"], workload)
     for statistic in workload.see:

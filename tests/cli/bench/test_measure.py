@@ -115,7 +115,7 @@ FAILURES = {
 @pytest.mark.parametrize("failure", FAILURES)
 @KINDS
 def test_no_times_are_reported_if_sightline_is_wrong_or_raises(make, failure, settings):
-    """Nothing after Sightline is called. The other cases of a group are measured."""
+    """If Sightline fails, no later contender is called. The other cases of a group are measured."""
     share, message = FAILURES[failure]
     case = StubCase(ours=share)
     finding = run(make(case), settings)

@@ -25,7 +25,7 @@ from .workloads import CAUSAL, Documents, Mask, Passes, ToTable, Workload, serie
 def window(width: int) -> Mask:
     """Return a causal window mask of `width` keys.
 
-    For n < 1,024 the window is width · n / 4096 keys wide, so that it hides keys in small versions too.
+    For n < 1,024 the window is width · n / 4096 keys wide, at least 2, so that small versions hide keys too.
     """
 
     def make_function(n: int, to_table: ToTable) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def window(width: int) -> Mask:
     return Mask(f"causal window {width:,}", make_function)
 
 
-# peers with a forward pass in float32, and in 16 bits
+# names of the other libraries that have a forward pass in float32, and in 16 bits
 FLOAT32_PEERS = ("torch", "flex", "onnxruntime", "openvino", "jax", "zentorch", "vllm")
 SIXTEEN_BIT_PEERS = ("torch", "flex", "openvino", "jax", "zentorch", "vllm")
 i, j = SYMBOLS["i"], SYMBOLS["j"]
@@ -46,10 +46,10 @@ ROW_STATISTICS = {  # the statistics that the forward kernel computes in its own
     "mass": mass(abs(i - j) < 64),
 }
 THREE_STATISTICS = ("max_score", "entropy", "mass")
-MAX_VIEW_SLOWDOWN = 1.03  # limit of the time on views of (B, n, H d) over the time on contiguous heads
-MAX_FUSED_SLOWDOWN = 1.15  # limit of the time with statistics that the forward kernel computes over the time without
-# Limits of the time with statistics of a second pass over the time without: for one statistic, and for three that share
-# the pass. A second pass repeats Q Kᵀ and the exponential.
+MAX_VIEW_SLOWDOWN = 1.03  # limit of the time on views of (B, n, H d), divided by the time on contiguous heads
+MAX_FUSED_SLOWDOWN = 1.15  # limit of the time with statistics of the forward kernel, divided by the time without
+# Upper limits of the time with statistics of a second pass, divided by the time without statistics: for one statistic,
+# and for three that share the pass. A second pass repeats Q Kᵀ and the exponential.
 MAX_SECOND_PASS_SLOWDOWN, MAX_SHARED_PASS_SLOWDOWN = 1.7, 1.9
 BF16 = {"dtype": "bfloat16", "peak": "bfloat16", "baselines": SIXTEEN_BIT_PEERS}
 BACKWARD: dict[str, Any] = {"passes": "backward", "baselines": ("torch", "jax")}
@@ -73,9 +73,10 @@ def faster(peer: str, limit: float) -> Target:
 
 
 def _problem(name: str, *targets: Target, **options: Any) -> Workload:
-    """Return a problem, by default a forward pass in float32 that is compared with all peers.
+    """Return a problem, by default a forward pass in float32 that is compared with the libraries in FLOAT32_PEERS.
 
-    A problem on views is compared with the same on contiguous heads too.
+    The heads are views of (B, n, H d), unless `options` ask for contiguous heads. If torch is among the baselines, the
+    same problem on contiguous heads is timed too.
     """
     baselines = options.pop("baselines", FLOAT32_PEERS)
     if "torch" in baselines and not options.get("contiguous"):
@@ -90,14 +91,14 @@ def _see(name: str, *see: Statistic, limit: float, **options: Any) -> Workload:
 
 
 def _decode(dtype: str, G: int, limit: float) -> Workload:
-    """Return one query per sequence on a long cache of contiguous heads, whose speed the memory's bandwidth limits."""
+    """Return a problem of one query per sequence on a long cache of keys. The memory's bandwidth limits its speed."""
     B = 1 if dtype == "float32" else 2  # K and V of one sequence of 16 bits fit the last-level cache of a processor
     more = {"n": 1, "m": 8192, "d_k": 128, "peak": "read", "contiguous": True, "baselines": SIXTEEN_BIT_PEERS}
     return _problem(f"decode {dtype} 32 on {G}", share(limit), dtype=dtype, B=B, H=32, G=G, **more)
 
 
 def _views(dtype: str, word: str, passes: Passes) -> CaseGroup:
-    """Return passes on views of (B, n, H d), beside the same on contiguous heads and beside torch on the views."""
+    """Return a group of problems on views of (B, n, H d), compared with contiguous heads and with torch on views."""
     shapes = (8, 512, 64), (12, 1024, 64), (8, 4096, 64), (8, 1024, 80), (32, 1024, 128), (16, 2048, 128)
     more: dict[str, Any] = {"dtype": dtype, "passes": passes, "baselines": ("contiguous", "torch")}
     cases = tuple(
@@ -112,7 +113,7 @@ def _views(dtype: str, word: str, passes: Passes) -> CaseGroup:
 def _jax(name: str, lengths: tuple[int, ...], passes: tuple[Passes, ...], *others: Sightline) -> CaseGroup:
     """Return a group of calls under jax.jit, without and with the causal mask, of 8 heads of width 64.
 
-    The word "backward" in a name stands for a forward and a backward pass. `others` are more contenders.
+    A case with "backward" in its name has a forward and a backward pass. `others` are more contenders.
     """
     cases = tuple(
         Workload(
@@ -132,7 +133,7 @@ def _jax(name: str, lengths: tuple[int, ...], passes: tuple[Passes, ...], *other
 
 
 def _tangent(n: int, *operands: str) -> Workload:
-    """Return output and tangent in one call, in the direction of tangents of these operands."""
+    """Return a problem that computes the output and its tangent in one call, for tangents of these operands."""
     baselines = ("dense", "without tangents")
     return Workload(name=f"n {n} {', '.join(operands)}", H=2, n=n, peak="", tangents=operands, baselines=baselines)
 

@@ -1,8 +1,8 @@
 """What every benchmark is made of: cases, the contenders that compute them, and groups of cases.
 
-A `Case` is one problem. It makes the inputs, names its contenders and knows the true results. A `Contender` prepares
-the call that is timed. A benchmark is a single case, whose table has a row for each contender, or a `CaseGroup`, whose
-table has a row for each case.
+A `Case` is one problem: it makes the inputs, names its contenders and knows the true results. A `Contender`, Sightline
+or another library, prepares the call that is timed. A benchmark is a single case, whose table has a row for each
+contender, or a `CaseGroup`, whose table has a row for each case.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ BEST = "best peer"
 SEED = 1706  # seed of the random numbers in all arrays of the bench
 
 # The results of a contender by name, in float32 NumPy arrays with the axis of heads before the axis of positions:
-# "output", and the gradients "query", "key", "value" and "bias". The repr of a statistic names the tuple of its arrays.
+# "output", the gradients "query", "key", "value" and "bias", and for the repr of a statistic the tuple of its arrays.
 Results = dict[str, Any]
 
 
 class Measure(NamedTuple):
     """A quantity that a target limits: a lower limit if `at_least` is True, else an upper limit.
 
-    `words` describes the target, with places for its limit and for the label of a contender.
+    `words` is a format string that describes the target, with fields for the limit and for the label of a contender.
     """
 
     at_least: bool
@@ -78,12 +78,12 @@ class TimedCall:
 
 
 def missing_packages(packages: tuple[str, ...]) -> list[str]:
-    """Return the modules that are not installed."""
+    """Return those of the named modules that are not installed."""
     return [package for package in packages if find_spec(package) is None]
 
 
 class Contender(ABC):
-    """What computes a case: a configuration of Sightline, or a peer. Each contender is a small subclass."""
+    """What computes a case: a configuration of Sightline, or a peer (another library). Subclasses define each one."""
 
     name: str
     label: str
@@ -95,7 +95,7 @@ class Contender(ABC):
     device: str = "cpu"  # torch's name of the device that has the contender's tensors
 
     def skip_reason(self) -> str | None:
-        """Return why the contender cannot run at all: a missing package. None if every package is installed."""
+        """Return how to install missing packages, as the reason why the contender cannot run; None if it has all."""
         return f"not installed: pip install {self.pip}" if missing_packages(self.packages) else None
 
     def refuses(self, case: Any) -> str | None:
@@ -105,18 +105,18 @@ class Contender(ABC):
     def reference(self, case: Any) -> Any:
         """Return the case whose true results the contender's results are checked against.
 
-        The result is None if the contender's results cannot be checked: because it has none, or because they depend on
-        random numbers that the peer draws.
+        The result is None if the contender has no results, or if its results cannot be checked because they depend on
+        random numbers that a peer draws.
         """
         return case
 
     @abstractmethod
     def prepare(self, case: Any, inputs: Any, threads: int) -> TimedCall:
-        """Do the work that is done once and not timed, such as conversion, compilation and layout; return the call."""
+        """Return the call to time, after work that is not timed, such as conversion, compilation and layout."""
 
 
 class Benchmark:
-    """A case or a group of cases. An attribute that a benchmark does not have keeps the default that stands here."""
+    """A case or a group of cases. If a subclass does not set an attribute, the attribute has the default given here."""
 
     name: str
     description: str
@@ -125,12 +125,12 @@ class Benchmark:
     dtype: str = "float32"
     flops: int = 0  # FLOPs of one call
     bytes_moved: int = 0  # bytes of the inputs and outputs of one call
-    peak: str = ""  # name in `peaks.Peaks` of the peak in a share of the peak; "" for no share
+    peak: str = ""  # name in `peaks.Peaks` of the peak by which a contender's rate is divided; "" for none
     published: str = ""  # a published figure to print, with its source; "" for none
     axis: str = ""  # `CaseGroup` explains this attribute and the next two
     group: str = ""
     beside: str = ""
-    peers: tuple[str, ...] = ()  # names of the contenders that are only compared with; () for all other libraries
+    peers: tuple[str, ...] = ()  # names of the contenders that Sightline is compared with; () for all other libraries
 
     def small(self) -> Any:
         """Return the benchmark with small sizes and without targets, for tests."""
@@ -138,7 +138,7 @@ class Benchmark:
 
 
 class Case(Benchmark):
-    """One problem."""
+    """A benchmark of one problem: it makes the inputs, names the contenders that compute it, and checks the results."""
 
     contenders: tuple[Contender | str, ...]  # Sightline first; a name stands for a variant or a peer of the device
     cuda_graph: bool = False  # True times a CUDA graph on a GPU, since a short call takes the host longer than the GPU
@@ -169,9 +169,9 @@ class HostCase(Case):
 class CaseGroup(Benchmark):
     """A benchmark of several cases, whose table has a row for each case.
 
-    The groups of one `group` are summarised together. A group with an `axis` is a series: its cases are workloads by
-    ascending n, or by ascending share of the pairs that the mask allows, and their memory is measured. The ratio of a
-    contender is the time of `peer` over the contender's time.
+    Groups with the same `group` are summarised together. A group with an `axis` is a series: its cases are workloads by
+    ascending n, or by ascending share of the pairs that the mask allows. The memory of their calls is measured. The
+    ratio of a contender is the time of `peer` divided by the contender's time.
     """
 
     name: str
@@ -180,7 +180,7 @@ class CaseGroup(Benchmark):
     group: str
     axis: str = ""  # what differs from case to case of a series: "n" or "allowed"; "" for other groups
     peer: str = "torch"  # name of a contender
-    beside: str = ""  # name of a contender; a column has Sightline's time over its time; "" for no column
+    beside: str = ""  # name of a contender; a column has Sightline's time divided by this contender's; "" for none
     targets: tuple[Target, ...] = ()
 
     @property

@@ -1,10 +1,9 @@
-"""Check a contender's results against the float64 definition, within the error budget of `reference.accuracy`.
+"""Check the results of a timed library against the float64 definition, with the error budget of `reference.accuracy`.
 
 A problem too large for a dense computation is checked in samples. Of the output, random rows of the first and of the
-last head are checked; the sample has all keys that the mask allows for any of these rows. Of the gradients, the whole
-last head is checked, because the gradient of a key sums over all queries whose d_output is not 0
-(`Inputs.with_sampled_d_output`). A sample keeps the i, j and h of the whole problem, because formulas and dropout read
-them.
+last head are checked. The sample has all keys that the mask allows for any of these rows. Of the gradients, the whole
+last head is checked, because the gradient of a key sums over all queries whose d_output is not 0. A long d_output is
+sampled (`Inputs.with_sampled_d_output`). In a sample, formulas and dropout read the i, j and h of the whole problem.
 
 A statistic per query is checked for the sampled queries, a pooled statistic in some whole rows of cells, and a
 statistic per key for the last head with all its queries. The definitions of statistics in this file use dense matrices
@@ -51,7 +50,7 @@ LOG_STATISTICS = ("lse", "max_score")  # statistics whose errors grow with the s
 
 @dataclass(frozen=True, eq=False)
 class SampledProblem(Problem):
-    """Some heads, queries (rows) and keys (columns) of a workload, with their positions in it."""
+    """Some heads, queries (rows) and keys (columns) of a workload, with their positions in the workload."""
 
     whole: Workload
     heads: Array
@@ -59,7 +58,7 @@ class SampledProblem(Problem):
     columns: Array
 
     def positions(self, xp: Any, rows: slice, columns: slice) -> tuple[Any, Any, Any, Any]:
-        """Return b, h, i and j of the whole problem."""
+        """Return b, h, i and j in the whole workload, as arrays that broadcast against each other."""
 
         def at(array: Any, *shape: int) -> Any:
             return xp.reshape(xp.asarray(array, dtype=xp.int64), shape)
@@ -164,7 +163,7 @@ def _reference_stages(problem: SampledProblem) -> reference.Stages:
 def _expected_gradients(workload: Workload, inputs: Inputs) -> dict[str, tuple[Array, Array, Array]]:
     """Return for each input, by name, (true gradients, rough gradients, sizes of the summed terms) of the last head.
 
-    The first axis of the rough gradients is the order of summation.
+    The rough gradients are computed in the workload's dtype. Their first axis is the order of summation.
     """
     assert inputs.d_output is not None
     assert workload.G == workload.H  # so the gradient of a key head sums over one query head only
@@ -259,7 +258,7 @@ class WeightMatrix:
 
 
 def _statistic_share(workload: Workload, inputs: Inputs, statistic: Statistic, found: Sequence[Array]) -> float:
-    """Return the largest share of the rounding-error budget that `found` uses, a contender's arrays of a statistic.
+    """Return the largest share of the rounding-error budget that `found`, a contender's arrays of a statistic, uses.
 
     If the statistic names keys, the true scores or weights at these keys are checked in place of the keys.
     """
@@ -277,9 +276,9 @@ def _statistic_share(workload: Workload, inputs: Inputs, statistic: Statistic, f
 
 @lru_cache(maxsize=8)  # all contenders of a workload share one computation of a statistic
 def _expected_statistic(workload: Workload, inputs: Inputs, statistic: Statistic) -> tuple[WeightMatrix, Array, Array]:
-    """Return (true weights and scores, the true statistic of them, the statistic by rounded dense computations).
+    """Return (true weights and scores, their true statistic, the statistic by dense computations in the accumulator).
 
-    The first axis of the last array is the order of summation. Its dtype is the accumulator's.
+    The last array has the accumulator's dtype. Its first axis is the order of summation.
     """
     problem = sample(
         workload, inputs, queries_to_check(statistic, workload), 1 if isinstance(statistic, Received) else 2
@@ -307,7 +306,7 @@ def _select(array: Array, statistic: Statistic, at: SampledProblem) -> Array:
 def _look_up(where: Array, statistic: Statistic, truth: WeightMatrix) -> Array:
     """Return the true scores (`max_score`) or weights (`top_k`) at the key positions in `where`.
 
-    A key outside the sample has NaN. Position −1, which stands for no key, has the score −∞ or the weight 0.
+    The result is NaN at a key outside the sample. At position −1, which means no key, it is the score −∞ or weight 0.
     """
     matrix, missing = (truth.scores, -np.inf) if statistic.name == "max_score" else (truth.weights, 0.0)
     columns, keys = truth.at.columns, where.astype(np.int64).reshape(*matrix.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""The variants of Sightline, and what contenders share. `peers` has the other libraries."""
+"""The variants of Sightline that the benchmarks time, and functions that the other libraries (`peers`) use, too."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def to_tensor(array: Any, dtype: str, device: str = "cpu") -> Any:
 
 
 def to_tensor_on(device: str) -> ToTable:
-    """Return a function from a NumPy array to a torch tensor on the device. FlexAttention's functions index tensors."""
+    """Return a function that converts a NumPy array to a torch tensor on the device. FlexAttention reads tensors."""
     import torch
 
     return lambda array: torch.as_tensor(array, device=device)
@@ -132,7 +132,7 @@ class Sightline(Contender):
     is_peer = False
 
     def refuses(self, workload: Workload) -> str | None:
-        """Refuse backward passes on NumPy arrays, for which Sightline has no gradients."""
+        """Return why Sightline cannot compute a backward pass, on NumPy arrays or without torch; None if it can."""
         if workload.passes == "forward":
             return None
         if self.on_numpy:

@@ -39,8 +39,8 @@ class CudaDevice(Device):
     threads : number of threads of the host, for work on the CPU
     device : torch's name of the device
     runtime : replacement for `torch.cuda` in tests on the CPU; None means `torch.cuda`
-    options : more arguments of `attention`; the default names Sightline's own kernel, which then runs even where the
-        planner would choose a peer's
+    options : more arguments of `attention`; the default is kernel="triton", Sightline's own kernel, which then runs
+        even where `attention` would choose a kernel of torch
     """
 
     benchmarks = BENCHMARKS
@@ -75,10 +75,10 @@ class CudaDevice(Device):
         return str(self.runtime.get_device_name())
 
     def time_calls(self, prepared: TimedCall, repeats: int) -> float:
-        """Time each call between two CUDA events.
+        """Return the mean seconds of one call, each call timed between two CUDA events.
 
-        An untimed call and some flushes of the caches come first. While the device runs these, the host queues the
-        timed calls, so the result is the device's time. The host's time is included only if a call waits for the
+        An untimed call and some flushes of the caches come first. While the device runs the flushes, the host queues
+        the timed calls, so the result is the device's time. The host's time is included only if a call waits for the
         device, or if `prepared.includes_host`.
         """
         time.sleep(self.pause)
@@ -110,7 +110,7 @@ class CudaDevice(Device):
         return (time.perf_counter() - started) / repeats
 
     def memory(self, prepared: TimedCall) -> int | None:
-        """Return the peak that torch's allocator counts; memory that a library allocates itself is not included."""
+        """Return a call's peak bytes in torch's allocator. Memory that a library allocates itself is not counted."""
         state = prepared.setup()
         gc.collect()
         self.synchronize()
@@ -155,7 +155,7 @@ class CudaDevice(Device):
         cudnn: Any = torch.backends.cudnn
         found = {"device": self.description, "cuda": torch.version.cuda, "hip": torch.version.hip}
         found |= {"cudnn": cudnn.version(), "driver": cache.environment()["driver"]}
-        return found | {"tuned": cache.list_entries()}  # they replace the built-in tile sizes
+        return found | {"tuned": cache.list_entries()}  # tuned tile sizes replace the built-in ones
 
     def _record_events(self, call: Callable[[], Any]) -> tuple[Any, Any]:
         before, after = (self.runtime.Event(enable_timing=True) for _ in range(2))

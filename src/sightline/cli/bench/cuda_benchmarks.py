@@ -27,9 +27,9 @@ PUBLISHED = {  # published TFLOP/s of cuDNN 9.19 on an H200, by (pass, n, mask)
     ("forward", 16384, "full"): 702,
     ("backward", 16384, "full"): 612,
 }
-MIN_SPEED_OF_BEST = {"forward": 0.95, "backward": 0.90}  # lower limits of the best peer's time over Sightline's
+MIN_SPEED_OF_BEST = {"forward": 0.95, "backward": 0.90}  # lower limits of the best peer's time / Sightline's time
 MIN_SPEEDUP_OVER_FLEX = 1.3
-MAX_FUSED_SLOWDOWN = 1.10  # limit of the time with statistics that the forward kernel computes over the time without
+MAX_FUSED_SLOWDOWN = 1.10  # limit of the time with statistics of the forward kernel, divided by the time without
 MIN_SHARE_OF_COPY = 0.85
 MAX_PLANNING_SECONDS = 0.020
 

@@ -54,7 +54,7 @@ def dense_statistics(workload: Workload, device: str = "cpu") -> Sequence[Statis
 
 
 def has_uneven_cells(workload: Workload) -> bool:
-    """True if a pooled statistic of the workload has cells of different sizes, or pools only a part (`within`).
+    """Return True if a pooled statistic of the workload has cells of different sizes, or pools only a part (`within`).
 
     The dense computation forms the cells by a reshape, which needs equal cells that cover the whole matrix of weights.
     """
@@ -72,7 +72,7 @@ class Dense(Peer):
         self.device = device
 
     def refuses(self, workload: Workload) -> str | None:
-        """Return why this contender cannot compute the workload: a missing feature, or pooled cells of unequal size."""
+        """Return why this contender cannot compute the workload, such as pooled cells of unequal size, or None."""
         return super().refuses(workload) or ("only cells of equal size" if has_uneven_cells(workload) else None)
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:

@@ -1,4 +1,4 @@
-"""The devices of the benchmarks. A device has contenders and peaks, and it times calls and measures their memory."""
+"""The devices of the benchmarks. A device has contenders and peak rates. It times calls and measures their memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Device(ABC):
     def memory(self, prepared: TimedCall) -> int | None:
         """Return the peak bytes of a call beyond the memory in use before the call, including the call's outputs.
 
-        None if the system cannot measure the peak.
+        The result is None if the system cannot measure the peak.
         """
 
     def set_threads(self, threads: int) -> None:  # noqa: B027
@@ -89,7 +89,7 @@ class CpuDevice(Device):
         return f"{processor_name()}, {kernel_instructions()} kernels, {threads}"
 
     def time_calls(self, prepared: TimedCall, repeats: int) -> float:
-        """Time the calls with the host's clock. If `repeats` > 1, one untimed call comes first."""
+        """Return the mean seconds of a call by the host's clock. If `repeats` > 1, one untimed call comes first."""
         set_threads(prepared.threads)
         time.sleep(self.pause)
         total, call, setup = 0.0, prepared.call, prepared.setup

@@ -1,4 +1,4 @@
-"""Figures of a benchmark report: the roofline, the peers' times over Sightline's, and the cost of a series."""
+"""Figures of a benchmark report: the roofline, the ratios of other libraries' times, and the cost of a series."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _compared_findings(report: Report) -> list[Finding]:
 
 
 def roofline(report: Report) -> Any:
-    """Draw FLOP/s against FLOPs per byte with the device's measured limits; at the right, each share of the peak.
+    """Return a figure: at the left FLOP/s against FLOPs per byte below measured limits, at the right shares of a peak.
 
     Source: Williams, Waterman and Patterson, "Roofline", 2009.
     """
@@ -73,7 +73,7 @@ def roofline(report: Report) -> Any:
             left.plot([x, x], [rates[name], rates["sightline"]], color=LIGHT.line, linewidth=1, zorder=1)
             left.plot(x, rates[name], marker, color=colour, markersize=4, zorder=2, alpha=0.8)
         left.plot(x, rates["sightline"], "o", color=BLUE, markersize=6.5, zorder=3, alpha=0.9)
-        angle = 2.4 * number  # numbers of neighbouring dots are at different sides of them
+        angle = 2.4 * number  # the numbers of neighbouring dots lie in different directions
         shift = {"xytext": (11 * np.cos(angle), 11 * np.sin(angle)), "textcoords": "offset points"}
         left.annotate(str(number), (x, rates["sightline"]), ha="center", va="center", **shift, **NUMBER_STYLE)
     left.set_title("FLOP/s against FLOPs per byte of inputs and outputs", loc="left", fontsize=9)
@@ -134,7 +134,7 @@ def _draw_shares(axis: Any, findings: Sequence[Finding]) -> None:
 
 
 def ratios(report: Report) -> Any:
-    """Draw every peer's time over Sightline's, one row per problem. A bar in a peer's colour is a target."""
+    """Return a figure of peers' times divided by Sightline's, by problem. A bar in a peer's colour is a target."""
     findings = _compared_findings(report)
     figure = plotting.new_figure(8.6, 1.5 + 0.3 * max(len(findings), 3))
     axis = figure.subplots()
@@ -166,9 +166,9 @@ def ratios(report: Report) -> Any:
 
 
 def cost(finding: Finding) -> Any:
-    """Draw the time and the memory of a series against the coordinate of its points.
+    """Return a figure of the time and the memory of a series against the coordinate of its points.
 
-    If the coordinate is n, the time is per token. If it is the share of allowed pairs, the time is per call.
+    The coordinate is n, and the time is per token; or it is the share of allowed pairs, and the time is per call.
     """
     figure = plotting.new_figure(9.2, 4.3)
     time, memory = figure.subplots(1, 2)

@@ -79,7 +79,7 @@ class FirstCall(HostCase):
 
 
 def main(n: int, d: int) -> None:
-    """Print as JSON [seconds of the process's very first call, seconds of the first call of the new problem]."""
+    """Print as JSON [seconds of the first call of this process, seconds of the first call of another problem]."""
     import sightline
     from sightline import i, j
 
@@ -94,7 +94,7 @@ def main(n: int, d: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning(HostCase):
-    """The host's work for a new mask: to find its tile ranges, and to copy the kernel's schedule to the device."""
+    """The host's work for a new mask: to find its tile ranges, and to copy them to the device as a schedule."""
 
     name: str
     mask: Callable[[int], Mask]  # a function of a width that returns a mask; every width gives a different mask
@@ -114,9 +114,9 @@ class Planning(HostCase):
     def measure_seconds(self, device: Device) -> dict[str, list[float]]:
         """Return {"new mask": seconds}, with one number for each mask.
 
-        Every mask has a different width, so that no cache has its schedule. The timed work is to make the problem, to
-        compute its schedule and to copy the schedule to the device. One more mask comes first as a warm-up; its seconds
-        are left out.
+        Every mask has a different width, so that no cache has the mask's schedule. The timed work is to make the
+        problem, to compute its schedule and to copy the schedule to the device. One more mask comes first as a warm-up,
+        which the result leaves out.
         """
         import torch
 

@@ -1,6 +1,6 @@
-"""Check and time the contenders of a benchmark.
+"""Check and time the contenders of a benchmark: Sightline and other libraries.
 
-In a round each contender is timed once. Rounds follow one another until the problem's timing budget is used.
+In a round each contender has one timed turn. Rounds follow one another until the problem's timing budget is used.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def interleave(
     """Return the seconds per call of every contender by name, one number per round.
 
     There are at least `rounds` rounds, and more until `seconds` have passed. In each round another contender comes
-    first. `tries` is the number of turns by which the repetitions of a call are chosen. `on_round` is called after each
-    round.
+    first. `tries` is the number of turns before the first round, which decide how often a call is repeated in a turn.
+    `on_round` is called after each round.
     """
     names = list(prepared)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -218,7 +218,7 @@ def interleave(
 
 
 def _calibrate_repeats(prepared: TimedCall, device: Device, tries: int = 1) -> int:
-    """Return a number of calls that together take at least `MIN_TIMED_SECONDS`, by the shortest of `tries` turns."""
+    """Return a number of calls that take at least `MIN_TIMED_SECONDS` even in the shortest of `tries` turns."""
     count = 1
     while (taken := min(device.time_calls(prepared, count) for _ in range(tries)) * count) < MIN_TIMED_SECONDS:
         count = max(2 * count, min(int(count * MIN_TIMED_SECONDS / max(taken, 1e-9)), 100 * count))

@@ -1,10 +1,10 @@
 """The group "models": whole models of transformers with Sightline's attention, beside the same models with torch's.
 
 Three copies of a model are called in turn: one with `attn_implementation="sightline"`, one with "sdpa", and one that
-`watch` records with see=[entropy()]. For padded batches of the encoder, a fourth copy is `unpadded`. The encoder is a
-trained one if its package is installed, else one of the same configuration with random weights; the decoder has random
-weights. Nothing is downloaded. Tokens are random too, since the time does not depend on them. Every call gets a batch
-of other tokens as new tensors.
+`watch` records with see=[entropy()]. For padded batches of the encoder, a fourth copy skips padding (`unpadded`). The
+encoder is a trained one if its package is installed, else one of the same configuration with random weights. The
+decoder has random weights. Nothing is downloaded. Tokens are random, since the time does not depend on them. Every call
+gets new tensors, with other tokens than the call before.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def copy_with_attention(model: Any, implementation: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ModelContender(Contender):
-    """A model with one of transformers' attention implementations, watched or unpadded."""
+    """A model with one of transformers' attention implementations, which may be recorded by `watch` or unpadded."""
 
     name: str
     label: str
@@ -147,16 +147,16 @@ class CopiedModel:
 
 
 class ModelInputs:
-    """A model, its batches, and what models of transformers compute for the first batch."""
+    """A model and its batches. `references` computes true results for the first batch."""
 
     def __init__(self, case: ModelCase, batches: int = POOL_SIZE) -> None:
         self.case, self.model = case, case.make_model()
         self.batches = [case.make_batch(index, self.model.config.vocab_size) for index in range(batches)]
 
     def references(self, found: Arrays) -> tuple[Arrays, Arrays]:
-        """Return the true arrays in place of `found`, and the same arrays of the eager model in float32.
+        """Return two dicts of arrays to compare with a contender's arrays `found`: the true arrays, and rough arrays.
 
-        The true arrays are those of transformers' own model in float64.
+        The true arrays are computed in float64 by transformers' model, the rough ones in float32 by its eager model.
         """
         exact = copy_with_attention(self.model, self.case.exact_attention).double()
         models = exact, copy_with_attention(self.model, "eager")
@@ -198,7 +198,7 @@ class ModelCase(Case):
         """Return the arrays that are checked, as the model computes them."""
 
     def compute_reference(self, model: Any, batch: Batch, found: Arrays) -> Arrays:
-        """Return what a model of transformers computes in place of `found`, the arrays of a contender."""
+        """Return what `model`, one of transformers' own, computes to compare with a contender's arrays `found`."""
         return self.compute(model, batch)
 
     def select_recorded(self, seen: Any, batch: Batch) -> Arrays:
@@ -216,7 +216,7 @@ class ModelCase(Case):
     def share_of_budget(self, prepared: TimedCall, inputs: ModelInputs) -> float:
         """Return the largest share of the rounding-error budget that the results for the first batch use.
 
-        The true results are those of transformers' model in float64. The error of its eager model sets the budget.
+        The true results are those of transformers' model in float64. Its eager model's error sets the budget.
         """
         found = prepared.results(None)
         truth, rough = inputs.references(found)
@@ -235,7 +235,7 @@ class ModelCase(Case):
 
 
 class EncoderCase(ModelCase):
-    """The states of an encoder."""
+    """A forward pass of an encoder, whose hidden states are checked."""
 
     def make_model(self) -> Any:
         return make_encoder(self.is_small)

@@ -19,7 +19,7 @@ PEAK_OF_RESIDENT = "5"  # written to clear_refs, this resets the peak resident s
 
 
 def can_measure() -> bool:
-    """True if this system counts the peak resident set size of a process and can reset the peak."""
+    """Return True if this system counts the peak resident set size of a process and can reset the peak."""
     try:
         _reset_peak()
         _read_resident_bytes()
@@ -31,8 +31,8 @@ def can_measure() -> bool:
 def peak_memory(call: Callable[[Any], Any], setup: Callable[[], Any] = lambda: None) -> int | None:
     """Return the peak bytes of `call(setup())` beyond the memory in use before the call, including the call's result.
 
-    None if `can_measure()` is False. The bytes are the minimum of up to `MAX_TRIES` tries within `MAX_SECONDS`, since
-    pages of code that Linux loads again only add to the bytes of a try.
+    The result is None if `can_measure()` is False. The bytes are the minimum of up to `MAX_TRIES` tries within
+    `MAX_SECONDS`, since pages of code that Linux loads again only add to the bytes of a try.
     """
     if not can_measure():
         return None

@@ -1,4 +1,4 @@
-"""Peaks of the host's CPU, measured with kernels generated for it. A share of the peak is a rate over one of these.
+"""Peak rates of the host's CPU, measured with generated kernels. A share of a peak is a rate divided by the peak.
 
     float32, float64   independent chains of fused multiply-adds in registers, 2 FLOPs per lane
     bfloat16           chains of AVX-512's dot product of pairs, 4 FLOPs per float32 lane; the float32 peak if it is
@@ -6,9 +6,9 @@
                        products as multiply-adds per cycle
     read               the sum of a buffer far larger than the caches, in bytes read
 
-Every peak is measured with as many threads as the contenders use. Tries follow one another at once, and the fastest
-counts, since a disturbance only makes a try slower. A share of the peak is the median over the rounds of a problem: the
-rate in a round over the peak that is measured in that round. The bandwidth of a shared machine changes with its load.
+Every peak is measured with as many threads as the contenders use. Tries follow one another without a pause. The fastest
+counts, since a disturbance only makes a try slower. In every round of a problem, the rate is divided by the peak that
+is measured in that round, because the bandwidth of a shared machine changes. The reported share is the median.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Peaks:
     def measured_name(self, name: str) -> str:
         """Return the name of the peak that is measured for the peak `name`.
 
-        A 16-bit format has the float32 peak if the kernels' machine has no dot product for it, since they widen it.
+        This is "float32" for a 16-bit format without a dot product on this machine, since kernels widen the format.
         """
         if name == "bfloat16":
             from ...cpu.runtime.machine import host
@@ -71,7 +71,7 @@ class Peaks:
 
 
 def kernel_instructions() -> str:
-    """Return the instruction set of generated kernels, which the variable SIGHTLINE_CPU may restrict."""
+    """Return the instruction set of generated kernels, which the environment variable SIGHTLINE_CPU may restrict."""
     from ...cpu.runtime.machine import host
 
     machine = host()

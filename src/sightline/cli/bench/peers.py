@@ -38,7 +38,7 @@ class Torch(Peer):
         self.lacks = ("score", "bias", "dropout", "mask but the causal one", "statistics") if backend else ()
 
     def reference(self, workload: Workload) -> Workload | None:
-        """Return the workload; None if it has dropout, since torch's own generator chooses the dropped weights."""
+        """Return the workload; None if torch's own generator drops weights, so that results cannot be checked."""
         return None if workload.dropout else workload
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
@@ -91,7 +91,7 @@ class Flex(Peer):
 
 
 class MultiHead(Peer):
-    """torch.nn.MultiheadAttention with identity projections, which add four products of (n, H d) by (H d, H d).
+    """torch.nn.MultiheadAttention with identity projections. They add four products of (n, H d) by (H d, H d).
 
     Statistics are computed from the weights that the layer returns.
     """
@@ -102,7 +102,7 @@ class MultiHead(Peer):
     lacks = ("backward pass", "mask", "dropout", "bias", "grouped heads", "d_v ≠ d_k", "m ≠ n")
 
     def refuses(self, workload: Workload) -> str | None:
-        """Return why torch's layer cannot compute the workload: scores, a missing feature, or cells of unequal size."""
+        """Return why torch's layer cannot compute the workload, such as a statistic of scores; None if it can."""
         if any(statistic.name not in WEIGHT_STATISTICS for statistic in workload.see):
             return "it returns weights, not scores"
         return super().refuses(workload) or ("only cells of equal size" if has_uneven_cells(workload) else None)
@@ -244,7 +244,7 @@ class Jax(Peer):
         return partial(jax.nn.dot_product_attention, **options)
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
-        """Prepare one program for "forward", one for "forward and backward", and one for each pass for "backward"."""
+        """Return the call to time: one compiled program, or for "backward" the second of two compiled programs."""
         os.environ.setdefault("NPROC", str(threads))  # XLA reads NPROC when a process first uses jax
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         import jax
@@ -283,7 +283,7 @@ class Jax(Peer):
 
 
 class SightlineInJax(Jax):
-    """Sightline on JAX arrays under jax.jit: with heads before positions, or by JAX's function in JAX's layout."""
+    """Sightline on JAX arrays under jax.jit: `attention` with heads before positions, or `dot_product_attention`."""
 
     is_peer = False
 

@@ -1,7 +1,7 @@
-"""The group "ragged": sentences of several lengths, packed on one axis as documents, beside the same as a padded batch.
+"""The group "ragged": sentences of several lengths, packed on one axis as documents, or as a padded batch.
 
-The inputs are the packed tokens. A contender that computes a padded batch gets them in the padded shape, which is not
-timed, and its results are compared at the tokens.
+The inputs are the packed tokens. A contender that computes a padded batch gets the tokens in the padded shape. The
+padding is not timed. The results of such a contender are checked at the tokens, without the padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .workloads import Array, Documents, Inputs, Passes, Workload, padding_mask
 
 
 class Padded(Contender):
-    """A contender that computes packed documents as a padded batch with a mask of padding keys."""
+    """A contender that computes packed documents as a padded batch with a mask that hides padding keys."""
 
     packages, pip = ("torch",), "torch"
 

@@ -36,7 +36,7 @@ SHORT = 64  # positions of the sequence of a call that computes almost nothing
 
 @dataclass(frozen=True)
 class RankCase:
-    """A mask and a division of the sequence."""
+    """A mask, and how the sequence is divided among the processes."""
 
     name: str
     layout: ShardLayout
@@ -70,7 +70,7 @@ class RankResult:
 
     @property
     def ratio(self) -> float:
-        """The measured over the predicted seconds."""
+        """The measured seconds divided by the predicted seconds."""
         return self.measured / self.predicted
 
 

@@ -1,7 +1,7 @@
 """The results of a benchmark run: times, ratios, verdicts, and the JSON file that stores them.
 
 `cli.bench_command` prints the results, and `figures` draws them. Times are medians over rounds. The ratio of two
-contenders is the median over the rounds of their ratio in a round, since a disturbance of a round affects both.
+contenders is computed in every round, since a disturbance of a round affects both contenders. Its median is reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "transformers", "onnxruntim
 
 @dataclass
 class Entry:
-    """The results of one contender on one case."""
+    """The results of one contender, which is Sightline or another library, on one case."""
 
     name: str
     label: str
@@ -37,7 +37,7 @@ class Entry:
     first_seconds: float | None = None
     # peak bytes during a call, outputs included, minus the bytes in use before it; None if unknown
     memory: int | None = None
-    budget: float | None = None  # largest error over the rounding-error budget; above 1 if wrong; None if not checked
+    budget: float | None = None  # largest error / rounding-error budget; above 1 if wrong; None if not checked
     skip_reason: str | None = None  # why the contender has no times; None if it has times
     note: str = ""
 
@@ -50,7 +50,7 @@ class Entry:
         return self.budget is not None and not self.budget <= 1
 
     def speedup_over(self, other: Entry) -> float:
-        """Return the median, over the rounds, of the other contender's seconds over this contender's."""
+        """Return the median, over the rounds, of the other contender's seconds divided by this contender's."""
         return statistics.median(y / x for x, y in zip(self.seconds, other.seconds, strict=True))
 
 
@@ -71,7 +71,7 @@ class Verdict:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """The reason why a benchmark or a case has no times, if it has none."""
+    """Why a benchmark or a case has no times. All fields have their defaults if there are times."""
 
     failed: str | None = None  # why there are no times: Sightline's output is wrong or missing; None if there are times
     wrong: bool = False  # True if Sightline's output is wrong
@@ -116,7 +116,7 @@ class Finding(Outcome):
     published: str = ""  # a published figure to print, with its source; "" for none
     peers: tuple[str, ...] = ()  # names of the contenders that are other libraries
     group: str = ""  # name of the groups that are summarised together; "" for other benchmarks
-    beside: str = ""  # name of a contender of the cases; a column has Sightline's time over its time; "" for none
+    beside: str = ""  # name of a contender; a column has Sightline's time divided by this contender's; "" for none
 
     @property
     def entries(self) -> list[Entry]:
@@ -153,15 +153,15 @@ class Finding(Outcome):
         return min(timed, key=lambda entry: entry.median, default=None)
 
     def share(self, entry: Entry) -> float | None:
-        """Return the median over the rounds of the contender's rate over the peak; None if either is unknown."""
+        """Return the contender's rate divided by the peak, the median of the rounds; None if either is unknown."""
         if not (self.work and entry.seconds and self.rows[0].peaks):
             return None
         return statistics.median(self.work / x / y for x, y in zip(entry.seconds, self.rows[0].peaks, strict=True))
 
     def ratio(self, row: Row, entry: Entry) -> float | None:
-        """Return, for one row of the table, the first peer's time over the contender's time.
+        """Return, for one row of the table, the first peer's time divided by the contender's time.
 
-        None if the contender is a peer or a time is missing.
+        The result is None if the contender is a peer or a time is missing.
         """
         other = None if entry.name in self.peers or not self.peers else row.entry(self.peers[0])
         return entry.speedup_over(other) if entry.seconds and other is not None else None
@@ -185,7 +185,7 @@ class Finding(Outcome):
         return ours.speedup_over(other)
 
     def _measure_series(self, measure: str) -> float | None:
-        """Return a quantity of all points; None for fewer than two points, or if the quantity is unknown."""
+        """Return a quantity of all points (`SERIES_MEASURES`); None if it is unknown, or for fewer than two points."""
         points = [(row, row.entries[0]) for row in self.rows if row.entries and row.entries[0].seconds]
         extra = [row.extra_bytes(ours) for row, ours in points]
         if len(points) < 2 or (measure != "spread" and None in extra):
@@ -255,7 +255,7 @@ class Report:
 
 @dataclass(frozen=True)
 class RatioSummary:
-    """The ratios of one contender over all cases of a group. A ratio is the peer's time over the contender's time."""
+    """The ratios of one contender in all cases of a group. A ratio is the peer's time / the contender's time."""
 
     contender: str
     label: str
@@ -267,7 +267,7 @@ class RatioSummary:
 
 
 def summarise(findings: Sequence[Finding]) -> list[RatioSummary]:
-    """Return one summary for each contender that is compared with a peer, over all cases of the findings."""
+    """Return one summary of all cases of the findings for each contender that is compared with a peer."""
     labels: dict[str, str] = {}
     ratios: dict[str, dict[tuple[str, str], float]] = {}
     for finding in findings:
@@ -285,7 +285,7 @@ def summarise(findings: Sequence[Finding]) -> list[RatioSummary]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what times depend on: the host's properties, and the version of each library, None if not installed."""
+    """Return what times depend on: the host's properties, and each library's version (None if it is not installed)."""
     properties: dict[str, Any] = {"processors": os.cpu_count(), "machine": platform.machine(), "sightline": __version__}
     for name in LIBRARIES:
         try:

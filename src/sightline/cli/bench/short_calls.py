@@ -1,11 +1,11 @@
-"""The groups "short calls" and "overhead": calls of microseconds, as a program makes them, beside those of torch.
+"""The groups "short calls" and "overhead": calls that take microseconds, made as programs make them, beside torch's.
 
 Every call gets other tensors with other contents. Masks, biases and lengths are new tensor objects at every call, since
 a model makes a new one for every batch. What a program does to call attention belongs to the timed call: Sightline
 makes a formula of the lengths, and torch makes a bool mask of them.
 
 The overheads are calls of one query and one key of width 8, whose kernel computes almost nothing. A training step is
-compared with an empty `torch.autograd.Function`, which no function with a backward pass of its own can be faster than.
+compared with an empty `torch.autograd.Function`. No function with a backward pass of its own can be faster than this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .contenders import name_results
 from .workloads import CAUSAL, Inputs, Passes, Workload, padding_mask
 
 Array = np.ndarray[Any, np.dtype[Any]]
-# A function of query, key, value and the extra argument, which is what a call gets besides: a bias, mask or lengths.
+# A function of query, key, value and an extra argument: the bias, the mask or the lengths of the call, or None.
 Function = Callable[[Any, Any, Any, Any], Any]
 
 POOL_SIZE = 16  # number of prepared inputs that the calls of a contender use in rotation
@@ -75,7 +75,7 @@ OWN_SIGNATURE: dict[str, Function] = {  # calls of `sightline.attention` by `Sho
 
 
 def with_signature_of_torch(attend: Callable[..., Any]) -> dict[str, Function]:
-    """Return the calls of a function that has the signature of torch's `scaled_dot_product_attention`."""
+    """Return, by kind of call, functions that call `attend`, which has the signature of torch's attention function."""
     return {
         "plain": lambda query, key, value, _: attend(query, key, value),
         "causal": lambda query, key, value, _: attend(query, key, value, is_causal=True),
@@ -86,14 +86,14 @@ def with_signature_of_torch(attend: Callable[..., Any]) -> dict[str, Function]:
 
 
 def sightline_functions() -> dict[str, Function]:
-    """Return the calls of Sightline, by torch's signature where it can express the call."""
+    """Return Sightline's function for each kind of call, by name, with torch's signature where one can express it."""
     from ...torch import scaled_dot_product_attention
 
     return OWN_SIGNATURE | with_signature_of_torch(scaled_dot_product_attention)
 
 
 def torch_functions() -> dict[str, Function]:
-    """Return the calls of torch's function. Torch has no statistics, so "entropy" is a plain call."""
+    """Return torch's function for each kind of call, by name. Torch has no statistics, so "entropy" is a plain call."""
     import torch
 
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -146,7 +146,7 @@ class InputPool:
     def next(self, on_numpy: bool = False) -> tuple[Any, ...]:
         """Return (query, key, value, extra argument, d_output) of the next call; the extra argument is a new object.
 
-        They are tensors, or arrays if `on_numpy` is True. An argument that the case does not have is None.
+        The values are tensors, or arrays if `on_numpy` is True. An argument that the case does not have is None.
         """
         self.position = (self.position + 1) % len(self.arrays)
         *arrays, extra, d_output = (self.arrays if on_numpy else self.tensors)[self.position]
@@ -198,9 +198,9 @@ class Caller(Contender):
     pip: str = "torch"
 
     def reference(self, case: ShortCall) -> ShortCall | None:
-        """Return the case that the results are checked against, for torch without statistics; None for no check.
+        """Return the case that the results are checked against; None for no check. A peer's case has no statistics.
 
-        There is no check if the contender has no results, or if torch's own random numbers choose the dropped weights.
+        A peer is not checked if it has no results, or if torch's own random numbers choose the dropped weights.
         """
         if not self.is_peer:
             return case
@@ -245,7 +245,7 @@ class ShortCall(Workload):
 
     @classmethod
     def of(cls, kind: str, shape: tuple[int, int, int, int], **more: Any) -> ShortCall:
-        """Return a call of a kind in `KINDS` at a shape (B, H, n, d), by default called by the shape."""
+        """Return a call of a kind in `KINDS` at a shape (B, H, n, d). By default its name is the shape."""
         B, H, n, d = shape
         options: dict[str, Any] = {"name": _name(shape), "B": B, "H": H, "n": n, "d_k": d} | KINDS[kind][1] | more
         return cls(kind=kind, **options)
@@ -256,7 +256,7 @@ class ShortCall(Workload):
 
     @property
     def function(self) -> str:
-        """The name of the called function in the tables of functions; training calls the same function."""
+        """The name of the function to call, such as a key of `torch_functions()`: the kind without "training"."""
         return self.kind.removeprefix("training ")
 
     def small(self) -> ShortCall:
@@ -270,7 +270,7 @@ class ShortCall(Workload):
     def share_of_budget(self, prepared: TimedCall, pool: Any) -> float:
         """Return the largest share of the rounding-error budget that the checked inputs' results use.
 
-        All other inputs of the pool are used first, so that the check finds a result which belongs to other inputs.
+        The contender is first called on every input of the pool, so that the check detects results of other inputs.
         """
         for _ in pool.arrays:
             prepared.call(prepared.setup())

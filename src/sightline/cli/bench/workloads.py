@@ -60,13 +60,13 @@ class NamedFormula:
 
 
 class Mask(NamedFormula):
-    """A mask; the size is n."""
+    """A mask. Its `make_function` gets n as the size."""
 
     symbols = "bhij"
 
 
 class Score(NamedFormula):
-    """A change of the scaled scores; the size is H."""
+    """A change of the scaled scores. Its `make_function` gets H as the size."""
 
     symbols = "sbhij"
 
@@ -126,7 +126,7 @@ class Workload(Case):
     seed: int = SEED  # seed of Sightline's dropout
     see: tuple[Statistic, ...] = ()  # statistics of the forward pass; () if there is a backward pass
     tangents: tuple[str, ...] = ()  # the operands that have tangents: "query", "key", "value"; () for no tangent
-    peak: str = "float32"  # name in `peaks.Peaks` of the peak in a share of the peak; "" for no share
+    peak: str = "float32"  # name in `peaks.Peaks` of the peak by which a contender's rate is divided; "" for none
     ours: Contender | str = "sightline"  # the contender that is compared with the others
     baselines: tuple[Contender | str, ...] = ("torch",)  # the other contenders: peers, or variants of Sightline
     cuda_graph: bool = False
@@ -175,7 +175,7 @@ class Workload(Case):
     def mask_array(self) -> Array | None:
         """The mask as a bool array that broadcasts to (B, 1, n, m), True for allowed pairs.
 
-        None if `needs_mask_array` is False. The masks of the benchmarks do not read h.
+        The array is None if `needs_mask_array` is False. The masks of the benchmarks do not read h.
         """
         if self.formula is None or not self.needs_mask_array:
             return None
@@ -246,9 +246,9 @@ class Workload(Case):
         return Inputs.of(self)
 
     def share_of_budget(self, prepared: TimedCall, inputs: Inputs) -> float:
-        """Return the largest share of a budget that any result uses.
+        """Return the largest share of the rounding-error budget that any result uses.
 
-        If the contender can replace d_output, a d_output of many queries is replaced by a sample of them.
+        If the contender can replace d_output, the results are computed with `inputs.with_sampled_d_output`.
         """
         if prepared.set_d_output is None:
             return share_of_budget(self, inputs, prepared.results(prepared.call(prepared.setup())))

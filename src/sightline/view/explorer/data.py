@@ -25,14 +25,14 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Tokens = Sequence[str] | Sequence[Sequence[str]]
 
 PAGE_BYTES = 10_000_000  # default limit of a page's size; such a page opens quickly and fits into a mail
-ESTIMATED_SHARE = 0.96  # of the limit for rounded weights; the rest is for the error of the estimate
+ESTIMATED_SHARE = 0.96  # share of the limit for rounded weights, whose size is an estimate; the rest covers its error
 TOP_ENTRIES = 8  # default number of weights stored per query and per key if a page cannot hold all weights
 MAP_SIDES = (32, 1024)  # (least, most) cells per side of a pooled map; a browser draws more cells slowly
 
 
 @dataclass(frozen=True)
 class Links:
-    """The k heaviest weights of each query, or of each key, exact and in descending order.
+    """The k heaviest weights of each query, or of each key, in descending order, with their positions.
 
     Parameters
     ----------
@@ -41,8 +41,8 @@ class Links:
         The key position of each weight of a query, or the query position of each weight of a key. An unused place has
         position −1 and weight 0.
     levels : int, optional
-        The page stores the weights rounded to this number of levels above 0, as `storage.to_levels` does. None if the
-        page stores every weight exactly.
+        The page stores the weights rounded to this number of levels above 0, as `storage.to_levels` does. If `levels`
+        is None, the page stores every weight exactly.
     """
 
     weights: Array
@@ -73,7 +73,7 @@ class ShownLayer:
     heads : tuple of H ints, optional
         The numbers of the heads in the model; by default 0 to H − 1.
     levels, sum_levels : int, optional
-        The page stores the cells, and entropy and received, rounded to these numbers of levels, as in `Links`.
+        The page stores the cells rounded to `levels`, and entropy and received rounded to `sum_levels`, as in `Links`.
     """
 
     name: str
@@ -158,10 +158,10 @@ def from_weights(
         The name of each layer; by default "Layer 0", "Layer 1" and so on.
     title : str, default "Attention"
     limit : int, default 10 MB
-        Largest size of a page in bytes. If exact weights are larger, the page stores each weight rounded to 16, 12
-        or 8 bits, and shows how exact a weight is. If 8 bits are too large too, the map shows means of weights, and
-        only the heaviest weights of each query and of each key are stored, as many and as exactly as the limit allows.
-        The page and its `notes` say what it stores, and if the limit is too low for any page of these weights.
+        Largest size of a page in bytes. If exact weights are larger, the page stores each weight rounded to 16, 12 or 8
+        bits, or to fewer levels, and shows how exact a weight is. If 64 levels are too many, the map shows means, and
+        only the heaviest weights of each query and key are stored, as many and as exactly as the limit allows. The
+        `notes` on the page say what is stored. They also say if the limit is too low for any page of these weights.
     top : int, default 8
         Largest number of weights that are stored per query and per key if the map shows means.
 
@@ -200,8 +200,8 @@ def make_exploration(
 ) -> Exploration:
     """Return the data of a page whose size is `limit` bytes at most.
 
-    The page has all weights if they fit: exact, or else rounded to the largest number of levels that fits. Otherwise it
-    has pooled maps, and up to `top` of the heaviest weights of each query and of each key, reduced by `fit`.
+    The page has all weights if they fit, exact or rounded to the largest number of levels that fits. Otherwise the page
+    has pooled maps, and `top` of the heaviest weights of each query and of each key, or fewer if `fit` finds no space.
     """
     if not all(isinstance(number, int | float) and number >= 1 for number in (limit, top)):
         raise ParameterError(f"limit={limit!r}, top={top!r}", "numbers ≥ 1", f"limit={PAGE_BYTES}, top={TOP_ENTRIES}")
@@ -217,7 +217,7 @@ def make_exploration(
         whole = levels is not None
         notes = [_levels_note(limit, levels) if levels else "The map shows means of weights."]
     cells = max(limit / 2 / BASE64_RATIO, 1) / sum(map(len, all_weights))  # of each head, in half of the page
-    side = int(np.clip(np.sqrt(cells), *MAP_SIDES)) // 4 * 4  # that can be halved twice
+    side = int(np.clip(np.sqrt(cells), *MAP_SIDES)) // 4 * 4  # divisible by 4, because `fit` may halve maps twice
     made = [[make_layer(layer, 0 if whole else int(top), side, levels) for layer in text] for text in texts]
     named = tuple(Text(text_name(layers[0].queries), tuple(layers)) for layers in made)
     data = Exploration(title, named, tuple(notes))

@@ -1,4 +1,4 @@
-"""How a page is made to fit into its limit of bytes: it stores fewer bits, then fewer links, then coarser maps.
+"""How a page is made to fit into its limit of bytes: the page stores fewer bits, then fewer links, then coarser maps.
 
 A link is one weight with its query and its key.
 """
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-LEAST_LEVELS = 63  # of all weights of a layer, on a page without links
+LEAST_LEVELS = 63  # levels of a layer with all its weights, on a page whose other layers have lost their links
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a page stores of layers with maps and links; levels are those of `storage.to_levels`, None stores floats."""
+    """How much a page stores. Fields `..._levels` are the `count` of `storage.to_levels`, or None for floats."""
 
-    count: int  # links of each query, and of each key
+    count: int  # number of links of each query, and of each key
     link_levels: int | None = None
-    sum_levels: int | None = None  # of entropy and received
-    cell_levels: int | None = 255
-    halvings: int = 0  # of the rows and columns of the maps
+    sum_levels: int | None = None  # for entropy and received
+    cell_levels: int | None = 255  # for the cells of the maps
+    halvings: int = 0  # how many times the numbers of rows and columns of the maps are halved
 
 
 def reductions(count: int) -> Iterator[Reduction]:
-    """Yield reductions from nothing to the most that a page bears, each smaller than the one before."""
+    """Yield reductions from `count` links and floats to the coarsest. Each makes a smaller page than the one before."""
     yield Reduction(count, cell_levels=None)
     yield Reduction(count)
     yield Reduction(count, 65535, 65535)
@@ -50,8 +50,8 @@ def reductions(count: int) -> Iterator[Reduction]:
 def fit(data: Exploration, limit: float) -> Exploration:
     """Return the data reduced as little as a page of at most `limit` bytes allows, with a note of what was reduced.
 
-    If no reduction is small enough, the data are reduced as far as possible, and the note says so. Every layer has
-    pooled maps and links, or all weights, with floats in all arrays; at least one has links.
+    If no reduction is small enough, the data are reduced as far as possible, and the note says so. Every layer of
+    `data` has pooled maps and links, or all weights. At least one layer has links, and all arrays hold floats.
     """
     count = max(layer.looks.weights.shape[-1] for text in data.texts for layer in text.layers if layer.looks)
     options = list(reductions(count))
@@ -115,7 +115,7 @@ def _links(links: Links | None, reduction: Reduction) -> Links | None:
 def halve(cells: Array, n: int, m: int, how: str) -> Array:
     """Return cells (H, rows, columns) of n queries and m keys with half as many rows and columns.
 
-    An odd number stays as it is, because its halves would not cover equally many positions.
+    An odd number of rows or columns is not halved. New cells are maxima if `how` is "max", else means weighted by size.
     """
     for axis, length in ((1, n), (2, m)):
         count = cells.shape[axis]

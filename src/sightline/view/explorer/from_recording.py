@@ -1,4 +1,4 @@
-"""Conversion of the `Seen` of a watched model to the data of the explorer page.
+"""Conversion of a `Seen`, the recording of a watched model, to the data of the explorer page.
 
 The data come from the statistic `weights()`, or from pooled statistics if the weights were not recorded.
 """
@@ -38,15 +38,15 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
     Parameters
     ----------
     seen : Seen
-        The recording. Every call has the statistics of `sightline.OVERVIEW`, the default of `watch`, which are
-        `pooled(...)`, `top_k(...)`, `entropy()` and `received()`; or every call has `weights()`. The page shows the
-        last run of each layer: a forward pass and the generation steps after it, joined. It shows every weight if the
-        calls have `weights()`, or if `pooled` has one cell for each pair, as in calls of up to 64 queries and keys.
+        The recording. Every call must have `weights()`, or the four statistics that `watch` records by default:
+        `pooled(...)`, `top_k(...)`, `entropy()` and `received()`. The page shows the last run of each layer: the last
+        forward pass, joined with the generation steps after it. The page shows every weight if the calls have
+        `weights()`, or if `pooled` has one cell for each pair, as in calls of up to 64 queries and keys.
     title : str, default "Attention"
     limit : int, default 10 MB
         Largest size of a page in bytes; see `from_weights`. A page of pooled statistics stores numbers in fewer bits,
-        then fewer of the keys of `top_k`, then coarser maps, until it fits. The page and its `notes` say what it
-        stores, and if the limit is too low for any page of this recording.
+        then fewer of the keys of `top_k`, then coarser maps, until the page fits. The `notes` on the page say what is
+        stored. They also say if the limit is too low for any page of this recording.
     top : int, default 8
         Largest number of weights that are stored per query and per key; see `from_weights`.
 
@@ -90,7 +90,7 @@ def _first(result: Any) -> Any:
 def _last_run(calls: Sequence[Any]) -> list[Any]:
     """Return the calls of a layer's last run: the last call that starts at position 0, and the calls after it.
 
-    These are a forward pass and the generation steps after it. If no call starts at position 0, all calls are returned.
+    A run is a forward pass and the generation steps after it. If no call starts at position 0, all calls are returned.
     """
     run_starts = [place for place, call in enumerate(calls) if not call.query_start]
     return list(calls[run_starts[-1] if run_starts else 0 :])
@@ -117,10 +117,9 @@ def _check(call: Any) -> None:
 
 
 def _whole(call: Any) -> Any:
-    """Return the weights (B, H, n, m) of a call, or None if they were not recorded.
+    """Return the weights (B, H, n, m) of a call, or None if no recorded statistic has them.
 
-    Each cell of `pooled` is one weight if there are as many cells as pairs. In a call of one query, what the keys
-    receive is the weights of the query.
+    `pooled` has all weights if it has one cell for each pair. `received` has all weights in a call of one query.
     """
     by_name = {statistic.name: statistic for statistic in call.statistics}
     if "weights" in by_name:
@@ -140,7 +139,7 @@ def _key_span(run: Sequence[Any]) -> tuple[int, int]:
 
 
 def _labels(seen: Any, run: Sequence[Any], entry: int) -> tuple[list[str], list[str]]:
-    """Return the labels of the queries of all calls, and those of their keys."""
+    """Return the labels of the queries and the labels of the keys of all calls, for text `entry` of the batch."""
     start, stop = _key_span(run)
     queries: list[str] = []
     keys = [str(j) for j in range(start, stop)]
@@ -166,7 +165,7 @@ def _dense(seen: Any, run: Sequence[Any], parts: Sequence[Array], entry: int) ->
 
 
 def _shown(seen: Any, run: Sequence[Any], parts: Sequence[Array | None], entry: int) -> ShownLayer:
-    """Return a layer of a page that has pooled layers: all weights if they need no more cells, else means."""
+    """Return a layer of a page of pooled maps: with all weights if a map has as many cells, else with pooled cells."""
     (start, stop), known = _key_span(run), [part for part in parts if part is not None]
     if len(known) == len(parts) and max(sum(call.n for call in run), stop - start) <= _side(run):
         return make_layer(_dense(seen, run, known, entry))
@@ -176,8 +175,8 @@ def _shown(seen: Any, run: Sequence[Any], parts: Sequence[Array | None], entry: 
 def _pooled(seen: Any, run: Sequence[Any], parts: Sequence[Array | None], entry: int) -> ShownLayer:
     """Return a layer of the page from the pooled statistics of its calls on one text of the batch.
 
-    Padding tokens stay, because the pooled cells include them. Maxima of cells cannot be joined, so that of calls with
-    maxima the last one is shown.
+    Padding tokens stay, because the pooled cells include them. Cells of several calls can be joined if they are means.
+    If they are maxima, the layer shows the last call only.
     """
     how = next(statistic.how for statistic in run[0].statistics if statistic.name == "pooled")
     if how == "max":
@@ -208,8 +207,8 @@ def _pooled(seen: Any, run: Sequence[Any], parts: Sequence[Array | None], entry:
 def _join_cells(run: Sequence[Any], cells: Sequence[Array]) -> Array:
     """Return the mean weights of each head on a grid over the queries and keys of all calls, (H, rows, columns).
 
-    The grids of the calls have other edges. A cell of the result is the mean of the cells that overlap it, weighted by
-    the number of pairs (i, j) in the overlap.
+    The cells of the calls have other edges than the cells of the result. A cell of the result is the mean of the cells
+    that overlap it, weighted by the number of pairs (i, j) in the overlap.
     """
     (start, stop), n = _key_span(run), sum(call.n for call in run)
     edges = _edges(0, n, min(_side(run), n)), _edges(start, stop, min(_side(run), stop - start))
@@ -230,12 +229,12 @@ def _side(run: Sequence[Any]) -> int:
 
 
 def _edges(first: int, stop: int, count: int) -> Array:
-    """Return the first position of each of `count` cells, and past the last, as `pooled` divides the positions."""
+    """Return the first position of each of `count` cells, then `stop`. `pooled` divides positions into such cells."""
     return first + np.arange(count + 1) * (stop - first) // count
 
 
 def _overlaps(edges: Array, others: Array) -> Array:
-    """Return the number of positions in both cell a of one grid and cell b of another, for all (a, b)."""
+    """Return an array: entry (a, b) is the number of positions in both cell a of `edges` and cell b of `others`."""
     first, stop = np.maximum.outer(edges[:-1], others[:-1]), np.minimum.outer(edges[1:], others[1:])
     return np.maximum(stop - first, 0.0)  # type: ignore[no-any-return]
 

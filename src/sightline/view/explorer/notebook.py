@@ -81,6 +81,6 @@ def widget(data: Exploration) -> Any:
 
 
 def _in_notebook() -> bool:
-    """True if IPython runs with a notebook kernel, which displays the result of a cell."""
+    """Return True if IPython runs with a notebook kernel, which displays the result of a cell."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # names of the page's JavaScript files, in the order in which `program` joins them
 SCRIPTS = ("inflate", "numbers", "layers", "grid", "axes", "map", "strip", "panel", "vector", "explorer")
 TYPE_CODES = {"uint8": "u1", "uint16": "u2", "float16": "f2", "float32": "f4", "int32": "i4"}
-TAG_BYTES = 64  # of the element that holds an array, beside the array's text
+TAG_BYTES = 64  # bytes of the HTML element that holds an array, without the array's text
 
 
 def program() -> str:
@@ -32,10 +32,10 @@ def style() -> str:
 
 
 def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
-    """Return the manifest of the page and its arrays as texts, which `storage.pack` writes.
+    """Return the manifest of the page, and the list of its arrays as texts of `storage.pack`.
 
     The manifest is JSON-compatible and refers to an array by the array's index in the list. Cells are stored key by
-    key, as (H, columns, rows), because the weights that one key receives resemble each other.
+    key, as (H, columns, rows): the weights on one key are similar, so they are compressed better.
     """
     arrays: list[str] = []
     tokens: dict[tuple[str, ...], int] = {}
@@ -82,12 +82,12 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
 
 
 def manifest_text(manifest: dict[str, Any]) -> str:
-    """Return the manifest as JSON that can stand in an element of the page."""
+    """Return the manifest as JSON without the sign <, which could end the HTML element that holds the manifest."""
     return json.dumps(manifest, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def count_bytes(data: Exploration) -> int:
-    """Return the size of the page in bytes, at most."""
+    """Return an upper bound of the size of the page in bytes."""
     manifest, arrays = serialise(data)
     parts = (page_file("page.html"), program(), style(), data.title, manifest_text(manifest))
     return sum(len(part.encode("utf-8", "replace")) for part in parts) + sum(len(text) + TAG_BYTES for text in arrays)
@@ -96,7 +96,7 @@ def count_bytes(data: Exploration) -> int:
 def short_name(name: str, place: int) -> str:
     """Return a short name of a layer: the first number in its name, or `place` if its name has no number.
 
-    The short name of a cross-attention layer starts with ×, that of another decoder layer with d.
+    The short name of a cross-attention layer starts with ×. The short name of any other decoder layer starts with d.
     """
     parts = name.lower().replace(" ", ".").split(".")
     is_cross = any(marker in name.lower() for marker in ("cross", "encdec", "encoder_attn"))

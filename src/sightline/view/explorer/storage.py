@@ -23,7 +23,7 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 
 BASE64_RATIO = 4 / 3  # number of base64 characters that encode one byte
-# numbers of levels in the order in which they are tried: 16 bits, 12 bits, 8 bits
+# numbers of levels from the finest to the coarsest: 16 bits, 12 bits, 8 bits, then fewer levels
 LEVELS: tuple[int, ...] = (65535, 4095, 255, *range(240, 63, -16))
 MAP_LEVELS = 255  # number of levels of a pooled map
 SAMPLED_WEIGHTS = 1 << 19  # about this number of weights is compressed to estimate the size of all weights
@@ -53,7 +53,7 @@ def to_levels(weights: Array, count: int, scales: Array) -> Array:
 def compute_scales(weights: Array, *, relative: bool) -> Array:
     """Return the weight (H,) float32 that the highest level of each head stands for.
 
-    It is 1, or the largest weight of the head if `relative` is true or that weight is above 1.
+    This weight is 1, or the head's largest weight if that is above 1, or if `relative` is true and that is above 0.
     """
     largest = weights.reshape(len(weights), -1).max(1).astype(np.float32)
     return np.where(largest > 0, largest, 1) if relative else np.maximum(largest, 1)
@@ -62,8 +62,8 @@ def compute_scales(weights: Array, *, relative: bool) -> Array:
 def choose_levels(weights: Sequence[Array], limit: float) -> int | None:
     """Return the largest number of levels in `LEVELS` with which all weights fit into `limit` bytes of base64.
 
-    None if the weights do not fit with any of them. The sizes are estimated: the weights of evenly spaced keys are
-    compressed.
+    Return None if the weights do not fit with any number. The size of the weights is estimated from the compressed
+    weights of evenly spaced keys.
     """
     total = sum(array.size for array in weights)
     step = max(total // SAMPLED_WEIGHTS, 1)

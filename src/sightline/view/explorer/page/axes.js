@@ -1,7 +1,7 @@
 // The labels of the large map's axes: tokens where they fit, else every second or third token, else positions or times.
 
 const LABEL_STEP = 11.5; // least distance of token labels in pixels
-const THINNED = 3; // every third token is labelled if not all labels fit; if these do not fit either, positions are
+const THINNED = 3; // largest step between labelled tokens; if labels of every third token do not fit, positions are labelled
 const NAME_SPACE = 62; // space of a token between positions in pixels
 const CORNER = 50; // least width at the left in pixels, for positions and for the words in the corner
 
@@ -13,7 +13,7 @@ function labelling(scale) {
   return { tokens: false, step: steps.find((step) => step * scale >= 46) ?? 1e7 };
 }
 
-/** Draw labels beside and above the map: the tokens, or every second or third token, or positions; marked ones always. */
+/** Draw labels beside and above the map: the tokens, or every second or third token, or positions. Marked tokens always have labels. */
 function drawLabels(context, map, seen, wide, high) {
   const v = map.view, { layer, themeColours, state } = map.page, over = state.hover, pick = state.pick ?? (over ? null : map.page.last);
   const marked = (side) => [pick && (pick.side === side || layer.self) ? pick.at : null, over && (side === 'query' ? over.i : over.j)].filter((at) => at !== null && at !== undefined);

@@ -35,7 +35,7 @@ class Explorer {
   get layer() { return this.layers[this.state.layer]; }
   narrow() { return this.root.classList.contains('sl-narrow'); }
 
-  /** Adapt to the size of the root element, which in a notebook is not the window's. */
+  /** Adapt to the size of the root element. In a notebook this is not the size of the window. */
   measure() {
     this.root.classList.toggle('sl-narrow', this.root.clientWidth < 860);
     this.root.classList.toggle('sl-tight', this.root.clientWidth < 1180);
@@ -132,7 +132,7 @@ class Explorer {
     this.changed?.();
   }
 
-  /** The layer, the head and the key with the largest share of what a head's keys receive: a word, if there is one, inside the text. */
+  /** {layer, head, at}: the key that gets the largest share of its head's weight. Words inside the text come first, then keys after the first. */
   standingOut(layers, only = null) {
     let best = { layer: 0, head: only ?? 0, at: 0, rank: -1 };
     layers.forEach((layer, l) => {
@@ -150,7 +150,7 @@ class Explorer {
     return best;
   }
 
-  /** Show what the address of the page names: #layer=3&head=5&token=12, all numbers from 0; text=, query= and key= too. */
+  /** Show what the fragment of the address names, such as #layer=3&head=5&token=12; also text=, query= and key=. Numbers count from 0. */
   follow(hash) {
     const given = Object.fromEntries([...new URLSearchParams(hash.slice(1))].map(([name, value]) => [name, Number(value)]));
     const inside = (value, length) => Number.isInteger(value) && value >= 0 && value < length;
@@ -162,7 +162,7 @@ class Explorer {
     if (inside(at, side === 'key' ? this.layer.m : this.layer.n)) this.pick({ side: this.layer.self ? 'query' : side, at });
   }
 
-  /** The address's part that `follow` reads. */
+  /** The fragment of the address for what is shown now, in the form that `follow` reads. */
   hash() {
     const { state, layer, texts } = this, { pick } = state, parts = { layer: state.layer, head: layer.headName(state.head) };
     if (pick) parts[layer.self ? 'token' : pick.side] = pick.at;
@@ -186,7 +186,7 @@ class Explorer {
     return layer && this.schedule('marks');
   }
 
-  /** Mark a pair that the pointer is on in the lists. */
+  /** Mark a pair on whose entry in a list the pointer is. */
   hoverPair(pair) {
     this.state.hover = pair;
     this.schedule('marks');
@@ -202,7 +202,7 @@ class Explorer {
     this.changed?.();
   }
 
-  /** Run a task with the next frame; further calls before that frame add their tasks to it. */
+  /** Redraw at the next animation frame: 'link' redraws most, then 'marks', then 'map'. Calls before that frame are combined. */
   schedule(task) {
     if (this.scheduled) return this.scheduled.add(task);
     this.scheduled = new Set([task]);
@@ -274,7 +274,7 @@ class Explorer {
       + (scale.over ? `; heaviest pairs drawn ${layer.pairs.levels ? 'one by one' : 'exactly'}, from 0 to 1` : '');
   }
 
-  /** Mark the tokens that contain the searched text, which may be a phrase; a step of 1 or −1 selects the next or previous one. */
+  /** Mark the tokens that contain the searched text, which may be a phrase. A step of 1 or −1 selects the next or previous match. */
   find(step) {
     const needle = this.search.value.toLowerCase(), { layer } = this;
     const query = new Set(needle ? occurrences(layer.queries, needle) : []), key = new Set(needle && !layer.self ? occurrences(layer.keys, needle) : []);
@@ -350,7 +350,7 @@ class Explorer {
     this.link();
   }
 
-  /** The size that the layout depends on; the height of a narrow page follows from its width. */
+  /** The size that the layout depends on, as text. A narrow page has no height in it, because its height follows from its width. */
   shownSize() {
     const { clientWidth, clientHeight } = this.root;
     return this.narrow() ? `${clientWidth}` : `${clientWidth} ${clientHeight}`;
@@ -366,7 +366,7 @@ class Explorer {
     this.link();
   }
 
-  /** Draw the visible map with its title and its scale on a context with `ratio` pixels per CSS pixel; returns its size. */
+  /** Draw the visible map with its title and its scale on a context with `ratio` pixels per CSS pixel. Returns the drawing's size in CSS pixels. */
   compose(context, ratio) {
     const { map, themeColours, layer, state, manifest } = this, head = 44, size = [map.width, map.height + head + 28];
     context.fillStyle = themeColours.ground;

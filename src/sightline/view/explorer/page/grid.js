@@ -3,7 +3,7 @@
 const MIN_MAP_SIDE = 20, MIN_TOUCH_SIDE = 44; // smallest side of a small map in pixels, for a mouse and for fingers
 const MAX_GRID_SHARE = 0.34; // of the width of the page
 const HEADER = 17, NUMBER = 13; // height in pixels of the row of heads' numbers, and of a number above its map
-const FIRST_PAINT = 1000; // milliseconds in which maps are painted at once, so that they are there as soon as the page is
+const FIRST_PAINT = 1000; // most milliseconds for painting maps before the page appears
 
 class Grid {
   constructor(page) {
@@ -79,7 +79,7 @@ class Grid {
     this.reveal();
   }
 
-  /** Paint the maps from place k on, for a time in milliseconds. The others follow in short turns, without any event. */
+  /** Paint the maps from place k on, for a time in milliseconds. Timers paint the others later, in turns of 8 ms. */
   paint(paintPass, k, time) {
     if (paintPass !== this.paintPass) return;
     const until = performance.now() + time;

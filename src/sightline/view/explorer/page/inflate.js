@@ -1,5 +1,5 @@
-// Decompression of DEFLATE data, RFC 1951. DecompressionStream does the same, but not in every browser, and it returns the
-// bytes later. This function returns the bytes at once, so that the page is complete as soon as it has loaded.
+// Decompression of DEFLATE data, RFC 1951. DecompressionStream does the same, but some browsers lack it, and it returns the
+// bytes later. `inflate` returns the bytes at once, so that the page is complete as soon as it has loaded.
 
 const LENGTH_BASES = [3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 15, 17, 19, 23, 27, 31, 35, 43, 51, 59, 67, 83, 99, 115, 131, 163, 195, 227, 258];
 const LENGTH_BITS = [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 0];
@@ -7,7 +7,7 @@ const DISTANCE_BASES = [1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 19
 const DISTANCE_BITS = [0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13];
 const CODE_LENGTH_ORDER = [16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15];
 
-/** A table of a Huffman code: entry `bits` is 16 · symbol + the length of the symbol's code, which `bits` begin with. */
+/** The table of a Huffman code with these code lengths. Entry `bits` is for the symbol whose code `bits` begin with: 16 · symbol + code length. */
 function huffmanTable(lengths) {
   const most = Math.max(1, ...lengths), table = new Uint16Array(1 << most);
   let code = 0;

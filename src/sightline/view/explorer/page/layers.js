@@ -1,6 +1,6 @@
 // One layer: the weights of pairs, rows and columns, and the levels of its map from fine to coarse.
 
-const DECODED_HEADS = 4; // of each layer, whose weights are kept as floats
+const DECODED_HEADS = 4; // number of heads of each layer whose decoded maps are kept
 
 class Layer {
   constructor(manifest, stored, read) {
@@ -14,7 +14,7 @@ class Layer {
     this.whole = this.how === 'whole';
   }
 
-  /** A stored array, decoded once and cached, with the values of rounded numbers. */
+  /** A stored array, decoded once and cached. Rounded numbers, except in 'cells', are replaced by the values that they stand for. */
   array(name, part = null) {
     const stored = part ? this.stored[name][part] : this.stored[name];
     return (this.cache[part ? `${name}.${part}` : name] ??= name === 'cells' ? decode(stored, this.read) : unrounded(stored, decode(stored, this.read)));
@@ -30,14 +30,14 @@ class Layer {
   entropy(head) { return this.part('entropy', head, this.n); }
   received(head) { return this.part('received', head, this.m); }
 
-  /** The cells of one head, column by column as the page stores them, with the values of rounded ones. */
+  /** The cells of one head, column by column as the page stores them. Rounded cells are replaced by the values that they stand for. */
   cells(head) {
     const [, columns, rows] = this.stored.cells.shape, stored = this.part('cells', head, rows * columns);
     const data = unrounded({ ...this.stored.cells, scales: [this.stored.cells.scales?.[head]] }, stored);
     return { rows, columns, data };
   }
 
-  /** A level of a head with at most `most` cells on a side: every cell has the mean, or the maximum, of equally many. */
+  /** A map of a head with at most `most` cells on a side. Every cell has the mean, or the maximum, of equally many stored cells. */
   small(head, most) {
     const { rows, columns, data } = this.cells(head), size = Math.ceil(Math.max(rows, columns) / most), maxima = this.how === 'max';
     const found = { rows: Math.ceil(rows / size), columns: Math.ceil(columns / size) };
@@ -73,7 +73,7 @@ class Layer {
     return found;
   }
 
-  /** The weight of a pair: {value}, or an upper bound {below} if the page stores only the row's heaviest entries. */
+  /** The weight of a pair: {value}, or an upper bound {below} if the page does not store this weight. */
   weight(head, i, j) {
     if (this.whole) return { value: this.levels(head)[0].data[i * this.m + j] };
     const row = this.row(head, i, Infinity), found = row.find((entry) => entry.at === j);
@@ -128,7 +128,7 @@ class Layer {
   }
 }
 
-/** The numbers that the levels of a stored array stand for; without levels, the stored numbers. */
+/** The numbers of a stored array. With `levels`, a stored k stands for scale · (k / levels)², with one scale for each head. */
 function unrounded({ levels: count, scales }, stored) {
   if (!count) return stored;
   const data = new Float32Array(stored.length), length = stored.length / scales.length;
@@ -139,16 +139,16 @@ function unrounded({ levels: count, scales }, stored) {
   return data;
 }
 
-/** The largest number that a stored array may have where it gives this value. */
+/** The largest number that rounding may have turned into this value of a stored array. */
 function upperBound({ levels: count, scales }, head, value) {
   return count ? scales[head] * (Math.sqrt(value / scales[head]) + 0.5 / count) ** 2 : value;
 }
 
-/** A number of a stored array as the page writes it: [number, error], with an empty error if it is exact or an upper bound. */
+/** A number of a stored array as the page writes it: [number, error]. The error is empty if the number is exact or an upper bound. */
 function formatNumber(stored, head, value) {
   if (!stored?.levels || value === 0) return [digits(value), ''];
   const count = stored.levels, scale = stored.scales[head], level = Math.round(count * Math.sqrt(value / scale));
-  if (level === 1) return [`≤ ${digits((2.26 * scale) / count ** 2)}`, '']; // of small numbers that are not 0
+  if (level === 1) return [`≤ ${digits((2.26 * scale) / count ** 2)}`, '']; // level 1 stands for all small numbers above 0
   return roundedDigits(value, (scale * (level + 0.25)) / count ** 2);
 }
 
@@ -167,7 +167,7 @@ function heaviest(length, value, most) {
   return most < found.length ? found.slice(0, most) : found;
 }
 
-/** A level with half as many rows and columns, by means weighted by area or by maxima. */
+/** A level with half as many rows and columns. Its cells are maxima, or means weighted by area. */
 function halveLevel({ rows, columns, data, i, j }, maxima) {
   const everySecond = (edges, cells) => Uint32Array.from({ length: cells + 1 }, (_, k) => edges[Math.min(2 * k, edges.length - 1)]);
   const half = { rows: (rows + 1) >> 1, columns: (columns + 1) >> 1 };

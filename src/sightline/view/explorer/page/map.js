@@ -1,6 +1,6 @@
 // The large map of one head: tokens at the left and above, each query's entropy at the right, the weight each key receives below.
 
-const MAX_CELL = 64, FIT = 56; // in pixels: largest cell size, largest cell size of the whole map
+const MAX_CELL = 64, FIT = 56; // in pixels: largest cell size, and largest cell size if the whole map is visible
 const EXACT_CELLS = 12000; // up to this number, cells are drawn one by one on whole pixels; more cells are drawn as one scaled image
 const EXACT_ROWS = 1200; // up to this number of visible queries, stored exact entries are drawn over pooled cells
 
@@ -54,7 +54,7 @@ class HeadMap {
     return { left: left + half(space.w, m * sx), top: top + half(space.h, n * sy) * 0.4, space };
   }
 
-  /** The scales at which the whole map is visible: the largest with margins for the labels that these scales allow. */
+  /** The largest scales at which the whole map is visible, with margins for the labels that fit at these scales. */
   fitScale() {
     if (this.minScale) return this.minScale;
     const { n, m } = this.page.layer, { space } = this.frame({ sx: 0, sy: 0 }), ratio = window.devicePixelRatio || 1;
@@ -204,7 +204,7 @@ class HeadMap {
     this.page.drawLegend();
   }
 
-  /** Draw the whole map on a context, that of the screen or of an export. */
+  /** Draw the visible part of the map, its bars and its labels on a context, which belongs to the screen or to an export. */
   paint(context, ratio) {
     const { layer, state, themeColours } = this.page, v = this.view, head = state.head;
     const wide = Math.min(this.space.w, (layer.m - v.x) * v.sx), high = Math.min(this.space.h, (layer.n - v.y) * v.sy);
@@ -226,7 +226,7 @@ class HeadMap {
     context.restore();
   }
 
-  /** Draw the visible cells; returns the meaning of the colours. */
+  /** Draw the visible cells. Returns what the legend says of the colours: {most, exact, over, rows, columns}. */
   drawCells(context, ratio, layer, head, seen, wide, high) {
     const v = this.view, levels = layer.levels(head), { colours } = this.page;
     let at = levels.length - 1;

@@ -8,7 +8,7 @@ function bytesOf(text) {
   return bytes;
 }
 
-/** A stored array: its entries' bytes, all first bytes before all second bytes, compressed, in base64. float16 is widened. */
+/** The numbers of a stored array: base64 of compressed bytes, with the first bytes of all numbers before the second bytes. float16 is widened. */
 function decode(stored, read) {
   const length = stored.shape.reduce((product, size) => product * size, 1), size = Number(stored.type[1]);
   const planes = inflate(bytesOf(read(stored.at)), length * size);
@@ -42,7 +42,7 @@ function digits(value) {
   return value.toPrecision(3).replace('-', '−');
 }
 
-/** A rounded number and its largest error, as texts with equal decimals. The error is empty if three digits are not affected. */
+/** A rounded number and its largest error, as texts with equally many decimals. The error is empty if it does not change the first three digits. */
 function roundedDigits(value, error) {
   if (error < 10 ** (Math.floor(Math.log10(value)) - 3)) return [digits(value), ''];
   const decimals = Math.max(0, Math.min(Math.ceil(-Math.log10(error) - 1e-9), 12)), unit = 10 ** -decimals;

@@ -1,7 +1,8 @@
 // The panel beside the map: the active token, its statistics, and the heaviest keys and queries with their weights.
 
 const MORE = 100; // keys that the list of all keys shows first, and then with each press of its button
-const LISTED = 24, NARROW_LISTED = 8, ENTRY = 26, NOTE = 54; // most entries of both lists, of each on a narrow page; heights in pixels
+const LISTED = 24, NARROW_LISTED = 8; // most entries of both lists together, and of each list on a narrow page
+const ENTRY = 26, NOTE = 54; // heights in pixels of an entry, and of a note below a list
 
 class Panel {
   constructor(page) {
@@ -34,7 +35,7 @@ class Panel {
     this.show(0);
   }
 
-  /** Show the lists of the active token, or so many of all keys. */
+  /** Show the lists of the active token if `shown` is 0, else a list of that many keys. */
   show(shown) {
     this.shown = shown;
     this.tabs.forEach((tab, k) => tab.setAttribute('aria-pressed', String(Boolean(k) === Boolean(shown))));
@@ -112,7 +113,7 @@ class Panel {
       ...(entries.length === this.shown && this.shown < layer.m ? [more] : []));
   }
 
-  /** Entries with a bar for each number; the numbers of a list have one width, so that bars stay clear of them and comparable. */
+  /** Entries with a bar for each number. All numbers of a list get the same width, so that bars do not reach them and can be compared. */
   rows(kind, side, stored, entries, tokens, pair) {
     const written = entries.map(({ weight }) => formatNumber(stored, this.page.state.head, weight)), most = entries[0]?.weight || 1;
     const width = Math.max(...written.map(([number, error]) => number.length + (error ? error.length + 2 : 0)));

@@ -1,7 +1,8 @@
 // The text: every token can be hovered over and clicked. A token's shade is its weight as a key of the active token, and
 // its underline its weight as a query. Lines are laid out once; only the visible lines are elements of the page.
 
-const LINE = 30, MOST_LINES = 4, SCROLLED_LINES = 3; // pixels; lines of a text that is shown whole, and of one that scrolls
+const LINE = 30; // height of a line in pixels
+const MOST_LINES = 4, SCROLLED_LINES = 3; // most lines of a text that does not scroll; visible lines of a text that scrolls
 
 class Strip {
   constructor(page, side) {

@@ -1,4 +1,4 @@
-// The part of a canvas context that the map uses, written as SVG: the same drawing, sharp at any size.
+// A canvas context that writes SVG, which is sharp at any size. It has only the methods that the map calls.
 
 const ESCAPES = { '&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;' };
 const escaped = (text) => String(text).replace(/[&<>"]/gu, (sign) => ESCAPES[sign]).replace(/[\u0000-\u0008\u000b-\u001f]/gu, '\ufffd');
