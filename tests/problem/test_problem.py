@@ -276,7 +276,8 @@ REFUSED = {
     "one sink": (lambda: make(sinks=1.0), ShapeError, "shape ()", "one logit per query head"),
     "sinks of integers": (lambda: make(sinks=np.ones(2, int)), DtypeError, "sinks has dtype int64", "cast"),
     "sinks elsewhere": (lambda: tensors(sinks=META[0, :, 0, 0]), DeviceError, "sinks on meta, query on cpu"),
-    "a word to see": (lambda: make(see="lse"), ParameterError, "see='lse'", "sightline.lse()"),
+    "a word to see": (lambda: make(see="top_k"), ParameterError, "see='top_k'", "sightline.top_k(...)"),
+    "another word to see": (lambda: make(see=["all"]), ParameterError, "all", "sightline.lse()"),
     "a function to see": (lambda: make(see=[lse]), ParameterError, "see=[<function", "see=[sightline.lse(...)]"),
     "an unknown kernel": (lambda: sightline.attention(X, X, X, kernel="gpu"), ParameterError, "'gpu'", "'streaming'"),
     "a kernel that refuses": (

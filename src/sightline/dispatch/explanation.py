@@ -95,7 +95,7 @@ class Explanation:
             ("problem", self.shape),
             *(("", formula) for formula in self.formulas),
             ("kernel", f"{self.kernel}: {self.description}" + (" (asked for by name)" if self.forced else "")),
-            *([] if self.forced else [("", f"chosen from {', '.join(candidates)} by its cost")]),
+            *([("", f"chosen from {', '.join(candidates)} by its cost")] if candidates[1:] and not self.forced else []),
             *([] if self.forced else [("", f"{name}: {reason}") for name, reason in self.reasons.items()]),
             *((f"not {name}", "; ".join(reasons)) for name, reasons in self.refusals.items() if reasons),
             *([("gradients", f"by streaming: {'; '.join(self.backward_refusals)}")] if self.backward_refusals else []),

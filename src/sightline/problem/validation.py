@@ -21,7 +21,7 @@ from ..formula import from_function, library
 from ..formula.expression import SYMBOLS, Expression, walk
 from ..formula.tables import learned_number
 from ..formula.torch_masks import causal_bias_formula, is_block_mask, is_causal_bias
-from ..statistics import Statistic, StatisticBase
+from ..statistics import STATISTICS, Statistic, StatisticBase
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
 AxisOrder = Literal["BHND", "BNHD"]
@@ -313,8 +313,10 @@ def read_statistics(see: Any, lengths: tuple[int, int] | None = None) -> tuple[S
 
 def _suggest_statistic(entry: Any) -> str:
     """Return the cure for an entry of `see` that is not a statistic."""
-    if isinstance(entry, FunctionType) and entry.__module__.startswith("sightline."):
-        return f"call the function: see=[sightline.{entry.__name__}(...)]"
+    is_function = isinstance(entry, FunctionType) and entry.__module__.startswith("sightline.")
+    name = entry.__name__ if is_function else entry
+    if is_function or (isinstance(name, str) and name in STATISTICS):
+        return f"call the function: see=[sightline.{name}(...)]"
     return "see=[sightline.lse(), sightline.weights()]"
 
 
