@@ -82,7 +82,7 @@ copybutton_prompt_is_regexp = True
 # For the modules of extensions/: a folder of pictures or pages and the script of examples/ that draws them; the root of
 # the repository; a page and the file of the root whose text it has.
 drawn_pictures = {
-    "decoding": "draw_eviction",
+    "eviction": "draw_eviction",
     "explorer": "draw_explorer",
     "gallery": "draw_gallery",
     "how-it-works": "draw_tiles",

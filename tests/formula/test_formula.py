@@ -218,7 +218,7 @@ def test_names_of_numpy_and_torch_functions(name):
     ],
 )
 def test_unknown_functions_raise_an_error_that_lists_the_known(call):
-    with pytest.raises(FormulaError, match="tanh"):
+    with pytest.raises(FormulaError, match=r"tanh|np\.clip"):
         call()
 
 

@@ -143,7 +143,7 @@ REFUSED = {
     "a picture of −1 rows": (lambda: (i >= j).array(-1), ParameterError, "(1, 1, -1, -1)", "at least 0"),
     "a picture of 2.5 rows": (lambda: (i >= j).show(2.5), ParameterError, "n=2.5", "whole numbers"),
     "documents too short": (lambda: make(mask=documents([0, 1, 1])), TableError, "(3,)", "i=3"),
-    "documents twice": (lambda: documents([1], lengths=[1]), ParameterError, "one of the two"),
+    "documents twice": (lambda: documents([1], lengths=[1]), ParameterError, "either ids or lengths"),
     "negative lengths": (lambda: documents(lengths=[2, -1]), ShapeError, "≥ 0"),
     "a window of nothing": (lambda: window(0), ParameterError, "window(0, 0)", "left ≥ 1"),
     "a window of half a key": (lambda: window(2.5), ParameterError, "window(2.5, 0)", "whole numbers"),
@@ -276,7 +276,8 @@ REFUSED = {
     "one sink": (lambda: make(sinks=1.0), ShapeError, "shape ()", "one logit per query head"),
     "sinks of integers": (lambda: make(sinks=np.ones(2, int)), DtypeError, "sinks has dtype int64", "cast"),
     "sinks elsewhere": (lambda: tensors(sinks=META[0, :, 0, 0]), DeviceError, "sinks on meta, query on cpu"),
-    "a word to see": (lambda: make(see="lse"), ParameterError, "see='lse'", "sightline.lse()"),
+    "a word to see": (lambda: make(see="top_k"), ParameterError, "see='top_k'", "sightline.top_k(...)"),
+    "another word to see": (lambda: make(see=["all"]), ParameterError, "all", "sightline.lse()"),
     "a function to see": (lambda: make(see=[lse]), ParameterError, "see=[<function", "see=[sightline.lse(...)]"),
     "an unknown kernel": (lambda: sightline.attention(X, X, X, kernel="gpu"), ParameterError, "'gpu'", "'streaming'"),
     "a kernel that refuses": (

@@ -23,7 +23,7 @@ from .tables import Table
 
 @dataclass(frozen=True)
 class BatchAxes:
-    """The leading axes of an array, all axes except the last three, which the first axis of its table merges.
+    """The leading axes of an array: all axes except the last three. The first axis of the array's table merges them.
 
     `shape` has the lengths of these axes in the array. `lengths` has their lengths in the table, where an axis along
     which the entries repeat has length 1.
@@ -42,8 +42,8 @@ class BatchAxes:
     def index(self, batch_shape: tuple[int, ...]) -> Expression:
         """Return the index of the table's first axis as a formula of b, for batch axes that `fits` accepts.
 
-        Adjacent batch axes form a run if the table has all of them or none of them. Each run that the table has is one
-        digit of the index. `operator.index` makes a number of a symbol of torch.compile, which a formula cannot hold.
+        Adjacent batch axes form a run if the table has all of them or none of them. The index is a mixed-radix number
+        with one digit for each run that the table has. `operator.index` makes a symbol of torch.compile a number.
         """
         lengths = ((1,) * len(batch_shape) + self.lengths)[len(self.lengths) :]
         runs: list[tuple[bool, int]] = []  # (True if the table has the axes, product of their lengths)
@@ -71,7 +71,7 @@ class BatchAxes:
 
 
 def dense_table(array: Any) -> Table:
-    """Return the table of a dense array. Its axes stand for the last of b, h, i and j."""
+    """Return the table of a dense array. Its axes stand for the last of b, h, i and j; more leading axes are merged."""
     if not is_array(array):
         array = np.asarray(array)
     check_class("a table", array)  # before the first read of an attribute
@@ -81,7 +81,7 @@ def dense_table(array: Any) -> Table:
 def read_densely(table: Table) -> Expression:
     """Return the lookup of a `dense_table` at the symbols of its axes; the index of an axis of length 1 is 0.
 
-    `BatchAxes` are read as if they were the batch axes of a call, until `align_batch_axes` broadcasts them.
+    Merged leading axes are read as if they were the batch axes of the call. `align_batch_axes` changes this index.
     """
     axes = zip("bhij"[4 - table.ndim :], table.shape, strict=True)
     indices = [as_expression(0) if length == 1 else SYMBOLS[name] for name, length in axes]
@@ -93,7 +93,7 @@ def read_densely(table: Table) -> Expression:
 def _merge_leading_axes(array: Any) -> Table:
     """Return the table of an array with more than four axes; see `BatchAxes`.
 
-    The entries are copied only if the strides of the leading axes do not allow one stride for all of them.
+    The entries are copied only if no single stride can replace the strides of the leading axes.
     """
     entries = drop_repeats(array)
     axes = BatchAxes(tuple(array.shape[:-3]), tuple(entries.shape[:-3]))

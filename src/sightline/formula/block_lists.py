@@ -1,7 +1,7 @@
 """The mask `blocks`: for each block of queries, a list of the blocks of keys that it sees, chosen by data.
 
-The lists become a table of booleans with one entry for each pair of blocks. So a tile that lies in blocks of one kind
-is full or empty by the table's bounds, and no formula is evaluated in it.
+The lists become a table of booleans with one entry for each block of queries and block of keys. If all entries in a
+tile of pairs are equal, a kernel skips the tile, or allows all its pairs, and evaluates no formula.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ b, h, i, j = (SYMBOLS[name] for name in "bhij")
 def blocks(indices: Any, size: int | tuple[int, int] = 64, keys: int | None = None) -> Expression:
     """Return the mask j // size ∈ indices[b, h, i // size]: each block of queries sees the blocks of keys in its list.
 
-    Blocks that no list names are skipped, so that the cost follows the lists. A list may be in any order, and a number
-    that it repeats counts once. A query whose list is empty attends to nothing. The mask is not causal: combine it with
-    others by `&`.
+    Blocks that no list names are skipped, so the cost grows with the lists. A list may be in any order, and a number
+    that it repeats counts once. A query whose list is empty attends to nothing. The mask alone is not causal: combine
+    it with another mask by `&`.
 
-    On a `KVCache`, j is the position of the key, and the rows of the call choose the list: a call of one query has one
-    list, whatever the query's position is.
+    On a `KVCache`, j is the position of the key in the cache. A query's number in the call chooses its list, not its
+    position: a call of one query has one list.
 
     Parameters
     ----------
@@ -41,8 +41,8 @@ def blocks(indices: Any, size: int | tuple[int, int] = 64, keys: int | None = No
         keys: `size=(1, 64)` for a list of each query. With `size=1`, the lists name single keys. The last block may be
         shorter. Blocks of 64, or a multiple, cost least: kernels for many queries process 64 × 64 pairs at once.
     keys : int, optional
-        The number m of keys. Only a compiler that traces the call needs it, torch.compile or `jax.jit`, because the
-        largest index is then not known.
+        The number m of keys. A call that torch.compile or `jax.jit` traces needs this number, because the largest
+        index is then not known.
 
     Raises
     ------
@@ -102,9 +102,9 @@ def _read_indices(indices: Any) -> Any:
 
 
 def _check_entries(indices: Any, size: int, count: int | None) -> int:
-    """Return the number of blocks of keys that the table has; raise an error for an index that names none.
+    """Return the number of blocks of keys: `count`, or the largest index plus 1. Raise an error for invalid indices.
 
-    If the number is given, entries that a compiler traces, or that lie on a GPU, are not read.
+    If `count` is given, indices that a compiler traces, or that lie on a GPU, are not read.
     """
     if is_compiling() or _is_jax_tracer(indices) or (count is not None and device(indices) != "cpu"):
         if count is None:
@@ -129,9 +129,9 @@ def _is_jax_tracer(array: Any) -> bool:
 
 
 def _mark(indices: Any, count: int) -> Any:
-    """Return (B or 1, H or 1, rows, count + 1) booleans: True at the indices. The last column is False.
+    """Return booleans (B or 1, H or 1, blocks of queries, count + 1): True for the blocks of keys in the lists.
 
-    The mask reads the last column for blocks past the largest index. The index −1 marks a column that is cut off.
+    The last column is False: the mask reads it for blocks past the largest index. Index −1 sets a column that is cut.
     """
     shape = *indices.shape[:3], count + 2
     kind = framework(indices)

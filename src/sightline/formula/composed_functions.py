@@ -1,6 +1,6 @@
 """Functions of NumPy and torch that are composed of the operators. Their parameters have torch's names.
 
-Each function takes formulas and numbers, and returns a formula. NaN and ∞ give what they give in torch.
+Each function takes formulas and numbers, and returns a formula. For NaN and ∞ the results are those of torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inve
 
 
 def bitwise_and(input: Any, other: Any) -> Expression:
-    """Return input & other of two conditions or two whole numbers. True & x is x, as in FlexAttention's `and_masks`."""
+    """Return input & other of two conditions or two integers. True & x, which torch's `and_masks` computes, is x."""
     x, y = as_expression(input), as_expression(other)
     if x is TRUE or y is TRUE:
         return apply("logical_and", x, y).arguments[x is TRUE]
@@ -65,7 +65,7 @@ def bitwise_and(input: Any, other: Any) -> Expression:
 
 
 def bitwise_or(input: Any, other: Any) -> Expression:
-    """Return input | other. For whole numbers, x | y = x + y − (x & y). False | x is x, as in `or_masks`."""
+    """Return input | other; x + y − (x & y) for integers. False | x, which torch's `or_masks` computes, is x."""
     x, y = as_expression(input), as_expression(other)
     if x is FALSE or y is FALSE:
         return apply("logical_or", x, y).arguments[x is FALSE]
@@ -108,7 +108,7 @@ def _read_shift(value: Any) -> int:
     if type(number) is int and 0 <= number < 53:
         return number
     raise FormulaError(
-        f"a shift by {value} bits", "a number from 0 to 52", "multiply by a table of powers of 2: powers[h]"
+        f"a shift by {value} bits", "whole numbers from 0 to 52", "i * powers[h] or i // powers[h] with a table powers"
     )
 
 
@@ -163,12 +163,12 @@ def sign(input: Any) -> Expression:
 
 
 def clip(input: Any, low: Any = None, high: Any = None, **names: Any) -> Expression:
-    """Return min(max(input, low), high). A limit may be None."""
+    """Return min(max(input, low), high). A limit may be None. `names` has limits by their names in torch or NumPy."""
     low = names.pop("min", names.pop("a_min", low))
     high = names.pop("max", names.pop("a_max", high))
     if names:
         raise FormulaError(
-            f"clip with {', '.join(sorted(names))}=", "clip(x, low, high)", "tanh and clip take formulas"
+            f"clip with {', '.join(sorted(names))}=", "the arguments of clip(x, low, high)", "np.clip(x, 0, 5)"
         )
     result = as_expression(input)
     if low is not None:
@@ -191,14 +191,14 @@ def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Expression:
 
 
 def sigmoid(input: Any) -> Expression:
-    """Return 1 / (1 + e^−x), as e^x / (1 + e^x) where x < 0: neither the value nor the derivative overflows."""
+    """Return 1 / (1 + e^−x), computed as e^x / (1 + e^x) where x < 0, so that no value and no derivative overflows."""
     x = as_expression(input)
     e = apply("exp", x)
     return where(x < 0, e / (1 + e), 1 / (1 + apply("exp", -x)))
 
 
 def log_sigmoid(input: Any) -> Expression:
-    """Return ln(1 / (1 + e^−x)), as x − ln(1 + e^x) where x < 0."""
+    """Return ln(1 / (1 + e^−x)), computed as x − ln(1 + e^x) where x < 0."""
     x = as_expression(input)
     return where(x < 0, x - log1p(apply("exp", x)), -log1p(apply("exp", -x)))
 
@@ -213,9 +213,9 @@ def gelu(input: Any, approximate: str = "none") -> Expression:
     """Return x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))), the approximation "tanh" of GELU."""
     if approximate != "tanh":
         raise FormulaError(
-            "gelu of a formula, which is defined by the error function erf",
+            "gelu of a formula by the error function erf, which formulas lack",
             'gelu with approximate="tanh"',
-            'functools.partial(torch.nn.functional.gelu, approximate="tanh")',
+            'torch.nn.functional.gelu(x, approximate="tanh")',
         )
     x = as_expression(input)
     return 0.5 * x * (1 + apply("tanh", math.sqrt(2 / math.pi) * (x + 0.044715 * power(x, 3))))
@@ -233,7 +233,7 @@ def _add_multiple(operator: str) -> Callable[..., Expression]:
 
 
 def _pairwise(operator: str) -> Callable[[Any, Any], Expression]:
-    """Return torch.max or torch.min of two tensors. A number as the second argument is the axis to reduce."""
+    """Return the function torch.max or torch.min of two formulas. A number as `other` raises FormulaError."""
 
     def function(input: Any, other: Any) -> Expression:
         if isinstance(other, int | float):

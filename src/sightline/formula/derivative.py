@@ -14,10 +14,10 @@ ZERO, ONE = as_expression(0.0), as_expression(1.0)
 
 
 def derivative(formula: Expression, variable: Expression = SYMBOLS["s"]) -> Expression:
-    """Return d formula / d variable, where `variable` is s or a Lookup node of the formula (the same object).
+    """Return d formula / d variable, where `variable` is the symbol s or a `Lookup` node of the formula itself.
 
-    Conditions and whole numbers count as constants. At a kink of min or max the derivative is that of the argument
-    that is returned, the first one if both are equal. The derivative of abs at 0 is 0, that of floor and ceil is 0.
+    Conditions and whole numbers count as constants. If both arguments of min or max are equal, the derivative is that
+    of the first argument. The derivative of abs at 0 is 0. The derivatives of floor and ceil are 0 everywhere.
     """
 
     def visit(node: Expression, inner: list[Expression]) -> Expression:
@@ -29,9 +29,9 @@ def derivative(formula: Expression, variable: Expression = SYMBOLS["s"]) -> Expr
 
 
 def score_tangent(score: Expression | None, tangents: Mapping[Table, Any]) -> Expression | None:
-    """Return the derivative of a score in the direction of tangents of its tables; None if it is 0.
+    """Return the directional derivative of a score along tangents of its tables, as a formula; None if it is 0.
 
-    `tangents` has an array for each table, or None for 0.
+    `tangents` has an array of the table's shape for each table, or None for a tangent of 0.
     """
     terms = []
     tables = {table: Table(array, table.axes) for table, array in tangents.items() if array is not None}
@@ -52,7 +52,7 @@ def _minus(x: Expression, y: Expression) -> Expression:
 
 
 def _times(x: Expression, y: Expression) -> Expression:
-    """Return the product of a slope x and a factor y."""
+    """Return the product of a derivative x and a factor y, simplified if x is `ZERO` or `ONE`."""
     return ZERO if x is ZERO else y if x is ONE else x * y
 
 

@@ -57,7 +57,7 @@ def evaluate_dense(formula: Expression, extent: tuple[int, int, int, int], s: An
     """Return the formula's result at every pair, as a (B, H, n, m) NumPy array of bool, int64 or float64."""
     B, H, n, m = extent
     if s is None and "s" in formula.free_symbols:
-        raise FormulaError(f"{formula}.array(...) without scores", "scores if the formula reads s", "pass s=scores")
+        raise FormulaError(f"{formula}, evaluated without scores", "scores if the formula reads s", "pass s=scores")
     b, h, i = (np.arange(length).reshape(-1, *axes) for length, axes in ((B, (1, 1, 1)), (H, (1, 1)), (n, (1,))))
     scores = {} if s is None else {"s": np.broadcast_to(to_numpy(s), extent)}
     return np.broadcast_to(evaluate_at(formula, b=b, h=h, i=i, j=np.arange(m), n=n, m=m, **scores), extent)
@@ -73,7 +73,7 @@ def evaluate_at(formula: Expression, *, b: Any, h: Any, i: Any, j: Any, n: int, 
 def _integer_division(name: str) -> Callable[[Any, Any, Any], Any]:
     """Return the array rule of `name`, which is "floor_divide" or "remainder".
 
-    A whole number divided by 0 gives 0, as in NumPy, and no library raises an error.
+    For whole numbers, x // 0 and x mod 0 are 0, as in NumPy, also with libraries that raise an error there.
     """
 
     def rule(xp: Any, x: Any, y: Any) -> Any:

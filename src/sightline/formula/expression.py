@@ -3,8 +3,8 @@
 A formula combines five symbols (batch `b`, query head `h`, query position `i`, key position `j`, scaled score `s`) and
 two lengths (`n` queries, `m` keys) by arithmetic, comparisons, `& | ~`, `where` and functions of NumPy or torch. The
 graph is immutable. Other modules of this package are passes over the graph, such as printing or differentiation. A pass
-visits every node once, after the arguments of the node (`walk`). So a part that occurs several times is computed once,
-and a deep formula does not reach Python's recursion limit.
+visits every node once, after the arguments of the node. So a part that occurs several times is computed once. The loop
+in `walk` finds this order, so a deep formula does not reach Python's recursion limit.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Expression(ExpressionMethods):
 
     @cached_property
     def structures(self) -> dict[tuple[int, int], Structure]:
-        """The results of those calls of `parameters.structure_of` whose other arguments were None.
+        """Results of `parameters.structure_of` for this formula alone, where all its other arguments are None.
 
-        A key has the number of arguments of the call, and the place of this formula among them.
+        A key is (number of arguments of `structure_of`, position of this formula among them).
         """
         return {}
 
@@ -95,8 +95,8 @@ class Expression(ExpressionMethods):
         Parameters
         ----------
         symbols : the new expression of each symbol that is replaced, by the name of the symbol
-        lookup : (table, indices) → the new expression of a lookup; the indices are rewritten already
-        constant : the constant → its new expression
+        lookup : a function of (table, rewritten indices) that returns the new expression of a lookup
+        constant : a function of a constant that returns its new expression
         """
         symbols = symbols or {}
 
@@ -114,7 +114,7 @@ class Expression(ExpressionMethods):
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
     def own_values(self) -> tuple[Any, ...]:
-        """Return what distinguishes this node from other nodes of its class with the same arguments."""
+        """Return what distinguishes this node from others of its class with the same arguments; `intern` reads it."""
         return ()
 
 
@@ -144,9 +144,9 @@ class Constant(Expression):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Offset(Constant):
-    """A constant that is an argument of the kernel whatever its value is, so that one kernel serves all offsets.
+    """A constant that is always an argument of the kernel. Other constants are in its code if they are −1, 0 or 1.
 
-    Offsets of different names are different nodes, even if their values are equal.
+    So one kernel serves all offsets. Two offsets with different names are different nodes, even with equal values.
     """
 
     name: str = ""
@@ -157,7 +157,7 @@ class Offset(Constant):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Parameter(Expression):
-    """A number that is an argument of a kernel instead of a constant in its code; see `parameters.structure_of`."""
+    """A number that a kernel takes as an argument instead of a constant in its code; see `parameters.Structure`."""
 
     slot: int
     kind: Kind
@@ -181,7 +181,7 @@ class Apply(Expression):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lookup(Expression):
-    """The entry of a table at indices. The indices are whole-number expressions, the node's arguments."""
+    """A read of one entry of a table. The node's arguments are the indices, which are whole-number expressions."""
 
     table: Table
     arguments: tuple[Expression, ...]
@@ -198,7 +198,7 @@ _INTERNED: dict[tuple[Any, ...], weakref.ref[Expression]] = {}
 
 
 def intern(node: Expression) -> Expression:
-    """Return the stored node that equals this node in class, values, table and arguments; store this one if none does.
+    """Return the stored node that equals `node` in class, values, table and arguments; else store and return `node`.
 
     So equal formulas are one object, and a formula can be the key of a cache. The dict `_INTERNED` has weak references
     to the nodes. It needs no lock, because `dict.setdefault` is atomic. While torch.compile traces, nothing is stored.
@@ -247,9 +247,9 @@ _HAS_LIVE_NUMBERS = ContextVar("_HAS_LIVE_NUMBERS", default=False)
 
 @contextmanager
 def live_numbers() -> Iterator[None]:
-    """Return a context in which a torch tensor without axes becomes a lookup, for a formula that is kept between calls.
+    """Return a context in which a torch tensor without axes becomes the read of a table, instead of a constant.
 
-    The formula then reads the number that the tensor has at each call.
+    A formula that is kept between calls then reads the number that the tensor has at each call.
     """
     token = _HAS_LIVE_NUMBERS.set(True)
     try:
@@ -259,10 +259,10 @@ def live_numbers() -> Iterator[None]:
 
 
 def as_expression(value: Any) -> Expression:
-    """Return a formula unchanged, a number as a `Constant`, and a scalar tensor that requires a gradient as a lookup.
+    """Return a formula unchanged, and a number, or an array without axes, as a `Constant`.
 
-    In the context `live_numbers`, every scalar tensor is a lookup.
-    Any other object raises FormulaError, whose cure names `table`.
+    A torch tensor without axes is a `Lookup` if it requires a gradient, or in the context `live_numbers`.
+    Any other object raises FormulaError.
     """
     if isinstance(value, Expression):
         return value
@@ -282,7 +282,7 @@ def as_expression(value: Any) -> Expression:
         value = sys.modules["torch.fx.experimental.symbolic_shapes"].guard_scalar(value)
     if isinstance(value, int):
         if abs(value) > MAX_EXACT_INTEGER:
-            raise FormulaError(f"the whole number {value} in a formula", "at most 2⁵³ in size", "write it as a float")
+            raise FormulaError(f"the integer {value} in a formula", "from −2⁵³ to 2⁵³", "write it as a float, 1e18")
         return intern(Constant(value, "int"))
     if isinstance(value, float):
         return intern(Constant(float(value), "float"))
@@ -300,13 +300,13 @@ def _suggest_operand(value: Any) -> str:
     name = type(value).__name__
     if callable(value) and not hasattr(value, "shape"):
         return (
-            "write one function that calls both, as in "
+            "call the function in a new function: "
             "mask=lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx, kv_idx) & (q_idx >= kv_idx)"
         )
     if name == "BlockMask":
-        return "combine the functions: torch's and_masks(block_mask.mask_mod, other_mask_mod), passed as mask="
+        return "pass mask=and_masks(block_mask.mask_mod, other_mask_mod); torch has the function and_masks"
     if isinstance(value, list | tuple | set | range):
-        return "np.isin(j, [0, 4]) if j is one of several numbers; sightline.table(array)[j] to read an array at j"
+        return "np.isin(j, [0, 4]) to test j against several numbers; sightline.table(array)[j] to read an array at j"
     return "sightline.dense(array) for a mask, True attends; sightline.table(array)[h, i, j] for any array"
 
 
@@ -323,7 +323,7 @@ def _read_number(array: Any) -> Any:
 
 
 def apply(operator: str, *values: Any) -> Expression:
-    """Return the operator applied to formulas or numbers. Raise FormulaError if a number stands for a condition.
+    """Return the operator applied to formulas or numbers. Raise FormulaError for a number in place of a condition.
 
     As in NumPy and torch, the sum of two conditions is `or`, and their product is `and`.
     """
@@ -362,9 +362,14 @@ def walk(*roots: Expression) -> list[Expression]:
 
 def conjuncts(mask: Expression) -> list[Expression]:
     """Return the conditions that are joined by `and` in a mask; a mask of another form is one condition."""
-    if isinstance(mask, Apply) and mask.operator == "logical_and":
-        return [each for argument in mask.arguments for each in conjuncts(argument)]
-    return [mask]
+    found, waiting = [], [mask]
+    while waiting:
+        formula = waiting.pop()
+        if isinstance(formula, Apply) and formula.operator == "logical_and":
+            waiting.extend(reversed(formula.arguments))
+        else:
+            found.append(formula)
+    return found
 
 
 def fold(visit: Callable[[Expression, list[Result]], Result], formula: Expression) -> Result:
@@ -376,9 +381,9 @@ def fold(visit: Callable[[Expression, list[Result]], Result], formula: Expressio
 
 
 def table_lookup(change: Callable[[Table], Table]) -> Callable[[Table, Indices], Expression]:
-    """Return the argument `lookup` of `rewrite` that puts the table `change(table)` in place of each table.
+    """Return a function for the argument `lookup` of `Expression.rewrite`: it replaces each table by `change(table)`.
 
-    `change` is called once for each table, so formulas that share a table still share it if they get the same `lookup`.
+    `change` is called once for each table. So two formulas that share a table still do if one function rewrites both.
     """
     changed: dict[int, Table] = {}
 
@@ -391,7 +396,7 @@ def table_lookup(change: Callable[[Table], Table]) -> Callable[[Table, Indices],
 
 
 def node_record(node: Expression, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
-    """Return one node of `Expression.text`, by the number of each earlier node and the slot of each table."""
+    """Return a node as a list for `Expression.text`. The dicts map the id of a node or a table to its position."""
     arguments = [number[id(argument)] for argument in node.arguments]
     if isinstance(node, Lookup):
         return ["lookup", slot[id(node.table)], *arguments]
@@ -403,7 +408,7 @@ def node_record(node: Expression, number: dict[int, int], slot: dict[int, int]) 
 
 
 def parse_text(text: str, tables: Sequence[Table]) -> Expression:
-    """Return the formula that has this `Expression.text`. Its lookups read `tables`, in the order of the formula's."""
+    """Return the formula that has this `Expression.text`. It reads `tables`, in the order of `Expression.tables`."""
     return from_records(json.loads(text), tables)
 
 

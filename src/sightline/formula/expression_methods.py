@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Passes:
-    """The functions that methods of `Expression` call. The modules of these functions import `expression` themselves.
+    """Functions that methods of `Expression` call. They are set later, because their modules import `expression`.
 
     `formula/__init__.py` sets every attribute except `picture`, which `sightline/__init__.py` sets.
     """
@@ -98,7 +98,7 @@ class ExpressionMethods:
     def __index__(self) -> NoReturn:
         raise FormulaError(
             f"a formula ({self}) was used as one whole number, as in array[{self}]",
-            "formulas index tables",
+            "formulas as indices of tables",
             "wrap the array first: sightline.table(array)[...]",
         )
 
@@ -107,15 +107,15 @@ class ExpressionMethods:
     def __float__(self) -> NoReturn:
         raise FormulaError(
             f"a formula ({self}) was used as one number, as Python's math functions do",
-            "NumPy's functions, which stay formulas",
+            "NumPy's functions, which return formulas",
             "np.tanh(s) for math.tanh(s), and so on",
         )
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise FormulaError(
             f"a formula ({self}) was turned into an array",
-            "formulas stay formulas until the lengths are known",
-            "formula.array(n, m) for its values; sightline.table(array)[...] to read an array at it",
+            "formulas, which have no entries before n and m are known",
+            "formula.array(n, m) for the formula's values; sightline.table(array)[formula] to read an array",
         )
 
     # -- other libraries' functions ---------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class ExpressionMethods:
     def sparsity(self, n: int, m: int | None = None, *, batch: int | None = None, heads: int | None = None) -> float:
         """Return the share of the pairs (i, j) that a mask hides, from 0 to 1.
 
-        The kernels skip 64 × 64 tiles without a visible pair; `sightline.explain` counts these tiles.
+        Kernels skip tiles, blocks of 64 × 64 pairs, if all pairs are hidden. `sightline.explain` counts these tiles.
 
         Parameters
         ----------
@@ -198,7 +198,7 @@ class ExpressionMethods:
         MaskError
             The formula is not a condition, or reads the score s.
         ParameterError, TableError
-            As in `array`.
+            A length is not a whole number of at least 0, or the mask reads outside a table.
 
         Examples
         --------
@@ -239,7 +239,7 @@ class ExpressionMethods:
         return PASSES.picture(self, n, n if m is None else m, batch=batch, head=head)
 
     def _check_extent(self, name: str, n: Any, m: Any, batch: Any, heads: Any) -> tuple[int, int, int, int]:
-        """Return (B, H, n, m) after the checks of a formula that need these lengths."""
+        """Check the lengths, and the formula for these lengths. Return (B, H, n, m); errors show the method `name`."""
         extent = (batch, heads, n, n if m is None else m)
         if not all(hasattr(length, "__index__") and length >= 0 for length in extent):
             raise ParameterError(f"{name} of (B, H, n, m) = {extent}", "whole numbers of at least 0", f"{name}(4, 6)")
@@ -249,9 +249,9 @@ class ExpressionMethods:
 
 
 def _truth_value_error(formula: str) -> FormulaError:
-    """Return the error for a formula that Python uses as one True or False, with a cure for the place where it does so.
+    """Return the error for a formula that Python uses as one True or False, with a cure for the place of the use.
 
-    The code that uses the formula is the caller of the caller.
+    This place is two frames up: the code there made Python call `__bool__`, which called this function.
     """
     frame = sys._getframe(2)
     operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]

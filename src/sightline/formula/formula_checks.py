@@ -1,7 +1,7 @@
 """Checks of formulas that need the lengths (B, H, n, m).
 
-The checks find reads outside a table, whole numbers of 2⁵³ or more, and tables whose axes do not fit the lengths. The
-code generators of kernels call `find_index_ranges`.
+The checks find reads outside a table, whole numbers of 2⁵³ or more, and tables whose axes do not fit the lengths.
+`find_index_ranges` tells the code generators of kernels which table indices they must clamp.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_formulas(mask: Expression | None, score: Expression | None, extent: Ex
 
 
 def is_valid_for_all_entries(formula: Expression, extent: Extent) -> bool:
-    """True if the formula is valid for all entries that its tables, whose entries are unknown, may have.
+    """True if the formula is valid whatever the entries of its tables with unknown entries are.
 
     A formula is valid if every read stays inside its table, also at hidden pairs, and if no whole number reaches 2⁵³.
     Unknown integers count as at most 2⁵² in absolute value: most tables of positions and lengths have 64-bit integers,
@@ -61,7 +61,7 @@ def is_valid_for_all_entries(formula: Expression, extent: Extent) -> bool:
 
 
 def find_index_ranges(formula: Expression | None, extent: Extent) -> IndexRanges:
-    """Return (the largest size of a whole number in the formula, the table indices that may leave their table).
+    """Return (the largest absolute value of an integer in the formula, the table indices that may leave their table).
 
     A table index is given as (position of the lookup in `walk`, axis). Only hidden pairs may leave a table, because
     `check_formulas` has passed. The result is (0.0, ()) if `formula` is None. The result is cached.
@@ -160,7 +160,7 @@ def _block_lists_error(table: Any, name: str, length: int, extent: Extent) -> Sh
 
 
 def _suggest_batch_axis(table: Any, extent: Extent) -> str:
-    """Return the cure for a dense array whose first axis has the length of the batch, and no axis for the heads."""
+    """Return the cure for a dense array whose first axis seems to be the batch, or "" if it does not."""
     index, axes = {("i", "j"): (":, None, None", "(B, m)"), ("h", "i", "j"): (":, None", "(B, n, m)")}.get(
         table.axes, ("", "")
     )
@@ -168,7 +168,7 @@ def _suggest_batch_axis(table: Any, extent: Extent) -> str:
 
 
 def _suggest_lengths(table: Any, name: str, span: int) -> str:
-    """Return the cure for an array of document numbers, one for each position."""
+    """Return the cure if the table seems to be the array of numbers that `documents(lengths=...)` makes, else ""."""
     if table.axes not in (("i",), ("j",)) or table.kind != "int":
         return ""
     argument = {"i": "lengths", "j": "key_lengths"}[name]
@@ -176,7 +176,7 @@ def _suggest_lengths(table: Any, name: str, span: int) -> str:
 
 
 def _suggest_document_lengths(node: Lookup, extent: Extent) -> str:
-    """Return the cure for lengths of documents in place of their numbers: their sum is the number of positions."""
+    """Return the cure if the table seems to have lengths of documents in place of document numbers, else ""."""
     table = node.table
     if table.ndim != 1 or table.kind != "int":
         return ""

@@ -1,6 +1,6 @@
 """Conversion of Python functions to formulas, so that a FlexAttention mask_mod or score_mod works unchanged.
 
-The function is called once with the symbols. It may index arrays that it finds anywhere, as in `document_id[q_idx]`;
+The function is called once with the symbols. It may index any array that it can reach, as in `document_id[q_idx]`;
 see `tensor_reads`.
 """
 
@@ -38,7 +38,7 @@ ROLES = {  # argument → FlexAttention's name of such a function, and the param
 def to_formula(value: Any, argument: str, symbols: str) -> Expression:
     """Return `value`, which is an expression, a number or a function, as an expression.
 
-    `argument` is the name of the value in error messages. `symbols` has the names of the function's arguments.
+    `argument` is the name of the value in error messages. `symbols` has the arguments for the function, as "b h i j".
 
     Raises
     ------
@@ -85,7 +85,7 @@ def _is_own(function: Any) -> bool:
 
 
 def _place(error: Exception) -> str:
-    """Return the last line of the user's code that led to the error, as in ", in line 3 of masks.py: if q >= k:"."""
+    """Return the last line of the user's code before the error, as ", in line 3 of masks.py: if q >= k:"; or ""."""
     places = [
         (Path(frame.f_code.co_filename).name, line, linecache.getline(frame.f_code.co_filename, line).strip())
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -171,12 +171,12 @@ def _wrap_arrays(function: Any, depth: int = MAX_FUNCTION_DEPTH) -> Any:
 
 
 def _is_same(items: Iterable[Any], others: Iterable[Any]) -> bool:
-    """True if the items are the same objects. The caller then makes no copy, because a function may write to it."""
+    """True if the items are the same objects. The caller then keeps the original, to which a function may write."""
     return all(item is other for item, other in zip(items, others, strict=True))
 
 
 def _as_readable(value: Any, depth: int) -> Any:
-    """Return an array that can be read at formulas, or the value itself."""
+    """Return the value with its arrays readable at formulas; the value itself if it has none."""
     if type(value) is np.ndarray and value.ndim > 0:
         return value.view(ReadableArray)
     if framework(value) in ("numpy", "jax") and getattr(value, "ndim", 0) > 0 and hasattr(value, "dtype"):
@@ -193,7 +193,7 @@ def _as_readable(value: Any, depth: int) -> Any:
 
 
 def _is_library(function: Any) -> bool:
-    """True for the functions of array libraries, except those by which FlexAttention joins masks."""
+    """True for the functions of array libraries, except those that FlexAttention's and_masks and or_masks return."""
     module = getattr(function, "__module__", "") or ""
     is_joint = module == "torch.nn.attention.flex_attention" and getattr(function, "__closure__", None)
     return module.startswith(LIBRARIES) and not is_joint

@@ -1,4 +1,4 @@
-"""Interval arithmetic: bounds of what a formula can be, over many rectangles of (i, j) at once.
+"""Interval arithmetic: bounds of the values of a formula, over many rectangles of (i, j) at once.
 
 An interval is a pair (low, high) of float64 arrays with one number for each rectangle. In a condition, True counts as 1
 and False as 0: low = 1 means that the condition is certainly True, and high = 0 that it is certainly False. The
@@ -54,7 +54,7 @@ def compute_interval(
 ) -> Interval:
     """Return the interval of one node; `bounds` has the intervals of its arguments. See `compute_intervals`.
 
-    `xp` is NumPy, or an object with its functions; see the module.
+    `xp` is NumPy, or an object with the functions of NumPy for another kind of number.
     """
     if isinstance(node, Symbol):
         return box[node.name]
@@ -95,7 +95,7 @@ def _replace_where(xp: Any, condition: Any, interval: Interval, other: Any = (-n
 
 
 def _unbound_nan(xp: Any, interval: Interval) -> Interval:
-    """Return the interval, with (−∞, ∞) wherever an end is NaN, as from ∞ − ∞, 0 · ∞ or ln of a negative number."""
+    """Return the interval, with (−∞, ∞) where an end is NaN, the value of ∞ − ∞, 0 · ∞ and ln of negative numbers."""
     unknown = xp.isnan(interval[0]) | xp.isnan(interval[1])
     return _replace_where(xp, unknown, interval) if xp.any(unknown) else interval
 

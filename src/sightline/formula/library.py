@@ -40,8 +40,9 @@ def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expres
     Parameters
     ----------
     align : {"upper left", "lower right"}
-        The corner at which the diagonal starts if n ≠ m. "upper left" is i ≥ j, as torch's is_causal. "lower right" is
-        i + (m − n) ≥ j, as in FlashAttention and in decoding with a cache: the last query attends to every key.
+        The corner of the mask through which its diagonal runs, if n ≠ m. "upper left" is i ≥ j, as torch's is_causal.
+        "lower right" is i + (m − n) ≥ j, the mask of FlashAttention and of decoding with a cache: the last query
+        attends to every key.
 
     Raises
     ------
@@ -115,8 +116,8 @@ def _padding_by(lengths: Table) -> Expression:
 def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) -> Expression:
     """Return the mask id[i] = id[j]: documents packed on one axis attend only to themselves.
 
-    Tiles between different documents are skipped. If the document numbers ascend along the axis, the cost is that of
-    attention on each document alone, Σ length². A document whose positions are scattered makes more tiles partial.
+    Kernels skip blocks of pairs of different documents. If the document numbers ascend along the axis, the cost is that
+    of attention on each document alone, Σ length². If the positions of documents are scattered, it is higher.
 
     Parameters
     ----------
@@ -124,7 +125,7 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
         The document number of every position.
     lengths : (documents,) integers
         In place of ids: the number of positions of each document, in the order of the documents along the axis. The
-        lengths sum to n. Without `key_lengths` there are no more keys than queries. A length of 0 is an empty document.
+        lengths sum to n. Without `key_lengths` they hold for the keys too, so m ≤ n. A length may be 0.
     key_lengths : (documents,) integers, optional
         Only with `lengths`, for cross-attention: the number of keys of each document, if it differs from the document's
         number of queries. The key lengths sum to m. Queries of a document without keys attend to nothing.
@@ -154,7 +155,7 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
         given = [name for name, argument in named if argument is not None]
         raise ParameterError(
             f"documents with {' and '.join(given) or 'no arguments'}",
-            "one of the two, ids or lengths; key_lengths only with lengths",
+            "either ids or lengths; key_lengths only with lengths",
             "documents([0, 0, 1]) or documents(lengths=[3, 5], key_lengths=[7, 2])",
         )
     if lengths is not None:
@@ -199,7 +200,7 @@ def prefix(length: int) -> Expression:
         length is not a whole number of at least 0.
     """
     if not (_is_integer(length) and length >= 0):
-        raise ParameterError(f"prefix({length!r})", "a whole number ≥ 0", "prefix(0) is empty")
+        raise ParameterError(f"prefix({length!r})", "a whole number ≥ 0", "prefix(64), or prefix(0) for no keys")
     return apply("less", j, length)  # see `window`
 
 
@@ -209,8 +210,8 @@ def dense(array: Any) -> Expression:
     Parameters
     ----------
     array : (..., n, m) bool
-        Right-aligned to (B, H, n, m), and axes of length 1 broadcast. With more than four axes, right-aligned to
-        (..., H, n, m), with the leading axes of query, key and value.
+        The axes are the last ones of (B, H, n, m), and an axis of length 1 broadcasts. An array of more than four axes
+        has the axes (..., H, n, m), where the leading axes broadcast to those of query, key and value.
 
     Raises
     ------
@@ -235,8 +236,9 @@ def bias(array: Any) -> Expression:
     Parameters
     ----------
     array : (..., n, m) real numbers, in logits
-        Right-aligned to (B, H, n, m), and axes of length 1 broadcast. With more than four axes, right-aligned to
-        (..., H, n, m), with the leading axes of query, key and value. The array receives its gradient.
+        The axes are the last ones of (B, H, n, m), and an axis of length 1 broadcasts. An array of more than four axes
+        has the axes (..., H, n, m), where the leading axes broadcast to those of query, key and value. The array
+        receives its gradient.
 
     Raises
     ------
@@ -248,7 +250,7 @@ def bias(array: Any) -> Expression:
     """
     table = dense_table(array)
     if table.kind == "bool":
-        raise ParameterError(f"bias({table})", "numbers to be added", "pass a condition as mask=")
+        raise ParameterError(f"bias({table})", "numbers to be added to the scores", "pass a condition as mask=")
     requires_grad = getattr(table.array, "requires_grad", False)
     size = math.prod(table.shape) * table.array.element_size() if requires_grad else 0
     if size > MAX_GRADIENT_BYTES:
@@ -301,9 +303,9 @@ def alibi(slopes: Any) -> Expression:
     Parameters
     ----------
     slopes : int or (H,) floats
-        The number of heads, from which `alibi_slopes` computes the slopes, or the slopes, in logits per position.
-        Combine the score with `causal()`, because it favours keys after the query. For a bidirectional model write s -
-        table(slopes)[h] * abs(i - j).
+        The slopes in logits per position, or the number of heads, for which `alibi_slopes` computes the slopes.
+        Combine the score with the mask `causal()`, because the score favours keys after the query. For a bidirectional
+        model write s - table(slopes)[h] * abs(i - j).
 
     Raises
     ------
@@ -370,7 +372,7 @@ def relative_bias(table: Any) -> Expression:
 
 
 def _first_index(table: Table, symbol: Expression) -> Any:
-    """Return the index along the first axis: the symbol, or 0 if one entry serves every value of the symbol."""
+    """Return the index along the table's first axis: 0 if the axis has length 1, else the symbol."""
     return 0 if table.shape[0] == 1 else symbol
 
 

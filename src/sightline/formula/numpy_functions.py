@@ -38,8 +38,8 @@ def translate_call(
 ) -> Expression:
     """Return the formula that `numpy.name(...)` or `torch.name(...)` means.
 
-    `function` is the function itself, or None for NumPy. It distinguishes a method of a tensor from the function of the
-    same name, and an operator of another library, such as `torch.ops.library.name`, from an operator of torch.
+    `function` is the function itself, or None for NumPy. From `function` it follows whether the call is a method of a
+    tensor, and whether it is an operator of another library than torch, such as `torch.ops.library.name`.
     """
     if not is_compiling():
         qualified = getattr(function, "_qualified_op_name", None) or str(getattr(function, "_schema", "")).split("(")[0]

@@ -1,8 +1,8 @@
-"""The operators of the formula language. `OPERATORS` has one line for each, with the facts that all passes need.
+"""The operators of the formula language. `OPERATORS` has one line for each operator, with what all passes need of it.
 
 Each pass over a formula has a dict of rules by the name of the operator: `formula.interval_arithmetic`,
 `formula.derivative`, `formula.evaluate_array`, `cpu.codegen.render_llvm` and `gpu.codegen.render_triton`. Tests check
-that each dict has a rule for every operator; the derivative has rules only for operators that return floats.
+that each dict has a rule for every operator. The derivative has rules only for operators that can return floats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def promote(kinds: tuple[Kind, ...]) -> Kind:
 
 
 def common_kind(node: Any) -> Kind:
-    """Return the kind to which an operator's arguments are converted first; the condition of a `where` is excluded."""
+    """Return the kind to which a node converts its arguments first. The condition of a `where` is not converted."""
     kinds = [a.kind for a in node.arguments[1 if node.operator == "where" else 0 :]]
     return _widest_kind((*kinds, *([] if node.kind == "bool" else [node.kind])))
 
@@ -39,10 +39,10 @@ _BOOL, _INT, _FLOAT = _always("bool"), _always("int"), _always("float")
 
 @dataclass(frozen=True)
 class Operator:
-    """The notation, the arity and the result kind of an operator.
+    """The notation, the number of arguments and the result kind of an operator.
 
-    `sign` is the printed sign or name. A larger `precedence` binds tighter; 0 means function notation. `conditions` has
-    the positions of the arguments that must be conditions.
+    `sign` is the printed sign or name. A larger `precedence` binds tighter; 0 means function notation. `kind` maps the
+    arguments' kinds to that of the result. `conditions` has the positions of the arguments that must be conditions.
     """
 
     sign: str

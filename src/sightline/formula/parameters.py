@@ -1,10 +1,10 @@
 """Formulas with parameters in place of their tables and numbers, so that formulas of one structure share a kernel.
 
-`window(256)` and `window(300)` differ in one number: (i ≥ j) ∧ (i − j < p₀) is the structure of both. A kernel is
+`window(256)` and `window(300)` differ in one number: (i − j < p₀) ∧ (j − i ≤ 0) is the structure of both. A kernel is
 compiled for the structure, and the numbers and tables are arguments of each call.
 
 A template is the formula of a function such as `padding` for an example array. `from_template` puts the caller's array
-in place of the example, and `structure_of` takes the structure of the template.
+in place of the example. `structure_of` then looks up the structure of the template, and visits no node of the formula.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CODE_CONSTANTS = (-1, 0, 1, math.inf, -math.inf)  # their values change the form
 
 @dataclass(frozen=True, eq=False)
 class TableParameter:
-    """The place of a table in a structure."""
+    """The place of a table in the formulas of a `Structure`, whose table number `slot` belongs there."""
 
     slot: int
     kind: Kind
@@ -43,9 +43,9 @@ class TableParameter:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Formulas whose tables and numbers are parameters, and the tables and numbers that they had.
+    """Formulas whose tables and numbers are parameters, and the tables and numbers themselves.
 
-    formulas : formulas with `TableParameter`s and `Parameter`s; two structures have the same objects if they are equal
+    formulas : formulas with `TableParameter`s and `Parameter`s; equal structures share these objects
     tables : the table of each `TableParameter`, by its slot; the tables of the first formula come first
     numbers : the number of each `Parameter`, by its slot
     """
@@ -56,9 +56,9 @@ class Structure:
 
     @cached_property
     def key(self) -> tuple[Any, ...] | None:
-        """The structure's part of a key of the call cache.
+        """The part of a key of the call cache (`dispatch.call_cache`) that describes this structure.
 
-        The key is None if a table has `batch_axes`, because only the full dispatch aligns these axes.
+        The part is None if a table has `batch_axes`, because a cached call cannot broadcast them to its batch axes.
         """
         if any(table.batch_axes is not None for table in self.tables):
             return None
@@ -68,7 +68,7 @@ class Structure:
 def structure_of(*formulas: Expression | None) -> Structure:
     """Return the structure of formulas that belong to one call.
 
-    Node k of `walk` of a formula of the structure stands for node k of `walk` of the formula itself.
+    `walk` returns the nodes of a formula of the structure in the same order as those of the given formula.
     """
     structure = _STRUCTURES.get(formulas)
     if structure is not None:
@@ -85,9 +85,9 @@ def structure_of(*formulas: Expression | None) -> Structure:
 
 
 def from_template(write: Callable[[Table], Expression], table: Table) -> Expression:
-    """Return `write(table)`, a formula that depends on which axes of the table have length 1, and on no other number.
+    """Return the formula `write(table)` with its attribute `template`, whose structure `structure_of` looks up.
 
-    The functions of `library` call `from_template`. `structure_of` does not visit the nodes of the result.
+    `write` may depend on which axes of the table have length 1, and on no other length. `library` calls this function.
     """
     if is_compiling():
         return write(table)
@@ -101,7 +101,7 @@ def from_template(write: Callable[[Table], Expression], table: Table) -> Express
 def _template(
     write: Callable[[Table], Expression], kind: Kind, axes: tuple[str | None, ...], shape: tuple[int, ...]
 ) -> Expression:
-    """Return the formula for a table of this kind. The shape has 2 for each axis of more than one entry."""
+    """Return the template: `write` of a table of zeros. `shape` has 2 for each axis of more than one entry."""
     return write(Table(np.zeros(shape, EXAMPLE_DTYPES[kind]), axes=axes))
 
 
@@ -114,10 +114,10 @@ def _replace_table(node: Expression, table: Table) -> Expression:
 
 
 def _structure_of_templates(formulas: tuple[Expression | None, ...]) -> Structure | None:
-    """Return the structure of formulas by the structure of their templates; None if some have no template.
+    """Return the structure of formulas from that of their templates; None if a formula with tables has no template.
 
-    A formula without tables is its own template. None is also returned if two formulas have the same template, because
-    the template's table would stand for two tables, and if no formula has tables.
+    A formula without tables is its own template. The result is also None if no formula has tables, or if two formulas
+    have the same template, because the template's table would stand for two tables.
     """
     templates: list[Expression | None] = []
     tables: dict[int, Table] = {}  # the table of each formula, by the id of its template's table
@@ -142,9 +142,9 @@ def _structure_of_templates(formulas: tuple[Expression | None, ...]) -> Structur
 
 
 def _make_structure(formulas: tuple[Expression | None, ...]) -> Structure:
-    """Return the structure of formulas. Its formulas are built only once for each signature.
+    """Return the structure of formulas. Formulas with the same signature have the same formulas in their structure.
 
-    The signature has one entry for each node: what the node is, and the numbers of its arguments in `walk`.
+    The signature has one entry for each node: what the node is, and the positions of its arguments in `walk`.
     """
     nodes = walk(*[formula for formula in formulas if formula is not None])
     index: dict[int, int] = {}
@@ -179,7 +179,7 @@ def _make_structure(formulas: tuple[Expression | None, ...]) -> Structure:
 
 
 def _kept_constants(nodes: list[Expression]) -> set[int]:
-    """Return the ids of the arguments that stay in the code if they are constants, because of the node with them."""
+    """Return the ids of table indices and operands of `OPERATORS_WITH_CONSTANTS`: constants among them stay in code."""
     readers = [
         node
         for node in nodes
@@ -217,7 +217,7 @@ _BUILT: dict[tuple[Any, ...], tuple[Expression | None, ...]] = {}  # the formula
 
 
 def _is_argument(constant: Constant) -> bool:
-    """True if the value of a constant does not change the form of the code."""
+    """True if a constant can be an argument of the kernel: its value does not change the form of the code."""
     return type(constant) is Offset or (constant.kind != "bool" and constant.value not in CODE_CONSTANTS)
 
 

@@ -1,8 +1,8 @@
 """The least and the greatest entry of a table over many ranges of its indices at once.
 
-The bounds form a pyramid of aligned blocks; each level has blocks twice as wide as the level below. At most two blocks
-per axis cover a range; they are of the narrowest level whose blocks are at least as wide as the range. The blocks
-cover at least the requested range, and exactly that range if it is one aligned block or one index.
+The bounds form a pyramid of aligned blocks: a block of one level is twice as wide as a block of the level below. One or
+two blocks per axis cover a range. They belong to the narrowest level whose blocks are at least as wide as the range.
+These blocks may cover more than the range. They cover exactly the range if it is one aligned block or one index.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BASE_LEVEL = 4  # blocks up to 2⁴ wide are reduced from the table, wider block
 
 
 class TableBounds:
-    """The pyramid over one array of NumPy or of a framework. A level is computed when it is first needed."""
+    """The pyramid of bounds of one array, of NumPy or of a framework. A level is computed when it is first needed."""
 
     def __init__(self, array: Any) -> None:
         self.array = drop_repeats(array)  # `over` clips the indices of an axis that is cut to length 1
@@ -90,7 +90,7 @@ class UnknownBounds:
 
 
 def _reduce_blocks(values: Array, steps: Sequence[int], reduce: Any) -> Array:
-    """Reduce each axis in blocks of 2^step entries; the last block may be shorter."""
+    """Return the minimum or maximum (`reduce`) of each block of 2^step entries per axis; the last may be shorter."""
     for axis, step in enumerate(steps):
         if step:
             values = reduce.reduceat(values, np.arange(0, values.shape[axis], 1 << step), axis=axis)

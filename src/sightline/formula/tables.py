@@ -35,14 +35,14 @@ class Table:
         Booleans, integers or real floats with at least one axis, from NumPy, torch or anything that NumPy can read.
     axes : tuple of str or None, optional
         For each axis of the array, the symbol whose whole range the axis must span; the axis may also have length 1.
-        None in place of a symbol means that the axis may have any length. The axis "i/64" has one entry for each 64
-        values of i, and "j/64" at most one entry more than there are 64 values of j; see `block_lists.blocks`.
+        None in place of a symbol means that the axis may have any length. The axis "i/64" must have ⌈n / 64⌉ entries,
+        and the axis "j/64" at most ⌈m / 64⌉ + 1 entries; `block_lists.blocks` makes these two.
     origin : int, optional
         The id of the table that this one was converted from; by default the table's own id.
     batch_axes : BatchAxes, optional
         The leading axes of a dense array, which the first axis of the table merges.
     has_unknown_entries : bool, default False
-        True if a plan must serve all entries of the array's dtype. `bounds` then does not read the array.
+        True if results about the table must hold for any entries of its dtype. `bounds` then does not read the array.
 
     Raises
     ------
@@ -68,7 +68,7 @@ class Table:
                 array = np.asarray(array)
             except ValueError as error:
                 raise ShapeError(
-                    "a table of lists of unequal lengths", "a rectangular array", "pad the lists"
+                    "a table of lists of unequal lengths", "a rectangular array", "pad the lists to one length"
                 ) from error
         check_kind("a table", array)
         if isinstance(array, np.ndarray):
@@ -89,7 +89,7 @@ class Table:
             )
 
     def __getitem__(self, indices: Any) -> Expression:
-        """Return the entry at the indices, or the `TableRow` of entries if there are fewer indices than axes."""
+        """Return a formula that reads the entry at the indices, or a `TableRow` for fewer indices than axes."""
         indices = indices if isinstance(indices, tuple) else (indices,)
         if indices and _is_whole_axis(indices[-1]):
             indices = indices[:-1]
@@ -125,13 +125,13 @@ class Table:
 
     @property
     def span_lengths(self) -> tuple[tuple[str, int], ...]:
-        """(symbol, length) of each axis that must span the symbol's range; merged axes count with all their entries."""
+        """(symbol, length) of each axis that must span the symbol's range. Batch axes count as one: their product."""
         lengths = self.shape if self.batch_axes is None else (math.prod(self.batch_axes.shape), *self.shape[1:])
         return tuple((axis, length) for axis, length in zip(self.axes or (), lengths, strict=False) if axis is not None)
 
     @staticmethod
     def fits_axis(axis: str, length: int, span: int) -> bool:
-        """True if an axis of this length stands for `span` values of its symbol; see the parameter `axes`."""
+        """True if an axis of this length fits a symbol of `span` values. `axis` is an entry of the parameter `axes`."""
         name, _, size = axis.partition("/")
         if not size:
             return length in (1, span)
@@ -142,7 +142,7 @@ class Table:
     def bounds(self) -> TableBounds | UnknownBounds:
         """The object that finds the least and the greatest entry of the table over ranges of its indices.
 
-        It keeps what it has computed, so the array must not change after the first access.
+        The object keeps what it has computed, so the array must not change after the first access.
         """
         if self.has_unknown_entries:
             return UnknownBounds(*ENTRY_LIMITS.get(self.kind) or _integer_limits(self.array))
@@ -153,14 +153,14 @@ class Table:
         return Table(array, self.axes, self.batch_axes, self.origin, self.has_unknown_entries)
 
     def without_axes(self, *symbols: str) -> Table:
-        """Return the table with axes of any length in place of those that must span the range of one of the symbols."""
+        """Return a table of the same array whose axes for these symbols may have any length."""
         axes = tuple([None if axis is not None and axis[0] in symbols else axis for axis in self.axes or ()])
         if axes == (self.axes or ()):
             return self
         return Table(self.array, axes, origin=self.origin, has_unknown_entries=self.has_unknown_entries)
 
     def with_unknown_entries(self) -> Table:
-        """Return the table with `has_unknown_entries`."""
+        """Return a table of the same array with `has_unknown_entries`."""
         return Table(self.array, self.axes, self.batch_axes, self.origin, has_unknown_entries=True)
 
     def __repr__(self) -> str:
@@ -168,7 +168,7 @@ class Table:
 
 
 class TableRow:
-    """The entries of a table at its first indices, as `table[b]` of a table (B, n).
+    """The entries of a table at its first indices, such as `table[b]` of a table (B, n).
 
     A row is read by the indices of the other axes. `torch.dot` and `numpy.dot` of two rows are formulas.
     """
@@ -220,7 +220,7 @@ class TableRow:
 
 
 def _is_axis_index(index: Any) -> bool:
-    """True if the index selects no single entry of an axis."""
+    """True for None, `...` or a slice, which do not select one entry of an axis."""
     return index is None or index is Ellipsis or isinstance(index, slice)
 
 
@@ -229,7 +229,7 @@ def _is_whole_axis(index: Any) -> bool:
 
 
 def _index_error(table: Table, indices: tuple[Any, ...], cure: str) -> FormulaError:
-    """Return the error for indices that do not name one entry of a table; `cure` is an alternative to other indices."""
+    """Return the error for indices that do not select one entry of a table. `cure` is added to the error's cure."""
     slices = "slices or None among " if any(map(_is_axis_index, indices)) else ""
     return FormulaError(
         f"a table of shape {table.shape} read with {slices}{len(indices)} indices",

@@ -29,8 +29,8 @@ Value = TypeVar("Value")
 class TensorCache:
     """A cache of at most `max_entries` results, which drops the least recently used result first.
 
-    Each method of the dictionary is one atomic function in C, so that no lock is needed. A fork or an interrupt could
-    leave a lock held, and an array may be freed, which calls `evict`, at any time.
+    It has no lock, because each method of the dictionary is one atomic function in C. A fork or an interrupt could
+    leave a lock held. A thread that holds a lock could free an array, which calls `evict` and would wait forever.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -66,7 +66,7 @@ class TensorCache:
 
 
 def to_device(array: Any, like: Any) -> Any:
-    """Convert an array as `arrays.operations.convert` does. Copies of small NumPy arrays on the device are cached."""
+    """Return `arrays.operations.convert(array, like)`. The copy of a small NumPy array on a device is cached."""
     is_on_device = framework(like) == "torch" and like.device.type not in UNVERSIONED_DEVICES
     if not is_on_device or not isinstance(array, np.ndarray) or array.nbytes > MAX_HASHED_BYTES:
         return convert(array, like)
@@ -96,7 +96,7 @@ def _is_capturing(like: Any) -> bool:
 
 
 def identity(array: Any) -> Hashable:
-    """Return a key that identifies a tensor and its contents. No other existing array has it, and a write changes it.
+    """Return a key for a tensor and its contents. No other existing tensor has this key, and a write changes the key.
 
     The result is None if the array is no torch tensor, lies on the CPU or on meta, or is an inference tensor.
     """
@@ -117,7 +117,7 @@ def _framework_of(array: Any) -> Any:
 
 
 def _base_tensor(array: Any) -> Any:
-    """Return the tensor itself, or the base of a view: the view may be a new object in every call, the base is not."""
+    """Return the tensor itself, or the base of a view: every call may make a new view, but not a new base."""
     return array if array._base is None else array._base
 
 

@@ -27,7 +27,7 @@ def cast(value: Any, kind: Kind) -> Expression:
     """Return the value as a condition, an integer or a float, as torch casts it.
 
     A float becomes an integer only if it is a quotient of integers, or such a quotient rounded by floor, ceil or trunc.
-    These values are integers exactly; other floats depend on the precision in which they are computed.
+    Integer division computes this integer exactly. Other floats raise FormulaError, because their rounding can vary.
     """
     x = as_expression(value)
     if isinstance(x, Constant) and math.isfinite(x.value):
@@ -42,7 +42,7 @@ def cast(value: Any, kind: Kind) -> Expression:
 
 
 def _to_integer(x: Expression) -> Expression:
-    """Return a float formula rounded toward 0, as an integer."""
+    """Return a float formula rounded toward 0 as an integer formula; see `cast` for the floats that are allowed."""
     if getattr(x, "operator", "") == "where":  # a truncated quotient is a `where` whose branches are rounded
         condition, yes, no = x.arguments
         return where(condition, cast(yes, "int"), cast(no, "int"))
@@ -83,7 +83,7 @@ def read_kind(dtype: Any) -> Kind:
 
 
 def _is_dtype(value: Any) -> bool:
-    """True for a dtype of torch or NumPy, a Python type or a dtype's name; a device has another name."""
+    """True for a dtype of torch or NumPy, a Python type or a dtype's name; False for a device."""
     return type(value).__name__.lower().endswith("dtype") or isinstance(value, type) or str(value) in KINDS
 
 
@@ -112,7 +112,7 @@ def _constant(
     memory_format: Any = None,
     requires_grad: bool = False,
 ) -> Expression:
-    """Return a number of the dtype, by default of the kind of `input`. A formula has no axes, so `size` must be ()."""
+    """Return `fill_value` in the kind of the dtype, by default that of `input`. The `size` of a formula must be ()."""
     shape = tuple(size) if hasattr(size, "__len__") else (size,)
     if shape:
         raise FormulaError(f"a tensor of shape {shape} made from a formula", "shape ()", "x.new_ones(())")

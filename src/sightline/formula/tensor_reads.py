@@ -1,8 +1,8 @@
 """How a mask or score function reads an array at a formula, as in `document_id[q_idx]`.
 
-`from_function.to_formula` calls the function in the context `table_reads`, in which a mode of torch is active. The mode
-turns the read of a tensor at a formula into a lookup of a table, and changes no other operation. So the tensor may come
-from a closure, an attribute or a list. NumPy has no modes, so `to_formula` replaces its arrays by `ReadableArray`s.
+`from_function.to_formula` calls the function in the context `table_reads`, in which a TorchFunctionMode is active. This
+mode turns the read of a tensor at a formula into a lookup of a table, and changes no other operation. So the tensor may
+come from a closure, an attribute or a list. NumPy has no modes, so `to_formula` makes `ReadableArray`s of its arrays.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def _has_formula(index: Any) -> bool:
 
 @cache
 def torch_mode() -> Any:
-    """Return the class of torch's mode. An object of the class makes one table for each tensor.
+    """Return the subclass of TorchFunctionMode for `table_reads`. A mode makes one table for each tensor that is read.
 
-    While torch.compile traces, every read makes a table of its own.
+    While torch.compile traces, every read makes a new table.
     """
     torch = sys.modules["torch"]
 

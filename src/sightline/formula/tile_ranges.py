@@ -1,8 +1,8 @@
-"""Classification of tiles as empty, full or partial: which key blocks each block of queries must process.
+"""Classification of tiles as empty, full or partial. A tile is the pairs of a block of queries and a block of keys.
 
-The class of a tile follows from the bounds of the mask (`interval_arithmetic`). The key axis is bisected only where the
-bounds leave a tile undecided, so the work grows with the number of allowed pairs, not with n². Repeated calls find
-their tile ranges in generated code: `cpu.codegen.render_bounds` and `cpu.kernels.tile_search`.
+The class follows from bounds of the mask over the tile (`interval_arithmetic`). The search halves a range of keys only
+if the bounds over the whole range do not decide its class, so it need not visit every tile. Repeated calls find their
+tile ranges in generated code: `cpu.codegen.render_bounds` and `cpu.kernels.tile_search`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class TileRanges:
     """The ranges of key blocks that each block of queries must process, each range full or partial.
 
     A range covers the key blocks from `first` to before `last`. A row is one (batch, head, query block), in C order.
-    `batches` is 1 if the mask does not depend on b, and `heads` is 1 if it does not depend on h; a row of a search
-    for groups of heads is one of a group, and `heads` their number. The ranges of row r
-    are the entries `start[r]:start[r + 1]` of `first`, `last` and `full`. A tile that no range covers is empty.
+    `batches` is 1 if the mask does not depend on b, and `heads` is 1 if it does not depend on h. If heads share ranges
+    in groups, a row is one (batch, group, query block), and `heads` counts the groups. The ranges of row r are the
+    entries `start[r]:start[r + 1]` of `first`, `last` and `full`. A tile that no range covers is empty.
     """
 
     extent: tuple[int, int, int, int]
@@ -57,12 +57,12 @@ class TileRanges:
         return -(-self.extent[3] // self.key_block)
 
     def row(self, b: int, h: int, block: int) -> range:
-        """Return the indices in `first`, `last` and `full` of the ranges of one block of queries."""
+        """Return the places in `first`, `last` and `full` of the ranges of query block number `block`."""
         row = ((b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)) * self.query_blocks + block
         return range(int(self.start[row]), int(self.start[row + 1]))
 
     def count_tiles(self, selected: np.ndarray[Any, np.dtype[np.bool_]] | slice = slice(None)) -> Array:
-        """Return (query blocks, key blocks): the number of batches and heads in which a selected range has the tile."""
+        """Return in how many pairs (b, h) a selected range covers each tile, as an array (query blocks, key blocks)."""
         counts = np.zeros((self.query_blocks, self.key_blocks + 1), np.int64)
         row = np.repeat(np.arange(len(self.start) - 1), np.diff(self.start)) % max(self.query_blocks, 1)
         np.add.at(counts, (row[selected], self.first[selected]), self._repeats)
@@ -90,10 +90,9 @@ def find_tile_ranges(
 ) -> TileRanges:
     """Return the tile ranges of a mask. If `mask` is None, every pair is allowed.
 
-    `group` heads that follow each other have common ranges: those of the tiles that any of these heads needs.
-
     A tile is empty if the bounds prove that every pair is hidden, full if they prove that every pair is allowed, and
-    partial otherwise. The ranges of masks without tables are cached: equal masks are one object.
+    partial otherwise. `group` consecutive heads share their ranges, so a tile has one class for all of these heads.
+    The ranges of a mask without tables are cached.
     """
     mask = as_expression(True) if mask is None else mask
     if mask.tables:
@@ -123,7 +122,7 @@ _search_cached = lru_cache(64)(_search)
 def _bisect(
     mask: Expression, extent: tuple[int, int, int, int], block: tuple[int, int], groups: tuple[int, int], rows: Array
 ) -> list[Array]:
-    """Return pieces of (row, first, last, full) that cover every tile of these rows that is not empty, in no order."""
+    """Return unsorted ranges that cover all tiles of `rows` but empty ones, as arrays of (row, first, last, full)."""
     _, H, n, m = extent
     heads, group = groups
     key_blocks, query_blocks = -(-m // block[1]), -(-n // block[0])
@@ -154,7 +153,7 @@ def _bisect(
 
 
 def _merge_adjacent(pieces: Array) -> Array:
-    """Sort the pieces and merge adjacent pieces of the same kind."""
+    """Return the ranges sorted by row and first key block, where one range replaces adjacent ones of the same class."""
     pieces = pieces[:, np.lexsort((pieces[1], pieces[0]))]
     row, first, last, full = pieces
     if row.size == 0:
@@ -197,7 +196,7 @@ def count_pairs(mask: Expression, extent: tuple[int, int, int, int]) -> int:
 
 
 def find_runs(flags: np.ndarray[Any, np.dtype[np.bool_]]) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of every run of True, which ends before `last`."""
+    """Yield (first, last) for each longest run flags[first:last] whose entries are all True."""
     edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
@@ -205,7 +204,7 @@ def find_runs(flags: np.ndarray[Any, np.dtype[np.bool_]]) -> Iterator[tuple[int,
 def find_blocks(
     mask: Expression, extent: tuple[int, int, int, int], block: tuple[int, int]
 ) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return (batches, heads, query blocks, key blocks): True where the mask allows a pair of the block.
+    """Return (batches, heads, query blocks, key blocks) booleans: True where the mask allows a pair of the block.
 
     `batches` and `heads` are those of `TileRanges`. `block` has the numbers of queries and keys of a block.
     """
@@ -224,9 +223,8 @@ def _evaluate_tiles(
 ) -> Iterator[tuple[tuple[int, int], range, range, Any]]:
     """Yield ((b, h), rows, columns, values) of every range of tiles that the bounds do not prove empty.
 
-    The values broadcast to (rows, columns); those of full tiles are one True.
-
-    A condition that does not depend on b, or on h, is evaluated for b = 0, or for h = 0, alone.
+    The values broadcast to (rows, columns). For a range of full tiles the values are a single True.
+    If the condition does not depend on b, only b = 0 is evaluated. If it does not depend on h, only h = 0 is.
     """
     ranges = find_tile_ranges(condition, extent, *block)
     _, _, n, m = extent
@@ -249,12 +247,12 @@ def _evaluate_tiles(
 def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Expression | None:
     """Return the mask that a score implies: a condition that is true only at pairs where the score is −∞ for every s.
 
-    The result is None if no node of the score shows that it is −∞ somewhere. `where(c, s, −inf)` and a bias of −∞ hide
-    pairs, as a mask does. If such pairs are added to the mask, kernels can skip tiles, and a NaN at a hidden pair does
-    not reach the output.
+    The result is None if no node of the score proves −∞ at some pair. `where(c, s, −inf)` and a bias of −∞ hide pairs,
+    as a mask does. If the mask hides these pairs too, kernels can skip tiles, and a NaN at a hidden pair does not reach
+    the output.
 
-    A table in host memory counts as a table that may contain −∞, whatever its entries are, because they may change
-    between two calls of one kernel. The entries of a table on a device are read, and `tensor_cache` stores the result.
+    A table in host memory counts as a table that may contain −∞, whatever its entries are, because the entries may
+    change between two calls of one kernel. A table on a device is read again only after a write to it.
     """
     bounds = compute_intervals(score, make_box(extent))
 

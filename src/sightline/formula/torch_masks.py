@@ -34,8 +34,8 @@ def is_block_mask(value: Any) -> bool:
 def block_formula(block_mask: Any, mask: Expression) -> Expression:
     """Return the formula of a BlockMask whose `mask_mod` is the formula `mask`.
 
-    It is `mask` itself if interval arithmetic proves that `mask` hides every pair of the hidden blocks and allows every
-    pair of the full ones.
+    The result is `mask` itself if interval arithmetic proves that `mask` hides every pair of the hidden blocks, and
+    allows every pair of the full blocks.
     """
     states = _read_states(block_mask)
     if _agrees(mask, states, block_mask):
@@ -91,7 +91,7 @@ def causal_bias_formula(bias: Any, lengths: tuple[int, int] | None) -> Expressio
     Parameters
     ----------
     bias : CausalBias
-    lengths : (n, m), the numbers of queries and keys of the call; None if its sequences have several lengths
+    lengths : (n, m), the numbers of queries and keys of the call; None if the call has sequences of several lengths
 
     Raises
     ------
@@ -106,7 +106,7 @@ def causal_bias_formula(bias: Any, lengths: tuple[int, int] | None) -> Expressio
         raise ShapeError(
             f"the mask {name}({own[0]}, {own[1]}), a CausalBias of torch, in a call of {given}",
             "the lengths of the call",
-            f"mask=sightline.causal({align!r}) of sightline.attention, which has the lengths of every call"
+            f"mask=sightline.causal({align!r}) of sightline.attention, which fits all lengths"
             + ("" if lengths is None else f", or {name}({lengths[0]}, {lengths[1]})"),
         )
     return causal(align)  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ class Triton(Kernel):
         return backward(problem, d_output, d_lse, saved, wanted_tables, statistic_gradients, self.architecture)
 
     def _check_interpreter(self) -> None:
-        """Raise ParameterError if the architecture is "interpreter" but triton was imported in its compiling mode."""
+        """Raise ParameterError for the architecture "interpreter" if triton was imported without TRITON_INTERPRET=1."""
         if self.architecture != "interpreter":
             return
         from triton.runtime.interpreter import InterpretedFunction

@@ -57,7 +57,7 @@ class CompiledKernel:
 
 
 def compile_kernels(call: Callable[[], object], target: str) -> tuple[CompiledKernel, ...]:
-    """Compile the kernels that `call()` launches on a GPU of `target`. Return each kernel once, by its first launch.
+    """Compile the kernels that `call()` launches on a GPU of `target`. Return each one once, in the order of launches.
 
     No kernel runs. A process has one Triton driver, so no other thread may launch a kernel before this function
     returns.

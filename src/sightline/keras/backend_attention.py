@@ -1,4 +1,4 @@
-"""Attention on the tensors of Keras's backend, and its mask in parts."""
+"""Attention on the tensors of Keras's backend, with a mask that is given as several conditions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ observers: list[tuple[Sequence[Statistic], Observer]] = []  # of the open contex
 
 @contextmanager
 def observing(see: Sequence[Statistic], observer: Observer) -> Iterator[None]:
-    """Hand the statistics of the calls of this package's layers to the observer. All calls in the context are eager."""
+    """Give `observer` the statistics `see` of every call of a Sightline layer in this context. Calls must be eager."""
     observers.append((see, observer))
     try:
         yield
@@ -37,9 +37,9 @@ def observing(see: Sequence[Statistic], observer: Observer) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The mask of a Keras layer in parts: where possible a formula, without an array of n · m booleans.
+    """The mask of a Keras layer as several conditions: bool arrays, the causal mask and a window.
 
-    A query attends to a key if every part allows the pair.
+    A query attends to a key if every condition allows the pair. Only an array of shape (n, m) needs n · m memory.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class AttentionMask:
     window: int | None = None
 
     def formula(self, arrays: Sequence[Any]) -> Expression | None:
-        """Return the mask as a formula. `arrays` are `self.arrays`, or the same arrays in NumPy."""
+        """Return the mask as a formula, None if it has no condition. `arrays` are `self.arrays` or NumPy copies."""
         parts = [dense(array) for array in arrays]
         if self.is_causal:
             parts.append(causal())
@@ -72,8 +72,8 @@ def expand(mask: Any, axes: str) -> Any:
     if len(mask.shape) != len(axes):
         raise ShapeError(
             f"a mask of shape {tuple(mask.shape)}",
-            f"a shape with the axes ({', '.join(axes)})",
-            "one entry for each of these axes",
+            f"a shape with the axes ({', '.join(axes)}): b batch, h head, i query, j key",
+            "reshape the mask to these axes",
         )
     return mask[tuple([slice(None) if axis in axes else None for axis in "bhij"])]
 
@@ -89,16 +89,16 @@ def attend(
     with_weights: bool = False,
     layer: str = "",
 ) -> tuple[Any, Any]:
-    """Return (output, weights). The weights are those before dropout, or None unless `with_weights` is True.
+    """Return (output, weights). The weights are those before dropout; they are None if `with_weights` is False.
 
     Parameters
     ----------
     query, key, value : (..., H, n, d_k), (..., H, m, d_k) and (..., H, m, d_v), tensors of Keras's backend
-    mask : the mask in parts; its arrays are tensors of Keras's backend
+    mask : its arrays are tensors of Keras's backend
     dropout : the probability that a weight is dropped
     seed : a scalar tensor of integers from 0 to 2³¹ − 2, required with dropout
     with_weights : return the weights, which need O(n · m) memory
-    layer : the path of the layer that calls, for observers
+    layer : the path of the calling layer, which observers receive
     """
     for see, observer in observers:
         _observe(query, key, value, mask, see, partial(observer, layer))
@@ -121,7 +121,7 @@ def attend(
 def _observe(
     query: Any, key: Any, value: Any, mask: AttentionMask, see: Sequence[Statistic], observer: Callable[[Any], None]
 ) -> None:
-    """Compute the statistics of a call, apart from its output, and hand their results to the observer."""
+    """Compute the statistics of a call once more, without output and gradients, and pass them to the observer."""
     backend = keras.backend.backend()
     arrays = [query, key, value, *mask.arrays]
     if backend == "tensorflow":

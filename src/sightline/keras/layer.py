@@ -76,7 +76,7 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
         """Create the weights of the projections for inputs of this shape."""
         if len(input_shape) != 3:
             raise ShapeError(
-                f"inputs of shape {tuple(input_shape)}", "(batch, n, d_model)", "inputs[None] for one text"
+                f"inputs of shape {tuple(input_shape)}", "(batch, n, d_model)", "inputs[None] for one sequence"
             )
         for projection in (self.query, self.key, self.value):
             projection.build(input_shape)
@@ -96,7 +96,7 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
         return ((batch, n, n), output) if self.return_attn else output
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        """Return the mask of the inputs as the mask of the output. With `return_attn`, return (None, that mask)."""
+        """Return the mask of the inputs, which is also that of the output. With `return_attn`, return (None, mask)."""
         return (None, previous_mask) if self.return_attn else previous_mask
 
     def get_config(self) -> dict[str, Any]:

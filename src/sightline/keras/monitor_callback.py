@@ -15,17 +15,17 @@ from .backend_attention import observing
 
 
 class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """The largest score, the entropy and the weight on the first key of each head, at every so many batches of `fit`.
+    """Record the largest score, the entropy and the weight on the first key of each head at chosen batches of `fit`.
 
-    Compiled train steps return no statistics. So the callback runs the model on a sample before a chosen batch, with
-    `training=False`, and records the layers of `sightline.keras` in it, on every backend. The newest numbers are in the
-    logs of each epoch, and so in Keras's `History`.
+    Compiled train steps return no statistics. So the callback runs the model on `sample` before a chosen batch, with
+    `training=False`, and records the layers of `sightline.keras` in this run. The callback works on every backend. It
+    adds the newest numbers to the logs of each epoch, which Keras's `History` keeps.
 
     Parameters
     ----------
-    sample : inputs of the model, such as the first eight of the training
+    sample : inputs of the model, such as the first eight of the training data
     every : int, default 100
-        The batches 0, every, 2 · every, … are chosen; the count goes on over epochs and calls of `fit`.
+        The batches 0, every, 2 · every, … are chosen, counted over all epochs and calls of `fit`.
     log : function (values, number of the batch), optional
         Called for each chosen batch with the dict of `MonitoredStep.summary`.
     keep : int, default 1,000
@@ -39,7 +39,7 @@ class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]
     Raises
     ------
     ParameterError
-        `every` or `keep` is not a whole number of at least 1. `fit` raises it if no layer of `sightline.keras` runs.
+        `every` or `keep` is not a whole number of at least 1, or, in `fit`, no layer of `sightline.keras` runs.
 
     Examples
     --------
@@ -82,9 +82,9 @@ class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self.model(self.sample, training=False)
         if not sums.maxima:
             raise ParameterError(
-                f"{self.model.name}, in which no layer of sightline.keras ran",
-                "sightline.keras.MultiHeadAttention or ScaledDotProductAttention in the model",
-                "sightline.keras.MultiHeadAttention in place of keras.layers.MultiHeadAttention",
+                f"the model {self.model.name}, in which no layer of sightline.keras ran",
+                "a model with sightline.keras.MultiHeadAttention or ScaledDotProductAttention",
+                "use sightline.keras.MultiHeadAttention in place of keras.layers.MultiHeadAttention",
             )
         self.history.append(sums.finish(self._count, [*sums.maxima]))
         if self.log is not None:

@@ -20,12 +20,12 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]
     inputs (batch, n, width) memory is O(n), besides an `attention_mask` that the caller passes. Keras's layer builds a
     boolean mask with n² entries for each sequence.
 
-    There are three differences to Keras's layer:
+    There are three differences from Keras's layer:
 
-    - For a query without visible keys the output is the output projection of 0, and its weights and gradients are 0;
-      Keras gives the mean of all values, hidden ones included.
-    - Hidden keys never reach output and gradients, NaN and ∞ included.
-    - `flash_attention` has no effect, except that Keras refuses True with dropout: memory is O(n) in any case.
+    - For a query without visible keys the output is the output projection of 0, and its weights and gradients are 0.
+      Keras projects the mean of all values, hidden ones included.
+    - Hidden keys and values have no effect on output and gradients, even if they contain NaN or ∞.
+    - `flash_attention` has no effect, since memory is O(n) in any case. Keras still refuses True with dropout.
 
     Parameters
     ----------
@@ -53,9 +53,9 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]
     Raises
     ------
     ParameterError
-        `attention_axes` has the batch axis.
+        `attention_axes` contains 0, the batch axis.
     SightlineError
-        `call` failed. Keras makes the error anew, and adds the arguments of the call to its message.
+        `call` failed. Keras raises a new error of the same class, whose message also shows the call's arguments.
 
     References
     ----------
@@ -90,7 +90,7 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]
         attention_mask: Any = None,
         use_causal_mask: bool = False,
     ) -> Any:
-        """Return the mask in parts if the inputs have three axes, else Keras's dense mask or None."""
+        """Return an `AttentionMask` for inputs of three axes and attention along axis 1, else Keras's mask or None."""
         if len(query.shape) != 3 or tuple(self._attention_axes) != (1,):
             return super()._compute_attention_mask(
                 query, value, query_mask, value_mask, key_mask, attention_mask, use_causal_mask

@@ -1,6 +1,6 @@
-"""Attention on TensorFlow's tensors: TensorFlow calls the kernels for NumPy arrays, in eager mode and in `tf.function`.
+"""Attention on TensorFlow's tensors, in eager mode and in `tf.function`.
 
-XLA cannot compile such a call. Keras therefore trains models with these layers without XLA.
+TensorFlow calls the kernels by `tf.numpy_function`, which XLA cannot compile. So Keras trains the layers without XLA.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def attend(
     query: Any, key: Any, value: Any, mask: AttentionMask, dropout: float, seed: Any, with_weights: bool
 ) -> tuple[Any, Any]:
-    """Do what `backend_attention.attend` does, for tensors of TensorFlow."""
+    """Return (output, weights or None) as `backend_attention.attend` does, for tensors of TensorFlow."""
     call = _HostCall(mask, dropout, with_weights)
     constants = [tf.constant(0) if seed is None else seed, *mask.arrays]
     shapes = [query.shape[:-1] + value.shape[-1:], query.shape[:-1] + key.shape[-2:-1]]
@@ -52,7 +52,7 @@ def attend(
 
 
 def _differentiate(call: _HostCall, operands: Any, others: list[Any]) -> Any:
-    """Return the gradients of query, key and value. A derivative of these gradients raises an error."""
+    """Return the gradients of the operands query, key and value. A derivative of these gradients raises an error."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def run(*inputs: Any) -> tuple[Any, Any]:
@@ -68,13 +68,13 @@ def _refuse(*_: Any) -> Any:
     raise KernelRefusedError(
         "second derivatives of attention in TensorFlow",
         "first derivatives",
-        "KERAS_BACKEND=torch has derivatives of any order",
+        "set KERAS_BACKEND=torch, which has derivatives of any order",
     )
 
 
 @dataclass(frozen=True)
 class _HostCall:
-    """A call without its arrays. Its methods compute the forward and the backward pass on NumPy arrays."""
+    """The options of one call. The methods compute the forward and the backward pass on NumPy arrays."""
 
     mask: AttentionMask
     dropout: float

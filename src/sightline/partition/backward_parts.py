@@ -1,4 +1,4 @@
-"""The backward pass of a long problem in parts, so that its memory beside the gradients does not grow with n.
+"""The backward pass of a long problem in parts, so that the memory besides the gradients does not grow with n.
 
 The CPU's backward kernel divides the keys into splits, and each split has its own sum of the queries' gradients. With
 few heads and many queries these sums are larger than all other arrays, so the queries are divided too.
@@ -26,10 +26,10 @@ KEY_TILE = 1024  # the keys of a tile in the search for the keys that a part see
 
 
 def needs_parts(problem: Problem, kernel: Kernel, wanted_tables: Collection[int], added: StatisticGradients) -> bool:
-    """True if the backward pass runs in parts: its sums are large, and its gradients are sums over parts.
+    """True if the backward pass must run in parts, because each split of the keys has a sum of dQ, and these are large.
 
-    Gradients of tables and of statistics other than lse are computed for the whole problem at once. So are gradients
-    in float16 and bfloat16, because each part would round them.
+    False if gradients of tables, or of statistics other than lse, are requested: these need the whole problem at once.
+    False in float16 and bfloat16 too, because each part would round the gradients.
     """
     if kernel.name != "cpu" or wanted_tables or added.formulas or problem.dtype != problem.accumulator:
         return False
@@ -47,6 +47,7 @@ def backward_in_parts(
 ) -> Gradients | None:
     """Return the gradients as `Kernel.backward` returns them, without gradients of tables.
 
+    Return None if a |lse| is so large that the backward pass would be inaccurate, or if the kernel fails for a part.
     The parts and their order depend on the problem alone, so the result has equal bits for any number of threads.
     """
     from ..cpu.launch.table_gradients import differentiate_sinks
@@ -86,7 +87,7 @@ def _bytes_per_query(problem: Problem) -> int:
 
 
 def _parts(problem: Problem) -> Iterator[tuple[slice, slice]]:
-    """Yield (queries, keys) of each part. A pair that is in no part is hidden."""
+    """Yield the slices (queries, keys) of each part. The mask hides every pair that is in no part."""
     count = max(MAX_SUM_BYTES // _bytes_per_query(problem) // KEY_TILE, 1) * KEY_TILE
     ranges = find_tile_ranges(problem.mask, problem.extent, count, KEY_TILE)
     for block in range(ranges.query_blocks):

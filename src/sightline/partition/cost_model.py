@@ -1,7 +1,7 @@
 """Predicted cost of attention over several ranks: arithmetic, transfers, memory and time of each rank.
 
-Ring: a rank computes one block of keys while the transfer of the next block runs, so a round takes as long as the
-slower of the two. Heads: transfers and arithmetic alternate.
+With the method "ring", a rank computes one block of keys while the transfer of the next block runs, so a round takes as
+long as the slower of the two. With the method "heads", transfers and arithmetic alternate.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Hardware:
     """The speed of the ranks and of their links.
 
     flops : float
-        Floating-point operations per second of one rank, as attention reaches them.
+        Floating-point operations per second that attention reaches on one rank.
     bandwidth : float
         Bytes per second that a rank sends, and bytes per second that it receives at the same time.
     latency : float
         Seconds of a transfer without data.
     processors : float, optional
         How many ranks can compute at the same time; None if every rank has a processor of its own. Transfers between
-        ranks that share processors take processor time: `bandwidth` is then that of all ranks at the same time.
+        ranks that share processors take processor time. `bandwidth` is then the rate of a rank while all ranks send.
     backward_flops : float, optional
-        `flops` of the backward pass; None if they are equal.
+        `flops` for the backward pass; None if it equals `flops`.
     """
 
     flops: float = 400e12
@@ -51,7 +51,7 @@ class Hardware:
         rates = self.flops, self.bandwidth, *optional
         if not (all(0 < rate < math.inf for rate in rates) and 0 <= self.latency < math.inf):
             raise ParameterError(
-                f"flops={self.flops}, bandwidth={self.bandwidth}, latency={self.latency}, processors={self.processors}",
+                f"{self}",
                 "finite numbers above 0, and a latency of at least 0",
                 "flops=400e12, bandwidth=50e9, latency=1e-5",
             )
@@ -63,7 +63,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a problem, its lengths aside: numbers of batches and heads, widths, and bytes of a number."""
+    """The sizes of a problem except n and m. `itemsize` and `accumulator`: bytes of a number in arrays and in sums."""
 
     batches: int
     query_heads: int
@@ -75,23 +75,22 @@ class Sizes:
 
     @classmethod
     def of(cls, problem: Problem) -> Sizes:
-        """Return the sizes of a problem."""
         B, H, _, _ = problem.extent
         sizes = itemsize(problem.dtype), itemsize(problem.accumulator)
         return cls(B, H, problem.G, problem.d_k, problem.d_v, *sizes)
 
     def flops(self, backward: bool) -> int:
-        """Return the operations of a pair: S and O in the forward pass; S, dP, dQ, dK and dV in the backward pass."""
+        """Return the operations of one pair: for S and O in the forward pass, else for S, dP, dQ, dK and dV."""
         return 2 * (3 * self.d_k + 2 * self.d_v) if backward else 2 * (self.d_k + self.d_v)
 
     @property
     def query_numbers(self) -> int:
-        """The numbers of a query and its output."""
+        """How many numbers query and output have at one position, over all batches and heads."""
         return self.batches * self.query_heads * (self.d_k + self.d_v)
 
     @property
     def key_numbers(self) -> int:
-        """The numbers of a key and its value."""
+        """How many numbers key and value have at one position, over all batches and heads."""
         return self.batches * self.key_heads * (self.d_k + self.d_v)
 
 
@@ -100,7 +99,7 @@ class PassCost:
     """The cost of one pass, forward or backward. Every array has an entry for each rank.
 
     flops : operations of the matrix products
-    sent, received : bytes
+    sent, received : bytes that the rank sends and receives
     held : bytes of the rank's arrays and of the blocks that it stores at the same time
     seconds : from the start of all ranks to the end of this rank
     ideal : seconds of the work evenly divided over the ranks, without any transfer
@@ -120,7 +119,7 @@ class PassCost:
 
     @property
     def efficiency(self) -> float:
-        """The ideal time over the predicted time; 1 if there is no work."""
+        """The ideal time divided by the predicted time; 1 if there is no work."""
         return self.ideal / self.time if self.time else 1.0
 
 
@@ -128,7 +127,7 @@ class PassCost:
 class Prediction:
     """The predicted cost of attention over several ranks.
 
-    imbalance : the operations of the most loaded rank over the mean
+    imbalance : the operations of the most loaded rank divided by the mean
     """
 
     method: Method
@@ -139,12 +138,11 @@ class Prediction:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return len(self.forward.seconds)
 
     @property
     def efficiency(self) -> float:
-        """The ideal time of both passes over their predicted time; 1 if there is no work."""
+        """The ideal time of both passes divided by their predicted time; 1 if there is no work."""
         time = self.forward.time + self.backward.time
         return (self.forward.ideal + self.backward.ideal) / time if time else 1.0
 
@@ -152,12 +150,12 @@ class Prediction:
 def predict(schedule: Schedule, sizes: Sizes, hardware: Hardware | None = None, method: Method = "ring") -> Prediction:
     """Return the predicted cost of a schedule.
 
-    With `heads`, every head is taken to have the same number of pairs.
+    With the method "heads", every head is assumed to have the same number of pairs.
 
     Raises
     ------
     ParameterError
-        `method` is another word, or `heads` has more ranks than key heads.
+        `method` is neither "ring" nor "heads", or it is "heads" with more ranks than key heads.
     """
     hardware = hardware or Hardware()
     check_method(method)
@@ -176,8 +174,8 @@ def predict_problem(
     Raises
     ------
     ParameterError
-        `ranks` is not a whole number above 0, `layout` or `method` is another word, or `heads` has more
-        ranks than key heads.
+        `ranks` is not a whole number above 0, `layout` or `method` is unknown, or `method` is "heads" with more ranks
+        than key heads.
     """
     ranks = check_count(f"ranks={ranks!r}", ranks, 1, "ranks=8")
     _, _, n, m = problem.extent
@@ -188,7 +186,7 @@ def predict_problem(
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What every rank computes, receives and sends at one distance and index: (ranks,) arrays."""
+    """One round of all ranks: the pairs computed, the keys received and the keys sent by each, as (ranks,) arrays."""
 
     distance: int
     pairs: Array
@@ -197,7 +195,7 @@ class _Step:
 
 
 def _steps(schedule: Schedule) -> Iterator[_Step]:
-    """Yield the ranks' own blocks, and then the rounds of `Schedule.rounds` for all ranks at once."""
+    """Yield one step for the ranks' own blocks, and then one step for each round of `Schedule.rounds`."""
     none = np.zeros(schedule.size)
     yield _Step(0, sum([_entries(schedule.pairs_by_rank, own) for own in schedule.columns.T], none), none, none)
     for distance in range(1, schedule.size):
@@ -208,17 +206,17 @@ def _steps(schedule: Schedule) -> Iterator[_Step]:
 
 
 def _entries(numbers: Array, column: np.ndarray[Any, Any]) -> Array:
-    """Return the entry of each rank in (ranks, blocks); 0 for a column of −1, which is no block."""
+    """Return numbers[r, column[r]] for each rank r; 0 if column[r] is −1, which stands for no block."""
     entries: Array = np.where(column >= 0, numbers[np.arange(len(column)), column], 0.0)
     return entries
 
 
 def _ring(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bool) -> PassCost:
-    """Return the cost of a pass of `ring`.
+    """Return the cost of a pass with the method "ring".
 
     While a rank computes a block, it receives the next block. In the backward pass it also returns the gradients of the
-    previous block to their owner. A transfer begins when both ranks have begun the step, and a step ends when its
-    transfers have ended.
+    previous block to their owner. A transfer begins when both ranks have begun the step. A step ends when its
+    arithmetic and its transfers have ended.
     """
     block, gradient = sizes.key_numbers * sizes.itemsize, sizes.key_numbers * sizes.accumulator * backward
     per_pair = sizes.flops(backward)
@@ -248,7 +246,7 @@ def _ring(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bool) 
 
 
 def _exchange(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bool) -> PassCost:
-    """Return the cost of a pass of `heads`: the ranks exchange inputs, compute their heads and exchange results.
+    """Return the cost of a pass with "heads": the ranks exchange inputs, compute their heads and exchange results.
 
     In the forward pass, the inputs are query, key and value, and the result is the output. In the backward pass, the
     input is dO, and the results are dQ, dK and dV.
@@ -302,7 +300,7 @@ def _own_bytes(schedule: Schedule, sizes: Sizes, backward: bool) -> Array:
 
 
 def _processor_seconds(flops: Array, sent: Array, hardware: Hardware, backward: bool) -> Array:
-    """Return when each rank ends if the ranks share the processors; 0 if they do not.
+    """Return the second at which each rank ends if the ranks share the processors; 0 if they do not share them.
 
     The ranks that still have work share the processors equally. A rank does not use more than one processor.
     """

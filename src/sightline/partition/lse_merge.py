@@ -26,7 +26,7 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     sum, not by the rounded lse, so they add up to 1 however large lse is.
 
     Each key must belong to exactly one part. Formulas count the keys of every part from 0: if a part begins at key
-    1000, write i ≥ j + 1000 for i ≥ j. A sink must count only once, so pass sinks to one part alone. Dropout depends on
+    1000, write i ≥ j + 1000 in place of i ≥ j. A sink must count once, so pass sinks to one part. Dropout depends on
     (b, h, i, j), and j starts at 0 in each part, so give every part its own seed.
 
     Parameters
@@ -45,7 +45,7 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     lse : (..., n)
         The merged lse, in the dtype of the parts' lse; −∞ for a query that sees no key in any part.
 
-    In torch and JAX, out and lse have gradients of any order. They are 0 for a part of which a query sees no key.
+    In torch and JAX, out and lse have gradients of any order. A gradient is 0 where a query sees no key of a part.
 
     Raises
     ------
@@ -91,9 +91,9 @@ def _merge(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
 
 
 class Sums(NamedTuple):
-    """Attention over some keys, as sums over the weights exp(S − shift), which are not normalised.
+    """Attention over some keys as sums over the weights exp(S − shift), which are not normalised. S is the score.
 
-    For the result of attention over these keys, the shift is the lse, and the total is 1.
+    In the result of attention over these keys, the shift is the lse, and the total is 1.
 
     shift : (..., H, n)
     total : (..., H, n), or a number for every query: the sum of the weights, the sink's weight included
@@ -113,13 +113,13 @@ class Sums(NamedTuple):
         return [*self[:4], *[array for own in self.seen for array in own]]
 
     def rows(self, rows: slice) -> Sums:
-        """Return views of the arrays that have these queries."""
+        """Return the sums of these queries, as views."""
         shift, total, keys, output = [array[self._index(rows)] for array in self[:4]]
         seen = [[array[self._index(rows)] for array in own] for own in self.seen]
         return Sums(shift, total, keys, output, seen)
 
     def store(self, rows: slice, found: Sums) -> None:
-        """Replace the numbers of these queries."""
+        """Write `found`, the sums of these queries, into the arrays."""
         for array, new in zip(self.arrays, found.arrays, strict=True):
             array[self._index(rows)] = new
 
@@ -132,10 +132,10 @@ def start(problem: Problem, output: Any, sinks: Any, dtype: Any) -> Sums:
 
     Parameters
     ----------
-    problem : its statistics are those of the sums
+    problem : its `see` names the statistics that the sums have
     output : (..., H, n, d_v) zeros
     sinks : array that broadcasts to (..., H, n), or None
-    dtype : of all other floats
+    dtype : the dtype of all floats except the output
     """
     xp, (*outer, n) = namespace(output), output.shape[:-1]
     place = {} if framework(output) == "jax" else {"device": output.device}
@@ -149,7 +149,7 @@ def start(problem: Problem, output: Any, sinks: Any, dtype: Any) -> Sums:
 
 
 def read_part(output: Any, lse: Any, results: Sequence[Any], first_key: Any) -> Sums:
-    """Return the result of attention over the keys from `first_key` on; `results` are those of the statistics."""
+    """Return output, lse and results of statistics as `Sums`. `first_key` is added to indices of keys in `results`."""
     xp, seen = namespace(output), []
     for result in results:
         array, *keys = arrays_of(result)
@@ -158,10 +158,10 @@ def read_part(output: Any, lse: Any, results: Sequence[Any], first_key: Any) -> 
 
 
 def combine(parts: Sequence[Sums], see: Sequence[Statistic], *, normalize: bool = False, shift: Any = None) -> Sums:
-    """Return the sums over the keys of all parts; if `normalize`, the weights are divided by their sum.
+    """Return the sums over the keys of all parts. With `normalize`, the weights are divided by their sum.
 
-    `shift` is that of the result before it is normalised, by default the largest shift of the parts. A normalised
-    result has lse as its shift. A part whose factor is 0 adds nothing, even if it has NaN or ∞.
+    `shift` is the shift of the sums before they are normalised, by default the largest shift of the parts. A normalised
+    result has lse as its shift. A part whose factor exp(part.shift − shift) is 0 adds nothing, not even NaN or ∞.
     """
     xp, dtype = namespace(parts[0].output), parts[0].output.dtype
     shift = reduce(xp.maximum, [part.shift for part in parts]) if shift is None else shift
@@ -215,7 +215,7 @@ def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
 
 
 def _check_alike(outs: list[Any], lses: list[Any]) -> None:
-    """Raise if a part differs from the first part in library, device, shape or dtype."""
+    """Raise DeviceError, ShapeError or DtypeError if a part differs from the first part, or lse is of a wrong dtype."""
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         for name, array, first in (("out", out, outs[0]), ("lse", lse, lses[0])):
             what = f"{name} of part {index}"

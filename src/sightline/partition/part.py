@@ -1,4 +1,4 @@
-"""One part of a problem: some consecutive queries, keys and heads, with formulas that keep their meaning."""
+"""Restrict a problem of attention to consecutive queries, keys and heads; its mask and score keep their meaning."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ def part_of(
     first_key: int | None = None,
     see: tuple[Statistic, ...] = (),
 ) -> Problem:
-    """Return the problem of some queries on some keys.
+    """Return the problem of some consecutive queries, keys and heads of `problem`.
 
-    `sightline.merge` joins the results of parts. A part has no sinks, since a sink counts once. In the formulas of a
-    part, h, i and j count from the first head, query and key of the part, and n and m stay the lengths of `problem`.
-    The first query and the first key are `Offset`s, which are arguments of a kernel. So one kernel serves all parts.
+    `sightline.merge` joins the results of parts. A part has no sinks, since a sink counts once. A kernel counts the
+    heads h, queries i and keys j of a part from 0. So the formulas of the part read h + first_head, i + first_row and
+    j + first_key instead; n and m stay the lengths of `problem`. `first_row` and `first_key` become `Offset`s: numbers
+    that a kernel receives as arguments. So one compiled kernel serves all parts.
 
     Parameters
     ----------
-    problem : the whole problem; its arrays are read for their shapes alone
+    problem : the whole problem; only the shapes of its arrays are read
     query, key, value : the arrays of the part, with a head axis and the batch axes of `problem`
     first_head, first_row, first_key : the positions h, i and j in `problem` of the part's first head, query and key;
         `first_row` is None if the part has all queries, and `first_key` is None if it has all keys
-    see : the statistics of the part; their formulas are those of the whole problem
+    see : the statistics of the part, with formulas for the whole problem
 
     Raises
     ------
@@ -43,9 +44,9 @@ def part_of(
     """
     if problem.dropout and (first_key or 0) % 4:
         raise ParameterError(
-            f"dropout with keys from {first_key} on",
-            "parts that begin at multiples of 4",
-            "align the parts of the keys",
+            f"dropout on a part whose keys begin at {first_key}",
+            "parts whose keys begin at multiples of 4",
+            "divide the keys at multiples of 4",
         )
     symbols: dict[str, Expression] = {"n": as_expression(problem.n), "m": as_expression(problem.m)}
     for name, first in (("i", first_row), ("j", first_key)):

@@ -1,6 +1,6 @@
-"""Which keys each rank needs, and how many pairs it computes with them.
+"""Which keys each rank needs, and how many pairs of query and key the rank computes with them.
 
-Every rank computes the same schedule from the mask, so the ranks send no messages about it.
+A rank is one process of a group. All ranks compute the same schedule from the mask, and exchange no messages for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_PIECES_AT_ONCE = 1 << 16  # pieces whose bounds are computed together; the n
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """Consecutive keys that are sent at once. They are the `index`-th block of their owner's shard."""
+    """Consecutive keys that are sent at once: the `index`-th block of the keys that the rank `owner` holds."""
 
     owner: int
     index: int
@@ -43,7 +43,7 @@ class Round:
     """The transfers of one round, as one rank sees them.
 
     At distance t, rank r receives block k from rank r − t and sends its own block k to rank r + t, modulo the number
-    of ranks. A transfer that the mask makes needless is None.
+    of ranks. `received` or `sent` is None if there is no such block, or if the receiving rank needs none of its keys.
     """
 
     distance: int
@@ -57,12 +57,12 @@ class Schedule:
 
     queries, keys : the division of the queries and of the keys
     blocks : every block of keys, in the order of their owners and indices
-    pairs : (spans of queries, blocks), the number of pairs that are computed, over all batches and heads; an estimate
-        for long sequences. The spans are those of all ranks, in order. An entry is 0 only if the mask hides every pair.
+    pairs : (spans of queries, blocks), the number of pairs that are computed, over all batches and heads. The number is
+        an estimate for long sequences, but 0 only if the mask hides every pair. The spans are those of all ranks.
     seeing : (2, spans of queries, blocks), the first query of each span that may see a key of the block, and the
-        position after the last one; 0 if none does
+        position after the last such query; both are 0 if no query of the span sees the block
     seen : (2, ranks, blocks), the first key of each block that a query of the rank may see, and the position after the
-        last one; 0 if there is none
+        last such key; both are 0 if the rank sees no key of the block
     """
 
     queries: Shards
@@ -94,7 +94,7 @@ class Schedule:
 
     @property
     def imbalance(self) -> float:
-        """The work of the most loaded rank over the mean work; 1 if no rank has work."""
+        """The work of the most loaded rank divided by the mean work; 1 if no rank has work."""
         mean = float(self.work.mean())
         return float(self.work.max()) / mean if mean else 1.0
 
@@ -105,12 +105,12 @@ class Schedule:
         return counts
 
     def needed_part(self, rank: int, block: KeyBlock) -> KeyBlock | None:
-        """Return the keys of a block that the rank needs, or None if it needs none."""
+        """Return the part of a block whose keys the rank needs, or None if the rank needs no key of the block."""
         span = block.span.part(*self.seen[:, rank, self.column(block)].tolist())
         return replace(block, span=span) if len(span) else None
 
     def seeing_spans(self, rank: int, block: KeyBlock) -> Iterator[Span]:
-        """Yield the rank's queries that may see a key of the block, a part of each of its spans."""
+        """Yield the rank's queries that may see a key of the block: at most one part of each of the rank's spans."""
         seeing = self.seeing[:, self._query_spans[rank], self.column(block)]
         for span, bounds in zip(self.queries.ranks[rank], seeing.T.tolist(), strict=True):
             part = span.part(*bounds)
@@ -123,14 +123,14 @@ class Schedule:
 
     @cached_property
     def columns(self) -> Indices:
-        """(ranks, most blocks of a rank): the index in `blocks` of each rank's blocks, −1 after the last one."""
+        """(ranks, most blocks of a rank): entry (r, k) is the index in `blocks` of block k of rank r, −1 for none."""
         columns = np.full((self.size, max((block.index + 1 for block in self.blocks), default=0)), -1)
         for column, block in enumerate(self.blocks):
             columns[block.owner, block.index] = column
         return columns
 
     def own_parts(self, rank: int) -> Iterator[KeyBlock]:
-        """Yield the keys of a rank's own blocks that its queries may see."""
+        """Yield the parts of a rank's own blocks whose keys the rank's queries may see."""
         for block in self.blocks:
             part = self.needed_part(rank, block) if block.owner == rank else None
             if part is not None:
@@ -157,7 +157,7 @@ def _spans_by_rank(shards: Shards) -> list[slice]:
 
 
 def key_block_length(problem: Problem) -> int:
-    """Return the number of keys in a block. Its keys and values have about `KEY_BYTES` in the accumulator's dtype.
+    """Return the number of keys in a block. They and their values have about `KEY_BYTES` in the accumulator's dtype.
 
     Larger blocks would need more memory. Smaller blocks would need more transfers, and more calls of the kernel.
     """
@@ -254,7 +254,7 @@ class _Pieces:
         return cls(first, edges[1:] - 1, lengths.astype(np.float64), tile, is_cut, begin, end)
 
     def reduce_spans(self, operation: np.ufunc, values: Any) -> Any:
-        """Return (spans, ...), an array (pieces, ...) reduced over the pieces of each span; 0 for no piece."""
+        """Reduce an array (pieces, ...) over the pieces of each span. Return (spans, ...), 0 for a span of no piece."""
         padded = np.concatenate([values, np.zeros_like(values, shape=(1, *values.shape[1:]))])  # at the index `end`
         if not len(self.begin):
             return padded[:0]
@@ -281,9 +281,10 @@ class _Pieces:
 def _clear_hidden(
     pieces: Array, mask: Expression, extent: tuple[int, int, int, int], rows: _Pieces, columns: _Pieces
 ) -> None:
-    """Set the entries of cut pieces to 0 where bounds prove that the mask hides every pair. The tiles are partial.
+    """Set an entry of `pieces` to 0 if its piece is cut and interval bounds prove that the mask hides all its pairs.
 
-    Otherwise a rank would need a whole block of another rank because of one tile that has positions of both ranks.
+    An entry counts the batches and heads in which the piece belongs to a partial tile. Without this function a rank
+    would need a whole block of another rank because of one tile that has positions of both ranks.
     """
     at = np.argwhere((pieces > 0) & (rows.is_cut[:, None] | columns.is_cut))
     for chunk in np.array_split(at, -(-len(at) // MAX_PIECES_AT_ONCE)) if len(at) else ():

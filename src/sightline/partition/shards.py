@@ -70,7 +70,7 @@ class Shards:
 
     @classmethod
     def from_bounds(cls, bounds: Sequence[int], layout: ShardLayout) -> Shards:
-        """Return the division into consecutive parts: R parts of "contiguous", 2R parts of "zigzag"."""
+        """Return the division whose parts end at consecutive bounds: R parts of "contiguous", 2R parts of "zigzag"."""
         parts = list(pairwise(bounds))
         if layout == "contiguous":
             return cls(tuple([(Span(*part, 0),) for part in parts]))
@@ -87,12 +87,12 @@ def divide(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Shard
         The sequence has 2R parts, and rank r holds the parts r and 2R − 1 − r. Under a causal mask every rank then
         computes about as many pairs as every other rank.
 
-    All parts begin at multiples of 4, so the lengths of two parts may differ by 7.
+    All parts begin at multiples of 4, so the lengths of two parts may differ by up to 7.
 
     Raises
     ------
     ParameterError
-        `layout` is another word.
+        `layout` is neither "contiguous" nor "zigzag".
     """
     check_layout(layout)
     count = ranks if layout == "contiguous" else 2 * ranks
@@ -110,13 +110,13 @@ def check_shards(name: str, lengths: Sequence[int], layout: ShardLayout) -> Shar
         raise ShapeError(
             f"{name} with {list(lengths)} positions on the ranks, layout={layout!r}",
             f"{list(shards.lengths)} positions",
-            f"shard(x, layout={layout!r}) divides {shards.length} positions so",
+            f"divide the {shards.length} positions with shard(x, layout={layout!r})",
         )
     return shards
 
 
 def divide_heads(key_heads: int, ranks: int) -> list[int]:
-    """Return the first key head of each rank, and then the number of key heads.
+    """Return a list of the first key head of each rank, followed by the number of key heads.
 
     Raises
     ------
@@ -133,12 +133,10 @@ def divide_heads(key_heads: int, ranks: int) -> list[int]:
 
 
 def check_method(method: Any) -> None:
-    """Raise ParameterError if a method is unknown."""
     if method not in get_args(Method):
         raise ParameterError(f"method={method!r}", '"ring" or "heads"', 'method="ring"')
 
 
 def check_layout(layout: Any) -> None:
-    """Raise ParameterError if a layout is unknown."""
     if layout not in get_args(ShardLayout):
         raise ParameterError(f"layout={layout!r}", '"contiguous" or "zigzag"', 'layout="zigzag" for a causal mask')

@@ -1,7 +1,7 @@
 """The finder of attention calls: a mode of torch that sees the calls of a thread, and the readers of their arguments.
 
-torch hands every function to its modes before it computes, however the caller has imported the function. The finder
-computes attention by `sightline.attention`, with the statistics of the watches as further results.
+torch passes every call of its functions to its modes first, however the caller has imported the function. The finder
+then computes attention by `sightline.attention`, with the statistics of the watches as further results.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 
 
 class Finder(TorchFunctionMode):
-    """The mode that sees the calls, for all watches."""
+    """The mode of torch that sees the calls of attention, for all watches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Finder(TorchFunctionMode):
     def recorders(self, watchers: Iterable[Watcher] | None = None) -> list[Recorder]:
         """Return a recorder for each watch that records the attention of the module that runs in this thread.
 
-        `watchers` are those of the watches that are asked, by default all.
+        `watchers` are the watchers to ask, by default all.
         """
         found = [watcher.recorder() for watcher in (self.watchers if watchers is None else watchers)]
         return [recorder for recorder in found if recorder is not None]
@@ -121,12 +121,12 @@ def is_watched() -> bool:
 def _backward(
     tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """`Tensor.backward` without its question to the modes."""
+    """Do what `Tensor.backward` does, but without passing the call to torch's modes."""
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _observe(*inputs: Any, **options: Any) -> Any:
-    """Hand a call of `attend` to the modes of the thread; NotImplemented if there are none."""
+    """Return what the modes of the thread return for a call of `attend`; NotImplemented if there are none."""
     return handle_torch_function(attend, (), *inputs, **options) if has_modes() else NotImplemented
 
 
@@ -141,11 +141,10 @@ def _compute(
 
     Parameters
     ----------
-    recorders : those of the watches
     call : what the caller knows of the call
     inputs : arguments of `attend`
     own : statistics that the caller needs
-    compute : returns the output of a call with dropout, which drops the weights that the model would drop without watch
+    compute : function that returns the output of a call with dropout, with the same weights dropped as without a watch
     """
     query, key = inputs["query"], inputs["key"]
     if is_nested(query):
@@ -172,7 +171,7 @@ def _compute(
 
 
 def _compute_from_scores(recorders: Sequence[Recorder], weights: WeightsMark) -> None:
-    """Record attention whose scores S the model has computed: attention of zeros, whose scores are 0 + S."""
+    """Record attention whose scores S the model has computed: query and key are 0, and S is added to their scores."""
     scores: Any = weights.scores
     scores = scores.reshape(-1, *scores.shape[-3:]) if scores.ndim > 3 else scores.reshape(-1, 1, *scores.shape[-2:])
     zero = torch.zeros((), dtype=weights.dtype, device=scores.device)
@@ -183,7 +182,7 @@ def _compute_from_scores(recorders: Sequence[Recorder], weights: WeightsMark) ->
 
 
 def _read_own(function: Any, recorders: list[Recorder], *inputs: Any, **options: Any) -> Any:
-    """`sightline.attention`, called by a model."""
+    """Record a call of `sightline.attention` by a model, and return its result."""
     arguments = ATTEND.bind(*inputs, **options).arguments
     if not isinstance(arguments["query"], Tensor):
         return function(*inputs, **options)
@@ -204,7 +203,7 @@ def _read_layer(
     see: Sequence[Statistic] = (),
     **options: Any,
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """Read a call by a layer of this library, or by a model of transformers with `attn_implementation="sightline"`."""
+    """Record a call by a layer of this library, or by a transformers model with `attn_implementation="sightline"`."""
     return _compute(recorders, call, {"query": query, "key": key, "value": value, **options}, see)
 
 
@@ -223,7 +222,7 @@ def _read_torch(
     call: LayerCall | None = None,
     own: Sequence[Statistic] = (),
 ) -> Any:
-    """`torch.nn.functional.scaled_dot_product_attention`, and the operator that exported programs call."""
+    """Record a call of torch's `scaled_dot_product_attention`, or of the operator that exported programs call."""
     names = ("query", "key", "value", "mask", "score", "scale")
     *converted, without_batch = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     compute = None
@@ -237,7 +236,7 @@ def _read_torch(
 
 
 def _read_multi_head(function: Any, recorders: list[Recorder], *inputs: Any, **options: Any) -> Any:
-    """The function of torch.nn.MultiheadAttention, which computes the weights by itself if it has to return them."""
+    """Record a call of `multi_head_attention_forward`. Without dropout, the weights that it returns are a statistic."""
     arguments = MULTI_HEAD.bind(*inputs, **options).arguments
     call = LayerCall("self" if arguments["query"] is arguments["key"] else "cross", 0)
     needs_weights = arguments.get("need_weights", True)
@@ -274,7 +273,7 @@ def _read_flex(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    """The operator of `torch.nn.attention.flex_attention`: output and lse, and maxima in later versions, in base 2."""
+    """Record a call of flex_attention's operator. Return output, lse and, in later versions, maxima, in base 2."""
     lists = dict(
         zip(("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"), block_mask[2:6], strict=True)
     )

@@ -1,7 +1,7 @@
 """Attention in torch's graph in eager mode: one `torch.autograd.Function`, without the registered operator.
 
-The registered operator of `operator` serves whatever must see an operator (torch.compile, transforms, modes), and
-gradients of gradients. `graph_attacher` has the calls that the call cache runs.
+The registered operator, in the module `operator`, serves torch.compile, transforms, modes and gradients of gradients.
+The module `graph_attacher` joins repeated calls, which the call cache runs, to the graph.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ class GraphCall(ABC):
     @property
     @abstractmethod
     def statistics(self) -> Sequence[Statistic]:
-        """The statistics whose arrays are results; of means in cached calls, the averaged statistics."""
+        """The statistics whose arrays are results. In cached calls, a mean is replaced by the statistic it averages."""
 
     def results_to_save(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the results that the backward pass reads: output, lse if it is a result, and arrays of statistics."""
         return results if len(results) <= 2 else (*results[:2], *arrays_to_save(self.statistics, results))
 
     def lse(self, results: Sequence[Tensor]) -> Any:
-        """Return lse, a tensor or a NumPy array; `results` are those of `results_to_save`."""
+        """Return lse, a tensor or a NumPy array. `results` are what `results_to_save` returned."""
         return results[1]
 
     def repeat(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
-        """Return the gradients of the inputs by a bound call; None if no bound call can serve."""
+        """Return the gradients of the inputs by a kernel call that `keep` has kept; None if no such call can serve."""
         return None
 
     def keep(
@@ -84,13 +84,13 @@ class GraphCall(ABC):
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        """Keep the bound call of `found` for later backward passes with the same layouts."""
+        """Keep the kernel call that computed `found` for later backward passes with the same layouts."""
         return
 
 
 @dataclass(frozen=True)
 class _DispatchedCall(GraphCall):
-    """A call that went through the full dispatch."""
+    """A call that no cache served, so that all checks and the choice of a kernel have run."""
 
     problem: Problem  # holds the tables and constant sinks; query, key, value and learned sinks are saved tensors
     own_plan: Plan
@@ -125,7 +125,7 @@ class _DispatchedCall(GraphCall):
 
 
 class _Attention(torch.autograd.Function):
-    """The function by which torch's graph connects results, which are computed already, to their inputs."""
+    """The function that connects results to their inputs in torch's graph. The results are computed before."""
 
     @staticmethod
     def forward(ctx: Any, call: GraphCall, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -160,7 +160,7 @@ class _Attention(torch.autograd.Function):
         return (None, None, *found)
 
 
-# `apply` without the steps for transforms and their tensors, which no call that reaches `connect` has
+# `apply` without its steps for transforms of torch.func: no call inside a transform reaches `connect`
 _apply: Any = super(torch.autograd.Function, _Attention).apply
 
 
@@ -171,14 +171,14 @@ def connect(call: GraphCall, results: tuple[Tensor, ...], inputs: Sequence[Tenso
 
 
 def _with_contiguous_rows(d_output: Tensor | None) -> Tensor | None:
-    """Return a tensor whose columns are adjacent: the gradient of a sum, for example, is one number that repeats."""
+    """Return the gradient with stride 1 on the last axis. The gradient of a sum, for example, has stride 0."""
     if type(d_output) is Tensor and d_output.is_cpu and d_output.stride(-1) != 1:
         return d_output.contiguous()
     return d_output
 
 
 def tables_of(problem: Problem) -> list[Any]:
-    """Return the arrays that the formulas of a problem read, those of its statistics included."""
+    """Return the arrays that the formulas of a problem and of its statistics read."""
     own = [table for condition in conditions_of(problem.see) for table in condition.tables]
     return [table.array for table in (*problem.tables, *own)]
 
@@ -186,8 +186,8 @@ def tables_of(problem: Problem) -> list[Any]:
 def table_versions(tables: Sequence[Any]) -> list[Any]:
     """Return a value for each table that changes if the table is written to.
 
-    torch counts the writes to a tensor, but neither those to an inference tensor nor those to an array of NumPy: their
-    entries are compared. torch itself checks the saved tensors, those that require a gradient.
+    The value is torch's count of writes to a tensor. torch does not count writes to inference tensors and arrays of
+    NumPy, so their value is a checksum. Tensors that require a gradient are left out, since torch checks them itself.
     """
     return [_version(x) for x in tables if isinstance(x, np.ndarray) or (isinstance(x, Tensor) and not x.requires_grad)]
 
@@ -205,13 +205,15 @@ def check_versions(versions: Sequence[Any], tables: Sequence[Any]) -> None:
 def _version(table: Any) -> Any:
     if isinstance(table, np.ndarray):
         return checksum(table)
-    return checksum(to_numpy(table)) if table.is_inference() and table.is_cpu else table._version
+    if not table.is_inference():
+        return table._version
+    return None if table.is_meta else checksum(to_numpy(table.cpu()))
 
 
 def _differentiate(
     call: GraphCall, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], results: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the gradients of the inputs by the kernel's backward pass, or by streaming's."""
+    """Return the gradients of the inputs by the backward pass of the plan's kernel, or else by that of `streaming`."""
     problem, tables = call.with_inputs(inputs), call.wanted_tables
     plan, saved = call.plan(problem), (results[0], torch.as_tensor(call.lse(results)))
     if gradients[0] is None:
@@ -244,7 +246,7 @@ def _differentiate_by_operator(
 
 
 def with_saved_tables(problem: Problem, saved: dict[int, Tensor]) -> Problem:
-    """Return the problem with these tensors as its tables of these indices: hooks may have replaced saved tensors."""
+    """Return the problem with the tensors `saved` as its tables, by index. Hooks may have replaced saved tensors."""
     tables = [table.array for table in problem.tables]
     if all(tables[index] is tensor for index, tensor in saved.items()):
         return problem
@@ -261,7 +263,7 @@ def trainable_inputs(problem: Problem) -> tuple[list[Tensor], tuple[int, ...]]:
 
 
 def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: int | None, result: Result) -> Result:
-    """Return the result with its arrays in torch's graph, if any input needs a gradient."""
+    """Return the result with its arrays in torch's graph. If no input needs a gradient, return it unchanged."""
     if not needs_gradients(problem):
         return result
     inputs, wanted = trainable_inputs(problem)
@@ -270,7 +272,7 @@ def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: i
         inputs, own_problem = inputs[:-1], replace(own_problem, sinks=problem.sinks)
     results = tuple(flatten_result(problem.see, result))
     own_lse = None
-    if not problem.see:  # as in cached calls: checkpoints of torch count the saved tensors of both
+    if not problem.see:  # a checkpoint may repeat this call as a cached one, which must save as many tensors
         results, own_lse = results[:1], results[1]
     seed = problem.seed if problem.dropout else None
     call = _DispatchedCall(own_problem, plan, kernel, seed, threads, wanted, len(inputs), own_lse)

@@ -1,8 +1,8 @@
 """`torch.vmap` of attention and its derivatives: one call for all elements of the mapped axis.
 
 The mapped axis becomes a leading batch axis of query, key, value and the outputs. `call_join` writes the formulas of
-the joined call. A tensor that is the same in every element is expanded with stride 0; a table stays as it is. If sinks
-differ between elements or have gradients, elements and batches become heads.
+the joined call. A tensor that is the same in every element is expanded with stride 0, but a table is not. If sinks
+differ between elements or have gradients, the axes of elements, batch and heads are joined to one axis of heads.
 
 Dropout with one seed for all elements drops the same weights in each. The random numbers depend on the position in the
 batch, so these elements are computed one after another. A seed that differs between elements gives one call.
@@ -69,12 +69,12 @@ def _compute_in_turn(
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a tensor of a derivative is.
+    """The kind of a tensor of a derivative, which says what its axes are.
 
     Parameters
     ----------
     name : "rows" for an array with the axes (*batch_shape, H, ...), "table", "sinks" or "seed"
-    over_batch, over_heads, factors : those of the `Mean` of a statistic
+    over_batch, over_heads, factors : the fields of a statistic's `Mean`, if it has one
     """
 
     name: str
@@ -89,8 +89,8 @@ ROWS, TABLE, SINKS, SEED = (_Kind(name) for name in ("rows", "table", "sinks", "
 class _Join:
     """The joined call for the elements of a mapped call.
 
-    The inputs of the joined call are linear functions of those of the elements, and its outputs have the transposed
-    functions (`split`). So a derivative of the joined call is the joined call of the derivative. The joined call
+    `join` makes inputs of the joined call as linear functions of the elements' inputs. `split` applies the transposed
+    functions to its outputs. So a derivative of the joined call is the joined call of the derivative. The joined call
     computes statistics without means over the axes that it joins.
 
     Attributes
@@ -124,7 +124,7 @@ class _Join:
         ]
 
     def join(self, kind: _Kind, tensor: Tensor, dim: int | None) -> Tensor:
-        """Return the input of the joined call for an input of the elements."""
+        """Return an input of the elements as an input of the joined call."""
         if kind is SEED:
             return tensor.select(dim or 0, 0)
         if kind is SINKS and not self.has_joined_heads:
@@ -150,7 +150,7 @@ class _Join:
         return tensor.flatten(0, axis).unsqueeze(0)
 
     def split(self, kind: _Kind, tensor: Tensor) -> Tensor:
-        """Return the output of the elements for an output of the joined call."""
+        """Return an output of the joined call as an output of the elements."""
         if kind is TABLE:
             return tensor
         if kind is SINKS:
@@ -216,7 +216,7 @@ def _join_text(
     size: int,
     has_joined_heads: bool,
 ) -> CallText:
-    """Return the text of the joined call; `types` are those of the tensors of order 0 of one element."""
+    """Return the text of the joined call. `types` are the types of one element's tensors of order 0."""
     old = [_example(*types[k]) for k in derivative.table_places]
     new = [_example((size, *x.shape) if one else x.shape, x.dtype) for x, one in zip(old, is_mapped, strict=True)]
 

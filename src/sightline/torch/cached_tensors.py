@@ -1,4 +1,4 @@
-"""Tensors in the call cache: how it reads their layouts and addresses, and how it allocates results."""
+"""How the call cache reads the layouts and addresses of tensors, and how it allocates tensors for results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DLPACK_CODES = {  # the code of each dtype in the struct DLDataType of DLPack
 
 
 def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str, heads_in_rows: bool = False) -> Callable[[], Tensor]:
-    """Return a function that allocates a tensor like `arrays.operations.empty`."""
+    """Return a function without arguments that allocates a tensor as `arrays.operations.empty` does."""
     dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
     if heads_in_rows:
         strides = empty(shape, "float32", torch.empty((), device="meta"), heads_in_rows).stride()
@@ -35,7 +35,7 @@ def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str, heads_in_rows: 
 
 
 def _read(tensor: Tensor) -> tuple[Layout, int] | None:
-    """Return the layout and the address of a tensor; None if the call needs the full dispatch."""
+    """Return the layout and the address of a tensor; None if the call cache cannot serve the tensor."""
     gpu = 0 if tensor.is_cpu else 1 + tensor.get_device() if tensor.is_cuda else None
     if gpu is None or gpu > MAX_GPUS or tensor.dtype not in _DLPACK_CODES or tensor.is_neg():
         return None
@@ -56,7 +56,7 @@ def _finish_lse(lse: Tensor, output: Tensor) -> Tensor:
 
 
 def register_tensors() -> None:
-    """Let the call cache serve tensors. `torch.dispatch` calls this function when it is imported."""
+    """Let the call cache serve tensors. The module `sightline.torch.dispatch` calls this function on import."""
     BOOLEANS.add(torch.bool)
     adapter = ArrayAdapter(Tensor.data_ptr, make_empty, _finish_lse, lambda: int(make_seed(None)))
     ADAPTERS.update({Tensor: adapter, Parameter: adapter})

@@ -44,7 +44,7 @@ def is_transformed() -> bool:
 
 
 def refuse_tangents() -> None:
-    """Raise KernelRefusedError if torch.compile traces a forward derivative: an operator would silently have none."""
+    """Raise KernelRefusedError if torch.compile traces a forward derivative, which would be lost without an error."""
     if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         raise KernelRefusedError(
             "forward derivatives of attention inside a compiled function",
@@ -65,7 +65,7 @@ def refuse_functionalize() -> None:
 
 
 def refuse_old_vmap(gradients: Sequence[Tensor | None]) -> None:
-    """Raise KernelRefusedError for gradients that torch.autograd maps: they have no batching rules in Python."""
+    """Raise KernelRefusedError for gradients of torch.autograd's older vmap, which takes no batching rule in Python."""
     if any(gradient is not None and _C._functorch.is_legacy_batchedtensor(gradient) for gradient in gradients):
         raise KernelRefusedError(
             "gradients of attention with is_grads_batched=True or vectorize=True of torch.autograd",
@@ -76,14 +76,14 @@ def refuse_old_vmap(gradients: Sequence[Tensor | None]) -> None:
 
 @dataclass(frozen=True)
 class Derivative:
-    """The plain values of a derivative of attention.
+    """A derivative of attention of some order, without its tensors.
 
     Parameters
     ----------
     text, kernel, threads : as in `OperatorArguments`
     num_tables, has_sinks, has_seed : which tensors follow query, key and value at order 0
     order : 0 for attention
-    gradient_indices : the outputs of order 0 whose gradients the tensors of order 1 begin with
+    gradient_indices : the outputs of order 0 whose gradients are the first tensors of order 1
     float_tables : the indices of the tables that may have gradients
     wanted_tables : the indices of the tables whose gradients are outputs of order 1
     """
@@ -154,14 +154,14 @@ class Derivative:
 
     @property
     def output_places(self) -> list[int]:
-        """For each output the index of the tensor that the output is the gradient of; the order is at least 1."""
+        """For each output the index of the tensor whose gradient the output is; the order is at least 1."""
         below = self.previous
         places = below._input_places(self.wanted_tables) if self.order == 1 else below.differentiable_places
         return [self.num_own_tensors + place for place in places]
 
     @property
     def differentiable_places(self) -> list[int]:
-        """The indices of the tensors that the next order differentiates by."""
+        """The indices of the tensors with respect to which the next order differentiates."""
         if self.order == 0:
             return self._input_places(self.float_tables)
         below = self.previous.differentiable_places
@@ -173,7 +173,7 @@ class Derivative:
         return [*range(NUM_OPERANDS), *[NUM_OPERANDS + table for table in tables], *sinks]
 
     def differentiable_results(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the outputs of order 0 that have gradients."""
+        """Return the indices of the outputs of order 0 that have gradients."""
         return find_differentiable_results(self.arguments(tensors).build_problem().see)
 
     # -- computation --------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Derivative:
         if get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in tensors):
             raise KernelRefusedError(
                 "second or forward derivatives of attention in a traced program",
-                "first derivatives backward",
+                "first derivatives by the backward pass",
                 "torch.func.jvp, jacfwd, jacrev and hessian in eager mode, in place of linearize, make_fx or compile",
             )
         # in inference mode torch records no graph; for tensors that were created in this mode, it never records one
@@ -238,10 +238,10 @@ class Derivative:
         gradients: Sequence[Tensor | None],
         wanted: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Return the gradients of the tensors: the backward pass.
+        """Return the gradients of the tensors, None for a tensor without a gradient.
 
-        `outputs` are output and lse at order 0, `gradients` those of the outputs, None for 0, and `wanted` has an entry
-        for each tensor.
+        `outputs` are output and lse at order 0, and empty at other orders. `gradients` are the gradients of the
+        outputs, None for 0. `wanted` says of each tensor whether its gradient is needed.
         """
         if self.order == 0:
             given = [k for k, gradient in enumerate(gradients) if gradient is not None]
@@ -266,7 +266,7 @@ class Derivative:
 
         The backward pass gives Jᵀ u for gradients u of the outputs. So its own backward pass, two orders above, gives
         J t as the gradient of u. The result does not depend on u, which is 0. `types` are the shapes and dtypes of the
-        outputs; the other arguments are those of `differentiate`.
+        outputs. The other arguments are as in `differentiate`.
         """
         if self.order == 0:
             results = self.differentiable_results(tensors)
@@ -284,7 +284,7 @@ class Derivative:
 
 
 def _fill_zeros(given: Sequence[Tensor | None], tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
-    """Return the tensors `given`, with zeros in place of None. Each has the shape of the tensor at its place."""
+    """Return the tensors `given`, with zeros in place of None. The zeros have the shape of `tensors[place]`."""
     pairs = zip(given, places, strict=True)
     return [torch.zeros_like(tensors[place]) if one is None else one for one, place in pairs]
 
@@ -314,7 +314,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Any, ...]:
-        """Return the tangents of the outputs: by a kernel those of attention, if no statistic but lse has a tangent."""
+        """Return the tangents of the outputs, by a kernel if the order is 0 and only output and lse have tangents."""
         derivative = ctx.derivative
         tensors, outputs = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
         if derivative.order == 0 and derivative.differentiable_results(tensors) == [0, 1]:
@@ -357,9 +357,9 @@ def _map_operator(
     found: tuple[Derivative, list[Tensor]],
     in_dims: Sequence[Any],
 ) -> tuple[list[Tensor], list[int]]:
-    """Return the outputs of a mapped operator, and their mapped axes.
+    """Return the outputs of an operator under torch.vmap, and their mapped axes.
 
-    `own` are the tensors that precede those of order 0. `in_dims` are the axes of the operator's other arguments.
+    `own` are the operator's tensors before the query. `in_dims` are the mapped axes of the query and later arguments.
     """
     derivative, tensors = found
     query, key, value, tables, sinks, seed = in_dims[:6]
@@ -381,7 +381,7 @@ def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> 
 
 
 def _differentiate_backward(ctx: Any, directions: list[Tensor | None]) -> tuple[Any, ...]:
-    """Return the gradients of the arguments. The forward pass is repeated, so output and lse receive none."""
+    """Return the gradients of the arguments. Output and lse get none, because the forward pass is repeated."""
     derivative, tensors = ctx.derivative, ctx.saved_tensors
     found = derivative.differentiate(tensors, (), directions, [True] * len(tensors))
     count = derivative.num_gradients

@@ -1,4 +1,4 @@
-"""`sightline.attention` for torch tensors: the fused kernels of torch, an eager call, or the registered operator."""
+"""`sightline.attention` for torch tensors, by the fused kernels of torch, an eager call, or the registered operator."""
 
 from __future__ import annotations
 
@@ -120,10 +120,7 @@ def _prefers_fused(problem: Problem) -> bool:
 def _run_operator(problem: Problem, seed: int | None, kernel: str | None, threads: int | None) -> Result:
     """Return the result of the registered operator.
 
-    Raises
-    ------
-    DtypeError
-        A tensor is of a class that does not compute the operator.
+    Raise KernelRefusedError for a quantised KVCache, and DtypeError for a tensor whose class cannot run the operator.
     """
     if problem.row_formats is not None:
         raise KernelRefusedError(
@@ -150,7 +147,7 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
 
 
 def _build_conditions(statistic: Any) -> Any:
-    """While torch.compile traces, replace the statistic's condition by a formula."""
+    """Return the statistic with a formula in place of the function that is its condition, for torch.compile."""
     return (
         statistic.map_formulas(lambda mask: _build_formula(mask, "bhij"))
         if isinstance(statistic, Statistic)
@@ -191,7 +188,7 @@ def _run_eager(
 
 
 def apply_autocast(array: Any) -> Any:
-    """Under torch.autocast, cast the array to autocast's dtype, as torch's attention does; float64 stays."""
+    """Return the array, cast as torch's attention casts it if torch.autocast is on. float64 is not cast."""
     if not isinstance(array, Tensor) or array.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return array
     device_type = array.device.type
@@ -201,7 +198,10 @@ def apply_autocast(array: Any) -> Any:
 
 
 def _build_formula(formula: Any, symbols: str) -> Any:
-    """While torch.compile traces, call a mask or score function: it cannot trace `formula.from_function`."""
+    """Return the formula of a mask or score function while torch.compile traces; else the argument unchanged.
+
+    torch.compile cannot trace `formula.from_function`, which converts such functions in eager calls.
+    """
     if not torch.compiler.is_compiling() or isinstance(formula, Expression | Tensor) or not callable(formula):
         return formula
     with TABLE_READS():

@@ -1,4 +1,4 @@
-"""The names of `torch.nn.attention.flex_attention`: torch's signatures in, formulas out.
+"""The names of `torch.nn.attention.flex_attention` with torch's signatures, computed by this library.
 
 A program changes the line of its import, and keeps its functions `mask_mod` and `score_mod`. `formula.from_function`
 converts them to formulas: a mask when `create_block_mask` is called, a score at each call. A name that is not defined
@@ -66,7 +66,7 @@ def flex_attention(
     key : (B, G, S, E), the dtype of query; B may be 1
     value : (B, G, S, E_v), the dtype of query; B may be 1
     score_mod : function (score, b, h, q_idx, kv_idx) or formula, optional
-        The new score, computed from the scaled score. It may read tensors, also those that require gradients.
+        The new score, computed from the scaled score. The function may read tensors, also those that require gradients.
     block_mask : BlockMask, optional
         The result of `create_block_mask` of this module or of torch, or what `sightline.attention` takes as a mask.
     scale : float, default 1/√E
@@ -83,7 +83,7 @@ def flex_attention(
     output : (B, H, L, E_v), the dtype of query; 0 for a query without visible keys
     lse : (B, H, L) float32, or float64 for float64
         The natural logarithm of Σⱼ exp(scoreᵢⱼ); −∞ for a query without visible keys.
-    max_scores : as lse
+    max_scores : the shape and dtype of lse
         The largest score of each query.
 
     Raises
@@ -135,7 +135,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, en
     """Raise ShapeError for shapes that `sightline.attention` takes, and torch's function does not."""
     if not query.ndim == key.ndim == value.ndim == 4:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("query", query), ("key", key), ("value", value)))
-        raise ShapeError(shapes, "four axes: (B, H, L, E)", "sightline.attention takes other numbers of axes")
+        raise ShapeError(shapes, "four axes: (B, H, L, E)", "use sightline.attention for other axes")
     batch, heads, queries, _ = query.shape
     _, key_heads, keys, _ = key.shape
     if heads != key_heads and not enable_gqa:
@@ -161,7 +161,7 @@ class BlockMask:
     """A mask of given lengths as a formula, which `create_block_mask` returns. It replaces torch's class of this name.
 
     It has no lists of blocks: the kernels find the tiles that the formula hides. So it needs no memory of n × m, and
-    one mask serves every device. Tensors that `mask_mod` reads are read at each call, those without axes too. Python's
+    one mask serves every device. Tensors that `mask_mod` reads are read at each call, also those without axes. Python's
     numbers are read once, when the mask is created or `mask_mod` is set.
 
     Attributes
@@ -219,14 +219,14 @@ class BlockMask:
         return self._formula
 
     def traced_formula(self) -> Expression:
-        """Return `formula`, built anew while torch.compile traces: masks of one form then share one graph."""
+        """Return `formula`, built anew while torch.compile traces. Masks of one form then share one compiled graph."""
         if self._parts is None:
             return self.formula
         records, tables = self._parts
         return from_records(records, [Table(torch.as_tensor(array), *axes) for array, *axes in tables])
 
     def to_expression(self) -> Expression:
-        """Return `formula`; so `block_mask` works as `mask=` of `sightline.attention`, and in formulas."""
+        """Return `formula`. This method lets a BlockMask work as `mask=` of `sightline.attention`, and in formulas."""
         return self.formula
 
     @property
@@ -247,7 +247,7 @@ class BlockMask:
         return 100 * (1 - float(find_blocks(self.formula, self.shape, self.BLOCK_SIZE).mean()))  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> BlockMask:
-        """Return a mask of some batch entries and heads. As in torch, its `mask_mod` must be set; its lengths stay."""
+        """Return a mask of some batch entries and heads, for the same lengths. As in torch, set its `mask_mod` next."""
         taken = index[:2] if isinstance(index, tuple) else (index,)
         taken = tuple(slice(at, at + 1 or None) if isinstance(at, int) else at for at in taken)
         part = self._copy(np.empty(self._leading)[taken].shape, self.seq_lengths)
@@ -278,7 +278,7 @@ class BlockMask:
             f"the attribute {name} of a BlockMask of sightline",
             "formula, mask_mod, shape, seq_lengths, BLOCK_SIZE, sparsity(), to_dense(), to(device): no lists of blocks",
             "torch's create_block_mask(block_mask.mask_mod, *block_mask.shape) has these lists, "
-            "and sightline's flex_attention takes it too",
+            "and sightline's flex_attention takes that mask too",
         )
         raise AttributeError(str(error))
 
@@ -303,7 +303,7 @@ def create_block_mask(
     Parameters
     ----------
     mask_mod : function (b, h, q_idx, kv_idx) or formula
-        True where the query attends to the key. It may read tensors.
+        True where the query attends to the key. The function may read tensors.
     B, H : int or None
         The numbers of batch entries and heads; None and 1 serve every number.
     Q_LEN, KV_LEN : int
@@ -326,7 +326,7 @@ def create_block_mask(
     TableError
         The function reads outside a tensor.
     ParameterError
-        A length is not a whole number of at least 0, or a block of at least 1.
+        B, H or a length is not a whole number of at least 0, or BLOCK_SIZE is not one of at least 1.
 
     Examples
     --------
@@ -352,7 +352,7 @@ def create_block_mask(
 def _make_block_mask(
     mask_mod: Mod, batch: int, heads: int, lengths: tuple[int, int], block: tuple[int, int]
 ) -> BlockMask:
-    """Return the mask, after a check of its reads."""
+    """Return the mask, after a check that it reads no tensor out of bounds."""
     block_mask = BlockMask(mask_mod, batch, heads, lengths, block)
     if not is_transformed():  # the entries of a tensor that vmap maps cannot be read
         check_formulas(block_mask.formula, None, (batch, heads, *lengths))

@@ -34,8 +34,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query : (..., H, L, E) float16, bfloat16, float32 or float64, with any number of leading axes
-        (L, E), a query without heads, is allowed too. The leading axes of query, key and value broadcast, also if their
-        numbers differ. Without components, E = 0, all scores are 0.
+        (L, E), a query without heads, is allowed too. The leading axes of query, key and value broadcast, also if one
+        array has fewer of them. If E = 0, all scores are 0.
     key : (..., G, S, E), the dtype of query
     value : (..., G, S, E_v), the dtype of query
     attn_mask : tensor broadcastable to (..., H, L, S), optional
@@ -50,7 +50,7 @@ def scaled_dot_product_attention(
         this combination.
     scale : float, default 1/√E
     enable_gqa : bool, default False
-        True allows H to be a multiple of G. With False H = G, or one of them is 1.
+        True allows H to be a multiple of G. With False, H must equal G, or one of them must be 1.
 
     Returns
     -------
@@ -97,7 +97,7 @@ def convert_arguments(
     scale: float | None,
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Any, Any, float | None, bool]:
-    """Return (query, key, value, mask, score, scale) of `api.functions.attend`, and whether a batch axis was added."""
+    """Return (query, key, value, mask, score, scale) for `api.functions.attend`, and True if a batch axis was added."""
     ndim = query.ndim
     if not ndim == key.ndim == value.ndim or query.shape[-1] == 0:
         query, key, value, scale = _complete_axes(query, key, value, scale)
@@ -141,7 +141,7 @@ def read_causal_bias(bias: Any, query: Tensor, key: Tensor) -> Expression:
 
 
 def _check_mask_kind(attn_mask: Any) -> None:
-    """Raise an error if `attn_mask` is no tensor, or a tensor of a kind that cannot be read."""
+    """Raise MaskError if `attn_mask` is no tensor, and DtypeError if its kind, such as sparse, cannot be read."""
     if not isinstance(attn_mask, Tensor):
         raise MaskError(
             "attn_mask is " + ("a formula" if isinstance(attn_mask, Expression) else f"a {type(attn_mask).__name__}"),
@@ -154,7 +154,7 @@ def _check_mask_kind(attn_mask: Any) -> None:
 def _complete_axes(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Return the arguments with equal numbers of axes, and with one component 0 in place of none."""
+    """Return the arguments with equal numbers of axes. If E is 0, query and key get one component 0."""
     axes = [x.ndim for x in (query, key, value)]
     if min(axes) >= 2:
         query, key, value = (x[(None,) * (max(axes) - x.ndim)] for x in (query, key, value))
@@ -164,7 +164,7 @@ def _complete_axes(
 
 
 def check_operands(query: Any, key: Any, value: Any) -> None:
-    """Raise the library's error if query, key or value is of a kind that cannot be read."""
+    """Raise DtypeError or, for nested tensors, ShapeError if the kind of query, key or value cannot be read."""
     named = {"query": query, "key": key, "value": value}
     for name, array in named.items():
         check_class(name, array)
@@ -176,10 +176,10 @@ def check_operands(query: Any, key: Any, value: Any) -> None:
 
 
 def align_mask(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return a mask that broadcasts to the scores (..., H, n, m) as a mask that `dense` and `bias` align to the scores.
+    """Return the mask, which broadcasts to the scores (..., H, n, m), with the axes that `dense` and `bias` expect.
 
-    If there are several batch axes, `dense` counts them together in an array with four axes, so such a mask gets one
-    more axis. For arrays without heads, a mask (B, n, m) gets an axis of one head.
+    `dense` reads the first of four axes as all batch axes together. So with several batch axes, a mask of four axes
+    gets a fifth one. For arrays without heads, a mask (B, n, m) gets an axis of one head.
     """
     if query.ndim == 3 and mask.ndim == 3:
         return mask[:, None]

@@ -69,8 +69,8 @@ class Fused(Kernel):
     library guarantees that a hidden value never reaches the output, and checking whether values are finite would wait
     for the device.
 
-    Without a mask a weight can be 0 too: its score is −∞, for example if a key has an ∞, or far below the row's
-    maximum. If the value of such a weight is not finite, `Fused` returns NaN, and other kernels may not.
+    Without a mask a weight can be 0 too, if its score is far below the row's maximum, or −∞ (for example by an ∞ in K).
+    If the value of such a weight is not finite, `Fused` returns NaN, and other kernels may not.
 
     Parameters
     ----------

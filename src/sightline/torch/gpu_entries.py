@@ -1,10 +1,9 @@
-"""Entries of the call cache for tensors on a GPU: a call that was met before goes straight to its launches.
+"""Entries of the call cache for tensors on a GPU: a repeated call launches its kernels without planning.
 
     attention(q, k, v, mask=causal())  →  Request  →  GpuEntry  →  BoundLaunches  →  kernels
 
-The entries lie beside those of the CPU; see `call_cache`. A call is stored if its launches
-depend on the layouts of its arrays and on its formulas alone. So the entries of its tables must not have decided its
-plan: see `Table.with_unknown_entries`.
+`call_cache` stores these entries beside those of the CPU. A call is stored if its launches depend only on the layouts
+of its arrays and on its formulas, and not on the numbers in its tables (`Table.with_unknown_entries`).
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ class FusedEntry(_PythonEntry):
 
 
 class EntriesByNumbers(_PythonEntry):
-    """The calls of one request with different numbers in their formulas.
+    """The calls that differ only in the numbers of their formulas, such as the width of a window.
 
-    The key of a call in `calls` is its numbers. `selection` is the `selection_version` of the calls.
+    `calls` has each call by its numbers. The calls are outdated if `selection_version()` is not `selection`.
     """
 
     def __init__(self, selection: int) -> None:
@@ -74,11 +73,11 @@ class EntriesByNumbers(_PythonEntry):
 
 @dataclass
 class GpuEntry(ResultBuilder):
-    """A call that only lacks its inputs. It has these parameters besides those of `ResultBuilder`.
+    """A call of Triton kernels that lacks only its inputs. It has these parameters besides those of `ResultBuilder`.
 
     Parameters
     ----------
-    launches : the launches
+    launches : the kernels with their arguments, without addresses and the seed
     squeezed_axis : the axis of the heads in the results if the caller's arrays have no such axis; else None
     """
 
@@ -102,7 +101,7 @@ class GpuEntry(ResultBuilder):
 
 
 class _GpuGraphCall(CachedGraphCall):
-    """A call of the cache in torch's graph."""
+    """A cached call on a GPU in torch's graph."""
 
     def repeat(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
@@ -133,7 +132,7 @@ class _GpuGraphCall(CachedGraphCall):
     def read_arrays(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[tuple[Any, ...], Any]:
-        """Return what the backward kernels read besides tables, and the result of `arrays.layouts.read_arrays` for it.
+        """Return the arrays that the backward kernels read besides tables, and (layouts, addresses) with the tables.
 
         The second result is None if the gradients need the full dispatch.
         """

@@ -1,4 +1,4 @@
-"""The calls of the call cache in torch's graph: the attacher of their results, and their bound backward passes."""
+"""Join the results of repeated calls, which the call cache runs, to torch's graph, and repeat their backward passes."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class _CpuGraphCall(CachedGraphCall):
     def read_inputs(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[BackwardInputs | None, ForwardPass]:
-        """Return what a bound call reads, with the saved tensors in place of the learned tables, and the forward pass.
+        """Return (the inputs to repeat a backward call, the forward pass). Saved tensors replace the learned tables.
 
-        The first is None if no bound call can serve. Hooks may have changed the layouts of saved tensors.
+        The inputs are None if no kept call can serve. For example, hooks may have changed layouts of saved tensors.
         """
         backward, lse, sinks = self.attacher.backward, self.lse(results), self.sinks(inputs)
         forward = ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, self.seed or 0, self.threads)
@@ -108,7 +108,7 @@ class GraphAttacher:
     Attributes
     ----------
     options : the arguments of `make_problem` that are the same in every call
-    backward : the backward passes; its `slots` and `places` are those of the learned tables
+    backward : the kept backward passes; its `slots` and `places` are the positions of the learned tables
     num_inputs : how many inputs the graph has: query, key, value, the learned tables and the learned sinks
     squeezed_axis : the axis of the heads in the graph's results if the caller's arrays have no such axis; else None
     graph_call : the class of the calls in the graph
@@ -125,10 +125,10 @@ class GraphAttacher:
         threads: int | None,
         graph_call: type[CachedGraphCall] | None = None,
     ) -> GraphAttacher | None:
-        """Return the attacher of a call with gradients; None if the problem's inputs are not those of the caller.
+        """Return the attacher of a call with gradients; None if the problem's inputs are not the caller's tensors.
 
-        `formulas` are those of the call, from `Request.formulas`. `graph_call` is the class of the calls in the graph,
-        by default that of arrays in the processor's memory.
+        `formulas` are the formulas of the call, from `Request.formulas`. `graph_call` is the class of the calls in the
+        graph, by default the class for arrays in the processor's memory.
         """
         inputs, wanted = trainable_inputs(problem)
         has_learned_sinks = problem.sinks is not None and bool(problem.sinks.requires_grad)
@@ -159,7 +159,7 @@ class GraphAttacher:
         self.kernel, self.threads = kernel, threads
 
     def __copy__(self) -> GraphAttacher:
-        """Return an attacher for calls with other lengths: the same options, and no backward pass that was met."""
+        """Return an attacher for calls with other lengths: with the same options, but without kept backward passes."""
         other = object.__new__(GraphAttacher)
         other.__dict__ |= self.__dict__ | {"backward": replace(self.backward)}
         return other

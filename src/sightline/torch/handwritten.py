@@ -1,8 +1,9 @@
-"""Attention that a model writes out by hand, softmax(f(Q Kᵀ)) V, found by the tensors that pass from step to step.
+"""Find attention that a model writes by hand, softmax(f(Q Kᵀ)) V, by following tensors through functions of torch.
 
 Scores S are a product of two activations, a part of other scores, or what is computed from scores element by element.
-Weights are a softmax of scores. Attention is a product of weights and another tensor. If its weights are those of the
-softmax, up to dropout, casts and changes of shape, the attention is known exactly: its weights are softmax(S).
+Weights are a softmax of scores. Attention is a product of weights and another tensor. If only dropout, casts and
+changes of shape stand between the softmax and the product, the weights are known exactly: softmax(S). The mark of a
+tensor says what is known about the tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SAME_WEIGHTS = {functional.dropout, torch.dropout, torch.clone, Tensor.clone, to
 SAME_WEIGHTS |= {Tensor.contiguous, Tensor.to, Tensor.type, Tensor.type_as, Tensor.cpu, Tensor.cuda}
 SAME_WEIGHTS |= {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.requires_grad_}
 SAME_WEIGHTS |= {Tensor.data.__get__}  # type: ignore[attr-defined]
-OF_FIRST = SAME_WEIGHTS | RESHAPES | MOVES  # of their arguments, the values of the first alone matter
+OF_FIRST = SAME_WEIGHTS | RESHAPES | MOVES  # only the values of the first argument matter
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 CHANGED = "the {} are changed in place after the softmax"
 NESTED = "the scores or weights are a nested tensor"
@@ -35,9 +36,9 @@ OWN_PACKAGES = ("torch.", "sightline.")
 
 @dataclass(frozen=True)
 class ScoresMark:
-    """The mark of a tensor of scores.
+    """What is known about a tensor of scores.
 
-    `shape` is the last shape of four axes that the scores had, if their last two axes are still the same; else ().
+    `shape` is the last shape of four axes that the scores had, if their last two axes have not changed since; else ().
     """
 
     shape: tuple[int, ...] = ()
@@ -53,17 +54,17 @@ class _Source:
 
 @dataclass(frozen=True)
 class WeightsMark:
-    """The mark of a softmax of scores, and of what is computed from it.
+    """What is known about a softmax of scores, or about a tensor that is computed from one.
 
     Attributes
     ----------
     place : file and line of the softmax
-    dtype : that of the softmax's result
+    dtype : the dtype of the softmax's result
     version : how often the marked tensor has been changed in place
     keys : the axis of the keys, counted from 0; −1 for a part of the weights without this axis
     scores : the softmax's input, in the shape of the marked tensor or in one of four axes with the same last two axes;
-        None if no watch records it
-    source : the softmax's input itself; None if no watch records it
+        None if there is a `reason`, or if no watch records attention written by hand
+    source : the softmax's input itself; None in the same cases as `scores`
     reason : why the marked tensor is not known to hold the weights softmax(S), or ""
     softmax : one object for all marks that come from one call of a softmax
     """
@@ -78,7 +79,7 @@ class WeightsMark:
     softmax: object = field(default_factory=object)
 
     def refuse(self, reason: str) -> WeightsMark:
-        """Return the mark of a tensor that is not known to hold the weights; the first reason stays."""
+        """Return this mark without scores, with a reason why the weights are not known. An earlier reason stays."""
         return replace(self, scores=None, source=None, reason=self.reason or reason)
 
 
@@ -95,7 +96,7 @@ def forget_tensors() -> None:
 def find_handwritten(
     function: Any, inputs: tuple[Any, ...], options: dict[str, Any], result: Any, keeps_scores: bool
 ) -> WeightsMark | None:
-    """Follow one call of a torch function. If it completes attention, return the mark of the weights.
+    """Follow tensors through one call of a function. Return the mark of the weights if the call completes attention.
 
     If the mark has no `reason`, and `keeps_scores` was True at the softmax, then its `scores` have the axes
     (..., queries, keys).
@@ -112,7 +113,7 @@ def find_handwritten(
 
 
 def _function_of(function: Any) -> Any:
-    """Return the function of an operator that an exported program calls, such as `torch.ops.aten.matmul.default`."""
+    """Return torch's function for an operator of an exported program, such as `torch.ops.aten.matmul.default`."""
     packet = getattr(function, "overloadpacket", function)
     if not isinstance(packet, OpOverloadPacket):
         return function
@@ -162,7 +163,7 @@ def _follow(
 
 
 def _is_projection(function: Any, operands: list[Tensor]) -> bool:
-    """True for the product of an activation and a parameter, or its transpose. A parameter on the left is queries."""
+    """True if the right operand, or any of einsum, is a parameter or its transpose. A left parameter is queries."""
     for x in operands if function is torch.einsum else operands[1:]:
         base = x._base
         is_transpose = x.ndim == 2 and isinstance(base, Parameter) and x.stride() == base.stride()[::-1]
@@ -172,7 +173,7 @@ def _is_projection(function: Any, operands: list[Tensor]) -> bool:
 
 
 def _is_similar(x: Tensor, result: Tensor) -> bool:
-    """True if the result may hold numbers of x: it has as many or more, x's rows, x's last two axes, or x's memory."""
+    """True if the result may hold numbers of x: it is as large or larger, or has x's rows, last two axes or memory."""
     if x.is_nested or result.is_nested or result.numel() == x.numel():  # torch may have no shape of nested tensors
         return True
     has_rows = result.shape[:-1] == x.shape[:-1]  # a sink is one more column of scores
@@ -189,7 +190,7 @@ def _four_axes(x: Tensor) -> tuple[int, ...]:
 
 
 def _keep_shape(function: Any, shape: tuple[int, ...], x: Tensor, result: Tensor) -> tuple[int, ...]:
-    """Return the shape of four axes after a function, or () if it is no shape of the result."""
+    """Return `shape`, the four axes of the scores x, if it still fits the result of the function; else ()."""
     is_kept = shape and function not in MOVES and result.numel() == x.numel() and shape[-2:] == result.shape[-2:]
     return shape if is_kept else ()
 
@@ -218,7 +219,7 @@ def _follow_softmax(
 def _follow_weights(
     function: Any, inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor, mark: WeightsMark, result: Tensor
 ) -> WeightsMark | None:
-    """Return the mark of the result of a function of the weights x; None if the result has none of them."""
+    """Return the mark of the result of a function of the weights x; None if the result contains no weights."""
     is_alias = _share_memory(x, result)
     if not _is_similar(x, result) or (mark.keys < 0 and not is_alias):
         return None
@@ -254,7 +255,7 @@ def _complete(
 ) -> WeightsMark:
     """Return the mark of the weights of a product, with scores in the order (..., queries, keys).
 
-    If it has scores, no tensor of this softmax is followed any more: one softmax is recorded once.
+    If the mark has scores, the tensors of its softmax are forgotten, so that one softmax is recorded once.
     """
     for x, given in weights:
         mark, order = _check_versions(x, given), order_axes(given.keys, function, inputs, tensors, x)
@@ -269,7 +270,7 @@ def _complete(
 
 
 def _refuse_changed(x: Tensor) -> None:
-    """Refuse all weights that share the memory of x, or whose scores do, because a function has changed x in place."""
+    """Note in the marks of weights that share memory with x, or whose scores do, that x has been changed in place."""
     for other, mark in list(_marks.items()):
         if isinstance(mark, WeightsMark):
             if _share_memory(other, x):
@@ -285,7 +286,7 @@ def _of_softmax(mark: WeightsMark) -> list[tuple[Tensor, WeightsMark]]:
 
 
 def _check_versions(x: Tensor, mark: WeightsMark) -> WeightsMark:
-    """Refuse weights or scores that have been changed in place since they were marked."""
+    """Return the mark of x, with a reason if weights or scores have been changed in place since they were marked."""
     if _version(x) != mark.version:
         return mark.refuse(CHANGED.format("weights"))
     if mark.source is not None and _version(mark.source.tensor) != mark.source.version:

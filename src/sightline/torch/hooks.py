@@ -1,4 +1,4 @@
-"""What layers and contexts share: attention that says which layer computes it, and changes that are undone."""
+"""What layers and watches share: `attend`, which names the calling layer, and contexts that undo their changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..statistics import Statistic
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What a layer knows of its own call: fields of `recording.Call`. None where the shapes say it."""
+    """What a layer knows of its own call: fields of `recording.Call`. None if the shapes of the arrays tell it."""
 
     kind: Kind | None = None
     query_start: int | None = None
@@ -52,7 +52,7 @@ def attend(
 
 
 def has_modes() -> bool:
-    """True if a mode of this thread must see torch's functions."""
+    """True if a mode of torch is on in this thread, and torch.compile does not trace."""
     return not torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled()
 
 
@@ -65,7 +65,7 @@ _ORIGINALS: dict[tuple[int, str], tuple[Any, bool, int]] = {}
 def registering(
     registry: WeakKeyDictionary[nn.Module, tuple[Any, ...]], modules: Collection[nn.Module], entry: Any
 ) -> Iterator[None]:
-    """Add an entry to those of the modules in a registry while the context lasts."""
+    """Add `entry` to the entries that the registry has for each module, while the context lasts."""
     for module in modules:
         registry[module] = (*registry.get(module, ()), entry)
     try:
@@ -103,6 +103,6 @@ def check_module(model: Any) -> None:
         raise ParameterError(
             f"a model that is a {type(model).__name__}",
             "a torch.nn.Module",
-            "watch(model), where a model's name is loaded first, by AutoModel.from_pretrained(path) for example, and "
-            "a function becomes the `forward` of a torch.nn.Module",
+            "pass a module: load a name, by AutoModel.from_pretrained(name) for example, or make a function the "
+            "`forward` of a torch.nn.Module",
         )

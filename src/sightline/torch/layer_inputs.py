@@ -1,4 +1,4 @@
-"""Inputs of the layers: the errors for kinds of tensors that a layer cannot read, and arrays of masks as formulas."""
+"""Checks of the inputs of attention layers, and the conversion of arrays of masks to formulas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_inputs(**inputs: Any) -> None:
 
 
 def project(projections: Callable[..., Projected], **inputs: Tensor) -> Projected:
-    """Return projections(*inputs). Raise DtypeError if the kind of an input explains an error of torch."""
+    """Return projections(*inputs). If torch raises an error that an input's kind explains, raise DtypeError instead."""
     try:
         return projections(*inputs.values())
     except Exception as error:  # classes of tensors raise errors of every kind
@@ -48,14 +48,14 @@ def project(projections: Callable[..., Projected], **inputs: Tensor) -> Projecte
 
 
 def read_tensors(function: Callable[..., Projected], **tensors: Any) -> Projected:
-    """Return function(*tensors). Raise DtypeError if a tensor has no memory, or its class explains an error."""
+    """Return function(*tensors). Raise DtypeError if a tensor has no memory, or if its class explains an error."""
     if not torch.compiler.is_compiling() and not is_intercepted():
         for name, tensor in tensors.items():
             if type(tensor) is Tensor:
                 check_memory(name, tensor)  # torch itself would read at the address 0
     try:
         return function(*tensors.values())
-    except Exception as error:  # as above
+    except Exception as error:  # classes of tensors raise errors of every kind
         _refuse_tensors(tensors, error)
         raise
 
@@ -82,7 +82,7 @@ def read_mask(mask: Any, hides: bool, query: Tensor, key: Tensor, value: Tensor)
         raise MaskError(
             f"mask is an array of {dtype_name(array)}",
             "booleans or real numbers, or a formula",
-            "mask=array of True and False",
+            "pass an array of True and False",
         )
     compare: Any = np.equal if hides else np.not_equal
     if isinstance(array, Tensor):

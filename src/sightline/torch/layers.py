@@ -65,7 +65,7 @@ class ScaledDotProductAttention(nn.Module):
         super().__init__()
         if not 0 <= to_float(dropout) <= 1:
             raise ParameterError(
-                f"dropout={dropout!r}", "a probability from 0 to 1", "pass no widths: the arrays have them"
+                f"dropout={dropout!r}", "a probability from 0 to 1", "dropout=0.1; pass no widths, the arrays have them"
             )
         if mask_means not in ("attend", "ignore"):
             raise ParameterError(
@@ -118,15 +118,15 @@ class SelfAttention(nn.Module):
     """Self-attention: softmax(R(x W_Q) R(x W_K)ᵀ / √d_k + M) x W_V.
 
     R is the rotary position embedding, which rotates pairs of components of queries and keys, but not of values. M is
-    the causal mask. The layer has no output projection: the outputs of the heads are concatenated. Add an `nn.Linear`
-    after the layer to mix the heads.
+    the causal mask, or 0 if `causal` is False. The outputs of the heads are concatenated, without an output projection.
+    Add an `nn.Linear` after the layer to mix the heads.
 
     Parameters
     ----------
     d_model : int
         The width of x.
     d_k, d_v : int
-        The width of queries and keys, and the width of values, of each head. d_k must be even with `rope`.
+        In each head, the width of queries and keys, and the width of values. d_k must be even if `rope` is True.
     heads : int, default 1
     rope : bool, default True
         Apply the rotary position embedding.
@@ -200,11 +200,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
     output.
 
     Masks have the polarity of torch's layer: **True hides** a key, the opposite of `sightline.attention`. Float masks
-    are logits, added to the scaled scores. There are three differences to torch's layer:
+    are logits, added to the scaled scores. There are three differences from torch's layer:
 
     - For a query without visible keys the output is the output projection of 0; torch gives NaN.
     - The returned weights are the weights before dropout.
-    - `is_causal` alone applies the mask i ≥ j; in torch it is a hint that needs `attn_mask` too.
+    - `is_causal` alone applies the mask i ≥ j. In torch `is_causal` is a hint that needs `attn_mask` too.
 
     Parameters
     ----------

@@ -41,8 +41,8 @@ def pack(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any
     Raises
     ------
     ShapeError
-        A tensor is not nested, not jagged or has another ragged axis; its sequences overlap; the numbers of sequences
-        differ; or key and value have other lengths.
+        A tensor is not nested, is not jagged, has another ragged axis, or has sequences that overlap. Or the numbers of
+        sequences differ, or the lengths of key and value differ.
     MaskError
         A dense array is a mask or a bias: sequences of different lengths have no common matrix of scores.
     ParameterError
@@ -107,7 +107,7 @@ class _Packing:
         first = offsets[:-1]
         spans = torch.diff(offsets)
         lengths = spans if lengths is None else lengths
-        # positions before the first sequence and after the last belong to the nearest one, and to none of its positions
+        # a position of no sequence gets the start and length of the nearest sequence before it, or of the first one
         positions = torch.arange(total, device=offsets.device)
         nearest = torch.searchsorted(offsets, positions, right=True).sub_(1).clamp_(0, max(len(spans) - 1, 0))
         start, length = first[nearest], lengths[nearest]
@@ -137,7 +137,7 @@ def check_nested(named: dict[str, Any]) -> None:
             raise ShapeError(
                 f"{name} nested with {x.ndim} axes, the ragged one at {x._ragged_idx}",
                 "(B, H, j, d) or (B, j, d), where j is the ragged axis",
-                "transpose(1, 2) of (B, j, H, d)",
+                f"{name}.transpose(1, 2) if its axes are (B, j, H, d)",
             )
         if _overlap(x):
             raise ShapeError(
@@ -154,7 +154,8 @@ def check_nested(named: dict[str, Any]) -> None:
         )
     if not (_is_equal(key.offsets(), value.offsets()) and _is_equal(key.lengths(), value.lengths())):
         raise ShapeError(
-            f"key with offsets {key.offsets().tolist()}, value with offsets {value.offsets().tolist()}",
+            f"key with offsets {key.offsets().tolist()}, value with offsets {value.offsets().tolist()}"
+            f"; lengths {_lengths(key)} and {_lengths(value)}",
             "one value for each key: equal offsets and lengths",
             "build value with nested_tensor_from_jagged(values, key.offsets())",
         )
@@ -177,6 +178,10 @@ def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
+def _lengths(nested: Any) -> Any:
+    return (nested.offsets().diff() if nested.lengths() is None else nested.lengths()).tolist()
+
+
 def _check_statistic(statistic: Statistic) -> Statistic:
     if not isinstance(statistic, STATISTICS):
         raise ParameterError(
@@ -196,7 +201,7 @@ def _dense_array_error() -> MaskError:
 
 
 def _rewrite(formula: Expression, symbols: dict[str, Expression]) -> Expression:
-    """Return the formula of the packed call."""
+    """Return the formula with the symbols of the packed call. Raise MaskError if the formula reads a dense array."""
     if any((axis or "b")[0] in "ij" for table in formula.tables for axis in table.axes or ()):
         raise _dense_array_error()
     return formula.rewrite(symbols, table_lookup(lambda table: table.without_axes("b")))

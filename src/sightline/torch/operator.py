@@ -1,7 +1,8 @@
 """The registered operators `torch.ops.sightline.attention`, `attention_backward` and `attention_tangent`.
 
-Each operator has a computation and, for tracing, a function of shapes. The gradient of `attention` is the operator
-`attention_backward`, whose own gradient `derivatives` registers. `tangents` differentiates `attention_tangent`.
+Each operator has a function that computes, and one that makes empty results of the right shapes while torch traces. The
+gradient of `attention` is the operator `attention_backward`. The module `derivatives` registers the gradient of
+`attention_backward`, and the module `tangents` differentiates `attention_tangent`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .operator_schema import SCHEMA, OperatorArguments
 
 
 def autocast_disabled(tensor: Tensor) -> Any:
-    """Return a context in which torch.autocast is off for the tensor's device: sums keep their accumulator's dtype."""
+    """Return a context in which torch.autocast is off for the tensor's device, so that sums keep their dtype."""
     device_type = tensor.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return nullcontext()
@@ -32,7 +33,7 @@ def autocast_disabled(tensor: Tensor) -> Any:
 
 
 def _without_autocast(computation: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Wrap the computation so that it runs with torch.autocast off; `dispatch` has cast its inputs already."""
+    """Wrap the computation so that it runs with torch.autocast off. The module `dispatch` has already cast inputs."""
 
     @wraps(computation)
     def run(*args: Any) -> list[Tensor]:
@@ -44,7 +45,7 @@ def _without_autocast(computation: Callable[..., list[Tensor]]) -> Callable[...,
 
 @_without_autocast
 def _forward(*args: Any) -> list[Tensor]:
-    """Return the results in the order of `flatten_result`."""
+    """Return output, lse and the arrays of the statistics, in the order of `flatten_result`."""
     arguments = OperatorArguments(*args)
     problem = arguments.problem()
     output, *others = flatten_result(problem.see, solve(problem, arguments.kernel, arguments.threads))
@@ -80,7 +81,7 @@ def _compute_gradients(
 ) -> list[Tensor]:
     """Return the gradients of `OperatorArguments.inputs`.
 
-    `gradients` are the gradients of the results at the indices `gradient_indices`; the others are 0.
+    `gradients` are the gradients of the results at the indices `gradient_indices`. Other results have the gradient 0.
     """
     return apply_chain_rule(gradients, gradient_indices, wanted_tables, OperatorArguments(*args), (output, lse))
 
@@ -140,7 +141,7 @@ def apply_chain_rule(
     arguments: OperatorArguments,
     saved: tuple[Tensor, Tensor] | None,
 ) -> list[Tensor]:
-    """Apply the chain rule through attention, tile by tile. The result is differentiable if `saved` is None."""
+    """Return the gradients of `arguments.inputs(wanted_tables)`. If `saved` is None, the result is differentiable."""
     problem = arguments.problem()
     gradient_by_index = dict(zip(gradient_indices, gradients, strict=True))
     d_results = [gradient_by_index.get(k) for k in range(2 + sum(map(count_arrays, problem.see)))]
@@ -162,9 +163,9 @@ def differentiate_results(
 ) -> Gradients:
     """Return the gradients of query, key, value, the tables of the problem at `table_indices`, and the sinks.
 
-    `d_results` are the gradients of the results in the order of `flatten_result`, None for a
-    gradient of 0. If `plan` or `saved` is None, the returned gradients can be differentiated again. `saved_arrays` is
-    the argument of the same name of `dispatch.kernel_list.differentiate`.
+    `d_results` are the gradients of the results in the order of `flatten_result`, None for a gradient of 0. If `plan`
+    or `saved` is None, the returned gradients can be differentiated again. `saved_arrays` are each statistic's arrays
+    from the forward pass, () for arrays that were not saved.
     """
     d_output, d_lse = d_results[:2]
     if d_output is None:

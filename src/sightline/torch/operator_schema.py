@@ -58,7 +58,7 @@ class OperatorArguments(NamedTuple):
 
     @property
     def text(self) -> CallText:
-        """The plain values of the call."""
+        """The formulas as text, and the other plain values of the call."""
         return CallText(self.mask, self.score, self.table_axes, self.scale, self.dropout, self.see)
 
     def problem(self) -> Problem:
@@ -87,7 +87,7 @@ class OperatorArguments(NamedTuple):
         return [self.query, self.key, self.value, *tables, *([] if self.sinks is None else [self.sinks])]
 
     def with_inputs(self, inputs: Sequence[Tensor], wanted_tables: Sequence[int]) -> OperatorArguments:
-        """Return the arguments with other tensors in place of `inputs`."""
+        """Return the arguments with these tensors in place of those that `self.inputs(wanted_tables)` returns."""
         query, key, value, new, sinks, *_ = self.to_argument_order(inputs, wanted_tables)
         tables = [old if table is None else table for old, table in zip(self.tables, new, strict=True)]
         return self._replace(query=query, key=key, value=value, tables=tables, sinks=sinks)
@@ -125,7 +125,7 @@ def make_seed(seed: int | None) -> Tensor:
 
 
 def build_result(see: Sequence[Statistic], results: Sequence[Tensor]) -> Result:
-    """Return the result that `flatten_result` flattened."""
+    """Return the `Result` whose arrays, in the order of `flatten_result`, are `results`."""
     output, lse = results[:2]
     returned_lse = lse if output.dtype == torch.float64 else lse.float()
     seen = []

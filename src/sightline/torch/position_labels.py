@@ -39,14 +39,14 @@ def patch_labels(first: list[str], registers: int, rows: int, columns: int) -> l
 
 
 class PositionReader:
-    """What reads the labels of positions while a model runs; `current` has those of the calls that follow."""
+    """Reads the labels of positions while a model runs. `current` has the labels for the calls that follow."""
 
     def __init__(self) -> None:
         self.current = PositionLabels()
 
     @contextmanager
     def record(self, model: nn.Module) -> Iterator[PositionReader]:
-        """Read while the context lasts."""
+        """Read labels while the context lasts."""
         with ExitStack() as exit_stack:
             for module in model.modules():
                 found = None if isinstance(module, torch.jit.ScriptModule) else self._find_reader(module)
@@ -56,7 +56,7 @@ class PositionReader:
             yield self
 
     def _find_reader(self, module: nn.Module) -> tuple[nn.Module, Any] | None:
-        """Return (the module whose input has the labels' shape, a hook on it), or None for another module."""
+        """Return (a module, the hook that reads labels from its input), or None for a module that is not known."""
         embed, prefix = getattr(module, "patch_embed", None), getattr(module, "num_prefix_tokens", None)
         size = getattr(embed, "patch_size", None)
         if isinstance(embed, nn.Module) and isinstance(prefix, int) and isinstance(size, tuple) and len(size) == 2:
@@ -70,18 +70,18 @@ class PositionReader:
     def _read_image(
         self, first: list[str], registers: int, size: tuple[int, int], _: nn.Module, inputs: Any, __: dict[str, Any]
     ) -> None:
-        """Read (batch, channels, height, width)."""
+        """Set the labels of the patches of images (batch, channels, height, width)."""
         image = inputs[0] if inputs else None
         if isinstance(image, Tensor) and image.ndim == 4:
             rows, columns = (given // one for given, one in zip(image.shape[-2:], size, strict=True))
             self.current = PositionLabels([patch_labels(first, registers, rows, columns)] * len(image))
 
     def _read_spectrogram(self, _: nn.Module, inputs: Any, __: dict[str, Any]) -> None:
-        """Read (batch, mels, columns of the spectrogram)."""
+        """Set the labels of the frames of spectrograms (batch, mels, columns)."""
         self.current = PositionLabels({"encoder": [frame_labels(-(-inputs[0].shape[-1] // 2))] * len(inputs[0])})
 
     def _read_audio(self, _: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
-        """Read the audio's features (batch, frames, width), and the number of tokens in the cache."""
+        """Set the labels of the audio's features (batch, frames, width), and the number of tokens in the cache."""
         audio, cache = inputs[1] if len(inputs) > 1 else options["xa"], options.get("kv_cache")
         start = int(next(iter(cache.values())).shape[1]) if cache else 0
         self.current = PositionLabels({"encoder": [frame_labels(audio.shape[1])] * len(audio)}, start)

@@ -26,10 +26,10 @@ def qk_clip(
 ) -> dict[str, dict[int, float]]:
     """Scale the query and key projections of the heads whose largest score is above a limit, in place.
 
-    For a query head with the largest score S > limit, γ = limit / S. Its scores Q Kᵀ · scale are multiplied by γ, so
-    that on the same inputs its largest score is the limit, up to the rounding of the parameters. Biases of the
-    projections are scaled too. All other heads and all values keep their bits. It is called after the optimizer's step,
-    with the largest scores of the step's forward passes.
+    If the largest score S of a query head is above the limit, γ = limit / S. The scores Q Kᵀ · scale of the head are
+    multiplied by γ, so that on the same inputs its largest score is the limit, up to the rounding of the parameters.
+    Biases of the projections are scaled too. All other heads and all values keep their bits. Call the function after
+    the optimizer's step, with the largest scores of the step's forward passes.
 
     ============================  =========================================  =======================
     layer                         queries                                    keys
@@ -44,14 +44,14 @@ def qk_clip(
     model : torch.nn.Module
     max_scores : Seen, or dict from paths of layers to the largest score of each head, of shape (H,)
         A recording of `sightline.watch` with `sightline.max_score()`, whose maximum over calls, batch and queries is
-        taken, or `MonitoredStep.max_scores` of `AttentionMonitor.history`. Layers that are not in it stay as they are.
+        taken, or `MonitoredStep.max_scores` of `AttentionMonitor.history`. Layers without an entry stay as they are.
         With several ranks, pass the same numbers on each, such as those of a monitor, which are over all ranks.
     limit : float
         The largest score that is allowed, above 0 and in nats like the scores. Kimi K2 was trained with 100.
     projections : (str, str) or function, optional
-        The projections of models whose layers have other names. Two names are those of the `torch.nn.Linear` for
-        queries and for keys in each layer, such as ("attn.wq", "attn.wk"). A function gets a layer and returns (list
-        of views for queries, list of views for keys). The first axis of a view of a parameter is the head.
+        For layers whose projections have unknown names. A pair names the `torch.nn.Linear` for queries and the one for
+        keys in each layer, such as ("attn.wq", "attn.wk"). A function gets a layer and returns (list of views for
+        queries, list of views for keys). The first axis of a view of a parameter is the head.
 
     Returns
     -------
@@ -67,9 +67,9 @@ def qk_clip(
 
     References
     ----------
-    Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, arXiv 2507.20534, section 2.1 and algorithm 1. It describes
-    multi-head and multi-head latent attention. For shared key heads, this function treats the keys as the paper treats
-    the rotary keys that all heads share.
+    Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, arXiv 2507.20534, section 2.1 and algorithm 1. The paper
+    describes multi-head and multi-head latent attention. For shared key heads, this function treats the keys as the
+    paper treats the rotary keys that all heads share.
 
     Examples
     --------
@@ -99,12 +99,12 @@ def qk_clip(
             raise ParameterError(
                 f"the layer {path!r}, which {type(model).__name__} does not have",
                 f"paths of its modules, such as {', '.join(list(by_path)[1:4])}",
-                "the model that was watched",
+                "pass the model that was watched",
             )
         heads = count_heads(by_path[path]) or len(scores)
         if max(scores) >= heads:
             raise ParameterError(
-                f"the largest scores of {max(scores) + 1} heads of {path}", f"{heads} heads", "those of this model"
+                f"the largest scores of {max(scores) + 1} heads of {path}", f"{heads} heads", "pass those of this model"
             )
         found[path] = factors
         changes.append((find_parts(path, by_path[path], heads, projections), factors, heads))

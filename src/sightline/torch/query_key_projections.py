@@ -35,7 +35,7 @@ Projections = tuple[str, str] | Callable[[nn.Module], tuple[Sequence[Tensor], Se
 
 
 class ScaledView(NamedTuple):
-    """A part of a parameter: a view (heads, …), and the power of a head's factor that multiplies it."""
+    """A part of a parameter: a view (heads, …). Each head of the view is multiplied by this power of its factor."""
 
     view: Tensor
     power: float
@@ -44,13 +44,13 @@ class ScaledView(NamedTuple):
 def find_parts(path: str, layer: nn.Module, heads: int, named: Projections | None = None) -> list[ScaledView]:
     """Return the parts to multiply by powers of a factor γ of each query head, so that its scores are multiplied by γ.
 
-    The power is 1/2 for queries and keys with as many heads. If query heads share key heads, it is 1 for queries, and
-    keys are no part. In multi-head latent attention it is 1/2 for the queries and keys without position, and 1 for the
-    rotary queries; the rotary keys, which all heads share, are no part.
+    The power is 1/2 for queries and keys if each query head has its own key head. If query heads share key heads, the
+    power is 1 for queries, and keys are not scaled. In multi-head latent attention the power is 1/2 for queries and
+    keys without position, and 1 for rotary queries. Rotary keys, which all heads share, are not scaled.
 
     Parameters
     ----------
-    path, layer : the layer, and its path for errors
+    path, layer : the path of the layer, for errors, and the layer
     heads : the number of query heads, if the layer does not say it
     named : the names of the two projections, or a function from the layer to (views for queries, views for keys)
 
@@ -81,7 +81,7 @@ def find_parts(path: str, layer: nn.Module, heads: int, named: Projections | Non
         raise ParameterError(
             f"{path}, which normalises or clips queries or keys after their projections ({', '.join(norms)})",
             "projections whose results are the queries and keys",
-            "nothing to scale, as this bounds the scores: leave the layer out of max_scores",
+            "leave the layer out of max_scores, since its scores are bounded already",
         )
     return _with_powers(*_find(path, layer, heads, named))
 
@@ -108,7 +108,7 @@ def _check_parameters(path: str, parameters: Iterable[Tensor]) -> None:
 
 
 def _with_powers(queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[ScaledView]:
-    """Return the views with their powers; queries are scaled alone if query heads share a key head."""
+    """Return the views with their powers. Only queries are scaled if query heads share a key head."""
     if any(len(query) != len(key) for query in queries for key in keys):
         return [ScaledView(view, 1.0) for view in queries]
     return [ScaledView(view, 0.5) for view in (*queries, *keys)]
@@ -139,7 +139,7 @@ def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None
     raise ParameterError(
         f"{path}, a {type(layer).__name__} whose query and key projections are not known (it has {children})",
         f"projections named {', '.join('/'.join(names) for names in SEPARATE)}, or fused as {', '.join(FUSED)}",
-        'projections=("query projection", "key projection"), or a function that returns views of them by head',
+        "projections=(name of the query projection, name of the key projection), or a function that returns views",
     )
 
 
@@ -166,7 +166,7 @@ def _rows(path: str, projection: nn.Module) -> list[Tensor]:
 
 
 def _split(rows: Tensor, heads: int) -> Tensor:
-    """Return a view whose first axis is the head, of rows (heads · d, …)."""
+    """Return rows (heads · d, …) as a view (heads, d, …)."""
     return torch.unflatten(rows, 0, (heads, -1))
 
 
@@ -174,7 +174,7 @@ def _divide(path: str, rows: int, heads: int) -> int:
     if heads < 1 or rows % heads:
         raise ParameterError(
             f"a projection of {path} of {rows} rows for {heads} heads",
-            "as many rows for each head",
+            "the same number of rows for each head",
             "projections=function that returns views of the projections by head",
         )
     return rows // heads

@@ -129,27 +129,27 @@ _reasons: dict[ReplacedCall, str | None] = {}  # the results of `_reason_to_leav
 def replacing() -> Iterator[Replacement]:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by this library while the context lasts.
 
-    This is for programs that one cannot edit, such as models of transformers with attn_implementation="sdpa", and
-    `torch.nn.TransformerEncoder`. timm, diffusers and open_clip call the function too. The tests have a vision
+    Use the context for programs that you cannot edit, such as models of transformers with attn_implementation="sdpa",
+    and `torch.nn.TransformerEncoder`. timm, diffusers and open_clip call the function too. The tests have a vision
     transformer that is written as in timm, but not these three libraries.
 
     The function is replaced in torch.nn.functional and in every loaded module that has imported it by name. torch's
-    fast path of encoder layers does not call the function, so it is off.
+    fast path of encoder layers does not call the function, so the context switches the fast path off.
 
-    torch computes a call if no generated kernel can, or if this library raises an error for it. On exit, after an error
-    too, everything is restored. Contexts may be nested.
+    torch computes a call if no generated kernel can, or if this library raises an error for the call. On exit, after an
+    error too, everything is restored. Contexts may be nested.
 
     Yields
     ------
     Replacement
-        The calls that were served, and those that were left to torch, with the reasons. Print it at the end.
+        The calls that were served, and those that were left to torch, with the reasons. Print the object at the end.
 
     Notes
     -----
     `torch.nn.MultiheadAttention` with need_weights=True does not call the function; `sightline.watch` sees its
     weights. `torch.compile` keeps the function that it has traced: compile inside the context, and call
-    `torch.compiler.reset()` after it. `torch.jit.script` cannot compile the replacement. An object that has stored the
-    replacement, and not a module's attribute, calls torch's function after the context.
+    `torch.compiler.reset()` after it. `torch.jit.script` cannot compile the replacement. An object that is no module
+    may have stored the replacement. After the context, the replacement calls torch's function.
 
     Examples
     --------
@@ -216,7 +216,7 @@ def _attend(
     if reason is None:
         try:
             output = scaled_dot_product_attention(*arguments)
-        except SightlineError as error:  # one of the entries, such as a scale that is not finite
+        except SightlineError as error:  # for a value that `call` does not have, such as a scale that is not finite
             reason = error.given
         else:
             for replacement in _active:
@@ -232,17 +232,18 @@ def _attend(
 def _ask_classes(tensors: Sequence[Any], arguments: Arguments) -> Tensor:
     """Return the result of the `__torch_function__` of the tensors' classes.
 
-    Each class gets the function that torch.nn.functional has now, with which CausalBias compares it. The default of
-    `__torch_function__` calls the function again, then without asking the classes.
+    Each class gets `_attend` as the function, because CausalBias compares it with the function in torch.nn.functional.
+    The default `__torch_function__` calls `_attend` again, and torch then does not ask the classes.
     """
     output: Tensor = handle_torch_function(_attend, tensors, *arguments)
     return output
 
 
 def _is_tensor(array: Any) -> bool:
-    """True for tensors. torch.fx traces with other objects, and torch's errors name the arguments that are wrong.
+    """True for tensors with a shape. Calls with other arguments are left to torch.
 
-    False for tensors without a shape: uninitialized parameters, and nested tensors of the older, strided layout.
+    Those are objects with which torch.fx traces, wrong arguments, for which torch raises its own error, uninitialized
+    parameters, and nested tensors of the older, strided layout.
     """
     return (
         isinstance(array, Tensor)

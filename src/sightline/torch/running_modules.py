@@ -1,8 +1,8 @@
-"""The modules of a watched model that run, by their paths: a stack for each thread, kept by hooks on the modules.
+"""Which modules of a watched model run: a stack of their paths for each thread, kept by hooks on the modules.
 
-A thread that runs a watched module also has the finder of attention calls on, a mode of torch, which is a property of
-the thread. Threads that a running module starts, tasks that it submits to a pool, and checkpointed functions that run
-again in a backward pass go on with the module's path.
+While a thread runs a watched module, the finder is on in the thread: a mode of torch that sees attention calls. Other
+code may run later or in another thread: threads that a module starts, tasks that it submits to a pool, and checkpointed
+functions in a backward pass. Such code gets the path of the module that started it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .hooks import restore_on_exit
 
 
 class Running(NamedTuple):
-    """A module that runs: its path in the model, its class, the number of the model's run, and who switches off."""
+    """A module that runs: its path in the model, its class, and the number of the model's run."""
 
     path: str
     kind: type
     run: int
-    has_switched_on: bool = False  # its end switches the finder off
+    has_switched_on: bool = False  # True if the module has switched the finder on, and must switch it off
 
 
 class _Thread(threading.local):
@@ -47,7 +47,7 @@ THREAD = _Thread()
 
 
 def module_paths(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the path of every module of a model, without what torch.compile adds; that of the model is its class."""
+    """Return the path of every module, without what torch.compile adds. The model's path is the name of its class."""
     return {
         module: name.removeprefix("_orig_mod").removeprefix(".").replace("._orig_mod.", ".") or type(module).__name__
         for name, module in model.named_modules()
@@ -111,7 +111,7 @@ class RunningModules:
 
 
 class _Hooks:
-    """The hooks of a module. Its replicas for other devices share them, and so have its path. A copy has idle hooks."""
+    """The hooks of a module. Its replicas on other devices share the hooks. The hooks of a copy do nothing."""
 
     def __init__(self, modules: RunningModules | None, path: str) -> None:
         self.modules, self.path = modules, path
@@ -152,7 +152,7 @@ def _is_on(finder: TorchFunctionMode) -> bool:
 
 @contextmanager
 def _using(finder: TorchFunctionMode) -> Iterator[None]:
-    """Have the finder on in this thread. The last of several contexts to exit switches it off."""
+    """Switch the finder on in this thread. The last of several contexts to exit switches the finder off."""
     THREAD.uses += 1
     if THREAD.uses == 1:
         finder.__enter__()  # type: ignore[no-untyped-call]
@@ -172,7 +172,7 @@ _count = 0  # contexts that need the changes
 
 @contextmanager
 def _process_wide_changes() -> Iterator[None]:
-    """While the context lasts, threads go on with the modules that start them, and compiled code runs uncompiled."""
+    """In this context, a new thread inherits the running modules of its starter, and compiled code runs uncompiled."""
     global _count
     with _lock:
         _count += 1
@@ -199,9 +199,9 @@ def _process_wide_changes() -> Iterator[None]:
 
 
 def _hand_over(function: Callable[..., Any], is_new_run: bool = False) -> Callable[..., Any]:
-    """Return the function for another thread or a later time. It goes on with the modules that run in this thread.
+    """Return a wrapper that runs the function, in another thread or later, as code of the modules that run here.
 
-    `is_new_run` is True if each call of the function is a further run of these modules.
+    Return the function itself if no module runs. `is_new_run` is True if each call is a further run of these modules.
     """
     tops = {modules: stack[-1]._replace(has_switched_on=False) for modules, stack in THREAD.stacks.items()}
     if not tops:
@@ -227,7 +227,7 @@ def _hand_over(function: Callable[..., Any], is_new_run: bool = False) -> Callab
 
 @contextmanager
 def without_hand_over() -> Iterator[None]:
-    """Threads that start in the context outlive the modules that run: they are those of a pool."""
+    """In this context, new threads inherit no modules. They belong to a pool, and outlive the modules that run."""
     before, THREAD.hands_over = THREAD.hands_over, False
     try:
         yield
@@ -266,9 +266,10 @@ def _make_compile(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_frame(start: Callable[..., None]) -> Callable[..., None]:
-    """Return the new `__init__` of what torch keeps of a checkpointed function.
+    """Return the new `__init__` of torch's record of a checkpointed function.
 
-    torch compares what the function saves for gradients in its second run with what it saved in its first run.
+    torch raises an error if the second run of the function saves other tensors for gradients than the first run.
+    `explain` replaces that error if the watch of the first run has ended.
     """
 
     @wraps(start)

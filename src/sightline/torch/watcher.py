@@ -24,9 +24,9 @@ CROSS_ATTENTION_NAME = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  
 
 
 def is_cross_attention(name: str, module: nn.Module) -> bool:
-    """True for cross-attention.
+    """True if the layer computes cross-attention.
 
-    The attribute `is_cross_attention` of the layer says so; without it, the end of the layer's path and its class name.
+    The layer's attribute `is_cross_attention` decides, or else the last two names of its path and its class name.
     """
     declared = getattr(module, "is_cross_attention", None)
     if isinstance(declared, bool):
@@ -86,7 +86,7 @@ class Watcher:
         if any(self.totals) and self._counts_from_end():
             raise ParameterError(
                 f"layers={layers!r} with a sum or mean over layers",
-                "paths, patterns and numbers from 0 on: calls that were added cannot be dropped at the end",
+                "paths, patterns and numbers from 0 on, since calls of a layer cannot be dropped from a sum later",
                 'layers=["*.self_attn"]',
             )
         self.seen = Seen(tokens=tokens, totals=[total for total in self.totals if total is not None])
@@ -101,7 +101,7 @@ class Watcher:
         self.lock = threading.Lock()
 
     def recorder(self) -> Recorder | None:
-        """Return what records a call of the module that runs in this thread; None if the watcher does not want it."""
+        """Return the recorder of a call of the module that runs in this thread; None if no call of it is recorded."""
         running = self.modules.current()
         if running is None:
             return None
@@ -115,7 +115,7 @@ class Watcher:
         return None if number is None else Recorder(self, running, number)
 
     def _wants(self, path: str, rank: int, count: int) -> bool:
-        """True if `layers` may select the layer of this path, which is the rank-th of as many layers as ran so far."""
+        """True if `layers` may select the layer of this path, the `rank`-th of the `count` layers that ran so far."""
         if self.asked is None:
             return True
         return any(
@@ -124,7 +124,7 @@ class Watcher:
         )
 
     def _forget_unwanted(self) -> None:
-        """Forget calls of layers that `layers` counts from the end, and that are not among the last any more."""
+        """Forget the calls of layers that a negative number in `layers` selected before later layers ran."""
         if self.asked is not None and self._counts_from_end():
             wanted = {path for k, path in enumerate(self.layers) if self._wants(path, k, len(self.layers))}
             first = min(one for one in self.asked if not isinstance(one, str))
@@ -137,8 +137,8 @@ class Watcher:
     def note_handwritten(self, place: str, softmax: object, reason: str) -> None:
         """Note attention that the module that runs in this thread has written by hand, with a softmax at this place.
 
-        `softmax` stands for the call of the softmax. `reason` says why its weights are not known; it counts if the
-        watch records attention written by hand.
+        `softmax` is one object for each call of a softmax. `reason` says why the weights are not known. The reason is
+        noted only if the watch records attention written by hand.
         """
         running = self.modules.current()
         if running is not None and (
@@ -148,7 +148,7 @@ class Watcher:
             self.unrecorded.setdefault(place, noted)
 
     def forget_handwritten(self, place: str, softmax: object) -> None:
-        """Forget the note of a product with the weights of a softmax, as a later product of them is recorded."""
+        """Forget the note about a softmax, because a later product with its weights is recorded."""
         if self.unrecorded.get(place, (None,))[-1] is softmax:
             del self.unrecorded[place]
 
@@ -169,7 +169,7 @@ class Watcher:
         self.seen.check_tokens()
 
     def _explain(self) -> tuple[str, str]:
-        """Return what the model did instead of a call that was recorded, and the cure."""
+        """Return what the model did instead of a call that can be recorded, and the cure."""
         if self.unrecorded:
             return f"attention is written by hand in {self.list_handwritten()}", self.cure_of_handwritten()
         compiled = [path for path, module in self.by_path.items() if isinstance(module, torch.jit.ScriptModule)]
@@ -193,7 +193,7 @@ class Watcher:
         )
 
     def cure_of_handwritten(self) -> str:
-        """Return what records the attention that `list_handwritten` lists."""
+        """Return the cure of an error or warning about the attention that `list_handwritten` lists."""
         switch = (
             "call torch.nn.functional.scaled_dot_product_attention there in place of softmax(Q Kᵀ) V; many libraries "
             'have a switch for it, such as fused_attn=True or attn_implementation="sdpa"'
@@ -203,7 +203,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Recorder:
-    """What appends one call of a module to the recording of one watcher.
+    """Appends one call of a module to the recording of one watcher.
 
     `layer_number` counts the recorded layers in the order in which they first ran.
     """
@@ -213,7 +213,7 @@ class Recorder:
     layer_number: int
 
     def requested(self) -> tuple[Statistic, ...]:
-        """Return the statistics of this call. ParameterError is raised if one has too few rows of factors."""
+        """Return the statistics of this call. Raise ParameterError if a statistic has factors for too few layers."""
         for statistic in self.watcher.requested:
             statistic.check_layers(self.layer_number + 1)
         return tuple([statistic.at_layer(self.layer_number) for statistic in self.watcher.requested])
@@ -221,7 +221,7 @@ class Recorder:
     def record(self, results: Sequence[Any], output: Tensor, given: LayerCall, n: int, m: int) -> None:
         """Append the call, of n queries on m keys, to the recording.
 
-        The results of sums and means over layers are added to those of the calls before.
+        The results of sums and means over layers are added to those of earlier calls.
         """
         watcher, heads = self.watcher, output.shape[-3] if output.ndim > 3 else 1
         inputs = None if watcher.inputs is None else watcher.inputs.current

@@ -1,4 +1,4 @@
-"""The axes of weights that a model computes by hand: where functions move them, and which of them a product sums."""
+"""The axes of weights that a model computes by hand: where functions move them, and over which a product sums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIGITS = "0123456789"  # the axes of "..." in an equation
 def call_with(
     other: Tensor, function: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor
 ) -> Any:
-    """Call the function with another tensor in place of x."""
+    """Return `function(*inputs, **options)` with the tensor `other` in place of x."""
     changed = {name: other if option is x else option for name, option in options.items()}
     return function(*[other if given is x else given for given in inputs], **changed)
 
@@ -33,14 +33,14 @@ def call_with(
 def find_axis(
     axis: int, function: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor
 ) -> int:
-    """Return where one of MOVES moves this axis of x: it moves the axes of a tensor with distinct lengths likewise."""
+    """Return the index of an axis of x after `function`, found by a call on a tensor whose lengths all differ."""
     lengths = range(2, x.ndim + 2)
     moved = call_with(torch.empty(*lengths, device="meta"), function, inputs, options, x)
     return list(moved.shape).index(lengths[axis])
 
 
 def find_operands(function: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors that one of PRODUCTS multiplies, from left to right, among those of its arguments."""
+    """Return the tensors of a call that `function`, one of PRODUCTS, multiplies, from left to right."""
     if function is torch.einsum:
         return tensors
     operands = tensors[1:3] if function in WITH_SUMMAND else tensors[:2]
@@ -59,7 +59,7 @@ def order_axes(
     keys : the axis of the keys, from 0
     function, inputs : the product and its positional arguments
     tensors : the tensors among all arguments
-    x : one of them
+    x : the weights, one of these tensors
     """
     if function is torch.einsum:
         return _read_equation(keys, inputs[0], tensors, x)
@@ -76,7 +76,7 @@ def order_axes(
 
 
 def _read_equation(keys: int, equation: Any, tensors: list[Tensor], x: Tensor) -> tuple[int, ...] | None:
-    """Do what `order_axes` does, for an equation of einsum such as "bhij,bhjd->bhid"."""
+    """Return the result of `order_axes` for an equation of einsum such as "bhij,bhjd->bhid"."""
     if not isinstance(equation, str) or "->" not in equation or len(tensors) != 2:
         return None
     terms, output = equation.replace(" ", "").split("->")

@@ -81,7 +81,7 @@ def _named_formulas(problem: Problem, others: Sequence[NamedFormula]) -> list[Na
 
 
 def _byte_extent(table: Table) -> float:
-    """Return the bytes between the first and the last entry of a table, which may include bytes of no entry."""
+    """Return the bytes between the first and the last entry of a table, gaps between entries included."""
     strides = layout(table.array)[1]
     return float(sum(max(length - 1, 0) * abs(stride) for length, stride in zip(table.shape, strides, strict=True)))
 

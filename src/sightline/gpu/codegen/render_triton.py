@@ -182,7 +182,7 @@ class _TritonRenderer:
         return text if text.endswith(")") and not infix and template[0] not in "-{" else f"({text})"
 
     def convert_argument(self, node: Expression, kind: Kind, is_typed: bool) -> str:
-        """Return an argument's text, converted to the kind in which its operator computes."""
+        """Return the text of an operator's argument, cast to `kind`. If `is_typed`, constants have their dtype."""
         if isinstance(node, Constant):
             value = {"bool": bool, "int": int, "float": float}[kind](node.value)
             return self.typed_literal(Constant(value, kind)) if is_typed else _literal(value)

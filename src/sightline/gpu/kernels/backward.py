@@ -13,7 +13,7 @@ NaN and ∞ at a weight of 0 reach no gradient: dS is 0 where P is 0. A program 
 The NaN-safe variants of both kernels, each launched after its kernel, recompute the flagged blocks. They replace NaN
 and ∞ in K and Q by 0, since dS is NaN already wherever such an entry is visible. They record where NaN, ∞ or −∞ in dO
 meets a weight other than 0. The host waits for no kernel. Finite inputs cost one check of the sums, and one kernel
-launch that finds no flag. As in `forward`, one launch of each kernel is enough for a small problem.
+launch that finds no flag. For a small problem without table gradients, one NaN-safe launch of each kernel is enough.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def compute_weights(products, pairs, inside, lse, params, formulas, PARTIAL: tl.
 
 @triton.jit
 def evaluate_on_scores(formula, s, pairs, params, formulas):
-    """Return what a formula of the final scores gives over a tile; 0 where the score is −∞, as at hidden pairs."""
+    """Return the values of `formula` for the final scores of a tile; 0 where the score is −∞, as at hidden pairs."""
     final = s
     if formulas.score_at is None:
         final = s * params.scale

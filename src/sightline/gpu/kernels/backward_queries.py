@@ -17,8 +17,8 @@ class Queries(
 ):
     """A block of queries, and the heads of K and V that they attend to.
 
-    `lse` is (high, low). `high`, `low`, `delta` and `inside` have the shape (rows, 1). `inside` is False past the last
-    query.
+    `lse` is (high, low), whose sum is lse. `high`, `low`, `delta` and `inside` have the shape (rows, 1). `inside` is
+    False past the last query.
     """
 
 
@@ -137,7 +137,7 @@ def backward_queries(
     batches, heads, SEQUENTIAL : numbers of batches and heads that have programs of their own
         If SEQUENTIAL, a program loops over the batches and heads that read the same table entries by lookups of kind
         "pair", since only one program may add to such an entry.
-    schedule, dropout_state, dropout_scale : as in `forward.forward`
+    schedule, dropout_state, dropout_scale : see `forward.forward`
     sums, KINDS : for each lookup the array of sums and the kind, see `table_gradient`
     """
     args = SharedArguments(

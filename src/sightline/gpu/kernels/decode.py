@@ -1,4 +1,4 @@
-"""The decoding kernels, for few queries and many keys. The time of one read of K and V limits them.
+"""The decoding kernels, for few queries and many keys. The time to read K and V limits these kernels.
 
 The queries of all query heads that share a key head are rows of one block, so that one read of K and V serves all of
 them, if they fit a block. The keys are divided into splits, and one program computes one block over one split.
@@ -106,8 +106,8 @@ def merge_splits(
     """Merge the splits of the queries of one head.
 
     If the merged output of the head has NaN, the kernel recomputes the head NaN-safe, with the tile sizes of
-    `nan_safe_meta`, which are large enough for matrix products. `meta.rows` is n rounded up to a power of two: merging
-    multiplies no matrices, and with few rows many loads overlap.
+    `nan_safe_meta`, which are large enough for matrix products. `meta.rows` is only n rounded up to a power of two,
+    because merging multiplies no matrices. With few rows, many loads overlap.
     """
     position = tl.program_id(0)
     rows, column = tl.arange(0, meta.rows), tl.arange(0, meta.padded_d_v)[None, :]

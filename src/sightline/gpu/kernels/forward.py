@@ -13,8 +13,8 @@ meets a weight other than 0. Finite inputs cost one check of the output, and one
 launch costs more than the work of a small problem: there, one launch computes every block NaN-safe.
 
 Without mask, score formula and dropout, a weight is 0 where Q · K is −∞ or far below the running maximum. In one case,
-NaN and ∞ at a weight of 0 do reach the output: the weight becomes 0 only when a later tile has a larger score. Its row
-of V was added before.
+NaN and ∞ at a weight of 0 do reach the output: the weight becomes 0 only when a later tile has a larger score. The
+row of V of this weight was added before that tile.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def init(sink, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
 def store(state, args, position, first, unit, meta):
     """Write O / l and lse of the block of queries that begins at query `first` of a head.
 
-    `unit` is the unit of the running maximum. For a query without a visible key O / l is 0, and lse is the sink, or −∞
-    without a sink.
+    `unit` times the running maximum is an exponent of 2. For a query without a visible key O / l is 0, and lse is the
+    sink, or −∞ without a sink.
     """
     n, output = args.n, args.output
     dropout_scale = tile_ops.scalar(args.dropout_scale, meta.accumulator)

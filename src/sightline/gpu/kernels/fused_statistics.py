@@ -1,8 +1,8 @@
 """Statistics of each query that the forward kernel computes with its running softmax, by a few instructions per score.
 
-Here x = s − m, and p = 2^x is the weight before its division by l. When the running maximum m becomes m':
+In base 2, x = s − m, and p = 2^x is the weight before its division by l. When the running maximum m becomes m':
 
-    max_score   the largest s, and the first key that has this score
+    max_score   the largest score, and the first key that has this score
     entropy     −Σ P ln P = (ln l · Σp − ln 2 · T) / l,    T = Σ p x,    T' = α (T + (m − m') Σp) + ...
     a sum       Σ P f = M / l,    M = Σ p f,    M' = α M + ...    for a formula f of the pair and its final score
 

@@ -1,4 +1,4 @@
-"""The loop of a block over the tiles in its schedule row: full tiles first, for which mask and bounds are not checked.
+"""The loop of a block over the tiles in its schedule row. Full tiles come first, without checks of mask and bounds.
 
 A schedule row serves a block of queries, which visits tiles of keys, or a block of keys, which visits tiles of queries.
 """

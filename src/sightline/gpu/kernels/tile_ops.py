@@ -50,10 +50,7 @@ def name_variants(plain: str, nan_safe: str) -> Callable[[Any], str]:
 
 
 class Array(NamedTuple):
-    """An array (*batch, heads, rows, columns) as an argument of a kernel, see `launch.arguments.to_operand`.
-
-    Strides are numbers of array entries.
-    """
+    """An array (*batch, heads, rows, columns) as `launch.arguments.to_operand` passes it. Strides count entries."""
 
     start: Any
     lengths: Any  # the lengths of the batch axes
@@ -187,8 +184,8 @@ def compute_scores(products, location, j, scale, tables, formulas, PARTIAL: tl.c
     """Return the final scores of a tile from its products Q · K; −∞ where the mask hides the pair or j is not below m.
 
     A full tile (PARTIAL is False) has no such pairs, so they are not looked for. With a score formula, the scores are
-    in nats. Without a score formula they are not yet scaled, so that scaling and shifting them round once. `j` has the
-    shape (1, keys).
+    in nats. Without a score formula they are not yet scaled, so that scaling and shifting together round once. `j` has
+    the shape (1, keys).
     """
     b, h, i, n, m = location
     s = products
@@ -269,7 +266,7 @@ def weight(s, unit, lse):
 
 @triton.jit
 def _unpack_word(number):
-    """Return the 32-bit word that `Operands.dropout_arguments` packed into a number."""
+    """Return the 32-bit word that `launch.arguments.dropout_state` packed into a number."""
     return (tl.cast(number, tl.int64) >> 1) & 0xFFFFFFFF
 
 

@@ -72,7 +72,7 @@ def reduce(block, axis: tl.constexpr, USE_MAX: tl.constexpr):
 # -- the whole matrix of weights or scores -----------------------------------------------------------------------------
 @triton.jit
 def store_range(_, first, last, block, formulas, OUTPUT_KIND: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """Write the tiles `first` ... `last` − 1. "sums" of weights are added to what this program has already written."""
+    """Write the tiles `first` ... `last` − 1. For "sums", add the weights to what this program has already written."""
     corner, rows = block.extra
     m = block.location.m
     down, across = tl.arange(0, meta.rows)[:, None], tl.arange(0, meta.keys)[None, :]

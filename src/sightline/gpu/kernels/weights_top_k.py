@@ -12,7 +12,7 @@ from .weights_pass import WeightsArguments, compute_scores, load_block
 
 @triton.jit
 def rank_weights(s, block):
-    """Return numbers in the order of the weights of scores s: the weight, ∞ if the weight is NaN, −∞ if s is −∞.
+    """Return the number by which each score s is ranked: its weight, ∞ if the weight is NaN, or −∞ if s is −∞.
 
     Different scores may have equal weights, for example 0.
     """
@@ -23,11 +23,12 @@ def rank_weights(s, block):
 
 @triton.jit
 def keep_largest(state, p, first, meta):
-    """Return the state after a tile of `rank_weights`: for each query a list of its K largest weights and their keys.
+    """Return the state after one more tile: for each query a list of its K largest weights and their keys.
 
-    The state is (weights, keys, least weight of each list, its key). The first two have the shape (rows, K), and each
-    list is in any order; the last two have the shape (rows, 1). In every row the best weight of the tile replaces the
-    least weight of the list, until no weight of the tile is better than the least weight.
+    `p` has the results of `rank_weights`. The state is (weights, keys, least weight of each list, key of this weight).
+    The first two have the shape (rows, K), and each list is in any order. The last two have the shape (rows, 1). In
+    every row the largest weight of the tile replaces the least weight of the list, until no weight of the tile is
+    larger. Of equal weights, the one with the smaller key counts as larger.
     """
     values, keys, least, least_key = state
     j = tl.broadcast_to(first + tl.arange(0, meta.keys)[None, :], p.shape)

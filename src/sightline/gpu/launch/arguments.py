@@ -36,7 +36,7 @@ class Operands:
     Parameters
     ----------
     sizes : the tile sizes of the kernel
-    formulas : (name, formula, True if the formula reads scores) for every formula besides mask and score
+    formulas : (name, formula, True if its function takes scores) for every formula besides mask and score
         The tables of these formulas follow the tables of mask and score.
     arrays : arrays besides query, key and value whose rows a kernel reads in tiles
     """
@@ -79,7 +79,7 @@ class Operands:
 
         `blocks` is the number of blocks of a head, and `items` the number of blocks of all heads. The argument
         `nonfinite_flags` is an int32 array with one number for each block, which the kernel sets to 1 if the block's
-        result is not finite. It is None if `has_flags` is False: then NaN-safe code computes every block.
+        result is not finite. `nonfinite_flags` is None without `has_flags`: NaN-safe code then computes every block.
         """
         flags = self.problem.query.new_empty(items, dtype=torch.int32) if has_flags else None
         return {"blocks": blocks, "items": items, "nonfinite_flags": flags, "SUBBLOCKS": 0}

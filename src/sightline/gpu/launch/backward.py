@@ -31,7 +31,7 @@ MAX_SLOTTED_ENTRIES = 2**22  # most entries of a table whose gradient is summed 
 
 @dataclass(frozen=True)
 class GpuTableGradient:
-    """A lookup in the score whose table needs a gradient."""
+    """A read of a table in the score, where the table needs a gradient."""
 
     node: Lookup
     slot: int  # the index of the table in Problem.tables
@@ -111,9 +111,10 @@ def backward_launches(
     """Yield the launches of the backward pass.
 
     They compute, one after another: δ and the scaled lse; dQ; dQ, NaN-safe; dK and dV; dK and dV, NaN-safe. A NaN-safe
-    launch recomputes the blocks whose results in the previous launch are not finite. For a small problem the other
-    launches are NaN-safe themselves, except the launch of dQ if a table needs a gradient. `arrays` has the kernels'
-    arguments output, d_output, d_lse, lse, rows, sums, d_query, d_key and d_value.
+    launch recomputes the blocks whose results in the previous launch are not finite, and a weight of 0 then contributes
+    0, also times NaN or ∞. For a small problem the other launches are NaN-safe themselves, except the launch of dQ if a
+    table needs a gradient. `arrays` has the kernels' arguments output, d_output, d_lse, lse, rows, sums, d_query, d_key
+    and d_value.
     """
     sizes = select("backward_queries", problem, architecture)
     sizes = sizes if lookups or not problem.is_small_on_gpu else small_sizes(sizes)
@@ -204,7 +205,8 @@ def refuse_tables(
     wanted_tables = range(len(problem.tables)) if wanted_tables is None else wanted_tables
     for lookup in _table_gradients(problem, wanted_tables):
         if not _is_supported(problem, lookup, architecture):
-            yield Refusal(f"the gradient of {lookup.node.table}", "use a smaller table, or one indexed by i and j")
+            cure = "use a smaller table, or one indexed by i and j (on AMD also by b and h)"
+            yield Refusal(f"the gradient of {lookup.node.table}", cure)
 
 
 def _is_supported(problem: Problem, lookup: GpuTableGradient, architecture: str) -> bool:

@@ -1,7 +1,8 @@
-"""Bound launches: those of one call, repeated for other arrays of the same layouts without planning.
+"""Bound launches: the kernel launches of one call, which are repeated without planning.
 
-They keep what layouts and formulas decide: compiled kernels, grids, tile ranges and numbers. A run allocates
-the arrays that the kernels write, and passes their addresses and those of its inputs.
+The repeated calls have arrays of the same layouts (dtypes, shapes and strides) and the same formulas, which decide the
+compiled kernels, grids, tile ranges and numbers. A run allocates the arrays that the kernels write, and passes the
+addresses of these arrays and of its inputs.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class BoundLaunches:
     ) -> BoundLaunches | None:
         """Return the launches of a recorded call; None if they depend on more than layouts and formulas.
 
-        They may depend on the entries of a table, on an address that is not aligned, or on an array that a run does
-        not have. `formulas` and `tables` are the attributes of the call's `Request`.
+        The launches may depend on the entries of a table, on an address that is not aligned, or on an array that a run
+        does not have. `formulas` and `tables` are the attributes of the call's `Request`.
         """
         bound_tables = _bind_tables(recorded, formulas, tables)
         addresses = [x.data_ptr() for x in recorded.flat_inputs if isinstance(x, torch.Tensor)]
@@ -89,7 +90,7 @@ class BoundLaunches:
     def read_inputs(
         self, arrays: Sequence[Any], addresses: Sequence[int], tables: Sequence[Any], sinks: Any
     ) -> LaunchInputs | None:
-        """Return the inputs of a run; None if the call needs the full dispatch.
+        """Return the inputs of a run; None if these launches cannot serve the call, which must then be planned.
 
         Parameters
         ----------
@@ -153,7 +154,7 @@ class BoundLaunches:
 def _bind_tables(
     recorded: RecordedCall, formulas: Sequence[Expression | None], tables: Sequence[Any]
 ) -> list[BoundTable] | None:
-    """Return the tables of the kernels; None if the entries of a table may have decided the plan."""
+    """Return the tables of the kernels; None if the launches may depend on the entries of a table."""
     origins, found = [id(table) for table in structure_of(*formulas).tables], []
     for table in recorded.tables:
         if not (table.has_unknown_entries and table.origin in origins):

@@ -27,8 +27,8 @@ SMALL_KEYS = 32  # most keys of a tile in a launch for a small problem: with 64,
 NAN_SAFE_PROGRAMS = 1024  # most programs of the NaN-safe launch; each program checks the flags of several blocks
 MAX_DECODE_QUERIES = 16  # most queries of a head that the decoding kernel serves
 MIN_KEYS_PER_SPLIT = 256  # fewest keys of a split, apart from rounding to tiles
-# About the most programs of a decoding launch with several splits. The number does not depend on the device, so every
-# device gives the same bits.
+# The approximate limit of the programs of a decoding launch with several splits. The limit does not depend on the
+# device, so every device gives the same bits.
 TARGET_PROGRAMS = 512
 
 
@@ -106,7 +106,7 @@ def forward_launches(
 
 
 def small_sizes(sizes: Configuration, warps: int = NAN_SAFE_WARPS) -> Configuration:
-    """Return the tile sizes of a launch that computes every block NaN-safe: a tile has fewer rows and keys."""
+    """Return `sizes` with the smaller tiles of a launch that computes every block NaN-safe."""
     rows, keys = min(sizes.rows, NAN_SAFE_ROWS), min(sizes.keys, SMALL_KEYS)
     return replace(sizes, rows=rows, keys=keys, warps=warps, stages=1)
 

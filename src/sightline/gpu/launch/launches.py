@@ -1,4 +1,4 @@
-"""The launches of a call, and their bound form, which lacks only the addresses of arrays and the seed of dropout.
+"""The launches of a call, and the bound launches, which repeat them for other arrays and another seed of dropout.
 
 KernelLaunch, ...  →  RecordedCall  →  LaunchBinder  →  BoundLaunch, ...
 """
@@ -46,8 +46,8 @@ class KernelLaunch:
     def options(self, stages: int) -> dict[str, Any]:
         """Return the compiler options.
 
-        Fused multiply-add is off: every backend rounds the products of a formula before it adds them, so the masks of
-        all backends agree exactly.
+        Fused multiply-add is off, because every backend must round the products of a formula before it adds them. So
+        the masks of all backends agree exactly.
         """
         return {"num_warps": self.configuration.warps, "num_stages": stages, "enable_fp_fusion": False}
 
@@ -100,7 +100,7 @@ def _wrap(meta: MetaParameters) -> MetaParameters:
 
 
 class RecordedCall(NamedTuple):
-    """The launches of a call.
+    """The launches of a call, and the arrays that they read and write.
 
     launches : every launch, and what `KernelLaunch.launch` returned for it
     inputs : the inputs of the call by the names of the kernels' arguments: a tensor, or a tuple of tensors or integers
@@ -148,8 +148,8 @@ class BoundLaunch(NamedTuple):
     """One launch of a kernel, without the values that change from call to call.
 
     run : the function that launches the kernel
-    pack : (values, constants) → the arguments of `run`; the values are those of `LaunchBinder`
-    constants : what is the same in every call
+    pack : a function of (values, constants) that returns the arguments of `run`; `LaunchBinder` explains the values
+    constants : the list for `pack` of what is the same in every call
     """
 
     run: Callable[..., Any]
@@ -158,14 +158,14 @@ class BoundLaunch(NamedTuple):
 
 
 class UnboundArgumentError(Exception):
-    """`LaunchBinder` met an array that is no input, that the call did not allocate, and that is no schedule's."""
+    """`LaunchBinder` met an array that is no input, that the call did not allocate, and that no schedule holds."""
 
 
 class LaunchBinder:
-    """Binds the launches of a recorded call.
+    """Makes a `BoundLaunch` of each launch of a recorded call.
 
     The values of a call are numbered: first `RecordedCall.flat_inputs`, then the arrays that the call allocates. An
-    array is its address, or in Triton's interpreter the tensor itself.
+    array's value is its address, or in Triton's interpreter the tensor itself.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ class LaunchBinder:
     Raises
     ------
     UnboundArgumentError
-        A launch reads an array that a run does not have.
+        A launch reads an array that a repeated call does not have.
     """
 
     def __init__(self, recorded: RecordedCall) -> None:
@@ -189,9 +189,7 @@ class LaunchBinder:
         for name, given in recorded.inputs.items():
             self.numbers[name] = self.num_inputs
             self.num_inputs += len(given) if isinstance(given, tuple) else 1
-        self.written: dict[
-            int, int
-        ] = {}  # the index in `makers` of each array that the call allocates, by the array's id
+        self.written: dict[int, int] = {}  # the index in `makers` of each allocated array, by the array's id
         self.makers: list[Callable[[], Any]] = []
         self.schedules: list[GpuSchedule] = []
         self.constants: list[Any] = []  # of the launch that is being bound

@@ -1,8 +1,7 @@
-"""The computation of statistics: in the forward kernel, by a second pass over the weights, or by streaming.
+"""The computation of statistics: in the forward kernel, by a second pass over the tiles, or by `reference.streaming`.
 
-The second pass computes statistics of the weights from the saved lse.
-
-Only the problem and the tile sizes decide the number of programs, so every device gives the same bits.
+The second pass (weights pass) recomputes the weights of each tile from the saved lse. Only the problem and the tile
+sizes decide its number of programs, so every device gives the same bits.
 """
 
 from __future__ import annotations

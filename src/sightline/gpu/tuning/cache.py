@@ -1,9 +1,9 @@
 """The cache on disk of configurations that `sightline.tune` found: one small JSON file for each kernel of a problem.
 
-The files are in the subfolder `tuned` of the folder of `sightline.cache_folder`. A file's name is the hash of its key:
-the kernel, the device and its driver, the versions of torch and Triton, the sources of the kernels, and the structure
-of the problem. A file is written under a temporary name and then renamed, so that several processes may write and read
-at once. Files hold data, no code. A file with unexpected content is ignored.
+A configuration is the tile sizes, warps and stages of a kernel. The files are in the subfolder `tuned` of the folder of
+`sightline.cache_folder`. A file's name is the hash of its key: the kernel, the device and its driver, the versions of
+torch and Triton, the sources of the kernels, and the structure of the problem. A file is renamed to its name when it is
+complete, so several processes may write and read. Files hold data, no code. A file with unexpected content is ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def folder() -> Path | None:
 
 
 def problem_key(kernel: str, problem: Problem) -> str:
-    """Return the part of a cache key that describes a problem: everything compiled into its kernel, so no lengths."""
+    """Return the part of a cache key that describes what is compiled into a problem's kernel. Lengths are not."""
     formulas = [None if formula is None else formula.text for formula in (problem.mask, problem.score)]
     wants_fused = {"forward": True, "weights_pass": False}.get(kernel)
     others = [each for each in problem.see if not isinstance(each, Lse)]
@@ -50,7 +50,7 @@ def problem_key(kernel: str, problem: Problem) -> str:
 
 
 def load(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None:
-    """Return the cache entry of a kernel for problems of this structure on `device`; None if there is no entry."""
+    """Return the cache entry of a kernel for the problem's `problem_key` on `device`; None if there is no entry."""
     existing = _existing_folder()
     return None if existing is None else _load(existing, kernel, problem_key(kernel, problem), device)
 
@@ -135,7 +135,7 @@ def num_changes() -> int:
 def _existing_folder() -> Path | None:
     """Return the folder of the tuning cache; None if the folder does not exist.
 
-    On most computers `tune` was never called, so that the folder does not exist and no file need be looked for.
+    On most computers `tune` was never called. The folder then does not exist, and no file is looked for.
     """
     path = folder()
     return path if path is not None and os.path.isdir(path) else None
@@ -149,7 +149,7 @@ def _load(folder: Path, kernel: str, problem_key: str, device: str) -> Mapping[s
 
 
 def _unwritable(path: Path | None, error: OSError) -> ParameterError:
-    """Return the error that reports that configurations cannot be saved in the folder `path`, or in no folder."""
+    """Return the error for configurations that cannot be saved; `path` is the folder, or None if there is none."""
     where = "" if path is None else f" in {path}"
     return ParameterError(
         f"{CACHE_VARIABLE}={cache_setting() or 'unset'}: results cannot be saved{where}: {error}",

@@ -1,7 +1,7 @@
 """The configurations of the kernels: tile sizes, warps and stages.
 
-`select` takes a kernel's configuration from the current trial if there is one, else from the tuning cache. A table by
-architecture, kernel, dtype and head width serves kernels whose configuration is not found there.
+`select` takes a kernel's configuration from the current trial (`try_sizes`) if there is one, else from the tuning
+cache. If it finds none, it takes the default for the architecture, the kernel, the dtype and the head width.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def architecture_of(device: Any) -> str:
 
 
 def device_of(problem: Problem, architecture: str) -> str:
-    """Return the name and the architecture of the GPU that holds a problem's tensors; on the CPU the architecture."""
+    """Return the name and the architecture of the GPU of a problem's tensors; on the CPU the architecture alone."""
     return f"{_name_of(problem.query.device)} ({architecture})" if problem.device.startswith("cuda") else architecture
 
 
@@ -133,7 +133,7 @@ def _name_of(device: Any) -> str:
 
 
 def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configuration]:
-    """Return the configurations that tuning tries: by an estimate, their tiles fit registers and shared memory."""
+    """Return the configurations that tuning tries: those whose tiles, by an estimate, fit registers and memory."""
     if architecture == "interpreter":
         widens_operands = default_configuration(architecture, "forward", problem.dtype, problem.d_k).widens_operands
         return [Configuration(rows, keys, 1, 1, widens_operands) for rows in (16, 32) for keys in (16, 32)]

@@ -2,12 +2,11 @@
 
 The default table (`tuning.configurations`) depends on architecture, kernel, dtype and width only. The fastest
 configuration also depends on the formula, the GPU and the compiler's version. A configuration is valid if the kernel
-compiles, fits the GPU, and has an error against float64 within the budget of `accuracy`. The baseline of the budget is
-the output of the default configuration: at most twice the default's error plus 2 units in the last place. So a wrong
-default would pass, and so would configurations with an equal error; the tests detect a wrong default. The fastest few
-valid configurations are then timed again, alternating. If one of them is faster than the default by at least
-`MIN_SPEEDUP`, it is saved (`tuning.cache`), and every later call of a problem of the same structure on the same device
-uses it.
+compiles, fits the GPU, and has an error against float64 within the budget of `reference.accuracy`: twice the error of
+the default configuration, plus 2 units in the last place. So a wrong default passes, with configurations that are as
+wrong; the tests detect a wrong default. The fastest few valid configurations are then timed again in turns. If one of
+them is faster than the default by a factor of at least `MIN_SPEEDUP`, it is saved (`tuning.cache`), and every later
+call of a problem of the same structure on the same device uses it.
 """
 
 from __future__ import annotations
@@ -115,13 +114,13 @@ def tune(
     value : (..., G, m, d_v), the dtype and device of query
         None if `key` is a `KVCache`.
     mask, score, scale, sinks, dropout, seed, see
-        As in `attention`.
+        The options of `attention`, with the same meaning.
     gradients : bool, default True
         Tune the backward kernels too.
     show : bool, default True
         Show a progress bar while tuning, and print the table of results.
     timer : callable, optional
-        Gets a function without arguments and returns the seconds of one call of that function. The default is
+        It takes a function without arguments, and returns the seconds of one call of that function. The default is
         `triton.testing.do_bench`, the median of many calls.
     kernel : sightline.gpu.Triton, optional
         The kernel to tune, by default `gpu.Triton()`.
@@ -159,7 +158,7 @@ def tune(
         if not isinstance(choice, bool):
             raise ParameterError(f"{name}={choice!r}", "True or False", f"{name}=True")
     if timer is not None and not callable(timer):
-        raise ParameterError(f"timer={timer!r}", "a callable that times a function, or None", "leave timer=None")
+        raise ParameterError(f"timer={timer!r}", "a callable that returns seconds, or None", "leave timer=None")
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks}
     problem = make_problem(query, key, value, dropout=dropout, seed=seed, see=see, **options)
     kernel = Triton() if kernel is None else kernel
@@ -193,7 +192,8 @@ def _check_tunable(kernel: Any, problem: Problem) -> None:
     if problem.is_small_on_gpu and not uses_decode(problem):
         raise ParameterError(
             f"a small problem, (B, H, n, m) = {problem.extent}, whose launches are not tuned",
-            f"decoding, or 2 · B · H · max(n, {MIN_COUNTED_QUERIES}) · m · (d_k + d_v) above {MAX_SMALL_FLOPS:,}",
+            "decoding (few queries, many keys), or "
+            f"2 · B · H · max(n, {MIN_COUNTED_QUERIES}) · m · (d_k + d_v) above {MAX_SMALL_FLOPS:,}",
             "tune with the lengths of your long calls",
         )
 
@@ -315,7 +315,7 @@ class TuningRun:
     def _row_arrays(self, result: Result) -> list[Any]:
         """Return lse and the float arrays of the statistics, each with a last axis of length 1 appended.
 
-        They have the accumulator's dtype.
+        The arrays have the accumulator's dtype.
         """
         import torch
 

@@ -30,7 +30,7 @@ def describe_array(array: Any) -> str:
 
 
 def describe_shard(name: str, x: Tensor, axis: int) -> dict[str, str]:
-    """Return the description of a tensor whose length on the axis of the positions may differ from rank to rank."""
+    """Return dtype, shape, device and requires_grad of a tensor as texts by name. The length on `axis` is left out."""
     shape: list[Any] = list(x.shape)
     shape[axis] = "positions"
     kind = f"{dtype_name(x)}{shape} on {x.device.type}"
@@ -50,7 +50,7 @@ def describe_number(number: Any) -> str:
 def describe_formula(formula: Expression | None) -> str:
     """Return a formula, the digest of its text, and the descriptions of its tables.
 
-    The printed formula has rounded numbers and ends after some hundred characters. Its text has neither limit.
+    `repr` of a formula rounds numbers and is cut after some hundred characters. The text behind the digest is exact.
     """
     if formula is None:
         return "None"
@@ -69,18 +69,18 @@ def _digest(content: bytes) -> str:
 
 
 def agree(group: Group, describe: Callable[[], tuple[tuple[int, ...], dict[str, str]]], like: Any) -> list[list[int]]:
-    """Return the numbers that the ranks passed, (ranks, numbers), if they agree on everything else.
+    """Return four integers of each rank: its numbers, then zeros. Check that the ranks agree on everything else.
 
     Parameters
     ----------
     describe : function that returns (numbers, description)
-        The numbers may differ from rank to rank. The description of the call, by name, must be equal on all ranks.
+        At most four integers, which may differ from rank to rank, and texts by name, which must be equal on all ranks.
     like : a tensor on the device of the tensors that are exchanged; any other object stands for the CPU
 
     Raises
     ------
     Exception
-        That of `describe` on this rank.
+        `describe` raised it on this rank.
     RankError
         `describe` raised an error on another rank, or descriptions differ. Every rank raises.
     """
@@ -103,7 +103,7 @@ def agree(group: Group, describe: Callable[[], tuple[tuple[int, ...], dict[str, 
 
 
 def _describe_error(error: Exception) -> str:
-    """Return the text of an error; its type if it cannot be written as text."""
+    """Return the text of an error, or the name of its class if `str` of the error fails."""
     try:
         return f"{error}"
     except Exception:

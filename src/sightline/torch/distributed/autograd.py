@@ -1,4 +1,4 @@
-"""The ring in torch's graph: one `torch.autograd.Function` for output, lse and the per-query statistics."""
+"""Ring attention in torch's autograd graph: one `Function` for output, lse and the statistics of each query."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .collectives import cut_spans
 from .group import Group
 from .ring import ResultGradients, Ring, Saved
 
-QUERY_BYTES, MIN_ROWS = 4 << 20, 256  # the size of a piece of the queries, about; its number of queries, at least
+QUERY_BYTES, MIN_ROWS = 4 << 20, 256  # the approximate size of a piece of the queries, and its fewest queries
 
 
 def attention_by_ring(
@@ -57,12 +57,12 @@ def _check_gradients(over_queries: tuple[Statistic, ...], inputs: list[Tensor]) 
         raise ParameterError(
             f"see={list(over_queries)} with inputs that require gradients",
             'received and pooled without gradients, or method="heads"',
-            "see them in a call under torch.no_grad()",
+            "request them in a second call under torch.no_grad()",
         )
 
 
 def _statistics_of_keys(ring: Ring, local: list[Tensor], lse: Tensor, see: tuple[Statistic, ...]) -> list[Tensor]:
-    """Return the array of each statistic to which all queries add; of `received`, the entries of this rank's keys."""
+    """Return the array of each statistic, to which all queries contribute; `received` only for this rank's keys."""
     if not see:
         return []
     spans = ring.schedule.keys.ranks[ring.group.rank]
@@ -73,7 +73,7 @@ def _statistics_of_keys(ring: Ring, local: list[Tensor], lse: Tensor, see: tuple
 
 
 def _split(arrays: Sequence[Any], see: tuple[Statistic, ...]) -> list[list[Any]]:
-    """Return the arrays of each per-query statistic."""
+    """Return a list of arrays for each per-query statistic, from one flat sequence of all arrays."""
     rest = iter(arrays)
     return [[next(rest) for _ in each.fill_values] for each in see]
 
@@ -132,7 +132,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Gradients whose own derivatives raise an error; without it, a penalty on gradients would be lost silently."""
+    """Gradients whose own derivatives raise an error. Otherwise torch would ignore a penalty on gradients silently."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
 """The transfers of one pass: blocks of keys to the ranks that need them, and gradients of blocks to their owners.
 
-At distance t a rank receives the blocks of rank r − t, straight from that rank, and only the keys that its queries
-see. While the rank computes with one block the next one arrives. The gradients of round x travel beside the blocks of
-round x + 2.
+In a round of distance t, rank r receives a block of rank r − t directly from that rank, and only the keys that its own
+queries see. While rank r computes with one block, the next block arrives. The gradients of the block of round x are
+sent in round x + 2.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROUNDS_UNTIL_RETURN = 2  # rounds from the arrival of a block to the transfer of
 
 
 class BlockExchange:
-    """The blocks that one rank needs: iteration yields (block, its part of each array), own blocks first.
+    """The blocks that one rank needs. Iteration yields (block, the block's keys of each array), own blocks first.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class BlockExchange:
         return buffers
 
     def _peers(self, one: Round) -> tuple[int, int]:
-        """Return the ranks from which this rank receives a block in a round, and to which it sends one."""
+        """Return (the rank that sends a block to this rank in a round, the rank to which this rank sends one)."""
         rank, size = self.group.rank, self.group.size
         return (rank - one.distance) % size, (rank + one.distance) % size
 

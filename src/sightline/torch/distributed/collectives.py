@@ -1,4 +1,4 @@
-"""Collective operations on shards: `shard`, `unshard`, and the gathers, scatters and exchanges of their gradients."""
+"""Functions on shards: `shard`, `unshard`, and the transfers between ranks that they and other modules need."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def shard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", a
     group : ProcessGroup or DeviceMesh of one axis, optional
         The ranks. The default is all processes.
     layout : {"contiguous", "zigzag"}
-        The division of the positions. "contiguous" gives rank r the r-th of R parts; "zigzag" gives it the parts r and
-        2R − 1 − r of 2R. Parts begin at multiples of 4.
+        The division of the positions. "contiguous" gives rank r the r-th of R parts. "zigzag" gives rank r the parts r
+        and 2R − 1 − r of 2R. Parts begin at multiples of 4.
     axis : int, default −2
         The axis of the positions.
 
@@ -37,7 +37,7 @@ def shard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", a
     Raises
     ------
     ParameterError
-        torch.distributed is not initialized, `layout` is another word, or `x` is no tensor.
+        torch.distributed is not initialized, `layout` is neither of the two words, or `x` is no tensor.
     ShapeError
         `x` has no such axis.
     """
@@ -66,8 +66,8 @@ def unshard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous",
         The shards do not have the lengths that `shard` gives them, or `x` has no such axis. With layout="contiguous"
         all lengths are allowed.
     RankError
-        The shards of the ranks differ in dtype, in another length than that of the positions, or in `requires_grad`;
-        or another rank passed other arguments, died or did not answer within the group's timeout.
+        The shards of the ranks differ in dtype, in `requires_grad`, or in a length on another axis than `axis`. Or
+        another rank passed other arguments, died or did not answer within the group's timeout.
     """
     own = Group(group)
 
@@ -82,19 +82,19 @@ def unshard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous",
 
 
 def check_axis(x: Any, axis: int) -> None:
-    """Raise an error if `x` is no tensor with this axis."""
+    """Raise ParameterError if `x` is no tensor, and ShapeError if the tensor does not have the axis."""
     if not isinstance(x, Tensor):
         raise ParameterError(f"x is a {type(x).__name__}", "a tensor of torch", "torch.as_tensor(x)")
     if not -x.ndim <= axis < x.ndim:
         raise ShapeError(
             f"axis={axis} of a tensor of shape {tuple(x.shape)}",
-            "the axis of the positions",
+            "the axis of the positions, one of the tensor's axes",
             "axis=0 for one number per position; axis=-2 for query, key and value, the default",
         )
 
 
 class _Unshard(torch.autograd.Function):
-    """The gathering of all shards; its gradient sends each rank its part and adds the parts in the order of ranks."""
+    """Gathers all shards. The gradient sends each rank its part, and the rank adds the parts in the order of ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
@@ -107,7 +107,7 @@ class _Unshard(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """The gradient of the gathering, whose own gradient is the gathering."""
+    """The gradient of `_Unshard`. The gradient of `_Scatter` is `_Unshard`."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
@@ -138,7 +138,7 @@ def scatter(whole: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
 
 
 def cut_spans(x: Tensor, spans: Sequence[Span], axis: int) -> Tensor:
-    """Return a rank's part of a tensor with the whole sequence, as a contiguous tensor."""
+    """Return the positions of some spans on `axis` of a tensor with the whole sequence, as one contiguous tensor."""
     return torch.cat([x.narrow(axis, span.start, len(span)) for span in spans], dim=axis).contiguous()
 
 

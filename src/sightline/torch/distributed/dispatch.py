@@ -75,16 +75,16 @@ def attention(
         makes one from shards. The same seed drops the same weights for any number of ranks. Without a seed, rank 0
         draws one from torch's generator.
     see : list of statistics, dict from names to statistics, or one statistic, optional
-        lse, entropy, max_score, mass and top_k are returned for this rank's queries, received for this rank's keys,
-        and pooled for the whole sequence, the same on every rank; and the means of all of these.
+        lse, entropy, max_score, mass and top_k are returned for this rank's queries, and received for this rank's keys.
+        pooled is returned for the whole sequence, equal on every rank. The means of these statistics are allowed too.
     group : ProcessGroup or DeviceMesh of one axis, optional
         The ranks. The default is all processes.
     layout : {"contiguous", "zigzag"}
         How `shard` has divided the positions. "zigzag" balances the work of a causal mask.
     method : {"ring", "heads"}
-        "ring" sends blocks of keys to the ranks whose queries see them, while they compute with the block before.
-        "heads" exchanges heads for positions, so that each rank computes whole heads; G must be at least the number of
-        ranks. All statistics have their gradients with "heads".
+        "ring" sends blocks of keys to the ranks whose queries see them. A rank receives a block while it computes with
+        the block before. "heads" exchanges heads for positions, so that each rank computes some heads of the whole
+        sequence. G must then be at least the number of ranks. All statistics have their gradients with "heads".
 
     Returns
     -------
@@ -92,18 +92,18 @@ def attention(
         The output of this rank's queries.
     seen : tuple, or dict if `see` is a dict; only if `see` is given
 
-    A backward pass is a call of all ranks, too. Gradients of the shards are complete. The gradients of tables and sinks
-    are this rank's part, like the gradient of any parameter that every rank has: DistributedDataParallel averages them,
-    or add them with `torch.distributed.all_reduce`. With method="ring", second derivatives and the gradients of
-    received and pooled are not available.
+    All ranks must run the backward pass too. Gradients of the shards are complete. A gradient of a table or of sinks is
+    only this rank's part, as for any parameter that every rank has. DistributedDataParallel averages the parts, and
+    `torch.distributed.all_reduce` adds them. With method="ring", second derivatives and the gradients of received and
+    pooled are not available.
 
     Raises
     ------
     SightlineError
         Every error of `sightline.attention`.
     RankError
-        The calls of the ranks differ, before anything else is sent; or a rank died or did not answer within the
-        timeout of the group.
+        The calls of the ranks differ, which is found before the arrays are sent. Or a rank died or did not answer
+        within the timeout of the group.
     ParameterError
         torch.distributed is not initialized, a layout or a method is unknown, a statistic is not available across
         ranks, or dropout is used with shards of keys that do not begin at multiples of 4.
@@ -194,7 +194,7 @@ def _whole_problem(
     see: Any,
     options: dict[str, Any],
 ) -> Problem:
-    """Return the problem of the whole sequence. Its arrays have shapes, but one entry in memory."""
+    """Return the problem of the whole sequence. Its arrays have their full shapes, but one entry each in memory."""
 
     def stand_in(array: Tensor, length: int) -> Tensor:
         return array.new_zeros(1).expand(*array.shape[:-2], length, array.shape[-1])
@@ -228,7 +228,7 @@ def _check_dropout(problem: Problem, keys: Shards) -> None:
 
 
 def _build_result(problem: Problem, statistic: Statistic, arrays: Sequence[Tensor]) -> Any:
-    """Return the result of a statistic from the arrays before a mean over heads or batches."""
+    """Return the result of a statistic. If it is a mean over heads or batches, `arrays` are not averaged yet."""
     if isinstance(statistic, Mean):
         arrays = [statistic.average(array, problem) for array in arrays]
     if not statistic.is_differentiable:

@@ -1,4 +1,4 @@
-"""DTensors: the local tensors and the group of a DTensor that is sharded along its positions, and the way back."""
+"""Convert DTensors that are sharded along the positions to local tensors, and a local output to a DTensor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Placement = tuple[Any, tuple[Any, ...], tuple[int, ...]] | None  # mesh, placeme
 def check_tensors(named: dict[str, Any]) -> None:
     """Raise ParameterError if the arrays are neither three tensors nor three DTensors that `attention` takes.
 
-    The DTensors have one placement: they are sharded along the positions on one axis of the mesh, and replicated on the
-    others.
+    The DTensors that `attention` takes have one placement: sharded along the positions on one axis of the mesh, and
+    replicated on the other axes.
     """
     for name, array in named.items():
         if not isinstance(array, Tensor):
@@ -28,10 +28,10 @@ def check_tensors(named: dict[str, Any]) -> None:
         return
     if len(given) < len(arrays):
         raise ParameterError(
-            "DTensors and other arrays", "three of one kind", "DTensor.from_local(x, mesh, [Shard(-2)])"
+            "DTensors and other arrays", "only DTensors, or none", "DTensor.from_local(x, mesh, [Shard(-2)])"
         )
     if len({(array.device_mesh, array.placements) for array in given}) > 1:
-        raise ParameterError("DTensors of different placements", "one placement", "redistribute them to Shard(-2)")
+        raise ParameterError("DTensors of different placements", "one placement", "redistribute all to Shard(-2)")
     first: Any = given[0]
     sharded = _sharded_axes(first)
     others = [place for axis, place in enumerate(first.placements) if axis not in sharded and not place.is_replicate()]
@@ -44,9 +44,9 @@ def check_tensors(named: dict[str, Any]) -> None:
 
 
 def local_tensors(arrays: list[Any], group: Any) -> tuple[list[Any], Any, Placement]:
-    """Return (the arrays of this rank, the group, the placement of the output; None for plain tensors).
+    """Return (local arrays, group, placement of the output). The placement of plain tensors is None.
 
-    Arrays that `check_tensors` refuses have a group, too: by it this rank tells the others why it refuses them.
+    Arrays that `check_tensors` refuses raise no error here, because this rank needs the group to report the error.
     """
     local = [array.to_local() if isinstance(array, DTensor) else array for array in arrays]
     query = arrays[0]

@@ -61,7 +61,7 @@ class Group:
         self._global = dist.get_process_group_ranks(self.handle)
 
     def global_rank(self, rank: int) -> int:
-        """Return the rank among all processes of a rank of the group."""
+        """Return the number that a rank of this group has among all processes."""
         return int(self._global[rank])
 
     def exchange(self, own: Tensor, what: str) -> list[Tensor]:
@@ -100,15 +100,14 @@ class Group:
             raise RankError(
                 f"rank {self.rank} exchanged {what} with rank {names} of {self.size}, and it failed: {reason}",
                 "ranks that live and answer within the group's timeout",
-                f"read the log of rank {names}: it died, stalled, or gave up because of another rank, "
-                "which it then names",
+                f"read the log of rank {names}: it died, stalled, or gave up because of a rank that the log names",
             ) from error
 
 
 class Transfers:
     """Transfers between pairs of ranks that start together and run in the background.
 
-    Transfers between the same two ranks are matched in the order in which both of them add the transfers.
+    If two ranks make several transfers with each other, both ranks must add the transfers in the same order.
     """
 
     def __init__(self, group: Group, what: str) -> None:
@@ -130,7 +129,6 @@ class Transfers:
             self._peers.append(rank)
 
     def start(self) -> None:
-        """Start all transfers."""
         if self._operations:
             with self.group.naming_failures(self.what, self._peers):
                 self._works = dist.batch_isend_irecv(self._operations)

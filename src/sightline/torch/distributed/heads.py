@@ -93,7 +93,7 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class _Gather:
-    """The gathering of (..., own heads, ...) as (..., all H heads, ...) on every rank, and the sum of such tensors."""
+    """Gathers (..., own heads, ...) as (..., all H heads, ...) on every rank; in reverse, sums over the ranks."""
 
     group: Group
     axis: int
@@ -115,10 +115,10 @@ def _move(moves: Sequence[_Exchange | _Gather], arrays: Sequence[Tensor], *, to_
 
 
 class _Move(torch.autograd.Function):
-    """All tensors of a call, moved to heads or to positions. Each direction is the gradient of the other one.
+    """Exchanges heads for positions, for all tensors of a call. The gradient is the exchange in the other direction.
 
-    One node has all tensors, so that ranks whose losses read different results make the same transfers: before the
-    backward pass the ranks tell each other which results have gradients. The others have none on any rank.
+    All ranks must make the same transfers, but their losses may read different results. So one node of the graph has
+    all tensors. Before the backward pass the ranks tell each other which results have gradients. Only these are sent.
     """
 
     @staticmethod

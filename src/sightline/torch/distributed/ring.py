@@ -1,4 +1,4 @@
-"""Attention in which the blocks of keys travel: forward pass, statistics and backward pass of one rank.
+"""Attention in which ranks send each other blocks of keys: forward pass, statistics and backward pass of one rank.
 
 Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3.
 """
@@ -36,7 +36,7 @@ from .group import Group
 
 @dataclass(frozen=True)
 class Saved:
-    """The results of the forward pass that the backward pass reads, and the inputs."""
+    """The inputs of the forward pass, and those of its results that the backward pass reads."""
 
     query: Tensor
     key: Tensor
@@ -47,7 +47,7 @@ class Saved:
     statistics: list[list[Tensor]]  # the arrays of each per-query statistic
 
     def rows(self, span: Span) -> Saved:
-        """Return what belongs to the queries of a span."""
+        """Return the inputs and results of the queries of a span; key, value and sinks stay whole."""
         rows = span.rows
         statistics = [[array[..., rows] for array in own] for own in self.statistics]
         own = self.query[..., rows, :], self.key, self.value, self.sinks, self.output[..., rows, :], self.lse[..., rows]
@@ -70,7 +70,7 @@ class ResultGradients:
 
 @dataclass
 class RingGradients:
-    """The gradients of a rank's shards, and its own part of the gradients of the tables and the sinks."""
+    """The gradients of a rank's shards, and this rank's part of the gradients of the tables and the sinks."""
 
     query: Tensor
     key: Tensor
@@ -79,7 +79,7 @@ class RingGradients:
     sinks: Tensor | None = None
 
     def add(self, span: Span, key_sums: Sequence[Tensor], part: Gradients) -> None:
-        """Add the gradients of a part: the queries of a span, and a block whose gradients are `key_sums`."""
+        """Add `part`, the gradients of a span's queries on one block. Its key and value are added to `key_sums`."""
         self.query[..., span.rows, :] += part.query
         key_sums[0].add_(part.key)
         key_sums[1].add_(part.value)
@@ -93,8 +93,8 @@ class RingGradients:
 class Ring:
     """One call on one rank.
 
-    problem : the whole problem; its arrays have the shapes of the whole sequence, but no entries. Its statistics are
-        those with an entry for every query, without lse.
+    problem : the whole problem, without the entries of its arrays. Its statistics are those with an entry for every
+        query, without lse.
     """
 
     group: Group
@@ -123,7 +123,7 @@ class Ring:
         return sums
 
     def statistics_of_keys(self, query: Tensor, key: Tensor, lse: Tensor, see: tuple[Statistic, ...]) -> list[Any]:
-        """Return statistics to which all queries add, of the whole sequence, from a second pass with the final lse."""
+        """Return statistics to which the queries of all ranks contribute, from a second pass with the final lse."""
 
         def tiles() -> Iterator[Tile]:
             for block, (keys,) in BlockExchange(self.group, self.schedule, (key,)):
@@ -141,7 +141,7 @@ class Ring:
         return found
 
     def backward(self, saved: Saved, d_results: ResultGradients, wanted_tables: tuple[int, ...]) -> RingGradients:
-        """Return the gradients of Σ d_results ∘ results, summed over the ranks."""
+        """Return the gradients of Σ d_results ∘ results, where the sum runs over the results of all ranks."""
         query, key, value = saved.query, saved.key, saved.value
         d_query, d_key, d_value = (torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in (query, key, value))
         found = RingGradients(d_query, d_key, d_value, {})
@@ -175,7 +175,7 @@ class Ring:
         return streaming.backward(part, d_output, d_lse, (), results, added) if found is None else found
 
     def _differentiate_sinks(self, sinks: Tensor, saved: Saved, d_results: ResultGradients) -> Tensor:
-        """Return this rank's part of the gradient of the sinks, −Σ exp(sink − lse) δ over its queries."""
+        """Return this rank's part of the gradient of the sinks, −Σ exp(sink − lse) δ over the rank's queries."""
         delta = torch.einsum("...d,...d->...", d_results.output.to(self.dtype), saved.output.to(self.dtype)).double()
         delta = delta if d_results.lse is None else delta - d_results.lse
         part = replace(self.problem, query=saved.query, key=saved.key, value=saved.value, sinks=None)
@@ -193,7 +193,7 @@ class Ring:
 
 
 def _move(rows: slice, span: Span) -> slice:
-    """Return the positions of some rows of a span."""
+    """Return the positions in the sequence of rows that count from the start of a span."""
     return slice(rows.start + span.start, rows.stop + span.start)
 
 
