@@ -277,8 +277,8 @@ def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within
     --------
     >>> import numpy as np, sightline
     >>> x = np.zeros((4, 1), np.float32)  # the rows of P are (1, 0, 0, 0), (1/2, 1/2, 0, 0) and so on
-    >>> _, (cells,) = sightline.attention(x, x, x, mask=sightline.causal(), see=[sightline.pooled(2, 2)])
-    >>> cells.round(2)  # the upper left cell is the mean of 1, 0, 1/2 and 1/2
+    >>> _, (grid,) = sightline.attention(x, x, x, mask=sightline.causal(), see=[sightline.pooled(2, 2)])
+    >>> grid.round(2)  # the upper left cell is the mean of 1, 0, 1/2 and 1/2
     array([[0.5 , 0.  ],
            [0.29, 0.21]], dtype=float32)
     """

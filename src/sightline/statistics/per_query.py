@@ -280,7 +280,7 @@ def entropy() -> Statistic:
     Examples
     --------
     >>> import numpy as np, sightline
-    >>> x = np.zeros((3, 1), np.float32)  # three tokens with equal scores, so each query has equal weights
+    >>> x = np.zeros((3, 1), np.float32)  # three tokens with equal scores, so weights are equal
     >>> _, (entropy,) = sightline.attention(x, x, x, mask=sightline.causal(), see=[sightline.entropy()])
     >>> np.exp(entropy).round(2)  # the number of keys that each query attends to
     array([1., 2., 3.], dtype=float32)
@@ -312,7 +312,7 @@ def top_k(k: int) -> Statistic:
     >>> cat = sightline.data.load("minilm_cat")
     >>> a, mask = cat.layers[0], sightline.padding(cat.lengths)
     >>> _, (top,) = sightline.attention(a.query, a.key, a.value, mask=mask, see=[sightline.top_k(1)])
-    >>> [cat.tokens[0][j] for j in top.where[0, 2, :7, 0]]  # head 2, on "[CLS] the cat ate the rat [SEP]"
+    >>> [cat.tokens[0][j] for j in top.where[0, 2, :7, 0]]  # head 2 attends to the token before each
     ['[CLS]', '[CLS]', 'the', 'cat', 'ate', 'the', 'rat']
     """
     return TopK(check_count(f"top_k(k={k!r})", k, 1, "top_k(8)"))
@@ -342,7 +342,7 @@ def mass(mask: Any) -> Statistic:
     >>> from sightline import i, j
     >>> a = sightline.data.load("minilm_cat").layers[0]
     >>> _, (before,) = sightline.attention(a.query, a.key, a.value, see=[sightline.mass(j == i - 1)])
-    >>> before[1, :4, 1:].mean(-1).round(2)  # of four heads, head 2 attends to the token before the query
+    >>> before[1, :4, 1:].mean(-1).round(2)  # of four heads, head 2 attends to the token before
     array([0.06, 0.06, 1.  , 0.06], dtype=float32)
     """
     if mask is None:

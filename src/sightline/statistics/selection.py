@@ -36,7 +36,7 @@ class Statistic(StatisticBase):
     Examples
     --------
     >>> import numpy as np, sightline
-    >>> x = np.array([0, 1, 2], np.float32).reshape(1, 3, 1, 1)  # three heads of one token: lse 0, 1 and 4
+    >>> x = np.array([0, 1, 2], np.float32).reshape(1, 3, 1, 1)  # three heads, whose lse are 0, 1 and 4
     >>> lse = sightline.lse()
     >>> see = [lse.heads([2, 0]), lse.mean("heads"), lse.sum("heads", weights=[0, -1, 1])]
     >>> _, (some, mean, difference) = sightline.attention(x, x, x, see=see)
