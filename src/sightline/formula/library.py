@@ -51,7 +51,7 @@ def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expres
     Examples
     --------
     >>> import sightline
-    >>> sightline.causal("lower right").array(2, 4).astype(int)  # two new queries after two cached keys
+    >>> sightline.causal("lower right").array(2, 4).astype(int)  # two queries, four keys
     array([[1, 1, 1, 0],
            [1, 1, 1, 1]])
     """
@@ -80,7 +80,7 @@ def window(left: int, right: int = 0) -> Expression:
     Examples
     --------
     >>> import sightline
-    >>> sightline.window(2).array(3).astype(int)  # causal: the query's own key, and the key before it
+    >>> sightline.window(2).array(3).astype(int)  # each query's key, and the key before it
     array([[1, 0, 0],
            [1, 1, 0],
            [0, 1, 1]])
@@ -113,7 +113,7 @@ def padding(lengths: Any) -> Expression:
     Examples
     --------
     >>> import sightline
-    >>> sightline.padding([3, 1]).array(1, 4, batch=2)[:, 0, 0].astype(int)  # the keys of two sequences
+    >>> sightline.padding([3, 1]).array(1, 4, batch=2)[:, 0, 0].astype(int)  # two sequences
     array([[1, 1, 1, 0],
            [1, 0, 0, 0]])
     """
@@ -217,7 +217,7 @@ def prefix(length: int) -> Expression:
     Examples
     --------
     >>> import sightline
-    >>> (sightline.causal() | sightline.prefix(2)).array(3).astype(int)  # of a prefix language model
+    >>> (sightline.causal() | sightline.prefix(2)).array(3).astype(int)  # a prefix language model
     array([[1, 1, 0],
            [1, 1, 0],
            [1, 1, 1]])
@@ -246,7 +246,7 @@ def dense(array: Any) -> Expression:
     Examples
     --------
     >>> import numpy as np, sightline
-    >>> sightline.dense(np.array([[True, False], [True, True]])).sparsity(2)  # hides one pair of four
+    >>> sightline.dense(np.array([[True, False], [True, True]])).sparsity(2)  # hides 1 pair of 4
     0.25
     """
     table = dense_table(array)

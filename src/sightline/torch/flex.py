@@ -183,7 +183,7 @@ class BlockMask:
     Examples
     --------
     >>> from sightline.torch.flex import create_block_mask
-    >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 256, 256)
+    >>> causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256)
     >>> causal.formula, causal.to_dense()[0, 0].tolist()  # blocks of 128: one is hidden
     (i ≥ j, [[1, 0], [1, 1]])
     """

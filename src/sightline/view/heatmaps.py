@@ -62,9 +62,9 @@ def heatmap(
     --------
     >>> import sightline.view
     >>> cat = sightline.data.load("minilm_cat")
-    >>> weights = cat.layers[0].weights[0, 2, :7, :7]  # layer 0, head 2, the tokens before the padding
+    >>> weights = cat.layers[0].weights[0, 2, :7, :7]  # layer 0, head 2, no padding
     >>> axis = sightline.view.heatmap(weights, cat.tokens[0][:7])
-    >>> weights.argmax(-1)  # the picture shows a diagonal: each token attends to the token before it
+    >>> weights.argmax(-1)  # a diagonal: each token attends to the token before it
     array([0, 0, 1, 2, 3, 4, 5])
     """
     values = _as_matrix(weights)

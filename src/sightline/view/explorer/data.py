@@ -186,7 +186,7 @@ def from_weights(
     >>> from sightline.view.explorer import from_weights
     >>> cat = load("minilm_cat")
     >>> page = from_weights(cat.tokens, [cat.layers[k].weights for k in (0, 3)], names=["0", "3"])
-    >>> len(page.texts), [layer.cells.shape for layer in page.texts[1].layers]  # 12 heads, 20 tokens
+    >>> len(page.texts), [layer.cells.shape for layer in page.texts[1].layers]  # 12 heads
     (2, [(12, 20, 20), (12, 20, 20)])
     """
     arrays = _as_layers(weights)
