@@ -239,6 +239,19 @@ class ExpressionMethods:
         -------
         Picture
             `print` draws it in a terminal, a notebook displays it, and `.save(path)` writes PNG, SVG or PDF.
+
+        Examples
+        --------
+        >>> import sightline
+        >>> print(sightline.window(2).show(4))
+        i − j < 2 ∧ j − i ≤ 0   4 queries × 4 keys, 7 of 16 pairs allowed (43.8%)
+           ┌────────┐
+         0 │██ · · ·│
+           │████ · ·│
+           │ ·████ ·│
+         3 │ · ·████│
+           └────────┘
+            0      3
         """
         return PASSES.picture(self, n, n if m is None else m, batch=batch, head=head)
 

@@ -238,8 +238,8 @@ def scores(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
     Examples
     --------
     >>> import numpy as np, sightline
-    >>> x = np.array([[2], [-1]], np.float32)
-    >>> _, (scores,) = sightline.attention(x, x, x, mask=sightline.causal(), see=[sightline.scores()])
+    >>> x, mask = np.array([[2], [-1]], np.float32), sightline.causal()
+    >>> _, (scores,) = sightline.attention(x, x, x, mask=mask, see=[sightline.scores()])
     >>> scores  # the products 2·2, −1·2 and −1·−1
     array([[  4., -inf],
            [ -2.,   1.]], dtype=float32)
@@ -276,8 +276,8 @@ def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within
     Examples
     --------
     >>> import numpy as np, sightline
-    >>> x = np.zeros((4, 1), np.float32)  # the rows of P are (1, 0, 0, 0), (1/2, 1/2, 0, 0) and so on
-    >>> _, (cells,) = sightline.attention(x, x, x, mask=sightline.causal(), see=[sightline.pooled(2, 2)])
+    >>> x, mask = np.zeros((4, 1), np.float32), sightline.causal()  # tokens with equal scores
+    >>> _, (cells,) = sightline.attention(x, x, x, mask=mask, see=[sightline.pooled(2, 2)])
     >>> cells.round(2)  # the upper left cell is the mean of 1, 0, 1/2 and 1/2
     array([[0.5 , 0.  ],
            [0.29, 0.21]], dtype=float32)

@@ -99,8 +99,8 @@ def received(how: Literal["sum", "mean", "max"] = "sum", last: int | None = None
     Examples
     --------
     >>> import numpy as np, sightline
-    >>> x = np.zeros((3, 1), np.float32)  # three tokens with equal scores
-    >>> _, (received,) = sightline.attention(x, x, x, mask=sightline.causal(), see=[sightline.received()])
+    >>> x, mask = np.zeros((3, 1), np.float32), sightline.causal()  # tokens with equal scores
+    >>> _, (received,) = sightline.attention(x, x, x, mask=mask, see=[sightline.received()])
     >>> received.round(2)  # 1 + 1/2 + 1/3, 1/2 + 1/3, and 1/3
     array([1.83, 0.83, 0.33], dtype=float32)
     """

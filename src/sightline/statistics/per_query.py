@@ -243,8 +243,8 @@ def lse() -> Statistic:
     Examples
     --------
     >>> import numpy as np, sightline
-    >>> x = np.zeros((3, 1), np.float32)  # three tokens, whose scores are all 0
-    >>> _, (lse,) = sightline.attention(x, x, x, mask=sightline.causal(), see=[sightline.lse()])
+    >>> x, mask = np.zeros((3, 1), np.float32), sightline.causal()  # all scores are 0
+    >>> _, (lse,) = sightline.attention(x, x, x, mask=mask, see=[sightline.lse()])
     >>> np.exp(lse).round(2)  # sums of one, two and three exp(0)
     array([1., 2., 3.], dtype=float32)
     """
@@ -262,7 +262,7 @@ def max_score() -> Statistic:
     Examples
     --------
     >>> import numpy as np, sightline
-    >>> x = np.array([[2], [-1], [1]], np.float32)  # the scores are products of two of these numbers
+    >>> x = np.array([[2], [-1], [1]], np.float32)  # scores: products of two numbers
     >>> _, (largest,) = sightline.attention(x, x, x, see=[sightline.max_score()])
     >>> largest.score, largest.where
     (array([4., 1., 2.], dtype=float32), array([0, 1, 0]))
@@ -280,8 +280,8 @@ def entropy() -> Statistic:
     Examples
     --------
     >>> import numpy as np, sightline
-    >>> x = np.zeros((3, 1), np.float32)  # three tokens with equal scores, so each query has equal weights
-    >>> _, (entropy,) = sightline.attention(x, x, x, mask=sightline.causal(), see=[sightline.entropy()])
+    >>> x, mask = np.zeros((3, 1), np.float32), sightline.causal()  # tokens with equal scores
+    >>> _, (entropy,) = sightline.attention(x, x, x, mask=mask, see=[sightline.entropy()])
     >>> np.exp(entropy).round(2)  # the number of keys that each query attends to
     array([1., 2., 3.], dtype=float32)
     """
@@ -310,9 +310,9 @@ def top_k(k: int) -> Statistic:
     --------
     >>> import sightline
     >>> cat = sightline.data.load("minilm_cat")
-    >>> a, mask = cat.layers[0], sightline.padding(cat.lengths)
-    >>> _, (top,) = sightline.attention(a.query, a.key, a.value, mask=mask, see=[sightline.top_k(1)])
-    >>> [cat.tokens[0][j] for j in top.where[0, 2, :7, 0]]  # head 2, on "[CLS] the cat ate the rat [SEP]"
+    >>> a, mask, see = cat.layers[0], sightline.padding(cat.lengths), [sightline.top_k(1)]
+    >>> _, (top,) = sightline.attention(a.query, a.key, a.value, mask=mask, see=see)
+    >>> [cat.tokens[0][j] for j in top.where[0, 2, :7, 0]]  # head 2 attends to the token before
     ['[CLS]', '[CLS]', 'the', 'cat', 'ate', 'the', 'rat']
     """
     return TopK(check_count(f"top_k(k={k!r})", k, 1, "top_k(8)"))
@@ -340,9 +340,9 @@ def mass(mask: Any) -> Statistic:
     --------
     >>> import sightline
     >>> from sightline import i, j
-    >>> a = sightline.data.load("minilm_cat").layers[0]
-    >>> _, (before,) = sightline.attention(a.query, a.key, a.value, see=[sightline.mass(j == i - 1)])
-    >>> before[1, :4, 1:].mean(-1).round(2)  # of four heads, head 2 attends to the token before the query
+    >>> a, see = sightline.data.load("minilm_cat").layers[0], [sightline.mass(j == i - 1)]
+    >>> _, (before,) = sightline.attention(a.query, a.key, a.value, see=see)
+    >>> before[1, :4, 1:].mean(-1).round(2)  # of four heads, head 2 attends to the token before
     array([0.06, 0.06, 1.  , 0.06], dtype=float32)
     """
     if mask is None:

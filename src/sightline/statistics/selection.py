@@ -36,7 +36,7 @@ class Statistic(StatisticBase):
     Examples
     --------
     >>> import numpy as np, sightline
-    >>> x = np.array([0, 1, 2], np.float32).reshape(1, 3, 1, 1)  # three heads of one token: lse 0, 1 and 4
+    >>> x = np.array([0, 1, 2], np.float32).reshape(1, 3, 1, 1)  # 3 heads, with lse 0, 1 and 4
     >>> lse = sightline.lse()
     >>> see = [lse.heads([2, 0]), lse.mean("heads"), lse.sum("heads", weights=[0, -1, 1])]
     >>> _, (some, mean, difference) = sightline.attention(x, x, x, see=see)
@@ -62,9 +62,9 @@ class Statistic(StatisticBase):
         Examples
         --------
         >>> import numpy as np, sightline
-        >>> x = np.zeros((4, 1), np.float32)  # four tokens with equal scores
-        >>> some = sightline.weights().rows([1, -1])
-        >>> _, (rows,) = sightline.attention(x, x, x, mask=sightline.causal(), see=[some])
+        >>> x, mask = np.zeros((4, 1), np.float32), sightline.causal()  # tokens with equal scores
+        >>> see = [sightline.weights().rows([1, -1])]
+        >>> _, (rows,) = sightline.attention(x, x, x, mask=mask, see=see)
         >>> rows  # queries 1 and 3
         array([[0.5 , 0.5 , 0.  , 0.  ],
                [0.25, 0.25, 0.25, 0.25]], dtype=float32)

@@ -91,10 +91,10 @@ def weighted_sum(x: Any) -> Statistic:
     Examples
     --------
     >>> import numpy as np, sightline
-    >>> x, positions = np.zeros((3, 1), np.float32), np.arange(3, dtype=np.float32)[:, None]
-    >>> see = [sightline.weighted_sum(positions)]
-    >>> _, (mean,) = sightline.attention(x, x, x, mask=sightline.causal(), see=see)
-    >>> mean.ravel().round(2)  # the mean of the positions 0 to i, because all scores are equal
+    >>> x, mask = np.zeros((3, 1), np.float32), sightline.causal()  # tokens with equal scores
+    >>> places = np.arange(3, dtype=np.float32)[:, None]
+    >>> _, (mean,) = sightline.attention(x, x, x, mask=mask, see=[sightline.weighted_sum(places)])
+    >>> mean.ravel().round(2)  # the mean of the positions 0 to i
     array([0. , 0.5, 1. ], dtype=float32)
     """
     check_kind("x of weighted_sum(x)", x)
