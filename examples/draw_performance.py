@@ -1,9 +1,10 @@
-"""Draw the chart of docs/performance.md from the tables of the page: torch's time over Sightline's, for each kind.
+"""Draw the chart of docs/performance.md from the tables of docs/measurements.md: torch's time over Sightline's by kind.
 
     python examples/draw_performance.py [--folder docs/performance]
 
-The script reads every table with a column "torch / Sightline". Rows of one kind are one bar, from the smallest ratio of
-these rows to the largest.
+The script reads every table with a column "torch / Sightline". If this is the first column, the other columns have the
+ratios, and their titles are the kinds. Otherwise this column has the ratios, and the column "kind" has the kinds. All
+ratios of one kind become one bar, from the smallest ratio to the largest.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from sightline.view import palette, plotting
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[1] / "docs" / "measurements.md"
 FOLDER = PAGE.parent / "performance"
 KIND, RATIO = "kind", "torch / Sightline"  # titles of the columns
 SHIFT, HEIGHT = 0.2, 0.22  # distance of a bar from the middle of its row, and its height, in rows
@@ -27,24 +28,32 @@ Range = tuple[float, float]
 
 
 def read_ratios(page: str) -> dict[str, dict[str, Range]]:
-    """Return for each section with such a table, and for each kind, the smallest and the largest ratio."""
+    """Return, by section of the page and by kind, the smallest and the largest ratio in the section's tables."""
     found: dict[str, dict[str, Range]] = {}
-    section, kind, columns = "", "", {}
+    section, kind, titles = "", "", []
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("## "):
             section = line.removeprefix("## ")
         if not line.startswith("|"):
-            columns = {}
-        elif {KIND, RATIO} <= set(cells):
-            columns = {title: place for place, title in enumerate(cells)}
-        elif columns:
-            kind = cells[columns[KIND]] or kind  # an empty cell repeats the one above
-            if ratios := read_numbers(cells[columns[RATIO]]):
-                kinds = found.setdefault(section, {})
-                ratios += kinds.get(kind, ())
-                kinds[kind] = min(ratios), max(ratios)
+            titles = []
+        elif not titles:
+            titles = cells
+        elif titles[0] == RATIO:
+            for title, cell in zip(titles[1:], cells[1:], strict=True):
+                add(found, section, title, read_numbers(cell))
+        elif {KIND, RATIO} <= set(titles):
+            kind = cells[titles.index(KIND)] or kind  # an empty cell repeats the one above
+            add(found, section, kind, read_numbers(cells[titles.index(RATIO)]))
     return found
+
+
+def add(found: dict[str, dict[str, Range]], section: str, kind: str, ratios: list[float]) -> None:
+    """Widen the range of a kind so that it has the ratios."""
+    if ratios:
+        kinds = found.setdefault(section, {})
+        ratios = [*ratios, *kinds.get(kind, ())]
+        kinds[kind] = min(ratios), max(ratios)
 
 
 def read_numbers(cell: str) -> list[float]:

@@ -125,17 +125,18 @@ def test_every_picture_of_the_gallery_is_drawn_by_the_code_behind_it(example, tm
 def test_the_chart_has_the_ratios_of_the_tables(example, tmp_path):
     head, rule = "| kind | time | torch / Sightline |", "|---|---|---|"
     rows = [head, rule, "| x | 8 ms | 1.5, [0.5](#b-9) |", "| | 9 ms | 2 to 3.25 |", "| y | 9 ms | |"]
-    page = "\n".join(["## A", *rows, "", "| x | 7 | 7 |", "## B", head, rule, "| y | | 12 |"])
+    wide = ["| torch / Sightline | y | z |", rule, "| d 64 | 9 | 1 |", "| d 80 | 8 | |"]
+    page = "\n".join(["## A", *rows, "", "| x | 7 | 7 |", "## B", head, rule, "| y | | 12 |", "", *wide])
     found = example.read_ratios(page)
-    assert found == {"A": {"x": (0.5, 3.25)}, "B": {"y": (12, 12)}}
+    assert found == {"A": {"x": (0.5, 3.25)}, "B": {"y": (8, 12), "z": (1, 1)}}
     texts = [text.get_text() for text in example.ratios_figure(found).axes[0].texts]
-    assert texts == ["0.5 to 3.25", "12"]
+    assert texts == ["0.5 to 3.25", "8 to 12", "1"]
     drawn = example.main(tmp_path)
     assert [path.name for path in drawn] == [path.name for path in example.FOLDER.iterdir()] == ["ratios.png"]
     assert is_picture(drawn[0])
 
 
-DRAWN = {"how-it-works": "tiles", "shared-prompts": "shared_prompts", "decoding": "eviction"}  # pages and scripts
+DRAWN = {"how-it-works": "tiles", "shared-prompts": "shared_prompts", "eviction": "eviction"}  # pages and scripts
 
 
 @pytest.mark.parametrize(

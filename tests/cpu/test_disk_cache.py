@@ -532,7 +532,7 @@ def test_old_files_of_a_read_only_disk_are_read(folder, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     state = disk_cache.state()
     assert (state.folder, state.kernels, state.size) == (folder, 1, file.stat().st_size)
-    assert state.error == f"{folder} cannot be written to"
+    assert state.error == f"{folder} cannot be written to; set SIGHTLINE_CACHE to another folder"
 
 
 # -- forks ---------------------------------------------------------------------------------------------------------

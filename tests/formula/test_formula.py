@@ -16,7 +16,7 @@ from sightline.arrays.operations import namespace
 from sightline.errors import FormulaError
 from sightline.formula.derivative import DERIVATIVE_RULES, derivative
 from sightline.formula.evaluate_array import ARRAY_RULES, evaluate, evaluate_dense
-from sightline.formula.expression import apply, parse_text, table_lookup
+from sightline.formula.expression import apply, conjuncts, parse_text, table_lookup
 from sightline.formula.interval_arithmetic import BOUND_RULES
 from sightline.formula.operators import OPERATORS
 from sightline.formula.parameters import structure_of
@@ -395,6 +395,10 @@ def test_deep_formulas_do_not_hit_the_recursion_limit():
         deep = deep + k
     every_pass(deep)
     assert values(deep).max() == 0.75 + 5000 * 4999 / 2
+    mask = causal()
+    for k in range(2000):
+        mask &= i - j != k
+    assert [str(condition) for condition in conjuncts(mask)] == ["i ≥ j", *(f"i − j ≠ {k}" for k in range(2000))]
 
 
 # -- formulas from templates -------------------------------------------------------------------------------------------

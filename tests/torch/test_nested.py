@@ -168,6 +168,9 @@ def test_refusals():
         scaled_dot_product_attention(query, key, value, dense)
     other = torch.nested.nested_tensor_from_jagged(values[2], offsets_of(LENGTHS[::-1]), jagged_dim=2)
     refused(ShapeError, "value with offsets", query, key, other)
+    lengths = offsets_of(LENGTHS).diff() // 2
+    shorter = torch.nested.nested_tensor_from_jagged(values[2], offsets_of(LENGTHS), lengths, jagged_dim=2)
+    refused(ShapeError, rf"lengths .* and \[{', '.join(map(str, lengths.tolist()))}\]", query, key, shorter)
     refused(ShapeError, "query dense", values[0], key, value)
     refused(ShapeError, r"transpose\(1, 2\)", *(x.transpose(1, 2) for x in (query, key, value)))
     fewer = torch.nested.nested_tensor_from_jagged(values[0], offsets_of([6, 200]), jagged_dim=2)

@@ -15,7 +15,7 @@ __all__ = ["Cpu"]
 
 
 class Cpu(Kernel):
-    """The kernel `cpu`: it computes both passes in every dtype, with code generated for the problem's formulas."""
+    """The kernel `cpu`: forward and backward pass in every dtype, with code generated for the problem's formulas."""
 
     name = "cpu"
     description = "generated through LLVM for this processor, O(n) memory"

@@ -13,11 +13,13 @@ MAX_HEAD_WIDTH = 1024
 
 
 def refuse_forward(problem: Problem) -> Iterator[Refusal]:
-    """Yield a refusal if the arrays are not NumPy's or torch's on the CPU, d_k, d_v or a formula is too large, or
-    llvmlite is missing.
+    """Yield the reasons why the CPU kernels cannot serve a problem, each with a cure; nothing if they can.
+
+    Arrays must be NumPy arrays, or torch tensors on the CPU. d_k, d_v and formulas must not be too large. llvmlite must
+    be installed.
     """
     if problem.framework not in ("numpy", "torch"):
-        yield Refusal(f"arrays of {problem.framework}", "convert them, as with numpy.asarray or torch.from_dlpack")
+        yield Refusal(f"arrays of {problem.framework}", "convert them by numpy.asarray or torch.from_dlpack")
     elif problem.device != "cpu":
         yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
     yield from refuse_sizes(

@@ -35,7 +35,7 @@ def blocks(indices: Any, size: int | tuple[int, int] = 64, keys: int | None = No
     ----------
     indices : (B or 1, H or 1, ⌈n / size⌉, c) integers
         The numbers of the blocks, from 0 to ⌈m / size⌉ − 1. −1 names no block, and fills lists that have fewer than c
-        entries. H is the number of query heads: query heads that share a key head have lists of their own.
+        entries. In grouped-query attention (GQA), query heads that share a key head have lists of their own.
     size : int or (int, int), default 64
         The number of queries, and the number of keys, in a block; at least 1. Two numbers are those of queries and of
         keys: `size=(1, 64)` for a list of each query. With `size=1`, the lists name single keys. The last block may be

@@ -281,8 +281,8 @@ def as_expression(value: Any) -> Expression:
         # A symbol becomes its value, and a guard makes torch.compile compile again for another value.
         value = sys.modules["torch.fx.experimental.symbolic_shapes"].guard_scalar(value)
     if isinstance(value, int):
-        if abs(value) > MAX_EXACT_INTEGER:
-            raise FormulaError(f"the integer {value} in a formula", "from −2⁵³ to 2⁵³", "write it as a float, 1e18")
+        if abs(value) >= MAX_EXACT_INTEGER:
+            raise FormulaError(f"the integer {value} in a formula", "between −2⁵³ and 2⁵³", "write it as a float, 1e18")
         return intern(Constant(value, "int"))
     if isinstance(value, float):
         return intern(Constant(float(value), "float"))
@@ -362,9 +362,14 @@ def walk(*roots: Expression) -> list[Expression]:
 
 def conjuncts(mask: Expression) -> list[Expression]:
     """Return the conditions that are joined by `and` in a mask; a mask of another form is one condition."""
-    if isinstance(mask, Apply) and mask.operator == "logical_and":
-        return [each for argument in mask.arguments for each in conjuncts(argument)]
-    return [mask]
+    found, waiting = [], [mask]
+    while waiting:
+        formula = waiting.pop()
+        if isinstance(formula, Apply) and formula.operator == "logical_and":
+            waiting.extend(reversed(formula.arguments))
+        else:
+            found.append(formula)
+    return found
 
 
 def fold(visit: Callable[[Expression, list[Result]], Result], formula: Expression) -> Result:

@@ -133,7 +133,11 @@ class ExpressionMethods:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return the attribute of a torch tensor that has this name, such as the method in `q_idx.clamp(0, 5)`."""
+            """Return for this formula what a torch tensor has under this name: `clamp`, for example, makes a formula.
+
+            So functions that were written for tensors accept formulas. A name without such a meaning raises
+            AttributeError.
+            """
             return PASSES.tensor_attribute(self, name)
 
     # -- the values for given lengths -------------------------------------------------------------------------------
@@ -235,6 +239,19 @@ class ExpressionMethods:
         -------
         Picture
             `print` draws it in a terminal, a notebook displays it, and `.save(path)` writes PNG, SVG or PDF.
+
+        Examples
+        --------
+        >>> import sightline
+        >>> print(sightline.window(2).show(4))
+        i − j < 2 ∧ j − i ≤ 0   4 queries × 4 keys, 7 of 16 pairs allowed (43.8%)
+           ┌────────┐
+         0 │██ · · ·│
+           │████ · ·│
+           │ ·████ ·│
+         3 │ · ·████│
+           └────────┘
+            0      3
         """
         return PASSES.picture(self, n, n if m is None else m, batch=batch, head=head)
 

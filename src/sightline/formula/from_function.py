@@ -160,11 +160,7 @@ def _wrap_arrays(function: Any, depth: int = MAX_FUNCTION_DEPTH) -> Any:
         for cell, value in zip(closure, cells.values(), strict=True)
     ]
     copy = types.FunctionType(
-        function.__code__,
-        {**scope, **changed},
-        function.__name__,
-        tuple(defaults.values()) or None,
-        tuple(new_cells),
+        function.__code__, {**scope, **changed}, function.__name__, tuple(defaults.values()) or None, tuple(new_cells)
     )
     copy.__kwdefaults__ = keyword_defaults
     return copy

@@ -41,13 +41,19 @@ def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expres
     ----------
     align : {"upper left", "lower right"}
         The corner of the mask through which its diagonal runs, if n ≠ m. "upper left" is i ≥ j, as torch's is_causal.
-        "lower right" is i + (m − n) ≥ j, the mask of FlashAttention and of decoding with a cache: the last query
-        attends to every key.
+        "lower right" is i + (m − n) ≥ j, the mask of FlashAttention and of decoding with a cache.
 
     Raises
     ------
     ParameterError
         align is neither "upper left" nor "lower right".
+
+    Examples
+    --------
+    >>> import sightline
+    >>> sightline.causal("lower right").array(2, 4).astype(int)  # two queries, four keys
+    array([[1, 1, 1, 0],
+           [1, 1, 1, 1]])
     """
     if align == "upper left":
         return i >= j
@@ -58,8 +64,6 @@ def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expres
 
 def window(left: int, right: int = 0) -> Expression:
     """Return the mask −right ≤ i − j < left: `left` keys up to the query's position, and `right` keys after it.
-
-    `window(256)` is a causal window of 256 keys, the same as (i ≥ j) ∧ (i − j < 256).
 
     Parameters
     ----------
@@ -72,12 +76,21 @@ def window(left: int, right: int = 0) -> Expression:
     ------
     ParameterError
         left is below 1 or right is below 0, or one of them is not a whole number.
+
+    Examples
+    --------
+    >>> import sightline
+    >>> sightline.window(2).array(3).astype(int)  # each query's key, and the key before it
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [0, 1, 1]])
     """
     if not (_is_integer(left) and _is_integer(right) and left >= 1 and right >= 0):
         raise ParameterError(
             f"window({left!r}, {right!r})",
             "whole numbers, left ≥ 1 and right ≥ 0",
-            "window(1) allows only the key at i; FlashAttention's window_size=(left, right) is window(left + 1, right)",
+            "window(1) allows key i only. FlashAttention's window_size=(left, right) is window(left + 1, right), "
+            "(-1, 0) is causal(), (-1, -1) is no mask",
         )
     # Not `i - j < left`: torch.compile cannot trace a comparison between a formula and a SymInt, its symbolic int.
     return apply("less", i - j, left) & apply("less_equal", j - i, right)
@@ -97,6 +110,13 @@ def padding(lengths: Any) -> Expression:
     ShapeError
         lengths does not have exactly one axis, or its entries are not integers. When attention is computed: the number
         of lengths is neither 1 nor B.
+
+    Examples
+    --------
+    >>> import sightline
+    >>> sightline.padding([3, 1]).array(1, 4, batch=2)[:, 0, 0].astype(int)  # two sequences
+    array([[1, 1, 1, 0],
+           [1, 0, 0, 0]])
     """
     table = None if _ndim(lengths) == 0 else Table(lengths, axes=("b",))
     if table is None or table.ndim != 1 or table.kind != "int":
@@ -135,8 +155,7 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
     ParameterError
         Both or neither of ids and lengths are given, or key_lengths is given without lengths.
     ShapeError
-        An array does not have the shape and dtype above. When attention is computed: the lengths do not sum to n, or
-        the key lengths do not sum to m.
+        An array has another shape or dtype. When attention is computed: lengths do not sum to n, or key_lengths to m.
 
     Examples
     --------
@@ -145,9 +164,8 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
     array([[1, 1, 0],
            [1, 1, 0],
            [0, 0, 1]])
-    >>> sightline.documents(lengths=[2, 1], key_lengths=[1, 3]).array(3, 4).astype(int)
+    >>> sightline.documents(lengths=[1, 1], key_lengths=[1, 3]).array(2, 4).astype(int)
     array([[1, 0, 0, 0],
-           [1, 0, 0, 0],
            [0, 1, 1, 1]])
     """
     if (ids is None) == (lengths is None) or (key_lengths is not None and lengths is None):
@@ -185,9 +203,7 @@ def _document_ids(name: str, lengths: Any) -> Any:
 
 
 def prefix(length: int) -> Expression:
-    """Return the mask j < length: every query sees the first `length` keys.
-
-    `causal() | prefix(64)` is the mask of a prefix language model.
+    """Return the mask j < length: every query attends to the first `length` keys.
 
     Parameters
     ----------
@@ -198,6 +214,14 @@ def prefix(length: int) -> Expression:
     ------
     ParameterError
         length is not a whole number of at least 0.
+
+    Examples
+    --------
+    >>> import sightline
+    >>> (sightline.causal() | sightline.prefix(2)).array(3).astype(int)  # a prefix language model
+    array([[1, 1, 0],
+           [1, 1, 0],
+           [1, 1, 1]])
     """
     if not (_is_integer(length) and length >= 0):
         raise ParameterError(f"prefix({length!r})", "a whole number ≥ 0", "prefix(64), or prefix(0) for no keys")
@@ -219,6 +243,12 @@ def dense(array: Any) -> Expression:
         The array is not boolean.
     ShapeError
         When attention is computed: the length of an axis is neither 1 nor the length that it must have.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> sightline.dense(np.array([[True, False], [True, True]])).sparsity(2)  # hides 1 pair of 4
+    0.25
     """
     table = dense_table(array)
     if table.kind != "bool":
@@ -236,9 +266,7 @@ def bias(array: Any) -> Expression:
     Parameters
     ----------
     array : (..., n, m) real numbers, in logits
-        The axes are the last ones of (B, H, n, m), and an axis of length 1 broadcasts. An array of more than four axes
-        has the axes (..., H, n, m), where the leading axes broadcast to those of query, key and value. The array
-        receives its gradient.
+        The axes are those of `dense`. The array receives its gradient.
 
     Raises
     ------
@@ -247,6 +275,12 @@ def bias(array: Any) -> Expression:
     ShapeError
         The array requires a gradient of more than 1 TiB, because it was expanded. When attention is computed: the
         length of an axis is neither 1 nor the length that it must have.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> sightline.bias(np.array([[-1, -np.inf]])).array(1, 2, s=5)  # both scores are 5
+    array([[  4., -inf]])
     """
     table = dense_table(array)
     if table.kind == "bool":
@@ -313,6 +347,12 @@ def alibi(slopes: Any) -> Expression:
         The number of heads is below 1.
     ShapeError
         The slopes do not have exactly one axis. When attention is computed: the number of slopes is neither 1 nor H.
+
+    Examples
+    --------
+    >>> import sightline
+    >>> sightline.alibi([0.5]).array(3, s=0)[-1]  # query 2, on keys 0, 1 and 2
+    array([-1. , -0.5,  0. ])
     """
     table = Table(alibi_slopes(slopes) if _ndim(slopes) == 0 else slopes, axes=("h",))
     if table.ndim != 1:
@@ -336,6 +376,12 @@ def softcap(t: float) -> Expression:
     ------
     ParameterError
         t is not positive and finite.
+
+    Examples
+    --------
+    >>> import sightline
+    >>> sightline.softcap(30).array(1, 3, s=[[1, 30, 1000]]).round(1)
+    array([[ 1. , 22.8, 30. ]])
     """
     is_number = isinstance(t, int | float | np.integer | np.floating) and not isinstance(t, bool)
     if not (is_number and 0 < t < math.inf):  # torch.compile cannot trace `math.isfinite` of a SymFloat
@@ -358,6 +404,12 @@ def relative_bias(table: Any) -> Expression:
     ShapeError
         The number of distances is even, or the table has more than two axes. When attention is computed: the table has
         neither one row nor H rows.
+
+    Examples
+    --------
+    >>> import sightline
+    >>> sightline.relative_bias([-2, 0, 1]).array(4, s=0)[1]  # query 1: distances −1, 0, 1, 2
+    array([-2.,  0.,  1.,  1.])
     """
     wrapped = Table(table, axes=(None,) if _ndim(table) == 1 else ("h", None))
     if wrapped.ndim > 2 or wrapped.shape[-1] % 2 == 0:

@@ -20,15 +20,7 @@ from .head_factors import average_over, multiply_heads
 from .matrix import Pooled, Scores, Weights, pooled, scores, weights
 from .per_key import Received, received
 from .per_query import Entropy, Lse, Mass, MaxScore, TopK, entropy, entropy_of, lse, mass, max_score, top_k
-from .selection import (
-    Mean,
-    OverLayers,
-    Statistic,
-    places_in,
-    solve_selections_separately,
-    spread_mean,
-    unwrap_mean,
-)
+from .selection import Mean, OverLayers, Statistic, places_in, solve_selections_separately, spread_mean, unwrap_mean
 from .weighted_sums import weighted_sum
 
 __all__ = [

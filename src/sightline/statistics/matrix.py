@@ -232,15 +232,17 @@ def scores(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
 
     Parameters
     ----------
-    limit : int, default 2 GiB
-        The largest size of the matrix in bytes.
-    insist : bool, default False
-        Ignore the limit.
+    limit, insist
+        As in `weights`, with the same errors.
 
-    Raises
-    ------
-    ParameterError
-        limit is not a whole number ≥ 0. Also raised by attention if the matrix takes more bytes than the limit.
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x, mask = np.array([[2], [-1]], np.float32), sightline.causal()
+    >>> _, (scores,) = sightline.attention(x, x, x, mask=mask, see=[sightline.scores()])
+    >>> scores  # the products 2·2, −1·2 and −1·−1
+    array([[  4., -inf],
+           [ -2.,   1.]], dtype=float32)
     """
     return Scores(*_check_limit("scores", limit, insist))
 
@@ -270,6 +272,15 @@ def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within
         rows or columns is not a whole number of at least 1, how is another word, or within is not a rectangle.
     ShapeError
         Raised by attention if the rectangle is not within the matrix.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x, mask = np.zeros((4, 1), np.float32), sightline.causal()  # tokens with equal scores
+    >>> _, (cells,) = sightline.attention(x, x, x, mask=mask, see=[sightline.pooled(2, 2)])
+    >>> cells.round(2)  # the upper left cell is the mean of 1, 0, 1/2 and 1/2
+    array([[0.5 , 0.  ],
+           [0.29, 0.21]], dtype=float32)
     """
     rows = check_count(f"pooled(rows={rows!r})", rows, 1, "pooled(64, 64)")
     columns = check_count(f"pooled(columns={columns!r})", columns, 1, "pooled(64, 64)")

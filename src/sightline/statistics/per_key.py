@@ -75,13 +75,14 @@ def _first_maximal_query(context: BackwardContext) -> Any:
 def received(how: Literal["sum", "mean", "max"] = "sum", last: int | None = None) -> Statistic:
     """Request the weight that every key j receives from the queries: Σᵢ P_ij, the mean over i, or max_i P_ij.
 
-    The result is (..., H, m) in the accumulator's dtype (float64 for float64 arrays, else float32); 0 for a key that no
-    query sees. It has a gradient. The gradient of a maximum goes to the weight of the first query that has the maximum.
+    The result is (..., H, m) in the accumulator's dtype (float64 for float64 arrays, else float32); 0 for a key that
+    no query attends to. With grouped-query attention (GQA), H is the number of query heads. The result has a
+    gradient. The gradient of a maximum goes to the weight of the first query that has the maximum.
 
     Parameters
     ----------
     how : {"sum", "mean", "max"}, default "sum"
-        The mean divides by the number of queries, whether or not they see the key.
+        The mean divides by the number of queries, whether or not they attend to the key.
     last : int, optional
         Count only the last `last` queries, or all queries if there are fewer. Only these queries are computed.
 
@@ -94,6 +95,14 @@ def received(how: Literal["sum", "mean", "max"] = "sum", last: int | None = None
     ----------
     For the sum: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
     2023. For the last queries: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x, mask = np.zeros((3, 1), np.float32), sightline.causal()  # tokens with equal scores
+    >>> _, (received,) = sightline.attention(x, x, x, mask=mask, see=[sightline.received()])
+    >>> received.round(2)  # 1 + 1/2 + 1/3, 1/2 + 1/3, and 1/3
+    array([1.83, 0.83, 0.33], dtype=float32)
     """
     if how not in ("sum", "mean", "max"):
         raise ParameterError(f"received(how={how!r})", '"sum", "mean" or "max"', 'received("sum")')

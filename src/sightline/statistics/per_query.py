@@ -14,16 +14,7 @@ from ..arrays.operations import itemsize, namespace, resolve_dtype
 from ..errors import MaskError, ParameterError, check_count
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Expression, where
-from .base import (
-    MAX_RESULT_BYTES,
-    BackwardContext,
-    ForwardContext,
-    KeyPart,
-    Outer,
-    StatisticGradients,
-    Tile,
-    weigh,
-)
+from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, KeyPart, Outer, StatisticGradients, Tile, weigh
 from .selection import Statistic
 
 if TYPE_CHECKING:
@@ -243,32 +234,56 @@ class Mass(Statistic):
 
 
 def lse() -> Statistic:
-    """Request lse_i = ln Σⱼ exp(S_ij) over the keys that query i sees. With sinks, exp(sink) is added to the sum.
+    """Request lse_i = ln Σⱼ exp(S_ij) over the keys that query i attends to. `sinks=` adds exp(sink logit) to the sum.
 
     The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), in nats; −∞ for a
-    query that sees no key and has no sink. `sightline.merge` uses lse to merge attention over disjoint sets of keys.
-    lse has a gradient. Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    query without keys and without a sink logit. `sightline.merge` uses lse to merge attention over disjoint sets of
+    keys. lse has a gradient. Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x, mask = np.zeros((3, 1), np.float32), sightline.causal()  # all scores are 0
+    >>> _, (lse,) = sightline.attention(x, x, x, mask=mask, see=[sightline.lse()])
+    >>> np.exp(lse).round(2)  # sums of one, two and three exp(0)
+    array([1., 2., 3.], dtype=float32)
     """
     return Lse()
 
 
 def max_score() -> Statistic:
-    """Request the largest score of every query, max_j S_ij without the sink, and the first j with that score.
+    """Request the largest score of every query, max_j S_ij without the sink logit, and the first j with that score.
 
     The result is a named tuple: `score` (..., H, n) in nats, in the accumulator's dtype (float64 for float64 arrays,
-    else float32), and `where` (..., H, n) int64. For a query that sees no key, `score` is −∞ and `where` is −1. The
-    gradient of `score` goes to the score of the pair (i, `where`). QK-clip bounds the largest score to keep training
+    else float32), and `where` (..., H, n) int64. For a query without keys, `score` is −∞ and `where` is −1. The
+    gradient of `score` goes to the score of the pair (i, `where`). QK-Clip bounds the largest score to keep training
     stable. Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section 2.1.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x = np.array([[2], [-1], [1]], np.float32)  # scores: products of two numbers
+    >>> _, (largest,) = sightline.attention(x, x, x, see=[sightline.max_score()])
+    >>> largest.score, largest.where
+    (array([4., 1., 2.], dtype=float32), array([0, 1, 0]))
     """
     return MaxScore()
 
 
 def entropy() -> Statistic:
-    """Request H_i = −Σⱼ P_ij ln P_ij over the keys, the entropy of the weights. The term of a sink is not included.
+    """Request H_i = −Σⱼ P_ij ln P_ij over the keys, the entropy of the weights. A sink logit adds no term.
 
     The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), in nats, from 0 to
-    ln m; 0 for a query that sees no key. It has a gradient. Training becomes unstable if the entropy falls towards 0.
+    ln m; 0 for a query without keys. The entropy has a gradient. Training becomes unstable if it falls towards 0.
     Source: Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse", 2023, section 3.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x, mask = np.zeros((3, 1), np.float32), sightline.causal()  # tokens with equal scores
+    >>> _, (entropy,) = sightline.attention(x, x, x, mask=mask, see=[sightline.entropy()])
+    >>> np.exp(entropy).round(2)  # the number of keys that each query attends to
+    array([1., 2., 3.], dtype=float32)
     """
     return Entropy()
 
@@ -289,8 +304,16 @@ def top_k(k: int) -> Statistic:
     Raises
     ------
     ParameterError
-        k is not a whole number of at least 1. Also raised by attention if k exceeds m and the result takes more than 2
-        GiB.
+        k is not a whole number of at least 1. Also raised by attention if k exceeds m and the result exceeds 2 GiB.
+
+    Examples
+    --------
+    >>> import sightline
+    >>> cat = sightline.data.load("minilm_cat")
+    >>> a, mask, see = cat.layers[0], sightline.padding(cat.lengths), [sightline.top_k(1)]
+    >>> _, (top,) = sightline.attention(a.query, a.key, a.value, mask=mask, see=see)
+    >>> [cat.tokens[0][j] for j in top.where[0, 2, :7, 0]]  # head 2 attends to the token before
+    ['[CLS]', '[CLS]', 'the', 'cat', 'ate', 'the', 'rat']
     """
     return TopK(check_count(f"top_k(k={k!r})", k, 1, "top_k(8)"))
 
@@ -299,7 +322,7 @@ def mass(mask: Any) -> Statistic:
     """Request Σⱼ P_ij over the keys that satisfy a condition, such as the weight on a document or on a prefix.
 
     The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), from 0 to 1; 0 for
-    a query that sees no key. It has a gradient.
+    a query without keys. The mass has a gradient.
 
     Parameters
     ----------
@@ -312,6 +335,15 @@ def mass(mask: Any) -> Statistic:
         mask is None. Also raised by attention if mask is not a condition.
     FormulaError, TableError
         Raised by attention if the formula has no meaning or reads outside its table.
+
+    Examples
+    --------
+    >>> import sightline
+    >>> from sightline import i, j
+    >>> a, see = sightline.data.load("minilm_cat").layers[0], [sightline.mass(j == i - 1)]
+    >>> _, (before,) = sightline.attention(a.query, a.key, a.value, see=see)
+    >>> before[1, :4, 1:].mean(-1).round(2)  # of four heads, head 2 attends to the token before
+    array([0.06, 0.06, 1.  , 0.06], dtype=float32)
     """
     if mask is None:
         raise MaskError("mass(None)", "a condition of b, h, i and j. True pairs are summed", "mass(i == j)")

@@ -13,15 +13,7 @@ from ..arrays.operations import convert, namespace
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
-from .base import (
-    BackwardContext,
-    ForwardContext,
-    Outer,
-    StatisticBase,
-    StatisticGradients,
-    Tile,
-    literal_text,
-)
+from .base import BackwardContext, ForwardContext, Outer, StatisticBase, StatisticGradients, Tile, literal_text
 from .head_factors import Factors, average_over, check_factors, format_factors, multiply_heads, parse_factors
 from .restriction import (
     Indices,
@@ -39,7 +31,18 @@ if TYPE_CHECKING:
 
 
 class Statistic(StatisticBase):
-    """A statistic with methods that restrict it to some queries and heads, or sum or average it over an axis."""
+    """A statistic with methods that restrict it to some queries and heads, or sum or average it over an axis.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x = np.array([0, 1, 2], np.float32).reshape(1, 3, 1, 1)  # 3 heads, with lse 0, 1 and 4
+    >>> lse = sightline.lse()
+    >>> see = [lse.heads([2, 0]), lse.mean("heads"), lse.sum("heads", weights=[0, -1, 1])]
+    >>> _, (some, mean, difference) = sightline.attention(x, x, x, see=see)
+    >>> some.ravel(), mean.round(2), difference
+    (array([4., 0.], dtype=float32), array([[1.67]], dtype=float32), array([[3.]], dtype=float32))
+    """
 
     def rows(self, indices: Any) -> Selection:
         """Return the statistic restricted to these queries. Only these queries are computed.
@@ -55,6 +58,16 @@ class Statistic(StatisticBase):
         ParameterError
             indices are neither whole numbers nor a slice, or rows are already selected. Also raised by attention if an
             index is out of range.
+
+        Examples
+        --------
+        >>> import numpy as np, sightline
+        >>> x, mask = np.zeros((4, 1), np.float32), sightline.causal()  # tokens with equal scores
+        >>> see = [sightline.weights().rows([1, -1])]
+        >>> _, (rows,) = sightline.attention(x, x, x, mask=mask, see=see)
+        >>> rows  # queries 1 and 3
+        array([[0.5 , 0.5 , 0.  , 0.  ],
+               [0.25, 0.25, 0.25, 0.25]], dtype=float32)
         """
         return _select(self, rows=indices)
 

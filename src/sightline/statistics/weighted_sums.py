@@ -71,10 +71,10 @@ def weighted_sum(x: Any) -> Statistic:
     """Request (P x)_i = Σⱼ P_ij x_j: the product of the weights, before dropout, with an array x other than value.
 
     If x holds positions, the result is the mean position that a query attends to. If x has one-hot rows, the result is
-    the weight on each group of keys. If x is the rollout matrix of earlier layers, the result is the attention rollout.
+    the weight on each group of keys. If x is the rollout matrix of earlier layers, the result is the attention rollout
+    (Abnar and Zuidema, "Quantifying Attention Flow in Transformers", 2020, section 3).
 
-    The result is (..., H, n, r) in the query's dtype; 0 for a query that sees no key. Gradients flow to the weights and
-    to x.
+    The result is (..., H, n, r) in the query's dtype; 0 for a query without keys. The weights and x get gradients.
 
     Parameters
     ----------
@@ -88,9 +88,14 @@ def weighted_sum(x: Any) -> Statistic:
     ShapeError, DeviceError
         Raised by attention if x does not fit the keys, or lies on another device than the query.
 
-    References
-    ----------
-    Abnar and Zuidema, "Quantifying Attention Flow in Transformers", 2020, section 3 (attention rollout).
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x, mask = np.zeros((3, 1), np.float32), sightline.causal()  # tokens with equal scores
+    >>> places = np.arange(3, dtype=np.float32)[:, None]
+    >>> _, (mean,) = sightline.attention(x, x, x, mask=mask, see=[sightline.weighted_sum(places)])
+    >>> mean.ravel().round(2)  # the mean of the positions 0 to i
+    array([0. , 0.5, 1. ], dtype=float32)
     """
     check_kind("x of weighted_sum(x)", x)
     check_float_dtype("x of weighted_sum(x)", x)

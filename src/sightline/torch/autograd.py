@@ -205,7 +205,9 @@ def check_versions(versions: Sequence[Any], tables: Sequence[Any]) -> None:
 def _version(table: Any) -> Any:
     if isinstance(table, np.ndarray):
         return checksum(table)
-    return checksum(to_numpy(table)) if table.is_inference() and table.is_cpu else table._version
+    if not table.is_inference():
+        return table._version
+    return None if table.is_meta else checksum(to_numpy(table.cpu()))
 
 
 def _differentiate(

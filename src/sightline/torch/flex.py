@@ -179,6 +179,13 @@ class BlockMask:
     ------
     AttributeError
         The attribute is one that only torch's class has, such as `kv_num_blocks`.
+
+    Examples
+    --------
+    >>> from sightline.torch.flex import create_block_mask
+    >>> causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256)
+    >>> causal.formula, causal.to_dense()[0, 0].tolist()  # blocks of 128: one is hidden
+    (i ≥ j, [[1, 0], [1, 1]])
     """
 
     from_kv_blocks = torch_flex.BlockMask.from_kv_blocks

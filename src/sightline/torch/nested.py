@@ -154,7 +154,8 @@ def check_nested(named: dict[str, Any]) -> None:
         )
     if not (_is_equal(key.offsets(), value.offsets()) and _is_equal(key.lengths(), value.lengths())):
         raise ShapeError(
-            f"key with offsets {key.offsets().tolist()}, value with offsets {value.offsets().tolist()}",
+            f"key with offsets {key.offsets().tolist()}, value with offsets {value.offsets().tolist()}"
+            f"; lengths {_lengths(key)} and {_lengths(value)}",
             "one value for each key: equal offsets and lengths",
             "build value with nested_tensor_from_jagged(values, key.offsets())",
         )
@@ -175,6 +176,10 @@ def _overlap(nested: Any) -> bool:
 
 def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _lengths(nested: Any) -> Any:
+    return (nested.offsets().diff() if nested.lengths() is None else nested.lengths()).tolist()
 
 
 def _check_statistic(statistic: Statistic) -> Statistic:

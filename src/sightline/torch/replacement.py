@@ -90,6 +90,15 @@ class Replacement:
         For the description of a call, the number of such calls.
     left : Counter
         For (description of a call, reason), the number of such calls that torch computed.
+
+    Examples
+    --------
+    >>> import torch, sightline.torch
+    >>> x = torch.ones(1, 2, 5, 4)
+    >>> with sightline.torch.replacing() as replacement:
+    ...     _ = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    >>> replacement.served.total(), replacement.left.total()
+    (1, 0)
     """
 
     served: Counter[ReplacedCall] = field(default_factory=Counter)

@@ -37,11 +37,9 @@ def arcs(
         key, and nothing is drawn for it.
     labels : sequence of str, optional
         The tokens. Up to 64 tokens are labelled.
-    axis : matplotlib axis, optional
-        The axis to draw on; by default that of a new figure, which is `axis.figure`.
     least : float, default 0.02
         Weights below this number are not drawn.
-    title : str, optional
+    axis, title : as in `heatmap`
 
     Returns
     -------

@@ -28,11 +28,9 @@ def head_grid(weights: Any, axis: Any = None, *, names: Sequence[str] | None = N
     weights : (H, n, m) or (L, H, n, m) array, or a list with one (H, n, m) array for each layer
         The weights, or the cells of weights that the statistic `pooled(...)` returns. Leading axes of length 1 are
         dropped. More than 64 queries or keys are pooled: a cell then shows the mean of the weights that it covers.
-    axis : matplotlib axis, optional
-        The axis to draw on; by default that of a new figure, which is `axis.figure`.
     names : sequence of str, optional
         The name of each layer; by default 0 to L − 1.
-    title : str, optional
+    axis, title : as in `heatmap`
 
     Returns
     -------
@@ -69,11 +67,9 @@ def entropy_by_head(
     entropy : list of (..., H, n) arrays, one for each layer, or (L, H) array
         Entropies in nats, as `seen["entropy"]` of a watched model returns them. The mean is taken over all axes except
         the axis of heads. An (L, H) array holds means and is drawn as it is.
-    axis : matplotlib axis, optional
-        The axis to draw on; by default that of a new figure, which is `axis.figure`.
     names : sequence of str, optional
         The name of each layer; by default 0 to L − 1.
-    title : str, optional
+    axis, title : as in `heatmap`
 
     Returns
     -------

@@ -57,6 +57,15 @@ def heatmap(
         The weights are not a matrix, or the numbers of labels differ from the numbers of queries and keys.
     MissingExtraError
         matplotlib is not installed.
+
+    Examples
+    --------
+    >>> import sightline.view
+    >>> cat = sightline.data.load("minilm_cat")
+    >>> weights = cat.layers[0].weights[0, 2, :7, :7]  # layer 0, head 2, no padding
+    >>> axis = sightline.view.heatmap(weights, cat.tokens[0][:7])
+    >>> weights.argmax(-1)  # a diagonal: each token attends to the token before it
+    array([0, 0, 1, 2, 3, 4, 5])
     """
     values = _as_matrix(weights)
     rows, columns = values.shape

@@ -27,9 +27,7 @@ def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None 
     image : (height, width), (height, width, 3) or (height, width, 4) array
         Grey values or colours as matplotlib takes them: integers from 0 to 255, or floats from 0 to 1. The patches
         divide the image into equal rectangles.
-    axis : matplotlib axis, optional
-        The axis to draw on; by default that of a new figure, which is `axis.figure`.
-    title : str, optional
+    axis, title : as in `heatmap`
 
     Returns
     -------

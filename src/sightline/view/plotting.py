@@ -166,6 +166,14 @@ def save(figure: Any, path: str | Path) -> Path:
         The path does not end in .png, .svg or .pdf.
     OSError
         The file cannot be written, for example because the folder is missing or the disk is full.
+
+    Examples
+    --------
+    >>> import tempfile, sightline.view
+    >>> axis = sightline.view.tile_map(sightline.causal(), 512)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     sightline.view.save(axis, f"{folder}/causal.png").name
+    'causal.png'
     """
     path = Path(path)
     if path.suffix.lower() not in FORMATS:

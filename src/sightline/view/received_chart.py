@@ -29,9 +29,7 @@ def received_by_key(
         their mean. A thin line on each bar reaches from the smallest number of a head to the largest.
     labels : sequence of str, optional
         The m tokens. Up to 64 tokens are labelled.
-    axis : matplotlib axis, optional
-        The axis to draw on; by default that of a new figure, which is `axis.figure`.
-    title : str, optional
+    axis, title : as in `heatmap`
 
     Returns
     -------

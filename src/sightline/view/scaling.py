@@ -66,6 +66,13 @@ def effect_of_scaling(widths: Sequence[int] = WIDTHS, seed: int = 0) -> list[Sca
     -------
     list of ScalingEffect
         One measurement for each width.
+
+    Examples
+    --------
+    >>> import sightline.view
+    >>> (effect,) = sightline.view.effect_of_scaling([256])
+    >>> round(effect.plain.keys, 1), round(effect.scaled.keys, 1)  # exp(entropy), of 16 keys
+    (1.3, 10.7)
     """
     rng = np.random.default_rng(seed)
     effects = []
@@ -85,7 +92,7 @@ def _effect(scores: Array) -> SoftmaxEffect:
 
 
 def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
-    """Draw the effect of scaling on softmax.
+    """Draw the effect of the division by √d_k on softmax.
 
     The upper panels show the weights at each width. The lower left panel shows for each width over how many keys the
     weight is spread. The lower right panel shows the size of softmax's gradient.

@@ -78,6 +78,13 @@ def tile_map(
         The mask reads outside its tables for some i or j below n or m, or a table does not fit its axes.
     MissingExtraError
         matplotlib is not installed.
+
+    Examples
+    --------
+    >>> import sightline.view
+    >>> axis = sightline.view.tile_map(sightline.causal(), 512)
+    >>> [text.get_text() for text in axis.get_legend().get_texts()]
+    ['empty 43.8%', 'partial 12.5%', 'full 43.8%']
     """
     m, formula = n if m is None else m, read_mask(mask)
     if formula is None:

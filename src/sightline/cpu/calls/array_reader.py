@@ -1,7 +1,9 @@
 """A generated function that reads arrays of NumPy and torch, and that Python calls as a function of C.
 
-`sightline.arrays.layouts.read_in_python` is the definition: the function returns the same. It reads NumPy's arrays by
-the structs of NumPy's C API, and tensors by the exchange functions of DLPack 1.3 (`DLPackExchangeAPI`).
+The function returns a tuple: a bytes object with the layouts (dtype, shape and strides of each array) as 64-bit words,
+and then the address of each array. It returns None if it cannot read an array; Python then makes all checks of a first
+call. `sightline.arrays.layouts.read_in_python` does the same in Python. NumPy's arrays are read by the structs of
+NumPy's C API, and tensors by the exchange functions of DLPack 1.3 (`DLPackExchangeAPI`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ DTYPE_OFFSETS = {"order": 10, "number": 12, "itemsize": 24}
 
 DLPACK_CPU, DLPACK_CUDA, DLPACK_ROCM = 1, 2, 10  # DLDeviceType kDLCPU, kDLCUDA and kDLROCM
 
-CONTEXT_FIELDS = {
+CONTEXT_FIELDS = {  # the words that the function finds at the address in its argument `self`
     "none": POINTER,  # the object None
     "true": POINTER,  # the object True
     "head_size": INT64,  # bytes of the head of a Python object
@@ -37,7 +39,7 @@ CONTEXT_FIELDS = {
 
 
 class ArrayFunction(PythonFunction):
-    """Builds a function whose arguments from number `first` on are arrays, and which reads these arrays."""
+    """Builds a function that reads those of its arguments that are arrays: all from number `first` on."""
 
     def __init__(self, module: Any, name: str, fields: Mapping[str, Any], first: int) -> None:
         super().__init__(module, name, fields)
@@ -49,7 +51,7 @@ class ArrayFunction(PythonFunction):
         self.grad_enabled = Variable(self, BOOL, False)
 
     def read_arrays(self) -> None:
-        """Store the words of all layouts, and all addresses. Return None if the call needs the full dispatch."""
+        """Write code that stores the words of all layouts, and all addresses; see the module's docstring."""
         self.return_none_if(self.num_arrays > MAX_ARRAYS)
         self.check_types()
         with self.loop(0, self.num_arrays) as index:
@@ -88,7 +90,10 @@ class ArrayFunction(PythonFunction):
 
     # -- conditions ------------------------------------------------------------------------------------------------
     def check_types(self) -> None:
-        """Return None if an array is neither NumPy's nor torch's, or if torch must see a call with its tensors."""
+        """Let the function return None if an array is neither NumPy's nor torch's, or if a condition is true.
+
+        `CONTEXT_FIELDS` has the conditions. The function tests them only if an array is a tensor.
+        """
         has_tensor = Variable(self, BOOL, False)
         with self.loop(0, self.num_arrays) as index:
             kind = self.type_of(self.array(index))
@@ -101,9 +106,10 @@ class ArrayFunction(PythonFunction):
             self.grad_enabled.set(self.is_true_result(self.context["is_grad_enabled"]))
 
     def is_true_result(self, function: Value) -> Value:
-        """True if the Python function returns an object that is true. Return with Python's error if it raises one.
+        """True if the Python function returns an object that is true.
 
-        A signal handler may run in the function and raise KeyboardInterrupt.
+        If the Python function raises an error, such as the KeyboardInterrupt of a signal handler, the generated
+        function returns with this error.
         """
         answer = self.call("PyObject_CallNoArgs", POINTER, function)
         self.return_null_if(answer == self.null())
@@ -128,7 +134,7 @@ class ArrayFunction(PythonFunction):
         """Read the tensor's DLTensor, and whether the tensor requires a gradient."""
         tensor, status = self.tensor, self.describe_tensor(array)
         is_negative = self.is_true_method(self.given.at((index + self.first) * 8), "is_neg")
-        # a tensor without memory has no address; only the full dispatch tells an empty tensor from one that lost it
+        # a tensor without memory has no address; Python tells an empty tensor from one whose memory was freed
         has_no_address = tensor.load(POINTER) == self.null()
         device, gpu = tensor.at(8).load(INT32), tensor.at(12).load(INT32).zero_extend(INT64) + 1
         is_on_cpu, is_on_gpu = device == DLPACK_CPU, (device == DLPACK_CUDA) | (device == DLPACK_ROCM)
@@ -146,7 +152,7 @@ class ArrayFunction(PythonFunction):
         self.store(index, self.tensor_address(), head, axes, shape, strides, unit)
 
     def describe_tensor(self, array: Value) -> Value:
-        """Write the DLTensor of a tensor to `self.tensor`. The result is not 0 if that is not possible."""
+        """Write the DLTensor of a tensor to `self.tensor`. The result is 0 if that succeeds."""
         status = self.call(self.context["read_tensor"], INT32, array, self.tensor)
         self.clear_error_if(status != 0)
         return status
@@ -160,7 +166,7 @@ class ArrayFunction(PythonFunction):
         return self.is_true_object(self.call("PyObject_GetAttr", POINTER, array, self.context[name]))
 
     def is_true_method(self, array: Value, name: str) -> Value:
-        """True if the method without arguments returns the object True. `array` is the address of the argument."""
+        """True if the method without arguments returns True. `array` is the address of a pointer to the object."""
         one, no_names = self.value(1, INT64), self.null()
         return self.is_true_object(
             self.call("PyObject_VectorcallMethod", POINTER, self.context[name], array, one, no_names)
@@ -174,7 +180,10 @@ class ArrayFunction(PythonFunction):
     def store(
         self, index: Value, address: Value, head: Value, axes: Value, shape: Value, strides: Value, unit: Any
     ) -> None:
-        """Store the words of an array. `shape` and `strides` are addresses, and `unit` is the unit of the strides."""
+        """Store the address of an array, and its words: the head, then each length, then each stride in bytes.
+
+        `shape` and `strides` are addresses of 64-bit integers. The strides there count units of `unit` bytes.
+        """
         self.return_none_if(axes > MAX_AXES)
         self.addresses.at(index * 8).store(address)
         start = self.num_words.get()
@@ -187,12 +196,11 @@ class ArrayFunction(PythonFunction):
 
 
 class ArrayReader(ArrayFunction):
-    """Builds a function that returns what `read_in_python` returns. Its arguments are the arrays."""
+    """Builds the function that the module's docstring describes. All its arguments are arrays."""
 
     def __init__(self, module: Any, name: str) -> None:
         super().__init__(module, name, CONTEXT_FIELDS, 0)
 
     def build(self) -> None:
-        """Write the body of the function."""
         self.read_arrays()
         self.finish(self.make_tuple(self.make_layouts()))

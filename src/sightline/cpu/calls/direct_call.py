@@ -1,11 +1,13 @@
-"""A generated function that looks a call up, and runs it if it is direct. Python calls it as a function of C.
+"""A generated function that finds a repeated call in a dictionary, and runs the call without Python if it can.
 
     find_or_run(entries, structure, numbers, operand, ..., table, ...)
 
-`dispatch.lookup` says what the function returns. The operands are query, key and value; for the backward pass also
-output, d_output and lse. If the entry has a direct call (`entry.prepared.direct`), the function allocates the results,
-writes all addresses and the numbers into the record's argument block, and runs the kernel. Python runs the call if
-another thread uses the record, if the search for tile ranges fails, or if the kernel sets a flag.
+Python calls this function of C. `entries` has an entry for each known call. `dispatch.lookup` says what the function
+returns. The operands are query, key and value; for the backward pass also output, d_output and lse. A call is
+direct if its entry has a record (`entry.prepared.direct`): the kernel's address and a buffer with its argument block.
+For a direct call, the function allocates the results, writes all addresses and numbers into the argument block, and
+runs the kernel. Python runs the call if another thread uses the record, if the search for tile ranges fails, or if the
+kernel sets a flag.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ class DirectCall(ArrayFunction):
         self.addresses = self.alloca_array(POINTER, NUM_VALUES)
 
     def build(self) -> None:
-        """Write the body of the function."""
         self.read_arrays()
         layouts = self.make_layouts()
         self.return_null_if(layouts == self.null())
@@ -47,7 +48,7 @@ class DirectCall(ArrayFunction):
         self.finish(self.make_tuple(entry, self.context["none"], layouts))
 
     def find_entry(self, layouts: Value) -> Value:
-        """Return a new reference to the entry; to None if there is no entry."""
+        """Return a new reference to the entry, or to the object None if there is no entry."""
         key = self.call("PyTuple_New", POINTER, self.value(2, INT64))
         self.return_null_if(key == self.null())
         for index, member in enumerate((layouts, self.argument(1))):
@@ -72,7 +73,7 @@ class DirectCall(ArrayFunction):
         return direct.get()
 
     def run(self, entry: Value, layouts: Value, direct: Value, record: RecordCode) -> None:
-        """Run the call, and return its results. If it cannot run here, the code after this code follows."""
+        """Write code that runs the call and returns its results. If the call cannot run, the code goes on after it."""
         with self.if_then(record.exchange_busy(1) == 0):
             makers = self.call("PyTuple_GetItem", POINTER, direct, self.value(1, INT64))
             count = self.call("PyTuple_Size", INT64, makers)
@@ -99,7 +100,7 @@ class DirectCall(ArrayFunction):
     ) -> None:
         """Allocate the results, put them into the tuple `results`, and store their addresses and the numbers.
 
-        The addresses of the arguments are stored already.
+        `self.addresses` already has the addresses of the arguments. `owned` are the objects to release after an error.
         """
         with self.loop(0, count) as index:
             maker = self.call("PyTuple_GetItem", POINTER, makers, index)
@@ -115,7 +116,7 @@ class DirectCall(ArrayFunction):
                     place.store(self.call("PyFloat_AsDouble", DOUBLE, number))
                 with no:
                     place.store(self.call("PyLong_AsLongLong", INT64, number))
-        error = self.call("PyErr_Occurred", POINTER)  # set if a number does not fit 64 bits
+        error = self.call("PyErr_Occurred", POINTER)  # set if an integer needs more than 64 bits
         with self.if_then(error != self.null()):
             record.exchange_busy(0)
             self.release(results, *owned)

@@ -1,4 +1,8 @@
-"""The record of a bound call for generated functions that run the call; see `calls.launcher`."""
+"""The launch record: a table of addresses and lengths with which generated code runs a bound call.
+
+A bound call lacks only addresses of arrays, numbers of formulas and a seed. Its tile ranges are the runs of key blocks
+that each block of queries processes. `calls.launcher` describes the record.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +21,19 @@ FLAGS = ("imprecise_lse_flag", "nonfinite_flag")  # fields of a workspace
 
 
 class LaunchRecord:
-    """One record, and the buffer that belongs to it.
+    """One record, and the buffer with the argument block of its kernel.
 
     Parameters
     ----------
     call : the bound call
-    searches : True if the tile ranges are found for each call, False if they are those of the first call
-    words : for direct calls, the words of the call with 0 in place of what each call gives; see `calls.direct_call`
-    sources : for direct calls, where each of these words comes from; see `PreparedCall.find_sources`
+    searches : True if each call searches for its tile ranges; False if each call uses those of the first call
+    words : for direct calls, the 64-bit words of the call, with 0 for words that change; see `calls.direct_call`
+    sources : for direct calls, the source of each of these words; see `RecordCode.write_words`
 
     Attributes
     ----------
     address : the address of the record
-    capacity : the most tile ranges for which the buffer has memory; 0 if it searches for none
+    capacity : the most tile ranges for which the buffer has memory; 0 without a search
     """
 
     def __init__(self, call: BoundCall, searches: bool, words: Sequence[int] = (), sources: Sequence[int] = ()) -> None:

@@ -3,11 +3,11 @@
     launch(address of the record, word, word, ...)  →  1 if the kernel set `imprecise_lse_flag`, plus 2 if it set
                                                        `nonfinite_flag`
 
-The words are those that each call gives; see `launch.bound_call`. The record describes the call and its buffer. The
-result is None, and the caller runs the call without this function, if another thread uses the buffer, or if the search
-for tile ranges fails. Python's global lock is released while the kernel runs.
+A word is 64 bits of the kernel's argument block. The given words change from call to call: addresses, numbers and
+the seed; see `launch.bound_call`. The record describes the other arguments, and the buffer with the block.
 
-`calls.direct_call` runs the kernel of a record too.
+The result is None if the number of words is wrong, if another thread uses the buffer, or if the search for tile ranges
+fails. The caller then runs the call without this function. Python's global lock is released while the kernel runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RECORD_FIELDS: dict[str, Any] = {
     "sources": POINTER,
     "imprecise_lse_flag": POINTER,  # null if the kernel does not set this flag
     "nonfinite_flag": POINTER,
-    "search": POINTER,  # the search for tile ranges; 0 if the tile ranges are bound
+    "search": POINTER,  # the function that searches for tile ranges; null if every call has those of the first call
     "search_block": POINTER,  # the argument block of the search
     "search_words": POINTER,  # the address in `search_block` of the words that the search takes from the call
     "first_search_word": INT64,  # the index of the first of these words among the words of the call
@@ -48,11 +48,11 @@ RECORD_FIELDS: dict[str, Any] = {
 
 
 class RecordCode:
-    """The code that runs the kernel of a record.
+    """Writes code that runs the kernel of a record, for `Launcher`, `DirectCall` and `XlaDirectCall`.
 
     Parameters
     ----------
-    builder : the function
+    builder : the function that the code is part of
     record : the address of the record
     """
 
@@ -81,7 +81,7 @@ class RecordCode:
                 words.at(index * 8).store(values.at(source * 8).load(INT64))
 
     def clear_workspace(self) -> None:
-        """Set those fields of the workspace to 0 that the kernel expects to be 0."""
+        """Set the counter and the flags to 0, and the other memory of the buffer that the kernel expects to be 0."""
         pairs = self.address_of("zeroed_0")
         with self.builder.loop(0, self.field("num_zeroed")) as index:
             pair = pairs.at(index * 16)
@@ -90,7 +90,7 @@ class RecordCode:
                 start.at(word * 8).store(self.builder.value(0, INT64))
 
     def find_tile_ranges(self) -> Value:
-        """Run the search for tile ranges, if there is one. The result is false if the search fails."""
+        """Run the search for tile ranges if the record has one. The result is false if the search fails."""
         builder, succeeds = self.builder, Variable(self.builder, BOOL, True)
         search, words = self.field("search"), self.field("words").at(self.field("first_search_word") * 8)
         with builder.if_then(search != builder.null()):
@@ -103,9 +103,9 @@ class RecordCode:
         return succeeds.get()
 
     def run_kernel(self, holds_lock: bool = True) -> Value:
-        """Run the kernel without Python's global lock, and return its flags as one number.
+        """Run the kernel without Python's global lock. Return `imprecise_lse_flag` + 2 · `nonfinite_flag`.
 
-        `holds_lock` is True if the calling thread holds this lock.
+        `holds_lock` is True if the calling thread holds the global lock.
         """
         builder = self.builder
         state = builder.call("PyEval_SaveThread", POINTER) if holds_lock else None
@@ -116,7 +116,7 @@ class RecordCode:
         return status
 
     def flag(self, name: str) -> Value:
-        """Return the value of a flag of the workspace; 0 if there is none."""
+        """Return the value of a flag; 0 if the kernel has no such flag."""
         value, pointer = Variable(self.builder, INT64, 0), self.field(name)
         with self.builder.if_then(pointer != self.builder.null()):
             value.set(pointer.load(INT64))
@@ -130,7 +130,6 @@ class Launcher(PythonFunction):
         super().__init__(module, name, LAUNCH_CONTEXT)
 
     def build(self) -> None:
-        """Write the body of the function."""
         self.record = record = RecordCode(self, self.call("PyLong_AsVoidPtr", POINTER, self.argument(0)))
         self.return_none_if(record.field("num_words") != self.count - 1)
         self.return_none_if(record.exchange_busy(1) != 0)
@@ -144,7 +143,7 @@ class Launcher(PythonFunction):
         self.finish(self.call("PyLong_FromLongLong", POINTER, status))
 
     def write_words(self) -> None:
-        """Write the arguments into the block. Return with Python's error if an argument is no integer of 64 bits."""
+        """Write the given words into the block. Return with Python's error if a word is no integer of 64 bits."""
         words = self.record.field("words")
         with self.loop(0, self.record.field("num_words")) as index:
             words.at(index * 8).store(self.call("PyLong_AsLongLong", INT64, self.argument(index + 1)))

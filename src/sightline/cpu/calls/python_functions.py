@@ -27,9 +27,9 @@ DLPACK_MAJOR_VERSION = 1
 
 
 def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
-    """Return `read_arrays` and `find_or_run` in generated code; None if this Python or this torch cannot be served.
+    """Return the functions of `ArrayReader` and `DirectCall`; None if this Python or this torch cannot be served.
 
-    `arrays.layouts.read_in_python` and `dispatch.lookup.find_in_python` do the same, but run no call.
+    `arrays.layouts.read_in_python` and `dispatch.lookup.find_in_python` do the same in Python, but run no call.
     """
     read_tensor = None if tensors.exchange is None else _exchange_function(tensors.exchange)
     if not (_is_supported() and _has_known_structs()) or (read_tensor is None and NoTensor not in tensors.types):
@@ -71,7 +71,7 @@ def launcher() -> Any:
 
 @cache
 def _is_supported() -> bool:
-    """True if this is CPython with a global lock, and its C API has every function that generated functions call."""
+    """True if this is CPython with a global lock, and its C API has every function that generated code calls."""
     is_known = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
     return is_known and all(hasattr(python_library(), name) for name in PYTHON_API)
 
@@ -79,7 +79,7 @@ def _is_supported() -> bool:
 def _has_known_structs() -> bool:
     """True if NumPy's structs have the layout that `calls.array_reader` reads. Else arrays are read in Python.
 
-    An address is followed only after it was found to be one of an array that is known.
+    The check follows an address in a struct only if NumPy's Python interface gives the same address.
     """
     array = np.zeros((5, 7), np.complex64)[::2, ::-3]  # a dtype whose alignment is not its size
     body, of_dtype = (id(x) + object.__basicsize__ for x in (array, array.dtype))

@@ -1,9 +1,10 @@
 """Generated code by which XLA runs repeated forward passes without Python.
 
-An entry describes a forward pass that was run before: the text of its call, and the record of a bound call. The code
-finds the entry by a hash of the text that XLA passes, compares the whole text, writes the addresses of XLA's arrays
-into the record's argument block, and runs the kernel. The caller runs the call in Python if there is no such entry, if
-another thread uses the record, if the search for tile ranges fails, or if the kernel sets `nonfinite_flag`.
+An entry describes a forward pass that was run before: the text of its call, and a launch record, which has the kernel's
+address and argument block. The code finds the entry by a hash of the text that XLA passes, and compares the whole text.
+It writes the addresses of XLA's arrays into the argument block, and runs the kernel. The caller runs the call in Python
+if there is no such entry, if another thread uses the record, if the search for tile ranges fails, or if the kernel sets
+`nonfinite_flag`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ENTRY_FIELDS: dict[str, Any] = {
     "setting": POINTER,  # the value of the environment variable when the entry was made; null if it was not set
     "record": POINTER,
     "num_arguments": INT64,
-    "values": POINTER,  # the values of the record's words; the numbers of the formulas never change
+    "values": POINTER,  # the argument `values` of `RecordCode.write_words`
     "num_rows": INT64,  # queries of all heads and batches
     "is_lse_wide": INT64,  # 1 if the result lse is float64, 0 if it is float32
 }
@@ -35,7 +36,7 @@ class XlaDirectCall:
 
     Parameters
     ----------
-    builder : the function
+    builder : the function that the code is part of
     variable : the name of the environment variable on which the choice of a kernel depends
     """
 
@@ -43,7 +44,10 @@ class XlaDirectCall:
         self.builder, self.variable = builder, variable
 
     def run(self, text: Value, length: Value, buffers: Value) -> Value:
-        """Run the call, and return true if its results are valid. `buffers` has the addresses of all arrays."""
+        """Run the call, and return true if its results are valid.
+
+        `text` is the address of the call's text, and `length` its bytes. `buffers` has the addresses of all arrays.
+        """
         builder, is_done = self.builder, Variable(self.builder, BOOL, False)
         slot = slot_of(builder, text, length)
         self.entry = builder.atomic_load(slot, POINTER)
@@ -64,7 +68,7 @@ class XlaDirectCall:
         return self.entry.at(8 * list(ENTRY_FIELDS).index(name)).load(ENTRY_FIELDS[name], 8)
 
     def is_entry_of(self, text: Value, length: Value) -> Value:
-        """True if the entry has this text, and the environment variable has not changed."""
+        """True if the entry has this text, and the environment variable is the same as when the entry was made."""
         builder, is_equal = self.builder, Variable(self.builder, BOOL, False)
         with builder.if_then(self.field("length") == length):
             difference = builder.call("memcmp", INT32, self.field("text"), text, length)
@@ -76,7 +80,7 @@ class XlaDirectCall:
         return is_equal.get()
 
     def write_words(self, record: RecordCode) -> None:
-        """Write the addresses of the arrays into the argument block. The results of the record are output and lse."""
+        """Write the addresses of XLA's arrays into the argument block. The kernel writes output and float64 lse."""
         builder, values = self.builder, self.field("values")  # no other thread writes them while the record is in use
         with builder.loop(0, self.field("num_arguments")) as index:
             values.at(index * 8).store(self.buffers.at(index * 8).load(INT64))
@@ -85,11 +89,11 @@ class XlaDirectCall:
         record.write_words(values)
 
     def result(self, index: int) -> Value:
-        """Return the address of a result."""
+        """Return the address of the result `OUTPUT`, `LSE` or `PRECISE_LSE`."""
         return self.buffers.at((self.field("num_arguments") + index) * 8).load(POINTER)
 
     def write_lse(self) -> None:
-        """Write lse from the float64 lse."""
+        """Convert the float64 lse of the kernel to the dtype of the result `LSE`."""
         builder, precise, lse = self.builder, self.result(PRECISE_LSE), self.result(LSE)
         is_wide = self.field("is_lse_wide") == 1
         with builder.loop(0, self.field("num_rows")) as row:
@@ -102,7 +106,7 @@ class XlaDirectCall:
 
 
 def slot_of(builder: Builder, text: Value, length: Value) -> Value:
-    """Return the address of the slot for a text."""
+    """Return the address of a text's slot in the hash table. The slot has the address of an entry, or null."""
     hashed = Variable(builder, INT64, builder.value(0, INT64) + length)
     with builder.loop(0, length // 8) as index:
         hashed.set((hashed.get() ^ text.at(index * 8).load(INT64)) * PRIME)
@@ -112,7 +116,6 @@ def slot_of(builder: Builder, text: Value, length: Value) -> Value:
 
 
 def _slots(builder: Builder) -> Value:
-    """Return the address of the first slot."""
     return builder.global_variable(SLOTS, f"internal global [{NUM_SLOTS} x i64] zeroinitializer, align 64")
 
 

@@ -3,12 +3,12 @@
     XLA_FFI_Error *handler(XLA_FFI_CallFrame *frame)
 
 The function takes the addresses of all arguments and results from the frame, and the text of the call from the string
-attribute `ATTRIBUTE`. `xla_direct_call` runs the call if it was run before. Else the handler passes the addresses and
-the text to a function of Python, the C symbol `CALLBACK`. If that function returns a message, XLA raises an error with
-this message.
+attribute `ATTRIBUTE`. The code of `xla_direct_call` runs the call if the same call was run before. Else the handler
+passes the addresses and the text to a function of Python, the C symbol `CALLBACK`. If the Python function returns a
+message, XLA raises an error with this message.
 
-XLA lets its threads flush denormal numbers to 0. The function sets the floating-point modes of the C language while the
-call runs, so that a kernel computes the same bits as elsewhere.
+XLA lets its threads flush denormal numbers to 0. While the call runs, the function sets the floating-point modes that C
+programs start with. So a kernel computes the same bits as in a call without XLA.
 
 Source of the structs: xla/ffi/api/c_api.h, which jaxlib ships.
 """
@@ -23,12 +23,12 @@ from .xla_direct_call import XlaDirectCall, build_install
 
 ATTRIBUTE = "call"
 CALLBACK = "sightline_xla_callback"
-CLOSE = "sightline_xla_close"  # a second function, which lets no more calls enter Python
+CLOSE = "sightline_xla_close"  # a second function: it lets no more calls enter Python, and returns `NUM_CALLS`
 INSTALL = "sightline_xla_install"  # a third function, `xla_direct_call.build_install`
 MAX_BUFFERS = 64  # the most arguments and results of a custom call
 
 IS_CLOSED = "is_closed"  # a variable of the module, not 0 if no more calls enter Python
-NUM_CALLS = "num_calls"  # another, how many calls are in Python or about to enter it
+NUM_CALLS = "num_calls"  # a variable of the module: how many calls are in this function
 
 # offsets in bytes
 EXTENSION, API, ARGUMENTS, RESULTS, ATTRIBUTES = 8, 16, 40, 80, 120  # in XLA_FFI_CallFrame
@@ -37,6 +37,7 @@ NAMES, VALUES = 32, 40  # in XLA_FFI_Attrs
 DATA = 24  # in XLA_FFI_Buffer
 EXTENSION_TYPE, METADATA, MAJOR, MINOR = 8, 24, 24, 28  # in XLA_FFI_Metadata_Extension and XLA_FFI_Metadata
 CREATE_ERROR = 48  # in XLA_FFI_Api
+ENDING = "attention was not computed, because Python is ending; call block_until_ready on its results before that"
 METADATA_TYPE = 1  # XLA_FFI_Extension_Metadata
 ERROR_BYTES, MESSAGE, CODE = 32, 16, 24  # of XLA_FFI_Error_Create_Args, and in it
 INTERNAL_ERROR = 13  # XLA_FFI_Error_Code_INTERNAL
@@ -58,7 +59,6 @@ class XlaHandler(Builder):
         self.variable = variable
 
     def build(self) -> None:
-        """Write the body of the function."""
         self.answer_metadata()
         buffers = self.alloca_array(INT64, MAX_BUFFERS)
         num_arguments, num_results = (self.word(at + SIZE) for at in (ARGUMENTS, RESULTS))
@@ -66,7 +66,7 @@ class XlaHandler(Builder):
         self.copy_addresses(RESULTS, num_results, buffers.at(num_arguments * 8))
         text = self.frame.at(ATTRIBUTES + VALUES).load(POINTER).load(POINTER)  # the only attribute
         start, length = text.load(POINTER), text.at(8).load(INT64)
-        answer = Variable(self, POINTER, self.text("ending", "the interpreter is ending"))
+        answer = Variable(self, POINTER, self.text("ending", ENDING))
         add_to(self, NUM_CALLS, 1)
         with self.if_then(add_to(self, IS_CLOSED, 0) == 0):
             modes = self.exchange_modes(None)
@@ -82,7 +82,7 @@ class XlaHandler(Builder):
         self.finish(self.make_error(message))
 
     def text(self, name: str, text: str) -> Value:
-        """Return the address of a constant text, which has this name in the module."""
+        """Return the address of a constant text that ends with a zero byte. `name` is its name in the module."""
         encoded = text.encode() + b"\0"
         letters = "".join(f"\\{byte:02x}" for byte in encoded)
         return self.global_variable(name, f'internal constant [{len(encoded)} x i8] c"{letters}"')
@@ -103,16 +103,16 @@ class XlaHandler(Builder):
             self.return_(self.null())
 
     def copy_addresses(self, group: int, count: Value, target: Value) -> None:
-        """Write the addresses of the arguments' or the results' memory to `target`."""
+        """Write the memory addresses of all arguments (`group` ARGUMENTS) or all results (RESULTS) to `target`."""
         items = self.frame.at(group + ITEMS).load(POINTER)
         with self.loop(0, count) as index:
             buffer = items.at(index * 8).load(POINTER)
             target.at(index * 8).store(buffer.at(DATA).load(INT64))
 
     def exchange_modes(self, modes: Value | None) -> Value | None:
-        """Set the floating-point modes, and return the modes before that.
+        """Set the floating-point modes of the thread, and return the earlier modes; None on other architectures.
 
-        The default is rounding to the nearest number, without flushing of denormal numbers to 0.
+        `modes` None stands for rounding to the nearest number, without flushing of denormal numbers to 0.
         """
         if self.architecture == "x86_64":
             slot = self.alloca_array(INT32, 1)
@@ -128,7 +128,6 @@ class XlaHandler(Builder):
         return None
 
     def make_error(self, message: Value) -> Value:
-        """Return XLA's error object with this message."""
         block = self.alloca_array(INT64, ERROR_BYTES // 8)
         for offset in range(0, ERROR_BYTES, 8):
             block.at(offset).store(self.value(ERROR_BYTES if offset == 0 else 0, INT64))
@@ -139,12 +138,12 @@ class XlaHandler(Builder):
 
 
 def add_to(builder: Builder, name: str, number: int) -> Value:
-    """Add a number to a variable of the module, and return its value before that, in one atomic operation."""
+    """Add a number to a variable of the module, and return the variable's earlier value, in one atomic operation."""
     return builder.atomic_add(builder.global_variable(name, "internal global i64 0"), number, "seq_cst")
 
 
 def build_module(name: str, version: tuple[int, int], architecture: str, variable: str) -> Any:
-    """Return the LLVM module of the function; the parameters are those of `XlaHandler`."""
+    """Return the LLVM module with the handler, `CLOSE` and `INSTALL`; the parameters are those of `XlaHandler`."""
     module = Module()
     XlaHandler(module, name, version, architecture, variable).build()
     build_install(module, INSTALL)

@@ -2,9 +2,10 @@
 
     fields | tables' addresses | numbers of formulas | outputs' addresses | tables' layouts | outputs' layouts
 
-The layout of a table is the stride of each axis in bytes, then the length of each axis. The layout of an output is one
-stride. The words that change from call to call are adjacent: the last fields, such as those of `FORWARD_CALL_FIELDS`,
-and then the result of `call_words`. `pack` writes the block on the host, and `LoadedArguments` reads it in the kernel.
+The layout of a table is the stride of each axis in bytes, then the length of each axis. The outputs are arrays of some
+kernels only, such as statistics. The layout of an output is one stride. The words that change from call to call are
+adjacent: the last fields, such as `FORWARD_CALL_FIELDS`, and then the result of `call_words`. `pack` writes the block
+on the host, and `LoadedArguments` reads the block in the kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .values import DOUBLE, INT64, POINTER, Value
 
 
 def _operand_fields(name: str) -> dict[str, Any]:
-    """Return the argument fields of an array (*batch_shape, heads, rows, columns). Offsets and strides are in bytes.
+    """Return the fields (name: type) of an array (*batch_shape, heads, rows, columns); offsets, strides in bytes.
 
     The field `_batch_offsets` points to one offset per batch, so that the batch axes may have any strides.
     """
@@ -134,7 +135,10 @@ class TableArguments(NamedTuple):
 
 
 class OutputArguments(NamedTuple):
-    """The arguments of an output array that not every kernel of a class has: its address and one stride in bytes."""
+    """The arguments of an output without a field, such as a statistic or a table's gradient: its address and a stride.
+
+    The stride is the bytes from the sums of one split of the keys to those of the next split; 0 if there is one array.
+    """
 
     pointer: Value
     stride: Value

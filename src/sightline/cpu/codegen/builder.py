@@ -20,7 +20,7 @@ CACHE_LINE_BYTES = 64
 
 
 class Module:
-    """The functions and variables of one piece of object code. `str` returns it as LLVM reads it."""
+    """The functions and variables of one LLVM module. `str` returns its LLVM assembly."""
 
     def __init__(self) -> None:
         self.functions: dict[str, str] = {}
@@ -69,12 +69,12 @@ class Builder:
         self.variables: dict[str, Value] = {}  # the variables that the basic block has read or set, by slot
 
     def finish(self, result: Value | None = None) -> None:
-        """End the function with its result."""
+        """End the function with its result, and add the function to the module."""
         self.return_(result)
         self.module.functions[self.name] = "\n".join([self.head, *self.slots, *self.lines, "}"])
 
     def return_(self, result: Value | None = None) -> None:
-        """Return from the function. In a conditional block, nothing may follow."""
+        """Return from the function. In a conditional block, this must be the last instruction."""
         self.write("ret void" if result is None else f"ret {result.type} {result.name}")
         self.is_terminated = True
 
@@ -91,25 +91,24 @@ class Builder:
         return Value(self, kind, name)
 
     def compute(self, kind: Type, text: str) -> Value:
-        """Write an instruction that depends on its operands alone, unless the basic block has it already."""
+        """Return the result of an instruction without side effects, which is written once in a basic block."""
         known = self.computed.get(text)
         if known is None:
             known = self.computed[text] = self.execute(kind, text)
         return known
 
     def new_labels(self, *names: str) -> list[str]:
-        """Return names of basic blocks."""
+        """Return a new name of a basic block for each of `names`."""
         self.num_labels += 1
         return [f"{name}{self.num_labels}" for name in names]
 
     def begin_block(self, label: str) -> None:
-        """Begin a basic block."""
         self.write(f"{label}:")
         self.is_terminated = False
         self.computed, self.variables = {}, {}
 
     def branch(self, label: str) -> None:
-        """End the basic block, unless it has ended."""
+        """End the basic block with a jump to `label`, unless the block has ended."""
         if not self.is_terminated:
             self.write(f"br label %{label}")
 
@@ -125,7 +124,6 @@ class Builder:
         return Value(self, kind, constant(number, kind), None if kind.is_float or kind.lanes > 1 else int(number))
 
     def null(self) -> Value:
-        """Return the null pointer."""
         return Value(self, POINTER, "null")
 
     def promote(self, x: Any, y: Any) -> tuple[Value, Value]:
@@ -169,7 +167,7 @@ class Builder:
         return Value(self, VOID, "")
 
     def call_intrinsic(self, name: str, *values: Any) -> Value:
-        """Call the intrinsic llvm.`name` of operands that share one type."""
+        """Call LLVM's intrinsic `name`. Numbers and scalars take the type of the widest operand."""
         kind = max((v.type for v in values if isinstance(v, Value)), key=lambda kind: kind.lanes)
         inputs = [self.value(v, kind).broadcast(kind.lanes) for v in values]
         return self.call(f"llvm.{name}.{intrinsic_suffix(kind)}", kind, *inputs)
@@ -267,11 +265,11 @@ class Builder:
         self.call("llvm.prefetch.p0", VOID, pointer, *(self.value(x, INT32) for x in (0, 2, 1)))
 
     def atomic_load(self, pointer: Value, kind: Type) -> Value:
-        """Load a value of 8 bytes atomically, and all that another thread wrote before it stored the value."""
+        """Load a value of 8 bytes atomically. What its writer stored before the value is visible afterwards."""
         return self.execute(kind, f"load atomic {kind}, ptr {pointer.name} acquire, align 8")
 
     def atomic_exchange(self, pointer: Value, new: Value) -> Value:
-        """Store a value atomically, and return the value before. The operation orders all others of the thread."""
+        """Store a value atomically, and return the earlier value. The memory order is sequentially consistent."""
         return self.execute(new.type, f"atomicrmw xchg ptr {pointer.name}, {new.type} {new.name} seq_cst")
 
     def atomic_increment(self, pointer: Value, ordering: str = "monotonic") -> Value:

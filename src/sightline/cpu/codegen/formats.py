@@ -26,7 +26,6 @@ class FloatFormat:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number in memory."""
         return self.storage_type.itemsize
 
     @property
@@ -52,7 +51,6 @@ class FloatFormat:
         return _half_to_float(pointer.builder, bits)
 
     def row_bytes(self, width: int) -> int:
-        """Return the number of bytes of a row that has `width` numbers without gaps."""
         return width * self.itemsize
 
     def load_column(self, row: Value, column: Any, lanes: int = 1) -> Value:

@@ -1,7 +1,7 @@
 """Elementary functions on vectors: exp, exp2 and tanh.
 
-The functions share one range reduction. `render` takes all other functions from LLVM's intrinsics, which may call the C
-library once per lane.
+The functions share one range reduction. `render_llvm` takes all other functions from LLVM's intrinsics, which may call
+the C library once per lane.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def exp2_coefficients(is_double: bool, degree: int = 5) -> tuple[float, ...]:
 def exp2_of_negative(builder: Builder, x: Value, degree: int = 5) -> Value:
     """Return 2^x for x ≤ 0 or NaN, within 2 ulps; 0 if 2^x is below the smallest normal number, also for x = −∞.
 
-    The softmax uses this function, so it has as few instructions as possible: 2^x = 2^n (1 + f q(f)), with n added to
-    the exponent bits. `degree` is the degree of q in float32. With degree 4 the error is below 3 ulps of float32, far
-    less than an ulp of bfloat16.
+    The softmax uses this function, so it has as few instructions as possible. For x = n + f, it computes
+    2^x = 2^n (1 + f q(f)), and adds n to the exponent bits. `degree` is the degree of q in float32. With degree 4 the
+    error is below 3 ulps of float32, far less than an ulp of bfloat16.
     """
     constants = FloatConstants(x)
     magic = x + constants.rounding_constant

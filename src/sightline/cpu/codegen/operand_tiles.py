@@ -1,9 +1,9 @@
 """Tiles of key and value rows, in the layout that the register tile reads.
 
-The register tile reads numbers along a row or down a column, and broadcasts each number over the lanes. float32 and
-float64 are read in place, with any strides. Rows in narrower formats, and quantised rows, are first copied to scratch,
-one tile of keys at a time. In the copy, numbers are widened to float32, or the two bfloat16 numbers of a pair are next
-to each other.
+The register tile, the matrix product of all kernels, reads numbers along a row or down a column, and broadcasts each
+number over the lanes. float32 and float64 are read in place, with any strides. Rows in narrower formats, and quantised
+rows, are first copied to scratch, one tile of keys at a time. In the copy, numbers are widened to float32, or the two
+bfloat16 numbers of a pair are next to each other.
 
 Rows of float32 and float64 are copied too if they are far apart and the copy serves many queries. The rows of one head
 are far apart in a view of (B, n, H, d): a tile of 64 rows then lies in up to 64 pages, and rows whose distance is a
@@ -31,7 +31,7 @@ class OperandTile:
     max_rows : the most rows of a tile
     needs_rows : True if the kernel calls `row`
     needs_columns : True if the kernel calls `column`
-    copies_far_rows : True if `stage` is told whether rows that are far apart shall be copied
+    copies_far_rows : True if `stage` copies rows that are far apart when its argument `serves_many` is true
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class OperandTile:
     def stage(self, first: Value, count: Value, serves_many: Any = False) -> None:
         """Select `count` rows of the head, from row `first` on, and copy them if their format needs a copy.
 
-        If `serves_many`, which only tiles with `copies_far_rows` take, rows that are far apart are copied as well.
+        `serves_many` is true if many queries read the rows: rows that are far apart are then copied too.
         """
         self.block, self.count = self.head.at(first * self.row_stride), count
         self.rows, self.row_step, self.column_step = self.block, self.row_stride, self.column_stride
@@ -94,15 +94,15 @@ class OperandTile:
                 interleave_rows(self.tiles, source, target, self.width, *strides, has_second)
 
     def is_far(self) -> Value:
-        """True if rows are at least two rows' lengths apart, or the numbers of a row are not adjacent."""
+        """True if rows are at least twice their length apart, or the numbers of a row are not adjacent."""
         if not self.has_unit_stride:
             return self.builder.value(True, BOOL)
         return (self.row_stride >= 2 * self.row_bytes) | (self.row_stride <= -2 * self.row_bytes)
 
     def prefetch_next(self, part: Value, parts: Value) -> None:
-        """Prefetch one of several parts of the rows after the tile, which `stage` may copy next.
+        """If this tile was copied, prefetch part number `part` (of `parts`) of the rows of the next tile.
 
-        The processor does not foresee which rows a copy reads, because each of them is in another page.
+        The hardware prefetcher does not foresee which rows a copy reads, because each row is in another page.
         """
         if not self.may_copy or not self.has_unit_stride:
             return
@@ -122,7 +122,7 @@ class OperandTile:
                 widen_row(self.tiles, self.format, source, target, self.width, self.element_stride)
 
     def row(self, r: Value) -> tuple[Value, Any]:
-        """Return (address of the first number of row r, bytes to the next number). Later rows are the last row."""
+        """Return (address of the first number of row r, bytes to the next number); the last row for larger r."""
         r = self.builder.minimum(r, self.count - 1)
         return self.rows.at(r * self.row_step).freeze(), self.tiles.itemsize if self.tiles.paired else self.column_step
 
@@ -174,7 +174,10 @@ def interleave_rows(
     element_stride: Any,
     has_second: Value,
 ) -> None:
-    """Copy two rows of bfloat16 to scratch as one row of pairs. The second row is 0 if `has_second` is false."""
+    """Copy two rows of bfloat16 to scratch as one row: pair c has both numbers of column c.
+
+    The second number is 0 if `has_second` is false.
+    """
     builder, lanes = tiles.builder, 2 * tiles.lanes
     stride = 2 if element_stride is None else element_stride
     step = builder.where(has_second, row_stride, 0)

@@ -23,11 +23,11 @@ class PackedFormat:
         self.rows, self.name, self.scale_format = rows, rows.dtype, format_of(SCALE, machine)
 
     def row_bytes(self, width: int) -> int:
-        """Return the bytes of a row, scales included. `width` is that of the format, as in `FloatFormat`."""
+        """Return the bytes of a row, scales included. `width` must be the width of the format."""
         return self.rows.row_bytes
 
     def load_column(self, row: Value, column: Any, lanes: int = 1) -> Value:
-        """Load `lanes` numbers of a row from a column on, which is a multiple of `lanes`; see `load_columns`."""
+        """Load `lanes` numbers of a row from `column` on, a multiple of `lanes`; see `load_columns`."""
         return next(self.load_columns(row, column, 1, lanes))
 
     def load_columns(
@@ -35,10 +35,11 @@ class PackedFormat:
     ) -> Iterator[Value]:
         """Load `count` vectors of neighbouring numbers from the column `first` on.
 
-        `first` is a whole number or a Value, a multiple of count · lanes. A vector lies in one group. `scales` is where
-        `copy_scales` has put the row's scales; without it, they are read from the row.
+        `first` is a whole number or a Value, a multiple of count · lanes. A group is the numbers that share a scale. A
+        vector lies in one group. `scales` is the address to which `copy_scales` has copied the row's scales; by
+        default, the scales are read from the row.
         """
-        size, known = self.rows.group, dict[Any, list[Value]]()  # the vectors of one group share its scale
+        size, known = self.rows.group, dict[Any, list[Value]]()
         for at in range(0, count * lanes, lanes):
             column = first + at
             if isinstance(first, int):
@@ -76,7 +77,7 @@ class PackedFormat:
         return [self.scale_format.load(start.at(place * SCALE_BYTES)) for place in places]
 
     def load_codes(self, row: Value, column: Any, lanes: int, place: Any = 0) -> Value:
-        """Load codes as float32 from a column on. For int4, `place` is that of the column in its group."""
+        """Load codes as float32 from a column on. For int4, `place` is the column's place in its group."""
         kind = vector(BYTE, lanes)
         if self.name == "int8":
             return row.at(column).load(kind).to(INT32).to(FLOAT)

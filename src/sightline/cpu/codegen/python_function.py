@@ -27,7 +27,7 @@ PYTHON_API = frozenset(
 
 
 class PythonFunction(Builder):
-    """Builds one such function. The context's first field is `none`, the object None.
+    """Builds one function that Python calls directly. The context's first field is `none`, the object None.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class PythonFunction(Builder):
             self.return_none()
 
     def return_null_if(self, condition: Value) -> None:
-        """Return with Python's error, which is set already."""
+        """If the condition is true, return null. Python then raises the error that is set already."""
         with self.if_then(condition):
             self.return_(self.null())
 
@@ -66,7 +66,7 @@ class PythonFunction(Builder):
             self.call("PyErr_Clear", VOID)
 
     def is_true(self, answer: Value) -> Value:
-        """True as INT32 if a new object is true; the object is freed."""
+        """Release a reference to the object. Return an INT32: 1 if the object is true, 0 if not, −1 after an error."""
         result = self.call("PyObject_IsTrue", INT32, answer)
         self.call("Py_DecRef", VOID, answer)
         return result

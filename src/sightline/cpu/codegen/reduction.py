@@ -11,9 +11,9 @@ Combine = Callable[[Value, Value], Value]
 
 
 def reduce_within_groups(vectors: list[Value], group_lanes: int, combine: Combine = operator.add) -> list[Value]:
-    """Return one vector per `group_lanes` vectors; lane k of each group of lanes is the group's sum in vector k.
+    """Add the lanes of each vector within groups of `group_lanes` lanes; `combine` replaces the addition.
 
-    `combine` replaces the sum.
+    Every `group_lanes` vectors give one vector, in which lane k of a group is the sum of this group in vector k.
     """
     for _ in range(group_lanes.bit_length() - 1):
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
@@ -23,9 +23,9 @@ def reduce_within_groups(vectors: list[Value], group_lanes: int, combine: Combin
 
 
 def reduce_across_groups(vectors: list[Value], group_lanes: int, combine: Combine = operator.add) -> Value:
-    """Return one vector that has, for each vector, `group_lanes` lanes: the sums over the vector's groups of lanes.
+    """Add the groups of `group_lanes` lanes of each vector to one group; `combine` replaces the addition.
 
-    `combine` replaces the sum.
+    Return one vector with the groups of all vectors, in their order.
     """
     lanes = group_lanes * len(vectors)
     while len(vectors) > 1:

@@ -67,11 +67,9 @@ class RegisterTiles:
         return matrix.at(row * self.row_bytes + v * self.align)
 
     def load(self, matrix: Value, row: Any, v: Any) -> Value:
-        """Load vector `v` of a row of a scratch matrix."""
         return self.at(matrix, row, v).load(self.vector, self.align)
 
     def store(self, matrix: Value, row: Any, v: Any, value: Value) -> None:
-        """Store vector `v` of a row of a scratch matrix."""
         self.at(matrix, row, v).store(value, self.align)
 
     def transpose_lanes(self, rows: list[Value]) -> list[Value]:
@@ -94,11 +92,11 @@ class RegisterTiles:
             rows = joined
         if piece < 4:
             return rows
-        # of the first two bits of its number, a row has got the bits of its lane in reverse
+        # the shuffles inside of pieces have exchanged bits 0 and 1 of the rows' numbers
         return [rows[k & ~3 | (k & 1) << 1 | (k & 2) >> 1] for k in range(len(rows))]
 
     def for_each_row_group(self, count: Any, max_rows: int, write: Callable[[Value, int], None]) -> None:
-        """Build write(first, rows) for each group of `self.rows` rows, up to row `count` ≤ `max_rows`.
+        """Write a loop over groups of `self.rows` rows, up to row `count` ≤ `max_rows`; write(first, rows) is its body.
 
         If `max_rows` is no multiple of `self.rows`, the last group has the remaining rows.
         """

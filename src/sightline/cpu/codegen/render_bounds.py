@@ -1,4 +1,4 @@
-"""Rendering of the bounds of a formula into LLVM.
+"""Rendering of a formula's bounds into LLVM: an interval that contains all its values over a rectangle of pairs.
 
 The rules are those of `formula.interval_arithmetic`. `BoundsNamespace` has the functions of NumPy that the rules call,
 for `Value`s instead of arrays. An interval is a pair (low, high) of float64 scalars.
@@ -79,11 +79,9 @@ class TableExtremes:
 
     @property
     def num_bytes(self) -> Value:
-        """The size of the extremes in memory."""
         return self.rows * self.blocks * EXTREMES_BYTES
 
     def compute(self) -> None:
-        """Write the extremes of every block."""
         builder, size = self.builder, self.source.kind.itemsize
         with builder.loop(0, self.rows) as row:
             base, rest = builder.value(0, INT64), row
@@ -125,7 +123,11 @@ class TableExtremes:
     def _scan_axes(
         self, ends: Sequence[tuple[Value, ...]], axis: int, row: Value, base: Value, low: Variable, high: Variable
     ) -> None:
-        """Add the entries in the ranges `ends` of this axis and the next ones. `row` counts rows of blocks."""
+        """Widen (low, high) by the entries in the ranges `ends` of this axis and of all later axes.
+
+        `row` is the index, in C order, of the part of the table that the indices of earlier axes select. `base` is the
+        offset of this part in bytes.
+        """
         first, last = ends[axis]
         if axis == len(ends) - 1:
             self._scan_row(first, last, row, base, low, high)
@@ -135,7 +137,7 @@ class TableExtremes:
             self._scan_axes(ends, axis + 1, row, base + index * self.source.strides[axis], low, high)
 
     def _scan_row(self, first: Value, last: Value, row: Value, base: Value, low: Variable, high: Variable) -> None:
-        """Add the entries from `first` to `last` of a row: whole blocks by their extremes, the others one by one."""
+        """Widen (low, high) by the entries `first` to `last` of a row: whole blocks at once, other entries singly."""
         builder, end = self.builder, self.lengths[-1] - 1
         index = Variable(builder, INT64, first)
         with builder.infinite_loop() as break_if:
@@ -157,18 +159,17 @@ class TableExtremes:
         return ((first % EXTREMES_BLOCK) == 0) & (block_end <= last)
 
     def _add_extremes(self, block: Value, low: Variable, high: Variable) -> None:
-        """Add a whole block by its extremes."""
         pair = self.extremes.at(block * EXTREMES_BYTES)
         self._add(pair.load(DOUBLE), pair.at(8).load(DOUBLE), low, high)
 
     def _is_decided(self, low: Variable, high: Variable) -> Value:
-        """True if further entries cannot widen the interval: a table of booleans has shown both."""
+        """True if further entries cannot widen the interval: a table of booleans had both True and False."""
         if self.source.kind is not BYTE:
             return self.builder.value(0, BOOL)
         return (low.get() == 0.0) & (high.get() == 1.0)
 
     def _add_block(self, address: Value, low: Variable, high: Variable) -> None:
-        """Add a whole block of adjacent entries."""
+        """Widen (low, high) by a whole block of adjacent entries."""
         kind = self.source.kind
         if kind is BYTE:
             is_true = address.load(vector(BYTE, EXTREMES_BLOCK)) != 0
@@ -206,7 +207,7 @@ class TableExtremes:
 
 
 class HiddenEntries(TableExtremes):
-    """A float table t[..., i, j] of which only one fact is needed: all entries of a range are −∞.
+    """A float table t[..., i, j] of which only one fact is needed: whether all entries of a range are −∞.
 
     The table is as large as the scores, so its extremes would cost a pass over all of its entries. Here a range is read
     up to the first entry above −∞. `over` returns (−∞, −∞) if every entry is −∞, else (−∞, a larger number).
@@ -226,12 +227,12 @@ class HiddenEntries(TableExtremes):
 
 
 class BoundsRenderer:
-    """Renders the interval of every node of some formulas in one function.
+    """Writes code that computes the interval (low, high) of every node of some formulas, in one function.
 
     Parameters
     ----------
     extremes : the `TableExtremes` of each table, by id of the table
-    numbers : the numbers of the formulas' parameters, by slot
+    numbers : the numbers of the formulas' parameters, by `Parameter.slot`
     """
 
     def __init__(

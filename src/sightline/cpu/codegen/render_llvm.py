@@ -31,14 +31,14 @@ class TableSource:
 
 
 class Renderer:
-    """Renders one formula in one function.
+    """Writes the LLVM code of one formula into a function.
 
     Parameters
     ----------
     floats, integers : LLVM types of the formula's floats and of its integers
     sources : the `TableSource` of each table, by id of the table
-    clamped : (number of a lookup in `walk`, axis) of each table index that may be out of range at a hidden pair
-    numbers : the numbers of the formula's parameters, by slot
+    clamped : (index of a lookup in `walk(formula)`, axis) of each table index that a hidden pair may put out of range
+    numbers : the numbers of the formula's parameters, by `Parameter.slot`
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Renderer:
 
 
 def parameter_types(formulas: Sequence[Expression | None]) -> list[Any]:
-    """Return the type of the argument word of each parameter of these formulas, by slot."""
+    """Return the type of the argument word of each parameter of these formulas, by `Parameter.slot`."""
     nodes = walk(*[formula for formula in formulas if formula is not None])
     types = {node.slot: DOUBLE if node.kind == "float" else INT64 for node in nodes if isinstance(node, Parameter)}
     return [types[slot] for slot in range(len(types))]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Type:
-    """A type of LLVM, a scalar or a vector. Each type is one object.
+    """A type of LLVM, a scalar or a vector. Each type is one object, so that types are compared by `is`.
 
     Attributes
     ----------
@@ -231,7 +231,6 @@ class Value:
         return self.builder.call(f"llvm.cttz.{self.type}", self.type, self, self.builder.value(1, BOOL))
 
     def sum(self) -> Value:
-        """Return the sum of the lanes."""
         return self.reduce(lambda x, y: x + y)
 
     def reduce(self, combine: Callable[[Value, Value], Value]) -> Value:
@@ -294,7 +293,7 @@ class Value:
         return self.builder.compute(vector(POINTER, offset.type.lanes), text)
 
     def freeze(self) -> Value:
-        """Return this value, without its origin: LLVM's analysis of a loop takes long if addresses depend on much."""
+        """Return the same value. LLVM does not look past it, so that its analysis of loops takes less time."""
         return self.builder.compute(self.type, f"freeze {self.type} {self.name}")
 
     def load(self, kind: Type, align: int = 1) -> Value:

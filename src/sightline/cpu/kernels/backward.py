@@ -1,4 +1,4 @@
-"""The backward kernel: it recomputes the weights of each tile from the saved lse; register tiles compute five products.
+"""The backward kernel: it recomputes the weights P of each tile from the saved lse, and computes five products.
 
 For a tile of keys j and a block of queries i (Dao et al., "FlashAttention", 2022, algorithm 4), with the scale c and
 δᵢ = Σ dO ∘ O − d_lse:
@@ -8,13 +8,15 @@ For a tile of keys j and a block of queries i (Dao et al., "FlashAttention", 202
     dQᵀ[d][i] += Σ_j K[j][d] · dSᵀ[j][i]
     dV[j][d] += Σ_i Pᵀ[j][i] · dO[i][d]        dK[j][d] += Σ_i dSᵀ[j][i] · Q[i][d]
 
-In the first three products vectors run along queries, as in the forward kernel. In the last two products vectors run
-along d, on copies of the rows of dO and Q. Both products are added to rows of dV and dK that only one thread writes: a
-work item is one split of the keys of one or all key heads, and loops over all queries of the key heads. The number of
-splits follows from the problem alone (`launch.backward.Split`), and the splits' terms of dQ are added in the order of
-the splits, so that results are the same for any number of threads.
+With a score formula or sinks, e replaces the base 2.
 
-The kernel does not treat NaN and ∞: a gradient that is not finite sets `nonfinite_flag`, and the caller discards the
+In the first three products vectors run along queries, as in the forward kernel. In the last two products vectors run
+along d, on copies of the rows of dO and Q. A work item is one split (a range) of the keys, of one or all key heads. It
+loops over all queries of these key heads, so only one thread writes a row of dV or dK. Each split has its own term of
+dQ, and the terms are added in the order of the splits. The number of splits follows from the problem alone
+(`launch.backward.Split`). So results are the same for any number of threads.
+
+The kernel does not treat NaN and ∞. A gradient that is not finite sets `nonfinite_flag`, and the caller discards the
 results.
 """
 
@@ -44,9 +46,9 @@ class Backward(SharedTiles, RecomputedWeights):
     """Write the backward kernel into a module.
 
     `spec.roles` gives the role of each extra formula: statistics add the formula to dP ("weights") or to the gradient
-    of the final score ("scores"). `spec.table_gradients` lists the lookups of the score whose tables need gradients:
-    (index of the lookup in `walk`, slot of its table, True if a single split of the keys writes each entry). The sums
-    of these gradients follow the tables among the arguments: address, and bytes from one split's sums to the next.
+    of the score after the score formula ("scores"). `spec.table_gradients` lists the lookups whose tables need
+    gradients: (index of the lookup in `walk(score)`, slot of its table, True if only one split of the keys writes each
+    entry). The sums of these gradients follow the tables among the arguments: address, and bytes from split to split.
     """
 
     fields = BACKWARD_FIELDS
@@ -75,7 +77,7 @@ class Backward(SharedTiles, RecomputedWeights):
 
     # -- items ----------------------------------------------------------------------------------------------------
     def process_item(self, item: Value) -> None:
-        """Locate the item's split of the keys, batches and key heads; loop over the queries of the key heads."""
+        """Compute the gradients of an item: one split of the keys, in one or all batches and key heads."""
         builder, args = self.builder, self.args
         items_per_split = args.parallel_heads * args.parallel_batches
         self.split, index = item // items_per_split, item % items_per_split
@@ -121,7 +123,7 @@ class Backward(SharedTiles, RecomputedWeights):
     def prepare_block(self) -> None:
         """Copy a block's rows of Q and dO, as rows and transposed, and set the block's dQ to 0.
 
-        The rows of a block without a tile in the split are 0: NaN in them would reach dK and dV, as 0 · NaN.
+        The copied rows are 0 if the block has no tile in the split. Otherwise NaN would reach dK and dV as 0 · NaN.
         """
         args, tiles = self.args, self.tiles
         self.o, self.do = args.head_address("output", self.b, self.h), args.head_address("d_output", self.b, self.h)
@@ -136,7 +138,7 @@ class Backward(SharedTiles, RecomputedWeights):
 
     # -- rows of the block ----------------------------------------------------------------------------------------
     def allocate_block_rows(self, width: int) -> Value:
-        """Allocate scratch for one row per query, padded to whole vectors; a row of pairs joins two queries' rows."""
+        """Allocate scratch with a row per query (with bfloat16 pairs, per two queries), padded to whole vectors."""
         return self.tiles.scratch(self.max_blocks * self.block_rows_bytes(width))
 
     def block_rows_bytes(self, width: int) -> int:
@@ -144,7 +146,7 @@ class Backward(SharedTiles, RecomputedWeights):
         return self.tiles.packed_length(self.tiles.block) * round_up(width, self.lanes) * self.tiles.itemsize
 
     def transpose_output_gradients(self) -> None:
-        """Compute dOᵀ[d][lane], and δ and lse in the scores' base per lane. Past the last query lse is ∞, so P = 0."""
+        """Compute dOᵀ[d][lane], and δ and lse of each lane. Past the last query lse is ∞, so that P is 0."""
         builder, args, tiles, width = self.builder, self.args, self.tiles, self.spec.d_v
         for v in self.vectors:
             tiles.store(self.delta_matrix, 0, v, builder.value(0.0, self.vector))
@@ -171,7 +173,7 @@ class Backward(SharedTiles, RecomputedWeights):
             self.delta[v].set(tiles.load(self.delta_matrix, 0, v))
 
     def copy_rows(self, source: Value, name: str, is_contiguous: bool, width: int, target: Value) -> None:
-        """Copy the queries' rows as vectors along d, padded with 0; a row of pairs joins the rows of two queries."""
+        """Copy the queries' rows, padded with 0 to whole vectors. With bfloat16 pairs, join two queries' rows."""
         builder, args, tiles = self.builder, self.args, self.tiles
         row_stride = getattr(args, f"{name}_row_stride")
         step = None if is_contiguous else getattr(args, f"{name}_column_stride")
@@ -207,7 +209,6 @@ class Backward(SharedTiles, RecomputedWeights):
             target.at(at * self.tiles.itemsize).store(builder.value(0.0, self.float))
 
     def clear_key_gradients(self) -> None:
-        """Set the split's rows of dK and dV to 0."""
         builder = self.builder
         for rows, count in self.key_gradient_vectors():
             with builder.loop(0, count) as at:
@@ -224,7 +225,6 @@ class Backward(SharedTiles, RecomputedWeights):
             self.args.nonfinite_flag.store(builder.value(1, INT64))
 
     def flag_nonfinite_key_gradients(self) -> None:
-        """Set `nonfinite_flag` if the split's rows of dK or dV contain NaN or ∞."""
         for rows, count in self.key_gradient_vectors():
             self.flag_nonfinite(rows, count)
 
@@ -313,7 +313,7 @@ class Backward(SharedTiles, RecomputedWeights):
             table_gradient.store(j0)
 
     def evaluate_statistic_gradients(self, p: Value, key: Value, v: int, rows: list[NodeValues]) -> dict[str, Value]:
-        """Return by role what statistics add to dP ("weights") and to the gradient of the final score ("scores")."""
+        """Return by role what statistics add to dP ("weights"), and to the gradient of `final_score` ("scores")."""
         gradients: dict[str, Value] = {}
         for f, role in enumerate(self.spec.roles, start=2):
             renderer = self.renderers[f]
@@ -326,7 +326,7 @@ class Backward(SharedTiles, RecomputedWeights):
     def compute_score_gradient(self, p: Value, dp: Value, extra: Value | None, key: Value, v: int) -> Value:
         """Return dS, which includes the scale, of the pairs that `compute_weight` evaluated last.
 
-        `extra` is added to the gradient of the final score.
+        `extra` is added to the gradient of the score after the score formula.
         """
         builder = self.builder
         scale, delta = self.args.scale.to(self.float), self.delta[v].get()
@@ -390,9 +390,9 @@ class Backward(SharedTiles, RecomputedWeights):
 
     # -- tables ---------------------------------------------------------------------------------------------------
     def prepare_derivatives(self) -> None:
-        """Create the renderers of d score / d s, and of d score / d entry for the lookups whose tables need gradients.
+        """Create the `Renderer` of d score / d s, and of d score / d entry for lookups whose tables need gradients.
 
-        A derivative has the same lookups as the score, so the kernel knows the lookups' values when it evaluates one.
+        The derivatives read the same table entries as the score, so the kernel has loaded these entries already.
         """
         score = self.formulas[1]
         self.table_gradients: list[TableGradientCode] = []

@@ -58,7 +58,7 @@ class Block:
 
     @staticmethod
     def can_pair(spec: KernelSpec, machine: Machine) -> bool:
-        """True if rows can be read as pairs of bfloat16; this kernel widens quantised rows to float32."""
+        """True if rows of K and V are read as pairs of bfloat16. Quantised rows are widened to float32 instead."""
         return not spec.stored
 
     def make_operand_format(self, index: int) -> FloatFormat | PackedFormat:
@@ -92,11 +92,9 @@ class Block:
         self.prepare_formulas()
 
     def allocate(self) -> None:
-        """Allocate the kernel's scratch."""
         raise NotImplementedError(type(self).__name__)
 
     def process_item(self, item: Value) -> None:
-        """Process one work item."""
         raise NotImplementedError(type(self).__name__)
 
     # -- addresses ------------------------------------------------------------------------------------------------
@@ -144,7 +142,7 @@ class Block:
     def allocate_operand(
         self, operand_index: int, needs_rows: bool, needs_columns: bool, copies_far_rows: bool = False
     ) -> OperandTile:
-        """Allocate the operand tile of K (index 1) or V (index 2)."""
+        """Return the tile of rows of K (index 1) or V (index 2)."""
         width = (self.spec.d_k, self.spec.d_k, self.spec.d_v)[operand_index]
         unit_stride = self.spec.unit_stride[operand_index]
         format = self.value_format if operand_index == 2 else self.key_format
@@ -270,7 +268,7 @@ class Block:
 
     # -- formulas -------------------------------------------------------------------------------------------------
     def prepare_formulas(self) -> None:
-        """Create the renderer and the tile tables of every formula."""
+        """Create the `Renderer` of every formula, and the code of its lookups t[..., i, j] (`TileTables`)."""
         own = range(len(self.formulas))[self.own_formulas]
         formulas = [formula if index in own else None for index, formula in enumerate(self.formulas)]
         sources = [
@@ -287,7 +285,7 @@ class Block:
         self.tile_tables = [TileTables(self, index, renderer, lookups) for index, (renderer, lookups) in parts]
 
     def make_renderer(self, formula: Expression, floats: Any, clamped: tuple[tuple[int, int], ...]) -> Renderer:
-        """Return the renderer of a formula whose floats have the given type."""
+        """Return the object that writes the code of a formula. Its floats have the type `floats`."""
         return Renderer(self.builder, formula, floats, self.integer, self.sources, clamped, self.args.numbers)
 
     def evaluate_block(self) -> None:
@@ -320,8 +318,8 @@ class Block:
     def logits(self, key: Value, j0: Value, masked: bool) -> Iterator[tuple[int, Value, Value | None]]:
         """Yield (v, S, condition of the mask) for one key and every vector v of queries.
 
-        S is the final score, or Q · K without the scale if there is no score formula. The condition is None if
-        there is no mask or `masked` is False.
+        S is the result of the score formula. If there is no formula, S is Q · K without the scale. The condition is
+        None if there is no mask or `masked` is False.
         """
         mask, score = self.renderers[:2]
         j = (j0 + key).to(self.integer)
@@ -348,13 +346,13 @@ class Block:
         return (exp2_by_scaling if use_scalef else exp2_of_negative)(self.builder, difference, 4 if self.paired else 5)
 
     def dropout_keep_mask(self, j: Value) -> list[list[Value]]:
-        """Return, per key (four from j on) and vector, a condition: dropout keeps the weight; 4 must divide j."""
+        """Return, for each key from j to j + 3 and each vector, whether dropout keeps the weights; 4 divides j."""
         args = self.args
         origin = (args.dropout_b, args.dropout_h, args.dropout_i, args.dropout_j)
         key, keep_by_query = (args.seed & LOW_32_BITS, args.seed >> 32), []
 
         def multiply_wide(constant: int, word: Value) -> tuple[Value, Value]:
-            """Return a product whose low word has its high word in the upper half of the lane, which is ignored."""
+            """Return the high and the low word of a product. The upper half of the low word's lane is not cleared."""
             product = (word & LOW_32_BITS) * constant
             return product >> 32, product
 

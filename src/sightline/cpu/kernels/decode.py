@@ -1,19 +1,21 @@
 """The decoding kernel: few queries against many keys, limited by the bandwidth of reading K and V once.
 
-The query heads that share a key head are rows of one small matrix, so that K and V are read once for all of them. Here
-vectors run along d. A score is a sum over lanes, computed for many keys at once by a tree of shuffles. A weight is
-broadcast and multiplies a row of V. Narrow floats and codes are widened in registers.
+The query heads that share a key head are rows of one small matrix, so that K and V are read once for all of them.
+Vectors run along d. A score is a sum over lanes, computed for many keys at once by a tree of shuffles. A weight is
+broadcast and multiplies a row of V. Narrow floats and codes are widened in registers. If a tile raises the running
+maximum of a row from m to m', earlier sums are multiplied by α = 2^(m − m'). With a score formula or sinks, e replaces
+the base 2.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
-The scales of quantised rows are widened once for each tile. If a row has one scale, that of K multiplies the scores,
-and that of V the weights, so that the inner loops read codes alone. Where the processor multiplies pairs of bfloat16,
-such codes become bfloat16, which is exact.
+The scales of quantised rows are widened once for each tile. If a row has only one scale, the scales of K multiply the
+scores, and the scales of V multiply the weights. The inner loops then read codes alone. If the processor multiplies
+pairs of bfloat16, these codes become bfloat16, which is exact.
 
-The keys are divided into splits, in a way that only the problem determines. Threads process the splits one by one. The
-thread that finishes the last split of some rows merges the splits, always in the order of the keys, as `merge` does
-(Dao et al., "Flash-Decoding", 2023). An output that is NaN or ∞ sets `nonfinite_flag`. The forward kernel, which
-ignores V at hidden keys, then computes the output instead.
+The keys are divided into splits, in a way that only the problem determines. A thread computes one split at a time. The
+thread that finishes the last split of some rows merges their splits, always in the order of the keys (Dao et al.,
+"Flash-Decoding", 2023). An output that is NaN or ∞ sets `nonfinite_flag`. The forward kernel, which ignores V at hidden
+keys, then computes the output instead.
 
 The entropy H of a query is merged from the entropies of its splits: with P_p, the weight of split p,
 
@@ -79,7 +81,7 @@ class Decode(Block):
 
     @staticmethod
     def can_pair(spec: KernelSpec, machine: Machine) -> bool:
-        """True if codes are few bits, so exact as bfloat16, and rows have one scale and fill vectors of pairs."""
+        """True if rows are not quantised, or have one scale, no offset, and codes that fill vectors of pairs."""
         width = machine.vector_bytes // BFLOAT.itemsize
         return not spec.stored or all(
             row_format.num_groups == 1 and not row_format.has_offsets and row_format.width % width == 0
@@ -127,7 +129,7 @@ class Decode(Block):
 
     @contextmanager
     def loop_heads(self, j0: Value | None = None) -> Iterator[None]:
-        """Write a loop over the item's key heads, and locate what is kept of each, and its tile of keys at j0."""
+        """Write a loop over the item's key heads. Locate what is kept of each head, and its tile of keys at j0."""
         unroll = self.spec.unroll
         rows = (self.num_rows + (unroll - 1)) // unroll * unroll  # kept for each head
         with self.builder.loop(0, self.num_heads) as k:
@@ -141,7 +143,7 @@ class Decode(Block):
             yield
 
     def locate_next_tiles(self, tile: Value) -> None:
-        """Locate the tiles that follow a tile, and the tiles that follow those. The last tiles follow themselves."""
+        """Find the next two tiles, which are prefetched. After the last tile, a tile of the last range is repeated."""
         self.next_tiles = [tile, tile + 1, tile + 2]
         if self.spec.mask is None:
             return
@@ -154,7 +156,10 @@ class Decode(Block):
             self.next_tiles[step] = builder.where(is_inside, self.next_tiles[step - 1] + 1, first)
 
     def tile_address(self, name: str, j0: Value, k: Value) -> Value:
-        """Return the address of the rows from j0 on of the item's head number k; past the last head, of later tiles."""
+        """Return the address of the rows of K or V from j0 on, for the item's head number k.
+
+        After the last head, k goes on with the first head and the next tile.
+        """
         builder, steps = self.builder, k // self.num_heads
         row_stride, head = getattr(self.args, f"{name}_row_stride"), self.first_head + k % self.num_heads
         _, second, third = self.next_tiles
@@ -222,7 +227,7 @@ class Decode(Block):
             self.accumulate_values()
 
     def load_tile_scales(self) -> None:
-        """Widen the scales of the tile's quantised rows that are read; those past the last key are the last key's."""
+        """Widen the scales of the quantised rows that are read. After the last key, its scales are repeated."""
         for name, scratch in self.tile_scales.items():
             rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
             assert isinstance(format, PackedFormat)
@@ -233,7 +238,7 @@ class Decode(Block):
                     format.copy_scales(row, scratch.at((key + k) * (format.num_scales * self.tiles.itemsize)))
 
     def multiply_by_scales(self, name: str, numbers: Value, v: int) -> Value:
-        """Return the numbers of vector `v` of a tile's keys times the scales of rows with one scale."""
+        """Return the numbers times the scales of the keys in vector `v`; unchanged unless a row has one scale."""
         format = self.key_format if name == "key" else self.value_format
         if not (isinstance(format, PackedFormat) and format.has_row_scale):
             return numbers
@@ -266,7 +271,7 @@ class Decode(Block):
                 target.store(reduce_across_groups(vectors, group_lanes))
 
     def multiply_keys(self, queries: list[Value], first: Value, offsets: range) -> list[list[Variable]]:
-        """Return, for each key at `first` + offset, the sums over d of its products with the rows of Q, by lane."""
+        """Return, for each key `first` + offset, a vector per row of Q: Σ_d Q · K, not yet summed over the lanes."""
         builder, tiles, args = self.builder, self.tiles, self.args
         keys = [builder.minimum(first + k, self.num_keys - 1) for k in offsets]
         ahead = [self.values_ahead.at(self.visible_keys.row(key) * args.value_row_stride) for key in keys]
@@ -288,9 +293,9 @@ class Decode(Block):
         return sums
 
     def load_vectors(self, name: str, key: Value, first: Any, count: int) -> Iterator[Value]:
-        """Load vectors of numbers of K or V of the key number `key` of those that are read, from the column `first` on.
+        """Load `count` vectors of a row of K or V from the column `first` on. `key` counts only keys that are read.
 
-        They are widened, or pairs of bfloat16, or codes without the scale of their row.
+        The numbers are widened, or pairs of bfloat16, or codes that are not yet multiplied by the scale of their row.
         """
         rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
         row = rows.at(self.visible_keys.row(key) * getattr(self.args, f"{name}_row_stride"))
@@ -308,7 +313,7 @@ class Decode(Block):
         return format.load_columns(row, first, count, self.lanes)
 
     def join_pairs(self, first: Value, second: Value) -> Value:
-        """Return pairs of bfloat16 of the lanes of two float32 vectors whose numbers have at most 8 bits."""
+        """Return two float32 vectors as pairs of bfloat16. Their numbers have at most 8 bits and are not rounded."""
         pairs: Value = (first.bits(INT32) >> 16) | (second.bits(INT32) & 0xFFFF0000)
         return pairs
 
@@ -379,7 +384,7 @@ class Decode(Block):
 
     # -- values ---------------------------------------------------------------------------------------------------
     def accumulate_values(self) -> None:
-        """Compute O[r] = α O[r] + Σ_j P[r][j] · V[j], and prefetch the tile of K after the next."""
+        """Compute O[r] = α O[r] + Σ_j P[r][j] · V[j], and prefetch the rows of K at `keys_ahead`."""
         builder, tiles = self.builder, self.tiles
         rows, vectors = self.spec.unroll, self.spec.d_v // self.lanes
         length = (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
@@ -387,7 +392,7 @@ class Decode(Block):
         starts = [sum(widths[:group]) for group in range(len(widths))]
 
         def make_reader(group: int, width: int) -> Callable[[Value], list[Value]]:
-            """Return the function that loads row k of V in a group of vectors and prefetches the group's share of K."""
+            """Return a function that loads row k of V in one group of columns, and prefetches a share of K's rows."""
             key_row_bytes = self.key_format.row_bytes(self.spec.d_k)
             lines = range(group * CACHE_LINE_BYTES, key_row_bytes, CACHE_LINE_BYTES * len(starts))
             first = starts[group] * self.lanes
@@ -423,10 +428,8 @@ class Decode(Block):
         """
         others, pair = 1 if self.machine.has_fma and self.value_format.is_native else 3, self.tiles.pair_size
         most = (self.machine.vector_registers - others) // (self.spec.unroll + 1) // pair * pair
-        if (
-            self.value_format.name == "float16" and not self.value_format.has_conversion
-        ):  # whose widening takes many registers
-            most = self.tiles.vectors
+        if self.value_format.name == "float16" and not self.value_format.has_conversion:
+            most = self.tiles.vectors  # the conversion by integer operations takes many registers
         passes = -(-vectors // most)
         return [(vectors // pair + k) // passes * pair for k in range(passes)]
 
@@ -477,7 +480,7 @@ class Decode(Block):
                 args.nonfinite_flag.store(builder.value(1, INT64))
 
     def merge_splits(self) -> None:
-        """Store output = Σ_p exp(lse_p − lse) output_p and lse = ln Σ_p exp lse_p by row; p: each split, the sink."""
+        """Store lse = ln Σ_p exp lse_p, over the splits and the sink, and output = Σ_p exp(lse_p − lse) output_p."""
         builder, args, tiles = self.builder, self.args, self.tiles
         rows = args.batches * args.H * args.n  # number of query rows in the output of a split
         with builder.loop(0, self.num_rows) as r:

@@ -5,6 +5,7 @@
     P              = 2^(Sᵀ − m')                               l  = α l + Σ P
     Oᵀ[d_v][lane]  = α Oᵀ + Σ_key V[key][d_v] · P[key][lane]   at the end O = Oᵀ / l
 
+m is the running maximum of a query, and l its running sum. With a score formula or sinks, e replaces the base 2.
 Register tiles (`codegen.register_tile`) compute both products. A work item is a few blocks of queries of heads that
 share a key head. The blocks take turns at each tile of keys, so that the tile is read, and copied if need be, once for
 all of them. An atomic counter distributes the items among the threads.
@@ -52,7 +53,6 @@ class Forward(SharedTiles):
         self.allocate_blocks(count, rows, [*variables, *self.fused_statistics.kept_variables()])
 
     def process_item(self, item: Value) -> None:
-        """Compute the outputs of the item's blocks."""
         builder = self.builder
         self.locate_item(item)
         with self.loop_blocks(is_new=True):
@@ -82,7 +82,7 @@ class Forward(SharedTiles):
     def attend(self, nan_safe: Value) -> None:
         """Run the softmax over the blocks' tiles. If `nan_safe`, V is ignored where weights are 0, even NaN and ∞.
 
-        The NaN-safe attempt runs only if an output of the first attempt has a NaN, so that finite inputs cost nothing.
+        The NaN-safe attempt runs only if an output of the first attempt has a NaN. It costs nothing for finite inputs.
         """
         builder = self.builder
         with self.loop_blocks(loads=True, stores=True):
@@ -147,7 +147,7 @@ class Forward(SharedTiles):
         self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, self.tiles.packed_length(self.spec.d_k), finish)
 
     def modify_scores(self, function: str, j0: Value) -> None:
-        """Call a function of the formulas, which replaces Sᵀ and each query's maximum."""
+        """Call a function of `kernels.score_functions`, which replaces Sᵀ and each query's maximum."""
         builder = self.builder
         positions = self.b, self.h, self.i0, j0, self.num_keys
         builder.call(function, VOID, builder.arguments[0], self.s_t, self.max_row, *positions)
@@ -157,9 +157,9 @@ class Forward(SharedTiles):
     def prescale_large_scores(self) -> Value:
         """Return the factor that Sᵀ and its maximum are multiplied by in the softmax: 1 if Sᵀ is scaled here.
 
-        s · factor − m' is rounded once, but m' itself is rounded. If the unit in the last place of m' is more than 1,
-        the difference at the maximum may be far from 0. Tiles with such scores are scaled first, so that s · factor
-        and m' are rounded alike.
+        The softmax rounds s · factor − m' once, but m' was rounded before. If the unit in the last place of m' is more
+        than 1, the difference at the maximum may be far from 0. Tiles with such scores are scaled here, so that
+        s · factor and m' are rounded alike.
         """
         builder, tiles = self.builder, self.tiles
         limit = 2.0 ** (53 if self.float is DOUBLE else 24)
@@ -220,7 +220,7 @@ class Forward(SharedTiles):
             self.fused_statistics.add_tile(v, sums[v].get())
 
     def add_to_total(self, v: int, weights: Value) -> None:
-        """Compute l = α l + Σ P and its rounding error (Knuth's two-sum), because later passes use lse."""
+        """Compute l = α l + Σ P, and add up its rounding errors (Knuth's two-sum): later passes need a precise lse."""
         alpha, old = self.alpha[v].get(), self.running_sum[v].get()
         new = self.builder.fma(old, alpha, weights)
         old = old * alpha
@@ -232,7 +232,7 @@ class Forward(SharedTiles):
     def accumulate_values(self) -> None:
         """Compute Oᵀ = α Oᵀ + Σ V[key][d_v] · P[key][lane].
 
-        The tile's sum is added to α Oᵀ at the end, so that the sum is rounded at its own magnitude.
+        The tile's sum starts at 0 and is added to α Oᵀ at the end. So it is not rounded at the magnitude of Oᵀ.
         """
         builder, tiles = self.builder, self.tiles
 
@@ -270,7 +270,10 @@ class Forward(SharedTiles):
 
     # -- outputs --------------------------------------------------------------------------------------------------
     def has_nan(self) -> Value:
-        """True if any output is NaN: then V has NaN or ∞ at a hidden or visible key, or a score is NaN."""
+        """True if an output of the block is NaN.
+
+        The cause is NaN or ∞ in V, even at a hidden key, or among scores and sinks; or finite sums that overflow.
+        """
         builder = self.builder
         marks = [Variable(builder, self.vector, 0.0) for _ in self.vectors]  # 1 in lanes with a NaN
         with builder.loop(0, self.spec.d_v) as d:
@@ -280,7 +283,7 @@ class Forward(SharedTiles):
         return functools.reduce(operator.or_, [(mark.get() != 0.0).any() for mark in marks])
 
     def store(self) -> None:
-        """Store O = Oᵀ / l by row and, if the call needs it, lse = m ln 2 + ln l.
+        """Store O = Oᵀ / l by row and, if the call needs it, lse = m + ln l in nats.
 
         A query that sees no key gets output 0 and lse −∞.
         """

@@ -49,7 +49,6 @@ class FusedStatisticsCode:
         return kept + [variable for _, whole in self.sums.values() for variable in whole]
 
     def init(self) -> None:
-        """Reset the statistics before the first tile."""
         for v in self.block.vectors:
             self.max_score[v].set(-math.inf)
             self.max_score_key[v].set(-1)
@@ -60,13 +59,13 @@ class FusedStatisticsCode:
                 whole[v].set(0.0)
 
     def prepare_tile(self, j0: Value, factor: Value) -> None:
-        """Prepare a tile before its softmax. The scores are Sᵀ · factor."""
+        """Before a tile's softmax, read its table entries and update the maximum score. Scores are Sᵀ · factor."""
         self.block.transpose_tables(j0, self.formulas.start)
         if self.has_max_score:
             self.update_max_score(j0, factor)
 
     def update_max_score(self, j0: Value, factor: Value) -> None:
-        """Update the maximum score and its first key; search the tile only if its maximum is larger."""
+        """Update the maximum score and its first key. A tile is searched only if it has a larger maximum."""
         block = self.block
         builder = block.builder
         for v in block.vectors:

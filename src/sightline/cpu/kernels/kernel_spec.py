@@ -10,8 +10,8 @@ KEY_BLOCK = 64  # number of keys in a tile: its scores and its rows of K and V s
 MAX_QUERIES_PER_ITEM = 512  # of the forward kernel: so many share one copy of a tile of K and V
 MAX_BYTES_PER_ITEM = 1 << 18  # of Qᵀ, Oᵀ and the like, which stay in the second-level cache
 MIN_KEYS_PER_SPLIT = 8 * KEY_BLOCK  # with fewer keys a split of the keys costs more than it saves
-MAX_FEW_QUERIES = 4  # up to this number of queries, the decoding kernel is faster than the forward kernel, which ...
-MIN_DECODE_KEYS = (1, 8, 16, 32)  # ... wins again with fewer keys than these, for 1 to 4 queries
+MAX_FEW_QUERIES = 4  # up to this number of queries, the decoding kernel is faster than the forward kernel ...
+MIN_DECODE_KEYS = (1, 8, 16, 32)  # ... if there are at least so many keys, for 1 to 4 queries
 
 OUTPUTS_PER_ROLE = {  # how many output arrays the roles of statistics have
     "max_score": 2,
@@ -61,12 +61,12 @@ class KernelSpec:
 
     @property
     def is_base_2(self) -> bool:
-        """True if scores are in base 2, that is, without a score formula and sinks. These need scores in base e."""
+        """True if scores are in base 2 (times log₂ e). With a score formula or sinks, scores are in base e."""
         return self.score is None and not self.has_sinks
 
 
 def max_blocks_per_item(spec: KernelSpec, query_block: int, itemsize: int) -> int:
-    """Return how many blocks of queries a work item of the forward kernel may have; each is kept with Qᵀ and Oᵀ.
+    """Return how many blocks of queries a work item of the forward kernel may have. Qᵀ and Oᵀ of each are kept.
 
     `itemsize` are the bytes of a number of the accumulator's type.
     """
@@ -80,10 +80,10 @@ def lanes_per_vector(dtype: str, machine: Machine) -> int:
 
 
 def min_decode_keys(n: int) -> int:
-    """Return the number of keys from which on the decoding kernel may serve n queries."""
+    """Return the smallest number of keys for which the decoding kernel may serve n queries."""
     return MIN_DECODE_KEYS[n - 1] if 0 < n <= MAX_FEW_QUERIES else MIN_KEYS_PER_SPLIT
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Return the smallest multiple that is at least `count`."""
+    """Return the smallest multiple of `multiple` that is at least `count`."""
     return -(-count // multiple) * multiple

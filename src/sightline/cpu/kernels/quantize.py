@@ -4,8 +4,8 @@
     float8_e4m3fn   scale = max |x| / 448             code = x / scale, rounded to a float of 8 bits
     int4            scale = (max x − min x) / 15      code = round((x − offset) / scale), offset = min x
 
-Scale and offset are first rounded as they are stored. Codes are rounded to the nearest, ties to even. `sums` receives
-Σ (x − x̂)² and Σ x² over the appended rows. A group with NaN or ∞ has a scale that is NaN, so all its numbers are NaN.
+Scale and offset are rounded to their storage type first. Codes are rounded to the nearest, ties to even. `sums` gets
+Σ (x − x̂)² and Σ x² of the appended rows. A group with NaN or ∞ has the scale NaN, so that all its numbers become NaN.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Quantize:
         self.lanes = machine.vector_bytes // FLOAT.itemsize
 
     def write(self, name: str) -> Module:
-        """Return the module with the function `name`."""
         self.builder = builder = Builder(Module(), name)
         self.args = args = LoadedArguments(builder, builder.arguments[0], FIELDS, ())
         width, filled = self.row_format.width, self.row_format.group if self.row_format.dtype == "int4" else 1
@@ -88,7 +87,7 @@ class Quantize:
             self.numbers.at(c * 4).store(format.load(source.at(column * stride)).to(FLOAT))
 
     def write_row(self, target: Value) -> None:
-        """Write codes, scales and offsets of a row, and add to the sums."""
+        """Write codes, scales and offsets of a row, and add the row's terms to the sums."""
         size, width = self.row_format.group, self.row_format.width
         with self.builder.loop(0, width // size) as group:
             self.write_group(target, group, size)
@@ -96,7 +95,7 @@ class Quantize:
             self.write_group(target, self.builder.value(width // size, INT64), width % size)
 
     def write_group(self, target: Value, group: Value, count: int) -> None:
-        """Write one group of `count` numbers."""
+        """Write codes, scale and offset of one group of `count` numbers, and add the group's terms to the sums."""
         builder, row_format, start = self.builder, self.row_format, group * self.row_format.group
         first = self.numbers.at(start * 4)
         vectors = [first.at(at * 4).load(vector(FLOAT, self.lanes)) for at in range(0, count, self.lanes)]
@@ -128,9 +127,9 @@ class Quantize:
                 self.squares.set(self.squares.get() + (x * x).to(DOUBLE).sum())
 
     def store_codes(self, target: Value, group: Value, at: Value, lanes: int, inverse: Value, offsets: Any) -> None:
-        """Store `lanes` codes from the place `at` of a group on, in int4 also those half a group later.
+        """Store the codes of `lanes` numbers of a group, from the place `at` on. `inverse` is 1 / scale.
 
-        `inverse` is 1 / scale.
+        A byte of int4 also has the code of the number that is half a group later. `offsets` is [offset] or [].
         """
         builder, start, largest = self.builder, group * self.row_format.group, LARGEST_CODE[self.row_format.dtype]
         least = 0.0 if offsets else -largest
@@ -138,7 +137,7 @@ class Quantize:
         def divide(place: Any) -> Value:
             x = self.numbers.at((start + place) * 4).load(vector(FLOAT, lanes))
             x = (x - offsets[0] if offsets else x) * inverse
-            return builder.maximum(builder.minimum(x, largest), least)  # NaN: a limit
+            return builder.maximum(builder.minimum(x, largest), least)  # NaN becomes a limit
 
         if self.row_format.dtype == "float8_e4m3fn":
             target.at(start + at).store(_float_to_e4m3(builder, divide(at)).to(BYTE))

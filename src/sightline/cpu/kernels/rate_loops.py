@@ -42,9 +42,9 @@ def _add_dot_product(builder: Builder, total: Value, x: Value) -> Value:
 
 
 def _write_loop(chains: int, kind: Type, operand: Type, step: Callable[[Builder, Value, Value], Value]) -> Module:
-    """Return the loop: for _ in range(arguments[0]), UNROLL times each chain.
+    """Return the module of a loop that runs arguments[0] times. Each round makes UNROLL steps of every chain.
 
-    Each chain is a vector c, and one step computes c = step(c, x). The vector x is at the address arguments[1].
+    A chain is a vector c, and one step computes c = step(c, x). The vector x is at the address arguments[1].
     """
     builder = Builder(Module(), NAME)
     (arguments,) = builder.arguments

@@ -1,4 +1,4 @@
-"""The base class of the kernels that compute the weights of a pair again from the saved lse: backward and tangent."""
+"""The base class of the kernels that compute the weight of each pair again from the saved lse: backward and tangent."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class RecomputedWeights(Block):
     lse : for each vector of queries, lse in base 2 or e like the scores; ∞ past the last query, so that P is 0
     pair_symbols : the values of the symbols, by name, for the pairs that `compute_weight` evaluated last
     score_values : for these pairs, the values of the score formula's nodes, by node id; not set without a formula
-    final_score : for these pairs, the final scores in nats
+    final_score : for these pairs, the scores after the score formula, in nats
     """
 
     lse: list[Variable]
 
     @property
     def log_unit(self) -> float:
-        """The factor from nats to the base of the scores, 2 or e."""
+        """The factor that converts nats to the base of the scores, 2 or e."""
         return math.log2(math.e) if self.spec.is_base_2 else 1.0
 
     def load_lse(self, lane: Value) -> Value:

@@ -2,9 +2,9 @@
 
     function(argument block, Sᵀ, max Sᵀ, b, h, i0, j0, number of keys)
 
-Sᵀ is Q · K without the scale. The function replaces Sᵀ by the final scores, hidden ones by −∞, and writes each query's
-maximum in the tile. `MASK_FUNCTION` applies both formulas, for tiles with hidden pairs; `SCORE_FUNCTION` applies the
-score alone. The functions are all that depends on the formulas.
+Sᵀ is Q · K without the scale. The function replaces Sᵀ by the results of the score formula, if there is one, and hidden
+entries by −∞. It writes each query's maximum in the tile. `MASK_FUNCTION` applies score and mask, for tiles with hidden
+pairs; `SCORE_FUNCTION` applies the score alone. The rest of the forward kernel does not depend on the formulas.
 """
 
 from __future__ import annotations

@@ -30,8 +30,9 @@ class SharedTiles(Block):
 
     Attributes
     ----------
-    key, value : the operand tiles
-    g : the key head; `first_block`, `num_blocks` : the blocks, counted over all heads of the key head
+    key, value : the tiles of rows of K and V
+    g : the key head
+    first_block, num_blocks : the selected blocks, numbered over all heads of the key head
     block_number : the number of the block in `loop_blocks`, from 0 on
     """
 
@@ -40,7 +41,7 @@ class SharedTiles(Block):
     g: Value
 
     def allocate_blocks(self, count: int, matrices: Mapping[str, int], variables: Sequence[Variable]) -> None:
-        """Allocate what is kept of each of `count` blocks: matrices with so many rows, by attribute, and variables."""
+        """Allocate what is kept of each of `count` blocks: variables, and matrices (attribute: number of rows)."""
         self.head, self.block_index, self.range_index = (Variable(self.builder, INT64) for _ in range(3))
         self.kept_variables = [self.range_index, self.head, self.block_index, *variables]
         self.kept_matrices, self.kept_offset = {}, 0
@@ -57,7 +58,7 @@ class SharedTiles(Block):
 
     @contextmanager
     def loop_blocks(self, is_new: bool = False, loads: bool = False, stores: bool = False) -> Iterator[None]:
-        """Write a loop over the blocks, and locate each.
+        """Write a loop over the selected blocks, and locate each block.
 
         Parameters
         ----------
@@ -90,7 +91,7 @@ class SharedTiles(Block):
 
     @contextmanager
     def loop_shared_tiles(self, first: Any, last: Any, operands: Sequence[OperandTile]) -> Iterator[Value]:
-        """Write a loop over the tiles `first` <= tile < `last` that any block needs, and stage the operands.
+        """Write a loop over the tiles `first` <= tile < `last` that any block needs; select the tile's rows of K and V.
 
         Yields the index of the tile's first key. The body visits the blocks by `loop_blocks`, and `is_at(j0)` tells
         whether a block needs the tile.

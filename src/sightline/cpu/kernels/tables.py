@@ -1,8 +1,9 @@
 """Table lookups of a formula for a tile of pairs: the entries are read, or terms are added to table gradients.
 
 Vectors run along queries. Most tables are read by a gather. In t[..., i, j], however, entries are adjacent along keys,
-and each lane reads another row of the table; the rows often map to the same set of the first cache. The entries that a
-tile reads are therefore loaded along the rows and transposed once. The terms of such a gradient are transposed back.
+and each lane reads another row of the table. These rows often map to the same set of the first-level cache. The entries
+that a tile reads are therefore loaded along the rows and transposed once. The terms of such a table's gradient are
+transposed back.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ TABLE_TYPES = {"bool": BYTE, "int32": INT32, "int64": INT64, "float32": FLOAT, "
 
 
 class TileTables:
-    """The lookups t[..., i, j] of one formula.
+    """Reads the table entries of the lookups t[..., i, j] of one formula.
 
     Parameters
     ----------
     formula : 0 for the mask, 1 for the score, 2 and more for the extra formulas
-    lookups : the lookups' indices in the formula's `walk`
+    lookups : the lookups' indices in `walk(formula)`, the list of the formula's nodes
     """
 
     def __init__(self, block: Block, formula: int, renderer: Renderer | None, lookups: Sequence[int]) -> None:
@@ -81,10 +82,10 @@ class TableGradientCode:
     Parameters
     ----------
     sums : address of the gradient, and the bytes from one split's sums to the next split's
-    node_index : the lookup's index in the score's `walk`
+    node_index : the lookup's index in `walk(score)`, the list of the score's nodes
     slot : the table's slot among the tables of the kernel
-    is_per_key : True if a single split of the keys adds to each entry; the sums have the
-        accumulator's type if true, else float64
+    is_per_key : True if a single split of the keys adds to each entry. The sums have the accumulator's type if
+        `is_per_key` is true, else float64.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class TableGradientCode:
             self.strides.insert(0, self.strides[0] * length)
 
     def add(self, d_score: Value, symbols: dict[str, Value], score_values: NodeValues, key: Value, v: int) -> None:
-        """Add the terms of one key and a vector of queries to the gradient, or to the sums of the tile."""
+        """Add the terms of one key and a vector of queries to the gradient, or store them in `tile_sums`."""
         block = self.block
         term = self.entry_derivative.evaluate_pair(symbols, score_values).to(block.float).broadcast(block.lanes)
         term = term * d_score

@@ -4,13 +4,13 @@ For a block of queries i and a tile of keys j, with the scale c, the tangents Q�
 
     Sᵀ[j][i] = Σ_d K[j][d] · Qᵀ[d][i]            P  = 2^(Sᵀ − lse), 0 where hidden
     ṡᵀ[j][i] = c · Σ_d (K[j][d] · Q̇ᵀ[d][i] + K̇[j][d] · Qᵀ[d][i])
-    D  = P ∘ (d score / d s · ṡ + the score's derivative in the direction of its tables)
-    μᵢ = Σ_j D[j][i]                              the tangent of lse
+    D  = P ∘ (d score / d s · ṡ + the score's derivative in the direction of its tables' tangents)
+    μᵢ = Σ_j D[j][i] + the sinks' part            the tangent of lse
     Tᵀ[d][i] += Σ_j (V[j][d] · D[j][i] + V̇[j][d] · P[j][i])        at the end Ȯ = T − μ ∘ O
 
-Dropout multiplies D and P in T, but not D in μ. Products with a tangent that is 0 are left out of the code. A work item
-is one block of queries of one head. The kernel does not treat NaN and ∞: a result that is not finite sets
-`nonfinite_flag`, and the caller discards the results.
+With a score formula or sinks, e replaces the base 2. Dropout multiplies D and P in T, but not D in μ. Products with a
+tangent that is 0 are left out of the code. A work item is one block of queries of one head. The kernel does not treat
+NaN and ∞: a result that is not finite sets `nonfinite_flag`, and the caller discards the results.
 """
 
 from __future__ import annotations
@@ -57,14 +57,13 @@ class Tangent(RecomputedWeights):
         self.slope = None if score is None else self.make_renderer(derivative(score), self.float, ())
 
     def allocate_tangent(self, name: str, width: int, needs_rows: bool) -> OperandTile | None:
-        """Allocate the operand tile of the tangent of K or V; return None if the tangent is 0."""
+        """Return the tile of rows of the tangent of K or V; None if the tangent is 0."""
         if name not in self.spec.roles:
             return None
         return OperandTile(self.tiles, self.format, width, True, KEY_BLOCK, needs_rows, not needs_rows)
 
     # -- a block of queries ---------------------------------------------------------------------------------------
     def process_item(self, item: Value) -> None:
-        """Compute the tangents of one block of queries of one head."""
         builder, args, tiles = self.builder, self.args, self.tiles
         head_index = item // args.query_blocks
         b, h = head_index // args.H, head_index % args.H
@@ -143,7 +142,7 @@ class Tangent(RecomputedWeights):
 
     # -- tiles ----------------------------------------------------------------------------------------------------
     def process_tile(self, j0: Value, partial: Value) -> None:
-        """Compute P and D of a tile, and add its terms to μ and T."""
+        """Compute P and D of a tile, and add the tile's terms to μ and T."""
         builder, tiles, spec = self.builder, self.tiles, self.spec
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
         operands = [x for x in (self.key, self.value, self.key_tangent, self.value_tangent) if x is not None]

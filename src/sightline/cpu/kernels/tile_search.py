@@ -1,7 +1,9 @@
 """The search for the tile ranges of a mask, in generated code, for tables and numbers that change from call to call.
 
-The search visits the same tiles as `formula.tile_ranges`: it bisects the key axis where the bounds leave a tile
-undecided. It first computes the extremes of the tables that the mask reads, so that its cost is one pass over them.
+A tile range is a run of key blocks that a block of queries must process. The search visits the same tiles as
+`formula.tile_ranges`: it bisects the key axis where the bounds of the mask leave open whether all pairs are allowed or
+all are hidden. First it computes the minimum and maximum (the extremes) of each block of the tables that the mask
+reads. So its cost is one pass over these tables.
 """
 
 from __future__ import annotations
@@ -65,7 +67,6 @@ class TileSearch:
         self.module = Module()
 
     def write(self, name: str) -> Any:
-        """Return the module with the search."""
         self.builder = builder = Builder(self.module, name)
         ranks, numbers = [rank for _, rank in self.spec.tables], parameter_types(self.formulas)
         self.args = LoadedArguments(builder, builder.arguments[0], SEARCH_FIELDS, ranks, numbers)
@@ -97,7 +98,7 @@ class TileSearch:
             address = address.at(extremes.num_bytes) if has_extremes else address
 
     def is_out_of_range(self) -> Value:
-        """True if a whole number that reads a table may be too large, or may be an index outside of its table."""
+        """True if an integer of `checked_nodes` may be too large, or an index may be outside of its table."""
         builder, args = self.builder, self.args
         box = self.box(**{name: (builder.value(0, INT64), args_length - 1) for name, args_length in self.lengths()})
         renderer = BoundsRenderer(builder, checked_nodes(self.formulas), self.extremes, args.numbers)
@@ -128,7 +129,7 @@ class TileSearch:
 
     # -- the search ------------------------------------------------------------------------------------------------
     def search(self) -> None:
-        """Write the tile ranges of every row: one batch, one head, one block of queries."""
+        """Write the tile ranges of every row: a batch, a head or group of heads, and a block of queries."""
         builder, args = self.builder, self.args
         query_blocks = (args.n + (args.query_block - 1)) // args.query_block
         top = Variable(builder, INT64, 1)  # the smallest power of two that is at least the number of key blocks
@@ -156,7 +157,7 @@ class TileSearch:
     def search_row(self, box: dict[str, Interval], known: dict[int, Interval], renderer: BoundsRenderer) -> None:
         """Write the tile ranges of one row, in ascending order.
 
-        The ranges of tiles that are looked at are aligned: `width`, a power of two, divides `first`.
+        The search looks at `width` tiles from the tile `first` on. `width` is a power of two that divides `first`.
         """
         builder = self.builder
         first, width = Variable(builder, INT64, 0), Variable(builder, INT64, self.top)
@@ -182,7 +183,7 @@ class TileSearch:
         self.close()
 
     def append(self, first: Value, last: Value, is_full: Value) -> None:
-        """Extend the open range by these tiles, or close it and open another one."""
+        """Add tiles to the open range, which is not stored yet. If they do not continue it, open a new range."""
         builder = self.builder
         continues = (self.open_last.get() == first) & ~(self.open_full.get() ^ is_full)
         with builder.if_then(~continues):
@@ -205,7 +206,7 @@ class TileSearch:
 def checked_nodes(formulas: Sequence[Expression]) -> list[Expression]:
     """Return the nodes whose bounds depend on a table or a number and must be checked before the kernel runs.
 
-    These are whole numbers, and lookups at an index that depends on a table or a number.
+    These are integers that depend on a table or a number, and lookups at such an index.
     """
     return [
         node
@@ -216,15 +217,15 @@ def checked_nodes(formulas: Sequence[Expression]) -> list[Expression]:
 
 
 def has_arguments(formula: Expression) -> bool:
-    """True if the formula depends on a table or a number of the call, so that its bounds are not known before."""
+    """True if the formula reads a table or a number of the call, so that its bounds are not known before the call."""
     return bool(formula.tables) or formula.has_parameters
 
 
 def tables_with_extremes(formulas: Sequence[Expression]) -> set[int]:
-    """Return the slots of the tables whose extremes the search computes.
+    """Return the slots of the tables of which the search computes extremes: minimum and maximum of each block.
 
-    The first formula is the mask. A table of biases t[..., i, j] that the mask only compares with −∞ needs none; see
-    `HiddenEntries`. A table that only other formulas read needs some if it is an index or a whole number.
+    The first formula is the mask. A table of biases t[..., i, j] that the mask only compares with −∞ needs no extremes;
+    see `HiddenEntries`. A table that only other formulas read needs extremes if its entries are integers.
     """
     mask, *others = formulas
     needed: set[Any] = set()
@@ -239,7 +240,7 @@ def tables_with_extremes(formulas: Sequence[Expression]) -> set[int]:
 
 
 def _is_compared_to_hidden(node: Expression) -> bool:
-    """True for t[..., i, j] = −∞, with a table of floats."""
+    """True if the node compares t[..., i, j], an entry of a table of floats, with −∞."""
     if not (isinstance(node, Apply) and node.operator == "equal"):
         return False
     lookup, constant = node.arguments

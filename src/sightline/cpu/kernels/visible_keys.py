@@ -23,7 +23,7 @@ class VisibleKeys:
 
     Attributes
     ----------
-    count : their number
+    count : the number of these rows
     """
 
     count: Value
@@ -32,7 +32,7 @@ class VisibleKeys:
         self.decode, self.builder = decode, decode.builder
         self.has_mask = decode.spec.mask is not None
         if self.has_mask:
-            # the rows of a partial tile that are seen, after them numbers of other rows; and all rows
+            # `seen` has the rows of a partial tile that are seen, and then other row numbers; `all` has every row
             self.seen, self.all = (decode.tiles.scratch(KEY_BLOCK * ROW_BYTES) for _ in range(2))
             self.marks = decode.tiles.scratch(KEY_BLOCK * ROW_BYTES)  # 1 for a row that is seen, else 0
             with self.builder.loop(0, KEY_BLOCK) as key:
@@ -40,7 +40,7 @@ class VisibleKeys:
                     target.at(key * ROW_BYTES).store(key)
 
     def select(self, j0: Value, partial: Value) -> None:
-        """Select the rows of the tile at j0."""
+        """Find the rows that are read of the tile at j0, and set `count` and `rows`."""
         builder = self.builder
         self.count = builder.minimum(self.decode.args.m - j0, KEY_BLOCK)
         if not self.has_mask:
@@ -56,7 +56,7 @@ class VisibleKeys:
         self.rows, self.count = builder.where(partial, self.seen, self.all), count.get()
 
     def mark_rows(self, j0: Value) -> None:
-        """Mark the rows that a query row of the item sees."""
+        """Set `marks` to 1 for each row of the tile that a query row of the item sees, else to 0."""
         builder, decode = self.builder, self.decode
         kind = vector(INT64, decode.lanes)
         marks = [Variable(builder, kind, 0) for _ in range(KEY_BLOCK // decode.lanes)]
@@ -69,7 +69,7 @@ class VisibleKeys:
             self.marks.at(v * decode.lanes * ROW_BYTES).store(mark.get())
 
     def row(self, key: Value) -> Value:
-        """Return the row in the tile of the key number `key` of those that are read."""
+        """Return the row in the tile of the key that is number `key` among the keys that are read."""
         return self.rows.at(key * ROW_BYTES).load(INT64) if self.has_mask else key
 
     def row_vector(self, v: int) -> Value:

@@ -63,8 +63,8 @@ class PooledCode(StatisticCode):
     """Compute the sums or maxima of P over the cells of a grid on a rectangle of queries and keys.
 
     Of R rows and N queries, row r contains the queries [r N / R, (r + 1) N / R), rounded down. Columns divide the keys
-    likewise. The caller fills the output, (B, H, R + num_ranges − 1, columns) float64, with 0. Range g of the queries
-    writes its part of row r to row r + g of the output, so that no two ranges write the same row.
+    in the same way. The caller fills the output, (B, H, R + num_ranges − 1, columns) float64, with 0. Range g of the
+    queries writes its part of row r to row r + g of the output, so that no two ranges write the same row.
     """
 
     def allocate(self) -> None:
@@ -87,7 +87,6 @@ class PooledCode(StatisticCode):
         return args.first_key + c * (args.last_key - args.first_key) // args.columns
 
     def column_of(self, j: Value) -> Value:
-        """Return the column of key j."""
         args = self.args
         return ((j - args.first_key + 1) * args.columns - 1) // (args.last_key - args.first_key)
 
@@ -95,7 +94,7 @@ class PooledCode(StatisticCode):
         self.clear_from(0)
 
     def clear_from(self, column: Any) -> None:
-        """Keep columns from this one on in scratch, and set their cells to 0."""
+        """Let the scratch hold the columns from `column` on, and set their cells to 0."""
         builder, tiles = self.builder, self.tiles
         self.first_column.set(column)
         with builder.loop(0, self.num_columns * 2) as row:
@@ -108,7 +107,7 @@ class PooledCode(StatisticCode):
         return self.builder.minimum(self.args.columns - self.first_column.get(), MAX_COLUMNS)
 
     def init_tile(self, j0: Value) -> None:
-        """If the tile's columns do not fit into scratch, combine those in scratch into the output, and empty it."""
+        """If the tile's columns do not fit into scratch, write the columns in scratch to the output, and start anew."""
         builder, args = self.builder, self.args
         last = builder.minimum(j0 + KEY_BLOCK, args.last_key) - 1
         with builder.if_then(self.column_of(last) - self.first_column.get() >= MAX_COLUMNS):

@@ -22,8 +22,8 @@ class TopKCode(StatisticCode):
     insertion costs the same for one lane as for all lanes.
 
     Different scores may have equal weights, for example 0, so the lists compare weights. If no other statistic needs
-    the weights, a weight is computed only if its score exceeds `bound`. Weights of at most ½ do not fall as the score
-    rises, and only one weight of a query is larger.
+    the weights, a weight is computed only if its score exceeds `bound`. Computed weights up to ½ never fall when the
+    score rises, and only one weight of a query can exceed ½.
 
     The outputs are (B, H, n, k): the weights, and their keys as int64.
     """
@@ -71,7 +71,7 @@ class TopKCode(StatisticCode):
             self.append_pending(exceeds[v] & (pairs.scores[v] > -math.inf), weights[v], pairs.j, v)
 
     def add_scores(self, pairs: KeyPairs) -> None:
-        """Process the scores of one key, as `add_key` processes its weights."""
+        """Process one key as `add_key` does, but compute its weights only where scores exceed `bound`."""
         scores = self.kernel.hide(pairs.scores, pairs.conditions, -math.inf)
         exceeds = [s > bound.get() for s, bound in zip(scores, self.bound, strict=True)]
         for v in self.branch_per_vector(exceeds):
@@ -96,9 +96,10 @@ class TopKCode(StatisticCode):
                 self.insert(p, self.key_address(rank, v, self.pending_keys).load(self.index_vector), v)
 
     def select_candidates(self, exceeds: Value, s: Value, j: Value, v: int) -> None:
-        """Append the weights of one key that exceed `smallest` to the pending weights; raise `bound` to other scores.
+        """Append the weights of one key that exceed `smallest` to the pending weights.
 
-        Only lanes in which the score exceeds `bound` take part.
+        Only lanes in which the score exceeds `bound` take part. Where the weight is not appended, `bound` is raised to
+        the score.
         """
         builder, bound, smallest = self.builder, self.bound[v], self.smallest[v].get()
         p = self.kernel.compute_weight(s, v)
@@ -146,7 +147,6 @@ class TopKCode(StatisticCode):
         self.smallest[v].set(tiles.load(self.top_weights, k, v))
 
     def finish_block(self) -> None:
-        """Store the weights and the keys of each query's list."""
         kernel, builder, tiles, k = self.kernel, self.builder, self.tiles, self.k
         weights, keys = self.outputs
         with builder.loop(1, k + 1) as row:

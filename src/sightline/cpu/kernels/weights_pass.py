@@ -4,12 +4,12 @@
 
 lse is represented as a sum of two numbers of the accumulator's type, so that rounding lse does not change the weights.
 There are three kernels. `WeightStatistics` (weights_statistics.py) computes received, pooled and top_k, in one pass if
-they are requested together. Each of them has a `StatisticCode` (weights_by_key.py, weights_by_query.py). `WeightTiles`
-(weights_tiles.py) writes the weights themselves, and `WeightSums` their sums over heads or batches. A single item
-writes each number of an output, in an order that the problem determines, so that results are the same for any number of
-threads.
+they are requested together. A `StatisticCode` writes each of these three (weights_by_key.py, weights_by_query.py).
+`WeightTiles` (weights_tiles.py) writes the weights themselves, and `WeightSums` their sums over heads or batches. Each
+number of an output is written by one work item, in an order that the problem determines. So results are the same for
+any number of threads.
 
-The kernels do not treat NaN and ∞: if a visible score is NaN or ∞, lse is too, and the caller uses the kernel
+The kernels do not treat NaN and ∞. If a visible score is NaN or +∞, lse is too, and the caller uses the kernel
 `Streaming` instead. Hidden scores have no effect, since full tile ranges contain no hidden pair.
 """
 
@@ -74,7 +74,7 @@ class WeightsPass(Block):
         return builder.maximum(first - self.i0, 0), builder.minimum(last - self.i0, self.num_valid)
 
     def load_lse_high_low(self, first: Value, last: Value) -> None:
-        """Compute lse per lane in the scores' base as high + low; high is ∞ in lanes whose weights are 0."""
+        """Compute lse of each lane, in the scores' base, as high + low. In lanes whose weights are 0, high is ∞."""
         builder, args, tiles = self.builder, self.args, self.tiles
         unit = math.log2(math.e) if self.spec.is_base_2 else 1.0
         for v in self.vectors:
@@ -95,7 +95,6 @@ class WeightsPass(Block):
         builder = self.builder
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
         self.key.stage(j0, self.num_keys)
-
         length, store = self.tiles.packed_length(self.spec.d_k), functools.partial(self.tiles.store, self.s_t)
         self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, length, store)
         with builder.if_else(partial) as (yes, no):  # without a mask every tile range is full
@@ -132,7 +131,7 @@ class KeyPairs(NamedTuple):
     key : index of the key in its tile
     j : index of the key
     scores : the scores that `logits` yields
-    weights : P, which is not 0 for hidden pairs
+    weights : P, which is not yet 0 at hidden pairs
     conditions : for each vector, the condition of the mask; None if no pair is hidden
     """
 
@@ -186,13 +185,13 @@ class StatisticCode:
 
     # -- sums and maxima ------------------------------------------------------------------------------------------
     def combine(self, x: Value, y: Value) -> Value:
-        """Return the sum of the weights, or their maximum if `is_max`."""
+        """Return the sum of x and y, or their maximum if `is_max`."""
         return self.builder.maximum(x, y) if self.is_max else x + y
 
     def accumulate(self, address: Value, error_address: Value, x: Value, align: int) -> None:
         """Add x to a running sum by compensated summation (Kahan, 1965), or set a running maximum.
 
-        The rounding error of the sum is at `error_address`. `align` is that of both addresses.
+        The rounding error of the sum is at `error_address`. `align` is the alignment of both addresses in bytes.
         """
         old = address.load(x.type, align)
         if self.is_max:

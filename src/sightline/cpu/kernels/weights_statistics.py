@@ -61,14 +61,13 @@ class WeightStatistics(WeightsPass):
             self.process_block()
 
     def locate_span(self, split: Value) -> None:
-        """Compute the span of tiles of a split of the keys."""
+        """Set `first_tile` and `last_tile`, the range of tiles of one split of the keys (the last one excluded)."""
         builder, args = self.builder, self.args
         first, last = args.first_key // KEY_BLOCK, (args.last_key + (KEY_BLOCK - 1)) // KEY_BLOCK
         self.first_tile = builder.maximum(split * args.split_size, first)
         self.last_tile = builder.minimum((split + 1) * args.split_size, last)
 
     def process_block(self) -> None:
-        """Process one block of queries."""
         args, span = self.args, (self.first_tile, self.last_tile)
         for statistic in self.statistics.values():
             statistic.init_block()

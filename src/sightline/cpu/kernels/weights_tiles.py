@@ -38,7 +38,6 @@ class WeightTiles(WeightsPass):
 
     @property
     def output_format(self) -> FloatFormat:
-        """The format of the output's numbers."""
         return self.format
 
     def store_weights(self, address: Value, p: Value, lanes: int = 1) -> None:

@@ -25,15 +25,15 @@ from ..runtime.compile import Part
 from ..runtime.processor import Processor
 from .product_rates import machine_for
 
-TARGET_ITEMS = 16  # work items per call, about; fixed, since sums must not depend on the number of threads
+TARGET_ITEMS = 16  # about how many work items a call has; fixed, since sums must not depend on the number of threads
 
 
 class KernelArguments:
     """The inputs of a kernel's argument block: a problem's arrays in the form the kernel reads, and its tile ranges.
 
-    `fields` returns the values of the fields that every kernel has. `extra_formulas` are the formulas besides mask and
-    score. The extra formulas may read b, h, i, j and s, the final score. Their tables come after the tables of mask and
-    score. `group` heads have common tile ranges.
+    A tile range is a run of key blocks that a block of `query_block` queries must process. `group` adjacent heads share
+    tile ranges. `extra_formulas` are formulas besides mask and score. They may read b, h, i, j, and s: the score after
+    the score formula. Their tables come after the tables of mask and score.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class KernelArguments:
     def with_arrays(self, query: Any, key: Any, value: Any, tables: Sequence[Any]) -> KernelArguments:
         """Return the arguments for other arrays of the same dtypes and numbers of axes.
 
-        They have tile ranges only if there is no mask. The tables are results of `convert_table`.
+        The new arguments have tile ranges only if there is no mask. `tables` are results of `convert_table`.
         """
         new = copy.copy(self)
         new.arrays = {"query": detach(query), "key": detach(key), "value": detach(value)}
@@ -79,16 +79,16 @@ class KernelArguments:
     def pack(
         self, fields: Mapping[str, Any], values: Mapping[str, Any], outputs: Sequence[tuple[int, int]] = ()
     ) -> Any:
-        """Return the argument block; `outputs` has (address, stride) of each output without a field of its own."""
+        """Return the argument block; `outputs` has (address, stride) of each output that is not in `fields`."""
         return pack(fields, values, self.tables, self.numbers, outputs)
 
     def constant_arrays(self, *changing: Any) -> tuple[Any, ...]:
-        """Return the retained NumPy arrays that are neither query, key, value nor among `changing`."""
+        """Return the NumPy arrays in `keep_alive` that are neither query, key, value nor among `changing`."""
         excluded = {id(array) for array in (*self.arrays.values(), *changing)}
         return tuple(x for x in self.keep_alive if isinstance(x, np.ndarray) and id(x) not in excluded)
 
     def retain(self, array: Any) -> int:
-        """Keep a NumPy array alive until the call ends, and return its address."""
+        """Add a NumPy array to `keep_alive`, the memory that the arguments point to, and return its address."""
         self.keep_alive.append(array)
         return int(array.ctypes.data)
 
@@ -118,7 +118,7 @@ class KernelArguments:
 
 
 def output_strides(problem: Problem) -> dict[str, int]:
-    """Return the values of the fields for the strides of the output; see `has_heads_in_rows`."""
+    """Return the strides of the output in bytes, by field. They follow the query; see `has_heads_in_rows`."""
     row = problem.d_v * itemsize(problem.dtype)
     batch = problem.H * problem.n * row
     head, position = (row, problem.H * row) if has_heads_in_rows(problem.query) else (problem.n * row, row)
@@ -126,7 +126,10 @@ def output_strides(problem: Problem) -> dict[str, int]:
 
 
 def operand_fields(name: str, array: Any, keep_alive: list[Any]) -> dict[str, int]:
-    """Return the values of the argument fields of an array (*batch_shape, heads, rows, columns)."""
+    """Return the argument fields of an array (*batch_shape, heads, rows, columns): its address and its strides.
+
+    The array, and the offsets of its batches, are added to `keep_alive`.
+    """
     address, strides = layout(array)
     offsets = np.zeros(array.shape[:-3], np.int64)  # bytes from the first batch to each batch, in C order
     for axis, (length, stride) in enumerate(zip(array.shape[:-3], strides[:-3], strict=True)):
@@ -143,7 +146,7 @@ def operand_fields(name: str, array: Any, keep_alive: list[Any]) -> dict[str, in
 def prepare(
     kernel: str, problem: Problem, processor: Processor, extra_formulas: Sequence[Expression] = (), **more: Any
 ) -> tuple[KernelArguments, KernelSpec]:
-    """Return the arguments and the spec of a kernel whose register tile is no wider than the problem's queries need."""
+    """Return a kernel's arguments and spec, with blocks of queries that are no larger than the problem needs."""
     machine = machine_for(processor, problem.dtype)
     lanes = lanes_per_vector(problem.dtype, machine)
     machine = machine.narrow_tile(-(-problem.n // lanes))
@@ -179,7 +182,6 @@ def make_spec(kernel: str, arguments: KernelArguments, **more: Any) -> KernelSpe
 
 
 def write_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
-    """Return the LLVM module of a kernel."""
     machine = machine_for(processor, spec.dtype)
     kernel = writer(spec, arguments.formulas, machine)
     if spec.kernel == "forward":
@@ -188,11 +190,11 @@ def write_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Bloc
 
 
 def compile_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
-    """Return the compiled kernel as `processor.call` takes it.
+    """Return the compiled kernel in the form that `processor.call` takes.
 
     A forward kernel has two parts. Only one part depends on mask and score, so only this part is compiled for new
-    formulas. A kernel with statistics is not divided if formulas have tables or numbers: these precede the addresses of
-    the statistics in the argument block, so that the part without formulas would not find the statistics.
+    formulas. A kernel with statistics is not divided if its formulas have tables or numbers. In the argument block,
+    tables and numbers precede the addresses of the statistics, which the part without formulas would not find.
     """
     name, machine = f"sightline_{spec.kernel}", machine_for(processor, spec.dtype)
     finds_outputs = not spec.roles or not (spec.extra_formulas or spec.tables or arguments.numbers)
@@ -215,7 +217,7 @@ def has_unit_stride(array: Any) -> bool:
 
 
 def with_contiguous_rows(array: Any) -> Any:
-    """Return the array if its columns are adjacent, else a copy. The gradient of a sum, for example, is copied."""
+    """Return the array if its columns are adjacent, else a copy. For example, the gradient of a sum has strides 0."""
     return array if has_unit_stride(array) else with_contiguous_entries(array)
 
 
@@ -232,7 +234,7 @@ def zeros(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
 
 
 def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield by formula the `walk` indices of lookups t[..., i, j] with entries adjacent along j; see `TileTables`."""
+    """Yield, for each formula, the indices in `walk(formula)` of lookups t[..., i, j] with entries adjacent along j."""
 
     def is_tile_lookup(node: Lookup) -> bool:
         array, indices = arguments.tables[cast(TableParameter, node.table).slot], node.arguments
@@ -255,9 +257,9 @@ def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> 
 def _make_tile_ranges(
     mask: Expression | None, extent: tuple[int, int, int, int], query_block: int, group: int
 ) -> TileRanges:
-    """Return the tile ranges without a mask: every tile. With a mask, there are no ranges in the result.
+    """Return tile ranges that contain every tile if `mask` is None. With a mask, the result has no ranges yet.
 
-    Its numbers of batches and heads are those that have ranges of their own.
+    `batches` and `heads` of the result count the batches and the groups of heads that have separate ranges.
     """
     B, H, n, m = extent
     symbols = frozenset[str]() if mask is None else mask.free_symbols

@@ -36,7 +36,7 @@ MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second th
 
 @dataclass(frozen=True)
 class Split:
-    """How the work is divided into items. The attributes are argument fields of the backward kernel.
+    """How the backward kernel's work is divided into items. The attributes are argument fields of the kernel.
 
     The keys are divided into `num_splits` splits of `split_size` tiles. `parallel_heads` is the number of key heads if
     each key head has its own items, or 1 if an item loops over all key heads. `parallel_batches` is the number of
@@ -123,7 +123,7 @@ def backward(
 
 
 class BoundBackward(BoundCall):
-    """A call of the backward kernel.
+    """A call of the backward kernel, which is repeated with other addresses and numbers; see `BoundCall`.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ class BoundBackward(BoundCall):
     Attributes
     ----------
     sum_shapes : the shapes of the sums that become the gradients of query, key and value, in the accumulator's dtype
-    table_sums : shape and dtype of the sums that become the gradient of each table; they are 0 before the call
+    table_sums : shape and dtype of the sums that become the gradient of each table; the sums are 0 before the call
     """
 
     call_fields = BACKWARD_CALL_FIELDS
@@ -182,12 +182,11 @@ class BoundBackward(BoundCall):
 
     @staticmethod
     def _describe_table_sums(problem: Problem, gradient: TableGradient, split: Split) -> tuple[tuple[int, ...], str]:
-        """Return shape and dtype: one array if a single split writes each entry, else float64 for each split."""
+        """Return shape and dtype of the sums: one array if one split writes each entry, else one for each split."""
         shape = tuple(problem.tables[gradient.slot].shape)
         return (shape, problem.accumulator) if gradient.is_per_key else ((split.num_splits, *shape), "float64")
 
     def make_table_sums(self) -> list[Any]:
-        """Return new sums of the tables' gradients."""
         return [np.zeros(shape, dtype) for shape, dtype in self.table_sums]
 
     def combine(self, sums: Sequence[Any]) -> list[Any]:

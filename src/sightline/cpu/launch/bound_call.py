@@ -1,9 +1,9 @@
 """A call of a kernel with every argument bound except addresses, the numbers of formulas and the seed.
 
 The bound arguments follow from the structure of the call: shapes, strides, dtypes, and formulas without their tables
-and numbers. So a repeated call needs no planning. The tile ranges of the first call are bound too; a call whose mask
-reads a table, or has other numbers than the first call, searches for its tile ranges in generated code.
-`sightline.dispatch.call_cache` decides which calls may share a bound call.
+and numbers. So a repeated call needs no planning. The tile ranges of the first call are bound too: the blocks of keys
+that each block of queries processes. Generated code searches for new tile ranges if the mask reads a table, or if the
+formulas have other numbers than in the first call. `dispatch.call_cache` decides which calls share a bound call.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Buffer = tuple[Any, Any, int]  # an array of 64-bit words, a view of it, and its
 
 
 class Buffers:
-    """Buffers of one layout: argument blocks, and the workspace that they point to. Unused buffers are kept.
+    """Buffers for one bound call: argument blocks, and the workspace that they point to. Unused buffers are kept.
 
     Parameters
     ----------
-    blocks : (argument block, its fields, its workspace) of each function of the call. The workspace has the fields that
-        point into the buffer, and the length of each in 8-byte words.
+    blocks : (argument block, its fields, its workspace) of each function: kernel, search for tile ranges. The workspace
+        has the fields that point into the buffer, and the length of each in 8-byte words.
     """
 
     def __init__(self, *blocks: tuple[Any, Mapping[str, Any], Mapping[str, int]]) -> None:
@@ -79,13 +79,13 @@ class Buffers:
         return array, array.data, address
 
     def release(self, buffer: Buffer) -> None:
-        """Keep a buffer that no thread reads any more for the next call."""
+        """Keep the buffer for a later call, unless it is too large. No thread may use it any more."""
         if 8 * self.size <= MAX_POOLED_BYTES:
             self.unused.append(buffer)
 
 
 class BoundCall:
-    """A call of one kernel for one structure.
+    """A call of one kernel, which is repeated with other addresses, numbers of formulas and seeds.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class BoundCall:
     max_threads : the most threads that find work
     workspace : fields that point into a buffer of the call, and the length of each in 8-byte words
     zeroed : the fields of the workspace that are 0 when the kernel starts
-    outputs : the stride of each output without a field of its own
+    outputs : the stride of each output that is not among the kernel's fields
     changing : arrays of `arguments.keep_alive` that each call gives, besides query, key and value
 
     Attributes
@@ -159,12 +159,12 @@ class BoundCall:
         outputs: Sequence[int] = (),
         seed: int = 0,
     ) -> list[int]:
-        """Return the words of one call, in the order of the argument block.
+        """Return the 64-bit words that each call gives, in the order of the argument block.
 
         Parameters
         ----------
         fields : the addresses of arrays by their names in `call_fields`; a field that is left out is 0
-        tables, outputs : the addresses of the tables and of the outputs without a field of their own
+        tables, outputs : the addresses of the tables, and of the outputs that are not among the fields
         numbers : the numbers of the formulas
         seed : the seed of dropout
         """
@@ -205,7 +205,7 @@ class BoundCall:
     ) -> int | None:
         """Run the kernel. Return 1 if the kernel set `imprecise_lse_flag`, else 0; None if its outputs are not valid.
 
-        If the outputs are not valid, the call needs the full dispatch.
+        If the outputs are not valid, the call needs the full dispatch: all checks and the choice of a kernel.
 
         Parameters
         ----------
@@ -256,23 +256,23 @@ class BoundCall:
 
     @cached_property
     def launch(self) -> Any:
-        """The function of `calls.launcher`; None if it cannot run this call."""
+        """The generated function of `calls.launcher`, which runs the call; None if Python must run the call."""
         return launcher() if self.processor is HOST else None
 
     @cached_property
     def record(self) -> LaunchRecord:
-        """The record for calls with the tile ranges of the first call."""
+        """The record with which generated code runs calls that have the tile ranges of the first call."""
         return LaunchRecord(self, searches=False)
 
     @cached_property
     def searching_record(self) -> LaunchRecord:
-        """The record for calls that find their tile ranges."""
+        """The record with which generated code runs calls that search for their tile ranges."""
         return LaunchRecord(self, searches=True)
 
     def make_direct_record(self, threads: int | None, num_keys: int, sources: Sequence[int]) -> LaunchRecord | None:
-        """Return a record for direct calls with so many keys; None if more than one thread would work.
+        """Return a record for calls with `num_keys` keys that generated code runs as a whole (direct calls).
 
-        `sources` are those of `LaunchRecord`.
+        The result is None if more than one thread would work. `sources` are those of `LaunchRecord`.
         """
         words = self.constant_words(threads, num_keys)
         if words is None or self.launch is None:
@@ -281,15 +281,15 @@ class BoundCall:
         return LaunchRecord(self, searches, words, sources)
 
     def constant_words(self, threads: int | None, num_keys: int) -> Sequence[int] | None:
-        """Return the words of a call with 0 for each address and the seed; None if several threads work."""
+        """Return the words of a call, with 0 for each address and for the seed; None if several threads work."""
         if self.max_threads > 1 and threads != 1:
             return None
         return self.make_words({}, (0,) * len(self.table_origins), self.numbers, (0,) * self.num_outputs)
 
     def find_tile_ranges(self, buffers: Buffers, buffer: Buffer, words: Sequence[int]) -> tuple[Buffers, Buffer] | None:
-        """Write the tile ranges of the call into the buffer, and return it; None if a check of the search fails.
+        """Write the call's tile ranges into the buffer. Return (buffers, buffer); None if a check of the search fails.
 
-        If the ranges need more memory than the buffer has, the result is a larger buffer, with its `Buffers`.
+        If the ranges need more memory than the buffer has, the result has a larger buffer and new `Buffers`.
         """
         search = self.search
         assert search is not None

@@ -1,4 +1,4 @@
-"""Bound calls for other lengths and strides: a decoding loop has another number of keys at each step.
+"""Bound calls (calls prepared for repetition) for other lengths: a decoding loop has more keys at each step.
 
 The code of a kernel does not depend on the lengths n and m, on strides, or on the lengths of tables. So the call of one
 problem can be bound again for arrays with other lengths, without the checks and the planning of a new problem. The new
@@ -32,7 +32,7 @@ class CallFamily:
 
     Parameters
     ----------
-    arguments, spec : those of the problem
+    arguments, spec : the kernel arguments and the kernel spec of the problem
     bind : function that returns the bound call of other arguments with the same spec
     """
 
@@ -51,7 +51,7 @@ class CallFamily:
     ) -> CallFamily | None:
         """Return the family of a problem's call; None if other lengths may need other code or new checks.
 
-        Whole numbers must fit 32 bits up to `MAX_LENGTH`.
+        The integers in formulas must fit 32 bits for lengths up to `MAX_LENGTH`.
         """
         B, H, n, m = arguments.problem.extent
         extent = B, H, max(n, MAX_LENGTH), max(m, MAX_LENGTH)
@@ -63,9 +63,9 @@ class CallFamily:
         return cls(arguments, spec, bind)
 
     def bind(self, query: Any, key: Any, value: Any, tables: Sequence[Any]) -> BoundCall | None:
-        """Return the bound call of arrays with other lengths; None if they are no member of the family.
+        """Return the bound call for arrays with other lengths; None if the family does not contain this call.
 
-        The arrays have the same batch and head axes as those of the problem.
+        The arrays have the same batch and head axes as the arrays of the problem.
         """
         B, H, _, _ = self.extent
         extent = B, H, query.shape[-2], key.shape[-2]
@@ -87,7 +87,7 @@ class CallFamily:
     def are_indices_inside(self, arguments: KernelArguments) -> bool:
         """True if each index of the formulas stays inside its table.
 
-        The search for tile ranges checks an index that depends on entries or numbers; see `kernels.tile_search`.
+        An index that depends on table entries or numbers is not checked here, but in `kernels.tile_search`.
         """
         box = make_box(arguments.problem.extent)
         for formula in arguments.formulas:
@@ -106,7 +106,7 @@ class CallFamily:
 
 @dataclass(frozen=True)
 class TableForm:
-    """What the kernel of a family knows of a table, and its shape in the problem of the family."""
+    """What is compiled into the kernel of a family for a table, and the table's shape in the family's problem."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,4 +1,7 @@
-"""The call of the decoding kernel, on splits of the keys. Without formulas, a call serves any number of keys."""
+"""The call of the decoding kernel, which computes few queries on splits of the keys.
+
+Without formulas, a call can be repeated for any number of keys.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,11 @@ MAX_FEW_HEADS = 4  # up to this number of heads of all batches, splits of the ke
 
 
 def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = ()) -> bool:
-    """True if the decoding kernel serves the problem, and the statistics `roles` of the forward kernel.
+    """True if the decoding kernel can compute the problem and its statistics `roles`, and is likely the fastest kernel.
 
-    The kernel needs at most MAX_ROWS_PER_ITEM queries, d_k and d_v that fill whole vectors, and adjacent columns of K
-    and V. The kernel has no dropout. It is faster than the
-    forward kernel for few queries and many keys. More queries are served if few heads would leave threads without work.
-    The only statistic of the kernel is the entropy.
+    The kernel needs d_k and d_v that fill whole vectors, and adjacent columns of K and V. It has no dropout, and its
+    only statistic is the entropy. It is faster than the forward kernel for few queries and many keys. With few heads,
+    the forward kernel leaves threads without work; up to MAX_ROWS_PER_ITEM queries are then decoded.
     """
     machine = machine_for(processor, problem.dtype)
     uses_bf16_pairs = problem.dtype == "bfloat16" and machine.has_bf16_dot and problem.row_formats is None
@@ -61,9 +63,9 @@ def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = 
 def decode(
     problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: CpuFusedStatistics
 ) -> BoundDecode | None:
-    """Fill output, lse and the arrays of the fused statistics, and return the bound call.
+    """Fill output, lse and the arrays of the statistics `fused`, and return the call for repetition.
 
-    The result is None if an output is NaN or ∞: the forward kernel must run.
+    The result is None if an output is NaN or ∞. The forward kernel must then compute the problem.
     """
     arguments = KernelArguments(problem, MAX_ROWS_PER_ITEM, group=problem.group)
     spec = make_spec("decode", arguments, unroll=min(problem.group * problem.n, UNROLL), roles=fused.roles)
@@ -85,7 +87,7 @@ class BoundDecode(BoundCall):
 
     def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
         problem = arguments.problem
-        self.splits = 0, 0, 0, 0, 0  # the words of `run` for the last number of keys
+        self.splits = 0, 0, 0, 0, 0  # the result of `make_splits` for the last number of keys
         self.min_keys = min_decode_keys(problem.n)
         self.work_per_key = problem.B * problem.H * problem.n * (problem.d_k + problem.d_v)  # multiplications
         self.has_dynamic_key_length = spec.mask is None and spec.score is None
@@ -128,7 +130,7 @@ class BoundDecode(BoundCall):
         return split_size, -(-blocks // split_size)
 
     def make_splits(self, num_keys: int) -> tuple[int, int, int, int, int]:
-        """Return the words that follow those of the forward kernel."""
+        """Return the words `SPLIT_WORDS`: m, items, num_splits, split_size, heads_per_item."""
         split_size, num_splits = self.split_keys(num_keys)
         heads = max(min(self.blocks * num_splits // MIN_ITEMS, self.max_heads_per_item), 1)
         items = self.batches * -(-self.key_heads // heads) * self.row_blocks * num_splits

@@ -63,7 +63,7 @@ def _prepare(problem: Problem, processor: Processor, fused: CpuFusedStatistics) 
 def forward(
     problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: CpuFusedStatistics
 ) -> BoundCall:
-    """Fill output, lse and the arrays of the fused statistics, and return the bound call."""
+    """Fill output, lse and the arrays of the statistics `fused`, and return the call for repetition."""
     arguments, spec = _prepare(problem, processor, fused)
     bind = partial(_bind, spec=spec, processor=processor, num_outputs=len(fused.arrays))
     call = bind(arguments)

@@ -1,9 +1,10 @@
 """A prepared call: a bound call with its inputs and results, and all that decides how the call is repeated.
 
-A call is repeated in one of two ways. `PreparedCall.run` repeats it in Python. After `RUNS_BEFORE_RECORD` runs the call
-becomes direct, if one thread is enough for its work and each of its words is known: the address of an array of the
-caller, the address of a result, a number of a formula, or the same in every call. Generated code then repeats the call;
-see `calls.direct_call` and `calls.xla_direct_call`.
+A bound call lacks only addresses, the numbers of formulas and the seed, which are 64-bit words of its argument block.
+The call is repeated in one of two ways. `PreparedCall.run` repeats it in Python. After `RUNS_BEFORE_RECORD` runs the
+call becomes direct: generated code repeats it (`calls.direct_call`, `calls.xla_direct_call`). For this, one thread must
+be enough for the work, and each word must be the address of an array of the caller, the address of a result, a number
+of a formula, or the same in every call.
 
 The call cache, the backward passes, the weights passes and the custom call of XLA hold prepared calls.
 """
@@ -24,12 +25,12 @@ from ..calls.launcher import FIRST_NUMBER, FIRST_RESULT, MAX_NUMBERS, MAX_RESULT
 from ..codegen.abi import signed_word, to_word
 from .bound_call import BoundCall
 
-RUNS_BEFORE_RECORD = 6  # a record for direct calls, and its buffer, are made for a call that was run so often
+RUNS_BEFORE_RECORD = 6  # after so many runs of a call, its record for direct calls is made
 
 
 @dataclass(frozen=True)
 class KernelInputs:
-    """Which tables and numbers of the caller are those of a bound call.
+    """Which of the caller's tables and numbers the kernel of a bound call reads.
 
     tables : for each table of the kernel, its index among the caller's tables
     converters : for each table of the kernel, a function that returns the copy that the kernel reads; None if the
@@ -43,7 +44,7 @@ class KernelInputs:
 
     @classmethod
     def bind(cls, call: BoundCall, tables: Sequence[Any], formulas: Sequence[Expression | None]) -> KernelInputs | None:
-        """Return the inputs of a call that was made for these tables and formulas; None if it has others.
+        """Return the inputs of a call that was made for these tables and formulas; None if it was made for others.
 
         The result is also None if the call was bound for other memory layouts than those of the tables.
 
@@ -54,7 +55,7 @@ class KernelInputs:
         """
         structure = structure_of(*formulas)
         origins = [id(table) for table in structure.tables]
-        given = [(type(number), number) for number in structure.numbers]  # equal numbers are one of a structure
+        given = [(type(number), number) for number in structure.numbers]  # a structure has equal numbers once
         needed = [(type(number), number) for number in call.numbers]
         if not set(call.table_origins) <= set(origins) or set(needed) != set(given):
             return None
@@ -72,7 +73,7 @@ class KernelInputs:
     ) -> tuple[Sequence[Any], Sequence[int], tuple[float, ...]]:
         """Return the arrays that the kernel reads as its tables, their addresses, and the numbers of the kernel.
 
-        `addresses` are those of the caller's tables.
+        `addresses` has the addresses of the caller's tables.
         """
         own_numbers = tuple([numbers[number] for number in self.numbers])
         if not any(self.converters):
@@ -94,11 +95,11 @@ class PreparedCall:
     ----------
     call : the bound call
     inputs : its tables and numbers
-    operands : the fields of the caller's arrays before the tables
-    results : the fields of the first results; the other results are outputs of the call that are no fields
+    operands : the names of the fields of the caller's arrays that precede the tables
+    results : the names of the fields of the first results; the other results have no fields
     makers : functions that allocate the results
     num_keys : the number of keys
-    can_be_direct : False if a repetition needs words that Python computes: a seed, the addresses of converted sinks
+    can_be_direct : False if Python must run every repetition, for example to compute the word of a field in `COMPUTED`
 
     Attributes
     ----------
@@ -125,7 +126,7 @@ class PreparedCall:
         self.can_be_direct = can_be_direct and fits and not any(inputs.converters)
 
     def copy(self, num_keys: int) -> PreparedCall:
-        """Return a copy of the call for `num_keys` keys. The copy counts its own runs, and shares no record."""
+        """Return a copy of the call for `num_keys` keys. The copy counts its own runs, and makes its own record."""
         return self.rebind(self.call, self.makers, num_keys)
 
     def rebind(self, call: BoundCall, makers: Sequence[Callable[[], Any]], num_keys: int) -> PreparedCall:
@@ -143,13 +144,13 @@ class PreparedCall:
         d_lse: int = 0,
         seed: int = 0,
     ) -> tuple[int | None, list[Any]]:
-        """Return the result of `BoundCall.run`, and the results.
+        """Return (result of `BoundCall.run`, arrays of the results).
 
         Parameters
         ----------
-        addresses : those of the operands, and then those of the tables
+        addresses : the addresses of the operands, and then of the tables
         tables, numbers : the tables and numbers of the caller
-        threads : as in `BoundCall.run`
+        threads : the number of threads; None for the default
         keep_alive : the arrays at these addresses
         sinks, d_lse : the addresses of these arrays; 0 if there are none
         seed : the seed of dropout
@@ -184,7 +185,7 @@ class PreparedCall:
             self.direct = None if record is None else (record.address, self.makers, record)
 
     def find_places(self) -> list[int]:
-        """Return where `run` finds each word among operands, tables, numbers, results and computed fields."""
+        """Return the index of each word in the tuple of `run`: operands, tables, numbers, results, computed fields."""
         inputs, operands = self.inputs, len(self.operands)
         first_number = operands + len(inputs.tables)
         first_result = first_number + len(inputs.numbers)

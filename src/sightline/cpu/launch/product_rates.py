@@ -1,7 +1,7 @@
 """The choice between two kernels for bfloat16: dot products of bfloat16 pairs, or multiply-adds of float32.
 
 AVX-512's dot product of pairs has two multiply-adds per lane, and most processors make as many dot products as
-multiply-adds per cycle. Some make fewer than half as many. For these, numbers are widened to float32.
+multiply-adds per cycle. Processors that make fewer than half as many run kernels that widen bfloat16 to float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def machine_for(processor: Processor, dtype: str) -> Machine:
-    """Return the machine that kernels of this dtype are written for, without the dot product if it is slow."""
+    """Return the machine that kernels of this dtype are written for; for bfloat16, without a slow dot product."""
     machine = processor.machine
     if dtype == "bfloat16" and processor is HOST and machine.has_bf16_dot and prefers_widening(machine):
         return machine.without_bf16_dot

@@ -20,7 +20,7 @@ NAME = "sightline_quantize"
 def quantize(
     array: Any, storage: Any, rows: Any, row_format: RowFormat, sums: Any, processor: Processor = HOST
 ) -> None:
-    """Write array[b, :, r] to storage[b, :, rows[b, r]], quantised, for every row that is not −1.
+    """Write array[b, :, r] to storage[b, :, rows[b, r]], quantised, for every b and r with rows[b, r] ≠ −1.
 
     Parameters
     ----------
@@ -44,6 +44,5 @@ def quantize(
 
 @cache
 def _make_spec(row_format: RowFormat, dtype: str, unit_stride: bool) -> tuple[QuantizeSpec, str]:
-    """Return the spec of a kernel, and its key."""
     spec = QuantizeSpec(row_format, dtype, unit_stride)
     return spec, repr(spec)

@@ -1,4 +1,4 @@
-"""The computation of statistics: fused with the forward pass, by a second pass over the weights, or by streaming."""
+"""The computation of statistics: fused with the forward pass, by a second pass over the weights, or by `Streaming`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ def compute_statistics(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return two tuples: the result of each statistic of `problem.see`, and the bound weights passes.
 
-    A weights pass computes the statistics that the forward kernel does not compute.
-
-    The kernel `Streaming` computes the statistics that no CPU kernel computes. If `is_lse_imprecise` is true, then
-    `Streaming` computes every statistic that needs weights.
+    A weights pass is a second kernel, for statistics that the forward kernel does not compute. The kernel `Streaming`
+    computes the statistics that no CPU kernel computes, and all that need weights if `is_lse_imprecise` is true.
     """
     is_imprecise = weights_pass.is_lse_imprecise(problem, lse)
     statistics = [computed_statistic(statistic) for statistic in problem.see]

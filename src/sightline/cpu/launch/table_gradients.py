@@ -16,19 +16,19 @@ from ...problem.problem import Problem
 class TableGradient:
     """A lookup of the score whose table needs a gradient."""
 
-    node_index: int  # index of the lookup in the score's `walk`
+    node_index: int  # index of the lookup in `walk(score)`
     slot: int  # index of the table in Problem.tables
-    # True if every entry of the table belongs to one key, as in t[h, i, j], so that one split of the keys writes it
+    # True if each entry of the table belongs to one key, as in t[h, i, j]: only one split of the keys writes the entry
     is_per_key: bool
     is_per_head: bool  # True if every entry of the table belongs to one query head, as in t[h, j]
 
 
 def find_table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterator[TableGradient]:
-    """Yield the gradient of each lookup of the score whose table is among `wanted_tables`."""
+    """Yield a description of each lookup of the score whose table is among `wanted_tables`."""
     lookups = find_learned_lookups(problem, wanted_tables)
 
     def is_indexed_by(slot: int, name: str, length: int) -> bool:
-        """True if all lookups of the table have the symbol itself as the index of the same axis.
+        """True if the symbol `name` itself is the index of one axis, the same in all lookups of the table.
 
         An axis shorter than the symbol's range is not accepted: at hidden pairs, indices past the end of the axis are
         clamped to the last entry, so that several threads may write that entry.
@@ -56,7 +56,7 @@ def sum_table_gradients(
 
 
 def differentiate_sinks(sinks: Any, d_output: Any, d_lse: Any, output: Any, lse: Any) -> Any:
-    """Return dsink_h = −Σ exp(sink_h − lse) δ with δ = Σ dO ∘ O − d_lse.
+    """Return dsink_h = −Σ exp(sink_h − lse) δ, summed over batches and queries, with δ = Σ dO ∘ O − d_lse.
 
     d_output and output are (..., H, n, d_v); lse and d_lse are (..., H, n).
     """

@@ -1,4 +1,4 @@
-"""The call of the tangent kernel."""
+"""The call of the tangent kernel, which computes forward-mode derivatives of attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second th
 def tangent(
     problem: Problem, tangents: Tangents, saved: tuple[Any, Any], threads: int | None, processor: Processor
 ) -> tuple[Any, Any] | None:
-    """Return the tangents of output and lse.
+    """Return the tangents of output and lse. `saved` is (output, lse) of the forward pass.
 
     Returns None if a tangent is NaN or ∞, or if an lse exceeds `kernel.MAX_LSE`. The kernel `Streaming` must then
     compute the tangents.
@@ -63,7 +63,7 @@ def tangent(
 
 
 class BoundTangent(BoundCall):
-    """A call of the tangent kernel."""
+    """A call of the tangent kernel, which is repeated with other addresses and numbers; see `BoundCall`."""
 
     call_fields = TANGENT_CALL_FIELDS
 

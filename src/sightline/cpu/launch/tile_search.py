@@ -1,4 +1,4 @@
-"""The call of the search for tile ranges: the arguments that are the same in every call, and the workspace."""
+"""The call of the search for tile ranges, the blocks of keys that each block of queries must process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class BoundSearch:
-    """A search whose formulas, lengths and table layouts are bound; its tables and numbers are arguments of each call.
+    """A search for tile ranges with fixed formulas, lengths and table layouts. Each call gives tables and numbers.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class BoundSearch:
 
     @cached_property
     def address(self) -> Any:
-        """The address of the search's code. It is compiled for the first repeated call."""
+        """The address of the search's code, which is compiled for the first repeated call."""
         return self._compile()
 
     def workspace(self) -> dict[str, int]:
@@ -98,6 +98,6 @@ def _compile(spec: SearchSpec, formulas: Sequence[Expression], processor: Proces
 
 
 def _count_blocks(table: Any) -> int:
-    """Return how many blocks of a table have extremes; an axis with stride 0 counts as one entry."""
+    """Return how many blocks of a table get a minimum and a maximum; an axis with stride 0 counts as one entry."""
     lengths = [1 if stride == 0 else length for length, stride in zip(table.shape, table.strides, strict=True)]
     return int(np.prod(lengths[:-1])) * -(-lengths[-1] // EXTREMES_BLOCK)

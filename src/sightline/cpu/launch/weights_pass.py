@@ -1,7 +1,7 @@
 """The calls of the weights pass, a CPU kernel that computes statistics of weights from the lse of the forward pass.
 
-`bind_passes` binds the passes of a problem's statistics, and `run_first` runs a pass for the problem that it is bound
-to. One pass serves several statistics. It takes lse (..., H, n), float64 in nats. If an lse is NaN, +∞ or too large
+`bind_passes` prepares the passes of a problem's statistics, and `run_first` runs a pass for this problem. One pass
+computes several statistics. A pass takes lse (..., H, n), float64 in nats. If an lse is NaN, +∞ or too large
 (`is_lse_imprecise`), the kernel `Streaming` must compute the statistics.
 """
 
@@ -41,7 +41,7 @@ Output = tuple[tuple[int, ...], str, bool]  # shape, dtype, and True if the kern
 
 
 class BoundWeightsPass(BoundCall):
-    """A call of a weights pass. `arguments` are those of the problem that it was made for."""
+    """A call of a weights pass, which is repeated with other addresses and numbers; see `BoundCall`."""
 
     call_fields = WEIGHTS_CALL_FIELDS
 
@@ -80,10 +80,11 @@ class StatisticArrays:
 
 @dataclass(frozen=True)
 class StatisticsPass:
-    """The weights pass of one or several statistics for one structure.
+    """The weights pass of one or several statistics.
 
     Parameters
     ----------
+    call : the bound call of the kernel
     statistics : the arrays of each statistic of the pass
     indices : the index of each statistic among those that were given to `bind_passes`
     """
@@ -123,9 +124,9 @@ Bound = tuple[KernelArguments, StatisticsPass]
 def bind_passes(problem: Problem, statistics: Sequence[Statistic], processor: Processor = HOST) -> list[Bound]:
     """Return the bound weights passes of the statistics, and the arguments of each pass.
 
-    A pass computes each of received, pooled and top_k at most once. `weights`, a mean of them, and a `pooled` within a
-    rectangle have a pass of their own. There is no pass for a statistic without a weights pass, or if there is nothing
-    to compute.
+    A pass computes each of received, pooled and top_k at most once. `weights`, a mean of weights, and `pooled` within a
+    rectangle each have their own pass. A statistic that no weights pass can compute is left out, and so is a statistic
+    with nothing to compute.
     """
     groups: list[list[int]] = []
     for index, statistic in enumerate(statistics):
@@ -155,13 +156,13 @@ def _is_mean_of_weights(statistic: Statistic) -> bool:
 
 
 def _can_join(statistic: Statistic, others: Sequence[Statistic]) -> bool:
-    """True if a pass that computes other statistics can compute this one as well."""
+    """True if a pass that computes the statistics `others` can compute this one as well."""
     is_alone = any(isinstance(x, Weights | Mean) or (isinstance(x, Pooled) and x.within) for x in (statistic, *others))
     return not is_alone and type(statistic) not in map(type, others)
 
 
 def _bind(problem: Problem, statistics: Sequence[Statistic], indices: tuple[int, ...], processor: Processor) -> Bound:
-    """Return the bound weights pass of statistics that can share one."""
+    """Return the weights pass that computes all these statistics, and its arguments."""
     first = statistics[0]
     if isinstance(first, Weights):
         return _bind_weights(problem, indices, processor)
@@ -197,6 +198,7 @@ class Grid:
     queries, keys : the rectangle whose weights are computed
     range_size, num_ranges : blocks in a range of the queries, and the number of ranges
     split_size, num_splits : tiles in a split of the keys, and the number of splits
+    rows, columns : the numbers of cells of pooled along queries and keys; 0 without pooled
     """
 
     problem: Problem
@@ -212,7 +214,7 @@ class Grid:
 
     @classmethod
     def of(cls, arguments: KernelArguments, statistics: Sequence[Statistic]) -> Grid:
-        """Return the grid of a pass with these statistics. Only received alone divides the keys."""
+        """Return the grid of a pass with these statistics. The keys have several splits only if each is received."""
         problem, block = arguments.problem, arguments.query_block
         cells = next((x for x in statistics if isinstance(x, Pooled)), None)
         queries, keys = (cells and cells.within) or ((0, problem.n), (0, problem.m))
@@ -230,11 +232,9 @@ class Grid:
 
     @property
     def items(self) -> int:
-        """The number of work items."""
         return self.problem.B * self.problem.H * self.num_ranges * self.num_splits
 
     def fields(self) -> dict[str, int]:
-        """Return the values of the kernel's fields."""
         names = "range_size", "num_ranges", "split_size", "num_splits", "rows", "columns"
         return {name: getattr(self, name) for name in names} | {
             "first_query": self.queries[0],
@@ -263,7 +263,7 @@ def _arrays_of(statistic: Statistic, arguments: KernelArguments, grid: Grid) -> 
 
 
 def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> list[list[Any]] | None:
-    """Return the arrays of each statistic of a pass for the problem that it was bound for."""
+    """Return the arrays of each statistic of a pass, for the problem of `bind_passes`; None if the kernel failed."""
     arguments, bound_pass = bound
     call, query = bound_pass.call, problem.query
     thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices
@@ -374,7 +374,7 @@ def _bind_weight_sums(problem: Problem, mean: Mean, indices: tuple[int, ...], pr
 
 
 def _block_fields(arguments: KernelArguments, matrices: int) -> dict[str, int]:
-    """Return the fields of a pass whose items are the blocks of queries of so many matrices."""
+    """Return the fields of a pass that has an item for each block of queries of each of `matrices` matrices."""
     n = arguments.problem.n
     blocks = -(-n // arguments.query_block)
     return {"items": matrices * blocks, "first_query": 0, "last_query": n, "query_blocks": blocks}

@@ -2,12 +2,13 @@
 
     key → memory → disk → build_module() → LLVM's passes → object code → disk → memory → address
 
-A kernel may have two parts, one of which is common to many kernels. Each part is stored on disk, and both are linked
+A kernel may have two parts, one of which is common to many kernels. Each part is stored on disk. The parts are linked
 when they are loaded.
 
 llvmlite runs one call of LLVM at a time. If several threads compile kernels, their calls of LLVM alternate, and one
 thread can build a module while LLVM works for another thread. A fork waits for the current call of LLVM, so that in the
-child LLVM's state is consistent and llvmlite's lock is free. A fork also waits for imports that first calls make.
+child LLVM's state is consistent and llvmlite's lock is free. A fork also waits until other threads have finished the
+imports of `LAZY_PACKAGES`, which are imported when a function first needs them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 from . import disk_cache, llvmlite_lock
 from .machine import Machine
 
-MAX_COMMON_CODES = 16  # the oldest is dropped beyond this number
+MAX_COMMON_CODES = 16  # the most common parts that are kept in memory
 MAX_KERNELS_IN_MEMORY = 512  # one kernel takes about 80 KB
 # The LLVM passes that each kernel needs. Sightline's generator already unrolls loops for the registers, ends each
 # iteration in one jump, and computes the shared parts of formulas once. The passes turn stack slots into registers and
@@ -34,7 +35,7 @@ MAX_KERNELS_IN_MEMORY = 512  # one kernel takes about 80 KB
 PASSES = ("sroa", "simplify_cfg")
 # packages with modules that a first call imports
 LAZY_PACKAGES = {"array_api_compat", "llvmlite", "ml_dtypes", "platformdirs", "sightline"}
-MAX_IMPORT_WAITS = 100  # a thread that forks inside an import of its own would wait forever
+MAX_IMPORT_WAITS = 100  # without a limit, a thread that forks inside its own import would wait forever
 
 counts: Counter[str] = Counter()  # number of kernels "compiled", and number "read" from the disk cache
 
@@ -53,8 +54,10 @@ class Address(int):
 class KernelCache:
     """The cache in memory: kernels, the least recently used first, and a lock for each kernel being compiled.
 
-    Each method of a dictionary is one atomic function in C, so that `get` and `put` take no lock. An interrupt or a
-    fork could otherwise leave that lock held, and every later call would wait for it.
+    `get` and `put` take no lock, because each method of a dictionary is one atomic function in C. An interrupt or a
+    fork could leave a lock held, and every later call would then wait for the lock forever.
+
+    The identity of a kernel is a text: the name of its function, its machine and its key; see `get_or_compile`.
     """
 
     def __init__(self) -> None:
@@ -67,7 +70,7 @@ class KernelCache:
         self._kernel_locks: dict[str, Any] = {}
 
     def get(self, identity: str) -> Address | None:
-        """Return the kernel of this identity and mark the kernel as used. Return None if it is not in memory."""
+        """Return the kernel with this identity and mark the kernel as used; None if the kernel is not in memory."""
         address = self._kernels.get(identity)
         if address is not None:
             with suppress(KeyError):  # another thread has just evicted the kernel
@@ -77,7 +80,7 @@ class KernelCache:
     def put(self, identity: str, address: Address) -> None:
         """Store a kernel, and evict the least recently used kernels beyond `MAX_KERNELS_IN_MEMORY`.
 
-        The engines of evicted kernels without other references are freed here.
+        The code of an evicted kernel is freed if nothing else refers to the kernel.
         """
         self._kernels[identity] = address
         with suppress(KeyError):  # other threads have evicted all kernels
@@ -100,7 +103,7 @@ _cache = KernelCache()
 
 
 class Part(NamedTuple):
-    """A part of a kernel that other kernels have too: a text as the key of `get_or_compile`, and its `build_module`."""
+    """A part that many kernels have in common. Its fields have the meaning of the parameters of `get_or_compile`."""
 
     key: str
     build_module: Callable[[], Any]
@@ -124,7 +127,7 @@ def get_or_compile(
     machine : Machine
         The LLVM target of the kernel.
     common : Part, optional
-        A part with the function `name`, which calls functions of the module.
+        A part that contains the function `name`. This function calls functions of the module.
 
     Returns
     -------
@@ -134,7 +137,7 @@ def get_or_compile(
     identity = f"{name}\n{machine!r}\n{key}"
     address = _cache.get(identity)
     if address is None:
-        with _cache.kernel_lock(identity):  # a lock of C, and no context manager in Python: see `llvmlite_lock`
+        with _cache.kernel_lock(identity):  # the lock is C code; see `llvmlite_lock.repair`
             address = _cache.get(identity)
             if address is None:
                 try:
@@ -150,14 +153,14 @@ def get_or_compile(
 def _load_or_compile(
     identity: str, name: str, build_module: Callable[[], Any], machine: Machine, common: Part | None
 ) -> Address:
-    """Return the kernel: its code is read from disk, or compiled and then stored on disk."""
+    """Return the address of a kernel's function. Its code is read from disk, or compiled and then stored on disk."""
     codes = [_read_or_compile(identity, build_module, machine)]
     if common is not None:
         shared = f"{name}\n{machine!r}\n{common.key}"
         code = _cache.common_codes.get(shared)
         if code is None:
             code = _cache.common_codes[shared] = _read_or_compile(shared, common.build_module, machine)
-            with suppress(KeyError):  # other threads have dropped all
+            with suppress(KeyError):  # other threads have dropped all codes
                 while len(_cache.common_codes) > MAX_COMMON_CODES:
                     _cache.common_codes.popitem(last=False)
         codes.append(code)
@@ -211,9 +214,9 @@ def optimised(module: Any, machine: Machine) -> Iterator[tuple[Any, Any]]:
 
 
 def _load_objects(codes: Sequence[bytes], name: str, machine: Machine) -> Address:
-    """Return the address of `name` in pieces of object code, which are linked.
+    """Link the pieces of object code, and return the address of their function `name`.
 
-    Undefined symbols (sinf, memset) are taken from this process.
+    Symbols that no piece defines (sinf, memset) are taken from this process.
     """
     llvm = _llvm()
     empty = llvm.parse_assembly("", llvm.create_context())
@@ -228,8 +231,8 @@ def _load_objects(codes: Sequence[bytes], name: str, machine: Machine) -> Addres
 def _target_machine(machine: Machine) -> Any:
     """Return the object of llvmlite that generates code for the machine.
 
-    Code for x86-64 has addresses of 64 bits. On Windows and macOS, LLVM would else use a table of addresses, for which
-    llvmlite's memory manager reserves no memory.
+    Code for x86-64 contains addresses of 64 bits (relocation "static"). By default, LLVM on Windows and macOS would use
+    a table of addresses, and llvmlite's memory manager reserves no memory for the table.
     """
     target = _llvm().Target.from_triple(machine.triple)
     relocation = "static" if machine.architecture == "x86_64" else "default"
@@ -246,11 +249,8 @@ def _llvm() -> Any:
     return llvm
 
 
-# -- forks ---------------------------------------------------------------------------------------------------------
-
-
 def _imports_in_progress() -> list[str]:
-    """Return the modules of `LAZY_PACKAGES` that threads are importing. Python has a lock for each of them."""
+    """Return the modules of `LAZY_PACKAGES` that threads are importing. Python has a lock for each such module."""
     locks = getattr(sys.modules.get("_frozen_importlib"), "_module_locks", {})
     return [name for name in list(locks) if name.partition(".")[0] in LAZY_PACKAGES]
 

@@ -1,12 +1,12 @@
-"""The disk cache: object code, one file per kernel, in a folder that no other user can write to.
+"""The disk cache: the object code of compiled kernels, one file each, in a folder that no other user can write to.
 
 The environment variable SIGHTLINE_CACHE selects the folder, or disables the cache; see `sightline.cache_folder`.
 
 A file consists of  MAGIC · sha256(name · code) · code.  The file name is the hash of everything that determines the
 code, so a file is never changed, only replaced by an equal file. A file is written under a temporary name and then
-renamed, so that no process reads a partial file. A file that cannot be trusted is not read. If a file cannot be
-written, the kernel stays in memory only. The functions of this module report an OSError in `state().error` and do not
-raise the error.
+renamed, so that no process reads a partial file. A file that another user may have written is not read. If a file
+cannot be written, the kernel stays in memory only. `file_name`, `read`, `write` and `state` raise no OSError: the last
+such error is in `state().error`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ KERNEL_SUFFIX, PARTIAL_SUFFIX = ".kernel", ".part"  # endings of complete files 
 KERNEL_FILE_PATTERN = re.compile(
     rf"[0-9a-f]{{64}}{re.escape(KERNEL_SUFFIX)}(\.[0-9a-f]{{16}}{re.escape(PARTIAL_SUFFIX)})?"
 )
-# A partial file older than this is abandoned. Reading a complete file older than this sets its time to now.
+# A partial file of this age is abandoned, and may be deleted. If a complete file of this age is read, its time of
+# modification is set to now: `_evict` deletes the files with the oldest times.
 STALE_SECONDS = 3600.0
+NOT_WRITABLE = "cannot be written to; set SIGHTLINE_CACHE to another folder"
 
 _errors: list[str] = []  # only the most recent error; empty if there was no error
 _write_budget: dict[Path, int] = {}  # bytes that may be written before the folder's size is measured again
@@ -58,7 +60,7 @@ class DiskCacheState:
 
 
 def file_name(identity: str) -> str | None:
-    """Return the file name of the kernel with this identity; None if the disk cache is not used."""
+    """Return the file name for a text that determines a kernel's code; None if the disk cache is not used."""
     try:
         cache_folder()
         import llvmlite
@@ -90,7 +92,7 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, code: bytes) -> None:
-    """Store the code under this file name. An error is recorded and not raised."""
+    """Store the code under this file name. An OSError is reported in `state().error` and not raised."""
     try:
         with open_private_folder(cache_folder(), create=True) as folder:
             partial_name = f"{name}.{os.urandom(8).hex()}{PARTIAL_SUFFIX}"
@@ -114,14 +116,12 @@ def state() -> DiskCacheState:
         path = cache_folder()
         source_hash()
         with open_private_folder(path, create=False) as folder:
-            problem = _last_error() if os.access(path, os.W_OK) else f"{path} cannot be written to"
+            problem = _last_error() if os.access(path, os.W_OK) else f"{path} {NOT_WRITABLE}"
             sizes = [entry.st_size for name, entry in _kernel_files(folder) if name.endswith(KERNEL_SUFFIX)]
     except FileNotFoundError:  # there is no folder until the first kernel is stored
         parent = next((step for step in path.parents if step.exists()), path) if path else None
         writable = parent is None or os.access(parent, os.W_OK)
-        return (
-            DiskCacheState(path, _last_error()) if writable else DiskCacheState(None, f"{parent} cannot be written to")
-        )
+        return DiskCacheState(path, _last_error()) if writable else DiskCacheState(None, f"{parent} {NOT_WRITABLE}")
     except OSError as error:
         return DiskCacheState(None, _error_message(error))
     return DiskCacheState(path, problem, len(sizes), sum(sizes))
@@ -143,17 +143,14 @@ def source_hash() -> str:
     files = find_sources(package, "cpu", "formula", "reference/dropout.py")
     for file in files:
         if file.stat().st_mtime > IMPORT_TIME:
-            raise UntrustedError(f"{file} changed after it was imported")
+            raise UntrustedError(f"{file} changed after it was imported; start Python again")
     return hash_sources(package, files)
-
-
-# -- the files ----------------------------------------------------------------------------------------------------
 
 
 def _read_file(name: str, folder: PrivateFolder) -> bytes:
     """Return a file's bytes. If the file is older than `STALE_SECONDS`, set its time of modification to now.
 
-    A disk that is read-only keeps the time. It also keeps the file, because nothing is deleted there.
+    On a read-only disk the time stays unchanged. No file is deleted there either.
     """
     with folder.open(name, "rb") as stream:
         if time.time() - folder.check(stream, name).st_mtime > STALE_SECONDS:
@@ -173,10 +170,10 @@ def _kernel_files(folder: PrivateFolder) -> Iterator[tuple[str, os.stat_result]]
 
 
 def _evict(folder: PrivateFolder, written: int) -> None:
-    """If the folder is larger than `MAX_FOLDER_BYTES`, delete the least recently used kernels until ¾ of that is left.
+    """If the folder is larger than `MAX_FOLDER_BYTES`, delete the least recently used kernels, down to ¾ of this limit.
 
-    Abandoned partial files are deleted in any case. The folder is measured at the first write of this process, and
-    again when as many bytes were written as the last measurement left below the limit.
+    Abandoned partial files are deleted too. `written` is the size of a new file. The folder's size is measured at the
+    first write of this process, and again when the new files may have filled the rest of `MAX_FOLDER_BYTES`.
     """
     _write_budget[folder.path] = _write_budget.get(folder.path, 0) - written
     if _write_budget[folder.path] > 0:

@@ -31,7 +31,7 @@ def repair() -> None:
     """Release the lock if an exception has left this thread as its owner.
 
     llvmlite takes the lock in Python code. A KeyboardInterrupt can therefore arrive after the lock is taken, but before
-    the block that would release it has begun. Other threads would then wait for the lock forever.
+    the `with` block that releases the lock has begun. Other threads would then wait for the lock forever.
     """
     lock = _lock()
     if lock is not None:

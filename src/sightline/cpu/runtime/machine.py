@@ -21,11 +21,7 @@ X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 AVX2 = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "popcnt", "sse3", "sse4.1", "sse4.2", "ssse3")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 NAMED_MACHINES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "avx512": (
-        X86,
-        "x86-64",
-        AVX512,
-    ),  # every AVX-512 server; without the bfloat16 product, which only later servers have
+    "avx512": (X86, "x86-64", AVX512),  # every server with AVX-512; only later servers have the bfloat16 product
     "avx2": (X86, "x86-64", AVX2),
     "sse2": (X86, "x86-64", ()),  # the baseline of x86-64
     "neon": (ARM, "generic", ()),  # the baseline of 64-bit ARM
@@ -40,7 +36,7 @@ class Machine:
     ----------
     triple, cpu : LLVM's names of the platform and of the processor
     features : LLVM's names of all features, as in "+avx2,-avx512f"; kernels use no other feature
-    vectors : number of vectors in a row of the register tile, a power of two; None for as many as the registers hold
+    vectors : the vectors in a row of `register_tile`, a power of two; None for as many as the registers hold
     """
 
     triple: str
@@ -50,7 +46,6 @@ class Machine:
 
     @cached_property
     def feature_set(self) -> frozenset[str]:
-        """The names of the machine's features."""
         return frozenset(name[1:] for name in self.features.split(",") if name.startswith("+"))
 
     @property
@@ -61,23 +56,22 @@ class Machine:
 
     @cached_property
     def vector_bytes(self) -> int:
-        """Bytes per vector: 16 for AVX without AVX2 or FMA, whose vectors of 32 bytes are not faster."""
+        """Bytes per vector: 64, 32 or 16. Without AVX2 or FMA, vectors of 32 bytes are not faster than those of 16."""
         if "avx512f" in self.feature_set:
             return 64
         return 32 if {"avx2", "fma"} <= self.feature_set else 16
 
     @cached_property
     def vector_registers(self) -> int:
-        """The number of vector registers."""
         return 32 if self.architecture == "aarch64" or "avx512f" in self.feature_set else 16
 
     @cached_property
     def register_tile(self) -> tuple[int, int]:
-        """(rows, vectors) of the register tile. The registers hold rows · vectors sums and the factors of a product.
+        """(rows, vectors) of the register tile: the rows × vectors of sums that a matrix product keeps in registers.
 
-        x86 with FMA loads, multiplies and adds in one instruction. Other machines need registers for the loaded vector
-        or for the product too. The number of vectors is a power of two, so that blocks of queries are aligned with the
-        blocks of the table bounds.
+        The factors of the product need registers too. x86 with FMA loads, multiplies and adds in one instruction, and
+        so has room for six rows. Other machines also need registers for the loaded vector or for the product. The
+        number of vectors is a power of two. Blocks of queries then begin where blocks of `TableBounds` begin.
         """
         rows = 6 if self.architecture == "x86_64" and self.has_fma else 4
         return rows, self.vectors or self.vector_registers // 8
@@ -97,7 +91,7 @@ class Machine:
 
     @cached_property
     def has_half_conversion(self) -> bool:
-        """True if instructions convert float16 to float32 and back. Otherwise LLVM calls a function per number."""
+        """True if instructions convert float16 to float32 and back. Else `FloatFormat` uses integer operations."""
         return self.architecture == "aarch64" or not self.feature_set.isdisjoint({"f16c", "avx512f"})
 
     @cached_property
@@ -147,7 +141,7 @@ def named_machine(name: str) -> Machine:
 
 
 def host() -> Machine:
-    """Return the machine of this process with all its features, or the machine that `SIGHTLINE_CPU` names.
+    """Return the machine of this process with all its features, or the machine that SIGHTLINE_CPU names.
 
     Raises
     ------

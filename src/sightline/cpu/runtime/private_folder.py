@@ -1,8 +1,8 @@
 """A folder in which no other user can create or change a file.
 
-On POSIX, the owners and the permissions of the folder, of its parents and of its files are checked. Windows does not
-report them to Python. There the folder must be inside the user's home folder, in which Windows lets only the user and
-administrators write.
+On POSIX, the owners and the permissions of the folder, of its parents and of its files are checked. Windows reports
+neither owners nor permissions to Python. On Windows, the folder must therefore be inside the user's home folder, where
+only the user and administrators may write.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import IO
 
 from ...errors import name_file
 
+OTHER_FOLDER = "set SIGHTLINE_CACHE to another folder"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # A symbolic link is not followed, and opening a pipe does not block. Windows has neither flag.
 OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -33,8 +34,8 @@ class PrivateFolder:
     Parameters
     ----------
     path : the path of the folder, without symbolic links
-    descriptor : the open folder, through which only files of the checked folder are found; None if the system opens no
-        folders
+    descriptor : the file descriptor of the folder, which finds the files even if the path changes; None on Windows,
+        where folders have no descriptor
     """
 
     path: Path
@@ -52,18 +53,17 @@ class PrivateFolder:
         """Return the status of an open file of this name. Raise UntrustedError if others may have written the file."""
         found = os.fstat(stream.fileno())
         if not stat.S_ISREG(found.st_mode) or (self.descriptor is not None and _may_others_write(found)):
-            raise UntrustedError(f"other users may have written {name}")
+            raise UntrustedError(f"other users may have written {name}; delete this file")
         return found
 
     def touch(self, name: str) -> None:
-        """Set a file's time of modification to now."""
         os.utime(self._find(name), dir_fd=self.descriptor)
 
     def replace(self, source: str, target: str) -> None:
-        """Give the file `source` the name `target`, whose file is replaced.
+        """Rename the file `source` to `target`. An older file `target` is replaced.
 
-        Windows replaces no file that another process has open. The file of the target then stays, and the source is
-        deleted.
+        Windows replaces no file that another process has open. The old file `target` then stays, and the file `source`
+        is deleted.
         """
         try:
             os.replace(self._find(source), self._find(target), src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
@@ -73,7 +73,6 @@ class PrivateFolder:
             self.unlink(source)
 
     def unlink(self, name: str) -> None:
-        """Delete a file."""
         os.unlink(self._find(name), dir_fd=self.descriptor)
 
     def files(self) -> Iterator[tuple[str, os.stat_result]]:
@@ -92,7 +91,7 @@ class PrivateFolder:
 def open_private_folder(given: Path, create: bool) -> Iterator[PrivateFolder]:
     """Check the folder and yield it. If `create` is true, a missing folder is created.
 
-    An OSError of the `with` block that names no file names the folder.
+    If an OSError of the `with` block names no file, the folder's path becomes its file name.
 
     Raises
     ------
@@ -113,7 +112,7 @@ def open_private_folder(given: Path, create: bool) -> Iterator[PrivateFolder]:
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid():
-            raise UntrustedError(f"{path} belongs to another user")
+            raise UntrustedError(f"{path} belongs to another user; {OTHER_FOLDER}")
         if found.st_mode & WRITABLE_BY_OTHERS:
             raise UntrustedError(f"other users may write to {path}; chmod 700 {path} prevents this")
         with name_file(path):
@@ -127,7 +126,7 @@ def _check_home(path: Path) -> None:
     home = Path(os.path.realpath(os.path.expanduser("~")))
     if home not in path.parents:
         raise UntrustedError(
-            f"this system does not report who may write to {path}; choose a folder inside your home folder, {home}"
+            f"this system does not tell who may write to {path}; set SIGHTLINE_CACHE to a folder inside {home}"
         )
 
 
@@ -144,11 +143,11 @@ def _check_path_component(step: Path, create: bool) -> None:
                 os.mkdir(step, 0o700)
         return
     if found.st_uid not in (0, os.geteuid()):
-        raise UntrustedError(f"{step} belongs to another user")
+        raise UntrustedError(f"{step} belongs to another user; {OTHER_FOLDER}")
     # the user's own group may write, since it often has no other member; the last folder is checked strictly
     others = stat.S_IWOTH if found.st_gid == os.getegid() else WRITABLE_BY_OTHERS
     if stat.S_ISDIR(found.st_mode) and found.st_mode & others and not found.st_mode & stat.S_ISVTX:
-        raise UntrustedError(f"other users may write to {step}")
+        raise UntrustedError(f"other users may write to {step}; {OTHER_FOLDER}")
 
 
 def _may_others_write(found: os.stat_result) -> bool:

@@ -25,7 +25,6 @@ class Processor:
 
     @property
     def machine(self) -> Machine:
-        """The machine that kernels are compiled for."""
         return host() if self._machine is None else self._machine
 
     links_parts = True  # False if `kernel` takes no `common` part
@@ -38,9 +37,9 @@ class Processor:
         common: Part | None = None,
         machine: Machine | None = None,
     ) -> Any:
-        """Return the function `name` of the kernel with this key, as an argument of `call`; see `get_or_compile`.
+        """Return the function `name` of the kernel with this key, in the form that `call` takes; see `get_or_compile`.
 
-        The function's type is void f(void *). `machine` is given if it is not the processor's own.
+        The function's type is void f(void *). By default, `machine` is the machine of this processor.
         """
         return get_or_compile(key, name, build_module, machine or self.machine, common)
 

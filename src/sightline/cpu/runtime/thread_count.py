@@ -68,7 +68,7 @@ def resolve_thread_count(requested: int | None = None) -> tuple[int, str]:
     """Return the number of threads to use, and the name of the setting that determines the number.
 
     The first available setting applies: the argument, the innermost `with threads(...)`, SIGHTLINE_THREADS,
-    `torch.get_num_threads()` if torch is loaded, the processors and processor time this process may use.
+    `torch.get_num_threads()` if torch is loaded, `available_processors()`.
 
     Raises
     ------
@@ -98,18 +98,18 @@ def resolve_thread_count(requested: int | None = None) -> tuple[int, str]:
 
 
 def available_processors() -> int:
-    """Return the number of processors that this process may keep busy."""
+    """Return the smaller of `usable_processors` and a container's limit of processor time; at least 1."""
     return max(min(usable_processors(), _cgroup_quota()), 1)
 
 
 def usable_processors() -> int:
-    """Return the number of processors this process may run on."""
+    """Return the number of processors on which the system lets this process run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
 def _cgroup_quota(path: str = "/sys/fs/cgroup/cpu.max") -> int:
-    """Return how many processors a container may keep busy, rounded up; `MAX_THREADS` if the container has no limit.
+    """Return how many processors a container may keep busy, rounded up; `MAX_THREADS` if there is no limit.
 
     On Linux, cgroup v2 stores the limit as "quota period" or "max period".
     """

@@ -3,7 +3,7 @@
 Every thread calls the kernel once, and the kernel distributes its work items among the threads.
 
 The threads of OpenMP spin for a while after each operation of torch, so a second thread pool would compete with them
-for the processors. If the process has loaded an OpenMP runtime, the kernel therefore runs on the runtime's team.
+for the processors. If the process has loaded an OpenMP runtime, the kernel therefore runs on the runtime's threads.
 Otherwise the kernel runs on a thread pool of this module. In a forked child the parent's OpenMP threads no longer
 exist, and libgomp would wait for them forever, so that the child uses the pool too.
 
@@ -30,9 +30,9 @@ def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[An
 
     The argument of the function is the address of the array `packed_arguments`. Fewer threads than requested call the
     function if no more are available. `keep_alive` has all arrays that `packed_arguments` points to. The pool's threads
-    hold references to `keep_alive` and to the code, so that an exception in the calling thread, such as
-    KeyboardInterrupt, cannot free memory that the pool's threads use. After an exception, threads of the pool may still
-    run the kernel, so that the arrays must not be reused.
+    hold references to `keep_alive` and to the code. So an exception in the calling thread, such as KeyboardInterrupt,
+    cannot free memory that the pool's threads use. After an exception, the arrays must not be reused, because threads
+    of the pool may still run the kernel.
     """
     function, argument = _FUNCTION(address), packed_arguments.ctypes.data
     if threads == 1:
@@ -48,7 +48,7 @@ def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[An
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 # One call of the kernel, which one thread of the pool may make: the function, its argument, the references that keep
-# the memory and the code of both alive, and the queue that receives None when the call has returned.
+# the function's code and the argument's memory alive, and the queue that receives None when the call has returned.
 Ticket = tuple[Any, int, tuple[Any, ...], "SimpleQueue[None]"]
 
 
@@ -56,7 +56,7 @@ class Pool:
     """The pool's threads, which start when a call first needs them, and then wait for calls until the process ends."""
 
     def __init__(self) -> None:
-        self.calls: SimpleQueue[list[Ticket]] = SimpleQueue()  # a call's list of tickets, once for each of its tickets
+        self.calls: SimpleQueue[list[Ticket]] = SimpleQueue()  # for each ticket, the list that contains it
         self.threads: list[int] = []  # the identifiers of the started threads
         self.busy: list[None] = []  # one entry for each thread that runs a kernel
 
@@ -78,7 +78,7 @@ class Pool:
             finished.get()
 
     def _start_threads(self, helpers: int) -> int:
-        """Start threads until `helpers` threads run no kernel; return how many threads can help, at most `helpers`.
+        """Start threads until `helpers` threads run no kernel. Return how many threads can help, at most `helpers`.
 
         Fewer threads start if the pool is full, the interpreter is ending, or the system has no more threads.
         """
@@ -92,7 +92,7 @@ class Pool:
         return min(helpers, len(self.threads))
 
     def _serve(self) -> None:
-        """Serve calls. The interpreter does not wait for this thread when it ends."""
+        """Serve calls. The interpreter does not wait for this thread when the process ends."""
         while True:
             self._help(self.calls.get())
 
@@ -120,7 +120,7 @@ def _take_ticket(tickets: list[Ticket]) -> Ticket | None:
 
 
 class Teams:
-    """The thread pool of this process, and the OpenMP runtime it has loaded. A kernel that needs them sets them."""
+    """The thread pool of this process, and the OpenMP runtime that the process has loaded; see `_openmp_team`."""
 
     def __init__(self, is_forked: bool = False) -> None:
         self.is_forked = is_forked
@@ -131,7 +131,7 @@ class Teams:
 
 
 def _is_forked_process() -> bool:
-    """True if multiprocessing forked this process before this module was imported and set its fork hook."""
+    """True if multiprocessing forked this process before this module was imported, so that no fork hook has run."""
     processes = sys.modules.get("multiprocessing.process")
     if processes is None or processes.parent_process() is None:
         return False
@@ -157,7 +157,8 @@ if hasattr(os, "register_at_fork"):
 def _openmp_team() -> Callable[..., None] | None:
     """Return GOMP_parallel(function, data, threads, flags) of the loaded OpenMP runtime.
 
-    Returns None if no runtime is loaded, and in a forked child. The runtimes of GNU, LLVM and Intel have this function.
+    Returns None if no runtime is loaded, or if this process is a forked child. The OpenMP runtimes of GNU, LLVM and
+    Intel have this function.
     """
     teams = _teams
     if teams.is_forked:
@@ -173,7 +174,7 @@ def _openmp_team() -> Callable[..., None] | None:
 
 
 def _find_gomp_parallel(library: str) -> Callable[..., None] | None:
-    """Return GOMP_parallel of a loaded library or of its dependencies; None if it is not loaded or has none."""
+    """Return GOMP_parallel of a library or of its dependencies; None if the library is not loaded or has none."""
     try:
         team = ctypes.CDLL(library, mode=getattr(os, "RTLD_NOLOAD", 0) | ctypes.DEFAULT_MODE).GOMP_parallel
     except (OSError, AttributeError):

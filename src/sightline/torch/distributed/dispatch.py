@@ -112,6 +112,17 @@ def attention(
     ----------
     Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3.
     Jacobs et al., "DeepSpeed Ulysses", 2023, section 3, for method="heads".
+
+    Examples
+    --------
+    >>> import torch, torch.distributed as dist
+    >>> import sightline, sightline.torch.distributed as distributed
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one rank
+    >>> x, see = torch.zeros(1, 1, 4, 8), [sightline.entropy()]  # four tokens with equal scores
+    >>> _, (entropy,) = distributed.attention(x, x, x, mask=sightline.causal(), see=see)
+    >>> entropy.exp().round()  # the number of keys that each query of this rank attends to
+    tensor([[[1., 2., 3., 4.]]])
+    >>> dist.destroy_process_group()
     """
     given_arrays = {"query": query, "key": key, "value": value}
     arrays, group, placement = local_tensors(list(given_arrays.values()), group)

@@ -179,6 +179,15 @@ def from_weights(
     ParameterError
         A weight is below 0, limit or top is below 1, the number of names is not the number of layers, or a token is not
         a string.
+
+    Examples
+    --------
+    >>> from sightline.data import load
+    >>> from sightline.view.explorer import from_weights
+    >>> cat = load("minilm_cat")
+    >>> page = from_weights(cat.tokens, [cat.layers[k].weights for k in (0, 3)], names=["0", "3"])
+    >>> len(page.texts), [layer.cells.shape for layer in page.texts[1].layers]  # 12 heads
+    (2, [(12, 20, 20), (12, 20, 20)])
     """
     arrays = _as_layers(weights)
     if names is not None and len(names) != len(arrays):
