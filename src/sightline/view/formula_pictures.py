@@ -180,20 +180,16 @@ class Picture:
 
 
 def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head: int = 0) -> Picture:
-    """Return the picture of a mask, or of what a score formula adds: the number that it gives for s = 0.
+    """Return the `Picture` of a mask, or of what a score formula adds: the number that it gives for s = 0.
 
     Parameters
     ----------
     formula : Expression
-        A condition or a number.
+        A condition or a number. Its method `show` calls this function.
     n, m : int
         Numbers of queries and keys.
     batch, head : int, default 0
         The batch b and the head h of the picture.
-
-    Returns
-    -------
-    Picture
 
     Raises
     ------
