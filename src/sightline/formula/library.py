@@ -135,7 +135,7 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
     """Return the mask id[i] = id[j]: documents packed on one axis attend only to themselves.
 
     Kernels skip blocks of pairs of different documents. If the document numbers ascend along the axis, the cost is that
-    of attention on each document alone, Σ length². If the positions of documents are scattered, it is higher.
+    of attention on each document alone, Σ length². If the positions of documents are scattered, the cost is higher.
 
     Parameters
     ----------

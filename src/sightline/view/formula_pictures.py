@@ -33,7 +33,7 @@ MAX_COUNTED_PAIRS = 1 << 20  # largest number of pairs at which the allowed pair
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Picture:
-    """A picture of a formula for n queries and m keys. It prints itself, shows itself in notebooks, and can be saved.
+    """A picture of a formula for n queries and m keys: `print` draws it, a notebook displays it, and `save` writes it.
 
     Parameters
     ----------
