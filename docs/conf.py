@@ -32,8 +32,8 @@ exclude_patterns = ["_build", "extensions"]
 source_suffix = {".md": "myst-nb"}
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
-nb_code_prompt_show = "Show the code"  # of imports and drawings, which the course hides
-nb_code_prompt_hide = "Hide the code"
+nb_code_prompt_show = "Show the drawing code"  # the course folds what draws its figures; answers have their own words
+nb_code_prompt_hide = "Hide the drawing code"
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
@@ -82,7 +82,7 @@ copybutton_prompt_is_regexp = True
 # For the modules of extensions/: a folder of pictures or pages and the script of examples/ that draws them; the root of
 # the repository; a page and the file of the root whose text it has.
 drawn_pictures = {
-    "decoding": "draw_eviction",
+    "eviction": "draw_eviction",
     "explorer": "draw_explorer",
     "gallery": "draw_gallery",
     "how-it-works": "draw_tiles",

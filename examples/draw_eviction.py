@@ -1,4 +1,4 @@
-"""Draw what eviction costs in quality, from the table of docs/decoding.md, whose figures evict_prompts.py measures."""
+"""Draw what eviction costs in quality, from the table of docs/eviction.md, whose figures evict_prompts.py measures."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from sightline.view import plotting
 from sightline.view.palette import LIGHT, SERIES
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "docs" / "decoding"
+FOLDER = ROOT / "docs" / "eviction"
 FIRST_TITLE = "keys"  # of the table
-STYLES = {  # colour, marker and line of each policy; those of kvpress beside ours have the same colour and no line
+STYLES = {  # colour, marker and line of each policy; a policy of kvpress has no line
     "SnapKV": (SERIES[0], "o", "-"),
     "H2O": (SERIES[1], "s", "-"),
     "TOVA": (SERIES[2], "D", "-"),
-    "sinks": (SERIES[3], "^", "-"),
+    "first keys and a window": (SERIES[3], "^", "-"),
     "kvpress.SnapKVPress": (SERIES[0], "o", ""),
     "kvpress.ObservedAttentionPress": (SERIES[7], "x", ""),
 }
 
 
 def read_rows(page: Path) -> list[dict[str, str]]:
-    """Return the rows of the table whose first title is FIRST_TITLE, by title."""
+    """Return the rows of the table whose first column has the title FIRST_TITLE, each as a dict by column title."""
     lines = [
         line.strip("| \n").split(" | ") for line in page.read_text(encoding="utf-8").splitlines() if line[:1] == "|"
     ]
@@ -37,7 +37,7 @@ def read_rows(page: Path) -> list[dict[str, str]]:
 
 
 def quality_figure(rows: list[dict[str, str]]) -> Any:
-    """Draw the perplexity and the recalled needles of each policy by the share of keys that it keeps."""
+    """Draw the perplexity, and the share of repeated numbers, of each policy by the share of keys that stay."""
     figure = plotting.new_figure(9.2, 3.9)
     left, right = figure.subplots(1, 2)
     points: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
@@ -74,7 +74,7 @@ def quality_figure(rows: list[dict[str, str]]) -> Any:
 def main(folder: Path = FOLDER) -> list[Path]:
     """Write eviction.png into a folder, and return its path in a list."""
     folder.mkdir(parents=True, exist_ok=True)
-    return [plotting.save(quality_figure(read_rows(ROOT / "docs" / "decoding.md")), folder / "eviction.png")]
+    return [plotting.save(quality_figure(read_rows(ROOT / "docs" / "eviction.md")), folder / "eviction.png")]
 
 
 if __name__ == "__main__":

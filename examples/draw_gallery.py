@@ -2,9 +2,9 @@
 
     python examples/draw_gallery.py [--folder docs/gallery]
 
-An example that follows a picture on the page assigns a matplotlib figure or axis to `picture`, and the script saves it
-under the name of the picture. So the code on the page is the code that draws. The folder `small` receives each picture
-again without text, for the tables at the head of the page.
+An example that follows a picture on the page assigns a matplotlib figure or axis to `picture`. The script saves that
+figure under the name of the picture. So the code on the page is the code that draws. The script also writes each
+picture without text to the folder `small`, for the tables at the head of the page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PICTURE_OR_CODE = re.compile(r"^!\[[^]]*\]\(gallery/(\S+)\)|^```python\n(.*?)^``
 
 
 def read_examples(page: str) -> Iterator[tuple[str | None, str]]:
-    """Yield the code of each example, and the name of the picture before it, if any."""
+    """Yield (name of the picture before an example, code of the example). The name is None if no picture is there."""
     picture = None
     for match in PICTURE_OR_CODE.finditer(page):
         if match[1]:
@@ -38,7 +38,7 @@ def read_examples(page: str) -> Iterator[tuple[str | None, str]]:
 
 
 def fit(figure: Any) -> None:
-    """Make a figure that is wider than `WIDTH` smaller. Texts keep their size, and the height its ratio if possible."""
+    """Shrink a figure that is wider than `WIDTH`. Its height shrinks in proportion, but not below `LEAST_HEIGHT`."""
     width, height = figure.get_size_inches()
     if width > WIDTH:
         figure.set_size_inches(WIDTH, max(height * WIDTH / width, min(height, LEAST_HEIGHT)))

@@ -3,8 +3,8 @@
     python examples/draw_performance.py [--folder docs/performance]
 
 The script reads every table with a column "torch / Sightline". If this is the first column, the other columns have the
-ratios, and their titles are the kinds. Otherwise the column has the ratios, and the column "kind" the kinds. The ratios
-of one kind are one bar, from the smallest to the largest.
+ratios, and their titles are the kinds. Otherwise this column has the ratios, and the column "kind" has the kinds. All
+ratios of one kind become one bar, from the smallest ratio to the largest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Range = tuple[float, float]
 
 
 def read_ratios(page: str) -> dict[str, dict[str, Range]]:
-    """Return for each section with such a table, and for each kind, the smallest and the largest ratio."""
+    """Return, by section of the page and by kind, the smallest and the largest ratio in the section's tables."""
     found: dict[str, dict[str, Range]] = {}
     section, kind, titles = "", "", []
     for line in page.splitlines():

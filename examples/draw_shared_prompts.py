@@ -1,4 +1,4 @@
-"""Draw the picture of docs/shared-prompts.md: what a fork stores beside copies, and a tree of drafts with its mask.
+"""Draw the picture of docs/shared-prompts.md: what a fork and what copies store, and a tree of drafts with its mask.
 
     python examples/draw_shared_prompts.py [--folder docs/shared-prompts]
 
@@ -29,7 +29,7 @@ PALE, LINE = SIGNED[2], LIGHT.cross  # drafts that are dropped; lines between bo
 
 
 def projected(sequences: int, heads: int, length: int) -> Any:
-    """Return an array as a layer's projection makes it."""
+    """Return a random array (sequences, heads, length, 64) in place of what a layer's projection makes."""
     return np.random.default_rng(0).normal(size=(sequences, heads, length, 64)).astype(np.float32)
 
 
@@ -38,7 +38,7 @@ def append(cache: sightline.KVCache, sequences: int, length: int, **options: Any
 
 
 def stored_bytes(shares: bool) -> int:
-    """Return the bytes of a prompt with eight continuations: those of a fork, or those of copies."""
+    """Return the bytes of a cache of a prompt with eight continuations: a fork if `shares` is true, else copies."""
     cache = sightline.KVCache(capacity=PROMPT if shares else PROMPT + OWN)
     append(cache, 1, PROMPT)
     if shares:

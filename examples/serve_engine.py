@@ -1,9 +1,9 @@
 """The engine of serve.py: a model of transformers that continues the prompts of many requests at once.
 
-Each request has a `sightline.KVCache` for each layer. One step runs the model once, on the next token of every request
-in one row, or on a part of a new prompt; `attend` divides the row among the requests. So a request joins and leaves at
-any step, no sequence is padded, and no cache is copied when the batch changes. The system prompt is computed once: the
-caches of a request are copies of its caches, or forks that share what it stores.
+Each request has a `sightline.KVCache` for each layer. One step runs the model once on one row of tokens: the next token
+of every running request, and parts of new prompts. `attend` divides the row among the requests. So a request can join
+or leave at any step, no sequence is padded, and no cache is copied when the batch changes. The system prompt is
+computed once. The caches of a request are copies of the system prompt's caches, or forks that share its stored keys.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PROMPT_STEP = 256  # tokens of new prompts in one step, so that running requests
 
 
 def check(is_allowed: bool, given: str, allowed: str) -> None:
-    """Raise ValueError if what was given is not allowed."""
+    """Raise ValueError with the texts `given` and `allowed`, unless `is_allowed` is true."""
     if not is_allowed:
         raise ValueError(f"{given[:200]}; allowed: {allowed}")
 
 
 class OutOfMemoryError(Exception):
-    """The caches of one more request exceed the limit of memory."""
+    """The caches of one more request would exceed the limit of memory now."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Request:
     max_tokens: int
     temperature: float
     caches: list[KVCache]
-    nbytes: int  # that its caches may take
+    nbytes: int  # the most bytes that its caches may take
     send: Callable[[int | None], Any]  # gets each new token, and None at the end
     computed: int = 0  # how many of `ids` the caches hold
     generated: int = 0
@@ -98,7 +98,7 @@ class Engine:
         threading.Thread(target=self.run, daemon=True).start()
 
     def describe(self) -> str:
-        """Return what the caches of the model take."""
+        """Return a text that says how many bytes a token takes in the caches, and how many tokens fit."""
         size = self.bytes_per_token
         dtype = " and ".join([self.dtype] if isinstance(self.dtype, str) else self.dtype or ["the model's dtype"])
         return (
@@ -108,7 +108,7 @@ class Engine:
 
     # -- requests ---------------------------------------------------------------------------------------------------
     def encode(self, messages: list[dict[str, str]], begins: bool = True) -> list[int]:
-        """Return the tokens of a conversation, after the system prompt; `begins` adds the start of an answer."""
+        """Return the tokens of the system prompt and a conversation; `begins` adds the start of an answer."""
         if self.system and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": self.system}, *messages]
         if self.tokenizer.chat_template is None:
@@ -118,7 +118,7 @@ class Engine:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def submit(self, ids: list[int], max_tokens: int, temperature: float, send: Callable[[int | None], Any]) -> Request:
-        """Add a request. Raise OutOfMemoryError if it has to wait for memory, ValueError if it can never run."""
+        """Add a request. Raise OutOfMemoryError if there is no memory for it now, ValueError if it can never run."""
         given = f"a prompt of {len(ids)} tokens with max_tokens={max_tokens}"
         check(bool(ids) and max_tokens >= 1, given, "at least 1 of each")
         check(len(ids) + max_tokens <= self.context, given, f"{self.context} tokens in all, the model's context")
@@ -145,7 +145,7 @@ class Engine:
         return request
 
     def run(self) -> None:
-        """Step for ever: admit requests, run the model once for all of them, hand out the new tokens."""
+        """Repeat without end: admit requests, run the model once for all of them, send the new tokens."""
         while True:
             if not self.running:
                 self.running.append(self.waiting.get())

@@ -1,4 +1,4 @@
-"""Attention rollout of a vision transformer: how much of each patch reaches the class token, in O(n) a layer.
+"""Attention rollout of a vision transformer: how much of each patch reaches the class token, in O(n) memory per layer.
 
     python examples/vit_rollout.py [--layers 12] [--size 224]
 
@@ -7,8 +7,9 @@ for the residual connection. The class token needs only one row of this product,
 
     r ← (r Ā + r) / 2
 
-The layers run from the first to the last, so r Ā is computed later. It is the gradient of r · (Ā x) with respect to x,
-and `weighted_sum(x)` returns Ā x. torch keeps the queries and keys of each layer for it, n × d numbers, and no matrix.
+The model runs its layers from the first to the last, so each product r Ā is computed after the model has run. r Ā is
+the gradient of r · (Ā x) with respect to x, and `weighted_sum(x)` returns Ā x. For this gradient torch keeps the
+queries and keys of each layer, n × d numbers, and no n × n matrix.
 
 Source: Abnar and Zuidema, "Quantifying Attention Flow in Transformers", 2020, section 3.
 """
@@ -27,9 +28,9 @@ import sightline.transformers
 
 
 def rollout(model: Any, pixels: Any, num_tokens: int, token: int = 0) -> Any:
-    """Return the rollout of one token, (B, n): the share of each of n tokens in it; the shares of a row add up to 1.
+    """Return (B, n): the share that each of the n tokens has in one token after all layers. The shares add up to 1.
 
-    The parameters of the model should not require gradients, or torch also keeps what their gradients need.
+    If parameters of the model require gradients, torch also keeps what those gradients need.
     """
     x = torch.ones(len(pixels), 1, num_tokens, 1, device=pixels.device, requires_grad=True)
     with (
@@ -46,7 +47,7 @@ def rollout(model: Any, pixels: Any, num_tokens: int, token: int = 0) -> Any:
 
 
 def dense_rollout(model: Any, pixels: Any, token: int = 0) -> Any:
-    """Return the same from the matrices of all layers and heads."""
+    """Return what `rollout` returns, computed from the stored weights of all layers and heads."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
         attentions = model(pixels, output_attentions=True).attentions

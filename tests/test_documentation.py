@@ -81,6 +81,24 @@ def test_broken_links_are_found():
     assert broken_links(DOCS / "calls.md", text) == ["#b", "gone.md", "bench.md#gone"]
 
 
+def long_lines(text):
+    """Return the lines of code that are wider than a page of the site: 100 characters with their prompt."""
+    return [line for line in re.findall(r"^(?:>>>|\.\.\.) .*$", text, re.MULTILINE) if len(line) > 100]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_code_is_not_cut_at_the_edge_of_a_page(page):
+    assert long_lines(page.read_text(encoding="utf-8")) == []
+
+
+def test_the_index_lists_every_recipe():
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted((DOCS / "recipes").glob("*.md"))}
+    index = pages.pop(DOCS / "recipes" / "index.md")
+    recipes = [f"{page.name}#{anchor}" for page, text in pages.items() for anchor in anchors(text[text.index("## ") :])]
+    assert len(recipes) > 40
+    assert [recipe for recipe in recipes if f"({recipe})" not in index] == []
+
+
 def listed_paths(page):
     """Return the folders and files that the tree of a page lists below `sightline/`; folders end in a slash."""
     tree = page.partition("    sightline/\n")[2].partition("\n\n")[0]

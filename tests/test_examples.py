@@ -136,7 +136,7 @@ def test_the_chart_has_the_ratios_of_the_tables(example, tmp_path):
     assert is_picture(drawn[0])
 
 
-DRAWN = {"how-it-works": "tiles", "shared-prompts": "shared_prompts", "decoding": "eviction"}  # pages and scripts
+DRAWN = {"how-it-works": "tiles", "shared-prompts": "shared_prompts", "eviction": "eviction"}  # pages and scripts
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_errors_of_arrays():
         rotary(np.zeros((5, 8), int))
     with pytest.raises(DtypeError, match="asarray"):
         rotary([[1.0, 2.0]])
-    with pytest.raises(ShapeError, match="d=4"):
+    with pytest.raises(ShapeError, match=r"sinusoidal\(5, 4\)"):
         sinusoidal(5, 3)
     with pytest.raises(ParameterError):
         sinusoidal(5, 4, base=-1.0)

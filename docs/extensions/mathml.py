@@ -9,8 +9,8 @@ from latex2mathml.converter import convert
 
 
 def write_inline(translator: Any, node: nodes.math) -> None:
-    """Write a formula inside a line."""
-    translator.body.append(convert(node.astext()))
+    """Write a formula inside a line. The word joiner behind it keeps a full stop on the same line."""
+    translator.body.append(f"{convert(node.astext())}&#8288;")
     raise nodes.SkipNode
 
 

@@ -23,7 +23,7 @@ def cache_folder() -> Path:
     Raises
     ------
     OSError
-        SIGHTLINE_CACHE is "off" or no absolute path, or it is not set and the user has no home folder.
+        SIGHTLINE_CACHE is "off" or is not an absolute path, or it is not set and the user has no home folder.
     """
     setting = cache_setting()
     if setting == "off":

@@ -1,4 +1,4 @@
-"""What caches use: properties that are computed once, and hashes of the source files that entries on disk depend on."""
+"""For caches: properties that are computed once, and hashes of the source files from which cache files were made."""
 
 from __future__ import annotations
 

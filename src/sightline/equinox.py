@@ -27,23 +27,23 @@ __all__ = ["MultiheadAttention"]
 class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
     """`equinox.nn.MultiheadAttention` whose attention is computed by Sightline.
 
-        Σ over heads h of softmax(Q_h K_hᵀ / √d_qk) V_h W_hᴼ    with Q_h = X W_hᵠ and so on
+        Σ over heads h of softmax(Q_h K_hᵀ / √d_qk) V_h W_hᴼ    with Q_h = query W_hᵠ, K_h = key_ W_hᴷ, V_h = value W_hⱽ
 
-    The arguments of the constructor, the parameters and their order are those of Equinox's layer, so the parameters of
-    one fit the other: `jax.tree.unflatten(jax.tree.structure(ours), jax.tree.leaves(theirs))`.
+    The arguments of the constructor, the parameters and their order are those of Equinox's layer. Copy the parameters
+    of an Equinox layer with `jax.tree.unflatten(jax.tree.structure(ours), jax.tree.leaves(theirs))`.
 
     Call
     ----
     query : (T, query_size), key_ : (S, key_size), value : (S, value_size) real numbers
     mask : (T, S) or (heads, T, S) bool, or formula of h, i and j, optional
-        True attends. The output of a query without visible keys is the bias of the output projection.
+        True lets a query attend to a key. The output of a query that attends to no key is the output projection's bias.
     key : key of jax.random, required if weights are dropped
     inference : bool, optional
-        True drops no weights; the default is the value in `dropout`.
+        True drops no weights. The default is `self.dropout.inference`.
     deterministic : bool, optional
-        The former name of `inference`, which it replaces.
+        The former name of `inference`. If both are given, `deterministic` counts.
     process_heads : function, optional
-        As in Equinox: maps the heads (T, heads, d_qk), (S, heads, d_qk), (S, heads, d_vo) to arrays of these shapes.
+        It maps Q (T, heads, d_qk), K (S, heads, d_qk) and V (S, heads, d_vo) to three arrays of the same shapes.
 
     Returns (T, output_size).
 
@@ -113,5 +113,5 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         if (self.dropout.inference if inference is None else inference) or not rate:
             return {}
         if key is None:
-            raise ParameterError(f"dropout_p={rate} and no key", "a key of jax.random", "inference=True drops none")
+            raise ParameterError(f"dropout_p={rate} and no key", "key=jax.random.key(0)", "inference=True drops none")
         return {"dropout": rate, "seed": jax.random.bits(key, (), jnp.uint32)}

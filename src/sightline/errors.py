@@ -33,6 +33,9 @@ __all__ = [
 class SightlineError(Exception):
     """Base class of all errors of this library.
 
+    The three parameters are also attributes, and `str(error)` shows each of them on its own line. If Keras rewrites an
+    error, the new error has the whole message in `given`.
+
     Parameters
     ----------
     given : str
@@ -41,9 +44,6 @@ class SightlineError(Exception):
         What the library accepts.
     cure : str
         One thing to write instead.
-
-    The three parameters are also attributes, and `str(error)` shows each of them on its own line. Keras makes an error
-    anew from its message, which is then `given`.
     """
 
     def __init__(self, given: str, allowed: str = "", cure: str = "") -> None:
@@ -67,15 +67,15 @@ class DeviceError(SightlineError, ValueError):
 
 
 class ParameterError(SightlineError, ValueError):
-    """A parameter has no allowed value, such as scale, dropout, seed or the name of a kernel. Also a ValueError."""
+    """The value of a parameter, such as scale, dropout, seed or kernel, is not allowed. Also a ValueError."""
 
 
 class UnknownArgumentError(SightlineError, TypeError):
-    """A function received an argument that it does not accept, such as another library's. Also a TypeError."""
+    """A function received an argument that it does not have, such as one of another library. Also a TypeError."""
 
 
 class MaskError(SightlineError, TypeError):
-    """A mask is not a condition (True attends). Also a TypeError."""
+    """A mask is not a condition (True where a query may attend to a key). Also a TypeError."""
 
 
 class FormulaError(SightlineError, TypeError):
@@ -103,11 +103,11 @@ class MissingExtraError(SightlineError, ImportError):
 
 
 def check_count(given: str, value: Any, least: int, cure: str) -> int:
-    """Return a whole number of at least `least`, also one of NumPy, as an int; else raise ParameterError.
+    """Return `value` as an int if it is an int or a NumPy int (no bool) of at least `least`; else raise ParameterError.
 
     Parameters
     ----------
-    given, cure : those of the error
+    given, cure : two texts of the error, as in `SightlineError`
     """
     try:
         count = least - 1 if isinstance(value, bool) else operator.index(value)
@@ -120,7 +120,7 @@ def check_count(given: str, value: Any, least: int, cure: str) -> int:
 
 @contextlib.contextmanager
 def name_file(path: str | PathLike[str]) -> Iterator[None]:
-    """Name the file in an OSError of the `with` block that names no file.
+    """If the `with` block raises an OSError without a file name, add this path to the error.
 
     Python names the file if the file cannot be opened, but not if a write fails, for example on a full disk.
 

@@ -1,6 +1,6 @@
-"""Which keys a cache keeps: published policies, on exact statistics of attention.
+"""Published policies that choose, by exact statistics of attention, which keys a KV cache keeps.
 
-A policy names the statistic that it reads, and returns the positions that `KVCache.keep` takes:
+The statistic that a policy needs is `policy.see`. A call of the policy returns the positions for `KVCache.keep`:
 
 >>> import numpy as np, sightline
 >>> rng = np.random.default_rng(0)
@@ -36,9 +36,9 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """A choice of the keys to keep. Calling it returns their positions.
+    """A rule that chooses the keys to keep. A call of the policy returns the positions of these keys.
 
-    The H/G query heads that share a key head decide together, by their mean. Of equal keys the later one is kept.
+    A statistic is averaged over the H/G query heads that share a key head. Of keys with equal ranks the later are kept.
 
     Parameters
     ----------
@@ -48,12 +48,12 @@ class Policy(ABC):
     Attributes
     ----------
     see : Statistic, optional
-        What the policy reads, of a call under a causal mask. None if it reads nothing.
+        The statistic that the policy reads, from a call with a causal mask. None if it reads no statistic.
     in_steps : bool
-        True if keys are evicted after every call; False if after calls of several queries alone, such as prompts.
+        True if keys are evicted after every call. False if only after a call of several queries, such as a prompt.
     adds : bool
-        True if the policy reads the sum of the statistic over all calls so far. After `keep`, its entries are those of
-        the rows that were kept.
+        True if the policy reads the sum of the statistic over all calls so far. After `keep`, the sum must have entries
+        of the kept rows only.
     """
 
     budget: int
@@ -67,13 +67,13 @@ class Policy(ABC):
     @property
     @abstractmethod
     def least(self) -> tuple[str, int]:
-        """The name and the number of the positions that are kept in any case."""
+        """The parameter that says how many positions are kept in any case: its name and its value."""
 
     @abstractmethod
     def rank(self, positions: Any, lengths: Any, seen: Any) -> Any:
-        """Return a number for each row, (B, G or 1, rows); rows with larger numbers are kept.
+        """Return a number for each row of the cache, (B, G or 1, rows). Rows with larger numbers are kept.
 
-        `positions` (B, G, rows) and `lengths` (B, 1, 1) are those of the cache; `seen` is the statistic by key head.
+        `positions` (B, G, rows) and `lengths` (B, 1, 1) are the cache's. `seen` (B, G, rows) is None without `see`.
         """
 
     def __post_init__(self) -> None:
@@ -82,18 +82,18 @@ class Policy(ABC):
         check_count(f"budget={self.budget!r}", self.budget, count, f"a budget of at least {count}, for example 1024")
 
     def __call__(self, cache: KVCache, seen: Any = None) -> Positions:
-        """Return the positions to keep, (B, G, budget) int64, ascending; −1 after those of a shorter sequence.
+        """Return the positions to keep, (B, G, budget) int64, ascending. −1 fills the end of a shorter sequence.
 
         Parameters
         ----------
         cache : KVCache
         seen : (B, H, rows) array
-            The statistic `see` of the newest call on the cache, or its sum if `adds`.
+            The result of `see` in the newest call on the cache. If `adds`, the sum of its results in all calls.
 
         Raises
         ------
         ShapeError
-            The statistic has another shape.
+            `seen` has another shape.
         """
         positions = cache.key_positions
         by_head = None if self.see is None else _of_key_heads(positions, seen)
@@ -107,19 +107,19 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class SnapKV(Policy):
-    """Keep the last positions of a prompt, and those before them that they attend to, with their neighbours.
+    """Keep the last positions of a prompt, and the earlier positions to which the last queries attend most.
 
     The weights that the last queries give to a key are averaged over these queries, then over adjacent keys. Each key
-    head keeps its last positions, and the others with the largest averages.
+    head keeps the last positions, and the earlier positions with the largest averages.
 
     Parameters
     ----------
     budget : int
         The number of positions that each key head keeps, at least `last`.
     last : int, default 32
-        The number of the last queries, and of the last positions.
+        The number of last queries whose weights are read, and of last positions that are kept.
     pool : int, default 5
-        The number of adjacent keys, odd; 1 averages nothing. Beyond the ends of the keys, weights count as 0.
+        The number of adjacent keys in an average, an odd number. Beyond the first and last key, weights count as 0.
 
     References
     ----------
@@ -159,7 +159,7 @@ class H2O(Policy):
     budget : int
         The number of positions that each key head keeps, at least `recent`.
     recent : int
-        How many of them are the newest; the paper's experiments take half of the budget.
+        How many of these positions are the newest ones. The paper's experiments use half of the budget.
 
     References
     ----------
@@ -195,8 +195,8 @@ class TOVA(Policy):
 
     References
     ----------
-    Oren et al., "Transformers are Multi-State RNNs", 2024, section 4 (arXiv:2401.06104). There the last position may be
-    dropped too.
+    Oren et al., "Transformers are Multi-State RNNs", 2024, section 4 (arXiv:2401.06104). In the paper, the last
+    position may be dropped too.
     """
 
     @property
@@ -220,12 +220,12 @@ class Sinks(Policy):
     budget : int
         The number of positions that are kept, at least `first`.
     first : int, default 4
-        How many of them are the first ones.
+        How many of these positions are the first ones.
 
     References
     ----------
-    Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2024, section 3.2 (arXiv:2309.17453). There
-    rotary positions are counted within the cache; here they stay those of the text.
+    Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2024, section 3.2 (arXiv:2309.17453). In
+    the paper, a rotary position counts the rows of the cache. Here it stays the position in the text.
     """
 
     first: int = 4

@@ -49,7 +49,7 @@ def dot_product_attention(
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
 ) -> Any:
-    """Return softmax(Q Kᵀ / √H + bias) V, with the arguments of Flax's `dot_product_attention`, Linen's and NNX's.
+    """Return softmax(Q Kᵀ / √H + bias) V. The arguments are those of `dot_product_attention` in Flax's Linen and NNX.
 
     The letters are T queries, S keys, N query heads, K key heads, width H. All leading axes are equal.
 
@@ -60,11 +60,11 @@ def dot_product_attention(
         N is a multiple of K. Query head h attends to key head h // (N / K).
     value : (..., S, K, H_v)
     bias : array broadcastable to (..., N, T, S), or formula of b, h, i and j, optional
-        Logits that are added to the scaled scores. The array receives its gradient.
+        Logits that are added to the scaled scores. A bias array is differentiable.
     mask : array broadcastable to (..., N, T, S), or formula of b, h, i and j, optional
-        True, or any number except 0, attends.
+        True, or any number except 0, lets a query attend to a key.
     broadcast_dropout : bool, default True
-        Without effect: weights of different sequences and heads are dropped independently, as in Flax with False.
+        Without effect: each sequence and head drops its own weights, as in Flax with broadcast_dropout=False.
     dropout_rng : key of jax.random, required if weights are dropped
     dropout_rate : float, default 0
         The probability that a weight is dropped.
@@ -73,27 +73,26 @@ def dot_product_attention(
     dtype : dtype, optional
         The dtype to which query, key and value are converted; by default the one to which JAX promotes them.
     precision, force_fp32_for_softmax : optional
-        Without effect: products of float32 numbers are exact to float32, and the softmax is computed in float32 or
-        float64.
+        Without effect: float32 products have the precision of float32, and the softmax has at least that of float32.
     module : flax.linen.Module or flax.nnx.Module, optional
         The layer in which the weights (..., N, T, S) before dropout are stored, under the name "attention_weights".
         They take O(T S) memory.
     is_causal : bool, default False
         Hide key j from query i if i < j.
     promote_dtype : function, optional
-        The function of NNX that converts (query, key, value).
+        The function of NNX that converts (query, key, value) to one dtype.
     einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum : optional
-        Only None: the matrices that they would multiply do not exist.
+        Only None is allowed, because this library makes no separate matrix products that they could replace.
 
     Returns
     -------
     output : (..., T, N, H_v)
-        0 for a query without visible keys. In Flax it is the mean of all values of that head, hidden values included.
+        If a query attends to no key, its output is 0. In Flax, its output is the mean of all values of that head.
 
     Raises
     ------
     ParameterError
-        Weights are dropped and there is no `dropout_rng`, an einsum is given, or `module` is no module of Flax.
+        Weights are dropped and there is no `dropout_rng`, an einsum is given, or `module` is not a module of Flax.
     ShapeError
         The shapes do not fit the letters above.
     SightlineError
@@ -118,8 +117,8 @@ def dot_product_attention(
             raise ParameterError(f"{name}={function!r}", "None", "use Flax's own attention_fn for quantized products")
     operands = _promote([query, key, value], dtype, promote_dtype)
     if any(x.ndim < 3 for x in operands):
-        given = ", ".join(str(x.shape) for x in operands)
-        raise ShapeError(f"query, key and value of shapes {given}", "(..., positions, heads, width)", "x[:, None]")
+        given = "query, key and value of shapes " + ", ".join(str(x.shape) for x in operands)
+        raise ShapeError(given, "(..., positions, heads, width)", "x[:, None] for arrays of one head")
     has_batch = operands[0].ndim > 3
     operands = operands if has_batch else [x[None] for x in operands]
     conditions = [_read_mask(mask), causal() if is_causal else None]
@@ -144,7 +143,7 @@ def _promote(arrays: list[Any], dtype: Any, promote: Callable[..., Any] | None) 
 
 
 def _read_mask(mask: Any) -> Any:
-    """Return a mask of Flax, which may hold numbers, as a condition."""
+    """Return a mask array of Flax as a bool array, True where its numbers are not 0; return other masks unchanged."""
     if mask is None or isinstance(mask, Expression) or callable(mask):
         return mask
     return read_array("mask", mask) != 0
@@ -159,7 +158,7 @@ def _read_dropout(rate: float, key: Any) -> dict[str, Any]:
 
 
 def _store_weights(module: Any, array: Any) -> None:
-    """Store the weights in a layer, as Flax's function does."""
+    """Store the weights in a layer of Flax, where Flax's `dot_product_attention` stores them."""
     from flax import linen, nnx
 
     if isinstance(module, linen.Module):

@@ -18,7 +18,7 @@ __all__ = ["MonitorCallback"]
 
 
 def _callback_class() -> Any:
-    """Return the class of Lightning's callbacks, of the package that is loaded or, if none is, the one installed."""
+    """Return Lightning's class `Callback`. A package of Lightning that is already imported is preferred."""
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in sorted(names, key=lambda name: name not in sys.modules):
         with suppress(ImportError):
@@ -27,10 +27,10 @@ def _callback_class() -> Any:
 
 
 class MonitorCallback(_callback_class()):  # type: ignore[misc]
-    """`sightline.AttentionMonitor` for Lightning's Trainer, whose loggers get the numbers.
+    """`sightline.AttentionMonitor` for Lightning's Trainer. The Trainer's loggers get the numbers.
 
-    A step is one step of the optimizer. With gradient accumulation the numbers of its batches are joined, and logged
-    with the number of the step when the optimizer has made it.
+    A step is one step of the optimizer. With gradient accumulation, the numbers of all batches of a step are joined.
+    They are logged, with the step's number, when the optimizer has made the step.
 
     Parameters
     ----------
@@ -39,12 +39,12 @@ class MonitorCallback(_callback_class()):  # type: ignore[misc]
     Attributes
     ----------
     monitor : AttentionMonitor
-        It exists from the start of the training on. Its `history` has the numbers of every head.
+        It is created when the training starts. Its `history` has the numbers of every head.
 
     Raises
     ------
     ParameterError
-        As `sightline.AttentionMonitor`.
+        In the cases in which `sightline.AttentionMonitor` raises it.
 
     Examples
     --------
@@ -63,7 +63,7 @@ class MonitorCallback(_callback_class()):  # type: ignore[misc]
         self.monitor = AttentionMonitor(pl_module, self.every, layers=self.layers)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin the step of the batch. The monitor records it if its number is a multiple of `every`."""
+        """Begin the step of the batch. The monitor records a step if the step's number is a multiple of `every`."""
         joins, self._number = trainer.global_step == self._number, trainer.global_step
         self.monitor.begin_step(self._number, joins=joins)
 

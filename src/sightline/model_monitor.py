@@ -100,14 +100,14 @@ class AttentionMonitor:
     def step(self, number: int, *, joins: bool = False) -> Iterator[None]:
         """Record the forward passes of the `with` block if `number` is a multiple of `every`.
 
-        The block has all forward and backward passes of a step: with gradient accumulation those of all its parts.
+        The block must run all forward and backward passes of the step. With gradient accumulation, a step has several.
 
         Parameters
         ----------
         number : int
             The number of the step, from 0 on; in a resumed training, the number that it goes on with.
         joins : bool, default False
-            Join the numbers with those of the newest step of `history`, of which the block is a further part.
+            True if the block is a further part of the newest step of `history`. The numbers of both are then joined.
         """
         self._newest = None
         number = check_count(f"step({number!r})", number, 0, "step(global_step)")
@@ -116,7 +116,7 @@ class AttentionMonitor:
             return
         sums = StepSums()
         with watch(self.model, MONITORED, layers=self.layers) as seen, ExitStack() as exit_stack:
-            # the results of a forward pass become sums when it ends, so that those of several need no memory
+            # sums replace the results when a forward pass ends, so that several passes need no more memory than one
             hook = self.model.register_forward_hook(lambda *_: _move(seen, sums))
             exit_stack.callback(hook.remove)
             yield
@@ -130,7 +130,7 @@ class AttentionMonitor:
             self.log(self._newest.summary(), number)
 
     def begin_step(self, number: int, *, joins: bool = False) -> None:
-        """Begin a step, as `step` does, in a program that calls a function before and another after each step."""
+        """Begin a step as `step` does, for programs that call one function before each step and another after it."""
         self.cancel_step()
         self._open.enter_context(self.step(number, joins=joins))
 
@@ -147,7 +147,7 @@ class AttentionMonitor:
 
 
 class _CancelledError(Exception):
-    """Raised in a step by `cancel_step`, which catches it: the step ends, and is not recorded."""
+    """`cancel_step` raises and catches it inside a step, so that the step ends and is not recorded."""
 
 
 def _move(seen: Seen, sums: StepSums) -> None:

@@ -33,24 +33,24 @@ def watch(
 ) -> Iterator[Seen]:
     """Record statistics of the attention that a torch model computes, in forward passes, training and generation.
 
-    It finds attention by transformers' interface, by `torch.nn.MultiheadAttention` and torch's encoder layers, by
-    `torch.nn.functional.scaled_dot_product_attention`, by `flex_attention`, and by this library, however the model has
-    imported these functions, in every thread that runs a module of the model. Masks, scale, grouped heads and
-    autocast are those of the call, and statistics are those of the weights before dropout.
+    These calls are recorded: transformers' attention interface, `torch.nn.MultiheadAttention`, torch's encoder layers,
+    `torch.nn.functional.scaled_dot_product_attention`, `flex_attention` and this library. It does not matter how the
+    model imported a function, or which thread runs a module. Masks, scale, grouped heads and autocast are those of the
+    call. Statistics are those of the weights before dropout.
 
-    This library computes the calls, so that output and statistics come from one pass of O(n) memory; outputs and their
-    gradients are exact, as those of `sightline.attention`. In a call with dropout torch computes the output, so that
-    the same weights are dropped as without a watch, and this library computes the statistics. Models of transformers
-    use `attn_implementation="sightline"`, compiled models run their uncompiled code, and torch's fast path of encoder
-    layers is off. On exit the model is restored, after an error too. Contexts may be nested. Models of transformers
-    before 5.23 are watched if they call torch's function, as they do with `attn_implementation="sdpa"`.
+    This library computes the calls in O(n) memory. Outputs and gradients are exact, as those of `sightline.attention`.
+    In a call with dropout, torch computes the output, so that the same weights are dropped as without a watch. This
+    library then computes only the statistics. Models of transformers use `attn_implementation="sightline"`, compiled
+    models run their uncompiled code, and torch's fast path of encoder layers is off. When the context ends, also after
+    an error, the model is restored. Contexts may be nested. If transformers is older than 5.23, its models are watched
+    where they call `scaled_dot_product_attention`, as with `attn_implementation="sdpa"`.
 
     Parameters
     ----------
     model : torch.nn.Module
     see : statistic, list of statistics, or dict from names to statistics, default `sightline.OVERVIEW`
-        Such as `sightline.weights()`. They are computed for every call. The default is what `seen.save_html(path)`
-        needs, in O(n) memory for each call; in a generation each token is a call.
+        The statistics that are computed for every call, such as `sightline.weights()`. The default is what
+        `seen.save_html(path)` needs, in O(n) memory for each call. In a generation each token is a call.
     layers : path, pattern or number of a layer, or a list of them, default all
         A layer is the innermost module that runs when attention is called. A path or pattern ("blocks.*.attn") matches
         its path in the model; a number counts the layers in the order in which they first run. A negative number counts
@@ -64,16 +64,15 @@ def watch(
         The tokenizer whose tokens label the positions, by default the one in the folder that the model was loaded from.
         Nothing is downloaded. Without a tokenizer, the labels are the positions.
     handwritten : bool, default False
-        True also records attention that the model writes out by hand, softmax(S) V with scores S of its own, where S
-        contains a product of two activations, or of learned queries and an activation. torch computes the output, as
-        without a watch. The statistics are those of softmax(S), and `scores`, `lse` and `max_score` those of S. A query
-        whose scores are all −∞ has weights 0 in place of torch's NaN. S has n × m numbers for each head, as in the
-        model itself. The axes of S are (..., heads, queries, keys), as the product with V reads them, and all axes
-        before are batch entries. Where the product reads (B·H, n, m), the heads are those of the last tensor with four
-        axes, (B, H, n, m), among S and what it is computed from or becomes; without such a tensor, the recording has
-        B·H batch entries of one head.
-        The softmax must be over the last axis, and its result must reach a matmul, mm, bmm, baddbmm, addmm or einsum of
-        two operands that sums over keys, changed by nothing but dropout, casts and changes of shape.
+        True also records attention that the model writes out by hand: softmax(S) V, where S contains a product of two
+        activations, or of learned queries and an activation. torch computes the output, as without a watch. The
+        statistics are those of softmax(S), and `scores`, `lse` and `max_score` those of S. A query whose scores are all
+        −∞ has weights 0 in place of torch's NaN. S has n × m numbers for each head, as in the model itself.
+        The axes of S are (..., heads, queries, keys), in the order of the product with V. All axes before the heads are
+        batch entries. If the product reads (B·H, n, m), H is read from the last tensor (B, H, n, m) among the tensors
+        between Q Kᵀ and that product. Without such a tensor, the recording has B·H batch entries of one head.
+        The softmax must be over the last axis. Its result may pass through dropout, casts and changes of shape only. It
+        must then reach a matmul, mm, bmm, baddbmm, addmm or einsum of two operands that sums over keys.
 
     Yields
     ------
@@ -85,9 +84,9 @@ def watch(
     ------
     ParameterError
         `model` is not a module, `layers` matches no module, `see` is not a statistic or a nonempty list or dict of
-        statistics, or `heads`, `tokens` or `tokenizer` has the wrong type. A call raises it for a head that the layer
-        does not have, for nested tensors, and in transforms such as vmap. The exit of the context raises it for
-        `tokens` of a wrong length, for numbers in `layers` that no layer has, and if no call was recorded; the error
+        statistics, or `heads`, `tokens` or `tokenizer` has the wrong type. A call raises this error for a head that the
+        layer does not have, for nested tensors, and in transforms such as vmap. The exit of the context raises it for
+        `tokens` of a wrong length, for numbers in `layers` that no layer has, and if no call was recorded. The message
         then says what the watch saw instead.
     SightlineError
         A call of attention that this library cannot compute exactly, such as a `score_mod` that is no formula.
@@ -95,8 +94,8 @@ def watch(
     Warns
     -----
     UserWarning
-        Calls were recorded, but other attention of the model is written by hand and was not; the warning has file and
-        line, and with `handwritten=True` the reason.
+        Some calls were recorded, but attention that the model writes out by hand was not. The warning names file and
+        line and, with `handwritten=True`, the reason.
 
     Examples
     --------
@@ -123,9 +122,9 @@ def watch(
 
 
 def _read_inputs(exit_stack: ExitStack, model: nn.Module, tokenizer: Any) -> Any:
-    """Switch models of transformers, from 5.23 on, to this library while the exit stack is open.
+    """Return a reader of the model's inputs, active while the exit stack is open; its `current` labels their positions.
 
-    The result records the tokens of their inputs, or the positions of images and audio in other models.
+    Models of transformers 5.23 or later also compute attention with this library until the exit stack closes.
     """
     package = sys.modules.get("transformers")
     if package is not None and any(isinstance(module, package.PreTrainedModel) for module in model.modules()):
@@ -135,7 +134,7 @@ def _read_inputs(exit_stack: ExitStack, model: nn.Module, tokenizer: Any) -> Any
             return exit_stack.enter_context(own.recording_tokens(model, tokenizer))
     if tokenizer is not None:
         raise ParameterError(
-            f"tokenizer= for a {type(model).__name__}, which is no model of transformers 5.23 or later",
+            f"tokenizer= for a {type(model).__name__}, which is not a model of transformers 5.23 or later",
             "the tokens themselves",
             "tokens=[tokenizer.convert_ids_to_tokens(row) for row in ids]",
         )

@@ -39,7 +39,7 @@ class HeadStatistics(NamedTuple):
     queries: Any
 
     def merge(self, other: HeadStatistics) -> HeadStatistics:
-        """Return the statistics of the queries of both."""
+        """Return the statistics over the queries of `self` and of `other` together."""
         queries = self.queries + other.queries
         shares = self.queries / np.maximum(queries, 1), other.queries / np.maximum(queries, 1)
         entropy, first_key = (shares[0] * self[k] + shares[1] * other[k] for k in (1, 2))
@@ -64,18 +64,18 @@ class MonitoredStep(NamedTuple):
         return {layer: heads.max_score for layer, heads in self.layers.items()}
 
     def merge(self, other: MonitoredStep) -> MonitoredStep:
-        """Return the statistics of the calls of both, for two parts of one step."""
+        """Return the step whose two parts are `self` and `other`."""
         layers = dict(self.layers)
         for layer, heads in other.layers.items():
             layers[layer] = layers[layer].merge(heads) if layer in layers else heads
         return MonitoredStep(other.number, layers)
 
     def summary(self) -> dict[str, float]:
-        """Return few numbers for a log, by name.
+        """Return a few numbers for a log, by name.
 
-        For each layer: "attention/LAYER/max_score" of the head where it is largest, "…/max_score_head" with the number
-        of that head, "…/min_entropy" of the head where the mean entropy is lowest, and "…/max_first_key" of the head
-        where the mean weight on the first key is largest. The same without the layer and the head is over all layers.
+        For each layer: "attention/LAYER/max_score" of the head with the largest score, "…/max_score_head" with the
+        number of this head, "…/min_entropy" of the head with the lowest mean entropy, and "…/max_first_key" of the head
+        with the largest mean weight on the first key. Names without a layer ("attention/max_score") cover all layers.
         """
         found: dict[str, float] = {}
         for layer, heads in self.layers.items():
@@ -99,8 +99,8 @@ class StepSums:
 
     Attributes
     ----------
-    maxima : dict from layers to the largest score of each head, (H,)
-    totals : dict from layers to (3, H) float64: sums of entropy and weight on the first key, and number of queries
+    maxima : dict from paths of layers to the largest score of each head, (H,)
+    totals : dict from paths of layers to (3, H) float64: sum of entropies, sum of weights on key 0, number of queries
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class StepSums:
         self.lock = threading.Lock()
 
     def add(self, layer: str, results: Sequence[Any]) -> None:
-        """Add the results of `MONITORED` of one call, of shape (B, H, n)."""
+        """Add the results of the statistics `MONITORED` in one call: arrays (B, H, n)."""
         scores, *others = results[0].score, *results[1:]
         xp = namespace(scores)
         sees = scores != -np.inf
@@ -121,7 +121,7 @@ class StepSums:
         self.maxima[layer], self.totals[layer] = maximum, sums
 
     def finish(self, number: int, layers: Sequence[str]) -> MonitoredStep:
-        """Return the statistics of these layers."""
+        """Return step `number`, with the statistics of these layers."""
         found = {}
         for layer in layers:
             maximum = np.asarray(to_numpy(self.maxima[layer]), np.float64)

@@ -19,7 +19,7 @@ Pairing = Literal["half", "interleaved"]
 def rotary(
     x: Any, *, base: float = 10000.0, pairing: Pairing = "half", dimensions: int | None = None, positions: Any = None
 ) -> Any:
-    """Rotate pairs of components by angles that grow with the position, so that scores depend only on j − i.
+    """Rotate pairs of components by angles that grow with the position. Scores then depend on positions by j − i only.
 
         (x_a, x_b) → (x_a cos pθ_t − x_b sin pθ_t, x_b cos pθ_t + x_a sin pθ_t),   θ_t = base^(−2t / dimensions)
 
@@ -50,7 +50,7 @@ def rotary(
     ShapeError
         x has fewer than two axes, the number of rotating components is odd, or positions do not broadcast.
     DtypeError
-        x is no array of floats, or positions are not real numbers.
+        x is not an array of floats, or positions are not real numbers.
     ParameterError
         base is not positive and finite, pairing is no allowed word, or dimensions is outside 2 ... d.
 
@@ -118,7 +118,7 @@ def sinusoidal(n: int, d: int, base: float = 10000.0) -> Any:
     _check_base(base)
     if n < 0 or d < 0 or d % 2:
         raise ShapeError(
-            f"sinusoidal({n}, {d})", "n ≥ 0 and an even d ≥ 0", f"d={max(d + d % 2, 0)}, a sine for every cosine"
+            f"sinusoidal({n}, {d})", "n ≥ 0 and an even d ≥ 0", f"sinusoidal({max(n, 0)}, {max(d + d % 2, 0)})"
         )
     angles = np.arange(n, dtype=np.float64)[:, None] * float(base) ** (-np.arange(0, d, 2) / max(d, 1))
     return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(n, d)
@@ -166,7 +166,8 @@ def _validate(x: Any, base: float, pairing: str, dimensions: int | None) -> int:
     d = x.shape[-1]
     width = d if dimensions is None else dimensions
     if not hasattr(width, "__index__") or isinstance(width, bool) or not 0 < width <= d:
-        raise ParameterError(f"dimensions={dimensions!r} of {d}", f"an even number from 2 to {d}", "dimensions=None")
+        given = f"dimensions={dimensions!r} for x with {d} components"
+        raise ParameterError(given, f"an even number from 2 to {d}", "dimensions=None")
     if width % 2:
         raise ShapeError(
             f"{width} components to rotate in pairs (x is {d} wide)",

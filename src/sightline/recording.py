@@ -29,7 +29,7 @@ Tokens = Labels | Mapping[str, Labels]  # labels of one sequence, or of two: {"e
 
 
 class LabelledInputs(Protocol):
-    """The inputs of a model, which label the positions of its layers."""
+    """The labels of positions, such as tokens, that were read from a model's inputs."""
 
     @property
     def tokens(self) -> Tokens | None:
@@ -37,7 +37,7 @@ class LabelledInputs(Protocol):
 
     @property
     def start(self) -> int:
-        """The position of the first token of a call: the number of tokens in the cache, those of a decoder if any."""
+        """The position of a call's first query: the number of tokens in the cache, or in the decoder's cache."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +66,7 @@ class Call:
     results : tuple
         The result of each statistic, of shape (B, heads, …); the statistic defines the other axes.
     inputs : LabelledInputs, optional
-        The tokens that the model had got when the layer ran, for a model of transformers.
+        The labels of positions, read from the inputs that the model had got when the layer ran.
     call : int
         How many calls the layer has made before in this run of the model. It is above 0 if the layer computes attention
         several times, or if the model runs one layer several times, as ALBERT does.
@@ -90,13 +90,13 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The layer's path, with the number of the call in its run if the layer has made others before."""
+        """The layer's path, with the number of the call if the layer has made other calls before in this run."""
         return f"{self.layer} (call {self.call})" if self.call else self.layer
 
     def __getitem__(self, name: str) -> Any:
         """Return the result of the statistic that has this name ("top_k") or prints as this text ("top_k(8)").
 
-        The name of a mean or a part is also that of its statistic, if the call has no other statistic of that name.
+        "top_k" also names a mean or a selection of `top_k`, if no other statistic of the call has this name.
         """
         return self.results[_find_statistic(name, self.statistics, self.names)]
 
@@ -148,7 +148,7 @@ class Total:
     ----------
     statistic : OverLayers
     name : str
-        Its name in a dict of statistics, or "".
+        The key of the statistic if `see` was a dict, else "".
     count : int
         The number of calls.
     """
@@ -158,7 +158,7 @@ class Total:
         self._sum: Any = None
 
     def add(self, layer: str, result: Any) -> None:
-        """Add the result of a call of a layer, in float64 if it has float64, else in float32.
+        """Add the result of a call of a layer. The sum is float64 if the result is float64, else float32.
 
         Raises
         ------
@@ -171,16 +171,16 @@ class Total:
             if self.count and self._sum.shape != result.shape:
                 old, new = ("×".join(map(str, array.shape)) for array in (self._sum, result))
                 raise ParameterError(
-                    f"{self.statistic!r} of calls of {old}, and of {new} in {layer}",
+                    f"{self.statistic!r} with results of shape {old}, and of shape {new} in {layer}",
                     "results of one shape, as those of one forward pass",
-                    "layers=... for the layers of one kind; .of(...) of each call's results in a generation",
+                    f"layers=[...] for layers of one kind; in a generation see=[{self.statistic.of!r}] for each call",
                 )
             self._sum = result if self._sum is None else self._sum + result
             self.count += 1
 
     @property
     def result(self) -> Any:
-        """The sum, or the mean, over the calls so far. ParameterError is raised if there are none."""
+        """The sum, or the mean, over the calls so far. ParameterError is raised before the first call."""
         if self._sum is None:
             raise ParameterError(
                 f"{self.statistic!r} before the first call", "a model that ran", "call the model first"
@@ -194,8 +194,8 @@ class Total:
 class Seen:
     """The calls of a watched model, in the order in which they ran.
 
-    `seen["lse"]` is the list of one statistic's results, one for each call. For a sum or mean over layers it is one
-    array. `seen.of(layer=..., step=...)` selects calls. A loop over `seen` yields the calls.
+    `seen["lse"]` is the list of one statistic's results, one for each call. A sum or mean over layers has one array in
+    place of the list. `seen.of(layer=..., step=...)` selects calls. A loop over `seen` yields the calls.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ class Seen:
         such lists for each sequence. The labels can be set later as `seen.tokens`, for example after generation. By
         default each call has the labels of its `inputs`.
     totals : sequence of Total, optional
-        Sums and means over the calls. They are not in the results of `of`, which selects some of the calls.
+        Sums and means over the calls. `of` leaves them out, because it selects some of the calls.
     """
 
     load_explorer: ClassVar[Callable[[], Any]]  # returns `sightline.view.explorer`; set in `sightline/__init__.py`
@@ -285,7 +285,7 @@ class Seen:
         call: int | None = None,
         heads: Sequence[int] | None = None,
     ) -> Seen:
-        """Return the calls that match every given argument, with the results of only these heads if `heads` is given.
+        """Return a `Seen` of the calls that match every given argument. `heads` leaves out the results of other heads.
 
         Parameters
         ----------
@@ -325,10 +325,10 @@ class Seen:
     def labels(self, call: Call, entry: int = 0) -> tuple[list[str], list[str]]:
         """Return (n labels of the call's queries, m labels of the call's keys) in one batch entry.
 
-        They are those of `tokens`, else the tokens of the call's inputs. The frames of Whisper's encoder have times
+        The labels are those of `tokens`, else those of the call's inputs. The frames of Whisper's encoder have times
         ("1.24 s", from the start of its window). The positions of an image have "class", "register 1" and "row,column".
-        Where none of these are known, they are the positions in the sequence: "0", "1", and so on. Padding at the end
-        of a text has the label "".
+        If no labels are known, they are the positions in the sequence: "0", "1", and so on. Padding at the end of a
+        text has the label "".
         """
         tokens: Tokens | None = self._tokens
         read = None if call.inputs is None else call.inputs.tokens
@@ -349,8 +349,8 @@ class Seen:
     def __getitem__(self, name: str | int | slice) -> Any:
         """Return the call at an index, or the calls of a slice as a list.
 
-        For the name of a statistic, return the list of its results, one result for each call, or the one result of a
-        sum or mean over layers. Names are those of `Call.__getitem__`.
+        For the name of a statistic, return the list of its results, one result for each call. For the name of a sum or
+        mean over layers, return its one result. `Call.__getitem__` says which names a statistic has.
         """
         if not isinstance(name, str):
             return self.calls[name]
@@ -382,8 +382,8 @@ class Seen:
     def heaviest(self, name: str = "received", count: int = 8) -> list[HeavyKey]:
         """Return the keys with the largest shares of a head's attention, over all calls, heads and batch entries.
 
-        The share of key j is rⱼ / Σⱼ rⱼ, from 0 to 1, where rⱼ is what `received()` recorded; it is 1/m if attention
-        is uniform. Heads that look at one key alone, such as the first token (a sink), come first.
+        The share of key j is rⱼ / Σⱼ rⱼ, from 0 to 1, where rⱼ is what `received()` recorded. If attention is uniform,
+        every share is 1/m. Heads that look at one key alone, such as the first token (a sink), come first.
 
         Parameters
         ----------
@@ -472,7 +472,7 @@ def select_names(names: Sequence[str], asked: str | int | Sequence[str | int], w
 
 
 def map_arrays(function: Callable[[Any], Any], result: Any) -> Any:
-    """Apply the function to a statistic's result if it is one array, or to each array of a result with several."""
+    """Return a statistic's result with the function applied to its array, or to each of its arrays."""
     if isinstance(result, tuple):
         return type(result)(*map(function, result))
     return function(result)
@@ -491,7 +491,7 @@ def _query_position(call: Call) -> int:
 def _count_positions(calls: Sequence[Call], side: str) -> tuple[int, bool]:
     """Return the number of positions of a side's sequence, and True if the sequence grew in steps, as in generation.
 
-    The side is "encoder" or "decoder". The side "" counts the calls of both.
+    The side is "encoder" or "decoder". The side "" counts the calls of both sides.
     """
     own = [call for call in calls if call.kind == "self" and side in ("", _side(call))]
     counts = [_query_position(call) + call.n for call in own]
@@ -522,12 +522,12 @@ def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
     """
     axis = statistic.head_axis(1)
     if axis is None:
-        raise ParameterError(f"heads of {statistic!r}", "statistics of each head", "leave heads=... out")
+        raise ParameterError(f"heads=... of {statistic!r}", "statistics with a head axis", "leave heads=... out")
     return map_arrays(lambda array: array[(slice(None),) * axis + (places,)], result)
 
 
 def _piece(labels: Sequence[str] | None, first: int, count: int) -> list[str]:
-    """Return `count` labels from index `first` on, filled up with "" if there are fewer; the indices for None."""
+    """Return `count` labels from index `first` on, "" where `labels` ends. Without `labels`, return the indices."""
     if labels is None:
         return [str(first + k) for k in range(count)]
     piece = list(labels[first : first + count])
@@ -535,14 +535,15 @@ def _piece(labels: Sequence[str] | None, first: int, count: int) -> list[str]:
 
 
 def _find_statistic(name: str, statistics: Sequence[Statistic], names: Sequence[str]) -> int:
-    """Return the index of the statistic with this name in a dict, text or own name; see `Call.__getitem__`."""
+    """Return the index of the statistic that has this key in a dict, this text or this name; see `Call.__getitem__`."""
     texts = [repr(statistic) for statistic in statistics]
     own_names, inner_names = [statistic.name for statistic in statistics], [text.partition("(")[0] for text in texts]
     for candidates in (list(names), texts, own_names, inner_names):
         if candidates.count(name) == 1:
             return candidates.index(name)
     example = f"seen[{texts[0]!r}], for example" if texts else "see=[...] with that statistic"
-    raise ParameterError(f"{name!r} of the statistics {', '.join(texts) or 'none'}", "one statistic's name", example)
+    given = f"{name!r} of the statistics {', '.join(texts) or 'none'}"
+    raise ParameterError(given, "the name or text of one statistic", example)
 
 
 def _shape(array: Any) -> str:
@@ -560,7 +561,7 @@ def _row(call: Call) -> tuple[str, ...]:
 
 
 def _join_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the rows with one row in place of those that differ in one number of the layer's path alone."""
+    """Return the rows, with one row ("layers.0–5") for rows that differ in only one number of the layer's path."""
     groups: dict[tuple[str, ...], list[list[str]]] = {}
     for name, *cells in rows:
         parts = re.split(r"(\d+)", name)  # text and numbers in turn
@@ -576,7 +577,7 @@ def _join_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _ranges(cells: Sequence[str]) -> str:
-    """Return equal texts as one, and whole numbers as ranges: "0–5, 7"."""
+    """Return the text of the cells if they are equal, else the ranges of the cells' whole numbers: "0–5, 7"."""
     if len(set(cells)) == 1:
         return cells[0]
     numbers = sorted(set(map(int, cells)))

@@ -18,7 +18,7 @@ __all__ = ["LAYOUTS", "assert_conforms", "assert_within_budget", "with_guards"]
 
 
 def assert_within_budget(actual: Any, oracle: Any, baseline: Any, what: str = "result", terms: Any = None) -> None:
-    """Raise AssertionError if `accuracy.budget_used` is above 1; `what` names the result in the message."""
+    """Raise AssertionError if `budget_used(actual, oracle, baseline, terms)` is above 1. `what` names the result."""
     used = budget_used(actual, oracle, baseline, terms)
     if not used <= 1:
         raise AssertionError(f"{what} uses {used:.3g} times its budget of rounding errors")
@@ -75,7 +75,7 @@ def _permute_storage(array: Any, source: int, target: int) -> Any:
 
 
 def _with_gaps(array: Any) -> Any:
-    """Return the array as every second entry, along both last axes, of a larger array that is NaN elsewhere."""
+    """Return a view that equals the array: every second entry, along the last two axes, of an array of NaN."""
     *batch_shape, rows, width = array.shape
     whole = np.full((*batch_shape, 2 * rows, 2 * width), np.nan, array.dtype)
     whole[..., ::2, ::2] = array
@@ -100,6 +100,6 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "backwards": lambda x: np.ascontiguousarray(x[..., ::-1, ::-1])[..., ::-1, ::-1],
     "gaps": _with_gaps,
     "unaligned": _to_odd_address,
-    "one row for all": lambda x: np.broadcast_to(x[..., :1, :], x.shape),  # stride 0; the values change
+    "one row for all": lambda x: np.broadcast_to(x[..., :1, :], x.shape),  # stride 0; all rows equal the first
     "one head for all": lambda x: np.broadcast_to(x[..., :1, :, :], x.shape) if x.ndim > 2 else x,
 }

@@ -624,7 +624,7 @@ def full():
         (lambda: KVCache().append(X, np.ma.array(X)), DtypeError, "a masked array of NumPy"),
         (lambda: KVCache().append(X.astype(int), X), DtypeError, "int64"),
         (lambda: KVCache().append(X, X.astype(np.float64)), DtypeError, "key of float32, value of float64"),
-        (lambda: KVCache().append(X, X[:, :, :4]), ShapeError, "give one value to a key"),
+        (lambda: KVCache().append(X, X[:, :, :4]), ShapeError, "give one value for each key"),
         (lambda: KVCache().append(X[None], X[None]), ShapeError, r"\(B, G, t, d_k\)"),
         (lambda: KVCache().append(X[0, 0, 0], X[0, 0, 0]), ShapeError, "without heads"),
         (lambda: KVCache().append(X, torch.zeros(X.shape)), DeviceError, "value is torch"),
@@ -633,11 +633,11 @@ def full():
         (lambda: KVCache().append(X, X, lengths=[-1, 1]), ShapeError, "from 0 to 5"),
         (lambda: KVCache().append(X, X, lengths=[1.0, 1.0]), ShapeError, "whole numbers"),
         (lambda: KVCache().append(X, X, padding="both"), ParameterError, "padding='both'"),
-        (lambda: full().append(X[:1], X[:1]), ShapeError, r"\(2, 2, t, 8\), as before"),
+        (lambda: full().append(X[:1], X[:1]), ShapeError, r"\(2, 2, t, 8\), as in the first append"),
         (lambda: full().append(X, X[..., :4]), ShapeError, r"value \(2, 2, 5, 4\)"),
         (lambda: full().append(X[0], X[0]), ShapeError, r"\(2, 2, t, 8\)"),
         (lambda: full().append(X.astype(np.float64), X.astype(np.float64)), DtypeError, "which casts every append"),
-        (lambda: full().append(torch.zeros(X.shape), torch.zeros(X.shape)), DeviceError, "numpy on cpu, as before"),
+        (lambda: full().append(torch.zeros(X.shape), torch.zeros(X.shape)), DeviceError, "numpy on cpu, as in the"),
         (lambda: full().truncate(-1), ShapeError, r"truncate\(-1\)"),
         (lambda: full().truncate([1, 2, 3]), ShapeError, "each of 2 sequences"),
         (lambda: full().truncate(1.5), ShapeError, "whole number"),
@@ -697,7 +697,7 @@ def test_later_appends_are_checked_as_the_first_one():
     for axes in (2, 3):
         cache, own = KVCache(), X[(0,) * (4 - axes)]
         cache.append(own, own)
-        with pytest.raises(ShapeError, match="as before"):
+        with pytest.raises(ShapeError, match="as in the first append"):
             cache.append(X[:1, :1], X[:1, :1])
 
 

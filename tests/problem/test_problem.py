@@ -177,8 +177,8 @@ REFUSED = {
     "and of numbers": (lambda: s & 1, FormulaError, "∧ on s", "(i >= j) & (i - j < 256)"),
     "and of a condition and a number": (lambda: (i >= j) & i, FormulaError, "∧ on i", "(i != 0)"),
     "a huge number": (lambda: i + 2**60, FormulaError, "2⁵³", "float"),
-    "a number that grows": (lambda: make(mask=(i + 1) * 2**50 * (j + 1) > 0), FormulaError, "grows", "1.0 * i"),
-    "a table of huge numbers": (lambda: make(mask=table([2**53 + 1])[0] == i), FormulaError, "t[0] grows", "2⁵³"),
+    "a number that grows": (lambda: make(mask=(i + 1) * 2**50 * (j + 1) > 0), FormulaError, "may reach", "1.0 * i"),
+    "a table of huge numbers": (lambda: make(mask=table([2**53 + 1])[0] == i), FormulaError, "t[0] may reach", "2⁵³"),
     # tables
     "a read outside": (lambda: make(mask=table(np.ones(3, bool))[i]), TableError, "t[i]", "(3,)", "i=3", "np.clip"),
     "a read before 0": (lambda: make(score=s + table(np.ones(9))[i - j]), TableError, "from -3 to 3", "i=0, j=1"),
@@ -276,7 +276,8 @@ REFUSED = {
     "one sink": (lambda: make(sinks=1.0), ShapeError, "shape ()", "one logit per query head"),
     "sinks of integers": (lambda: make(sinks=np.ones(2, int)), DtypeError, "sinks has dtype int64", "cast"),
     "sinks elsewhere": (lambda: tensors(sinks=META[0, :, 0, 0]), DeviceError, "sinks on meta, query on cpu"),
-    "a word to see": (lambda: make(see="lse"), ParameterError, "see='lse'", "sightline.lse()"),
+    "a word to see": (lambda: make(see="top_k"), ParameterError, "see='top_k'", "sightline.top_k(...)"),
+    "another word to see": (lambda: make(see=["all"]), ParameterError, "all", "sightline.lse()"),
     "a function to see": (lambda: make(see=[lse]), ParameterError, "see=[<function", "see=[sightline.lse(...)]"),
     "an unknown kernel": (lambda: sightline.attention(X, X, X, kernel="gpu"), ParameterError, "'gpu'", "'streaming'"),
     "a kernel that refuses": (

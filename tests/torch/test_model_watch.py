@@ -362,7 +362,7 @@ def test_errors_of_totals(encoder, transformer, x):
     with pytest.raises(ParameterError, match="cannot be dropped"), watch(encoder, rows, layers=[-1]):
         pass
     lengths = watch(transformer, [LSE.mean("layers")])
-    with pytest.raises(ParameterError, match="of calls of 3×2×6, and of 3×2×4"), torch.no_grad(), lengths:
+    with pytest.raises(ParameterError, match="of shape 3×2×6, and of shape 3×2×4"), torch.no_grad(), lengths:
         transformer(x, x[:, :4])
     with watch(encoder, [LSE.mean("layers")]) as seen:
         with pytest.raises(ParameterError, match="before the first call"):

@@ -226,7 +226,7 @@ def test_threads_share_a_model():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: make_model("T5"), "bias of the places"),
+        (lambda: make_model("T5"), "bias that depends on places"),
         (lambda: torch.nn.Linear(2, 2), "attention interface"),
         (lambda: transformers.BloomModel(transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=2)), "interface"),
         (lambda: with_convolution(make_model("BERT")), "Conv1d"),

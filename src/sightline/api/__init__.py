@@ -1,1 +1,1 @@
-"""The public functions: attention, its derivative in a direction, and attention over arrays that lie on disk."""
+"""The public functions: attention, its gradients and directional derivatives, and attention over arrays on disk."""

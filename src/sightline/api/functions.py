@@ -60,11 +60,11 @@ def attention(
         The leading axes of query, key and value broadcast. Arrays without a head axis, (n, d) or (B, n, d), work too.
         Any strides are allowed. A `KVCache` can replace key and value: attention(query, cache).
     mask : formula, function (b, h, i, j) or boolean array, optional
-        True attends. A hidden key never changes the output, even if its value is NaN or ∞.
+        True lets query i attend to key j. A hidden key never changes the output, even if its value is NaN or ∞.
     score : formula or function (s, b, h, i, j), optional
         The new score, in logits, computed from the scaled score s. A score of −∞ hides the pair.
     scale : float, default 1/√d_k
-        A torch tensor of one number that requires a gradient is a learned scale: it receives its gradient.
+        A torch tensor of one number that requires a gradient is a learned scale, and receives a gradient.
     sinks : (H,) floats, optional
         One extra logit for each head. The logit takes part in the softmax, but has no row of V (Xiao et al., "Efficient
         streaming language models with attention sinks", 2024; OpenAI, gpt-oss model card, 2025).
@@ -83,13 +83,13 @@ def attention(
         set, the kernel uses every usable processor.
     layout : {"BHND", "BNHD"}
         The order of the axes of query, key, value and output. With "BNHD" they are (..., n, H, d), positions before
-        heads, and no array is copied. A KVCache and the statistics keep their axes (..., H, n).
+        heads, and no array is copied. In a KVCache and in the statistics, heads always come before positions.
 
     Returns
     -------
     output : (..., H, n, d_v), the dtype of the inputs
-        The output of a query without a visible key is 0. On CPUs the output has the order of query in memory: if query
-        is a view of (B, n, H · d), the heads of the output are joined to (B, n, H · d_v) without a copy.
+        The output of a query without a visible key is 0. On CPUs the output has the order of query in memory. If query
+        is a view of (B, n, H · d), for example, a reshape joins the output's heads to (B, n, H · d_v) without a copy.
     seen : tuple, or dict if `see` is a dict; only if `see` is given
         The result of each statistic of `see`: an array, or a named tuple of arrays.
 
@@ -119,7 +119,7 @@ def attention(
     if positional or unknown:
         refuse_arguments("attention", positional, unknown)
     if not (score is None or isinstance(score, Expression)) and is_array(score):
-        read_score(score)  # raises an error: only `attend` takes arrays
+        read_score(score)  # raises an error, because only `attend` takes an array as the score
     if layout == "BHND" and not isinstance(see, dict):
         return attend(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)
     query, key, value = to_heads_first(layout, query, key, value)
@@ -206,7 +206,7 @@ def _attend(
     by_position: bool = False,
     row_formats: Any = None,
 ) -> Any:
-    """Do what `attend` does for arrays, or for a cache without a prefix. `row_formats` are those of quantised rows."""
+    """Do what `attend` does for arrays, or for a cache without a prefix. `row_formats` say how rows are quantised."""
     on_arrays = key, value, mask, score, see
     if value is None and type(key) is KVCache:
         on_arrays = as_arrays(query, key, mask, score, see) or on_arrays
@@ -231,7 +231,7 @@ def _attend(
         options["row_formats"] = row_formats
     framework = arrays.framework(query)
     if framework == "torch":
-        from ..torch.dispatch import run  # a plain import, because torch.compile can trace one
+        from ..torch.dispatch import run  # an import statement, because torch.compile can trace it
 
         answer = run(query, key, value, options, kernel, threads, request)
     elif framework == "jax":
@@ -280,24 +280,23 @@ def explain(
     source : bool, default False
         Include the generated code: LLVM assembly for arrays on the CPU, Triton functions for tensors on a GPU.
     ranks : int, optional
-        Predict the cost of the call over this number of ranks, as `sightline.torch.distributed` computes it. The arrays
-        are those of the whole call. They may be stand-ins without memory, such as `np.broadcast_to(np.float32(0),
-        shape)`.
+        Predict the cost of the call if `sightline.torch.distributed` computes it on this number of ranks. Pass the
+        arrays of the whole call, or stand-ins without memory, such as `np.broadcast_to(np.float32(0), shape)`.
     shards : "contiguous" or "zigzag", default "contiguous"
         How the sequences are divided among the ranks.
     method : "ring" or "heads", default "ring"
-        Whether the ranks exchange blocks of keys or heads.
+        With "ring", the ranks exchange blocks of keys; with "heads", they exchange heads.
     flops, bandwidth : float, optional
-        Operations per second of one rank, by default 400e12. Bytes per second that a rank sends, and at the same time
-        receives, by default 50e9.
+        `flops` are operations per second of one rank, by default 400e12. `bandwidth` is the bytes per second that a
+        rank sends, and at the same time receives, by default 50e9.
 
     Returns
     -------
     Explanation
-        `print` shows the formulas, the chosen kernel, the reasons why the other kernels were not chosen, the numbers of
-        empty, full and partial tiles, FLOPs, bytes, and the memory of this call and of the dense computation. With
-        `ranks`, a table shows what a rank computes, sends, receives and holds, and the predicted time. The fields have
-        the same information.
+        `print` shows the formulas, the chosen kernel, why the other kernels were not chosen, the numbers of empty, full
+        and partial tiles, FLOPs, bytes, and memory. FLOPs and memory of the dense computation stand beside those of the
+        call. With `ranks`, a table shows what a rank computes, sends, receives and holds, and the predicted time. The
+        fields have the same information.
 
     Raises
     ------

@@ -1,6 +1,6 @@
-"""Attention on a cache whose sequences share a prefix: the parts of the keys one after another, merged exactly.
+"""Attention on a KV cache whose sequences share a prefix: one call for each part of the keys, merged exactly.
 
-The queries of all sequences that share a prefix are rows of one call on it, so the prefix is read once for all of them
+The queries of all sequences that share a prefix are rows of one call, so the prefix is read once for all sequences
 (Juravsky et al., "Hydragen: High-Throughput LLM Inference with Shared Prefixes", arXiv:2402.05099, 2024, section 3).
 """
 
@@ -26,9 +26,9 @@ Run = Callable[[Any, KVCache, Any, Any, Formulas], tuple[Any, Any]]
 
 
 def can_merge(query: Any, cache: KVCache, formulas: Formulas, dropout: float) -> bool:
-    """True if a call on a cache with a prefix can be merged from calls on its parts.
+    """True if a call on a cache with a prefix can be merged from one call on the prefix and one on the other keys.
 
-    The other calls need the rows of each sequence side by side.
+    Otherwise each sequence needs all its keys in one array, which is a copy (`KVCache.joined`).
     """
     stored = cache.rows()[0]
     return (
@@ -42,7 +42,7 @@ def can_merge(query: Any, cache: KVCache, formulas: Formulas, dropout: float) ->
 
 
 def _has_pairs(formula: Expression) -> bool:
-    """True if a table of the formula has an entry for each pair, such as an array or a list of blocks."""
+    """True if a table of the formula has an entry for each pair (i, j), such as a mask array or a list of blocks."""
     tables = [node.table for node in walk(formula) if isinstance(node, Lookup)]
     return any({"i", "j"} <= {axis[0] for axis in table.axes or () if axis} for table in tables)
 
@@ -52,7 +52,8 @@ def attend_in_parts(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the output and the statistics of attention on a cache with a prefix.
 
-    `run(query, cache, key, value, formulas)` returns those of a call on arrays (B, H, n, d) that `cache` stores.
+    `run(query, cache, key, value, formulas)` returns output and statistics of one call. The arrays of this call have
+    four axes, and `cache` stores key and value.
     """
     squeezed = query.ndim
     query = query if squeezed == 4 else query[:, None] if squeezed == 3 else query[None, None]
@@ -76,7 +77,10 @@ def attend_in_parts(
 
 
 def _attend_to_prefix(query: Any, cache: KVCache, prefix: SharedPrefix, asked: Formulas, run: Run) -> Sums:
-    """Return the sums over the rows of one prefix; the queries that share a sequence of it are rows of one call."""
+    """Return the sums over the keys of one prefix.
+
+    Batch entry k of the call has as rows the queries of all sequences that begin with sequence k of `prefix.cache`.
+    """
     xp, (B, H, n, d) = namespace(query), query.shape
     groups, (count, most) = prefix.groups, prefix.groups.shape
     key, value = prefix.cache.stored_rows()
@@ -97,12 +101,12 @@ def _attend_to_prefix(query: Any, cache: KVCache, prefix: SharedPrefix, asked: F
 
 
 def _take(array: Any, indices: Any) -> Any:
-    """Return the entries of the first axis; the array itself if these are all of them in order."""
+    """Return array[indices], without a copy if the indices are 0, 1, 2, ... up to the end of the first axis."""
     return array if (indices.size == len(array) and (indices == np.arange(len(array))).all()) else array[indices]
 
 
 def _read(output: Any, seen: Any, first_rows: Any) -> Sums:
-    """Return the sums of a part. Its first row is row first_rows[b] of sequence b. The first entry of `seen` is lse."""
+    """Return the `Sums` of a part, whose row 0 is row first_rows[b] of sequence b. `seen` begins with the lse."""
     lse, *others = seen
     xp = namespace(output)
     place = {"device": output.device} if framework(output) == "torch" else {}
@@ -117,7 +121,7 @@ def _read(output: Any, seen: Any, first_rows: Any) -> Sums:
 
 
 def _merge(parts: Sequence[Sums], see: Sequence[Statistic], sinks: Any) -> Sums:
-    """Return the sums over all keys. A sink adds its weight to the total alone."""
+    """Return the sums over all keys. A sink adds to the total weight, and nothing to the output."""
     xp = namespace(parts[0].output)
     shifts = [part.shift.detach() if hasattr(part.shift, "detach") else part.shift for part in parts]
     with np.errstate(all="ignore"):  # ∞ and NaN in the parts propagate without warnings

@@ -39,19 +39,20 @@ def attention_tangent(
 ) -> tuple[Any, Any]:
     """Return (output, tangent): attention, and its derivative in the direction of the inputs' tangents.
 
-    With P = softmax(S), S the final scores and Ṡ their tangent, the tangent of the output is
+    With the final scores S, P = softmax(S), and the tangents Ṡ of S and V̇ of V, the tangent of the output is
 
         (P ∘ Ṡ) V + P V̇ − rowsum(P ∘ Ṡ) ∘ output.
 
-    The memory is O(n). Tensors of torch have forward derivatives by `torch.func.jvp`, arrays of JAX by `jax.jvp`.
+    The memory is O(n). For torch tensors use `torch.func.jvp` of `attention`, for JAX arrays `jax.jvp`.
 
     Parameters
     ----------
     query, key, value, mask, score, scale, sinks, dropout, seed, kernel, threads
         As in `attention`; query, key and value are NumPy arrays.
     tangents : mapping
-        The tangents by name: "query", "key", "value" and "sinks" have an array of the input's shape, "scale" has a
-        number, and a `Table` of floats that the score reads has an array of its shape. The other inputs have tangent 0.
+        The tangents of inputs. The keys "query", "key", "value" and "sinks" have an array of the input's shape, and
+        "scale" has a number. A key may also be a `Table` of floats that the score reads, with an array of the table's
+        shape. The other inputs have tangent 0.
 
     Returns
     -------
@@ -62,7 +63,7 @@ def attention_tangent(
     ParameterError
         `tangents` names an unknown input, an input that is not given, or a table that the score does not read.
     ShapeError, DtypeError
-        A tangent has not the shape of its input, or no floats; or query is no NumPy array.
+        A tangent does not have the shape of its input or holds no floats, or query is not a NumPy array.
     SightlineError
         The errors of `attention`.
 
@@ -109,14 +110,14 @@ def check_numpy(name: str, query: Any) -> None:
 
 
 def include_scale(query: Any, score: Expression | None, scale: Any) -> tuple[Expression, float, Table]:
-    """Return the score that includes the scale, 1.0 as the scale, and the table with the scale."""
+    """Return (the score formula times the scale as an entry of a table, 1.0 as the scale of the call, that table)."""
     own = Table(np.asarray([read_scale(scale, query)]))
     scaled = SYMBOLS["s"] * own[0]
     return scaled if score is None else score.with_scores(scaled), 1.0, own
 
 
 def _read_tangents(problem: Problem, given: dict[Any, Any], inputs: Mapping[str, Any]) -> Tangents:
-    """Return the tangents in the layout of the problem's arrays."""
+    """Return the tangents, broadcast like the problem's arrays. Raise an error for a tangent that fits no input."""
     tables: list[Any] = [None] * len(problem.tables)
     slots = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
     operands: dict[str, Any] = {}
@@ -129,7 +130,7 @@ def _read_tangents(problem: Problem, given: dict[Any, Any], inputs: Mapping[str,
         elif source is None:
             raise ParameterError(
                 f"a tangent of {name!r}",
-                '"query", "key", "value", "scale", given "sinks", or a table of floats (up to four axes) of the score',
+                '"query", "key", "value", "scale", "sinks" if given, or a table (of floats, up to 4 axes) of the score',
                 'tangents={"query": array}; masks have no tangents',
             )
         else:
@@ -144,7 +145,7 @@ def _read_tangents(problem: Problem, given: dict[Any, Any], inputs: Mapping[str,
 
 
 def _check_tangent(name: str, array: Any, shape: tuple[int, ...]) -> Any:
-    """Return the tangent, or raise the error of a wrong shape or dtype."""
+    """Return the tangent of input `name`. Raise ShapeError if it does not have the input's shape."""
     if array.shape != tuple(shape):
         raise ShapeError(
             f"a tangent of {name} of shape {array.shape}",
@@ -155,7 +156,7 @@ def _check_tangent(name: str, array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def read_floats(what: str, name: Any, given: Any) -> Any:
-    """Return the tangent or gradient (`what`) of this name as a NumPy array of floats; a Python number is one."""
+    """Return a tangent or gradient (`what`) of an input as a NumPy array of floats. `given` may be a Python number."""
     array = np.asarray(float(given)) if isinstance(given, int | float) else given
     if not isinstance(array, np.ndarray | np.generic) or isinstance(array, np.ma.MaskedArray):
         kind = type(given).__name__

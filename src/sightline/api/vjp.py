@@ -55,15 +55,15 @@ def attention_vjp(
 
         dV = Pᵀ dO,    dS = P ∘ (dO Vᵀ − δ),    dQ = scale · dS K,    dK = scale · dSᵀ Q.
 
-    The memory is O(n). Tensors of torch and arrays of JAX have gradients by `backward` and `jax.grad`.
+    The memory is O(n). For torch tensors use `loss.backward()` after `attention`, for JAX arrays `jax.grad`.
 
     Parameters
     ----------
     query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads
         As in `attention`; query, key and value are NumPy arrays.
     wrt : sequence of inputs, default ("query", "key", "value")
-        With respect to which inputs `vjp` differentiates: names among "query", "key", "value", "sinks" and "scale", and
-        `Table`s of floats that the score reads.
+        The inputs whose gradients `vjp` returns: names among "query", "key", "value", "sinks" and "scale", and `Table`s
+        of floats that the score reads.
 
     Returns
     -------
@@ -73,17 +73,17 @@ def attention_vjp(
     vjp : function (d_output=None, d_seen=None) → dict
         `d_output` has the shape of the output. `d_seen` is a sequence, or a dict with the names of `see`: for each
         statistic the gradient of its result, or of the first array of its result. None stands for a gradient of 0. The
-        result maps each input of `wrt` to its gradient, which has the input's shape and dtype; that of "scale" is a
-        float. The function may be called more than once. It reads the arrays of the call and its results, so they must
-        not change in between.
+        result maps each input of `wrt` to its gradient, which has the input's shape and dtype. The gradient of "scale"
+        is a float. `vjp` may be called more than once. It reads the arrays and the results of the call, so do not
+        change these arrays before the last call of `vjp`.
 
     Raises
     ------
     ParameterError
         `wrt` names an unknown input, an input that is not given, or a table that the score does not read. `vjp` raises
-        it if `d_seen` has a gradient of a statistic that cannot be differentiated.
+        this error if `d_seen` has a gradient of a statistic that cannot be differentiated.
     ShapeError, DtypeError
-        A gradient has another shape than its result, or holds no floats. Query, key or value is no NumPy array.
+        A gradient has another shape than its result, or holds no floats. Query, key or value is not a NumPy array.
     ChangedArrayError
         `vjp` was called after an array of the call had changed. Of large queries, keys, values and results, a few
         entries are compared, so a change of other entries is not found.
@@ -143,7 +143,7 @@ def attention_vjp(
 
 
 class _Forward(NamedTuple):
-    """What a cached call computed, and the request for the call."""
+    """An answer of the call cache: the cached call (`entry`), the inputs of this call (`request`), and the result."""
 
     entry: _VjpEntry
     request: Request
@@ -152,7 +152,7 @@ class _Forward(NamedTuple):
 
 @dataclass
 class _VjpEntry(ForwardEntry):
-    """A cached call with its backward passes, for the gradients of the tables of `wrt`; None before the first one."""
+    """A cached call of `attention_vjp`, ready to be repeated. `backward` is None before the first backward pass."""
 
     keeps_lse: ClassVar[bool] = True
     backward: BackwardPasses | None = field(init=False, default=None)
@@ -167,11 +167,11 @@ class _Call:
     Attributes
     ----------
     output, seen : as in `attention`
-    forward : what the call cache computed; None if the call went through the full dispatch
-    forward_pass : what the backward pass reads of it
-    problem : the problem, if a pass went through the full dispatch
+    forward : the answer of the call cache; None if the cache had no answer
+    forward_pass : what the backward pass reads of the forward pass
+    problem : the checked problem; None as long as no pass has needed it
     formulas : the mask and the score that the problem was made from, if the call can be cached
-    arrays : the arrays of the statistics in the order of `flatten_result`, if the call went through the full dispatch
+    arrays : the arrays of the statistics in the order of `flatten_result`, if `forward` is None
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class _Call:
             call_cache.insert(request, formulas, operands, problem, result, kind=_VjpEntry)
 
     def look_up(self) -> tuple[_Forward | None, Request | None]:
-        """Return (answer of the call cache, None), or (None, request) if the cache has no answer.
+        """Return (answer of the call cache, None). If there is no answer, return (None, request to store the call by).
 
         The result is (None, None) if the call cannot be cached.
         """
@@ -254,7 +254,7 @@ class _Call:
         return named
 
     def find_passes(self) -> BackwardPasses:
-        """Return the backward passes of the cached call, or new ones."""
+        """Return the backward passes that are kept beside the cached call, or new ones if none are kept."""
         if self.forward is not None and self.forward.entry.backward is not None:
             return self.forward.entry.backward
         problem = self.find_problem()
@@ -274,7 +274,7 @@ class _Call:
         return self.problem
 
     def read_inputs(self, problem: Problem, d_output: Any, d_seen: list[Any]) -> BackwardInputs | None:
-        """Return what a bound backward pass reads; None if no bound pass can serve this call."""
+        """Return the inputs of a backward pass that the cache may repeat; None if only `dispatch` can compute it."""
         if self.forward is None or self.forward.result.is_lse_imprecise:
             return None
         entry, request, result = self.forward
@@ -299,7 +299,7 @@ class _Call:
     def dispatch(
         self, slots: Sequence[int], d_output: Any, d_seen: list[Any]
     ) -> tuple[Gradients, Sequence[Expression | None]]:
-        """Return the gradients by the full dispatch, and the mask and the score of the call."""
+        """Compute the gradients without the call cache. Return (gradients, (mask, score) of the call)."""
         problem = self.find_problem()
         squeezed = problem.heads_squeezed
         if squeezed:
@@ -324,7 +324,7 @@ class _Call:
     def add_own_problem(
         self, problem: Problem, found: Gradients, statistic: Statistic, d: Any, slots: Sequence[int]
     ) -> Gradients:
-        """Return `found` plus the gradients of a statistic that has its own problem, where d is its gradient."""
+        """Return `found` plus the gradients of a statistic that a second problem computes; d is its gradient."""
         own = statistic.make_own_problem(problem)
         result = solve(own, self.kernel, self.threads)
         d_own = np.zeros_like(result.output)
@@ -344,7 +344,7 @@ class _Call:
         return replace(found, query=query, key=key, tables=tuple(tables), sinks=sinks)
 
     def read_arrays(self) -> Sequence[Any]:
-        """Return the arrays of the statistics ordered as in `flatten_result`; () if the cache averaged any of them."""
+        """Return the statistics' arrays in the order of `flatten_result`; () if a cached call has averaged one."""
         if self.forward is None:
             return self.arrays
         has_means = any(cached.mean_axes is not None for cached in self.forward.entry.statistics)
@@ -354,7 +354,7 @@ class _Call:
 def _read_wrt(
     wrt: Any, given: Mapping[str, Any], score: Expression | None, scale_table: Table | None
 ) -> dict[Input, Table]:
-    """Return the tables among the inputs of `wrt`, or raise ParameterError if an input has no gradient."""
+    """Return a dict from tables and "scale" in `wrt` to their tables. An input without gradient is a ParameterError."""
     origins = [] if score is None else [table.origin for table in score.tables if table.kind == "float"]
     tables: dict[Input, Table] = {}
     for name in wrt:
@@ -365,26 +365,27 @@ def _read_wrt(
         elif not isinstance(name, str) or given.get(name) is None:
             raise ParameterError(
                 f"wrt has {name!r}",
-                '"query", "key", "value", "scale", given "sinks", or a table of floats (up to four axes) of the score',
+                '"query", "key", "value", "scale", "sinks" if given, or a table (of floats, up to 4 axes) of the score',
                 'wrt=("query", "key", "value"); masks have no gradients',
             )
     return tables
 
 
 def _read_gradients(d_seen: Any, names: Sequence[str] | None, see: Sequence[Statistic], seen: Any) -> list[Any]:
-    """Return the gradient of each statistic's first array; None for 0."""
+    """Return for each statistic the gradient of its first array, where None stands for 0."""
     if d_seen is None:
         return [None] * len(see)
     if isinstance(d_seen, Mapping):
         unknown = [name for name in d_seen if names is None or name not in names]
         allowed = "a sequence" if names is None else f"the names {list(names)}"
         if unknown:
-            raise ParameterError(f"d_seen names {unknown}", f"{allowed}, as in `see`", "the gradients of known results")
+            raise ParameterError(f"d_seen names {unknown}", f"{allowed}, as in `see`", "leave the other names out")
         d_seen = [d_seen.get(name) for name in names or ()]
     if not hasattr(d_seen, "__len__"):
-        raise ParameterError(f"d_seen={d_seen!r}", "a sequence, or a dict with the names of `see`", f"[{d_seen!r}]")
+        raise ParameterError(f"d_seen={d_seen!r}", "a sequence, or a dict with the names of `see`", "d_seen=[gradient]")
     if len(d_seen) != len(see):
-        raise ParameterError(f"{len(d_seen)} gradients in d_seen", f"{len(see)}, one for each statistic", "None for 0")
+        allowed = f"{len(see)}, one for each statistic of `see`"
+        raise ParameterError(f"{len(d_seen)} gradients in d_seen", allowed, "None for a statistic without gradient")
     found = []
     for statistic, d, result in zip(see, d_seen, seen, strict=True):
         if d is not None and not statistic.is_differentiable:
@@ -413,7 +414,7 @@ def _version(array: Any) -> Any:
 
 
 def _sample(array: Any) -> bytes:
-    """Return the entries of a small array, and a few of a large one: reading all would cost as much as a short call."""
+    """Return the bytes of a small array, or of a few entries of a large one. To read all would slow a short call."""
     found = array if array.nbytes <= MAX_COMPARED_BYTES else array[_places(array.shape)]
     return bytes(found.tobytes())
 
@@ -426,7 +427,7 @@ def _places(shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _add_head_axis(gradient: Any, statistic: Statistic, problem: Problem) -> Any:
-    """Return the gradient of a statistic of arrays without a head axis, with that axis."""
+    """Return a statistic's gradient with a head axis, for a call on arrays without heads; None for None."""
     axis = statistic.head_axis(len(problem.batch_shape))
     return gradient if gradient is None or axis is None else np.expand_dims(gradient, axis)
 
@@ -445,8 +446,8 @@ def _add_at(array: Any, places: Any, terms: Any) -> Any:
 
 
 def _sum_to(gradient: Any, array: Any) -> Any:
-    """Return the gradient of an array that was broadcast to the gradient's shape."""
-    gradient, array = to_numpy(gradient), to_numpy(array)  # a table may have a tensor
+    """Return the gradient summed over the axes along which the array was broadcast, in the array's shape and dtype."""
+    gradient, array = to_numpy(gradient), to_numpy(array)  # a table may hold a tensor
     lead = gradient.ndim - array.ndim
     total = gradient.sum(tuple(range(lead))) if lead else gradient
     axes = tuple([axis for axis, length in enumerate(array.shape) if length == 1 and total.shape[axis] != 1])

@@ -1,11 +1,11 @@
 """Kinds of arrays: the errors for arrays whose entries this library cannot read.
 
-Each array of a call passes `check_kind` where it enters: query, key and value in `validation.check_arrays`, sinks in
-`validation.read_sinks`, and masks, biases and tables where a `Table` is made of them. Shapes, dtypes and devices are
+`check_kind` checks each array of a call. Its callers are `validation.check_arrays` for query, key and value,
+`validation.read_sinks` for sinks, and `Table` for masks, biases and tables, for example. Shapes, dtypes and devices are
 checked elsewhere.
 
-A subclass of torch's Tensor may compute attention by itself, so `check_kind` accepts it. `refuse_subclass` has the
-error for one that does not.
+A subclass of torch's Tensor may compute attention by itself, so `check_kind` accepts it. If the subclass then fails,
+`refuse_subclass` raises the error.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def is_array(value: Any) -> bool:
 
 
 def check_kind(name: str, array: Any) -> None:
-    """Raise DtypeError unless the array has shape and dtype, and is of a kind that can be read; `name` names it."""
+    """Raise DtypeError unless the array has shape, dtype and entries that can be read. The message has its `name`."""
     if type(array) is not np.ndarray:
         check_class(name, array)
         _refuse(name, _find_kind(array))
@@ -91,13 +91,13 @@ def _find_class(tensor: Any, is_compiling: bool) -> Kind | None:
             return TORCH_CLASSES[base.__name__]
     try:
         _ = tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
-    except Exception as error:  # that of the class's own __torch_function__
+    except Exception as error:  # raised by the class's own __torch_function__
         return Kind(f"a {type(tensor).__name__}, which has no shape and dtype: {error}", "pass a plain tensor")
     return None
 
 
 def _find_kind(array: Any) -> Kind | None:
-    """Return the kind of an array that cannot be read, without regard to the classes of torch; None for all others."""
+    """Return the kind of an array that cannot be read; None for all others. `_find_class` checks classes of torch."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _find_layout(torch, array)
@@ -131,7 +131,7 @@ def _find_layout(torch: Any, tensor: Any) -> Kind | None:
 
 
 def check_memory(name: str, array: Any) -> None:
-    """Raise DtypeError if an array is a torch tensor whose entries are neither on a device nor in its own memory."""
+    """Raise DtypeError if an array is a meta tensor, or a torch tensor on the CPU without memory of its own."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor) or not array.numel():
         return
@@ -157,11 +157,11 @@ def check_memory(name: str, array: Any) -> None:
 
 
 def refuse_subclass(named: Sequence[tuple[str, Any]], error: Exception) -> None:
-    """Raise DtypeError from the error of torch's operator, if one of the tensors is of a subclass that has caused it.
+    """If a tensor's class is a subclass of torch's, raise DtypeError, whose cause is the error of torch's operator.
 
     Parameters
     ----------
-    named : pairs of a name and a tensor, or None in place of a tensor
+    named : pairs (name, tensor); the tensor may be None
     error : the error that torch, or the class of a tensor, raised
     """
     torch = sys.modules["torch"]

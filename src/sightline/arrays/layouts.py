@@ -10,11 +10,11 @@ array are its head, then the length of each axis, then the stride of each axis i
 `dtype` is type_num · 2⁸ + byteorder for NumPy, and the struct DLDataType of DLPack for torch. `gpu` is 1 + the index of
 the GPU whose memory holds the tensor, and 0 for an array in the processor's memory.
 
-The result is None, and the call needs the full dispatch, in three cases:
+In three cases the result is None. The call then needs the full dispatch: the checks and the planning of a first call.
 
 - The type of an array is neither exactly NumPy's ndarray nor torch's Tensor or Parameter.
-- A tensor is neither in the processor's memory nor in the memory of one of the first `MAX_GPUS` GPUs, has no strides,
-  is a negative view, or has a dtype without a code in DLPack.
+- A tensor has no strides, is a negative view, has a dtype without a code in DLPack, or is in other memory than that of
+  the processor and the first `MAX_GPUS` GPUs.
 - torch traces or transforms the call, computes forward derivatives, or has an active mode.
 
 The functions of this module define the results. `dispatch.lookup` replaces `read_arrays` by generated code, which does
@@ -40,7 +40,7 @@ ANY_LENGTH = struct.pack("q", -1)
 
 
 class Layout(NamedTuple):
-    """The layout of one array. `kind` is its head without the number of axes; strides are in bytes."""
+    """The layout of one array. `kind` is its first word, the head, without the number of axes. Strides are in bytes."""
 
     kind: int
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ def parse(layouts: bytes) -> list[Layout]:
 
 
 def without_key_length(layouts: bytes) -> bytes:
-    """Return the layouts with −1 in place of m, the length of the last axis but one of the second and third array.
+    """Return the layouts with −1 in place of m, the number of keys: axis −2 of key and value (arrays 1 and 2).
 
     The layouts are returned unchanged if the two lengths differ, so that the full dispatch raises the error.
     """
@@ -99,7 +99,7 @@ def _bytes_of(layouts: bytes, start: int) -> int:
 
 
 def make_kind(itemsize: int, dtype: int, requires_gradient: bool = False, is_tensor: bool = False, gpu: int = 0) -> int:
-    """Return `Layout.kind`."""
+    """Return `Layout.kind` of an array with these properties."""
     flags = gpu << GPU_SHIFT | requires_gradient * GRADIENT_BIT | is_tensor * TENSOR_BIT
     return itemsize << 48 | dtype << 16 | flags
 
@@ -151,7 +151,7 @@ numpy_address = _header_address if _header_address(_probe) == _interface_address
 
 
 def serve_tensors(tensors: Tensors) -> None:
-    """Make `read_in_python` read tensors of torch too. `torch.cached_tensors` calls this function."""
+    """Make `read_in_python` read tensors of torch too. `sightline.torch.cached_tensors` calls it."""
     global _tensors
     _tensors = tensors
 
@@ -174,7 +174,7 @@ read_arrays: Callable[..., tuple[Any, ...] | None] = read_in_python
 
 @dataclass(frozen=True)
 class ArrayAdapter:
-    """The functions by which the cache allocates arrays of one type. `torch.cached_tensors` adds that of tensors.
+    """The functions by which the call cache allocates arrays of one type; `sightline.torch` adds those of tensors.
 
     Parameters
     ----------

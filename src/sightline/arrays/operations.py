@@ -1,7 +1,6 @@
-"""Functions for arrays of any library: namespace, dtype, device, memory layout, conversion, copy on the host.
+"""Functions for arrays of any library: namespace, dtype, device, memory layout, conversion, copy to the host.
 
-The module in which an array's type is defined tells NumPy arrays from torch tensors. So this module can tell them apart
-without importing torch.
+`framework` recognises an array's library by the module that defines the array's type, without importing the library.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def dtype_name(array: Array) -> str:
 
 @lru_cache(64)
 def _numpy_name(dtype: Any) -> str:
-    """Return the name of a NumPy dtype. It is cached, because NumPy takes microseconds to build it at each call."""
+    """Return the name of a NumPy dtype. The name is cached, because NumPy takes microseconds to build it."""
     return str(dtype)
 
 
@@ -117,7 +116,7 @@ def to_host(array: Array) -> Array:
 def min_max(array: Array) -> tuple[float, float]:
     """Return (smallest, largest) of the array's entries, (NaN, NaN) if any entry is NaN.
 
-    torch computes both for a tensor, without a copy to the host and with all threads.
+    torch computes both numbers of a tensor, without a copy to the host and with all threads.
     """
     if framework(array) != "torch" or dtype_name(array) in ("uint16", "uint32"):  # torch's aminmax lacks these dtypes
         array = to_numpy(array)
@@ -141,7 +140,7 @@ def _convert(array: Array, like: Array) -> Array:
     host = to_numpy(array)
     if framework(like) in ("numpy", "jax"):
         return host
-    # torch shares no memory that is read-only, runs backwards or has strides that are no whole numbers of entries
+    # torch cannot share memory that is read-only, or whose strides are negative or not whole numbers of entries
     if not host.flags.writeable or any(stride < 0 or stride % host.itemsize for stride in host.strides):
         host = host.copy()
     xp = namespace(like)
@@ -151,10 +150,7 @@ def _convert(array: Array, like: Array) -> Array:
 
 
 def to_example(array: Array) -> Array:
-    """Return a NumPy array of zeros with the shape and dtype of an array whose entries may be unknown.
-
-    The array is a tracer of JAX, for example.
-    """
+    """Return NumPy zeros in the shape and dtype of an array whose entries may be unknown, such as a tracer of JAX."""
     return np.zeros(array.shape, resolve_dtype(np, dtype_name(array)))
 
 
@@ -198,7 +194,7 @@ def map_entries(function: Callable[[Array], Array], array: Array) -> Array:
 
 
 def take(array: Array, indices: Any, axis: int) -> Array:
-    """Return the entries at these indices along an axis, which is negative. `indices` are a list or an array."""
+    """Return the entries at these indices (a list or an array) along an axis, which is given as a negative number."""
     if framework(array) in ("numpy", "torch", "jax"):
         return array[(..., indices, *[slice(None)] * (-1 - axis))]
     xp = namespace(array)
@@ -251,7 +247,7 @@ def has_heads_in_rows(query: Array) -> bool:
     """True if a row of memory holds the heads of a position side by side, as in a view of (B, n, H · d).
 
     The output of such a query has the same order in memory, so that joining its heads to (B, n, H · d) needs no copy.
-    An array on a GPU is no such query, because the kernels of GPUs write contiguous outputs.
+    For a query on a GPU the result is False, because the kernels of GPUs write contiguous outputs.
     """
     if query.ndim < 4 or query.shape[-3] == 1 or query.shape[-2] == 1 or device(query) != "cpu":
         return False

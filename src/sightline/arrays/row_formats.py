@@ -1,14 +1,14 @@
 """Rows of numbers in few bits, as a quantised cache stores them.
 
-    row = codes of all numbers | scale of each group | offset of each group (int4 alone)
+    row = codes of all numbers | scale of each group | offset of each group (only int4)
 
 A group is `GROUP[dtype]` adjacent numbers of a row, and the last group of a row may be shorter. Scales and offsets are
-`SCALE` numbers. The number x̂ that a code stands for is
+float16 numbers. The number x̂ that a code stands for is
 
     int8            x̂ = scale · code,           code = −127 ... 127 in one byte
     float8_e4m3fn   x̂ = scale · code,           code = a float of 8 bits, up to ±448
-    int4            x̂ = scale · code + offset,  code = 0 ... 15; byte k of a group has the code of its number k in its
-                                                low bits, and that of number k + 16 in its high bits
+    int4            x̂ = scale · code + offset,  code = 0 ... 15; the low bits of byte k of a group are the code of the
+                                                group's number k, the high bits the code of number k + 16
 
 `cpu.kernels.quantize` writes rows, and `cpu.codegen.packed_rows` reads them in kernels.
 """
@@ -35,7 +35,7 @@ class RowFormat:
 
     @property
     def group(self) -> int:
-        """The numbers of a group."""
+        """How many adjacent numbers share a scale."""
         return GROUP[self.dtype]
 
     @property
@@ -48,7 +48,7 @@ class RowFormat:
 
     @property
     def code_bytes(self) -> int:
-        """The bytes before the scales: an even number, so that scales are aligned. Groups of int4 are filled up."""
+        """How many bytes the codes of a row take: an even number, to align the scales. int4 fills up its last group."""
         return self.num_groups * self.group // 2 if self.dtype == "int4" else self.width + self.width % 2
 
     @property
@@ -65,7 +65,7 @@ class RowFormat:
         return result + scales[..., self.num_groups + group] if self.has_offsets else result
 
     def _decode(self, codes: Any, xp: Any) -> Any:
-        """Return the numbers before scale and offset, as float32."""
+        """Return the codes (..., code_bytes) uint8 as float32 numbers, without scale and offset."""
         if self.dtype == "int4":
             groups = xp.reshape(codes, (*codes.shape[:-1], self.num_groups, self.group // 2))
             codes = xp.concat([groups & 15, groups >> 4], axis=-1)

@@ -309,8 +309,9 @@ def _contender_cells(finding: Finding, entry: Entry) -> Cells:
 def _case_cells(finding: Finding, row: Row) -> Cells:
     """Return the cells of a case of a group.
 
-    The cells are the time of every contender, then the ratio of every contender that is no peer, then Sightline's time
-    over the time of the contender `finding.beside`. A point of a series also has Sightline's time per token and memory.
+    The cells are the case's name, the time of every contender, the ratio of every contender that is no peer, and
+    Sightline's time divided by that of the contender `finding.beside`. A point of a series also has two cells of
+    Sightline: the time per token, and the memory beyond inputs and outputs.
     """
     labels, cells = finding.labels(), Cells({NAME: Text(row.name, style="bold")})
     entries = {name: row.entry(name) for name in labels}

@@ -176,7 +176,7 @@ def _texts_after_merges(walk: Walkthrough) -> list[str]:
 
 
 def _print_blocks(console: Console, walk: Walkthrough) -> None:
-    """Print positions, tokens and numbers in blocks as wide as the console. Middle blocks may be left out."""
+    """Print positions, tokens and numbers in at most `MAX_BLOCKS` blocks as wide as the console, without the middle."""
     labels = [shorten(label, MAX_TOKEN) for label in walk.labels]
     blocks = _split_blocks(console.width, labels, walk.tokens)
     shown = visible_indices(len(blocks), MAX_BLOCKS)

@@ -1,11 +1,12 @@
-"""Backward passes that are repeated: bound calls of the backward kernel, kept beside the forward pass of one structure.
+"""Repeated backward passes: bound calls of the backward kernel, kept beside the cached forward call.
 
-Torch's graph, `attention_vjp` and compiled programs of JAX hold `BackwardPasses`. Each backward pass gives it
-`BackwardInputs` and the `ForwardPass`:
+A bound call is a kernel call that lacks only the addresses of its arrays, the numbers of its formulas and the seed.
+Torch's graph, `attention_vjp` and compiled programs of JAX hold a `BackwardPasses`. Its method `differentiate` gets the
+`BackwardInputs` and the `ForwardPass` of one backward pass, and calls
 
-    differentiate  →  repeat    a bound call that was met, found by `lookup.find_or_run`
-                   →  dispatch  otherwise the full dispatch of the caller
-                   →  keep      which stores the bound call that the full dispatch made
+    repeat    which runs the bound call of an earlier pass, found by `lookup.find_or_run`, or if there is none:
+    dispatch  the full dispatch of the caller: all checks, the choice of a kernel, and its planning
+    keep      which stores the bound call that the full dispatch made
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ..cpu.launch.backward import BoundBackward
     from ..cpu.launch.prepared_call import PreparedCall
 
-MAX_BACKWARD_ENTRIES = 8  # of one `BackwardPasses`; the oldest is dropped
+MAX_BACKWARD_ENTRIES = 8  # the most entries of one `BackwardPasses`; beyond it, the oldest entry is dropped
 
 
 class BackwardInputs(NamedTuple):
@@ -40,7 +41,7 @@ class BackwardInputs(NamedTuple):
 
     d_output : the gradient of the output, with adjacent columns
     d_lse : the gradient of lse, and what the statistics add to it: NumPy, (..., H, n) float64; None for 0
-    tables, numbers : those of mask and score, and of the formulas that the statistics add
+    tables, numbers : the tables and numbers of mask and score, and of the formulas that the statistics add
     structure : the formulas that the statistics add, and what else the kernel depends on; () if only the output has a
         gradient
     needs_weights_sum : True if `BackwardEntry.weights_sum` must be subtracted from d_lse; see `StatisticGradients`
@@ -66,8 +67,8 @@ def read_inputs(
     Parameters
     ----------
     request : the request of the forward pass
-    problem : that of `BackwardPasses`
-    gradients : the gradients of the results, None for 0
+    problem : `BackwardPasses.problem`
+    gradients : the gradients of the results; None for a gradient of 0
     results : the saved results: output, lse, and the `arrays_to_save`
     """
     d_output = gradients[0]
@@ -122,8 +123,8 @@ class BackwardEntry:
     """A bound call of the backward pass, an entry for `lookup.find_or_run`.
 
     prepared : the call of the backward kernel; its results are the sums of gradients, those of tables included
-    weights_sum : a forward pass that computes Σⱼ P ∘ weights, to be subtracted from d_lse; None if there is none.
-        `weights` is the formula that the statistics add to dP
+    weights_sum : a forward pass that computes Σⱼ P_ij w_ij, which is subtracted from d_lse, where w is the formula that
+        the statistics add to dP; None if nothing is subtracted
     """
 
     prepared: PreparedCall
@@ -147,7 +148,7 @@ class ForwardPass(NamedTuple):
 
 @dataclass
 class BackwardPasses:
-    """The backward passes of the calls of one structure. Those that were met before are repeated.
+    """The backward passes of calls that differ only in arrays and numbers. A known pass runs its bound call again.
 
     Gradients are lists: of query, key, value, then of the tables `slots`, then of the sinks if `wants_sinks` is true.
 
@@ -173,7 +174,7 @@ class BackwardPasses:
     def of(
         cls, problem: Problem, formulas: Sequence[Expression | None], slots: Sequence[int], wants_sinks: bool
     ) -> BackwardPasses:
-        """Return the backward passes of a problem; `formulas` are the mask and the score that it was made from.
+        """Return the backward passes of a problem that was made from the mask and the score in `formulas`.
 
         If the call cannot be repeated, `formulas` is empty.
         """
@@ -193,8 +194,8 @@ class BackwardPasses:
 
         Parameters
         ----------
-        given : what a bound call reads; None if no bound call can serve
-        dispatch : the full dispatch, which returns the gradients, and the mask and the score that it was made for
+        given : what a bound call reads; None if no bound call can compute this pass
+        dispatch : function that computes the gradients by the full dispatch, and returns (gradients, (mask, score))
         """
         gradients = self.repeat(given, forward)
         if gradients is None:
@@ -205,7 +206,7 @@ class BackwardPasses:
         return gradients
 
     def repeat(self, given: BackwardInputs | None, forward: ForwardPass) -> list[Any] | None:
-        """Return the gradients by a stored bound call; None if none has these layouts or none can serve."""
+        """Return the gradients by a stored bound call; None if no call fits these arrays, or if the call fails."""
         if given is None:
             return None
         operands, output, lse, sinks, seed, threads = forward
@@ -263,7 +264,7 @@ class BackwardPasses:
         formulas: Sequence[Expression | None],
         forward: ForwardPass,
     ) -> None:
-        """Store the bound call of a backward pass that went through the full dispatch, if it read these arrays.
+        """Store the bound call of a backward pass that went through the full dispatch, if it read the caller's arrays.
 
         Parameters
         ----------
@@ -321,13 +322,13 @@ def _subtract_sum(
 
 
 def arrays_to_save(see: Sequence[Statistic], results: Sequence[Any]) -> list[Any]:
-    """Return the arrays of the statistics that their gradients read; `results` are output, lse and all arrays."""
+    """Return the arrays of statistics that the backward pass reads. `results` is [output, lse, *all arrays]."""
     arrays = zip(see, split_arrays(see, results), strict=True)
     return [array for statistic, own in arrays if statistic.backward_reads_arrays for array in own]
 
 
 def split_saved(see: Sequence[Statistic], saved: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return each statistic's arrays, () if they are not saved; `saved` are output, lse and the `arrays_to_save`."""
+    """Return each statistic's arrays, () if they are not saved. `saved` is [output, lse, *arrays_to_save(...)]."""
     arrays, start = [], 2
     for statistic in see:
         count = count_arrays(statistic) if statistic.backward_reads_arrays else 0

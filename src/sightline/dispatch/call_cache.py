@@ -1,25 +1,25 @@
-"""A cache of attention calls: a call whose structure was met before goes straight to its kernel.
+"""A cache of attention calls: a call with the layouts and the structure of an earlier call goes straight to its kernel.
 
     attention(q, k, v, mask=j < table(lengths)[b])  →  Description  →  Request  →  ForwardEntry  →  kernel
 
-`call_request` computes the structure of a call, which is a part of the key. `answer` looks the call up by
-`lookup.find_or_run`, and runs it. `cpu.launch.prepared_call` decides how a call is repeated. Calls that differ only in
-lengths and strides form a family. A call of a family that was met before is bound for its lengths without the full
-dispatch: each step of a decoding loop has another number of keys.
+`call_request` computes the structure of a call: its options, and its formulas without numbers and tables. `answer`
+looks the call up by `lookup.find_or_run`, and runs it. `cpu.launch.prepared_call` decides how a call is repeated. Calls
+that differ only in lengths and strides form a family, such as the steps of a decoding loop. A call of a known family is
+bound for its lengths without the full dispatch, which has all checks, the choice of a kernel and its planning.
 
 A repeated call takes from an earlier call what follows from the key: the kernel, the values of its bound arguments
 (lengths, strides, offsets of batches), and the checks of shapes, dtypes and options. The key has the type, dtype, shape
 and strides of every array of the call, tables, masks and sinks included, the structure of the formulas and the options.
-The rest is of the call itself:
+A repeated call reads or computes anew:
 
-- the addresses of all arrays, of which `KernelInputs.bind` has checked that the kernel reads them with the memory
-  layouts that the key has; a table that the kernel cannot read as it is, is converted at each call;
+- the addresses of all arrays (`KernelInputs.bind` has checked that the kernel reads the arrays with the memory layouts
+  of the key), and a conversion of each table that the kernel cannot read as it is;
 - numbers of formulas, seed, sinks, and the environment variable SIGHTLINE_CPU;
 - tile ranges, and the checks of indices and whole numbers, if they depend on entries of tables or on numbers.
 
-A family shares no lengths, so `CallFamily.bind` repeats each check that depends on lengths. A backward pass takes
-output and lse from its forward pass, so the entries of all tables must be the same in both: `torch.autograd` compares
-them.
+Calls of a family have different lengths, so `CallFamily.bind` repeats each check that depends on lengths. A backward
+pass takes output and lse from its forward pass, so the entries of all tables must be the same in both passes:
+`sightline.torch.autograd` compares the entries.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def _cache_key(request: Request, bound_call: BoundCall) -> tuple[Any, ...]:
 class EntryResult(NamedTuple):
     """The arrays that a cached call computed.
 
-    arrays : the arrays of every statistic except lse, in the order of `ForwardEntry.statistics`; of a mean, the arrays
-        that it averages
-    is_lse_imprecise : True if the forward kernel set `imprecise_lse_flag`
+    arrays : the arrays of every statistic except lse, in the order of `ForwardEntry.statistics`; for a mean, the arrays
+        before they are averaged
+    is_lse_imprecise : True if an lse is NaN, ∞ or too large for exact weights (`imprecise_lse_flag` of the kernel)
     seed : the seed of dropout
     """
 
@@ -163,9 +163,9 @@ Attacher = Callable[[Request, Any, Any, Any, EntryResult], EntryResult]
 class CachedStatistic(NamedTuple):
     """A statistic of a cached call.
 
-    statistic : the statistic without its formula; of a mean, the statistic that is averaged
-    outputs : the places of its arrays among the forward kernel's outputs; empty if the kernel does not compute it
-    mean_axes : the axes over which the arrays are averaged; None if the statistic is no mean
+    statistic : the statistic without its formula; for a mean, the statistic that is averaged
+    outputs : places of the statistic's arrays among the forward kernel's outputs; empty if a weights pass computes it
+    mean_axes : the axes over which the arrays are averaged; None if the statistic is not a mean
     """
 
     statistic: Statistic
@@ -215,8 +215,8 @@ class ResultBuilder:
 class PreparedPass(NamedTuple):
     """The weights pass of one or several statistics of a cached call.
 
-    prepared : its call, whose operands are query, key and lse
-    bound : how its arrays become those of the statistics
+    prepared : the call of the weights pass, whose operands are query, key and lse
+    bound : the object that makes the statistics' arrays from the arrays of the pass
     """
 
     prepared: PreparedCall
@@ -225,14 +225,14 @@ class PreparedPass(NamedTuple):
 
 @dataclass
 class ForwardEntry(ResultBuilder):
-    """A call that only lacks its inputs. It has these parameters besides those of `ResultBuilder`.
+    """A cached call, which lacks only its inputs. It has these parameters besides those of `ResultBuilder`.
 
     Parameters
     ----------
     prepared : the call of the forward kernel; its results are output, lse if it is needed, and arrays of statistics
     passes : the weights passes of the statistics that the forward kernel does not compute
     dtype : the dtype of query, key, value and output
-    statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in its order
+    statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in the kernel's order
     needs_lse : True if a statistic, a weights pass or the backward pass reads lse
     squeezed_axis : the axis of the heads in the arrays of passes if the caller's arrays have no such axis; else None
     has_dropout : True if the call needs a seed
@@ -258,12 +258,12 @@ class ForwardEntry(ResultBuilder):
     def make_makers(self, shape: tuple[int, ...], heads_in_rows: bool) -> list[Callable[[], Any]]:
         """Return the functions that allocate the results of the forward kernel.
 
-        `shape` is the shape of the output. `heads_in_rows` says whether its memory holds the heads of a position side
-        by side; see `has_heads_in_rows`.
+        `shape` is the shape of the output. `heads_in_rows` says whether the output's memory holds the heads of a
+        position side by side; see `has_heads_in_rows`.
         """
         make_empty, rows = self.adapter.make_empty, shape[:-1]
         makers = [make_empty(shape, self.dtype, heads_in_rows)]
-        if self.needs_lse:  # without statistics the caller does not see it: NumPy's suffices
+        if self.needs_lse:  # without statistics the caller does not get the lse, so a NumPy array suffices
             makers.append(make_empty(rows, "float64") if self.statistics else partial(np.empty, rows))
         return [*makers, *[make_empty(rows, dtype) for dtype in self.statistic_dtypes]]
 
@@ -320,7 +320,7 @@ class ForwardEntry(ResultBuilder):
 def describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], tuple[str, ...]]:
     """Return the statistics of a problem, and the names of the dtypes of the forward kernel's outputs for them.
 
-    These outputs are two of max_score, one of entropy, and one of each mass.
+    The forward kernel has two outputs for max_score, one for entropy, and one for each mass.
     """
     statistics = [unwrap_mean(statistic) for statistic in problem.see]
     kinds = [type(statistic) for statistic in statistics]
@@ -356,15 +356,15 @@ def insert(
 ) -> None:
     """Store a call that went through the full dispatch.
 
-    The call is stored only if its kernel returned a bound call, and if that bound call read the caller's own arrays:
-    query, key and value at the same addresses, and no tables but those of the request.
+    The call is stored only if its kernel returned a bound call that read the caller's own arrays. Query, key and value
+    must have the same addresses, and all tables must be those of the request.
 
     Parameters
     ----------
     formulas : the formulas of the call, from `Request.formulas`
     arrays : the caller's query, key and value
     problem, result : the problem that was made from the formulas, and its result
-    attach : see `ForwardEntry`
+    attach : see `ResultBuilder`
     kind : the class of the stored call
     """
     bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
@@ -385,7 +385,7 @@ def insert(
         passes.append(PreparedPass(call, bound))
     output = problem.squeeze_heads(result.output, 2)
     statistics, statistic_dtypes = describe_statistics(problem)
-    # a direct call that returns its output alone is not joined, so `join` must not be needed for it
+    # `join` does not run for a direct call with one result, so a call that needs `join` also returns lse
     needs_lse = kind.keeps_lse or attach is not None or bool(passes)
     needs_lse = needs_lse or any(isinstance(one.statistic, Lse) for one in statistics)
     has_dropout, can_be_direct = problem.dropout > 0, problem.dropout == 0 and request.sinks is None

@@ -1,11 +1,11 @@
 """Joined calls: one call for all elements of a mapped axis, as the batching rules of `jax.vmap` and `torch.vmap` need.
 
-The mapped axis becomes a leading batch axis. In the formulas, b counts the batches of one element. In the joined call,
-b counts those of all elements: b is replaced by b mod B, where B is the number of batches of one element, and a mapped
-table is read at ⌊b / B⌋ in a new first axis.
+The mapped axis becomes a leading batch axis. In the formulas of one element, b counts the B batches of this element. In
+the joined call, b counts the batches of all elements. So the joined formulas have b mod B in place of b. A mapped table
+has a new first axis, and is read there at ⌊b / B⌋.
 
-Sinks have one entry for each head and none for each batch. If they differ between elements, elements and batches become
-heads: head (element · B + b) · H + h of the joined call is head h of batch b of an element.
+Sinks have one entry for each head and none for each batch. If sinks differ between elements, elements and batches
+become heads: head (element · B + b) · H + h of the joined call is head h of batch b of an element.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def join_text(
 
     Parameters
     ----------
-    text : that of one element
+    text : the text of the call of one element
     problem : the problem of one element, for its shapes; its formulas and its contents are not read
     old : arrays with the shapes and dtypes of the tables of one element, each an object of its own
-    new : the same of the joined call; a mapped table has a new first axis
+    new : the arrays of the tables of the joined call; a mapped table has a new first axis
     is_mapped : for each table, True if it differs between elements
     has_joined_heads : True if elements and batches become heads
-    change : the statistic that the joined call computes for a statistic of one element
+    change : function that maps a statistic of one element to the statistic that the joined call computes
     """
     symbols, element = _element_symbols(problem.B, problem.H if has_joined_heads else None)
     place = {id(array): k for k, array in enumerate(old)}
     tables: dict[int, Table] = {}
 
     def read(table: Table, indices: Indices) -> Expression:
-        """Return the read of the joined table for a read of the table of one element."""
+        """Return the lookup in the joined call's table that replaces this lookup in a table of one element."""
         k = place[id(table.array)]
         if k not in tables:
             axes = table.axes

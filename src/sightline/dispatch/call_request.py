@@ -4,13 +4,13 @@
 
 The key of a request has everything that the dispatch depends on: the layouts of all arrays, and the structure. Layouts
 are shapes, strides and dtypes. The structure is the formulas without their numbers and tables, and the options. The key
-never has contents of arrays, so new tables at each call are as fast as the same ones. A call has no request, and goes
-through the full dispatch, in four cases:
+never has contents of arrays, so new tables at each call are as fast as the same ones. In four cases a call has no
+request, and goes through the full dispatch: all checks, the choice of a kernel, and its planning.
 
-- It needs statistics that no kernel computes, or selections of statistics.
-- Its scale is an array.
+- The call needs statistics that no kernel computes, or selections of statistics.
+- The scale is an array.
 - The type of an array is not exactly NumPy's ndarray or torch's Tensor.
-- torch itself must see the call.
+- torch traces or transforms the call, or a mode of torch is active; `arrays.layouts` has the full list.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ..formula.parameters import structure_of
 from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights, unwrap_mean
 from ..statistics.computation import computed_statistic
 
-# the statistics of cached calls: the forward kernel computes some, and a weights pass each of the others
+# the statistics of cached calls: the forward kernel computes those of the first tuple, weights passes the others
 FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Mass), (Received, Pooled, TopK, Weights)
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
 MAX_MASK_AXES = 4  # b, h, i and j
 Named = TypeVar("Named", bound=tuple[Any, ...])
 
-# `os.environ.get` takes a microsecond, because it encodes the name. On POSIX the dict that it reads is read directly.
+# `os.environ.get` takes a microsecond, because it encodes the name. On POSIX, this code reads the dict behind it.
 _environment: Any = getattr(os.environ, "_data", os.environ)
 _cpu_variable: Any = CPU_VARIABLE.encode() if os.supports_bytes_environ else CPU_VARIABLE
 
@@ -45,7 +45,7 @@ class CallStructure(NamedTuple):
 
     options : scale, dropout, kernel, threads, `machine_setting`, and the classes and parameters of the statistics
     has_arrays : two booleans: whether the mask is a boolean array, and whether the score is an array of biases
-    has_sinks : True if the last of `Description.arrays` are sinks
+    has_sinks : True if the last array of `Description.arrays` has the sinks
     formulas : `Structure.key` of mask, score and conditions, () if there are none; the `CallText` in programs of JAX
     wanted_tables : for `attention_vjp`, the indices of the score's tables with gradients; None for all other callers
     """
@@ -61,7 +61,7 @@ _plain_structures: dict[Any, CallStructure] = {}  # calls without formulas, sink
 
 
 class Description(NamedTuple):
-    """A call without its layouts.
+    """A call as `describe` reads it, before the layouts of its arrays are read.
 
     structure : the formulas without their numbers and tables, and the options
     mask, score : the formulas; `mask` may be a boolean array, and `score` an array of biases
@@ -108,7 +108,7 @@ class Request(NamedTuple):
 
 
 def make_tuple(kind: type[Named], *members: Any) -> Named:
-    """Return `kind(*members)`, a named tuple, in half the time."""
+    """Return the named tuple `kind(*members)`, in half the time that `kind(*members)` takes."""
     return tuple.__new__(kind, members)
 
 
@@ -190,7 +190,7 @@ def _are_valid(scale: Any, dropout: Any, seed: Any, kernel: Any, threads: Any, d
 
 
 def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ...]] | None:
-    """Return the classes and parameters of the statistics, and the statistics; None if cached calls cannot have one."""
+    """Return (classes and parameters of the statistics, statistics); None if a cached call cannot compute one."""
     if type(see) not in (list, tuple):
         return None
     key: list[Any] = []
@@ -214,7 +214,7 @@ def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ..
 
 
 def has_cached_kinds(see: Sequence[Statistic]) -> bool:
-    """True if every statistic is one of cached calls."""
+    """True if cached calls can compute all of these statistics."""
     return _describe_statistics(list(see)) is not None
 
 
@@ -269,8 +269,8 @@ def _describe_formulas(
 def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return the key of the call's family: the key without lengths and strides; None if the call has no family.
 
-    A call has a family only if its three arrays have four axes and equal batch axes. The choice of a kernel depends on
-    the number of queries if that number is small, and on whether there are many keys. Both facts are part of the key.
+    A call has a family only if query, key and value have four axes and equal batch axes. The choice of a kernel depends
+    on the number of queries if that number is small, and on whether there are many keys. The key has both facts.
     """
     layouts, structure = key
     arrays = array_layouts.parse(layouts)
@@ -289,6 +289,6 @@ def _without_lengths(layout: array_layouts.Layout) -> tuple[Any, ...]:
 
 
 def without_key_length(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the key without m, the length of the key sequence, for a call that serves every m."""
+    """Return the key without m, the number of keys, for a cached call that serves every m."""
     layouts, structure = key
     return array_layouts.without_key_length(layouts), structure

@@ -23,7 +23,8 @@ class CallText(NamedTuple):
     """The plain values of a call.
 
     mask, score : `Expression.text`; "" if there is none
-    table_axes : the axes that each table spans: "hij,.j,|-,|" has a comma after each table and | after mask and score
+    table_axes : `Table.axes` of all tables: "hij,.j,|-,|" has a comma after each table, and | after mask and score; "."
+        is an axis without a symbol, and "-" a table without `axes`
     scale, dropout : as in `attention`
     see : a line for each statistic, its `Statistic.serialize` with | between the parts
     """
@@ -58,7 +59,7 @@ class CallText(NamedTuple):
         return mask, parse_text(self.score, self.tables(arrays, 1)) if self.score else None
 
     def statistics(self, arrays: Sequence[Any]) -> tuple[Statistic, ...]:
-        """Return the statistics. The tables of their conditions hold `arrays`, which are those of all tables."""
+        """Return the statistics, with their tables. `arrays` are the arrays of all tables of the call."""
         tables = self.tables(arrays, 2)
 
         def condition(text: str) -> Expression:
@@ -76,17 +77,17 @@ class CallText(NamedTuple):
         sinks: Any = None,
         seed: int = 0,
     ) -> Problem:
-        """Return the problem of query, key and value, which is not validated.
+        """Return the problem of query, key and value, without a check.
 
-        `arrays` are those of the tables, and `formulas` are the result of the method `formulas`. To infer shapes, the
-        defaults suffice, and no array is read.
+        `arrays` are the arrays of all tables, and `formulas` is the result of the method `formulas`. To infer shapes,
+        the defaults suffice. No array is read.
         """
         mask, score = formulas
         see = self.statistics(arrays)
         return Problem(*operands, mask, score, sinks, self.scale, self.dropout, seed, see, heads_squeezed=False)
 
     def tables(self, arrays: Sequence[Any], section: int) -> list[Table]:
-        """Return the tables of the mask (section 0), of the score (1) or of the statistics (2)."""
+        """Return the tables of the mask (section 0), the score (1) or the statistics (2) with their arrays."""
         sections = self.table_axes.split("|")
         first = sum([before.count(",") for before in sections[:section]])
         tables = []
@@ -103,7 +104,7 @@ class CallText(NamedTuple):
 
 
 def to_text(formula: Expression | None) -> tuple[str, list[Table]]:
-    """Return `formula.text` and `formula.tables`. This function writes the text again for torch.compile to trace."""
+    """Return `formula.text` and `formula.tables`. If torch.compile traces the call, write the text by plain code."""
     if formula is None:
         return "", []
     if not is_compiling():
@@ -147,14 +148,14 @@ def count_arrays(statistic: Statistic) -> int:
 
 
 def flatten_result(see: Sequence[Statistic], result: Result) -> list[Any]:
-    """Return [output, lse, *arrays]: the arrays of every requested statistic except `lse()`."""
+    """Return [output, lse, *arrays], where `arrays` are those of every requested statistic except `lse()`."""
     seen = zip(see, result.seen, strict=True)
     others = [array for statistic, entry in seen if count_arrays(statistic) for array in arrays_of(entry)]
     return [result.output, result.lse, *others]
 
 
 def locate_arrays(see: Sequence[Statistic], first: int = 2) -> list[range]:
-    """Return the indices of each statistic's arrays among the results; the first array has the index `first`."""
+    """Return the indices of each statistic's arrays in `flatten_result`, if the first array has the index `first`."""
     places, start = [], first
     for statistic in see:
         places.append(range(start, start + count_arrays(statistic)))
@@ -163,7 +164,7 @@ def locate_arrays(see: Sequence[Statistic], first: int = 2) -> list[range]:
 
 
 def split_arrays(see: Sequence[Statistic], results: Sequence[Any], first: int = 2) -> list[Sequence[Any]]:
-    """Return each statistic's arrays, of values in the order of `flatten_result` with the first array at `first`."""
+    """Return each statistic's part of `results`, which are in the order of `flatten_result`, from index `first` on."""
     return [results[places.start : places.stop] for places in locate_arrays(see, first)]
 
 

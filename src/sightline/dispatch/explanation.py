@@ -1,4 +1,4 @@
-"""The class of what `sightline.explain` returns: the numbers of an attention call, which `str` prints as a page."""
+"""`Explanation`, the result of `sightline.explain`: the kernel and the cost of a call, which `str` shows as a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..problem.kernel import Plan
 from ..problem.problem import Problem
 
 TILE = (64, 64)  # the counted tiles have 64 queries and 64 keys; the tiles of a kernel may be larger
-SHARED = "stored and read once for several sequences; the figures below are those of copies"
+SHARED = "stored and read once for several sequences; the figures below count a copy for each sequence"
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,8 +22,7 @@ class Explanation:
     """The kernel of an attention call, the reasons for the choice of that kernel, and the cost of the call.
 
     `bytes_read_and_written`, `memory` and `dense_memory` are in bytes. `flops` and `dense_flops` count a multiplication
-    and an addition as two operations. The prefix `dense_` means attention that stores all n × m weights. `prediction`
-    has the cost of the call over several ranks.
+    and an addition as two operations. The prefix `dense_` means attention that stores all n × m weights.
     """
 
     shape: str
@@ -96,7 +95,7 @@ class Explanation:
             ("problem", self.shape),
             *(("", formula) for formula in self.formulas),
             ("kernel", f"{self.kernel}: {self.description}" + (" (asked for by name)" if self.forced else "")),
-            *([] if self.forced else [("", f"the cheapest that can: {', '.join(candidates)}")]),
+            *([("", f"chosen from {', '.join(candidates)} by its cost")] if candidates[1:] and not self.forced else []),
             *([] if self.forced else [("", f"{name}: {reason}") for name, reason in self.reasons.items()]),
             *((f"not {name}", "; ".join(reasons)) for name, reasons in self.refusals.items() if reasons),
             *([("gradients", f"by streaming: {'; '.join(self.backward_refusals)}")] if self.backward_refusals else []),

@@ -1,6 +1,6 @@
 """The list `KERNELS`, and the forward and backward passes of a validated problem by the kernel that is chosen.
 
-`problem.kernel.choose` chooses the kernel. `torch.dispatch.kernels` adds torch's own.
+`problem.kernel.choose` chooses the kernel. `sightline.torch.dispatch` adds the kernel "fused", which is torch's own.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def differentiate(
     threads: int | None = None,
     saved_arrays: Sequence[Sequence[Any]] = (),
 ) -> Gradients:
-    """Return the gradients of a result, by the backward pass of the plan's kernel or else by that of streaming.
+    """Return the gradients of a result, by the backward pass of the plan's kernel or else by the streaming kernel's.
 
-    Streaming computes them if the kernel refuses the backward pass (`Plan.backward_refusals`), if a gradient is NaN or
-    ∞, or if an |lse| is above `kernel.MAX_LSE`. In this last case streaming repeats the forward pass; in the other
-    cases it uses the saved output and lse.
+    Streaming computes the gradients if the kernel refuses the backward pass (`Plan.backward_refusals`), if a gradient
+    is NaN or ∞, or if an |lse| is above `kernel.MAX_LSE`. In the last case streaming repeats the forward pass. In the
+    other cases it uses the saved output and lse.
 
     Parameters
     ----------

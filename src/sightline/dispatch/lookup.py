@@ -1,16 +1,16 @@
-"""Where a repeated call is matched: the look-up of calls by the layouts of their arrays and their structure.
+"""The look-up of a repeated call by the layouts of its arrays and by its structure: its formulas and options.
 
     find_or_run(entries, structure, numbers, operand, ..., table, ...)
         →  (entry, results, layouts, address of operand, ..., address of table, ...), or the only result
 
-`entries` has the calls that were met: the call cache for forward passes, or the backward passes of one cached call. The
-key of an entry is (layouts, structure). An entry has the attribute `prepared`, a `PreparedCall`. If that call is
-direct, generated code runs it and `results` is a tuple of its results; if it has only one result, this result alone is
-returned. Else `results` is None, and the caller runs the entry. The entry is None if the call was not met. The whole
-result is None if only the full dispatch can read the arrays; see `arrays.layouts`. The full dispatch is the way of a
+`entries` is a dict of earlier calls: the call cache for forward passes, or the backward passes of one cached call. Its
+keys are (layouts, structure). The attribute `prepared` of an entry is a `PreparedCall`. If that call is direct,
+generated code runs it, and `results` is a tuple of its results. A single result of a direct call is returned alone. If
+the call is not direct, `results` is None, and the caller runs the entry. If no entry has the key, the entry is None. If
+only the full dispatch can read the arrays (see `arrays.layouts`), None is returned. The full dispatch is the way of a
 first call: all checks, the choice of a kernel, and its planning.
 
-`find_in_python` looks up in Python, and runs no call. It is replaced by generated code when the first entry is found.
+`find_in_python` looks up in Python, and runs no call. Generated code replaces it when the first entry is found.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MAX_CACHED_CALLS = 256  # the call cache moves an entry that was used to the end
 def find_in_python(
     entries: Mapping[Any, Any], structure: Any, numbers: tuple[float, ...], *arrays: Any
 ) -> tuple[Any, ...] | None:
-    """Return (entry or None, None) and the result of `read_arrays`; None if only the full dispatch can read the arrays.
+    """Return (entry or None, None, layouts, *addresses); None if only the full dispatch can read the arrays.
 
-    `numbers` are the numbers of the call's formulas, for generated code that runs the call.
+    `numbers` are the numbers of the call's formulas, which only generated code uses.
     """
     found = array_layouts.read_arrays(*arrays)
     return None if found is None else (entries.get((found[0], structure)), None, *found)
@@ -58,14 +58,14 @@ def use(reader: Callable[..., Any], finder: Callable[..., Any]) -> None:
 
 
 def serve_tensors(tensors: array_layouts.Tensors) -> None:
-    """From now on, read torch's tensors too, which `tensors` describes."""
+    """From now on, also read tensors of torch, in the way that `tensors` describes."""
     array_layouts.serve_tensors(tensors)
     use(array_layouts.read_in_python, find_in_python)
 
 
 def store(entries: dict[Any, Any], key: tuple[Any, ...], entry: Any, limit: int | None = None) -> None:
     """Store an entry, and drop the first entries of the dict beyond `limit`, by default `MAX_CACHED_CALLS`."""
-    entries[key] = entry  # each operation on the dict is atomic, so that no thread waits for a lock
+    entries[key] = entry  # each operation on the dict is atomic, so no lock is needed
     while len(entries) > (MAX_CACHED_CALLS if limit is None else limit):
         try:
             del entries[next(iter(entries))]

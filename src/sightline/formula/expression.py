@@ -281,8 +281,8 @@ def as_expression(value: Any) -> Expression:
         # A symbol becomes its value, and a guard makes torch.compile compile again for another value.
         value = sys.modules["torch.fx.experimental.symbolic_shapes"].guard_scalar(value)
     if isinstance(value, int):
-        if abs(value) > MAX_EXACT_INTEGER:
-            raise FormulaError(f"the integer {value} in a formula", "from −2⁵³ to 2⁵³", "write it as a float, 1e18")
+        if abs(value) >= MAX_EXACT_INTEGER:
+            raise FormulaError(f"the integer {value} in a formula", "between −2⁵³ and 2⁵³", "write it as a float, 1e18")
         return intern(Constant(value, "int"))
     if isinstance(value, float):
         return intern(Constant(float(value), "float"))

@@ -133,7 +133,11 @@ class ExpressionMethods:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return the attribute of a torch tensor that has this name, such as the method in `q_idx.clamp(0, 5)`."""
+            """Return for this formula what a torch tensor has under this name: `clamp`, for example, makes a formula.
+
+            So functions that were written for tensors accept formulas. A name without such a meaning raises
+            AttributeError.
+            """
             return PASSES.tensor_attribute(self, name)
 
     # -- the values for given lengths -------------------------------------------------------------------------------

@@ -43,7 +43,9 @@ def check_formulas(mask: Expression | None, score: Expression | None, extent: Ex
         bounds = compute_intervals(formula, make_box(extent))
         too_large = _find_large_integer(formula, extent, bounds)
         if too_large is not None:
-            raise FormulaError(f"{too_large} grows to 2⁵³ or beyond", "whole numbers below 2⁵³", "use floats: 1.0 * i")
+            raise FormulaError(
+                f"{too_large} may reach ±2⁵³", "whole numbers between −2⁵³ and 2⁵³", "use floats: 1.0 * i"
+            )
         for _, node, axis in _indices_outside(formula, bounds):
             _check_index(formula, node, axis, bounds[id(node.arguments[axis])], allowed, extent)
 

@@ -88,7 +88,8 @@ def window(left: int, right: int = 0) -> Expression:
         raise ParameterError(
             f"window({left!r}, {right!r})",
             "whole numbers, left ≥ 1 and right ≥ 0",
-            "window(1) allows only the key at i; FlashAttention's window_size=(left, right) is window(left + 1, right)",
+            "window(1) allows key i only. FlashAttention's window_size=(left, right) is window(left + 1, right), "
+            "(-1, 0) is causal(), (-1, -1) is no mask",
         )
     # Not `i - j < left`: torch.compile cannot trace a comparison between a formula and a SymInt, its symbolic int.
     return apply("less", i - j, left) & apply("less_equal", j - i, right)

@@ -1,9 +1,9 @@
 """Sightline for JAX: attention inside compiled programs, with gradients.
 
-`sightline.attention` takes JAX arrays and tracers. `dot_product_attention` has the signature of JAX's function.
+`sightline.attention` takes JAX arrays and tracers. `dot_product_attention` has the signature of the `jax.nn` function.
 
-The import registers the custom call of XLA by which programs run attention, so a process that loads an exported program
-imports this package first. The import raises MissingExtraError if JAX is not installed.
+Importing this package registers an XLA custom call, the function by which compiled programs run attention. A process
+that loads an exported program must import this package first. MissingExtraError is raised if JAX is not installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention in operations of JAX: for derivatives of every order, and for devices without a generated kernel.
 
-A loop of `jax.lax` computes one block of queries after another, with all of its keys. A derivative computes the block
-again, so the memory is O(n). JAX differentiates these operations in both directions. The values of hidden pairs reach
-neither the results nor the derivatives, NaN and ∞ included.
+A loop of `jax.lax` computes one block of queries after another, each with all keys. A derivative computes each block
+again instead of storing it, so the memory is O(n). JAX differentiates these operations forward and backward. A hidden
+key adds nothing to the results and derivatives, even if its rows of key and value have NaN or ∞.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BLOCK_ELEMENTS = 1 << 22  # the most scores of one block, over all batches and h
 
 
 def attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
-    """Return the results of the primitive `attention`. The words of lse in float64 are 0, and are not read."""
+    """Return the results of the primitive `attention`. lse in float64 is 0, because the derivatives here ignore it."""
     problem, seed = _make_problem(inputs, options)
     blocks = _Blocks(problem, seed)
     rows = min(max(BLOCK_ELEMENTS // max(problem.B * problem.H * problem.m, 1), 1), max(problem.n, 1))
@@ -64,7 +64,7 @@ def attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
 
 
 def tangents(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
-    """Return the results of the primitive `tangent`."""
+    """Return the results of the primitive `tangent`: tangents of results, from those of the arguments `wanted`."""
     primals, given = inputs[: options.num_inputs], inputs[options.num_inputs + 2 :]
     function = _restrict(primals, options, wanted, options.differentiable_results(primals))
     found: list[Any] = jax.jvp(function, [primals[k] for k in wanted], list(given))[1]
@@ -72,7 +72,7 @@ def tangents(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> lis
 
 
 def gradients(*inputs: Any, options: CallOptions, wanted: tuple[int, ...], given: tuple[int, ...]) -> list[Any]:
-    """Return the results of the primitive `backward`."""
+    """Return the results of the primitive `backward`: gradients of the arguments `wanted`, from those of `given`."""
     primals, cotangents = inputs[: options.num_inputs], inputs[options.num_inputs + 2 :]
     function = _restrict(primals, options, wanted, given)
     return list(jax.vjp(function, *[primals[k] for k in wanted])[1](list(cotangents)))
@@ -81,7 +81,7 @@ def gradients(*inputs: Any, options: CallOptions, wanted: tuple[int, ...], given
 def _restrict(
     primals: Sequence[Any], options: CallOptions, wanted: Sequence[int], given: Sequence[int]
 ) -> Callable[..., list[Any]]:
-    """Return the function from the arguments `wanted` to the results `given`."""
+    """Return `attend` as a function from the arguments `wanted` to the results `given`; the others are constant."""
 
     def function(*chosen: Any) -> list[Any]:
         replaced = dict(zip(wanted, chosen, strict=True))
@@ -92,7 +92,7 @@ def _restrict(
 
 
 def _make_problem(inputs: Sequence[Any], options: CallOptions) -> tuple[Problem, Any]:
-    """Return the problem, and the seed as two words; None without dropout."""
+    """Return the problem, and the seed as two uint32 words, or None without dropout."""
     rest = list(inputs[options.table_places.stop :])
     places = zip(options.table_places, options.wide_tables, strict=True)
     tables = [_narrow(inputs[k], wide) if wide else inputs[k] for k, wide in places]
@@ -103,9 +103,9 @@ def _make_problem(inputs: Sequence[Any], options: CallOptions) -> tuple[Problem,
 
 
 def _narrow(words: Any, dtype: str) -> Any:
-    """Return float64 numbers in pairs of words, the lower word first, as float32.
+    """Convert float64 numbers to float32. `words` has two uint32 words of each number, the lower word first.
 
-    Raise DtypeError for whole numbers: such a table is passed as words only if an entry needs more than 32 bits.
+    DtypeError is raised for int64, because an int64 table is passed as words only if an entry needs more than 32 bits.
     """
     if dtype != "float64":
         raise DtypeError(
@@ -127,7 +127,7 @@ def _narrow(words: Any, dtype: str) -> Any:
 
 
 class _Namespace:
-    """`jax.numpy`. Its dtypes of 64 bits are those of 32 bits if `jax_enable_x64` is not set."""
+    """`jax.numpy`, in which int64 and float64 mean int32 and float32 unless `jax_enable_x64` is set."""
 
     def __init__(self) -> None:
         self.int64, self.float64 = (jax.dtypes.canonicalize_dtype(name) for name in ("int64", "float64"))
@@ -139,7 +139,7 @@ class _Namespace:
 class _Blocks:
     """The computation of a problem by blocks of queries.
 
-    joins : how the blocks' arrays become one array, by the names of `_JOIN`: of output, lse and each statistic's arrays
+    joins : for each array that `compute` returns, the key of `_JOIN` that tells how the arrays of all blocks become one
     """
 
     def __init__(self, problem: Problem, seed: Any) -> None:
@@ -153,7 +153,7 @@ class _Blocks:
         self.joins = ["concatenate"] * 2 + [join for own in joins for join in own]
 
     def compute(self, start: Any, query: Any) -> list[Any]:
-        """Return output, lse and the statistics' arrays of the queries from `start`."""
+        """Return output, lse and the statistics' arrays of the block `query`, whose first query is number `start`."""
         problem, xp = self.problem, self.xp
         i = start + jnp.arange(query.shape[-2], dtype=xp.int64)[:, None]
         b = jnp.arange(problem.B, dtype=xp.int64).reshape((*problem.batch_shape, 1, 1, 1))
@@ -183,7 +183,7 @@ class _Blocks:
         return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)
 
     def normalise(self, scores: Any) -> tuple[Any, Any]:
-        """Return the weights before dropout, and lse; 0 and −∞ for a query without visible keys and sink."""
+        """Return the weights before dropout, and lse. They are 0 and −∞ for a query without sink and visible keys."""
         sinks = self.problem.sinks
         largest = jnp.max(scores, axis=-1, initial=-jnp.inf)
         if sinks is not None:
@@ -204,7 +204,7 @@ class _Blocks:
         grouped = jax.lax.stop_gradient(self.group(weights))
 
         def find_nonfinite() -> Any:
-            """Return NaN, ∞ or −∞ for each sum that reads such a number, else 0."""
+            """Return the sum of the nonfinite entries of `array` with a weight ≠ 0: NaN, ∞ or −∞, or 0 if none."""
             seen, kinds = (grouped != 0).astype(self.dtype), (jnp.isnan(array), array == jnp.inf, array == -jnp.inf)
             nan, up, down = (seen @ kind.astype(self.dtype) > 0 for kind in kinds)
             return jnp.where(nan | (up & down), jnp.nan, jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, 0.0)))
@@ -262,7 +262,7 @@ class _Blocks:
 
 
 def _first_maximum(array: Any, axis: int) -> tuple[Any, Any]:
-    """Return the first index of the largest number along an axis, and the number. Its gradient goes to that index."""
+    """Return the first index of the largest number along an axis, and the number, whose gradient goes to this index."""
     if array.shape[axis] == 0:
         shape = [length for k, length in enumerate(array.shape) if k != axis % array.ndim]
         return jnp.zeros(shape, int), jnp.full(shape, -jnp.inf, array.dtype)
@@ -272,7 +272,7 @@ def _first_maximum(array: Any, axis: int) -> tuple[Any, Any]:
 
 @jax.custom_jvp  # type: ignore[untyped-decorator]
 def _dot_products(query: Any, key: Any) -> Any:
-    """Return query @ keyᵀ. NaN and ∞ count as 0 in its derivative, so that those of hidden keys do not reach it."""
+    """Return query @ keyᵀ. Its derivative reads NaN and ∞ as 0, so that NaN in a hidden key changes no gradient."""
     return query @ jnp.matrix_transpose(key)
 
 
@@ -291,14 +291,14 @@ def _zero_nonfinite(array: Any) -> Any:
 
 
 def _join_of(statistic: Statistic) -> str:
-    """Return the name in `_JOIN` of how the statistic's arrays of the blocks become one array."""
+    """Return the key of `_JOIN` that tells how the arrays of a statistic over blocks become one array."""
     if isinstance(statistic, Received | Pooled):
         return "max" if statistic.how == "max" else "sum"
     return "concatenate"
 
 
 def _concatenate(array: Any, axis: int, n: int) -> Any:
-    """Return the arrays of all blocks as one array, without the queries past the end."""
+    """Return the arrays of all blocks as one array, without the padded queries from position n on."""
     blocks = jnp.moveaxis(array, 0, axis)
     joined = blocks.reshape((*blocks.shape[:axis], math.prod(blocks.shape[axis : axis + 2]), *blocks.shape[axis + 2 :]))
     return jax.lax.slice_in_dim(joined, 0, n, axis=axis)
@@ -312,7 +312,10 @@ _JOIN: dict[str, Callable[[Any, int, int], Any]] = {
 
 
 def _finish_statistics(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
-    """Return the arrays of all statistics from the joined arrays of what they average."""
+    """Return the arrays of all statistics except lse, with their means.
+
+    In `arrays`, a mean over queries or a cell is still a sum, and a mean over heads or batch still has these axes.
+    """
     rest, finished = iter(arrays), []
     for statistic in problem.see:
         own = [next(rest) for _ in range(count_arrays(statistic))]
@@ -329,7 +332,7 @@ def _finish_statistics(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _keep_factor(problem: Problem, seed: Any, symbols: dict[str, Any]) -> Any:
-    """Return the dropout factors of a block, those of `dropout.keep_factor`, from the two words of the seed."""
+    """Return the dropout factor of each weight of a block: 0, or 1 / (1 − p); the same as `dropout.keep_factor`."""
     p = problem.dropout
     if p in (0, 1):
         return 1.0 - p
@@ -342,7 +345,7 @@ def _keep_factor(problem: Problem, seed: Any, symbols: dict[str, Any]) -> Any:
 
 
 def _multiply_wide(constant: int, x: Any) -> tuple[Any, Any]:
-    """Return the high and low word of constant · x, from products of half words."""
+    """Return the high and the low 32-bit word of constant · x, computed from products of 16-bit halves."""
     (a1, a0), (x1, x0) = map(np.uint32, divmod(constant, 1 << 16)), (x >> 16, x & 0xFFFF)
     middle = a1 * x0 + (a0 * x0 >> 16)
     carry = a0 * x1 + (middle & 0xFFFF)

@@ -1,7 +1,7 @@
-"""`jax.vmap` of attention: the mapped axis becomes a leading batch axis, so that one call serves all elements.
+"""`jax.vmap` of attention: the mapped axis becomes a leading batch axis, so that one call serves all its elements.
 
-`call_join` writes the formulas of the joined call. In four cases the elements are computed one after another: with
-dropout, with mapped sinks, with gradients of sinks, and with means over the batch.
+`call_join` rewrites the formulas for the joined call. In four cases the elements of the mapped axis are computed one
+after another: with dropout, with mapped sinks, with gradients of sinks, and with means over the batch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from .options import CallOptions
 def batch(
     primitive: Primitive, inputs: Sequence[Any], axes: Sequence[int | None], options: CallOptions, **more: Any
 ) -> tuple[list[Any], list[int]]:
-    """Return the results of a mapped call, and their mapped axes.
+    """Return the results of a mapped call, and the mapped axis of each result, which is 0.
 
     Parameters
     ----------
     inputs : the arguments of the primitive
     axes : the mapped axis of each argument; None for an argument that is the same in every element
+    options, more : the parameters of the primitive; those of a derivative have `wanted`, the indices of arguments
     """
     size = next(x.shape[axis] for x, axis in zip(inputs, axes, strict=True) if axis is not None)
     given = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(inputs, axes, strict=True)]
@@ -41,7 +42,7 @@ def batch(
         results = _compute_in_turn(primitive, given, is_mapped, options=options, **more)
         return results, [0] * len(results)
     for k in range(len(given)):
-        # `vmap` returns the table's gradient of every element, so the joined call needs one table for each element
+        # `vmap` returns a table's gradient for each element, so the joined call then needs a table for each element
         if not is_mapped[k] and k not in others and (k not in tables or k in wanted):
             given[k], is_mapped[k] = jnp.broadcast_to(given[k], (size, *given[k].shape)), True
     text = join_text(
@@ -56,7 +57,7 @@ def batch(
 
 
 def _compute_in_turn(primitive: Primitive, given: list[Any], is_mapped: list[bool], /, **options: Any) -> list[Any]:
-    """Return the results of a call for each element."""
+    """Return the results of the primitive, computed for one element of the mapped axis after another and stacked."""
     mapped = [x for x, one in zip(given, is_mapped, strict=True) if one]
 
     def compute(element: list[Any]) -> list[Any]:

@@ -3,8 +3,8 @@
     program  →  XLA  →  handler (generated code)  →  callback (Python)  →  XlaCall  →  kernel
                                                   →  kernel, if the call was run before; see `direct_entries`
 
-A program has the text of a call, and no address. The process that executes the program makes the call of the text when
-the program first runs, so that a program may be stored and loaded by another process.
+A program contains the text that describes a call, and no address, so a program can be stored and loaded by another
+process. When the program first runs, `parse_call` makes the `XlaCall` of the text.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _messages: deque[Any] = deque(maxlen=256)  # keeps messages alive until XLA has 
 
 
 def _run_call(text: int, length: int, buffers: int, num_arguments: int, num_results: int) -> int | None:
-    """Run the call with this text on the arrays at these addresses. Return the address of a message if it fails."""
+    """For the handler: run the call whose text has this address; return None, or the address of an error message."""
     try:
         key = ctypes.string_at(text, length)
         call = parse_call(key)
-        addresses = (ctypes.c_int64 * (num_arguments + num_results)).from_address(buffers)
+        addresses = (ctypes.c_int64 * (num_arguments + num_results)).from_address(buffers)  # arguments, then results
         call.run(addresses[:num_arguments], addresses[num_arguments:])
         _entries.update(key, call)
     except BaseException as error:
@@ -62,7 +62,7 @@ _callback = _SIGNATURE(_run_call)
 
 
 def _wait(close: Any) -> None:
-    """Let no more calls enter Python, and wait for those that have: XLA's threads end while the interpreter does."""
+    """Wait until no call runs in Python: `close` lets no more calls enter, and returns how many still run there."""
     while close():
         time.sleep(0.001)
 
@@ -83,14 +83,14 @@ def register() -> str:
 
 
 def _read_version() -> tuple[int, int]:
-    """Return the version of XLA's FFI from the header that jaxlib ships."""
+    """Return (major, minor) of XLA's FFI from a header of jaxlib; raise MissingExtraError if it is not supported."""
     header = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text(encoding="utf-8")
     found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR")]
     major, minor = (-1 if match is None else int(match[1]) for match in found)
     if major != 0 or not MIN_MINOR <= minor <= MAX_MINOR:
         raise MissingExtraError(
-            f"jax {jax.__version__}, whose FFI has the version {major}.{minor}",
-            f"the versions 0.{MIN_MINOR} to 0.{MAX_MINOR}",
+            f"jax {jax.__version__}, whose XLA FFI (foreign function interface) has the version {major}.{minor}",
+            f"the versions 0.{MIN_MINOR} to 0.{MAX_MINOR} of XLA's FFI",
             'pip install "jax>=0.7,<0.11"',
         )
     return major, minor

@@ -1,4 +1,4 @@
-"""The entries by which generated code runs repeated forward passes; see `cpu.calls.xla_direct_call`."""
+"""Entries, with which generated code repeats forward passes without Python; see `cpu.calls.xla_direct_call`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ MAX_ENTRIES = 1024  # entries live as long as the process
 class DirectEntries:
     """The entries of this process.
 
-    Attributes
-    ----------
-    install : the function `xla_direct_call.build_install`
+    install : the generated function that stores the entry at an address; see `xla_direct_call.build_install`
     """
 
     install: Callable[[int], None]
@@ -38,7 +36,7 @@ class DirectEntries:
         self.made: list[_Entry] = []  # all entries: a thread may still read one that another has replaced
 
     def update(self, text: bytes, call: XlaCall) -> None:
-        """Install the entry of a call with this text that ran in Python, if the call is direct."""
+        """Install an entry for a call that ran in Python, if generated code can run the call as a whole."""
         if not isinstance(call, XlaForward) or os.name != "posix":
             return
         prepared = call.find_prepared()
@@ -51,13 +49,13 @@ class DirectEntries:
                 return
             entry = self.entries[key] = _make_entry(*key, call, prepared, record)
             self.made.append(entry)
-        self.install(entry.array.ctypes.data)  # an entry of another text may have replaced it
+        self.install(entry.array.ctypes.data)  # also an old entry, which a text with the same hash may have replaced
 
 
 class _Entry(NamedTuple):
-    """An entry: its fields, its record, the prepared call, and other memory that the code reads.
+    """The words of an entry, and the objects whose addresses they are: the launch record, prepared call and arrays.
 
-    The prepared call owns its tile ranges and the machine code. The call cache drops calls that were not used recently.
+    The prepared call owns tile ranges and machine code. It is kept here because the call cache may drop it.
     """
 
     array: Any

@@ -27,7 +27,7 @@ from .result_indices import FIRST_ARRAY, LSE
 
 
 class JaxOperations(Kernel):
-    """The operations of JAX that compiled programs run on devices other than the CPU; see `array_operations`."""
+    """What `explain` names as the kernel on devices other than the CPU, where programs run `array_operations`."""
 
     name = "jax"
     description = "blocks of queries in a loop, by operations of JAX"
@@ -39,11 +39,11 @@ class JaxOperations(Kernel):
         return 1.0
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
-        raise NotImplementedError("compiled programs run these operations")
+        raise NotImplementedError("only compiled programs run the operations of JAX; `explain` reports them")
 
 
 def explain(query: Any, problem: Problem, kernel: str | None, source: bool) -> Explanation:
-    """Return the explanation of a call with this query; `problem` has arrays of NumPy in place of those of JAX."""
+    """Return how a call is computed on the device of `query`; `problem` is the call with NumPy arrays of its shapes."""
     platform: str = jax.default_backend() if isinstance(query, jax.core.Tracer) else _platform(query)
     if platform == "cpu":
         return Explanation.of(problem, choose(KERNELS, problem, kernel), source)
@@ -54,7 +54,7 @@ def explain(query: Any, problem: Problem, kernel: str | None, source: bool) -> E
 
 
 def _platform(array: Any) -> Any:
-    """Return the name of the platform that has the array."""
+    """Return the name of the platform on which the array lies, such as "cpu" or "gpu"."""
     return next(iter(array.devices())).platform
 
 
@@ -67,9 +67,9 @@ def run(
     threads: int | None,
     by_position: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Return (output, seen) of `sightline.attention`; `options` are its other arguments.
+    """Return (output, seen) of `sightline.attention`; `options` are the other arguments of that function.
 
-    `by_position` is that of `CallOptions`. The results are the same with and without it.
+    `by_position` is True if the caller swapped axes −3 and −2 of the arrays; see `CallOptions`. It changes no result.
     """
     names = [each.name for each in KERNELS if not isinstance(each, Triton)]
     if kernel is not None and kernel not in names:
@@ -91,7 +91,7 @@ def run(
 
 
 def _check(formula: Expression, extent: Any) -> Expression:
-    """Check the shapes of a formula's tables, and return the formula."""
+    """Return the formula; raise ShapeError if one of its tables does not fit the extent (B, H, n, m)."""
     if 0 not in extent:
         check_spans(formula, extent)
     return formula
@@ -116,10 +116,10 @@ def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int
 
 
 def _to_jax(array: Any) -> tuple[Any, str]:
-    """Return a table as a JAX array, and "".
+    """Return a table as a JAX array, and the name of its dtype if it is passed as pairs of 32-bit words, else "".
 
-    If JAX has no 64-bit numbers, a table of NumPy with such numbers becomes words of 32 bits in a new last axis. The
-    name of its dtype is returned too. Whole numbers that fit into 32 bits become int32.
+    If JAX has no 64-bit numbers, a NumPy table of int64 numbers that fit into 32 bits becomes int32. Every other NumPy
+    table of 64-bit numbers becomes uint32, and the two words of a number lie in a new last axis.
     """
     if isinstance(array, np.ndarray) and array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
         if array.dtype.kind == "i" and np.array_equal(narrow := array.astype(np.int32), array):
@@ -131,12 +131,12 @@ def _to_jax(array: Any) -> tuple[Any, str]:
 def _read_seed(seed: Any, dropout: float) -> Any:
     """Return the seed as a pair of uint32, the lower half first; None without dropout.
 
-    A traced seed of 32 bits is read as an unsigned number.
+    A seed that is a JAX array of 32 bits or fewer becomes the lower half, converted to uint32. The upper half is 0.
     """
     if isinstance(seed, jax.Array):
         if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
             raise ParameterError(
-                f"a seed of shape {seed.shape} and dtype {seed.dtype}", "one whole number", "jax.random.bits(key)"
+                f"a seed of shape {seed.shape} and dtype {seed.dtype}", "one whole number", "seed=jax.random.bits(key)"
             )
     else:
         seed = read_seed(seed, dropout)

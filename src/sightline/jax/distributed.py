@@ -40,9 +40,9 @@ def attention(
 ) -> Any:
     """Compute exact attention over a sequence that is divided among the devices of an axis of `jax.shard_map`.
 
-    Every device calls the function with its shard of query, key and value, inside `jax.shard_map`. The keys and values
-    travel among the devices by `jax.lax.ppermute`, and each device merges the results of its queries on the blocks that
-    it receives. A block that the mask hides from every query of a device is not sent to the device.
+    Every device calls the function with its shard of query, key and value, inside `jax.shard_map`. Blocks of keys and
+    values travel among the devices by `jax.lax.ppermute`, and each device merges the results of its queries on the
+    blocks that it receives. A block that the mask hides from every query of a device is not sent to the device.
 
     Parameters
     ----------
@@ -64,12 +64,12 @@ def attention(
     layout : {"contiguous", "zigzag"}
         "contiguous": device r holds the r-th of R parts of the sequence. "zigzag": the sequence has 2R parts, and
         device r holds the parts r and 2R − 1 − r, one after the other. Under a causal mask all devices then compute
-        about as many pairs. `order` returns the order of the positions.
+        about equally many pairs. `order` returns the order of the positions.
 
     Returns
     -------
     output : (..., H, n / R, d_v), the dtype of the inputs
-        The rows of this device of `sightline.attention` on the whole sequence.
+        This device's rows of the output of `sightline.attention` on the whole sequence.
     seen : tuple, or dict if `see` is a dict; only if `see` is given
         The result of each statistic: (..., H, n / R), and (..., H, n / R, k) for top_k.
 
@@ -83,11 +83,11 @@ def attention(
     ShapeError
         The layout is "zigzag", and the devices have an odd number of positions.
     ParameterError
-        `axis_name` is no axis of the enclosing `jax.shard_map`, `layout` is another word, `dropout` is given, or a
-        statistic is none of those above.
+        `axis_name` is no axis of the enclosing `jax.shard_map`, `layout` is neither "contiguous" nor "zigzag", dropout
+        is not 0, or a statistic is none of those above.
     SightlineError
-        The other errors of `sightline.attention`. Errors that depend on the contents of traced tables are raised when
-        the program runs.
+        Any other error that `sightline.attention` raises. Errors that depend on the entries of traced tables are raised
+        when the program runs.
 
     References
     ----------
@@ -147,7 +147,7 @@ def order(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Any:
     ShapeError
         The length is no multiple of the number of devices, or of twice that number if the layout is "zigzag".
     ParameterError
-        `layout` is another word.
+        `layout` is neither "contiguous" nor "zigzag".
 
     Examples
     --------
@@ -159,7 +159,7 @@ def order(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Any:
     if length % ranks:
         raise ShapeError(
             f"{length} positions on {ranks} devices",
-            f"a multiple of {ranks}",
+            f"a number of positions that is a multiple of {ranks}",
             "pad the sequence, and hide the added positions with mask=",
         )
     spans = [span for own in divide_equally(length // ranks, ranks, layout).ranks for span in own]
@@ -167,7 +167,7 @@ def order(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Any:
 
 
 def _refuse(unknown: dict[str, Any]) -> None:
-    """Raise the error for arguments that `attention` does not have here. `dropout=0` and a seed are accepted."""
+    """Raise an error if `unknown` has an argument besides `dropout=0` and `seed`, which have no effect here."""
     others = {name: value for name, value in unknown.items() if name not in ("dropout", "seed")}
     if others:
         refuse_arguments("attention", (), others)
@@ -180,19 +180,19 @@ def _refuse(unknown: dict[str, Any]) -> None:
 
 
 def _check_statistics(see: Sequence[Statistic]) -> None:
-    """Raise ParameterError if a statistic does not follow from the statistics of the parts."""
+    """Raise ParameterError for a statistic whose results on parts of the keys cannot be merged."""
     for statistic in see:
         if not statistic.is_mergeable:
             raise ParameterError(
                 f"see=[{statistic!r}] of a sequence on several devices",
-                "lse(), entropy(), max_score(), mass(condition) and top_k(k), without reductions",
+                "lse(), entropy(), max_score(), mass(condition) and top_k(k), for all heads and without .mean(...)",
                 "jnp.mean(result, axis=-2) for a mean over the heads; sightline.attention on the whole sequence for "
                 "other statistics",
             )
 
 
 def _read_axis(axis_name: Any, layout: Any) -> int:
-    """Return the number of devices of the axis."""
+    """Return the number of devices of the axis; raise ParameterError if there is no such axis or layout."""
     check_layout(layout)
     try:
         return int(jax.lax.axis_size(axis_name))
@@ -207,9 +207,9 @@ def _read_axis(axis_name: Any, layout: Any) -> int:
 class _Exchange:
     """The computation of one device, which receives blocks of keys from the other devices, one after another.
 
-    The shifts of the sums have no gradients, and neither have the factors by which they are combined. Before sums are
-    combined, `separate` gives the gradient of their shift to their total. So the sums are linear in what has a
-    gradient, and a derivative stores no more than the factors: one number for each query and part.
+    `Sums` are sums over the weights exp(S − shift), with a shift for each query. `separate` makes the shift a constant
+    for JAX, and the shift's gradient flows through the sums. The factors by which `combine` multiplies sums are then
+    constants too. So the result is linear in the sums, and a derivative stores only the factors.
     """
 
     def __init__(self, problem: ShardedProblem, shards: Sequence[Any], axis_name: Any) -> None:
@@ -219,7 +219,7 @@ class _Exchange:
         self.see, self.dtype = problem.whole.see, resolve_dtype(jnp, problem.whole.accumulator)
 
     def compute(self, sinks: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Return (output, seen)."""
+        """Return (output, seen) of this device's queries."""
         sinks = self.read_sinks(sinks)
         sums = [self.start(len(span), sinks) for span in self.problem.queries.ranks[0]]
         for distance in range(self.size):
@@ -249,11 +249,11 @@ class _Exchange:
         return self.separate(start(whole, output, sinks, self.dtype))
 
     def separate(self, sums: Sums) -> Sums:
-        """Return equal sums whose shift has no gradient."""
+        """Return equal sums whose shift has no gradient. The gradient of the shift flows through the other arrays."""
         return combine([sums], self.see, shift=jax.lax.stop_gradient(sums.shift))
 
     def add_block(self, sums: list[Sums], distance: int, index: int) -> list[Sums]:
-        """Return the sums after one more block of keys: block `index` of the rank `distance` before this one."""
+        """Return the sums after one more block of keys: block `index` of the device `distance` before this device."""
         spans = self.problem.spans_for(distance, index)
         if not spans:
             return sums
@@ -263,7 +263,7 @@ class _Exchange:
         return [combine([own, by_span[span]], self.see) if span in by_span else own for span, own in enumerate(sums)]
 
     def compute_parts(self, distance: int, index: int, spans: list[int], *shards: Any) -> list[Sums]:
-        """Return the results of the queries of these spans on a block of keys."""
+        """Return the sums of the queries of these spans over the keys of one block."""
         query, key, value = shards
         rows = self.problem.keys.ranks[0][index].rows
         key, value = key[..., rows, :], value[..., rows, :]
@@ -282,5 +282,5 @@ class _Exchange:
 
 
 def _first(shards: Shards, rank: Any, index: int) -> Any:
-    """Return the first position of the span number `index` of a rank. JAX may trace the rank."""
+    """Return the first position of span number `index` of device `rank`, a number that JAX may trace."""
     return jnp.asarray([spans[index].start for spans in shards.ranks])[rank]

@@ -51,43 +51,43 @@ def dot_product_attention(
     value : (B, S, K, H_v) or (S, K, H_v), the dtype of query
         JAX allows only H_v = H.
     bias : array broadcastable to (B, N, T, S), or formula of b, h, i and j, optional
-        Logits that are added to the scaled scores. The array receives its gradient. An entry of −∞ hides the pair.
+        Logits that are added to the scaled scores. An entry of −∞ hides the pair. JAX can differentiate by an array.
     mask : bool array broadcastable to (B, N, T, S), or formula of b, h, i and j, optional
-        True attends. A formula is faster than an array, because empty tiles are skipped.
+        True: the query attends to the key. A formula is faster than an array, because hidden tiles are skipped.
     scale : float or array of one number, default 1/√H
-        An array receives its gradient.
+        JAX can differentiate by an array.
     is_causal : bool, default False
-        Hide key j from query i if i < j, also if T ≠ S.
+        If True, hide key j from query i where i < j, also if T ≠ S.
     query_seq_lengths : (B,) integers, optional
         The number of real queries of each sequence. The output of the other queries is 0.
     key_value_seq_lengths : (B,) integers, optional
         The number of real keys of each sequence. The other keys are hidden.
     local_window_size : int or (int, int), optional
-        (left, right): hide key j from query i unless i − left ≤ j ≤ i + right. One number stands for both.
+        (left, right): query i sees only the keys i − left ≤ j ≤ i + right. One number w stands for (w, w).
     implementation : {"xla", "cudnn"}, optional
-        A value of JAX's function. It selects nothing here: every value runs the same code.
+        The argument exists because JAX's function has it. Every value runs the same code.
     return_residual : bool, default False
-        Return (output, lse). As in JAX, lse has no gradient here; `sightline.attention` returns one that has.
+        If True, return (output, lse). lse has no gradient, as in JAX. The lse of `sightline.attention` has one.
 
     Returns
     -------
     output : (B, T, N, H_v) or (T, N, H_v), the dtype of query
-        0 for a query without visible keys. In JAX it is the mean of all values of that head, hidden values included.
+        0 for a query without visible keys. JAX returns the mean of the head's values for such a query.
     lse : (B, T, N) or (T, N), the dtype of query, only with `return_residual`
-        The logarithm of the sum of the exponentials of the scores. −∞ for a query without visible keys.
+        The logarithm of the sum of exp(score) over the visible keys. −∞ for a query without visible keys.
 
     Raises
     ------
     ShapeError
         The shapes do not fit the letters above.
     MaskError
-        `mask` is no condition, or `bias` is one.
+        `mask` is no condition, or the formula `bias` is a condition.
     FormulaError
-        The formula of `bias` reads the score s.
+        The formula `bias` reads the score s.
     ParameterError
-        `implementation` or `local_window_size` has no value of those above, or `bias` is an array of booleans.
+        `implementation` or `local_window_size` is none of the values above, or `bias` is an array of booleans.
     SightlineError
-        The other errors of `sightline.attention`.
+        Any other error that `sightline.attention` raises.
 
     References
     ----------
@@ -133,24 +133,19 @@ def dot_product_attention(
 def attend_by_position(
     operands: Sequence[Any], bias: Any = None, conditions: Sequence[Any] = (), **options: Any
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Return (output, seen) of `sightline.attention` for arrays with the positions before the heads.
+    """Compute `sightline.attention` on arrays whose axis of positions comes before the axis of heads.
 
     Parameters
     ----------
     operands : query (..., T, N, H), key (..., S, K, H) and value (..., S, K, H_v), with at least one leading axis
     bias : array broadcastable to (..., N, T, S), formula or None
-    conditions : arrays broadcastable to (..., N, T, S), formulas or None; a pair is visible if all are True
+    conditions : arrays broadcastable to (..., N, T, S), formulas or None; a pair is visible if all of them are True
     **options : scale, dropout, seed and see, as in `sightline.attention`
 
     Returns
     -------
     output : (..., T, N, H_v)
-    seen : as in `sightline.attention`, with the heads before the positions
-
-    Raises
-    ------
-    SightlineError
-        As in `dot_product_attention`.
+    seen : the results of the statistics `see`, with the axis of heads before the axis of queries
     """
     scores_shape = _check_shapes(*operands)
     mask: Any = None
@@ -176,7 +171,7 @@ def read_array(name: str, value: Any) -> jax.Array:
 
 
 def _check_shapes(query: Any, key: Any, value: Any) -> tuple[int, ...]:
-    """Return the shape (..., N, T, S) of the scores."""
+    """Return the shape (..., N, T, S) of the scores; raise ShapeError if the arrays do not fit `SHAPES`."""
     (*lead, queries, heads, width), (*others, keys, key_heads, key_width) = query.shape, key.shape
     fits_value = value.shape[:-1] == key.shape[:-1]
     if lead != others or width != key_width or not fits_value or (heads % key_heads if key_heads else heads):
@@ -192,19 +187,19 @@ def _read_condition(condition: Any, scores_shape: tuple[int, ...]) -> Expression
     if array.dtype != np.bool_:
         raise MaskError(
             f"mask is an array of {array.dtype}",
-            "a boolean array, True attends, or a formula",
+            "a boolean array, True where the query attends, or a formula",
             "mask=array != 0 if it holds zeros and ones; numbers that are added to the scores are a bias, not a mask",
         )
     return library.dense(array)
 
 
 def _read_bias(bias: Any, scores_shape: tuple[int, ...]) -> Expression:
-    """Return the score s + bias."""
+    """Return the score formula s + bias, where `bias` is a formula or an array."""
     if not isinstance(bias, Expression) and not callable(bias):
         return library.bias(_align("bias", bias, scores_shape))
     formula = to_formula(bias, "bias", "b h i j")
     if formula.kind == "bool":
-        raise MaskError(f"bias is {formula}, a condition", "a number to be added", "pass conditions as mask=")
+        raise MaskError(f"bias is {formula}, a condition", "a formula of numbers", "pass conditions as mask=")
     if any(node is s for node in walk(formula)):
         raise FormulaError(
             f"bias {formula} reads the score s", "formulas of b, h, i and j", "sightline.attention(..., score=formula)"
@@ -213,17 +208,17 @@ def _read_bias(bias: Any, scores_shape: tuple[int, ...]) -> Expression:
 
 
 def _align(name: str, value: Any, scores_shape: tuple[int, ...]) -> Any:
-    """Return an array that broadcasts to the scores as an array that `dense` and `bias` align to the scores.
+    """Return the array in a shape that `library.dense` and `library.bias` align to the axes of the scores.
 
-    If there are several leading axes, `dense` counts them together in an array with four axes, so such an array gets
-    one more axis.
+    These two functions read the first of four axes as all batch axes merged. An array of four axes gets one more axis
+    in front if the scores have more than four. ShapeError is raised if the array does not broadcast to the scores.
     """
     array = jnp.atleast_1d(read_array(name, value))
     padded = (1,) * (len(scores_shape) - array.ndim) + array.shape
     if len(padded) > len(scores_shape) or any(x not in (1, y) for x, y in zip(padded, scores_shape, strict=True)):
         raise ShapeError(
             f"{name} of shape {array.shape}",
-            f"a shape that broadcasts to {scores_shape}, (batch, heads, queries, keys)",
+            f"a shape that broadcasts to {scores_shape}, the shape (batch, heads, queries, keys) of the scores",
             f"{name}[:, None] for (batch, queries, keys), and {name}[:, None, None] for (batch, keys)",
         )
     return array[None] if len(scores_shape) > 4 and array.ndim == 4 else array

@@ -1,4 +1,4 @@
-"""The static parameters of the primitives, and what follows from them and from the arrays' types."""
+"""The static parameters of the JAX primitives, and the indices, shapes and dtypes that follow from them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ class CallOptions:
 
     Parameters
     ----------
-    text : formulas and options
-    wide_tables : for each table, the name of its dtype if it is passed as words of 32 bits, else ""
-    has_sinks, has_seed : which arguments follow query, key, value and the tables
+    text : the formulas, the statistics, scale and dropout
+    wide_tables : for each table, the name of its dtype if it is passed as pairs of 32-bit words, else ""
+    has_sinks, has_seed : whether sinks and a seed follow the arguments query, key, value and tables
     kernel, threads : as in `attention`
     by_position : True if query, key, value, output and their derivatives lie in memory as (..., n, H, d)
-        Their shapes are those of `attention`, (..., H, n, d). Programs then need no copies of arrays whose axes the
-        caller has swapped.
+        The shapes are still (..., H, n, d). Programs then need no copies of arrays whose axes the caller swapped.
     """
 
     text: CallText
@@ -54,7 +53,7 @@ class CallOptions:
         return [*range(NUM_OPERANDS), *tables, *([self.table_places.stop] if self.has_sinks else [])]
 
     def tables(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return tables of the arguments' types, each of one number that repeats."""
+        """Return an array of zeros in place of each table among `inputs`, with the shape and dtype of the table."""
         given = zip(self.table_places, self.wide_tables, strict=True)
         return [
             example(inputs[k].shape[:-1], wide) if wide else example(inputs[k].shape, inputs[k].dtype)
@@ -67,7 +66,7 @@ class CallOptions:
         return self.text.problem((query, key, value), self.tables(inputs))
 
     def result_types(self, inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Return the shape and dtype of each result of the forward pass for arguments of these types."""
+        """Return the shape and dtype of each result of the forward pass, from the shapes and dtypes of `inputs`."""
         problem = self.problem(inputs)
         rows = (*problem.batch_shape, problem.H, problem.n)
         types = [((*rows, problem.d_v), problem.dtype), (rows, problem.accumulator), ((*rows, 2), "uint32")]
@@ -81,5 +80,5 @@ class CallOptions:
 
 
 def example(shape: Sequence[int], dtype: Any) -> Any:
-    """Return a NumPy array of this shape and dtype that stores one number."""
+    """Return a NumPy array of zeros of this shape and dtype, which takes the memory of one number."""
     return np.broadcast_to(np.zeros((), dtype), tuple(shape))

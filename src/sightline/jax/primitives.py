@@ -1,11 +1,11 @@
 """The primitives of JAX for attention: the forward pass, its derivative in some direction, and the backward pass.
 
-    attention   (query, key, value, table, ..., sinks, seed)  →  (output, lse, lse in float64, statistics' arrays ...)
-    tangent     (the same, output, lse in float64, tangents)  →  tangents of output, lse and the arrays with a gradient
-    backward    (the same, output, lse in float64, gradients) →  gradients of the wanted arguments
+    attention   inputs = query, key, value, tables, sinks, seed  →  output, lse, lse in float64, statistics' arrays
+    tangent     inputs, output, lse in float64, tangents         →  tangents of output, lse and some statistics' arrays
+    backward    inputs, output, lse in float64, gradients        →  gradients of the inputs `wanted`
 
-`tangent` is the derivative of `attention`, and `backward` is the transpose of `tangent`. lse in float64 travels as two
-words of 32 bits, because JAX has no float64 unless `jax_enable_x64` is set.
+`tangent` is the derivative of `attention`, and `backward` is the transpose of `tangent`. lse in float64 is passed as
+pairs of 32-bit words, because JAX has no float64 unless `jax_enable_x64` is set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .result_indices import LSE, OUTPUT, PRECISE_LSE
 from .xla_calls import ArrayType, XlaBackward, XlaCall, XlaForward, XlaTangent
 
 MAX_COMPILED = 256  # programs of calls outside of `jit`; the least recently used is dropped beyond this number
-# the attribute of an abstract array that has the axes of `jax.shard_map` over which the array varies
+# the attribute of JAX's abstract arrays that lists the mesh axes whose devices may hold different entries
 MANUAL_AXES = "manual_axis_type" if hasattr(jax.core.ShapedArray((), "float32"), "manual_axis_type") else "vma"
 
 
@@ -42,7 +42,7 @@ def _define(name: str) -> Primitive:
     primitive.multiple_results = True
 
     def compute(*arrays: Any, **options: Any) -> Any:
-        with jax.disable_jit(False):  # else `jit` would call this function
+        with jax.disable_jit(False):  # under `jax.disable_jit`, `jit` would call this function without end
             return _compile(primitive.bind, tuple(sorted(options.items())))(*arrays)
 
     primitive.def_impl(compute)
@@ -51,7 +51,7 @@ def _define(name: str) -> Primitive:
 
 @lru_cache(MAX_COMPILED)
 def _compile(function: Callable[..., Any], options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """Return the function of arrays as one compiled program. Without `jit`, each of its operations would be one."""
+    """Return `function` with these options as one compiled program. Without `jit`, each operation would be one."""
     compiled: Callable[..., Any] = jax.jit(lambda *arrays: function(*arrays, **dict(options)))
     return compiled
 
@@ -65,15 +65,16 @@ backward_p = _define("sightline_attention_backward")
 
 
 def attention(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
-    """Return output, lse, lse in float64 as words, and the arrays of the statistics except lse."""
+    """Return output, lse, lse in float64 as pairs of 32-bit words, and the arrays of all statistics but lse."""
     results: list[Any] = attention_p.bind(*vary_together(inputs), options=options)
     return results
 
 
 def vary_together(inputs: Sequence[Any]) -> list[Any]:
-    """Return the arrays with equal varying axes, as `jax.shard_map` demands of a primitive.
+    """Return the arrays, marked to vary over the same mesh axes, as `jax.shard_map` demands of a primitive's arguments.
 
-    An array that is the same on all devices of an axis receives the sum of the devices' gradients.
+    An array varies over an axis if the devices of the axis may hold different entries. The gradient of an array that
+    did not vary is the sum of the devices' gradients.
     """
     axes = [_varying_axes(jax.typeof(x)) for x in inputs]
     joined = frozenset().union(*axes)
@@ -95,7 +96,7 @@ def _varying_axes(aval: Any) -> frozenset[Any]:
 def _shaped(types: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """Return abstract arrays with the shapes and dtypes of `types`.
 
-    Inside `jax.shard_map` they vary over the same axes of the mesh as the inputs; see `vary_together`.
+    Inside `jax.shard_map` the abstract arrays vary over the same mesh axes as the inputs; see `vary_together`.
     """
     options: dict[str, Any] = {}
     if _varying_axes(inputs[0]):
@@ -122,9 +123,9 @@ def _lower(
     options: CallOptions,
     **more: Any,
 ) -> Any:
-    """Return the custom call of XLA.
+    """Lower a primitive to the custom call of XLA, and return the values of its results.
 
-    `find_operands` returns which arguments and results are query, key, value, output, or derivatives of them.
+    `find_operands` returns the indices of the arguments, and of the results, to which `by_position` applies.
     """
     places = find_operands(options.num_inputs, **more) if options.by_position else (set(), set())
     arguments, results = (
@@ -134,18 +135,18 @@ def _lower(
     if len(arguments) + len(results) > MAX_BUFFERS:
         raise KernelRefusedError(
             f"a call with {len(arguments)} arrays and {len(results)} results",
-            f"at most {MAX_BUFFERS} in a compiled program",
-            "join tables, or ask for fewer statistics",
+            f"at most {MAX_BUFFERS} arrays and results together in a compiled program",
+            "join tables into one array, or ask for fewer statistics in see=",
         )
     call = make_call(arguments=arguments, results=results, **(vars(options) | more))
     if not options.by_position:
         return jax.ffi.ffi_lowering(register())(ctx, *operands, call=call.to_text())
-    # XLA removes these transposes together with those of the caller
+    # the transposes of `_call_by_position` undo those of the caller, so XLA removes both
     return _lower_operations(partial(_call_by_position, call))(ctx, *operands)
 
 
 def _call_by_position(call: XlaCall, *arrays: Any) -> list[Any]:
-    """Return the results of the custom call, of arrays that it reads and writes in another order of memory."""
+    """Return the results of a custom call that reads and writes some arrays with swapped axes; see `ArrayType`."""
     given = [_swap_if(kind.by_position, x) for kind, x in zip(call.arguments, arrays, strict=True)]
     types = [jax.ShapeDtypeStruct(kind.memory_shape, kind.dtype) for kind in call.results]
     found = jax.ffi.ffi_call(register(), types)(*given, call=call.to_text())
@@ -172,7 +173,7 @@ def _backward_operands(num_inputs: int, wanted: tuple[int, ...], given: tuple[in
 
 
 def _lower_operations(function: Callable[..., list[Any]]) -> Any:
-    """Return a lowering to the operations of JAX in a function of the primitive's arguments and options."""
+    """Return the lowering rule that traces `function`, which takes the primitive's arguments and parameters."""
     return mlir.lower_fun(function, multiple_results=True)
 
 
@@ -196,7 +197,7 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], options: Cal
 
 
 def _zero(primal: Any) -> Any:
-    """Return the tangent of a result that is a constant."""
+    """Return the tangent of a result that does not depend on the differentiated arguments: JAX's symbolic zero."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
@@ -211,7 +212,7 @@ def _tangent_types(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) 
 def _differentiate_again(
     function: Callable[..., list[Any]], primals: Sequence[Any], directions: Sequence[Any], **options: Any
 ) -> tuple[Any, Any]:
-    """Return the results of a derivative and their tangents, by operations of JAX."""
+    """Return the results of `tangent` or `backward` and their tangents; `function` computes these results in JAX."""
     given = [ad.instantiate_zeros(direction) for direction in directions]
     found: tuple[Any, Any] = jax.jvp(_compile(function, tuple(sorted(options.items()))), list(primals), given)
     return found
@@ -222,7 +223,7 @@ _lower_tangents = _lower_operations(tangents)
 
 
 def _lower_tangents_on_cpu(ctx: Any, *operands: Any, options: CallOptions, wanted: tuple[int, ...]) -> Any:
-    """Return the custom call of XLA, or operations of JAX if statistics have tangents."""
+    """Lower `tangent` to the custom call of XLA, or to operations of JAX if a statistic besides lse has a tangent."""
     if options.differentiable_results(ctx.avals_in) == [OUTPUT, LSE]:
         return _lower(XlaTangent, _tangent_operands, ctx, *operands, options=options, wanted=wanted)
     return _lower_tangents(ctx, *operands, options=options, wanted=wanted)
@@ -234,7 +235,7 @@ ad.primitive_jvps[tangent_p] = partial(_differentiate_again, tangents)
 
 
 def _transpose(cotangents: Sequence[Any], *inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
-    """Return the gradients of the tangents among the inputs of `tangent`, and None for each other input."""
+    """Return None for each input of `tangent` that is not a tangent, and then the gradients of the tangents."""
     constants = inputs[: options.num_inputs + 2]
     indices = options.differentiable_results(constants)
     present = [k for k, x in enumerate(cotangents) if type(x) is not ad.Zero]

@@ -1,4 +1,4 @@
-"""Indices of the results of the primitives."""
+"""Indices of the results of the primitive `sightline_attention`: output, lse, lse in float64, statistics' arrays."""
 
 from __future__ import annotations
 

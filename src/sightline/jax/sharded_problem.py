@@ -1,4 +1,7 @@
-"""A problem whose queries and keys are divided among the devices of an axis, and the formulas of its parts."""
+"""A problem whose queries and keys are divided among the devices of a mesh axis, and the formulas of its parts.
+
+A rank is a device of the axis. A span is consecutive positions of a rank, and a key block is a span of keys.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from .options import example
 
 
 def divide_equally(length: int, ranks: int, layout: ShardLayout) -> Shards:
-    """Return the division of a sequence in which every rank has `length` positions.
+    """Return the division of a sequence among `ranks` ranks that have `length` positions each.
 
     Raises
     ------
@@ -34,7 +37,7 @@ def divide_equally(length: int, ranks: int, layout: ShardLayout) -> Shards:
         raise ShapeError(
             f'{length} positions on each device, layout="zigzag"',
             "an even number, because a device has two parts of equal length",
-            f"pad the sequence to {(length + 1) * ranks} positions, and hide the last ones with mask=",
+            f"pad the sequence to {(length + 1) * ranks} positions, and hide the added ones with mask=",
         )
     count = ranks if layout == "contiguous" else 2 * ranks
     return Shards.from_bounds([length * ranks * part // count for part in range(count + 1)], layout)
@@ -44,7 +47,7 @@ def divide_equally(length: int, ranks: int, layout: ShardLayout) -> Shards:
 class ShardedProblem:
     """The problem of the whole sequence, and the division of its positions.
 
-    whole : the problem; query, key and value have its shapes and dtypes, and no contents
+    whole : the problem of the whole sequence; its query, key and value only have shapes and dtypes, no entries
     queries, keys : the division of the queries and of the keys
     """
 
@@ -54,7 +57,7 @@ class ShardedProblem:
 
     @classmethod
     def of(cls, shards: Sequence[Any], ranks: int, layout: ShardLayout, options: dict[str, Any]) -> ShardedProblem:
-        """Return the problem of which `shards` are the local query, key and value; `options` as in `parse`."""
+        """Return the problem whose query, key and value on one rank are `shards`; `options` are those of `parse`."""
         scale = options["scale"]
         if isinstance(scale, jax.Array):
             score, scale = fold_scale(options["score"], scale)
@@ -73,13 +76,13 @@ class ShardedProblem:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule of those conditions of the mask that are known while JAX traces. A block is a span of keys."""
+        """Which spans of queries see which key blocks, by the mask's conditions that are known while JAX traces."""
         length = max(self.keys.lengths, default=0)
         return find_schedule(self._known_mask, self.whole.extent, self.queries, self.keys, max(length, 1))
 
     @property
     def _known_mask(self) -> Expression | None:
-        """A mask that reads no traced table, and hides no pair that the problem shows; None if nothing is known."""
+        """A mask that reads no traced table and hides only pairs that the problem hides; None if nothing is known."""
         whole = replace(self.whole, see=())
         formulas = [formula for formula in (whole.mask, whole.score) if formula is not None]
         if not all(map(_is_known, formulas)):
@@ -92,20 +95,20 @@ class ShardedProblem:
         except TableError:
             if all(map(_is_known, formulas)):
                 raise
-            return None  # a condition that reads a traced table may hide the pairs that read outside
+            return None  # a condition on a traced table may hide the pairs whose lookup is outside a known table
 
     def spans_for(self, distance: int, index: int) -> list[int]:
-        """Return the spans of queries that read the key block `index` of the rank `distance` before, on some rank."""
+        """Return the indices of the query spans that, on some rank r, need key block `index` of rank r − `distance`."""
         return [span for span in range(len(self.queries.ranks[0])) if self._readers(distance, index, [span])]
 
     def transfers(self, distance: int, index: int) -> list[tuple[int, int]]:
-        """Return (owner, reader) of each key block `index` that a rank needs from the rank `distance` before."""
+        """Return the pairs (r − `distance`, r) of ranks in which rank r needs key block `index` of the first rank."""
         spans = self.spans_for(distance, index)
         size = len(self.queries.ranks)
         return [((rank - distance) % size, rank) for rank in self._readers(distance, index, spans)]
 
     def _readers(self, distance: int, index: int, spans: Sequence[int]) -> list[int]:
-        """Return the ranks whose queries of these spans see a key of the block."""
+        """Return the ranks r whose queries of these spans see a key of block `index` of the rank r − `distance`."""
         if 0 in self.whole.extent:
             return []
         schedule, count = self.schedule, len(self.queries.ranks[0])
@@ -114,10 +117,10 @@ class ShardedProblem:
         return [rank for rank, own in rows.items() if schedule.pairs[own, columns[rank]].any()]
 
     def part_options(self, first_row: Any, first_key: Any, see: Sequence[Any]) -> dict[str, Any]:
-        """Return the arguments of `attention` for a part. Its first query and its first key may be traced."""
+        """Return attention's options for a part of the pairs, from query `first_row` and key `first_key` on."""
         symbols = {"n": as_expression(self.whole.n), "m": as_expression(self.whole.m)}
         symbols |= {name: SYMBOLS[name] + Table(first[None])[0] for name, first in (("i", first_row), ("j", first_key))}
-        lookup = table_lookup(lambda table: table.without_axes("i", "j"))  # those of the whole sequence
+        lookup = table_lookup(lambda table: table.without_axes("i", "j"))  # they span the whole sequence, not the part
 
         def shift(formula: Expression) -> Expression:
             """Return the formula of the whole problem as a formula of the part, whose i and j count from 0."""

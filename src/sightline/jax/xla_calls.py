@@ -1,6 +1,6 @@
-"""Calls of attention that XLA makes: NumPy arrays at given addresses, and results that are written to given addresses.
+"""Calls of attention that XLA makes. XLA passes the addresses of all arrays, and a call reads and writes the memory.
 
-A call is described by its text, which `XlaCall.to_text` writes and `parse_call` reads.
+A call is described by its text in JSON, which `XlaCall.to_text` writes and `parse_call` reads.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from .result_indices import FIRST_ARRAY, LSE, OUTPUT
 if TYPE_CHECKING:
     from ..cpu.launch.prepared_call import PreparedCall
 
-MAX_CALLS = 1024  # calls of this process; the least recently used is parsed again
+MAX_CALLS = 1024  # the most calls that `parse_call` keeps; it drops the least recently used one
 
 
 class ArrayType(NamedTuple):
-    """The shape and the name of the dtype of an array in C order; `by_position` swaps axes −3 and −2 in memory."""
+    """The shape and dtype of an array in C order. If `by_position` is true, axes −3 and −2 are swapped in memory."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -60,7 +60,7 @@ class ArrayType(NamedTuple):
         return *lead, positions, heads, width
 
     def at(self, address: int) -> Any:
-        """Return the NumPy array at an address. The array does not own the memory, so it must not be kept."""
+        """Return the NumPy array at an address. XLA owns the memory, so the array must not be kept after the call."""
         memory = _memory_type(self.shape, self.numpy_dtype).from_address(address)
         array = np.ndarray(self.memory_shape, self.numpy_dtype, memory)
         return array.swapaxes(-3, -2) if self.by_position else array
@@ -97,7 +97,7 @@ class XlaCall(ABC):
 
     Parameters
     ----------
-    text : formulas and options
+    text : the formulas, the statistics, scale and dropout
     arguments, results : the types of the arrays that XLA passes
     wide_tables, has_sinks, has_seed, by_position : as in `CallOptions`
     kernel, threads : as in `attention`
@@ -125,10 +125,10 @@ class XlaCall(ABC):
 
     @abstractmethod
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
-        """Return the results."""
+        """Return arrays of the results, in the order of `results`."""
 
     def split_arguments(self, arrays: list[Any]) -> tuple[XlaInputs, list[Any]]:
-        """Return the arguments of the forward pass, and then the other arguments."""
+        """Return the arguments of the forward pass, and the list of the other arguments."""
         (query, key, value), rest = arrays[:NUM_OPERANDS], arrays[NUM_OPERANDS:]
         given = zip(rest, self.wide_tables, strict=False)
         tables, rest = [x.view(wide)[..., 0] if wide else x for x, wide in given], rest[len(self.wide_tables) :]
@@ -142,25 +142,25 @@ class XlaCall(ABC):
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """The numbers of the formulas, in the order of their structure."""
+        """The numbers in mask, score and conditions of statistics, in the order of `structure_of`."""
         see = self.text.statistics(self.example_tables)
         return structure_of(*self.text.formulas(self.example_tables), *conditions_of(see)).numbers
 
     @cached_property
     def example_tables(self) -> list[Any]:
-        """Tables of the call's types, of one number that repeats."""
+        """Arrays of zeros in place of the call's tables, with the shapes and dtypes of the tables."""
         given = zip(self.arguments[NUM_OPERANDS:], self.wide_tables, strict=False)
         kinds = [ArrayType(kind.shape[:-1], wide) if wide else kind for kind, wide in given]
         return [np.broadcast_to(np.zeros((), resolve_dtype(np, kind.dtype)), kind.shape) for kind in kinds]
 
     def table_slots(self, problem: Problem) -> dict[int, int]:
-        """Return the index in `Problem.tables` of each argument that is a table of the score."""
+        """Return a dict from the index of each argument that is a table of the score to its index in `tables`."""
         places = [NUM_OPERANDS + k for k in self.text.score_tables]
         return dict(zip(places, problem.score_table_indices, strict=True))
 
 
 class XlaForward(XlaCall):
-    """A forward pass. Its results are output, lse in float32 or float64, lse in float64, and the statistics' arrays."""
+    """A forward pass with the results output, lse in the accumulator's dtype, lse in float64, and statistics arrays."""
 
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         inputs, _ = self.split_arguments(arrays)
@@ -184,7 +184,7 @@ class XlaForward(XlaCall):
         return [output, lse, lse[..., None].view(np.uint32), *others]
 
     def make_structure(self, setting: Any) -> CallStructure:
-        """Return the call structure for a `machine_setting`.
+        """Return what the call cache compares besides the layouts of arrays; `setting` is `machine_setting()`.
 
         Mask and score are formulas in `text`, so both booleans of `CallStructure.has_arrays` are False.
         """
@@ -193,27 +193,27 @@ class XlaForward(XlaCall):
 
     @cached_property
     def keys(self) -> dict[Any, tuple[Any, ...] | None]:
-        """The key of this call in the call cache for each `machine_setting`; None if it has no key."""
+        """For each value of SIGHTLINE_CPU, the key of this call in the call cache; None if a layout is not readable."""
         return {}
 
     def find_prepared(self) -> PreparedCall | None:
-        """Return the prepared call of the cache; None if the call is not stored or has statistics."""
+        """Return this call from the call cache; None if it is not stored, or if it has statistics besides lse."""
         found = call_cache.calls.get(self.keys.get(machine_setting()))
         return None if found is None or any(map(count_arrays, self.see)) else found.prepared
 
     @cached_property
     def can_be_cached(self) -> bool:
-        """True if cached calls may have every statistic of this call."""
+        """True if the call cache can store calls with all statistics of this call."""
         return has_cached_kinds(self.see)
 
     @cached_property
     def see(self) -> tuple[Statistic, ...]:
-        """The statistics. Their conditions read tables without contents."""
+        """The statistics. Their conditions read the zeros of `example_tables`."""
         return self.text.statistics(self.example_tables)
 
 
 class _XlaEntry(ForwardEntry):
-    """A cached call whose result has lse in float64."""
+    """A cached call whose result always has lse in float64, also if no statistic asks for lse."""
 
     keeps_lse = True
 
@@ -223,10 +223,10 @@ class _XlaEntry(ForwardEntry):
 
 @dataclass(frozen=True)
 class XlaBackward(XlaCall):
-    """A backward pass. `given` are the indices of the results with gradients, `wanted` those of the arguments.
+    """A backward pass, whose arguments are those of the forward pass, output, lse in float64, and gradients of results.
 
-    The arguments are those of the forward pass, its output, its lse in float64, and the gradients of results. The
-    results are the gradients of arguments.
+    The last arguments are the gradients of the forward pass's results with the indices `given`. The results are the
+    gradients of the forward pass's arguments with the indices `wanted`.
     """
 
     wanted: tuple[int, ...] = ()
@@ -248,7 +248,7 @@ class XlaBackward(XlaCall):
 
     @cached_property
     def passes(self) -> dict[Any, BackwardPasses]:
-        """The backward passes of this process for each `machine_setting`."""
+        """For each value of SIGHTLINE_CPU, the backward passes of this call that this process repeats."""
         return {}
 
     @cached_property
@@ -265,7 +265,10 @@ class XlaBackward(XlaCall):
         return BackwardPasses.of(problem, formulas, wanted_tables, sinks in self.wanted)
 
     def read_inputs(self, inputs: XlaInputs, forward: ForwardPass, found: dict[int, Any]) -> BackwardInputs | None:
-        """Return the inputs of a bound backward pass; None if no pass can serve, as for gradients of statistics."""
+        """Return the inputs of a backward pass that can be repeated.
+
+        None is returned if lse is too large, or if a result besides output and lse has a gradient.
+        """
         dtype = accumulator(dtype_name(forward.output))
         if is_lse_too_large(forward.lse, dtype) or not found.keys() <= {OUTPUT, LSE}:
             return None
@@ -277,7 +280,7 @@ class XlaBackward(XlaCall):
     def dispatch(
         self, slots: Sequence[int], inputs: XlaInputs, forward: ForwardPass, found: dict[int, Any]
     ) -> tuple[Gradients, Sequence[Expression | None]]:
-        """Return the gradients by the full dispatch, and the mask and the score of the call."""
+        """Return the gradients, computed with all checks and the choice of a kernel, and (mask, score) of the call."""
         formulas = self.text.formulas(inputs.tables)
         problem = self.make_problem(inputs, formulas)
         d_seen = tuple([found.get(own[0]) if own else None for own in locate_arrays(problem.see, FIRST_ARRAY)])
@@ -288,9 +291,9 @@ class XlaBackward(XlaCall):
 
 @dataclass(frozen=True)
 class XlaTangent(XlaCall):
-    """The tangents of output and lse, if no other result has a gradient. `wanted` are the indices of the arguments.
+    """The tangents of output and lse, for calls in which no other result has a derivative.
 
-    The arguments are those of the forward pass, its output, its lse in float64, and the tangents of arguments.
+    The arguments are those of the forward pass, output, lse in float64, and the tangents of the arguments `wanted`.
     """
 
     wanted: tuple[int, ...] = ()

@@ -25,7 +25,8 @@ class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]
     ----------
     sample : inputs of the model, such as the first eight of the training data
     every : int, default 100
-        The batches 0, every, 2 · every, … are chosen, counted over all epochs and calls of `fit`.
+        The batches 0, every, 2 · every, … are chosen, counted over all epochs and calls of `fit`. With Keras's
+        `steps_per_execution=k`, each k batches count as one.
     log : function (values, number of the batch), optional
         Called for each chosen batch with the dict of `MonitoredStep.summary`.
     keep : int, default 1,000

@@ -17,12 +17,12 @@ ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or 
 
 
 def check_append(key: Any, value: Any, storage: Storage | None, ndim: int, casts_inputs: bool) -> None:
-    """Raise if key and value do not fit each other, or do not fit the earlier appends.
+    """Raise an error if key and value do not fit each other, or do not fit the earlier appends.
 
     Parameters
     ----------
     key, value : the arrays to append
-    storage : None before the first append
+    storage : the storage of the cache; None before the first append
     ndim : the number of axes of the arrays of earlier appends
     casts_inputs : True if the cache casts every append to its own dtype
     """
@@ -30,7 +30,7 @@ def check_append(key: Any, value: Any, storage: Storage | None, ndim: int, casts
         _check_array(name, array)
     if key.ndim not in (2, 3, 4) or tuple(key.shape[:-1]) != tuple(value.shape[:-1]):
         raise ShapeError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)}", ACCEPTED_SHAPES, "give one value to a key"
+            f"key {tuple(key.shape)} and value {tuple(value.shape)}", ACCEPTED_SHAPES, "give one value for each key"
         )
     if dtype_name(key) != dtype_name(value):
         raise DtypeError(
@@ -41,7 +41,7 @@ def check_append(key: Any, value: Any, storage: Storage | None, ndim: int, casts
         if (framework(array), device(array)) != (framework(like), device(like)):
             raise DeviceError(
                 f"{name} is {framework(array)} on {device(array)}",
-                f"{framework(like)} on {device(like)}, as before",
+                f"{framework(like)} on {device(like)}, as in the first append",
                 f"convert or move the {name} first, or make another KVCache",
             )
     if not casts_inputs and dtype_name(key) != dtype_name(like):
@@ -58,13 +58,13 @@ def check_append(key: Any, value: Any, storage: Storage | None, ndim: int, casts
             del shape[1 : 1 + (ndim < 4)], shape[: ndim == 2]
             raise ShapeError(
                 f"{name} {tuple(array.shape)}",
-                f"({', '.join(shape)}), as before",
+                f"({', '.join(shape)}), as in the first append",
                 "append arrays of this shape, make two sequences of one by cache.fork(2), or make another cache",
             )
 
 
 def _check_array(name: str, array: Any) -> None:
-    """Raise unless the array is a plain float array of NumPy or torch that requires no gradient."""
+    """Raise an error unless the array is a plain float array of NumPy or torch that requires no gradient."""
     if is_array(array):
         check_kind(name, array)
     if not is_array(array) or framework(array) not in ("numpy", "torch"):
@@ -90,7 +90,7 @@ def to_integers(values: Any) -> Any:
     """Return whole numbers as a new int64 array; None if the values are something else.
 
     An empty list counts as whole numbers, although NumPy reads it as floats. A number beyond int64 becomes the largest
-    int64. Other dtypes would give errors: NumPy adds uint64 and int64 as floats, and torch reads uint8 as a mask.
+    int64. Callers need int64: NumPy adds uint64 and int64 as floats, and torch reads indices of uint8 as a mask.
     """
     try:
         array = to_numpy(values)
@@ -116,7 +116,7 @@ def check_lengths(lengths: Any, B: int, t: int) -> Any:
 
 
 def read_owners(counts: Any, B: int) -> Any:
-    """Return, for each sequence after `fork(counts)`, the number of the sequence of B that it continues.
+    """Return, for each sequence after `fork(counts)`, the index of the one of the B sequences that it continues.
 
     Raise ShapeError unless `counts` is a whole number ≥ 0, or one for each sequence.
     """

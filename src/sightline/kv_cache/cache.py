@@ -23,7 +23,7 @@ Change = TypeVar("Change", bound=Callable[..., None])
 
 
 def at_once(change: Change) -> Change:
-    """Let another thread, or an error, see the cache as before the change or as after it."""
+    """Make a method change the cache at once: no other thread sees half of the change, and an error leaves nothing."""
 
     @wraps(change)
     def wrapped(cache: KVCache, *arguments: Any, **options: Any) -> None:
@@ -37,9 +37,9 @@ def at_once(change: Change) -> Change:
 class KVCache(StoredRows):
     """Keys and values of one attention layer in a decoding loop; `attention(query, cache)` reads them in place.
 
-    Sequences of a batch may have different lengths. Storage has the shape (B, G, capacity, d). When it is full it
-    doubles, or grows by a quarter if it is large, so appending one position costs O(1) on average, and the rows of a
-    head stay adjacent in memory. An append does not copy earlier positions unless the storage grows.
+    Sequences of a batch may have different lengths. The storage has the shape (B, G, capacity, d). A full storage
+    doubles, or grows by a quarter if it is large, so appending one position costs O(1) on average. The rows of a head
+    stay adjacent in memory. An append does not copy earlier positions unless the storage grows.
 
     Parameters
     ----------
@@ -64,35 +64,34 @@ class KVCache(StoredRows):
 
     Positions of a sequence count from 0 in the order of the appends, without padding. In the formulas of a call, `i` is
     the position of the query, `j` that of the key, and `n` and `m` are the sequence's length: a formula means what it
-    means for the whole sequence. The queries are those of the newest append if they are as many, else the last
-    positions of every sequence. If a formula reads `i`, a query that is padding sees no key. An array as mask or score
-    has one row for each query of the call. Positions beyond a sequence's end are hidden in every call.
+    means for the whole sequence. The queries of a call are the positions of the newest append, if it has as many, and
+    otherwise the last positions of every sequence. If a formula reads `i`, a query that is padding sees no key. An
+    array as mask or score has one row for each query. Positions beyond a sequence's end are hidden in every call.
 
     torch.compile breaks its graph at a cache, and traces anew for every length until it reaches its recompile limit.
     Put `torch.compiler.disable` on the function that appends and attends.
 
-    A quantised cache stores codes, and a scale in float16 for each group of 128 adjacent numbers of a row (int8,
-    float8_e4m3fn), or a scale and an offset for each 32 (int4). The numbers x̂ that it stands for are
+    A quantised cache stores a code for each number x. It also stores a float16 scale for each group of 128 adjacent
+    numbers of a row, or for int4 a scale and an offset for each 32. The code stands for a number x̂ in place of x:
 
-        int8, float8_e4m3fn   x̂ = scale · code             scale = max |x| / 127, or / 448
+        int8, float8_e4m3fn   x̂ = scale · code             scale = max |x| / 127, or / 448 for float8_e4m3fn
         int4                  x̂ = scale · code + offset    scale = (max x − min x) / 15,   offset = min x
 
-    Codes are rounded to the nearest, ties to even. Attention is that of x̂ exactly, within the error budget of the
-    query's dtype: the decoding kernel widens codes in registers, the others one tile of keys at a time. Queries are
-    float32, bfloat16 or float16, and the output has their dtype. `quantization_error` is what quantisation has lost.
-    A group with NaN or ∞, or whose scale or offset exceeds float16's 65504, becomes NaN. A quantised cache needs
-    arrays in the processor's memory, llvmlite, and eager calls.
+    Codes are rounded to the nearest, ties to even. Attention is computed with x̂, and its error is within the budget of
+    the query's dtype. No copy of all x̂ is made. Queries are float32, bfloat16 or float16, and the output has their
+    dtype. `quantization_error` measures how far x̂ is from x. A group with NaN or ∞, or whose scale or offset exceeds
+    65504, the largest float16, becomes NaN. A quantised cache needs the processor's memory, llvmlite and eager calls.
 
     The arrays `key` and `value` are views of the cache's storage. Growth does not change them. `reorder` may overwrite
     them, and so may an append after `truncate` or `reset`.
 
-    Values that are the first d_v numbers of the keys, in the same memory, are stored once, and each row is read once:
-    `cache.append(latent, latent[..., :512])`. Absorbed multi-head latent attention has them (DeepSeek-V2, 2024, section
-    2.1). An append of other values ends this. Quantised caches store both.
+    Values that are a view of the first d_v numbers of the keys are stored once, and each row is read once:
+    `cache.append(latent, latent[..., :512])`. Absorbed multi-head latent attention has such values (DeepSeek-V2, 2024,
+    section 2.1). After an append of other values, and in a quantised cache, keys and values are stored apart.
 
-    One thread may append, fork or evict while another attends, which sees the cache as before the change or as after
-    it. While a thread calls `reorder`, `accept`, `truncate` or `reset`, which move or free keys, no other thread may
-    use the cache.
+    One thread may append, fork or evict while another attends. The other thread sees the cache as before the change or
+    as after it. While a thread calls `reorder`, `accept`, `truncate` or `reset`, which move or free keys, no other
+    thread may use the cache.
 
     `copy.deepcopy` and `copy.copy` copy no keys and values. The copy and the original share the storage; each of them
     copies it when it first writes to it. One cache of a prompt may so be continued many times.
@@ -134,7 +133,7 @@ class KVCache(StoredRows):
     def key(self) -> Any:
         """(B, G, max(lengths), d_k), a view of the storage that attention reads, with the axes of the appended arrays.
 
-        Entries at or beyond a sequence's own length are undefined. A quantised cache has no such view: ParameterError.
+        Entries at or beyond a sequence's own length are undefined. For a quantised cache, ParameterError is raised.
         """
         return self._float_view()[0]
 
@@ -144,10 +143,10 @@ class KVCache(StoredRows):
         return self._float_view()[1]
 
     def dequantized(self) -> tuple[Any, Any]:
-        """Return new float32 arrays like `key` and `value`, with the numbers that a quantised cache stands for."""
+        """Return float32 copies of the keys and values whose codes a quantised cache stores, with the axes of `key`."""
         formats, views = self.row_formats, self.joined().rows()
         if formats is None:
-            raise ParameterError(f"dequantized() of a cache of {self._dtype}", "a quantised cache", "cache.key")
+            raise ParameterError(f"dequantized() of a {self._dtype} cache", "a quantised cache", "cache.key")
         key, value = (form.unpack(rows) for form, rows in zip(formats, views, strict=True))
         return key, value
 
@@ -163,9 +162,9 @@ class KVCache(StoredRows):
 
     @property
     def key_positions(self) -> Any:
-        """(B, G, rows) int64: the position whose key a row of `key` holds; −1 for a row that no position has.
+        """(B, G, rows) int64: the position whose key each row of `key` holds; −1 for a row that holds none.
 
-        It is the number of the row, unless `keep` has evicted keys. The row of a draft has the draft's position.
+        The position is the number of the row, unless `keep` has evicted keys. A draft's row has the draft's position.
         """
         if self.prefix is not None:
             return self.joined().key_positions
@@ -189,7 +188,7 @@ class KVCache(StoredRows):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the storage, unused capacity included. What sequences share counts once."""
+        """The bytes of the storage, unused capacity included. A prefix that sequences share counts once."""
         own = 0 if self._storage is None else self._storage.nbytes
         return own if self.prefix is None else own + self.prefix.cache.nbytes
 
@@ -242,9 +241,9 @@ class KVCache(StoredRows):
             The side of the padding: after the real positions, or before them.
         parents : (t,) or (B, t) integers, optional
             The t positions are a tree of drafts: parents[k] is the index of the parent of position k among them, and −1
-            stands for the last position before them. A draft has the position of its depth. The queries of the next
-            call are those of the drafts. Each of them sees what was stored before, its ancestors and itself, as far as
-            the mask allows. `accept` ends the tree.
+            stands for the last position before them. Drafts of equal depth have the same position. The queries of the
+            next call must be those of the drafts. Each draft sees the earlier positions, its ancestors and itself, as
+            far as the mask allows. `accept` ends the tree.
 
         Raises
         ------
@@ -256,8 +255,8 @@ class KVCache(StoredRows):
         DeviceError
             The library or the device differs from that of the first append.
         ParameterError
-            padding is another word, parents is no tree or comes with lengths, drafts wait for `accept`, or a tensor
-            requires a gradient: append `key.detach()`, or pass plain arrays to attention.
+            padding is neither "right" nor "left", parents is no tree or is given with lengths, drafts wait for
+            `accept`, or a tensor requires a gradient.
         """
         self._check_no_drafts("append")
         storage = self._storage
@@ -277,7 +276,7 @@ class KVCache(StoredRows):
         if parents is not None:
             if lengths is not None:
                 raise ParameterError(
-                    "append with lengths and parents", "one of both", "append(key, value, parents=...)"
+                    "append with lengths and parents", "lengths or parents", "append(key, value, parents=...)"
                 )
             drafts = DraftTree.read(parents, t, lengths_before if storage is None else self.row_counts, lengths_before)
         if storage is None:
@@ -333,7 +332,7 @@ class KVCache(StoredRows):
         """
         drafts, storage = self._drafts, self._storage
         if drafts is None or storage is None:
-            raise ParameterError("accept of a cache without drafts", "drafts", "append(key, value, parents=[-1, 0, 0])")
+            raise ParameterError("accept without drafts", "a cache with drafts", "append(..., parents=[-1, 0]) first")
         found = drafts.read_path(path)
         steps = np.where(found >= 0, np.arange(found.shape[1]), -1)
         storage.reserve(self._num_rows, self._num_rows)
@@ -346,7 +345,7 @@ class KVCache(StoredRows):
 
     @at_once
     def truncate(self, lengths: Any) -> None:
-        """Shorten every sequence to at most so many positions, as after rejected drafts of speculative decoding.
+        """Shorten every sequence to at most `lengths` positions, for example to drop rejected drafts.
 
         If less than a quarter of large storage is left in use, the rest is freed.
 
@@ -402,7 +401,7 @@ class KVCache(StoredRows):
         if self._storage is None:
             return
         if self._ndim == 2 and order.size != 1:
-            raise ShapeError(f"reorder({indices!r}) of arrays (t, d)", "one sequence", "append (B, t, d)")
+            raise ShapeError(f"reorder({indices!r}) of arrays (t, d)", "one index", "append arrays (B, t, d)")
         self._storage.reorder(order, self._num_rows)
         self.prefix = self.prefix and self.prefix.reordered(order)
         self._drafts = self._drafts and self._drafts.reordered(order)
@@ -457,14 +456,14 @@ class KVCache(StoredRows):
         """Keep the keys and values of these positions, evict all others, and free their memory.
 
         Later appends, masks and scores go on with the original positions: `j` is the position of a key, `i` that of a
-        query, and `lengths` does not change. Statistics have a number for each row that is left; `key_positions` says
-        which position it is. `truncate` and `reorder` work as before.
+        query, and `lengths` does not change. Statistics have a number for each row that is left, and `key_positions`
+        has the position of each row. `truncate` and `reorder` work as before.
 
         Parameters
         ----------
         indices : (B or 1, G or 1, c) integers
-            The positions that a key head keeps, ascending, then −1 if it keeps fewer than c. A head's memory is that of
-            the head that keeps most.
+            The positions that a key head keeps, ascending, then −1 if it keeps fewer than c. Every head takes the
+            memory of the head that keeps most.
 
         Raises
         ------
@@ -484,7 +483,7 @@ class KVCache(StoredRows):
         self._set_lengths(self._lengths, self._newest_positions)
 
     def last(self, count: int, *, capacity: int | None = None) -> KVCache:
-        """Return a cache of the last `count` positions, from `max_length` − count, which become positions from 0.
+        """Return a cache of the positions from `max_length` − count on, which count from 0 in the returned cache.
 
         Parameters
         ----------
@@ -501,7 +500,7 @@ class KVCache(StoredRows):
         if capacity is not None:
             capacity = check_count(f"capacity={capacity!r}", capacity, 0, "capacity=1024")
         if self._kept is not None:
-            raise ParameterError("last() of a cache whose keys were evicted", "a cache without `keep`", "cache.keep")
+            raise ParameterError("last() of a cache after keep()", "a cache of all keys", "cache.keep(last_positions)")
         found = object.__new__(type(self))
         found.__dict__ |= self.__dict__
         found._storage = self._storage and self._storage.from_row(first)
@@ -519,16 +518,16 @@ class KVCache(StoredRows):
         self.truncate(0)
 
     def joined(self) -> KVCache:
-        """Return a cache whose rows are all its own: this one if it has no prefix, else a copy of the rows."""
+        """Return this cache if it has no prefix, else a cache with copies of the prefix's rows and of this cache's."""
         found = self
         while found.prefix is not None:
             found = found._merge_prefix()
         return found
 
     def compacted(self) -> KVCache:
-        """Return the cache without the nearest prefixes that no sequences share and that have no more rows than it.
+        """Return the cache after its nearest prefixes became its own rows, if sequences share them no more.
 
-        After f forks, at most about log₂ f prefixes are then left that no sequences share.
+        A prefix with more rows than the cache stays. So f forks leave at most about log₂ f unshared prefixes.
         """
         found = self
         while (prefix := found.prefix) is not None and prefix.is_own and prefix.cache._num_rows <= found._num_rows:
@@ -537,7 +536,7 @@ class KVCache(StoredRows):
 
     # -- internals --------------------------------------------------------------------------------------------------
     def _float_view(self) -> tuple[Any, Any]:
-        """Return `_view` of a cache of floats."""
+        """Return views of key and value; raise ParameterError if the cache is quantised."""
         if self._quantized is not None:
             raise ParameterError(
                 f"key or value of a cache of {self._dtype}, which stores codes",
@@ -547,7 +546,7 @@ class KVCache(StoredRows):
         return self.joined().rows()
 
     def _merge_prefix(self) -> KVCache:
-        """Return a cache whose own rows are copies of those of the nearest prefix and of its own."""
+        """Return a cache whose own rows are copies of the rows of the nearest prefix, and then of this cache's own."""
         assert self.prefix is not None
         assert self._storage is not None
         found = copy.deepcopy(self.prefix.cache)

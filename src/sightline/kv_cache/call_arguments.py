@@ -44,7 +44,7 @@ def unpack_cache(
 ) -> tuple[Any, Any, Any, Any, Any, Expression | None]:
     """Return (key, value, mask, score, see, condition) for the arguments of attention, with arrays in place of a cache.
 
-    On a cache, the formulas are those of rows. The condition is that of `rewrite_formulas`.
+    If `key` is a cache, the returned formulas read its rows. The condition is that of `rewrite_formulas`, else None.
     """
     if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
         raise ParameterError(

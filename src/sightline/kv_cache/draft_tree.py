@@ -18,12 +18,12 @@ b, i, j = (SYMBOLS[name] for name in "bij")
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The last rows of a cache, each of which continues the last position before them or another draft.
+    """The drafts of a cache, its last rows. Each draft continues another one, or the last position before all drafts.
 
     Attributes
     ----------
-    parents : (1 or B, t) int64, the index of each draft's parent among the drafts; −1 for the last position before them
-    depths : (1 or B, t) int64, the number of drafts before a draft on its path
+    parents : (1 or B, t) int64, the index of each draft's parent; −1 for the last position before all drafts
+    depths : (1 or B, t) int64, the number of ancestors of each draft among the drafts
     first_rows : (B,) int64, the row of the first draft of each sequence
     lengths : (B,) int64, the number of positions before the drafts
     """
@@ -35,7 +35,7 @@ class DraftTree:
 
     @classmethod
     def read(cls, given: Any, count: int, first_rows: Any, lengths: Any) -> DraftTree:
-        """Return the tree of `count` drafts with these parents, (t,) or (B, t).
+        """Return the tree of `count` drafts; `given` is the argument `parents` of `KVCache.append`, (t,) or (B, t).
 
         Raise ShapeError for another shape, ParameterError unless each parent comes before its draft.
         """
@@ -77,7 +77,7 @@ class DraftTree:
 
     @cached_property
     def ancestors(self) -> Any:
-        """(1 or B, t, t) booleans: True if the second draft is the first one or on the path to it."""
+        """(1 or B, t, t) booleans: the entry [..., x, y] is True if draft y is draft x or an ancestor of it."""
         found = np.zeros((*self.parents.shape, self.count), bool)
         entries = np.arange(len(self.parents))
         for draft in range(self.count):
@@ -93,20 +93,20 @@ class DraftTree:
         return DraftTree(parents, depths, self.first_rows[order], self.lengths[order])
 
     def after(self, rows: Any) -> DraftTree:
-        """Return the drafts behind so many more rows, (B,)."""
+        """Return the drafts of a cache that has rows[b] more rows before the drafts of sequence b."""
         return replace(self, first_rows=self.first_rows + rows)
 
     def position(self, of_other_rows: Expression) -> Expression:
-        """Return the position of row j, given the formula of the rows before the drafts."""
+        """Return a formula of the position that row j holds; `of_other_rows` is the one for rows before the drafts."""
         first, draft = self._locate()
         entry = 0 if len(self.depths) == 1 else b
         own = Table(self.lengths)[b] + Table(self.depths)[entry, draft]
         return where(j < first, of_other_rows, own)
 
     def condition(self, count: int) -> Expression:
-        """Return the condition that draft i sees row j: the rows before the drafts, its ancestors and itself.
+        """Return the condition that draft i sees row j: a row before the drafts, the row of an ancestor, or its own.
 
-        Raise ShapeError unless the call has as many queries as drafts.
+        Raise ShapeError unless `count`, the number of queries of the call, is the number of drafts.
         """
         if count != self.count:
             raise ShapeError(
@@ -118,12 +118,12 @@ class DraftTree:
         return (j < first) | Table(self.ancestors)[0 if len(self.parents) == 1 else b, i, draft]
 
     def _locate(self) -> tuple[Expression, Expression]:
-        """Return the row of the first draft, and the index of the draft in row j."""
+        """Return formulas of the row of the first draft, and of the index of the draft in row j, 0 for earlier rows."""
         first = Table(self.first_rows)[b]
         return first, apply("minimum", apply("maximum", j - first, 0), self.count - 1)
 
     def read_path(self, given: Any) -> Any:
-        """Return the drafts of a path for each sequence, (B, k), −1 behind the last.
+        """Return the drafts on the path of each sequence, (B, k), with −1 behind the last one of a shorter path.
 
         Raise ShapeError unless `given` is (k,) or (B, k) whole numbers, ParameterError if they are no path from a root.
         """

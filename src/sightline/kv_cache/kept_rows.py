@@ -1,4 +1,4 @@
-"""Which positions the rows of a cache hold after some keys were evicted."""
+"""Which positions the rows of a cache hold after `KVCache.keep` has evicted some keys."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..formula.tables import Table
 from .argument_checks import to_integers
 
 b, h, j = (SYMBOLS[name] for name in "bhj")
-CURE = "ascending positions of cache.key_positions, for example the last axis of numpy.sort(chosen)"
+CURE = "cache.keep(numpy.sort(chosen)), where `chosen` are positions of cache.key_positions"
 
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows that `KVCache.keep` has left. Rows that were appended later hold the positions after them.
+    """The positions that the rows of a cache hold after `KVCache.keep`, also the rows that were appended later.
 
     Attributes
     ----------
     positions : (B, G, R) int64
-        The position that each row holds, ascending; −1 behind the last row of a head.
+        The position that each kept row holds, ascending; −1 behind the last row of a head.
     rows : (B,) int64
-        The number of rows of each sequence, that of the head that keeps most.
+        The number of kept rows of each sequence, counted in the head that keeps the most keys.
     evicted : (B,) int64
-        A later row of a sequence holds the position of this number + the number of the row.
+        A row k of sequence b that was appended later holds the position k + evicted[b].
     """
 
     positions: Any
@@ -37,17 +37,17 @@ class KeptRows:
 
     @property
     def is_uniform(self) -> bool:
-        """True if all heads of all sequences have as many rows, so that every row holds a position."""
+        """True if all heads of all sequences have equally many rows, so that every row holds a position."""
         return bool((self.positions >= 0).all()) and self.shift is not None
 
     @property
     def shift(self) -> int | None:
-        """The entry of `evicted` of all sequences; None if they differ, or there are no sequences."""
+        """The number in `evicted` if it is the same for all sequences; None otherwise, and without sequences."""
         numbers = set(self.evicted.tolist())
         return numbers.pop() if len(numbers) == 1 else None
 
     def of_rows(self, count: int, lengths: Any) -> Any:
-        """Return the positions of the first `count` rows, (B, G, count), of sequences of these lengths."""
+        """Return the positions that the first `count` rows hold, (B, G, count); −1 at or beyond a sequence's length."""
         rows = np.arange(count)
         found = np.broadcast_to(rows + self.evicted[:, None, None], (*self.positions.shape[:2], count)).copy()
         kept = min(count, self.positions.shape[2])
@@ -56,7 +56,7 @@ class KeptRows:
         return np.where(found < lengths[:, None, None], found, -1)
 
     def truncated(self, lengths: Any) -> KeptRows:
-        """Return the rows of the positions before these lengths."""
+        """Return the rows of a cache whose sequences were shortened to these lengths."""
         positions = np.where(self.positions < lengths[:, None, None], self.positions, -1)
         has_all = lengths - self.evicted >= self.rows
         rows = np.where(has_all, self.rows, _count(positions))
@@ -68,7 +68,7 @@ class KeptRows:
         return KeptRows(self.positions[order], self.rows[order], self.evicted[order])
 
     def formulas(self, group: int) -> tuple[Expression, Expression | None]:
-        """Return the position of row j, and the condition that it holds one; None if all do.
+        """Return two formulas of row j: the position that it holds, and whether it holds one (None if every row does).
 
         `group` is the number of query heads that share a key head.
         """
@@ -96,17 +96,17 @@ class KeptRows:
 
 
 def all_rows(batch: int, heads: int) -> KeptRows:
-    """Return the rows of a cache that has evicted nothing."""
+    """Return the rows of a cache that has evicted nothing: row k holds position k."""
     none = np.zeros(batch, np.int64)
     return KeptRows(np.zeros((batch, heads, 0), np.int64), none, none)
 
 
 def find_rows(indices: Any, held: Any) -> tuple[Any, Any]:
-    """Return the rows (B, G, c) of positions, and the positions, as `KVCache.keep` gets them.
+    """Return the rows that hold the positions `indices`, and the positions, both (B, G, c).
 
     Parameters
     ----------
-    indices : (B or 1, G or 1, c) integers
+    indices : (B or 1, G or 1, c) integers, the argument of `KVCache.keep`; −1 stands for no position
     held : (B, G, m) int64, the position that each row holds, −1 for a row that holds none
 
     Raises
@@ -114,7 +114,7 @@ def find_rows(indices: Any, held: Any) -> tuple[Any, Any]:
     ShapeError
         `indices` has another shape, or is not of whole numbers.
     ParameterError
-        A position is not ascending, was evicted before, or is outside the sequence.
+        The positions of a head do not ascend, or one of them was evicted before or is outside the sequence.
     """
     B, G, _ = held.shape
     positions = to_integers(indices)
@@ -122,7 +122,7 @@ def find_rows(indices: Any, held: Any) -> tuple[Any, Any]:
         raise ShapeError(
             f"keep({indices!r})",
             f"whole numbers of shape ({B} or 1, {G} or 1, count)",
-            "keep(indices[None, None])",
+            "keep(indices[None, None]) for one list of positions",
         )
     positions = np.broadcast_to(positions, (B, G, positions.shape[2]))
     is_real = positions >= 0
@@ -141,13 +141,13 @@ def find_rows(indices: Any, held: Any) -> tuple[Any, Any]:
     if ((found != positions) & is_real).any():
         wrong = positions[(found != positions) & is_real]
         raise ParameterError(
-            f"keep of position {wrong[0]}, which the cache does not hold for a head", "positions that it holds", CURE
+            f"keep of position {wrong[0]}, which the cache does not hold for a head", "positions that are stored", CURE
         )
     return np.where(is_real, rows, 0), positions
 
 
 def keep_rows(positions: Any, lengths: Any) -> KeptRows:
-    """Return the rows of a cache that keeps these positions (B, G, c), of sequences of these lengths."""
+    """Return the rows of a cache that keeps the positions (B, G, c) of sequences of these lengths; −1 keeps nothing."""
     rows = _count(positions)
     return KeptRows(np.ascontiguousarray(positions[:, :, : int(rows.max(initial=0))]), rows, lengths - rows)
 

@@ -1,4 +1,4 @@
-"""Quantised caches: their dtypes, their checks, how rows are written, and the error that this makes."""
+"""Quantised caches: which dtypes they have, what is checked, how rows are written, and the error of quantisation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NARROW_FLOATS = ("float32", "bfloat16", "float16")  # the dtypes of queries on a
 
 
 class QuantizationError(NamedTuple):
-    """The relative error of a quantised cache, √(Σ (x − x̂)² / Σ x²).
+    """The relative error √(Σ (x − x̂)² / Σ x²) of a quantised cache, which stores x̂ in place of the appended x.
 
     `key` is the error of all appended keys together, and `value` that of all appended values.
     """
@@ -26,14 +26,14 @@ class QuantizationError(NamedTuple):
 
     @classmethod
     def from_sums(cls, sums: Any) -> QuantizationError:
-        """Return the errors for Σ (x − x̂)² and Σ x² of keys and of values, (2, 2)."""
+        """Return the errors. `sums` (2, 2) has Σ (x − x̂)² and Σ x² of keys, then of values."""
         return cls(*[math.sqrt(lost / total) if total else 0.0 for lost, total in sums.tolist()])
 
 
 def read_cache_dtype(dtype: Any) -> tuple[str, str] | None:
     """Return the dtypes of keys and values of a quantised cache; None for a cache of floats.
 
-    Raise DtypeError if the dtype of `KVCache` is neither of them.
+    Raise DtypeError if `KVCache(dtype=...)` does not accept the dtype.
     """
     pair = dtype if isinstance(dtype, tuple | list) else (dtype, dtype)
     if len(pair) == 2 and all(one in QUANTIZED for one in pair):
@@ -48,7 +48,7 @@ def read_cache_dtype(dtype: Any) -> tuple[str, str] | None:
 
 
 def check_can_quantize(dtype: Any, key: Any) -> None:
-    """Raise unless generated code can quantise the array."""
+    """Raise an error if the key is not in the processor's memory, or if llvmlite is missing."""
     if device(key) != "cpu":
         raise DeviceError(
             f"KVCache(dtype={dtype!r}) and a key on {device(key)}",
@@ -56,11 +56,11 @@ def check_can_quantize(dtype: Any, key: Any) -> None:
             'KVCache(dtype="bfloat16") on a GPU',
         )
     if importlib.util.find_spec("llvmlite") is None:
-        raise ParameterError(f"KVCache(dtype={dtype!r}) without llvmlite", "llvmlite", "pip install llvmlite")
+        raise ParameterError(f"KVCache(dtype={dtype!r}) without llvmlite", "float dtypes", "pip install llvmlite")
 
 
 def check_query(query: Any, dtype: Any, is_quantized: bool) -> None:
-    """Raise DtypeError unless the query's dtype is one that the cache of this dtype serves."""
+    """Raise DtypeError if the query is an array of floats that cannot attend to a cache of this dtype."""
     name = dtype_name(query)
     if name not in FLOATS or name == dtype or (is_quantized and name != "float64"):
         return
@@ -77,13 +77,13 @@ def check_query(query: Any, dtype: Any, is_quantized: bool) -> None:
 
 
 def write_quantized(storage: Any, array: Any, rows: Any, row_format: RowFormat) -> Any:
-    """Set storage[b, :, rows[b, r]] to the codes and scales of array[b, :, r] for every row that is not −1.
+    """Set storage[b, :, rows[b, r]] to the codes and scales of array[b, :, r], unless rows[b, r] is −1.
 
-    Return Σ (x − x̂)² and Σ x² as an array.
+    Return Σ (x − x̂)² and Σ x² of the written numbers as an array.
     """
     from ..cpu.launch.quantize import quantize  # loads llvmlite
 
     sums = np.zeros(2)
     quantize(array, storage, rows, row_format, sums)
-    storage[:0] = 0  # no entry: generated code has written, and torch counts the writes for its backward passes
+    storage[:0] = 0  # changes no entry, but counts as a write of torch, which does not see that of generated code
     return sums

@@ -1,8 +1,8 @@
 """How formulas of positions become formulas of the rows of a call, for calls on a cache.
 
-On a cache, the formulas of a call are those of a sequence that attends to itself: `i` and `j` are positions, and `n`
-and `m` are the number of positions. The call computes some rows of it. A kernel knows only the number of a row, so the
-position is written as a formula of the row.
+In the caller's formulas, `i` and `j` are positions of a whole sequence, and `n` and `m` are its length. The kernel
+computes some queries on the rows that the cache stores, and counts both from 0. So each position is replaced by a
+formula of the row.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NOT_LATER = i >= j, j <= i, i - j >= 0, j - i <= 0  # forms of the condition tha
 
 
 class Rewriting:
-    """How the formulas of a call are rewritten.
+    """How the formulas of a call are rewritten, from positions to rows of the kernel.
 
     Parameters
     ----------
-    symbols : the expressions of i, n and m in the call
-    condition : hides the keys beyond a sequence's end, and all keys of a query that is padding; None hides nothing
+    symbols : the formulas that replace some of the symbols b, i, j, n and m
+    condition : hides rows that are no keys of the query's sequence, and all keys of padded queries; None hides nothing
     are_last : True if each query is the last position of its sequence, so that no key is later
     """
 
@@ -42,18 +42,18 @@ class Rewriting:
         self, symbols: Mapping[str, Expression], condition: Expression | None = None, are_last: bool = False
     ) -> None:
         self.symbols, self.condition, self.are_last = symbols, condition, are_last
-        self._found: dict[int, tuple[Any, Any]] = {}  # of each formula or statistic: it, and the rewritten one
+        self._found: dict[int, tuple[Any, Any]] = {}  # by id: a formula or statistic, and the rewritten one
 
     def mask(self, mask: Expression | None) -> Expression | None:
-        """Return the mask for rows, joined with `condition`."""
+        """Return the mask as a formula of rows, joined with `condition`; None if nothing is hidden."""
         return self.condition if mask is None else self._remember(mask, self._rewrite_mask)
 
     def formula(self, formula: Expression) -> Expression:
-        """Return the formula for rows."""
+        """Return a formula of positions as a formula of rows."""
         return self._remember(formula, self._rewrite) if self.symbols else formula
 
     def statistic(self, statistic: Any) -> Any:
-        """Return the statistic with its conditions for rows."""
+        """Return the statistic with its conditions as formulas of rows."""
         return self._remember(statistic, lambda given: given.map_formulas(self.formula)) if self.symbols else statistic
 
     def _remember(self, given: Any, rewrite: Callable[[Any], Any]) -> Any:
@@ -66,7 +66,7 @@ class Rewriting:
         return found[1]
 
     def _rewrite(self, formula: Expression) -> Expression:
-        # a table has an entry for each position and sequence, and a call on some rows has other numbers of them
+        # the axes of a table span all positions and sequences, of which the kernel may compute only some
         spans = tuple([name for name in "bij" if name == "i" or name in self.symbols])
         return formula.rewrite(self.symbols, lambda table, indices: _look_up(table, indices, spans))
 
@@ -79,7 +79,7 @@ class Rewriting:
 
 
 def without_later_keys(mask: Expression) -> Expression | None:
-    """Return the mask of a query that is the last position, without the condition that keys are not later.
+    """Return the mask without the conditions `NOT_LATER`, which always hold for a query at the last position.
 
     The result is None if no other condition is left.
     """
@@ -91,9 +91,9 @@ def without_later_keys(mask: Expression) -> Expression | None:
 
 
 def of_equal_lengths(kept: KeptRows | None, group: int) -> tuple[Rewriting, Rewriting, Rewriting]:
-    """Return the rewritings for sequences of one length: if the rows are all positions, the last one, the last ones.
+    """Return the rewritings for queries at all positions, at the last one, and at the last n, of equal sequences.
 
-    `kept` has the positions of the rows of a cache whose keys were evicted, as many in all sequences and heads.
+    `kept` has the positions of the rows of a cache whose keys were evicted, equally many in all sequences and heads.
     """
     symbols = {"i": i + (m - n), "n": m}
     if kept is None:
@@ -104,9 +104,10 @@ def of_equal_lengths(kept: KeptRows | None, group: int) -> tuple[Rewriting, Rewr
 
 
 def _look_up(table: Table, indices: Indices, spans: tuple[str, ...]) -> Expression:
-    """Return a lookup by positions. An array over all pairs keeps the rows of the call, lists of blocks its queries.
+    """Return the lookup of a table at `indices`, formulas of rows; axes of the symbols `spans` may have any length.
 
-    `spans` are the symbols whose positions are not those of the call.
+    A dense array of pairs has a row for each query of the call and a column for each stored row, so it is read at i and
+    j of the call, not at positions. Lists of blocks have entries for queries of the call and for positions of keys.
     """
     axes = [(axis or "").partition("/") for axis in table.axes or ()]  # "i/64": a row for each 64 queries
     names = [name for name, _, _ in axes]
@@ -126,8 +127,8 @@ def rewrite_formulas(
 ) -> tuple[Any, Any, Any, Expression | None]:
     """Return (mask, score, statistics, condition) of a call on a cache, as formulas of rows in place of positions.
 
-    Some rows hold no position of a sequence. If the mask is a formula or None, the returned mask hides these rows too,
-    and the condition is None. If the mask is an array, it is returned unchanged, and the condition hides these rows.
+    Some rows hold no position of a sequence. If the mask is a formula or None, the returned mask hides such rows too,
+    and the condition is None. If the mask is an array, it is returned unchanged, and the condition hides such rows.
 
     Parameters
     ----------
@@ -153,7 +154,7 @@ class Formulas(NamedTuple):
 
     @classmethod
     def read(cls, mask: Any, score: Any, see: Any) -> Formulas:
-        """Return the formulas of arguments of `attention`."""
+        """Return the mask, the score and the statistics of `see`, where functions have become formulas."""
         given = see if isinstance(see, list | tuple) else () if see is None else (see,)
         statistics = [one.map_formulas(_to_mask) if hasattr(one, "map_formulas") else one for one in given]
         return cls(_to_mask(mask), _to_formula(score, "score", "s b h i j"), tuple(statistics))
@@ -194,7 +195,7 @@ def _to_formula(given: Any, role: str, arguments: str) -> Any:
 
 
 def find_rewriting(cache: StoredRows, count: int, reads_rows: bool, group: int) -> Rewriting:
-    """Return the rewriting of the formulas of `count` queries; see `KVCache.rewriting` and `key_formulas`."""
+    """Return how the formulas of `count` queries are rewritten; see `StoredRows.rewriting` and `key_formulas`."""
     lengths, (key_position, condition) = cache.lengths, cache.key_formulas(group)
     of_drafts = cache.draft_condition(count)
     if of_drafts is not None:
@@ -211,7 +212,7 @@ def find_rewriting(cache: StoredRows, count: int, reads_rows: bool, group: int) 
         of_rows = j < Table(np.where(real, cache.row_counts[:, None], 0))[entry, i]
         condition = of_rows if condition is None or key_position is j else condition & of_rows
     if (positions == np.arange(count))[real].all():
-        longest = int(lengths.max(initial=1))  # a query beyond it is padding, and reads no table outside
+        longest = int(lengths.max(initial=1))  # a query beyond it is padding, and must not read past a table's end
         position: Expression = i if count <= longest else apply("minimum", i, max(longest - 1, 0))
     elif real.all() and (np.diff(positions) == 1).all():
         position = i + Table(positions[:, 0])[entry]
@@ -239,8 +240,8 @@ def find_positions(cache: StoredRows, count: int) -> Any:
 def rewrite_for_prefix(cache: StoredRows, prefix: SharedPrefix, count: int, formulas: Formulas, group: int) -> Formulas:
     """Return the formulas of a call of `count` queries for the rows of a prefix, which is one of `SharedPrefix.parts`.
 
-    In the call, entry b of the batch is sequence b of the prefix's cache, and row i is a query of one of the sequences
-    that begin with it: query i % count of the sequence number i // count of `prefix.groups[b]`.
+    The call has a batch entry for each sequence of the prefix's cache. Entry b has the queries of all sequences that
+    begin with sequence b of that cache: row i is query i % count of the sequence `prefix.groups[b, i // count]`.
 
     Parameters
     ----------

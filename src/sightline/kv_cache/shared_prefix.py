@@ -1,4 +1,4 @@
-"""Positions that several sequences of a cache share: they are stored once, in a cache that does not change any more."""
+"""Positions that several sequences of a cache share. They are stored once, in another cache that never changes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class SharedPrefix:
     Attributes
     ----------
     cache : KVCache, which may have a prefix of its own
-    owners : (B,) int64, the sequence of `cache` that a sequence begins with
-    lengths : (B,) int64, how many positions of it a sequence has
+    owners : (B,) int64, for each sequence, the sequence of `cache` with which it begins
+    lengths : (B,) int64, how many positions each sequence has from the sequence of `cache`
     """
 
     cache: KVCache
@@ -33,28 +33,28 @@ class SharedPrefix:
 
     @cached_property
     def own_row_counts(self) -> Any:
-        """(B,) int64: the number of rows of `cache` itself that a sequence has."""
+        """(B,) int64: how many rows each sequence has from `cache` itself, without the prefix of `cache`."""
         return self.cache.count_rows(self.owners, self.lengths)
 
     @cached_property
     def row_counts(self) -> Any:
-        """(B,) int64: the number of rows of all parts that a sequence has."""
+        """(B,) int64: how many rows each sequence has from all `parts`."""
         return np.sum([part.own_row_counts for part in self.parts], axis=0)
 
     @property
     def is_own(self) -> bool:
-        """True if no sequence of `cache` begins two sequences."""
+        """True if no two sequences begin with the same sequence of `cache`."""
         return bool(np.unique(self.owners).size == self.owners.size)
 
     def truncated(self, lengths: Any) -> SharedPrefix | None:
-        """Return the prefix of sequences of these lengths, from the last part with rows of them; None without one."""
+        """Return the prefix of sequences cut to `lengths`: the first of its `parts` that still has rows, or None."""
         cut = replace(self, lengths=np.minimum(self.lengths, lengths))
         return next((part for part in cut.parts if part.own_row_counts.any()), None)
 
     def reordered(self, order: Any) -> SharedPrefix | None:
-        """Return the prefix with sequence order[b] in place of sequence b.
+        """Return the prefix with sequence order[b] in place of sequence b; None if no row of the prefix is left.
 
-        If most sequences of the prefix have no owner any more, the others are copied, so that memory is freed.
+        If at most half of the sequences of `cache` are still used, they are copied, so that memory is freed.
         """
         moved = SharedPrefix(self.cache, self.owners[order], self.lengths[order]).truncated(self.lengths[order])
         if moved is None:
@@ -68,7 +68,7 @@ class SharedPrefix:
 
     @cached_property
     def parts(self) -> list[SharedPrefix]:
-        """The prefix itself and those before it, as prefixes of the same sequences. Each has rows of its own."""
+        """The prefix itself, the prefix of its cache, and so on, each written as a prefix of the B sequences."""
         before = self.cache.prefix
         if before is None:
             return [self]
@@ -79,7 +79,7 @@ class SharedPrefix:
 
     @cached_property
     def groups(self) -> Any:
-        """(B₀, C) int64: the sequences that begin with each sequence of the prefix's cache, −1 behind the last."""
+        """(B₀, C) int64: row k has the sequences that begin with sequence k of `cache`, and −1 behind the last."""
         counts = np.bincount(self.owners, minlength=len(self.cache.lengths))
         found = np.full((counts.size, counts.max(initial=0)), -1)
         order = np.argsort(self.owners, kind="stable")

@@ -1,4 +1,4 @@
-"""Storage of a KV cache: arrays (B, G, capacity, ·) of NumPy or torch, of which the first rows are in use."""
+"""Storage of a KV cache: NumPy or torch arrays (B, G, capacity, width), whose first rows along axis 2 are in use."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LARGE_SHARE = 4  # large storage grows by a quarter, so a row is copied about 4 
 class Storage:
     """The keys and values of a cache.
 
-    If the values of the first append are the first d_v numbers of the memory of the keys, as the latents of multi-head
-    latent attention are, then one array stores both, until values come that are not.
+    The values of multi-head latent attention are a view of the first d_v numbers of the keys. If those of the first
+    append are such a view, one array stores keys and values until an append has other values.
 
     Parameters
     ----------
-    key, value : (B, G, t, d) arrays like those that will be stored
-    capacity : the number of rows
+    key, value : (B, G, t, d) arrays of the first append; they are not written yet
+    capacity : the number of rows to allocate
     dtype : the dtype of stored floats
     quantized : the dtypes of stored codes for keys and for values; None for floats
 
@@ -37,7 +37,7 @@ class Storage:
     key, value : (B, G, capacity, d), or the bytes of quantised rows (B, G, capacity, row_bytes)
     widths : d_k and d_v
     row_formats : how the rows of keys and of values are quantised; None for floats
-    squares : Σ (x − x̂)² and Σ x² of all keys, and of all values, that were quantised, (2, 2)
+    squares : (2, 2), a row for keys and one for values: Σ (x − x̂)² and Σ x² of all numbers x that were quantised to x̂
     """
 
     def __init__(self, key: Array, value: Array, capacity: int, dtype: str, quantized: tuple[str, str] | None) -> None:
@@ -54,13 +54,13 @@ class Storage:
         self._hold([_allocate(key, (*key.shape[:2], capacity, width), dtype) for width in widths])
 
     def _hold(self, arrays: Iterable[Array]) -> None:
-        """Store in these arrays: of keys and of values, or one array of keys that contains the values."""
+        """Use these arrays: one of keys and one of values, or only one of keys, which contains the values."""
         self._arrays = tuple(arrays)
         self.key = self._arrays[0]
         self.value = self.key[..., : self.widths[1]] if len(self._arrays) == 1 else self._arrays[1]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Read a pickle, in which a view of the keys has become an array of its own."""
+        """Restore a pickle. If one array stores keys and values, `value` becomes a view of the keys again."""
         self.__dict__ |= state
         self._hold(self._arrays)
 
@@ -75,7 +75,7 @@ class Storage:
         return sum(math.prod(array.shape) * int(array.dtype.itemsize) for array in self._arrays)
 
     def fits(self, key: Any, value: Any) -> bool:
-        """True if arrays (B, G, t, d) can be appended as they are; `check_append` finds the same, and is slower."""
+        """True if the arrays (B, G, t, d) can be appended. If False, the slower `check_append` decides."""
         pairs = zip((key, value), (self.key, self.value), self.widths, strict=True)
         if not all(self._fits(array, stored, width) for array, stored, width in pairs):
             return False
@@ -93,7 +93,7 @@ class Storage:
         return bool(array.shape[:2] == stored.shape[:2] and array.shape[3] == width)
 
     def copy(self) -> Storage:
-        """Return storage of the same rows. The arrays are shared until one of both changes them."""
+        """Return storage of the same rows. The arrays are shared until this storage or the copy changes them."""
         self._is_shared = True
         copied = object.__new__(type(self))
         copied.__dict__ |= self.__dict__
@@ -106,7 +106,7 @@ class Storage:
         return copied
 
     def without_rows(self, batch: int) -> Storage:
-        """Return storage for as many heads of `batch` sequences, in the same formats, that has no rows yet."""
+        """Return storage without rows for `batch` sequences, with the heads, widths and formats of this one."""
         new = self.copy()
         new._hold(
             _allocate(array, (batch, array.shape[1], 0, array.shape[3]), dtype_name(array)) for array in self._arrays
@@ -115,7 +115,7 @@ class Storage:
         return new
 
     def reserve(self, needed: int, used: int) -> None:
-        """Make `needed` rows writable: copy the `used` ones if the arrays are full, or shared with a copy."""
+        """Make room for `needed` rows. Arrays that are too small or shared are replaced, and `used` rows are copied."""
         capacity = self.capacity
         if needed > capacity:
             self.move(max(needed, capacity + max(min(capacity, DOUBLING), capacity // LARGE_SHARE)), used)
@@ -123,7 +123,7 @@ class Storage:
             self.move(capacity, used)
 
     def release(self, used: int, least: int) -> None:
-        """Free the rows that are not used, if these are most of large storage. At least `least` rows stay."""
+        """Shrink large arrays of which the first `used` rows are a small part, but not below `least` rows."""
         needed = max(used + used // LARGE_SHARE, least)
         if self.capacity > max(LARGE_SHARE * needed, DOUBLING):
             self.move(needed, used)
@@ -134,9 +134,9 @@ class Storage:
         self._is_shared = False
 
     def write(self, key: Array, value: Array, rows: Any) -> None:
-        """Write key[b, :, r] and value[b, :, r] to row rows[b, r], for every row that is not −1.
+        """Write key[b, :, r] and value[b, :, r] to row rows[b, r] of sequence b. A row of −1 is not written.
 
-        `rows` may be the number of the first row if all sequences get the same rows.
+        `rows` may be an int, the first of the consecutive rows that every sequence gets.
         """
         if len(self._arrays) == 1 and not is_part(value, key):
             self._hold((self.key, _grow(self.value, self.capacity, self.capacity)))
@@ -148,18 +148,18 @@ class Storage:
         if isinstance(rows, int):
             rows = np.tile(np.arange(rows, rows + key.shape[2]), (len(key), 1))
         parts = zip(self._arrays, (key, value), self.row_formats, strict=True)
-        self.squares = self.squares + [write_quantized(*part[:2], rows, part[2]) for part in parts]  # a new array
+        self.squares = self.squares + [write_quantized(*part[:2], rows, part[2]) for part in parts]  # not in place
 
     def move_rows(self, sources: Any, targets: Any) -> None:
-        """Copy row sources[b, r] to row targets[b, r], for every target that is not −1."""
+        """Copy row sources[b, r] to row targets[b, r] of sequence b, unless the target is −1."""
         b, r = np.nonzero(targets >= 0)
         for array in self._arrays:
             array[b, :, targets[b, r]] = array[b, :, sources[b, r]]
 
     def append_rows(self, other: Storage, first: Any, counts: Any, used: int) -> None:
-        """Append the first counts[b] rows of other storage, as they are stored, from row first[b] on.
+        """Copy the first counts[b] rows of `other`, as they are stored, to the rows from first[b] on of sequence b.
 
-        `used` is the number of rows to keep of this storage.
+        `used` is the number of rows of this storage to keep.
         """
         if len(self._arrays) == 1 < len(other._arrays):
             self._hold((self.key, _grow(self.value, self.capacity, self.capacity)))
@@ -176,7 +176,7 @@ class Storage:
         self._is_shared = False
 
     def gathered(self, rows: Any) -> Storage:
-        """Return storage of the rows (B, G, c) of each head, in this order, with some unused capacity."""
+        """Return new storage of the rows with these numbers (B, G, c) of each head, and a quarter more capacity."""
         count, new = rows.shape[2], self.copy()
         gathered = [_gather(array, rows) for array in self._arrays]
         new._hold([_grow(array, count + max(count // LARGE_SHARE, 1), count) for array in gathered])
@@ -185,7 +185,7 @@ class Storage:
 
 
 def is_part(value: Array, key: Array) -> bool:
-    """True if the values are the first numbers of the keys, in the same memory."""
+    """True if the values are a view of the first numbers of the keys."""
     if framework(value) != framework(key) or value.dtype != key.dtype or value.shape[:-1] != key.shape[:-1]:
         return False
     if getattr(key, "layout", None) is not getattr(value, "layout", None) or value.shape[-1] > key.shape[-1]:
@@ -196,8 +196,8 @@ def is_part(value: Array, key: Array) -> bool:
 def _allocate(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
     """Return zeros with the library and the device of `like`.
 
-    Uninitialised memory may hold NaN, and a kernel computes a block a second time if its hidden rows have NaN. torch
-    could not write to a tensor of torch.inference_mode after that mode has ended.
+    Uninitialised memory may hold NaN, and a kernel computes a block a second time if its hidden rows have NaN. The mode
+    of torch.inference_mode is switched off, because torch cannot write to a tensor of that mode after it has ended.
     """
     xp = namespace(like)
     with xp.inference_mode(False) if framework(like) == "torch" else nullcontext():

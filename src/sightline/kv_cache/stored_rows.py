@@ -26,8 +26,8 @@ class StoredRows:
 
     def __init__(self) -> None:
         self._storage: Storage | None = None  # the first append makes it
-        self._lengths: Any  # (B,), and whether the newest append has a position that is no padding
-        self._newest_have_positions: bool
+        self._lengths: Any  # (B,) int64
+        self._newest_have_positions: bool  # whether the newest append has a position that is no padding
         self.prefix: SharedPrefix | None = None  # after `fork`: where the first positions are stored
         self._kept: KeptRows | None = None  # after `keep` or `fork`: the positions that the first rows hold
         self._drafts: DraftTree | None = None  # after `append(parents=...)`, until `accept`
@@ -39,7 +39,7 @@ class StoredRows:
         self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy that shares the storage until one of both caches writes to it."""
+        """Return a copy that shares the storage until this cache or the copy writes to it."""
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__ |= self.__dict__  # the arrays of lengths and positions are replaced, never written to
         copied._storage = self._storage and self._storage.copy()
@@ -47,11 +47,11 @@ class StoredRows:
         return copied
 
     def __copy__(self) -> Self:
-        """Return what `copy.deepcopy` does: two caches that write to one storage would change each other."""
+        """Return what `copy.deepcopy` returns, because two caches that write to one storage would change each other."""
         return copy.deepcopy(self)
 
     def snapshot(self) -> Self:
-        """Return the cache as it is now, for a call of attention: a change by another thread does not reach it."""
+        """Return the cache as it is now. A call of attention reads this copy, which another thread does not change."""
         found = object.__new__(type(self))
         found.__dict__.update(self.__dict__)
         return found
@@ -104,12 +104,12 @@ class StoredRows:
         return found
 
     def key_formulas(self, group: int) -> tuple[Expression, Expression | None]:
-        """Return the position of the key in row j, and the condition that row j holds one; None if all rows do.
+        """Return two formulas of row j: the position that it holds, and whether it holds one (None if every row does).
 
         `group` is the number of query heads that share a key head.
         """
         position, condition = (j, None) if self._kept is None else self._kept.formulas(group)
-        if self._kept is not None and not self._rows_are_full:  # a row without a position reads no table outside
+        if self._kept is not None and not self._rows_are_full:  # a row without a position reads inside of tables
             last = Table(np.maximum(self._lengths - 1, 0))
             position = apply("minimum", position, last[b if self._lengths.size > 1 else 0])
         if self._drafts is not None:
@@ -121,26 +121,26 @@ class StoredRows:
 
     @property
     def row_counts(self) -> Any:
-        """(B,) int64: the number of rows of each sequence, those of the head that keeps most."""
+        """(B,) int64: the number of rows of each sequence, counted in the head that keeps the most keys."""
         if self._drafts is not None:
             return self._drafts.first_rows + self._drafts.count
         return self._lengths if self._kept is None else self._lengths - self._kept.evicted
 
     def draft_condition(self, count: int) -> Expression | None:
-        """Return the condition of the drafts' tree for a call of `count` queries; None without drafts."""
+        """Return the condition by which `count` queries see drafts and earlier rows; None without drafts."""
         return None if self._drafts is None else self._drafts.condition(count)
 
     def rows(self) -> tuple[Any, Any]:
-        """Return views of the stored rows of key and value: numbers, or the bytes of quantised rows."""
+        """Return views of the rows of key and value, with the axes of the appended arrays; bytes if quantised."""
         return self._view(self._num_rows)
 
     def stored_rows(self) -> tuple[Any, Any]:
-        """Return `rows` with the axes (B, G, ·, ·)."""
+        """Return what `rows` returns, but always with the axes (B, G, rows, width)."""
         assert self._storage is not None
         return self._storage.key[:, :, : self._num_rows], self._storage.value[:, :, : self._num_rows]
 
     def count_rows(self, sequences: Any, lengths: Any) -> Any:
-        """Return how many rows hold the positions below lengths[b] of sequence sequences[b]."""
+        """Return, for each b, how many rows hold the positions before lengths[b] of sequence sequences[b]."""
         if self._kept is None:
             return lengths
         return lengths - self._kept.reordered(sequences).truncated(lengths).evicted
@@ -157,7 +157,7 @@ class StoredRows:
     def _set_lengths(self, lengths: Any, newest: Any) -> None:
         """Set the lengths and the positions of the newest append, and forget how formulas were rewritten.
 
-        `_num_rows` and `_rows_are_full` are plain Python, so that torch.compile can read them.
+        `_num_rows` is an int and `_rows_are_full` a bool, not of NumPy, so that torch.compile can read them.
         """
         self._lengths, self._newest_positions = lengths, newest
         self._rewritings = {}
@@ -170,7 +170,7 @@ class StoredRows:
         self._rows_are_full = self._has_equal_rows and is_uniform and self._drafts is None
 
     def _view(self, count: int) -> tuple[Any, Any]:
-        """Return views of the first `count` rows of key and value. Another thread may append meanwhile."""
+        """Return views of the first `count` rows of key and value, also while another thread appends."""
         if self._storage is None:
             raise nothing_appended()
         sequence = 0 if self._ndim == 2 else slice(None)
@@ -186,7 +186,7 @@ class StoredRows:
 
 
 def nothing_appended() -> ParameterError:
-    """Return the error of a cache without storage."""
+    """Return the error that callers raise for a cache to which nothing was appended."""
     return ParameterError(
         "a KVCache to which nothing was appended", "a cache with positions", "cache.append(key, value) first"
     )

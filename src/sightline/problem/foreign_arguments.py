@@ -25,12 +25,12 @@ OPTIONS_OF = {
 
 _CAUSAL = 'mask=sightline.causal(); causal("lower right") if the queries are the last positions of the keys'
 _MASK_ARRAY = (
-    "mask=array if it holds booleans and True attends; mask=~array if True hides; mask=array != 0 if it holds zeros "
-    "and ones; score=sightline.bias(array) if it holds numbers that are added to the scores"
+    "mask=array if it holds True where a query attends; mask=~array if it holds True where a key is hidden; "
+    "mask=array != 0 if it holds zeros and ones; score=sightline.bias(array) if its numbers are added to the scores"
 )
 _KEY_LENGTHS = (
-    "mask=sightline.padding(lengths) if real keys come first; "
-    "mask=array[:, None, None] for booleans (B, m), True attends"
+    "mask=sightline.padding(lengths) if the padding comes last; "
+    "mask=array[:, None, None] for booleans (B, m) that are True for real keys"
 )
 _WEIGHTS = "see=[sightline.weights()], which returns (output, (weights,))"
 _LSE = "see=[sightline.lse()], which returns (output, (lse,)); sightline.max_score() is the largest score"
@@ -38,7 +38,7 @@ _GROUPS = "nothing: the number of query heads may be any multiple of the number 
 _DOCUMENTS = "mask=sightline.documents(lengths=numpy.diff(cu_seqlens)), with query, key and value packed on one axis"
 _WINDOW = (
     "mask=sightline.window(left, right), where left counts the query's own position: window(256) is causal, and "
-    "FlashAttention's window_size=(left, right) is window(left + 1, right)"
+    "FlashAttention's window_size=(left, right) is window(left + 1, right), (-1, 0) is causal(), (-1, -1) is no mask"
 )
 _SOFTCAP = "score=sightline.softcap(cap)"
 _NO_OPTION = "nothing: the result is deterministic, and `kernel` or `threads` choose how it is computed"
@@ -109,7 +109,7 @@ def refuse_arguments(function: str, positional: Sequence[Any], unknown: dict[str
 def _suggest(name: str, options: Sequence[str]) -> str:
     """Return what to write in place of a keyword argument of a function with these options."""
     if name in (*OPTIONS, "source"):
-        return f"leave {name}= out, which other functions have"
+        return f"leave {name}= out, which only other functions of sightline have"
     if name in CURES:
         return f"for {name}= write {CURES[name]}"
     similar = get_close_matches(name, options, 1) or get_close_matches(name, CURES, 1)

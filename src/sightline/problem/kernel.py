@@ -2,8 +2,8 @@
 
 The methods `refuses` and `refuses_backward` of a kernel yield every reason why the kernel cannot serve a problem, each
 with its cure. `choose` takes the cheapest kernel that yields no reason. `choose`, `explain`, `sightline info` and the
-tests call these methods, so no other place says what a kernel can do with a problem. What depends on more than the
-problem, such as gradients of statistics or the size of lse, shows in the pass: `backward` and `tangent` return None.
+tests call these methods, so no other place says what a kernel can do with a problem. Some reasons, such as gradients of
+statistics or the size of lse, do not follow from the problem. For these, `backward` and `tangent` return None.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Kernel(ABC):
         """Yield every reason why this kernel has no backward pass for the problem.
 
         If there is a reason, the streaming kernel computes the gradients. `wanted_tables` are the indices in
-        `Problem.tables` of the tables whose gradients are requested. If it is None, the gradients of every table of
-        floats are requested.
+        `Problem.tables` of the tables whose gradients are requested. If `wanted_tables` is None, these are all tables
+        of floats.
         """
         yield Refusal(f"{self.name} has no backward pass", "leave kernel=None")
 
@@ -203,7 +203,7 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
     elif refusals[forced]:
         raise KernelRefusedError(
             f"kernel={forced!r} cannot serve this problem: " + "; ".join(r.reason for r in refusals[forced]),
-            "problems it serves; sightline.explain(...) names kernels that serve this one",
+            "problems that this kernel serves; sightline.explain(...) shows which kernels serve yours",
             "; ".join(r.cure for r in refusals[forced]) + "; or leave kernel=None",
         )
     else:
@@ -234,7 +234,7 @@ def is_lse_too_large(lse: Any, accumulator: str) -> bool:
 def refuse_sizes(problem: Problem, max_width: int, cure: str) -> Iterator[Refusal]:
     """Yield a refusal if d_k or d_v exceeds `max_width`, and one if the formulas exceed `MAX_FORMULA_NODES`."""
     if max(problem.d_k, problem.d_v) > max_width:
-        yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", cure)
+        yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}, above the limit of {max_width}", cure)
     nodes = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
     if nodes > MAX_FORMULA_NODES:
         yield Refusal(f"formulas of {nodes} nodes would take long to compile", "put computed values into a table")
@@ -248,9 +248,9 @@ def refuse_no_pairs(problem: Problem) -> Iterator[Refusal]:
 
 
 def find_learned_lookups(problem: Problem, wanted_tables: Collection[int]) -> list[tuple[int, Lookup, int]]:
-    """Return (index in the score's `walk`, lookup, slot of its table) of each float lookup in one of `wanted_tables`.
+    """Return (index, node, slot) of each node of the score formula that reads a float table among `wanted_tables`.
 
-    A slot is an index in `Problem.tables`.
+    The index is that of the node in `walk(problem.score)`. The slot is that of the table in `Problem.tables`.
     """
     slots = {id(table): slot for slot, table in enumerate(problem.tables)}
     return [
@@ -261,9 +261,10 @@ def find_learned_lookups(problem: Problem, wanted_tables: Collection[int]) -> li
 
 
 def sum_by_table(terms: Iterable[tuple[int, Any]], tables: Mapping[int, Any]) -> dict[int, Any]:
-    """Return the sum of the gradients of each table's lookups by slot, in the table's library and dtype.
+    """Return, for each table, the sum of the gradients of its lookups, in the library and dtype of the table's array.
 
-    `terms` has (slot, gradient) of each lookup, and `tables` the array of each slot.
+    A slot is an index in `Problem.tables`. `terms` are (slot, gradient) of each lookup. `tables` maps slots to arrays,
+    and the result maps slots to sums.
     """
     totals: dict[int, Any] = {}
     for slot, term in terms:

@@ -66,8 +66,8 @@ class Problem:
     seed: int
     see: tuple[Statistic, ...]
     heads_squeezed: bool  # True if the caller's arrays have no head axis
-    # The position (b, h, i, j) of the first pair, which dropout adds to its counter; not 0 for a part of a problem.
-    # The position j is a multiple of 4.
+    # Dropout adds this position (b, h, i, j) of the first pair to its counter. It is not 0 if the problem is a part of
+    # a larger one. Its j is a multiple of 4.
     dropout_origin: Extent = field(default=(0, 0, 0, 0), kw_only=True)
     # How the rows of key and of value are quantised; their last axis then has bytes. None for arrays of floats.
     row_formats: tuple[RowFormat, RowFormat] | None = field(default=None, kw_only=True)
@@ -116,7 +116,7 @@ class Problem:
 
     @property
     def is_small_on_gpu(self) -> bool:
-        """True if a GPU is expected to need less time for all pairs of the problem than the host needs to plan it."""
+        """True if a GPU should compute all pairs of the problem in less time than the host needs to plan the tiles."""
         rows = self.B * self.H * max(self.n, MIN_COUNTED_QUERIES)
         return 2 * rows * self.m * (self.d_k + self.d_v) <= MAX_SMALL_FLOPS
 
@@ -178,7 +178,7 @@ class Problem:
         return self.map_formulas(lambda formula: formula.rewrite(lookup=lookup))
 
     def map_tables(self, change: Callable[[Any], Any]) -> Problem:
-        """Return the problem with `change` applied to the array of each table. Formulas that share a table still do."""
+        """Return the problem with `change` applied to the array of each table. Shared tables stay shared."""
         lookup = table_lookup(lambda table: table.with_array(change(table.array)))
         return self.map_formulas(lambda formula: formula.rewrite(lookup=lookup) if formula.tables else formula)
 
@@ -208,7 +208,7 @@ def make_problem(query: Any, key: Any, value: Any = None, **options: Any) -> Pro
         A formula reads outside its table.
     ParameterError
         scale is outside the range of the accumulator's dtype, dropout is outside [0, 1], dropout has no seed, or `see`
-        holds an object that is no statistic, or a statistic that does not fit the problem.
+        holds an object that is not a statistic, or a statistic that does not fit the problem.
     """
     return validate(parse(query, key, value, **options))
 
@@ -244,7 +244,7 @@ def parse(
     tables: dict[int, Table] = {}
 
     def align(formula: Any) -> Any:
-        """Return the formula with its dense arrays broadcast to the batch axes; None for None."""
+        """Return the formula with its mask or bias arrays broadcast to the batch axes; None for None."""
         return None if formula is None else align_batch_axes(formula, tuple(query.shape[:-3]), tables)
 
     problem = Problem(
@@ -267,17 +267,19 @@ def parse(
 
 
 def validate(problem: Problem) -> Problem:
-    """Return the problem with its tables on the query's device and its formulas normalized.
+    """Return the problem with its tables on the query's device, and a mask that also hides what its score hides.
 
-    `validate` checks every table read of the formulas. It is the second half of `make_problem`.
+    These are the pairs at which `hidden_condition` finds that the score is −∞ for every s. `validate` checks that every
+    formula reads inside its tables. It is the second half of `make_problem`.
     """
     if problem.tables and problem.device == "meta":
-        raise DeviceError("tables in a formula, query on meta", "arrays that hold numbers", "move the query off meta")
+        given = "a query on the device meta, and tables in a formula"
+        raise DeviceError(given, "a query that holds numbers", "pass a query on the CPU or a GPU")
     checked = _move_tables(problem)
     checked = _with_unknown_entries(checked) or checked
 
     def check_condition(condition: Expression) -> Expression:
-        """Return a statistic's condition after checking every table read in it."""
+        """Return a statistic's condition after checking that it reads inside its tables."""
         check_formulas(condition, None, problem.extent)
         return condition
 
@@ -289,8 +291,8 @@ def validate(problem: Problem) -> Problem:
 def _move_tables(problem: Problem) -> Problem:
     """Return the problem with its tables on the query's device.
 
-    An array of NumPy stays as it is if the query lies in host memory, also beside tensors: kernels for the CPU read the
-    caller's own memory, and torch cannot share the memory of some arrays.
+    If the query lies in host memory, NumPy arrays in tables stay as they are, even if the query is a tensor. Kernels of
+    the CPU read the arrays' own memory, and torch cannot share the memory of some arrays.
     """
 
     def move(array: Any) -> Any:
@@ -301,10 +303,11 @@ def _move_tables(problem: Problem) -> Problem:
 
 
 def _with_unknown_entries(problem: Problem) -> Problem | None:
-    """Return a small problem on a GPU with tables of unknown entries; None for other problems.
+    """If the problem is small and on a GPU, return it with tables of unknown entries; else None.
 
-    The host could read the entries only after all work queued on the GPU, and computing every tile takes less time. The
-    result is also None if only the entries can show that the formulas are valid.
+    The host could read the entries, to skip empty tiles, only after all work that is queued on the GPU. For a small
+    problem, it takes less time to compute every tile. The result is also None if only the entries can show that the
+    formulas are valid.
     """
     if not (problem.is_small_on_gpu and _waits_for_entries(problem)):
         return None
@@ -325,7 +328,7 @@ def _waits_for_entries(problem: Problem) -> bool:
 
 
 def _normalize(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:
-    """Check every table read of mask and score. Return the mask that also hides the pairs whose score is −∞.
+    """Check that mask and score read inside their tables. Return the mask that also hides what the score hides.
 
     The result is None if there is no mask and the score hides no pair.
     """
@@ -343,7 +346,7 @@ def _normalize_with_tables(mask: Expression | None, score: Expression | None, ex
     index = {id(table): k for k, table in enumerate(tables)}
 
     def join_masks() -> tuple[str, list[int]] | None:
-        """Return the text of the result of `_normalize`, and the indices of the tables that it reads; None for None."""
+        """Return the text of the mask of `_normalize` and the indices of its tables; None if there is no mask."""
         joined = _normalize(mask, score, extent)
         return None if joined is None else (joined.text, [index[id(table)] for table in joined.tables])
 

@@ -21,7 +21,7 @@ from ..formula import from_function, library
 from ..formula.expression import SYMBOLS, Expression, walk
 from ..formula.tables import learned_number
 from ..formula.torch_masks import causal_bias_formula, is_block_mask, is_causal_bias
-from ..statistics import Statistic, StatisticBase
+from ..statistics import STATISTICS, Statistic, StatisticBase
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
 AxisOrder = Literal["BHND", "BNHD"]
@@ -45,21 +45,21 @@ def read_mask(mask: Formula, lengths: tuple[int, int] | None = None) -> Expressi
         if arrays.dtype_name(mask) not in ("bool", "bool_"):
             raise MaskError(
                 f"mask is an array of {arrays.dtype_name(mask)}",
-                "a condition, True attends: a formula or a boolean array",
+                "a condition, True where a query attends: a formula or a boolean array",
                 "mask=array != 0 if it holds zeros and ones; score=sightline.bias(array) if it is added to the scores",
             )
         return library.dense(mask)
     if isinstance(mask, str | list | tuple):
         raise MaskError(
             f"mask is a {type(mask).__name__}",
-            "a condition, True attends: a formula or a boolean array",
+            "a condition, True where a query attends: a formula or a boolean array",
             "mask=sightline.causal(), or numpy.asarray(mask) of True and False",
         )
     expression = from_function.to_formula(mask, "mask", "b h i j")
     if expression.kind != "bool":
         raise MaskError(
             f"mask is {expression}, which is a number",
-            "a condition, True attends",
+            "a condition, True where a query attends",
             f"compare the number, as in ({expression}) != 0; to add a number to the scores, write score=s + ...",
         )
     if any(node is SYMBOLS["s"] for node in walk(expression)):
@@ -118,7 +118,7 @@ def to_heads_first(layout: Any, query: Any, key: Any, value: Any) -> tuple[Any, 
 
 
 def _read_shape(name: str, array: Any) -> tuple[int, ...]:
-    """Return the shape of an array, () for other objects; raise DtypeError if it is of a kind that has none."""
+    """Return the shape of an array; () for other objects. Raise DtypeError for an array of a kind without shape."""
     try:
         return tuple(getattr(array, "shape", ()))
     except RuntimeError:
@@ -127,9 +127,9 @@ def _read_shape(name: str, array: Any) -> tuple[int, ...]:
 
 
 def check_arrays(named: dict[str, Any], are_quantized: bool = False) -> None:
-    """Raise unless query, key and value are plain float arrays of one framework, one dtype and one device.
+    """Raise an error unless query, key and value are plain float arrays of one framework, one dtype and one device.
 
-    If `are_quantized`, key and value are bytes of a quantised cache, which has checked the query's dtype.
+    If `are_quantized`, key and value are bytes of a quantised cache, and the cache has checked the query's dtype.
     """
     for name, array in named.items():
         check_kind(name, array)
@@ -140,7 +140,7 @@ def check_arrays(named: dict[str, Any], are_quantized: bool = False) -> None:
         raise DeviceError(
             _format_items(kinds),
             "query, key and value all from NumPy, torch or JAX, or from one library with the array API",
-            "convert the arrays first",
+            "convert the arrays to one library first",
         )
     for what, error, describe in (("dtype", DtypeError, arrays.dtype_name), ("device", DeviceError, arrays.device)):
         found = {name: describe(array) for name, array in named.items()}
@@ -152,7 +152,7 @@ def check_arrays(named: dict[str, Any], are_quantized: bool = False) -> None:
 
 
 def broadcast_inputs(named: dict[str, Any], row_formats: tuple[RowFormat, RowFormat] | None = None) -> list[Any]:
-    """Return query, key and value with a head axis and with equal leading axes."""
+    """Check the shapes, and return query, key and value with a head axis and with equal leading axes."""
     shapes = {name: tuple(array.shape) for name, array in named.items()}
     for name, row_format in zip(("key", "value"), row_formats or (), strict=False):
         shapes[name] = *shapes[name][:-1], row_format.width
@@ -179,7 +179,7 @@ def broadcast_inputs(named: dict[str, Any], row_formats: tuple[RowFormat, RowFor
     if k[-3] != v[-3]:
         raise refuse(f"{k[-3]} key heads and {v[-3]} value heads", "give key and value the same heads")
     if (k[-3] == 0 and q[-3] != 0) or (k[-3] and q[-3] % k[-3]):
-        cure = "make H a multiple of G; heads come before positions: query.swapaxes(-3, -2)"
+        cure = "make H a multiple of G; if positions come before heads, swap the axes: query.swapaxes(-3, -2)"
         raise refuse(f"{q[-3]} query heads cannot share {k[-3]} key heads evenly", cure)
     if q[:-3] == k[:-3] == v[:-3]:
         return list(named.values())
@@ -240,9 +240,9 @@ def fold_scale(score: Any, scale: Any) -> tuple[Expression, float]:
 
 
 def to_float(number: Any) -> float:
-    """Return the number as a Python float; NaN if `number` is no real number or exceeds the range of floats.
+    """Return the number as a Python float; NaN if `number` is not a real number or exceeds the range of floats.
 
-    `float` would also read texts, True and False.
+    Text, True and False, which Python's `float` accepts, also give NaN.
     """
     if isinstance(number, bool | str | bytes | bytearray):
         return math.nan
@@ -284,13 +284,13 @@ def read_seed(seed: Any, dropout: float) -> int:
     value = _to_whole_number(seed)
     if not 0 <= value < 2**64:
         raise ParameterError(
-            f"seed={seed!r} with dropout={dropout}", "a whole number from 0 to 2⁶⁴ − 1", "for example seed=0"
+            f"seed={seed!r} with dropout={dropout}", "a whole number from 0 to 2⁶⁴ − 1", "seed=0, for example"
         )
     return value
 
 
 def _to_whole_number(number: Any) -> int:
-    """Return the number as a Python int; −1 if `number` is no whole number."""
+    """Return the number as a Python int; −1 if `number` is not a whole number."""
     if isinstance(number, int):
         return -1 if isinstance(number, bool) else int(number)
     if hasattr(number, "dtype") and not arrays.dtype_name(number).startswith(("int", "uint")):
@@ -302,7 +302,7 @@ def _to_whole_number(number: Any) -> int:
 
 
 def read_statistics(see: Any, lengths: tuple[int, int] | None = None) -> tuple[Statistic, ...]:
-    """Return the statistics of `see`, with their conditions as expressions; `lengths` is that of `read_mask`."""
+    """Return the statistics of `see`, with their conditions as expressions. `lengths` is as in `read_mask`."""
     listed = tuple(see) if isinstance(see, Sequence) and not isinstance(see, str) else (see,)
     for entry in listed:
         if not isinstance(entry, StatisticBase):
@@ -312,14 +312,16 @@ def read_statistics(see: Any, lengths: tuple[int, int] | None = None) -> tuple[S
 
 
 def _suggest_statistic(entry: Any) -> str:
-    """Return the cure for an entry of `see` that is no statistic."""
-    if isinstance(entry, FunctionType) and entry.__module__.startswith("sightline."):
-        return f"call the function: see=[sightline.{entry.__name__}(...)]"
+    """Return the cure for an entry of `see` that is not a statistic."""
+    is_function = isinstance(entry, FunctionType) and entry.__module__.startswith("sightline.")
+    name = entry.__name__ if is_function else entry
+    if is_function or (isinstance(name, str) and name in STATISTICS):
+        return f"call the function: see=[sightline.{name}(...)]"
     return "see=[sightline.lse(), sightline.weights()]"
 
 
 def split_names(see: Any) -> tuple[tuple[str, ...] | None, Any]:
-    """Return (names, statistics) of a dict of statistics; (None, see) if `see` is no dict."""
+    """Return (names, statistics) of a dict of statistics; (None, see) if `see` is not a dict."""
     return (tuple(see), list(see.values())) if isinstance(see, dict) else (None, see)
 
 
@@ -340,15 +342,14 @@ def check_threads(name: str, number: Any) -> None:
 def check_device(what: str, array: Any, query: Any) -> None:
     """Raise DeviceError if the array has the query's framework but lies on another device than the query.
 
-    An array of another framework is later converted to the query's device. Raise DtypeError if its entries are not in
-    memory.
+    An array of another framework is later converted to the query's device. If the entries of such an array are not in
+    memory, raise DtypeError.
     """
     if arrays.framework(array) != arrays.framework(query):
         check_memory(what, array)
     elif arrays.device(array) != arrays.device(query):
-        raise DeviceError(
-            f"{what} on {arrays.device(array)}, query on {arrays.device(query)}", "one device", f"move the {what}"
-        )
+        own, other = arrays.device(array), arrays.device(query)
+        raise DeviceError(f"{what} on {own}, query on {other}", "one device", f"move the {what} to {other}")
 
 
 def _format_items(found: dict[str, Any]) -> str:

@@ -9,8 +9,8 @@ place (ulps):
   not. So the size of an output row is the size of its row of P |V|. For the same reason, no row counts as smaller than
   a sixteenth of the largest row.
 - The error of the dense computation is the largest over all rows, because the error of a single row may be 0 by chance.
-  That error is measured as an absolute error and in ulps of its row, and each row is allowed the smaller of the two. So
-  a large row, or a row whose terms cancel, does not allow larger errors in the other rows.
+  The largest error is found twice, as an absolute error and in ulps of its row. Each row is allowed the smaller of the
+  two. So a large row, or a row whose terms cancel, does not allow larger errors in the other rows.
 - The dense computation runs in several orders of summation, some by the paper's formula and some as fused kernels
   compute. The largest of the errors counts.
 - The whole lse counts as one row, because its error follows the size of the scores, not the size of the lse. The size
@@ -108,10 +108,10 @@ def gradient_term_sizes(
         |dP| = |dO| |V|ᵀ + |d_weights|    |dS| = e P ∘ (|dP| + rowsum(P ∘ |dP|) + |d_lse|)    |dV| = (e P)ᵀ |dO|
 
     e = max(|lse|, 1) of each query, because an error of lse is a relative error of P. P are the weights before dropout.
-    The factors of dropout, left out above, multiply |dO| |V|ᵀ, and P in |dV|. The sums of dQ, dK and the other
-    gradients follow from |dS|. The result is a dict. Its keys are "query", "key" and "value", "sinks" if the problem
-    has sinks, and the index in `Problem.tables` of each float table that the score reads. `stages` are the stages of
-    the definition, if the caller has computed them already.
+    These formulas leave out the factors of dropout, which multiply |dO| |V|ᵀ in |dP|, and P in |dV|. The sums of dQ, dK
+    and the other gradients follow from |dS|. The result is a dict. Its keys are "query", "key" and "value", "sinks" if
+    the problem has sinks, and the index in `Problem.tables` of each float table that the score reads. `stages` are the
+    stages of the definition, if the caller has computed them already.
     """
     query, key, value, d_o = (
         np.abs(to_numpy(x).astype(np.float64)) for x in (problem.query, problem.key, problem.value, d_output)
@@ -218,9 +218,9 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
     """Return (output, lse, weights), computed by array operations whose results are rounded to the dtype.
 
     Sums run in the accumulator's dtype, as in matrix libraries. `order` is the order of summation. Even orders follow
-    the paper's formula. Odd orders compute as fused kernels do: the queries are multiplied by the scale, powers have
-    base 2, the output is divided at the end, and the weights come from lse and from scores that are computed a second
-    time. The orders in `LOOP_ORDERS` sum term by term in a loop. torch can differentiate the operations.
+    the paper's formula. Odd orders compute as fused kernels do. There the queries are multiplied by the scale, powers
+    have base 2, the output is divided at the end, and the scores are computed again for the weights exp(score − lse).
+    The orders in `LOOP_ORDERS` sum term by term in a loop. torch can differentiate the operations.
     """
     xp, fused = namespace(problem.query), order % 2 == 1
     wide, narrow = resolve_dtype(xp, problem.accumulator), resolve_dtype(xp, dtype)
@@ -229,7 +229,7 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
         return xp.astype(xp.astype(array, narrow), wide)
 
     def permute(array: Any, axis: int, inverse: bool = False) -> Any:
-        """Return the array with the positions of an axis in the order of summation; if `inverse`, the reverse."""
+        """Return the array with the positions of an axis in the order of summation; if `inverse`, undo this order."""
         places = _permutations(array.shape[axis])[order]
         places = np.argsort(places) if inverse else places
         return xp.take(array, xp.asarray(places, device=problem.query.device), axis=axis)

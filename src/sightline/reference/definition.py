@@ -147,7 +147,7 @@ def nan_safe_matmul(weights: Array, rows: Array) -> Array:
 
 
 def compute_stages(problem: Problem) -> Stages:
-    """Compute the stages of a problem by the definition. Formulas are dense arrays, and key heads are repeated."""
+    """Return the stages of a problem. Formulas are evaluated at all pairs, and key heads are repeated."""
     query, key, value = (to_numpy(x) for x in (problem.query, problem.key, problem.value))
     if problem.row_formats is not None:
         key, value = (form.unpack(x) for form, x in zip(problem.row_formats, (key, value), strict=True))

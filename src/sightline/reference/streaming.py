@@ -1,7 +1,7 @@
 """The streaming kernel: attention by tiles in plain array operations, in O(n) memory.
 
-The kernel serves NumPy, every device of torch, every dtype and every formula; and the forward pass of other libraries
-with the array API. The forward pass keeps a running maximum and a running sum for each query (Milakov and Gimelshein,
+The kernel serves NumPy, every device of torch, every dtype and every formula. Arrays of other libraries with the array
+API have only a forward pass. The forward pass keeps a running maximum and sum for each query (Milakov and Gimelshein,
 2018; Dao et al., "FlashAttention", 2022, algorithm 1). The backward pass computes the weights again from the saved lse
 ("FlashAttention", algorithm 4). The forward and the backward pass use plain operations on new arrays, so torch can
 differentiate them to any order.
@@ -46,7 +46,7 @@ class TileOps:
 
     @cached_property
     def runs(self) -> TileRanges:
-        """The tile ranges of the mask."""
+        """For each block of queries, the blocks of keys that the mask does not hide, as ranges of tiles."""
         problem = self.problem
         columns = min(KEY_BLOCK, 1 << max(problem.m - 1, 0).bit_length())
         rows = max(TILE_ELEMENTS // (max(problem.B * problem.H, 1) * columns), 1)
@@ -168,7 +168,7 @@ class TileOps:
         return result
 
     def zero_nonfinite(self, array: Any) -> Any:
-        """Return the array with 0 in place of NaN and ∞. If one of them is visible, the weights are NaN anyway."""
+        """Return the array with 0 in place of NaN and ∞. A query that sees such an entry has NaN weights anyway."""
         return array if self.is_finite else self.xp.where(self.xp.isfinite(array), array, self.full(0.0))
 
     def full(self, value: float, *shape: int) -> Any:
@@ -251,9 +251,9 @@ def _score_tiles(ops: TileOps, rows: slice) -> Iterator[tuple[slice, Any, Any]]:
 def _normalizers(ops: TileOps, rows: slice, lse: Any) -> tuple[Any, Any]:
     """Return (high, low), each of shape (..., rows, 1), whose sum is the lse of these queries.
 
-    Scores such as the least finite number, which hides keys in some models, have an lse = m + ln l from whose size ln l
-    is rounded away. For such a query, high is the maximum m and low is ln l, if they make the lse that is given: it may
-    also be that of more keys than the problem has.
+    The lse is m + ln l, where m is the largest score. If |m| is huge, rounding removes ln l from the lse. An example is
+    the least finite number, which hides keys in some models. For such a query, high is m and low is ln l. This needs
+    m + ln l to equal the given lse, which may also belong to more keys than the problem has.
     """
     xp = ops.xp
     high, low = ops.split_lse(lse)
@@ -287,7 +287,7 @@ def backward(
         P = exp(S − lse)    dV = (P ∘ keep)ᵀ dO    dP = (dO Vᵀ) ∘ keep + d_weights
         dS = P ∘ (dP − rowsum(P ∘ dP) + d_lse) + d_scores    dQ = dS K · scale    dK = dSᵀ Q · scale
 
-    where the gradients of the statistics contribute d_weights, d_scores and a part of d_lse.
+    `keep` has the factors of dropout. The gradients of statistics contribute d_weights, d_scores and a part of d_lse.
 
     Parameters
     ----------

@@ -1,11 +1,12 @@
 """`torch.vmap` of attention and its derivatives: one call for all elements of the mapped axis.
 
 The mapped axis becomes a leading batch axis of query, key, value and the outputs. `call_join` writes the formulas of
-the joined call. A tensor that is the same in every element is expanded with stride 0, but a table is not. If sinks
-differ between elements or have gradients, the axes of elements, batch and heads are joined to one axis of heads.
+the joined call. An operand that is the same in every element is expanded with stride 0. All elements share a table that
+is the same in every element, unless the call returns its gradient. If sinks differ between elements, and in every
+derivative of a call with sinks, the axes of elements, batch and heads are joined to one axis of heads.
 
 Dropout with one seed for all elements drops the same weights in each. The random numbers depend on the position in the
-batch, so these elements are computed one after another. A seed that differs between elements gives one call.
+batch, so these elements are computed one after another. If seeds differ, one call with the first seed computes all.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class WeightsMark:
     ----------
     place : file and line of the softmax
     dtype : the dtype of the softmax's result
-    version : how often the marked tensor has been changed in place
+    version : how often the marked tensor had been changed in place when the mark was made
     keys : the axis of the keys, counted from 0; −1 for a part of the weights without this axis
     scores : the softmax's input, in the shape of the marked tensor or in one of four axes with the same last two axes;
         None if there is a `reason`, or if no watch records attention written by hand

@@ -1,6 +1,6 @@
-"""Sightline for Hugging Face transformers: `attn_implementation="sightline"`, `masking` and `unpadded`.
+"""Sightline for Hugging Face transformers: `attn_implementation="sightline"`, `Cache`, `masking` and more.
 
-The import of this package registers the name "sightline".
+Importing this package registers "sightline" as a name for `attn_implementation`.
 """
 
 from __future__ import annotations

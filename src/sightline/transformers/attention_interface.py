@@ -1,4 +1,4 @@
-"""The functions that transformers calls for `attn_implementation="sightline"`, and their registration."""
+"""The functions that transformers calls for `attn_implementation="sightline"`, and `register`, which registers them."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, w
 
 @dataclass
 class AddedMask:
-    """A mask that `masking` adds to layers: a formula of the positions in the sequence, and the calls that read it."""
+    """A mask that `masking` adds to layers: a formula of positions in the sequence, and how many calls have read it."""
 
     rule: Expression
     calls: int = 0
 
 
 ADDED_MASKS: WeakKeyDictionary[nn.Module, tuple[AddedMask, ...]] = WeakKeyDictionary()
-# for layers that return the weights of some heads alone, these heads by layer; the last entry counts
+# by layer that returns the weights of only some heads: dicts from layers to these heads, of which the last one counts
 RETURNED_HEADS: WeakKeyDictionary[nn.Module, tuple[dict[nn.Module, tuple[int, ...]], ...]] = WeakKeyDictionary()
 
 
 def register() -> None:
     """Register "sightline" in transformers' interfaces for attention and for masks.
 
-    For an attention implementation without a mask function, transformers makes no mask and so ignores padding.
+    The mask function is needed: without one, transformers makes no mask, and attention ignores padding.
     """
     AttentionInterface.register(NAME, sightline_attention)
     AttentionMaskInterface.register(NAME, _make_mask)
@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def _make_mask(*arguments: Any, config: Any = None, **options: Any) -> Tensor | None:
-    """Return the mask of a model's layers, which run after this call; see `sightline_mask`."""
+    """Return the mask of a model's layers, which run after this call, and let these layers make `PositionBias`es."""
     serve_position_biases(type(config).__module__, NAME)
     return sightline_mask(*arguments, **options)
 
@@ -76,7 +76,7 @@ def sightline_attention(
     cache: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention for a layer of transformers; the function that `transformers.AttentionInterface` calls.
+    """Compute attention for a layer of a transformers model, which calls this function.
 
     Parameters
     ----------
@@ -84,11 +84,11 @@ def sightline_attention(
     query : (B, H, n, d_k)
     key : (B, G, m, d_k); heads that query heads share are not repeated
         If a `sightline.transformers.Cache` stores floats of another dtype than the query's, attention is computed in
-        the cache's dtype. If it stores codes, it is computed in the query's dtype, or in float32 for float64.
+        the cache's dtype. If the cache is quantised, the dtype is the query's, or float32 for a query in float64.
     value : (B, G, m, d_v)
     attention_mask : `FormulaMask`, or tensor broadcastable to (B, H, n, m), optional
         A bool entry is True where the query attends to the key. Float entries are logits, added to the scaled scores.
-        None hides nothing, as in the models' own code; models always pass a causal mask explicitly.
+        None hides nothing. A causal model always passes its mask.
     dropout : float, default 0
         The probability that a weight is dropped, in training only.
     scaling : float, default 1/√d_k
@@ -99,7 +99,7 @@ def sightline_attention(
     position_bias : floats broadcastable to (B, H, n, m), optional
         Logits, added to the scaled scores.
     cache : transformers.PagedAttentionCache, optional
-        For continuous batching: then B is 1, and n counts the new tokens of all requests; see `read_paged_cache`.
+        Given in continuous batching. B is then 1, and n is the number of new tokens of all requests.
     options
         With `output_attentions` the weights are returned. An argument of `UNSUPPORTED_ARGUMENTS` raises an error. Other
         options are ignored.
@@ -107,15 +107,16 @@ def sightline_attention(
     Returns
     -------
     output : (B, n, H, d_v)
-    weights : (B, H, n, m), the weights before dropout if the model returns attentions, those of some heads for a layer
-        in `RETURNED_HEADS`; the rows that a press of kvpress reads; otherwise None
+    weights : (B, H, n, m), the weights before dropout, if the model returns attentions; else None
+        A layer in `RETURNED_HEADS` returns the weights of some heads. A layer under `pressing` returns the rows that
+        the press of kvpress reads.
 
     Raises
     ------
     ParameterError
         An argument of `UNSUPPORTED_ARGUMENTS` is not None.
     SightlineError
-        The errors of `sightline.attention`.
+        Any other error that `sightline.attention` raises.
     """
     for name, meaning in UNSUPPORTED_ARGUMENTS.items():
         if options.get(name) is not None:
@@ -138,11 +139,11 @@ def sightline_attention(
     unpadding = attention_mask.unpadding if isinstance(attention_mask, FormulaMask) else None
     if unpadding is not None and position_bias is not None:
         raise ParameterError(
-            f"position_bias= of {type(module).__name__}, whose places are those of the sequence without padding",
+            f"position_bias= of {type(module).__name__} in `unpadded`, where the bias does not fit the real tokens",
             "layers without position biases in `unpadded`",
             "call the model without `unpadded`",
         )
-    if unpadding is not None and (needs_weights or is_watched()):  # statistics are those of the padded batch
+    if unpadding is not None and (needs_weights or is_watched()):  # weights and statistics have the padded shape
         query, key, value = map(unpadding.pad, (query, key, value))
         attention_mask = attention_mask.padded
     else:
@@ -176,9 +177,9 @@ def sightline_attention(
 
 
 def _read_cache(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any, Any]:
-    """Return query, key and value of a call, with a `KVCache` in place of both where a `Cache` stores another dtype.
+    """Return query, key and value for attention. If the key is a `StoredTensor`, they are query, its `KVCache`, None.
 
-    Attention is then computed in the cache's dtype; for a quantised cache in the query's, or in float32 for float64.
+    The query gets the dtype of the cache. If the cache is quantised, only a float64 query is converted, to float32.
     """
     if not isinstance(key, StoredTensor):
         return query, key, value
@@ -189,7 +190,7 @@ def _read_cache(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any,
 
 
 def _add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tensor) -> Any:
-    """Return the mask of a layer's call: the model's mask, and the masks that `masking` adds to the layer."""
+    """Return the mask of a layer's call: the model's mask, joined with the masks that `masking` adds to the layer."""
     mask = attention_mask.formula if isinstance(attention_mask, FormulaMask) else attention_mask
     if not ADDED_MASKS or torch.compiler.is_compiling():
         return mask
@@ -206,10 +207,7 @@ def _add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tenso
 
 
 def _add_to_score(array: Tensor, score: Any) -> Any:
-    """Return the score with the entries of `array` added: the array itself if there is no score yet.
-
-    A `PositionBias` is added by its formula.
-    """
+    """Return the score plus `array` as a formula. Without a score, return `array`, or a `PositionBias`'s formula."""
     added: Any = array.formula if isinstance(array, PositionBias) else array
     if score is None:
         return added
@@ -225,7 +223,7 @@ def _is_zero(position_bias: Tensor) -> bool:
 
 
 def _needs_weights(module: nn.Module, options: dict[str, Any]) -> bool:
-    """True if an argument, the model's configuration or transformers' output collector requests the weights."""
+    """True if an option of the call, the model's configuration or a hook of transformers asks for the weights."""
     if options.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         return True
     if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""`Cache`: the keys and values of a model of transformers during generation, each layer's in a `KVCache`."""
+"""`Cache`: keys and values of a transformers model during generation, with a `KVCache` for each layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..kv_cache.argument_checks import read_owners
 from ..statistics import Statistic
 from .stored_tensor import StoredTensor
 
-SLACK = 4  # a sliding layer stores up to 1 / SLACK of its window in addition, so it copies its positions rarely
+SLACK = 4  # a sliding layer has room for 1 / SLACK of its window more, so it copies its positions rarely
 
 
 class Cache(DynamicCache):  # type: ignore[misc]
@@ -35,15 +35,15 @@ class Cache(DynamicCache):  # type: ignore[misc]
     Parameters
     ----------
     config : transformers.PreTrainedConfig, optional
-        The model's configuration. With it, a layer with a sliding window stores at most 2.5 windows; usually it stores
-        1.25. Default: every layer stores all positions, as in `DynamicCache()`.
+        The model's configuration. With it, a layer with a sliding window stores at most 2.5 windows, usually 1.25.
+        Default: every layer stores all positions, as in `DynamicCache()`.
     dtype : {"float16", "bfloat16", "float32", "float64", "int8", "int4", "float8_e4m3fn"} or a pair, optional
         The dtype of the stored keys and values, such as "bfloat16" for half the memory of a float32 model. Models with
         `attn_implementation="sightline"` then compute attention in this dtype. "int8", "int4", "float8_e4m3fn", or a
         pair of them such as ("int8", "int4") for keys and values, make each layer's `KVCache` quantised. Default: the
         model's dtype.
     evict : Policy, optional
-        Which keys each layer keeps, such as `sightline.eviction.SnapKV(budget=1024)`. Default: all.
+        The policy that chooses the keys to keep, such as `sightline.eviction.SnapKV(budget=1024)`. Default: keep all.
 
     Raises
     ------
@@ -52,25 +52,25 @@ class Cache(DynamicCache):  # type: ignore[misc]
     ParameterError
         A layer's keys require a gradient: call the model under `torch.no_grad()`, as `generate` does. An
         encoder-decoder model has a single cache. `config` has fewer layers than the model, or is missing for a model
-        with layers that store no keys, such as linear attention. The cache has another dtype than the model, which
-        computes with the stored keys itself: with another `attn_implementation`, or as DeepSeek V3 does. `evict` is no
-        policy, or one that reads positions alone is given texts with padding.
+        with layers that store no keys, such as linear attention. The cache has another dtype than the model, and the
+        model's own code reads the stored keys, with another `attn_implementation` or in DeepSeek V3. `evict` is no
+        policy. A policy that reads only positions meets texts with padding.
 
     Notes
     -----
-    An encoder-decoder model needs a cache of self-attention and one of cross-attention:
-    `transformers.EncoderDecoderCache(Cache(), Cache())`. With a single `DynamicCache`, which joins the keys of both,
-    the text is wrong; a single `Cache` raises an error.
+    An encoder-decoder model needs a cache for self-attention and one for cross-attention:
+    `transformers.EncoderDecoderCache(Cache(), Cache())`. With a single `DynamicCache`, transformers joins the keys of
+    both kinds of attention, and the text is wrong. With a single `Cache`, an error is raised.
 
-    With `evict`, each layer without a window keeps the keys that the policy chooses after a call, and masks go on with
-    the positions of the text. Only attention of this library reads such a cache, so the model needs
-    `attn_implementation="sightline"`. Decoding with drafts raises an error, as evicted keys do not come back.
+    With `evict`, each layer without a window keeps the keys that the policy chooses after a call. Masks still read the
+    positions of the text. Only attention of this library reads such a cache, so the model needs
+    `attn_implementation="sightline"`. Decoding with drafts raises an error, because evicted keys do not come back.
 
-    `copy.deepcopy(cache)` copies no keys and values. The copy and the original share them until one of both appends, so
-    a prompt that many texts continue is computed and stored once.
+    `copy.deepcopy(cache)` copies no keys and values. The copy and the original share them until the copy or the
+    original appends, so a prompt that many texts continue is computed and stored once.
 
-    With `config`, layers of other kinds, such as linear attention, are those of `DynamicCache(config=config)`. Layers
-    that compute linear attention and attention both, as in Falcon-H1, are among them.
+    With `config`, layers of other kinds are those of `DynamicCache(config=config)`, such as layers of linear attention,
+    or layers of Falcon-H1, which compute linear attention and attention.
 
     Examples
     --------
@@ -117,18 +117,18 @@ class Cache(DynamicCache):  # type: ignore[misc]
         return keys, values
 
     def fork(self, counts: int | Sequence[int]) -> None:
-        """Replace sequence b by counts[b] sequences, one number for all, that share what is stored.
+        """Replace sequence b by counts[b] sequences that share the stored keys and values. An int counts for every b.
 
         A prompt that many texts begin with is then computed, stored and read once; see `KVCache.fork`. The model needs
-        `attn_implementation="sightline"`. Layers with a sliding window, and those of other kinds, copy what they store.
-        So does a policy that evicts keys at every step, at the first step.
+        `attn_implementation="sightline"`. Layers with a sliding window, and layers that are not attention, copy what
+        they store. With a policy that evicts keys at every step, every layer copies the shared keys at the first step.
         """
         batch = next((len(layer.keys) for layer in self.layers if getattr(layer, "keys", None) is not None), None)
         if batch is None:
             raise ParameterError(
-                f"fork({counts!r}) of a Cache without keys", "a prompt", "model(ids, past_key_values=cache) first"
+                f"fork({counts!r}) of an empty Cache", "a Cache with keys", "model(ids, past_key_values=cache) first"
             )
-        owners = _owners(batch, counts)  # raises for wrong counts, before a layer has changed
+        owners = _owners(batch, counts)  # raises an error for wrong counts, before a layer has changed
         for layer in self.layers:
             if isinstance(layer, FullLayer) and layer.is_initialized:
                 layer.fork(counts)
@@ -136,16 +136,16 @@ class Cache(DynamicCache):  # type: ignore[misc]
                 layer.reorder_cache(owners)
 
     def get_conv_state(self, layer_idx: int, *arguments: Any, **options: Any) -> Tensor | None:
-        """Return the state of a convolution, which a layer with linear attention reads before all others."""
+        """Return the first state that a layer with linear attention reads; raise ParameterError without `config`."""
         if self.layer_class_to_replicate is not None:
             raise _needs_config(f"layer {layer_idx} without keys and values, and a Cache without config=")
         found: Tensor | None = super().get_conv_state(layer_idx, *arguments, **options)
         return found
 
     def _check_first_run(self, layer_idx: int) -> None:
-        """Raise if the cache was made for a model with other layers, or the layer before this one got keys twice.
+        """Raise ParameterError if the cache was made for other layers, or if the layer before this one got keys twice.
 
-        A cache is as long as its first layer. An encoder-decoder model appends keys of both kinds to a layer.
+        A decoder with a single cache gives each layer two appends: the keys of self-attention and of cross-attention.
         """
         if not self.layers:
             raise _needs_config("layer 0 without keys and values, and a Cache without config=")
@@ -157,7 +157,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
         if isinstance(before, FullLayer) and before.appends > 1:
             raise ParameterError(
                 f"one Cache for the self-attention and the cross-attention of layer {layer_idx - 1}",
-                "a cache for each of both",
+                "one Cache for self-attention and one for cross-attention",
                 "past_key_values=transformers.EncoderDecoderCache(Cache(), Cache())",
             )
 
@@ -167,7 +167,7 @@ def _needs_config(given: str) -> ParameterError:
 
 
 def _owners(batch: int, counts: int | Sequence[int]) -> Tensor:
-    """Return, for each sequence after a fork, the number of the sequence before it that it continues."""
+    """Return, for each sequence after `fork(counts)`, the index of the one of `batch` sequences that it continues."""
     return torch.from_numpy(read_owners(counts, batch))
 
 
@@ -192,8 +192,8 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
     appends : int
         The number of calls of `update`.
     keys, values : (B, G, m, d); None before the first update
-        Views of the storage, or `StoredTensor`s if the cache stores another dtype than the model's. A program that
-        selects keys may assign others.
+        Views of the storage, or `StoredTensor`s if the cache stores another dtype than the model's or was forked. A
+        program that selects keys may assign other tensors.
     """
 
     keys: Any
@@ -207,7 +207,7 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def cache(self) -> KVCache:
-        """The keys and values, or those that were assigned to the attributes `keys` and `values`."""
+        """The cache of the layer: a new cache of `keys` and `values` if other tensors were assigned to them."""
         if self.keys is not self._views[0] or self.values is not self._views[1]:
             self._views = self.keys, self.values
             self._cache = KVCache(dtype=self._stored_dtype)
@@ -241,7 +241,7 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last −tokens_to_remove positions."""
+        """Remove positions at the end: −3 removes the last three. A positive number raises an error."""
         if tokens_to_remove > 0:
             super().crop(tokens_to_remove)  # raises an error
         elif self.cache.max_length:
@@ -267,12 +267,12 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
         self._set_views()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
+        """Replace each sequence by `repeats` copies of it, one after the other."""
         if self.get_seq_length() > 0:
             self.reorder_cache(torch.arange(len(self.keys)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences; `indices` indexes the axis of the batch as in torch."""
+        """Keep only the sequences `indices`, which are read as in `tensor[indices]`."""
         if self.get_seq_length() > 0:
             self.reorder_cache(torch.arange(len(self.keys), device=self.device)[indices])
 
@@ -280,7 +280,7 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = self._views = self._read(self.cache.max_length)
 
     def _read(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the last `count` stored keys and values, or all."""
+        """Return the last `count` stored keys and values, or all if fewer are stored."""
         first = max(self.cache.max_length - count, 0)
         if self._has_own_dtype:
             keys, values = self.cache.key, self.cache.value
@@ -302,7 +302,7 @@ class EvictingLayer(FullLayer):
     def __init__(self, policy: Policy, dtype: str | tuple[str, str] | None = None) -> None:
         super().__init__(dtype=dtype)
         self.policy = policy
-        self._sum: Any = None  # of the statistic over all calls, by row, if the policy adds it
+        self._sum: Any = None  # the statistic's sum over all calls, a number for each row, if `policy.adds`
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype, device and widths of the model's keys and values."""
@@ -310,18 +310,18 @@ class EvictingLayer(FullLayer):
         self._has_own_dtype = False  # so that attention gets this layer, by `StoredTensor.evicting`
 
     def observed(self, count: int, has_padding: bool) -> list[Statistic]:
-        """Return the statistics that attention of `count` queries has to record for the policy."""
+        """Return the statistics, none or one, that attention of `count` queries has to record for the policy."""
         see = self.policy.see
         if see is None and has_padding:
             raise ParameterError(
-                f"{self.policy!r} and texts with padding, whose first positions are no tokens",
+                f"{self.policy!r}, which chooses keys by their positions alone, and texts with padding",
                 "texts of one length",
                 "generate for each text alone, or evict=sightline.eviction.SnapKV(budget=1024)",
             )
         return [] if see is None or not (self.policy.adds or self._evicts(count)) else [see]
 
     def evict(self, count: int, seen: Any = None) -> None:
-        """Evict keys after a call of `count` queries, with the result of `observed`."""
+        """Evict keys after a call of `count` queries; `seen` is the result of the statistic of `observed`, if any."""
         if self.policy.adds:
             seen = to_numpy(seen)
             if self._sum is not None:
@@ -355,7 +355,7 @@ class EvictingLayer(FullLayer):
             self._sum = np.repeat(self._sum, counts, axis=0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise ParameterError if there are tokens to remove: the keys that were evicted for them do not come back."""
+        """Raise ParameterError unless `tokens_to_remove` is 0: keys that were evicted meanwhile cannot come back."""
         if tokens_to_remove:
             raise ParameterError(
                 f"crop({tokens_to_remove}) of a Cache with evict={self.policy!r}",
@@ -369,22 +369,22 @@ class EvictingLayer(FullLayer):
         self._sum = None
 
     def _read(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return tensors that stand for all positions, whatever `count` is; attention reads the rows that are left."""
+        """Return tensors whose shapes count all positions, for any `count`. Attention reads the rows that are left."""
         shape = self.cache.lengths.size, self._heads, self.cache.max_length
         key, value = (StoredTensor(self.cache, (*shape, w), self.dtype, self.device, self) for w in self._widths)
         return key, value
 
 
 class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """The keys and values of a layer with a sliding window of w positions; it needs the last w − 1 for the next query.
+    """The keys and values of a layer with a sliding window of w positions. The next query needs the last w − 1.
 
     Attributes
     ----------
-    keys, values : the last w − 1 positions, or all that are stored while the layer records the past for `crop`
+    keys, values : the last w − 1 positions, or all stored positions after `activate_past_recording()`
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append t positions, and return the last w − 1 + t."""
+        """Append t positions, and return the keys and values of the last w − 1 + t."""
         super().update(key_states, value_states)
         t = key_states.shape[-2]
         self.cumulative_length += t
@@ -394,14 +394,14 @@ class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
         return found
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last −tokens_to_remove positions, and those that the window has left."""
+        """Remove positions at the end (−3 removes the last three), and earlier ones that the window has left."""
         removed = min(-tokens_to_remove, self.cumulative_length)
         if removed < 0 or (self.cumulative_length >= self.sliding_window and not self.record_past):
             DynamicSlidingWindowLayer.crop(self, tokens_to_remove)  # raises an error
         if self.cache.max_length - removed < min(self.sliding_window - 1, self.cumulative_length - removed):
             raise ParameterError(
-                f"crop({tokens_to_remove}) of a layer that has left the {removed} positions before its window",
-                "as many positions as were appended since the last crop",
+                f"crop({tokens_to_remove}) of a sliding layer that has dropped earlier positions, which it would need",
+                "at most as many positions as were appended since the last crop",
                 "crop once after a run of the model",
             )
         super().crop(tokens_to_remove)

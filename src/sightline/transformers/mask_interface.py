@@ -38,22 +38,22 @@ class FormulaMask(Tensor):
     Attributes
     ----------
     formula : Expression, optional
-        None if it hides nothing.
+        The mask as a formula of the rows i and j of the call. None if it hides nothing.
     positions : dict
-        Formulas of the call for those symbols that differ in the sequence: i and j, the positions, and n and m, their
-        number.
+        For the symbols i, j, n and m of the sequence, formulas of the rows of the call: the positions of query and key
+        in the sequence, and the length of the sequence.
     query_start : int
         The position of the first query, counted from the first key.
     key_start : int
         The position of the first key in the sequence.
     rule : Expression, optional
-        The formula without padding, of the symbols of the sequence. None if it hides nothing.
+        The mask without padding, as a formula of positions in the sequence. None if it hides nothing.
     is_real : (B, n) bool tensor, optional
-        False at padding. It is given if queries and keys are the same positions, and some of them are padding.
+        False at padding. Given if queries and keys are the same positions, and some of them are padding.
     unpadding : Unpadding, optional
-        Given if the queries and keys of the call are the real positions alone.
+        Given if the queries and keys of the call are only the real positions.
     padded : FormulaMask, optional
-        Given with `unpadding`: the mask of the padded batch, which also hides everything from queries at padding.
+        Given with `unpadding`: the mask of the padded batch, which also hides every key from queries at padding.
     """
 
     formula: Expression | None
@@ -90,7 +90,7 @@ class FormulaMask(Tensor):
 
     @cached_property
     def unpadded(self) -> FormulaMask:
-        """The mask (1, 1, tokens, tokens) of the real positions, of a mask that has `is_real`."""
+        """The mask (1, 1, tokens, tokens) of the real positions alone. `is_real` must be given."""
         real = cast(Tensor, self.is_real)
         unpadding = Unpadding(real)
         formula, count = unpadding.documents, len(unpadding)
@@ -109,7 +109,7 @@ class FormulaMask(Tensor):
         return FormulaMask(formula, shape, self.device, make_dense, {}, unpadding=unpadding, padded=padded)
 
     def translate(self, rule: Expression, heads: int) -> Expression:
-        """Return a formula of the symbols of the sequence as a formula of the symbols of the call."""
+        """Return `rule`, a formula of positions in the sequence, as a formula of the rows of the call."""
         return rule.rewrite(self.positions) if self.unpadding is None else self.unpadding.translate(rule, heads)
 
     def dense(self) -> Tensor:
@@ -142,7 +142,7 @@ def sightline_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """Return the mask of a model's layers; the function that `transformers.AttentionMaskInterface` calls.
+    """Return the mask of a model's layers. Transformers calls this function.
 
     Parameters
     ----------
@@ -150,20 +150,20 @@ def sightline_mask(
     q_offset, kv_offset : int
         The positions of the first query and of the first key in the sequence.
     mask_function : callable (batch, head, query, key)
-        Gets positions in the sequence; True where the query attends to the key.
+        It gets positions in the sequence, and returns True where the query attends to the key.
     attention_mask : (B, length) bool, optional
         False at padding.
     allow_is_bidirectional_skip : bool, default False
-        Return None instead of a mask that hides nothing.
+        If True, None is returned in place of a mask that hides nothing.
     use_vmap : bool, default False
-        As in transformers, for the dense array.
+        An option of transformers' function that makes the dense array.
 
     Returns
     -------
     FormulaMask, bool tensor (B, 1, n, m) or None
-        The mask is None if it hides nothing and `allow_is_bidirectional_skip` is true. It is a tensor while torch
-        compiles the model, if formulas cannot express the mask function, or if it hides nothing and None is not
-        allowed. Otherwise it is a `FormulaMask`.
+        The mask is None if it hides nothing and `allow_is_bidirectional_skip` is true. The mask is a tensor while torch
+        compiles the model, if formulas cannot express the mask function, or if the mask hides nothing and must not be
+        None. Otherwise the mask is a `FormulaMask`.
     """
     inputs = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": use_vmap}
@@ -210,11 +210,11 @@ def sightline_mask(
 
 
 def position_formulas(query_start: int, key_start: int, cached: int) -> dict[str, Expression]:
-    """Return the positions of queries (i) and keys (j) in the sequence, and their number (n, m), as formulas.
+    """Return formulas of the rows of a call, by symbol: the positions i of query and j of key, and the length n = m.
 
-    The formulas of all offsets have one structure, so they share a kernel. `cached` is the number of keys minus the
-    number of queries. If it is the offset of the queries, as in a growing cache, the offset is m − n. Other offsets are
-    tables with one entry, because the constants 0 and 1 would give other structures.
+    `cached` is the number of keys minus the number of queries. If the first query has this position, as in a growing
+    cache, its offset is written as m − n. Other offsets are tables with one entry. So the formulas of calls with
+    different offsets differ only in entries of tables, and the calls share a compiled kernel.
     """
     row: Expression = i
     column: Expression = j
@@ -232,8 +232,8 @@ def position_formulas(query_start: int, key_start: int, cached: int) -> dict[str
 def padding_formula(padding_mask: Tensor) -> Expression | None:
     """Return the formula of a padding mask (B, m), True at real keys; None if every key is real.
 
-    The formula compares j with the first and last real key if the real keys of each entry are contiguous; otherwise it
-    reads the mask as a table.
+    If the real keys of each batch entry are contiguous, the formula compares j with the first and the last of them.
+    Otherwise the formula reads the mask as a table.
     """
     real = to_numpy(padding_mask)
     if real.all():

@@ -1,4 +1,4 @@
-"""The attention layers of a transformers model, and their switch to `attn_implementation="sightline"`."""
+"""The attention layers of a transformers model, and a context in which they use `attn_implementation="sightline"`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .token_labels import Tokenizer, TokenRecorder
 
 
 def find_attention_layers(model: Any) -> dict[str, nn.Module]:
-    """Return the attention layers of a model by their path.
+    """Return the attention layers of a model in a dict by their path, such as "model.layers.0.self_attn".
 
     Raises
     ------
@@ -47,10 +47,10 @@ def submodels(model: nn.Module) -> list[PreTrainedModel]:
 
 @contextmanager
 def using_sightline(model: nn.Module) -> Iterator[None]:
-    """Set `attn_implementation="sightline"` in the submodels that allow it, and restore their own on exit.
+    """Set `attn_implementation="sightline"` in the submodels that allow it, and restore their own value on exit.
 
-    A model that changes its implementation by itself, as Whisper does to return the times of tokens, is set again when
-    it runs.
+    Some models change the value themselves, as Whisper does to return the times of tokens. The value is then set again
+    before the model runs.
     """
     configurations = collect_configurations(model)
     able = [submodel for submodel in submodels(model) if _can_use_sightline(submodel)]
@@ -73,13 +73,13 @@ def using_sightline(model: nn.Module) -> Iterator[None]:
 
 
 def _can_use_sightline(model: PreTrainedModel) -> bool:
-    """True if layers of the model read transformers' attention interface, and the model lets its users choose."""
+    """True if the model lets its users set `attn_implementation`, and one of its layers reads that choice."""
     return model._can_set_attn_implementation() and any(map(_uses_attention_interface, map(type, model.modules())))
 
 
 @contextmanager
 def recording_tokens(model: nn.Module, tokenizer: Any) -> Iterator[TokenRecorder | None]:
-    """Record the tokens of the one model that contains all others; yield None if there is no such model."""
+    """Record the tokens of the model in `model` that contains all others; yield None if several are outermost."""
     models = submodels(model)
     inner = {id(module) for one in models for module in one.modules() if module is not one}
     outermost = [one for one in models if id(one) not in inner]
@@ -92,7 +92,7 @@ def recording_tokens(model: nn.Module, tokenizer: Any) -> Iterator[TokenRecorder
 
 
 def _uses_attention_interface(kind: Any) -> bool:
-    """True if a method of the module class, or of a base class, reads transformers' attention interface."""
+    """True if a method of the module class, or of a base class, reads ALL_ATTENTION_FUNCTIONS of transformers."""
     if issubclass(kind, PreTrainedModel):
         return False
     methods = [inspect.unwrap(method) for method in vars(kind).values() if inspect.isfunction(method)]

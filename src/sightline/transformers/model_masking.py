@@ -1,4 +1,4 @@
-"""`masking` for Hugging Face models: a formula that hides keys, beside the model's own masks."""
+"""`masking` for Hugging Face models: a formula that hides keys, in addition to the model's own masks."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from .model_layers import find_attention_layers, using_sightline
 def masking(model: nn.Module, mask: Any, *, layers: str | int | Sequence[str | int] | None = None) -> Iterator[None]:
     """Hide keys in the self-attention of a transformers model by a formula.
 
-    A query attends to a key if the formula allows it, and the model's own masks allow it too. These are, for example,
-    causal and padding masks. If contexts are nested, all formulas must allow the key. Cross-attention is not changed.
-    While the context lasts, the model uses `attn_implementation="sightline"`. On exit, also after an error, the model
-    is restored. Layers that `torch.compile` compiled do not read the formula.
+    A query attends to a key if the formula and the model's own masks, such as causal and padding masks, all allow the
+    pair. If contexts are nested, all formulas must allow the pair. Cross-attention is not changed. While the context
+    lasts, the model uses `attn_implementation="sightline"`. On exit, also after an error, the model is restored. Layers
+    that `torch.compile` compiled do not read the formula.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel, or a module that contains such models
     mask : formula of b, h, i and j, function (b, h, i, j) or bool array
         As in `sightline.attention`. In the formula b is the batch entry, h the query head, and i and j are the
-        positions of query and key in the model's input, from 0. Padding and, in generation, cached positions count.
+        positions of query and key in the text, from 0. Padding and, in generation, cached tokens have positions too.
     layers : path, pattern or number of an attention layer, or a list of them, default all
         As in `sightline.watch`; numbers count the layers in the order of the model's modules.
 
     Raises
     ------
     ParameterError
-        `model` is not a module, its attention does not use transformers' attention interface, `layers` matches no
-        layer or cross-attention alone. The exit of the context raises it if no layer read the formula.
+        `model` is not a module, its attention does not use transformers' attention interface, `layers` matches no layer
+        or only cross-attention, or no layer has read the formula until the exit of the context.
     MaskError, FormulaError
-        As in `sightline.attention`.
+        `mask` is no mask of `sightline.attention`.
 
     Examples
     --------
@@ -73,7 +73,7 @@ def masking(model: nn.Module, mask: Any, *, layers: str | int | Sequence[str | i
 
 
 def _explain_missing_calls(model: nn.Module) -> tuple[str, str]:
-    """Return why no layer read the mask, as far as the model shows it, and the cure."""
+    """Return the probable reason why no layer read the mask, and what to write instead, for an error message."""
     compiled = [module for module in model.modules() if getattr(module, "_compiled_call_impl", None) is not None]
     if compiled or hasattr(model, "_orig_mod"):
         return (

@@ -1,4 +1,4 @@
-"""`unpadded` for Hugging Face models: the layers compute the real tokens of a padded batch, and no padding."""
+"""`unpadded` for Hugging Face models: the layers compute only the real tokens of a padded batch, not its padding."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from .unpadding import Unpadding
 
 @contextmanager
 def unpadded(model: nn.Module) -> Iterator[None]:
-    """Compute the layers of a transformers model for the real tokens of a padded batch alone.
+    """Compute the layers of a transformers model only for the real tokens of a padded batch.
 
-    While the context lasts, the tokens of a batch (B, n) with padding pass through each layer as one sequence
-    (1, tokens), in which a token attends to the tokens of its own entry, `sightline.documents(...)`, and the model uses
-    `attn_implementation="sightline"`. Positions are those of the padded batch. Outputs have the shape of the padded
-    batch, with 0 where the last layer's output is padding. Results at real tokens are those of the padded batch, up to
-    the order of sums. Embeddings, poolers and heads compute the padded batch. A batch without padding, and a step of
-    generation, are computed as always. On exit the model is restored, after an error too.
+    While the context lasts, the model uses `attn_implementation="sightline"`, and the real tokens of a batch (B, n)
+    pass through each layer as one sequence (1, tokens). A token attends to the tokens of its own batch entry, by
+    `sightline.documents`. Positions are those of the padded batch. Outputs have the shape of the padded batch, with 0
+    where the last layer's output is padding. Results at real tokens are those of the padded batch, up to the order of
+    sums. Embeddings, poolers and heads compute the padded batch. A batch without padding, and a step of generation, are
+    computed as without the context. On exit, also after an error, the model is restored.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel, or a module that contains such models
-        Encoders and decoders, in inference and in training. Layers with cross-attention are computed as always. `watch`
-        records the statistics of the padded batch, without the queries at padding.
+        Encoders and decoders, in inference and in training. Layers with cross-attention compute the padded batch.
+        `sightline.watch` records the statistics of the padded batch, without the queries at padding.
 
     Raises
     ------
     ParameterError
-        `model` is not a module, its attention does not use transformers' attention interface, or tokens meet in its
-        layers not through attention alone, as in a convolution, or by a bias of their places in the padded batch. The
+        `model` is not a module, its attention does not use transformers' attention interface, or a layer mixes tokens
+        outside of self-attention, as a convolution does, or adds a bias that depends on places in the padded batch. The
         error names the part.
 
     Examples
@@ -62,7 +62,7 @@ def unpadded(model: nn.Module) -> Iterator[None]:
         _check_layer(layer)
     if not layers:
         raise ParameterError(
-            f"a {type(model).__name__} without a list of layers with self-attention alone",
+            f"a {type(model).__name__} without a list of layers that have self-attention and no cross-attention",
             "an encoder or a decoder whose layers are in a torch.nn.ModuleList",
             "call the model without `unpadded`",
         )
@@ -75,7 +75,7 @@ def unpadded(model: nn.Module) -> Iterator[None]:
 
 
 def _stacked_layers(module: nn.Module, attention_layers: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the innermost entries of lists of modules that contain attention layers."""
+    """Return the entries of `nn.ModuleList`s that contain attention layers, only those of the innermost lists."""
     if module in attention_layers:
         return []
     layers = []
@@ -91,23 +91,23 @@ def _has_cross_attention(layer: nn.Module) -> bool:
 
 
 def _check_layer(layer: nn.Module) -> None:
-    """Raise ParameterError if tokens meet in the layer not through attention alone, or by their places."""
+    """Raise ParameterError if the layer mixes tokens outside of attention, or adds a bias of places in the batch."""
     reason = None
     for name, module in layer.named_modules():
         if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
             reason = f"{name} is a {type(module).__name__}, which mixes neighbouring tokens"
         elif "position_bias" in inspect.signature(module.forward).parameters:
-            reason = f"{name or 'the layer'} adds a bias of the places in the padded batch"
+            reason = f"{name or 'the layer'} adds a bias that depends on places in the padded batch"
     if reason is not None:
         raise ParameterError(
             f"unpadded of a model with {type(layer).__name__}: {reason}",
-            "layers whose tokens meet in self-attention alone",
+            "layers that mix tokens only in self-attention, without position_bias=",
             "call the model without `unpadded`, with texts of similar length in a batch",
         )
 
 
 def _forward_without_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that computes a layer's `forward` for the real tokens, if a mask says which these are."""
+    """Return a method in place of a layer's `forward`, which computes only real tokens if a mask has `is_real`."""
 
     @wraps(forward)
     def forward_without_padding(*inputs: Any, **options: Any) -> Any:
@@ -131,7 +131,7 @@ def _forward_without_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PaddingCache:
-    """A cache of transformers that stores the keys and values of the real tokens in the places of the padded batch.
+    """Stands for a transformers cache in a layer, and stores keys of real tokens in the places of the padded batch.
 
     Parameters
     ----------
@@ -146,6 +146,6 @@ class PaddingCache:
         return getattr(self.cache, name)
 
     def update(self, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values (1, H, tokens, d) of a prompt, and return them."""
+        """Store the keys and values (1, H, tokens, d) of a prompt with 0 at padding, and return key and value."""
         self.cache.update(self.unpadding.pad(key), self.unpadding.pad(value), *inputs, **options)
         return key, value

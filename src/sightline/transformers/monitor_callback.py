@@ -1,4 +1,4 @@
-"""The monitor of attention as a callback of transformers' Trainer."""
+"""`sightline.AttentionMonitor` as a callback of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from ..model_monitor import AttentionMonitor
 
 
 class MonitorCallback(transformers.TrainerCallback):  # type: ignore[misc]
-    """`sightline.AttentionMonitor` for transformers' Trainer, whose `log` gets the numbers.
+    """Record numbers of each attention head while transformers' Trainer trains, and log them by `Trainer.log`.
 
-    A step is one step of the optimizer, with all parts of gradient accumulation. Evaluations between steps are not
-    recorded. A resumed training goes on with the Trainer's number of the step.
+    `sightline.AttentionMonitor` records the numbers. A step is one step of the optimizer, with all parts of gradient
+    accumulation. Evaluations between steps are not recorded. A resumed training continues the Trainer's step numbers.
 
     Parameters
     ----------
     trainer : transformers.Trainer
-        The callback is added to it by `trainer.add_callback`.
+        The trainer to which `trainer.add_callback` adds this callback.
     every, layers : as in `sightline.AttentionMonitor`
 
     Attributes
     ----------
     monitor : AttentionMonitor
-        Its `history` has the numbers of every head.
+        `monitor.history` has the numbers of every head.
 
     Raises
     ------
     ParameterError
-        As `sightline.AttentionMonitor`.
+        `sightline.AttentionMonitor` does not accept `every` or `layers`.
 
     Examples
     --------
@@ -46,11 +46,11 @@ class MonitorCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self.monitor = AttentionMonitor(trainer.model, every, layers=layers)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin a step, which the monitor may record. A step that an error has ended before is dropped."""
+        """Begin a step, which the monitor may record. If an error ended the step before, that step is dropped."""
         self.monitor.begin_step(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Log the numbers. What the Trainer itself wants to log at this step stays requested."""
+        """Log the numbers of a recorded step. The Trainer's own logging at this step is not changed."""
         values = self.monitor.end_step()
         if values is not None:
             should_log = control.should_log
@@ -58,5 +58,5 @@ class MonitorCallback(transformers.TrainerCallback):  # type: ignore[misc]
             control.should_log = should_log
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Drop a step that was begun."""
+        """Drop a step that was begun and not ended."""
         self.monitor.cancel_step()

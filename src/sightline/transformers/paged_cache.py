@@ -1,4 +1,4 @@
-"""Continuous batching of transformers: the new tokens of all requests on one axis, and their keys in a paged cache."""
+"""Continuous batching of transformers: the new tokens of all requests lie on one axis, their keys in a paged cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def allow_continuous_batching(name: str) -> None:
     """Let transformers batch requests with the attention implementation `name`.
 
     `ContinuousBatchingManager.switch_to_cb_friendly_attn` refuses all names but "sdpa", "paged|eager" and those with
-    "flash". The manager then makes no dense mask: `read_paged_cache` gives the mask of each layer.
+    "flash". With `name`, the manager makes no dense mask, and `read_paged_cache` returns the mask of each layer.
     """
     switch = ContinuousBatchingManager.switch_to_cb_friendly_attn
 
@@ -36,9 +36,9 @@ def read_paged_cache(
 ) -> tuple[Tensor, Tensor, Tensor, Expression]:
     """Store the new keys and values of a layer; return query, key, value and mask of the call for all requests.
 
-    A query attends to the keys first ≤ j ≤ last, those of its own request up to its position and in the layer's window.
-    If each request has one new token, the requests become the batch, and its entries share one array of keys: then no
-    query computes the keys of another request. Otherwise the new tokens of all requests remain on one axis.
+    A query attends to the keys first ≤ j ≤ last: the keys of its own request up to its position, in the layer's window.
+    If each request has one new token, the axis of tokens becomes the batch axis, and all batch entries share one array
+    of keys. Then no query computes scores with the keys of another request.
 
     Parameters
     ----------
@@ -47,8 +47,8 @@ def read_paged_cache(
     key, value : (1, G, n, d)
     cache : PagedAttentionCache
     options
-        `cu_seq_lens_q` and `cu_seq_lens_k`, the places where the queries and keys of each request start and end;
-        `read_index` and `write_index`, the places in the cache. The cache changes these options to those of the layer.
+        `cu_seq_lens_q` and `cu_seq_lens_k`, the places where the queries and keys of each request start and end, and
+        `read_index` and `write_index`, the places in the cache. `cache.update` replaces `cu_seq_lens_k` by the layer's.
     """
     n = query.shape[2]
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)

@@ -1,9 +1,9 @@
-"""Position biases of T5 and its relatives as a table of distances, without H × n × m arrays.
+"""Position biases of T5 and similar models as a table of distances, without H × n × m arrays.
 
 The first attention layer of such a model computes a bias for each head, query and key, `layer.compute_bias(n, m)`, and
-the layers after it add the same bias. The bias depends on the distance j − i alone, and distances beyond
-`relative_attention_max_distance` share the bias of that distance (Raffel et al., "Exploring the limits of transfer
-learning with a unified text-to-text transformer", 2020, section 2.1).
+all later layers add the same bias. The bias depends on the distance j − i alone. Distances beyond
+`relative_attention_max_distance` have the bias of that largest distance (Raffel et al., "Exploring the limits of
+transfer learning with a unified text-to-text transformer", 2020, section 2.1).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .mask_interface import position_formulas
 
 
 class PositionBias(Tensor):
-    """A bias (1, H, n, m) that stores its formula and no entries, in logits.
+    """A bias (1, H, n, m), in logits, that stores its formula and no entries.
 
     A model passes the bias unchanged from layer to layer. If the model uses the bias in any other tensor operation, the
     model's own code computes the dense array, and the operation reads that array, with its gradient.
@@ -32,9 +32,9 @@ class PositionBias(Tensor):
     Attributes
     ----------
     rule : Expression
-        The score s + bias, of the positions i and j in the sequence.
+        The score s + bias as a formula of the positions i and j in the sequence.
     formula : Expression
-        The score of the call, whose first query may have an offset.
+        The same score as a formula of the rows i and j of the call, whose first query may have a later position than 0.
     """
 
     rule: Expression
@@ -62,7 +62,7 @@ class PositionBias(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, inputs: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{function} of a PositionBias, which `__torch_function__` has to make dense")
+        raise NotImplementedError(f"{function} got a PositionBias that `__torch_function__` did not make dense")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PositionBias({self.formula}, {tuple(self.shape)})"
@@ -70,15 +70,16 @@ class PositionBias(Tensor):
 
 @lru_cache(None)
 def serve_position_biases(configuration: str, implementation: str) -> None:
-    """Let the attention layers of a family of models return a `PositionBias` for one implementation of attention.
+    """Replace `compute_bias` in the layer classes of a family of models, so that it returns a `PositionBias`.
 
-    The function that makes masks calls this function, because a model requests its masks before its layers run. A layer
-    is served if it has the method `compute_bias` of T5, whose arguments are the numbers of queries and of keys.
+    The function that makes masks calls this function, because a model requests its masks before its layers run. A class
+    is changed if its method `compute_bias` has the arguments of T5's. With another `attn_implementation`, the changed
+    method returns the model's own array.
 
     Parameters
     ----------
     configuration : the module of the family's configuration, such as "transformers.models.t5.configuration_t5"
-    implementation : a name for `attn_implementation`
+    implementation : the `attn_implementation` of models that get a `PositionBias`
     """
     module = sys.modules.get(configuration.replace(".configuration_", ".modeling_"))
     for layer in _layers_with_bias(module):
@@ -94,7 +95,7 @@ def _layers_with_bias(module: Any) -> Iterator[Any]:
 
 
 def _return_formulas(compute_bias: Callable[..., Tensor], implementation: str) -> Callable[..., Tensor]:
-    """Return the method `compute_bias` of a layer, with a `PositionBias` as its result for this implementation."""
+    """Return a method in place of `compute_bias`, which returns a `PositionBias` if the model uses `implementation`."""
 
     @wraps(compute_bias)
     def compute(

@@ -1,4 +1,4 @@
-"""Run presses of kvpress, which evict keys by their weights, on exact statistics in place of eager attention."""
+"""Run presses of the library kvpress, which evict cached keys by their weights, without eager attention."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from ..errors import ParameterError
 from ..statistics import Statistic, received, weights
 
-OBSERVED: WeakKeyDictionary[nn.Module, Statistic] = WeakKeyDictionary()  # by layer: what attention returns for a press
+OBSERVED: WeakKeyDictionary[nn.Module, Statistic] = WeakKeyDictionary()  # by layer: the statistic that its press reads
 
-# by press: the statistic whose rows the press reads as the rows of the weights (B, H, n, m)
+# by the press's class: the statistic whose rows the press gets in place of the weights (B, H, n, m)
 STATISTICS: dict[str, Callable[[Any], Statistic]] = {
     "ObservedAttentionPress": lambda _: received(),  # the sum of all rows, as one row
     "SnapKVPress": lambda press: weights().rows(range(-press.window_size, 0)),
@@ -29,10 +29,10 @@ STATISTICS: dict[str, Callable[[Any], Statistic]] = {
 def pressing(model: PreTrainedModel, press: Any) -> Iterator[None]:
     """Apply a press of kvpress to a model, with exact weights of this library in place of eager attention's.
 
-    Some presses read the weights P of a layer, (B, H, n, m), and sum them or take their last rows. Here they get these
-    sums or rows alone, in O(n + m) memory, so the keys that they keep are the same, and `ObservedAttentionPress` needs
-    no eager attention. Presses also read `cache_position`, which transformers no longer passes to its layers; here they
-    get it. kvpress 0.5 asks for transformers below 5.3, so install it by `pip install --no-deps kvpress`.
+    Some presses read the weights P of a layer, (B, H, n, m), and sum them or take their last rows. Here such a press
+    gets only these sums or rows, in O(n + m) memory, and keeps the same keys. So `ObservedAttentionPress` needs no
+    eager attention. Presses also read `cache_position`, which transformers no longer passes to layers, so it is passed
+    here. kvpress 0.5 asks for transformers below 5.3, so install it by `pip install --no-deps kvpress`.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def pressing(model: PreTrainedModel, press: Any) -> Iterator[None]:
     Raises
     ------
     ParameterError
-        The press is another one, or the model has another implementation of attention.
+        The press is none of these, or the model has another `attn_implementation`.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def pressing(model: PreTrainedModel, press: Any) -> Iterator[None]:
         raise ParameterError(
             f"pressing with {name}",
             f"{', '.join(STATISTICS)}",
-            "with press(model): ..., as kvpress documents; presses that read no weights need no eager attention",
+            "with press(model): ..., as kvpress documents, for a press that reads no weights",
         )
     implementation = model.config._attn_implementation
     if implementation != "sightline":
@@ -87,7 +87,7 @@ def pressing(model: PreTrainedModel, press: Any) -> Iterator[None]:
 
 
 def add_positions(layer: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a layer with the positions of its new tokens as `cache_position`, (n,)."""
+    """Add `cache_position`, the positions (n,) of the new tokens, to the arguments of a layer: its forward pre-hook."""
     hidden, cache = options.get("hidden_states"), options.get("past_key_values")
     if hidden is None or cache is None or "cache_position" in options:
         return inputs, options
@@ -96,5 +96,5 @@ def add_positions(layer: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any
 
 
 def as_rows(seen: Tensor) -> Tensor:
-    """Return what a press reads as the weights (B, H, rows, m)."""
+    """Return the result of a statistic, (B, H, m) or (B, H, rows, m), as (B, H, rows, m), as a press reads weights."""
     return seen if seen.ndim == 4 else seen[:, :, None]

@@ -1,4 +1,4 @@
-"""Keys and values that only the attention of this library reads: in another dtype than the model's, or evicted."""
+"""`StoredTensor`: keys or values of a model in a `KVCache`, where only the attention of this library reads them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class StoredTensor(Tensor):
-    """Keys or values (B, G, m, d) in a `KVCache`, with the dtype of the model and without entries.
+    """A tensor (B, G, m, d) with the model's dtype and no entries, in place of keys or values in a `KVCache`.
 
-    A model hands what a cache returns to its attention, and `sightline_attention` reads the `KVCache`. Every other
-    operation on the tensor raises ParameterError.
+    A `sightline.transformers.Cache` that stores another dtype, evicts keys or was forked returns such tensors. A model
+    passes the tensor to its attention, and `sightline_attention` reads the `KVCache`. Other operations raise an error.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class StoredTensor(Tensor):
         raise ParameterError(
             f"{function} of keys or values in a sightline.transformers.Cache that stores {stored}, evicts keys, or was "
             "forked",
-            'models that hand them to attention as they are, with attn_implementation="sightline"',
+            'models that pass keys and values to attention unchanged, with attn_implementation="sightline"',
             'model.set_attn_implementation("sightline"), or Cache() without dtype=, evict= and fork',
         )
 

@@ -28,7 +28,7 @@ from ..torch.position_labels import frame_labels, patch_labels
 
 PREPARE = "prepare_inputs_for_generation"
 PADDING = -1  # replaces the id of a padding token at the end of a text
-Ids = list[list[int | None]]  # for each batch entry the ids of its positions; None for ids of calls without a recording
+Ids = list[list[int | None]]  # for each batch entry the ids of its positions; None for an id that no recording has read
 
 
 class Tokenizer:
@@ -38,7 +38,7 @@ class Tokenizer:
     ----------
     tokenizer : object with `convert_ids_to_tokens`, optional
     name : str
-        `model.config.name_or_path`. It is used if it is a folder, or the name of a model in the local cache of
+        `model.config.name_or_path`. The name is used if it is a folder, or a model in the local cache of
         huggingface_hub. Nothing is downloaded.
     """
 
@@ -63,7 +63,7 @@ class Tokenizer:
             return None
 
     def tokens(self, ids: list[int | None]) -> list[str]:
-        """Return the strings of one text: "" for padding, and the position in place of an unknown id."""
+        """Return a string for each id of a text: the token, "" for padding, and the position for an unknown id."""
         known = [number for number in ids if number is not None and number != PADDING]
         strings = iter(self.loaded.convert_ids_to_tokens(known))
         return [
@@ -73,7 +73,7 @@ class Tokenizer:
 
 
 def _local_folder(name: str) -> Path | None:
-    """Return the folder of a model on this machine."""
+    """Return the folder of a model on this machine; None if there is none."""
     if not name:
         return None
     if Path(name).is_dir():
@@ -87,10 +87,11 @@ def _local_folder(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class InputIds:
-    """The ids of all positions known when a layer ran, by side: "encoder", "decoder", or "" for one sequence.
+    """The ids of the tokens that were known when a layer ran, from which the labels of the positions are made.
 
-    `start` positions were in the cache before the run. `frames` is (number of audios, frames of each) for Whisper's
-    encoder, and `patches` (number of images, registers, rows, columns) for a model of images alone.
+    `by_side` has the ids of "encoder" and "decoder", or of "" for a model of one sequence. `start` positions were in
+    the cache before the run. `frames` is (number of audios, frames of each) for Whisper's encoder. `patches` is (number
+    of images, registers, rows, columns) for a model that reads only images.
     """
 
     by_side: dict[str, Ids]
@@ -113,11 +114,11 @@ class InputIds:
         return labels.get("", labels) or None
 
 
-_RECORDERS: WeakKeyDictionary[PreTrainedModel, list[TokenRecorder]] = WeakKeyDictionary()  # those that record now
+_RECORDERS: WeakKeyDictionary[PreTrainedModel, list[TokenRecorder]] = WeakKeyDictionary()  # the active ones
 
 
 def _read_generated(model: PreTrainedModel) -> Any:
-    """Return a function in place of the method that `generate` calls with all ids; it gives the ids to recorders."""
+    """Return a method in place of the one that `generate` calls with all ids. It also gives the ids to recorders."""
     prepare = getattr(model, PREPARE)
 
     @wraps(prepare)
@@ -136,7 +137,7 @@ def _length_without_padding(is_real: Tensor) -> int:
 
 
 class TokenRecorder:
-    """A reader of the ids of the tokens that a model is called with. `current` has the ids that are known so far.
+    """Reads the ids of the tokens with which a model is called. `current` has the ids that are known so far.
 
     Parameters
     ----------
@@ -195,7 +196,7 @@ class TokenRecorder:
         return read
 
     def _add(self, side: str, ids: Tensor, mask: Any, cache: Any) -> None:
-        """Store the ids of a call: after the ids of the positions in the cache, or as a new text."""
+        """Add the ids of a call to `current`, after the ids of the positions in the cache, or as a new text."""
         start = int(cache.get_seq_length()) if side != "encoder" and hasattr(cache, "get_seq_length") else 0
         count, generated = start + ids.shape[1], None if side == "encoder" else self.generated
         known: Ids = self.current.by_side.get(side, [])

@@ -1,4 +1,4 @@
-"""The real tokens of a padded batch as one sequence, and back."""
+"""Arrays and formulas of a padded batch (B, n) as those of one sequence (1, tokens) of its real tokens, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ i, j = SYMBOLS["i"], SYMBOLS["j"]
 
 
 class Unpadding:
-    """The real tokens of a batch (B, n), numbered from entry to entry, and in an entry from left to right.
+    """The real tokens of a padded batch (B, n) as one sequence, one batch entry after the other.
 
     Parameters
     ----------
@@ -27,9 +27,9 @@ class Unpadding:
 
     def __init__(self, real: Tensor) -> None:
         self.B, self.n = real.shape
-        self.places = real.flatten().nonzero().squeeze(1)  # the place of each token in the batch with its axes joined
-        self.entries = self.places // self.n  # the entry of each token
-        self.columns = self.places % self.n  # the place of each token in its entry
+        self.places = real.flatten().nonzero().squeeze(1)  # the place of each token in the flattened batch (B · n)
+        self.entries = self.places // self.n  # the batch entry of each token
+        self.columns = self.places % self.n  # the place of each token in its batch entry
 
     def __len__(self) -> int:
         """The number of real tokens."""
@@ -37,12 +37,12 @@ class Unpadding:
 
     @cached_property
     def documents(self) -> Expression:
-        """The mask of the sequence: a token attends to the tokens of its own entry."""
+        """The mask of the sequence: a token attends to the tokens of its own batch entry."""
         return documents(to_numpy(self.entries))
 
     @cached_property
     def symbols(self) -> Mapping[str, Expression]:
-        """The symbols of the padded batch as formulas of the positions in the sequence."""
+        """For the symbols b, i, j, n and m of the padded batch, formulas of the positions i and j in the sequence."""
         entry, column, length = Table(to_numpy(self.entries)), Table(to_numpy(self.columns)), as_expression(self.n)
         return {"b": entry[i], "i": column[i], "j": column[j], "n": length, "m": length}
 
@@ -58,9 +58,9 @@ class Unpadding:
         return formula.rewrite(self.symbols, table_lookup(lambda table: table.without_axes("b", "i", "j")))
 
     def flatten(self, array: Tensor) -> Tensor:
-        """Return (B, n), (B, n, d) or (B, H, n, d) with (1, tokens) in place of (B, n); others unchanged.
+        """Return an array (B, n), (B, n, d) or (B, H, n, d) with the axes (1, tokens) in place of (B, n).
 
-        B may be 1 instead of the batch's, for an array that all entries share.
+        An array that all entries share has length 1 in place of B. Arrays of other shapes are unchanged.
         """
         if array.ndim == 4:
             return _heads_first(self.flatten(_heads_last(array)), array.shape[1])
@@ -71,9 +71,9 @@ class Unpadding:
         return array[0].index_select(0, self.columns)[None]
 
     def pad(self, array: Tensor) -> Tensor:
-        """Return (1, tokens), (1, tokens, d) or (1, H, tokens, d) with (B, n) in place of (1, tokens), 0 at padding.
+        """Return an array (1, tokens), (1, tokens, d) or (1, H, tokens, d) with axes (B, n) in place of (1, tokens).
 
-        Arrays of other shapes are unchanged.
+        The new entries at padding are 0. Arrays of other shapes are unchanged.
         """
         if array.ndim == 4:
             return _heads_first(self.pad(_heads_last(array)), array.shape[1])

@@ -1,8 +1,8 @@
-"""`word_timestamps` finds when each word of a recording was said, by Whisper's weights of cross-attention.
+"""`word_timestamps` finds when each word of a recording was said, from Whisper's cross-attention weights.
 
-`generate` of transformers finds tokens and times. It asks for the weights of every layer and head, and keeps them and
-the scores of all tokens until the whole audio is done. Here the layers return the weights of the alignment heads alone,
-and each window of 30 seconds is reduced to tokens, times and probabilities when it is done.
+`generate` of transformers finds tokens and times. It asks for the weights of every layer and head, and keeps all
+weights and scores until the whole audio is done. Here the layers return only the weights of the alignment heads. After
+each window of 30 seconds, only its tokens, times and probabilities are kept.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Word:
     start, end : float
         Seconds from the start of the audio, in steps of 0.02.
     probability : float
-        The mean probability of the word's tokens among those that generation allowed.
+        The mean of the probabilities that the model gave to the word's tokens, after generation excluded some tokens.
     """
 
     text: str
@@ -50,17 +50,17 @@ class Word:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a transcript as `generate` divides it, with at least one word.
+    """One of the parts into which `generate` divides a transcript, with at least one word.
 
     Attributes
     ----------
     words : tuple of Word
     tokens : tuple of int
-        The ids of the tokens, those of timestamps included.
+        The ids of the tokens, timestamp tokens included.
     times : tuple of float
-        For each token the second at which it ends, as `generate(return_token_timestamps=True)` gives it.
+        For each token, its end in seconds from the start of the audio, by `generate(return_token_timestamps=True)`.
     language : str, optional
-        Such as "english"; None for a model of one language.
+        The name of the language, such as "english"; None for a model of one language.
     """
 
     words: tuple[Word, ...]
@@ -75,12 +75,12 @@ class Segment:
 
     @property
     def start(self) -> float:
-        """The second at which the first word starts."""
+        """The start of the first word, in seconds from the start of the audio."""
         return self.words[0].start
 
     @property
     def end(self) -> float:
-        """The second at which the last word ends."""
+        """The end of the last word, in seconds from the start of the audio."""
         return self.words[-1].end
 
 
@@ -132,12 +132,12 @@ def word_timestamps(
     sampling_rate: int,
     **options: Any,
 ) -> Transcript | list[Transcript]:
-    """Transcribe speech with a Whisper of transformers, and find when each word was said.
+    """Transcribe speech with a Whisper model of transformers, and find when each word was said.
 
-    Tokens and times are those of `model.generate(..., return_token_timestamps=True)`: over the windows of 30 seconds,
-    the weights of the alignment heads are normalised and smoothed, and dynamic time warping finds the path of the
-    tokens through them. But the model computes its attention with this library instead of "eager", only the alignment
-    heads return weights, and windows that are done keep none. The model's own attention implementation is not changed.
+    Tokens and times are those of `model.generate(..., return_token_timestamps=True)`. In each window of 30 seconds,
+    `generate` normalises and smooths the weights of the alignment heads, and finds the tokens' path through the weights
+    by dynamic time warping. Here this library computes attention instead of "eager", only the alignment heads return
+    weights, and a window's weights are dropped after the window. The model's `attn_implementation` stays as it is.
 
     Parameters
     ----------
@@ -147,20 +147,20 @@ def word_timestamps(
     audio : floats of shape (samples,), or a list of such arrays, which are one batch
         One channel, of any length; the usual range is −1 to 1.
     sampling_rate : int
-        Samples in a second, as the processor takes them: 16,000.
+        Samples in a second. It must be the processor's, 16,000.
     options
         Of `model.generate`, such as `language="de"`, `task="translate"`, `num_beams=5` or `return_timestamps=True`.
 
     Returns
     -------
-    Transcript, or a list of them for a list
+    Transcript, or a list of transcripts if `audio` is a list
 
     Raises
     ------
     ParameterError
-        The model is no Whisper or has no valid alignment heads, the processor is no WhisperProcessor or one of another
-        number of mel bins, the audio is not of floats or has several channels, the sampling rate is another, or an
-        option is one of those that this function sets.
+        The model is no Whisper or has no valid alignment heads, the processor is no WhisperProcessor or has another
+        number of mel bins than the model, the audio is not of floats or has several channels, the sampling rate is not
+        the processor's, or `options` has an option that this function sets.
 
     Notes
     -----
@@ -175,7 +175,7 @@ def word_timestamps(
     waves = _check_audio(model, processor, audio, sampling_rate)
     if given := [name for name in RESERVED if name in options]:
         raise ParameterError(
-            f"{given[0]}={options[given[0]]!r}", "the other options of generate", f"leave out {given[0]}="
+            f"{given[0]}={options[given[0]]!r}", "other options of model.generate", f"leave out {given[0]}="
         )
     extractor = processor.feature_extractor
     is_long = max(map(len, waves)) > extractor.n_samples
@@ -194,7 +194,7 @@ def word_timestamps(
 
 
 def _check_model(model: Any, config: Any) -> list[tuple[int, int]]:
-    """Return the alignment heads of the model as (layer, head)."""
+    """Return the alignment heads of the model as (layer, head); raise ParameterError if it has no valid ones."""
     if not isinstance(model, WhisperForConditionalGeneration):
         raise ParameterError(
             f"a model that is a {type(model).__name__}",
@@ -215,7 +215,7 @@ def _check_model(model: Any, config: Any) -> list[tuple[int, int]]:
 
 
 def _check_audio(model: Any, processor: Any, audio: Any, sampling_rate: Any) -> list[NDArray[Any]]:
-    """Return the audio as a list of float32 arrays of one axis."""
+    """Return the audio as a list of float32 arrays of one axis; raise ParameterError for arguments that do not fit."""
     if not isinstance(processor, WhisperProcessor):
         raise ParameterError(
             f"a processor that is a {type(processor).__name__}",
@@ -232,13 +232,13 @@ def _check_audio(model: Any, processor: Any, audio: Any, sampling_rate: Any) -> 
     if sampling_rate != extractor.sampling_rate:
         raise ParameterError(
             f"sampling_rate={sampling_rate!r}",
-            f"{extractor.sampling_rate}",
+            f"{extractor.sampling_rate}, the rate of the processor",
             f"scipy.signal.resample_poly(audio, {extractor.sampling_rate}, {sampling_rate})",
         )
     if isinstance(audio, (str, bytes, PathLike)):
         raise ParameterError(
             f"audio={audio!r}, a file",
-            "the samples of a file",
+            "an array of the file's samples",
             'audio, sampling_rate = soundfile.read("speech.wav", dtype="float32"), and audio.mean(1) for two channels',
         )
     audios = audio if isinstance(audio, Sequence) else [audio]
@@ -257,7 +257,7 @@ def _check_audio(model: Any, processor: Any, audio: Any, sampling_rate: Any) -> 
 
 @contextmanager
 def _returning(model: Any, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Let layers return the weights of these heads alone. Reduce the outputs of a window to what a transcript needs."""
+    """Let layers return only the weights of these heads, and `generate` keep only what a transcript needs."""
     of_layer: dict[int, list[int]] = {layer: [] for layer in range(model.config.decoder_layers)}
     for layer, head in dict.fromkeys(heads):
         of_layer[layer].append(head)
@@ -271,7 +271,7 @@ def _returning(model: Any, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
             _reduce(output, options["decoder_input_ids"].shape[-1])
         return results
 
-    # `generate` sets "eager" when it is asked for times of tokens. The class of the configuration does not allow it.
+    # `generate` sets "eager" to get times of tokens. The property of a changed configuration class ignores the setting.
     kept = property(lambda config: NAME, lambda config, value: None)
     with ExitStack() as exit_stack:
         exit_stack.enter_context(restore_on_exit(model.config, "__class__"))
@@ -285,7 +285,7 @@ def _returning(model: Any, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
 
 
 def _reduce(output: dict[str, Any], prefix: int) -> None:
-    """Replace the outputs for one window, weights and scores of every token among them, by what a transcript needs."""
+    """Replace the outputs for a window, after `prefix` given tokens, by what a transcript needs, without weights."""
     tokens = output["sequences"][prefix:]
     pairs = zip(tokens, output["scores"], strict=False)  # a beam may end before the others
     probabilities = [float(scores.float().softmax(-1)[token]) for token, scores in pairs]

@@ -92,7 +92,7 @@ def _effect(scores: Array) -> SoftmaxEffect:
 
 
 def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
-    """Draw the effect of scaling on softmax.
+    """Draw the effect of the division by √d_k on softmax.
 
     The upper panels show the weights at each width. The lower left panel shows for each width over how many keys the
     weight is spread. The lower right panel shows the size of softmax's gradient.

@@ -19,7 +19,7 @@ MIN_POSITIONS = 64  # the fewest keys of a block, and the fewest queries of a wo
 SEARCH_ROWS = 256  # the queries of a tile in the search for the queries that see a block
 MAX_PAIRS = 1 << 30  # the most pairs of one work item, so that an interrupt takes effect within seconds
 BLOCKS_IN_MEMORY = 2  # the block that is computed, and the block that is read at the same time
-COPIES = 6  # how many arrays of the size of a part's output, or of its statistics, the merge of a part needs at once
+COPIES = 6  # the merge of a work item's results needs memory for so many copies of its output and statistics
 KEY_MULTIPLE = 4  # dropout counts keys in groups of 4
 
 
@@ -33,14 +33,14 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class WorkItem:
-    """Some queries and one block of keys."""
+    """One step of a call: these queries attend to this block of keys."""
 
     queries: slice
     keys: slice
 
 
 def parse_bytes(limit: Any) -> int:
-    """Return a number of bytes, given as a whole number or as text such as "2 GB" or "512 MiB"."""
+    """Return a number of bytes from a whole number or text such as "2 GB" or "512 MiB"; else raise ParameterError."""
     if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
         return limit
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B\s*", limit) if isinstance(limit, str) else None
@@ -49,7 +49,7 @@ def parse_bytes(limit: Any) -> int:
         number, unit, binary = found.groups()
         size = int(float(number) * (1024 if binary else 1000) ** UNITS.index(unit))
     if size < 1:
-        raise ParameterError(f"memory_limit={limit!r}", "bytes, or text with a unit", 'memory_limit="2 GB"')
+        raise ParameterError(f"memory_limit={limit!r}", "a number of bytes, or text with a unit", 'memory_limit="2 GB"')
     return size
 
 
@@ -66,7 +66,7 @@ def choose_sizes(problem: Problem, key_bytes: int, limit: int, output_in_memory:
     Raises
     ------
     ParameterError
-        The limit is smaller than the sums of all queries and blocks of `MIN_POSITIONS` keys and queries.
+        The limit is too small for the results of all queries beside a work item of `MIN_POSITIONS` keys and queries.
     """
     heads = problem.B * problem.H
     wide, narrow = itemsize(problem.accumulator), itemsize(problem.dtype)

@@ -60,22 +60,23 @@ def attention_from_disk(
     mask, score, scale, sinks, dropout, seed, threads
         As in `attention`. Formulas count i and j from the start of the whole arrays.
     see : list of statistics, dict from names to statistics, or one statistic, optional
-        `lse()`, `entropy()`, `max_score()`, `mass(condition)` and `top_k(k)`. The others need all keys at once.
+        `lse()`, `entropy()`, `max_score()`, `mass(condition)` and `top_k(k)`. Other statistics need all keys at once.
     output : path, or array (..., H, n, d_v) of the inputs' dtype, optional
         Where the output is written: the path of a file in NumPy's format .npy, or an array such as a numpy.memmap. The
         default is a new array in memory. Disk space for the file is reserved before the first block is computed. The
         file is written at the end, and a call that stops early leaves no new file.
     memory_limit : int or str, default "2 GB"
-        The bytes that the call may use beside its arguments. The limit contains the sums of all queries, which are
-        always in memory: n · H · (d_v + 2) · 4 bytes, or n · H · (d_v + 1) · 8 bytes for float64; and up to 16 bytes
-        for each number of a statistic other than lse.
+        The bytes that the call may use beside its arguments. The merged results of all queries are always in memory.
+        They take n · H · (d_v + 2) · 4 bytes of the limit, or n · H · (d_v + 1) · 8 bytes for float64. Each number of a
+        statistic other than lse takes up to 16 bytes more.
     checkpoint : path of a folder, optional
         The folder in which the state is saved every minute and when the call stops early, for example by Ctrl-C. A
         second call with the same arguments continues from there and gives the same bits as an uninterrupted call. When
-        the call finishes, the state is removed. On the disk, the state takes twice the bytes of the sums. A second call
-        hashes the query, and the keys and values that the first call has used, so it finds changed entries.
+        the call finishes, the state is removed. On the disk, the state takes twice the bytes of the merged results. To
+        find changed entries, a second call hashes the query, and the keys and values that the first call has used.
     progress : bool or function (finished, total), optional
-        True shows a progress bar on stderr; the default shows one if stderr is a terminal.
+        True shows a progress bar on stderr. The default shows one if stderr is a terminal. A function is called with
+        the number of finished work items and the number of all work items.
 
     Returns
     -------
@@ -88,9 +89,9 @@ def attention_from_disk(
     SightlineError
         Every error of `attention`.
     ParameterError
-        The memory limit is too small, `see` has another statistic, the checkpoint is one of other arguments, damaged
-        or no folder, the output is read-only or the file of an input, or another call uses the checkpoint or the file
-        of the output.
+        The memory limit is too small, `see` has another statistic, the checkpoint is damaged, is not a folder or has
+        other arguments, the output is read-only or is the file of an input, or another call uses the checkpoint or the
+        output file.
     OSError
         A disk has no space for the output or the state. The error is raised before the first block is computed.
 
@@ -160,7 +161,7 @@ def _stand_ins(sources: dict[str, Any]) -> list[Any]:
 
 
 def _key_bytes(key: Any, value: Any) -> int:
-    """Return the bytes of one position of key and value."""
+    """Return the bytes of one position of key and value, over all batches and heads."""
     positions = max(key.shape[-2], 1)
     return sum(math.prod(x.shape) // positions * np.dtype(x.dtype).itemsize for x in (key, value))
 
@@ -170,7 +171,7 @@ def _check_statistics(problem: Problem) -> None:
         raise ParameterError(
             f"see={list(problem.see)!r}, for keys on disk",
             "lse(), entropy(), max_score(), mass(condition) and top_k(k), without selections and means",
-            "select or average the result, or sightline.attention for keys in memory",
+            "select or average the result, or call sightline.attention if the keys fit in memory",
         )
 
 

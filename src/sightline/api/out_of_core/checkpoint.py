@@ -30,8 +30,8 @@ MARK = b"sightline state3"  # the number changes with the meaning of a saved sta
 HEADER_BYTES = 4096  # the size of each copy's header
 HASH_BYTES = 32
 HASHED_ELEMENTS = 1 << 16  # the elements of an array that are copied and hashed at once
-BLOCKS = "memory_limit, or output given or not"  # what the work items depend on beside the other arguments
-COPIES = 2  # while one copy is written, the other copy has the state before
+BLOCKS = "memory_limit, or output given or not"  # what the work items depend on besides the other arguments
+COPIES = 2  # while one copy is written, the other copy has the previous state
 NUMBERS = struct.Struct(f"<{len(MARK)}sQ{HASH_BYTES}s{HASH_BYTES}s{HASH_BYTES}s")
 NOTHING_READ = (bytes(HASH_BYTES), bytes(HASH_BYTES))
 

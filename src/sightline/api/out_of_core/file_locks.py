@@ -1,7 +1,7 @@
 """Locks of open files: `flock` on POSIX, a locked byte on Windows.
 
-A lock belongs to the open file, so that locks of one file exclude each other within a process too. The system releases
-a lock when the process ends, however it ends.
+A lock belongs to one `open` of a file, so a second `open` in the same process cannot lock the file either. The system
+releases a lock when the process ends, also after a crash.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ fcntl, msvcrt = _find_module("fcntl"), _find_module("msvcrt")
 
 
 def lock(file: IO[bytes]) -> None:
-    """Lock the file, without waiting. A system with neither module has no locks, and then nothing happens.
+    """Lock the file, without waiting. A system that has neither `fcntl` nor `msvcrt` has no locks: nothing is done.
 
     Raises
     ------
     BlockingIOError
-        The file was opened elsewhere, and is locked there.
+        The file is locked already, by another `open` in this process or in another process.
     OSError
         The file system has no locks.
     """
@@ -44,7 +44,7 @@ def lock(file: IO[bytes]) -> None:
 
 
 def unlock(file: IO[bytes]) -> None:
-    """Release the lock, which copies of the descriptor share: those of a forked process and of a memory map."""
+    """Release the lock, also for copies of the file descriptor in a forked process or in a memory map."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_UN)
     elif msvcrt is not None:

@@ -12,13 +12,13 @@ import numpy as np
 from ...errors import ParameterError, name_file
 from . import file_locks
 
-NOT_SUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # not possible here
+NOT_SUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # no such operation
 
 
 class LockedFile:
-    """A file that is open for reading and writing, and that no other call opens until it is closed.
+    """A file that is open for reading and writing, and locked: no other call can open it until it is closed.
 
-    The system releases the lock when the process ends, however it ends. If the file system has no locks, the file is
+    The system releases the lock when the process ends, also after a crash. If the file system has no locks, the file is
     used without a lock.
 
     Parameters
@@ -87,7 +87,7 @@ class LockedFile:
         reserve(self.file, 0, size, self.path, self.argument)
 
     def write(self, offset: int, values: Any) -> None:
-        """Write the bytes of a contiguous array, or bytes."""
+        """Write the bytes of a contiguous array, or a bytes object, to the file from byte `offset` on."""
         data = _bytes_of(values)
         with name_file(self.path):
             self.file.seek(offset)
@@ -95,7 +95,7 @@ class LockedFile:
                 data = data[self.file.write(data) :]
 
     def read(self, offset: int, values: Any) -> bool:
-        """Read the bytes of a contiguous array. Return False if the file ends before the array is full, else True."""
+        """Fill a contiguous array from byte `offset` of the file on. Return False if the file is too short."""
         data = _bytes_of(values)
         with name_file(self.path):
             self.file.seek(offset)
@@ -123,12 +123,9 @@ class LockedFile:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the file. If another file has its name now, that file is not removed.
-
-        Windows removes no open file, so there the file is closed first.
-        """
+        """Remove the file. If another file has its name now, that file is not removed."""
         if not self.file.closed and self.is_in_place():
-            if file_locks.fcntl is None:
+            if file_locks.fcntl is None:  # Windows, which removes no open file
                 self.close()
             os.unlink(self.path)
 
@@ -171,7 +168,7 @@ def reserve(file: IO[bytes], start: int, size: int, path: str, what: str) -> Non
 
 
 def _allocate(file: IO[bytes], start: int, size: int) -> bool:
-    """Return False if the system or the file system cannot allocate."""
+    """Allocate `size` bytes from byte `start` on. Return False if the system or the file system cannot allocate."""
     if not hasattr(os, "posix_fallocate"):
         return False
     try:

@@ -39,7 +39,7 @@ def check_output(output: Any, problem: Problem, sources: dict[str, Any]) -> None
         given = getattr(output, "dtype", type(output).__name__)
         raise DtypeError(f"output of {given}", f"a path, or an array of {dtype}", 'output="output.npy"')
     if tuple(output.shape) != shape:
-        raise ShapeError(f"output of shape {tuple(output.shape)}", f"{shape}", 'output="output.npy"')
+        raise ShapeError(f"output of shape {tuple(output.shape)}", f"the shape {shape}", 'output="output.npy"')
 
 
 @contextmanager

@@ -23,7 +23,7 @@ SECONDS_BETWEEN_SAVES = 60.0
 
 
 class Run:
-    """The work items of one call, and its state."""
+    """The computation of one call: its work items, the results so far, and its checkpoint if it has one."""
 
     def __init__(self, problem: Problem, sources: dict[str, Any], items: list[WorkItem], threads: int | None) -> None:
         self.problem, self.sources, self.items, self.threads = problem, sources, items, threads
@@ -87,7 +87,7 @@ class Run:
                         yield item, key, value
 
     def _read(self, number: int) -> tuple[Any, Any]:
-        """Return a block of keys and values."""
+        """Return a block of keys and values. For a checkpoint, also keep the hash of all blocks up to this one."""
         keys = self.blocks[number][0][1].keys
         key, value = (np.array(self.sources[name][..., keys, :]) for name in ("key", "value"))
         if self.checkpoint is not None:
@@ -109,13 +109,13 @@ class Run:
         self._store()
 
     def _finished_sums(self, rows: slice) -> Sums:
-        """Return the results of the finished items for these queries. The weights of a query and its sink sum to 1."""
+        """Return the finished items' results for these queries, normalised: a query's weights and its sink sum to 1."""
         output, lse, *rest = [array[self._index(rows)] for array in self.state.arrays]
         keys = 1.0 if self.sinks is None else -np.expm1(self.sinks - lse)
         return Sums(lse, 1.0, keys, output, [[rest.pop(0) for _ in own] for own in self.state.seen])
 
     def _store(self) -> None:
-        """Store the merged rows. If an interrupt stops this method at any point, `save` calls it again."""
+        """Copy `merged` into the state. If an interrupt stops this method at any point, `save` calls it again."""
         if self.merged is None:
             return
         number, found = self.merged

@@ -180,7 +180,10 @@ class ArrayFunction(PythonFunction):
     def store(
         self, index: Value, address: Value, head: Value, axes: Value, shape: Value, strides: Value, unit: Any
     ) -> None:
-        """Store the words of an array. `shape` and `strides` are addresses. The strides count units of `unit` bytes."""
+        """Store the address of an array, and its words: the head, then each length, then each stride in bytes.
+
+        `shape` and `strides` are addresses of 64-bit integers. The strides there count units of `unit` bytes.
+        """
         self.return_none_if(axes > MAX_AXES)
         self.addresses.at(index * 8).store(address)
         start = self.num_words.get()

@@ -82,7 +82,7 @@ class XlaHandler(Builder):
         self.finish(self.make_error(message))
 
     def text(self, name: str, text: str) -> Value:
-        """Return the address of a constant text, which has this name in the module."""
+        """Return the address of a constant text that ends with a zero byte. `name` is its name in the module."""
         encoded = text.encode() + b"\0"
         letters = "".join(f"\\{byte:02x}" for byte in encoded)
         return self.global_variable(name, f'internal constant [{len(encoded)} x i8] c"{letters}"')

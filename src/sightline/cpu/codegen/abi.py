@@ -135,7 +135,10 @@ class TableArguments(NamedTuple):
 
 
 class OutputArguments(NamedTuple):
-    """The arguments of an output without a field, such as a statistic: its address, and one stride in bytes or 0."""
+    """The arguments of an output without a field, such as a statistic or a table's gradient: its address and a stride.
+
+    The stride is the bytes from the sums of one split of the keys to those of the next split; 0 if there is one array.
+    """
 
     pointer: Value
     stride: Value

@@ -270,7 +270,10 @@ class Forward(SharedTiles):
 
     # -- outputs --------------------------------------------------------------------------------------------------
     def has_nan(self) -> Value:
-        """True if any output is NaN: then V has NaN or ∞ at a hidden or visible key, or a score is NaN."""
+        """True if an output of the block is NaN.
+
+        The cause is NaN or ∞ in V, even at a hidden key, or among scores and sinks; or finite sums that overflow.
+        """
         builder = self.builder
         marks = [Variable(builder, self.vector, 0.0) for _ in self.vectors]  # 1 in lanes with a NaN
         with builder.loop(0, self.spec.d_v) as d:

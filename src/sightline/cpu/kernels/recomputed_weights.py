@@ -1,4 +1,4 @@
-"""The base class of the kernels that compute the weights of a pair again from the saved lse: backward and tangent."""
+"""The base class of the kernels that compute the weight of each pair again from the saved lse: backward and tangent."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class KernelArguments:
         return tuple(x for x in self.keep_alive if isinstance(x, np.ndarray) and id(x) not in excluded)
 
     def retain(self, array: Any) -> int:
-        """Keep a NumPy array alive until the call ends, and return its address."""
+        """Add a NumPy array to `keep_alive`, the memory that the arguments point to, and return its address."""
         self.keep_alive.append(array)
         return int(array.ctypes.data)
 

@@ -99,7 +99,7 @@ class PreparedCall:
     results : the names of the fields of the first results; the other results have no fields
     makers : functions that allocate the results
     num_keys : the number of keys
-    can_be_direct : False if a repetition needs words that Python computes: a seed, the addresses of converted sinks
+    can_be_direct : False if Python must run every repetition, for example to compute the word of a field in `COMPUTED`
 
     Attributes
     ----------

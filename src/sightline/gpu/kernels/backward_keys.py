@@ -21,7 +21,7 @@ class Keys(namedtuple("Keys", "key value first b h query d_output params dropout
 def process_query_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, meta, PARTIAL: tl.constexpr):
     """Return the state after the tiles of queries `first` ... `last` − 1.
 
-    The state is (dK without the factor `scale`, dV without the dropout factor, the bits of `classify_nonfinite`).
+    The state is (dK without scale and sign, dV without the dropout factor, the bits of `classify_nonfinite`).
     """
     dk, dv, nonfinite = state
     b, h, j0, params = block.b, block.h, block.first, block.params

@@ -152,7 +152,7 @@ def dropout_state(problem: Problem, seed: int) -> tuple[int, ...] | None:
 
 
 def to_operand(array: Any) -> Array:
-    """Return a tensor (..., heads, rows, columns) as a kernel's argument: the tensor and its strides.
+    """Return a tensor (..., heads, rows, columns) as a kernel's argument, with its batch lengths and its strides.
 
     Adjacent batch axes are merged where their strides allow it. Batch axes of length 1 are left out.
     """

@@ -154,7 +154,10 @@ def join_shards(parts: Sequence[Tensor], shards: Shards, axis: int) -> Tensor:
 
 
 def send_to_all(group: Group, parts: list[Tensor], buffers: list[Tensor], what: str) -> list[Tensor]:
-    """Send `parts[r]` to rank r. Return what the ranks sent to this rank, in `buffers`."""
+    """Send `parts[r]` to rank r. Return `buffers`, whose tensor r is filled with what rank r sent.
+
+    This rank's own entry of `buffers` is replaced by its part, which is not copied. `what` names the tensors in errors.
+    """
     transfers = Transfers(group, what)
     for distance in range(1, group.size):
         target, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
