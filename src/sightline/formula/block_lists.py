@@ -1,4 +1,4 @@
-"""The mask `blocks`: for each block of queries, a list of the blocks of keys that it sees, chosen by data.
+"""The mask `blocks`: for each block of queries, a list of the blocks of keys to which it attends.
 
 The lists become a table of booleans with one entry for each block of queries and block of keys. If all entries in a
 tile of pairs are equal, a kernel skips the tile, or allows all its pairs, and evaluates no formula.
@@ -22,7 +22,7 @@ b, h, i, j = (SYMBOLS[name] for name in "bhij")
 
 
 def blocks(indices: Any, size: int | tuple[int, int] = 64, keys: int | None = None) -> Expression:
-    """Return the mask j // size ∈ indices[b, h, i // size]: each block of queries sees the blocks of keys in its list.
+    """Return the mask j // size ∈ indices[b, h, i // size]: each block of queries attends to the blocks in its list.
 
     Blocks that no list names are skipped, so the cost grows with the lists. A list may be in any order, and a number
     that it repeats counts once. A query whose list is empty attends to nothing. The mask alone is not causal: combine

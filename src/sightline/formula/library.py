@@ -30,8 +30,7 @@ __all__ = [
 
 MAX_GRADIENT_BYTES = 1 << 40  # a table's gradient has one number for every entry, also if entries repeat in memory
 
-b, h, i, j, s = (SYMBOLS[name] for name in "bhijs")
-n, m = SYMBOLS["n"], SYMBOLS["m"]
+b, h, i, j, s, n, m = (SYMBOLS[name] for name in "bhijsnm")
 
 
 def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expression:
@@ -137,7 +136,7 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
     """Return the mask id[i] = id[j]: documents packed on one axis attend only to themselves.
 
     Kernels skip blocks of pairs of different documents. If the document numbers ascend along the axis, the cost is that
-    of attention on each document alone, Σ length². If the positions of documents are scattered, it is higher.
+    of attention on each document alone, Σ length². If the positions of documents are scattered, the cost is higher.
 
     Parameters
     ----------
@@ -305,22 +304,23 @@ def alibi_slopes(heads: int) -> Any:
 
     If the number of heads is not a power of two, the slopes are those of the next lower power of two, followed by every
     other slope of twice that power (Press, Smith and Lewis, "Train short, test long", 2022, section 3 and the authors'
-    code).
+    code). The result is a NumPy array (heads,) of float64, in logits per position of distance.
 
     Parameters
     ----------
     heads : int
         At least 1.
 
-    Returns
-    -------
-    numpy.ndarray
-        (heads,) float64, in logits per position of distance.
-
     Raises
     ------
     ParameterError
         heads is not a whole number of at least 1.
+
+    Examples
+    --------
+    >>> import sightline
+    >>> sightline.alibi_slopes(4)
+    array([0.25      , 0.0625    , 0.015625  , 0.00390625])
     """
     heads = check_count(f"alibi_slopes({heads!r})", heads, 1, "alibi_slopes(8)")
     power_of_two = 1 << (heads.bit_length() - 1)

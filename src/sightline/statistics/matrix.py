@@ -198,7 +198,7 @@ def reduce_segments(array: Any, segment_ids: Any, axis: int, how: str) -> Any:
 def weights(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
     """Request P_ij = exp(S_ij − lse_i), 0 where hidden: the whole matrix of weights, before dropout.
 
-    The result is (..., H, n, m) in the query's dtype. It has a gradient. `.rows(...)`, `.heads(...)` and `.mean(...)`
+    The result is (..., H, n, m) in the query's dtype, with a gradient. `.rows(...)`, `.heads(...)` and `.mean(...)`
     make smaller results.
 
     Parameters
@@ -228,7 +228,7 @@ def scores(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
     """Request S_ij, the scores that softmax reads: after scale, score formula and mask.
 
     The result is (..., H, n, m) in the accumulator's dtype (float64 for float64 arrays, else float32), in nats; −∞
-    where hidden. It has a gradient. The mean over heads is −∞ where any head hides the pair.
+    where hidden. The scores have a gradient. The mean over heads is −∞ where any head hides the pair.
 
     Parameters
     ----------

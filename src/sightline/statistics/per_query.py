@@ -293,7 +293,7 @@ def top_k(k: int) -> Statistic:
 
     The result is a named tuple: `weights` (..., H, n, k) in the accumulator's dtype (float64 for float64 arrays, else
     float32), in descending order, and `where` (..., H, n, k) int64, the key positions j. Weights are equal if they are
-    equal in that dtype, so all weights that underflow to 0 are equal. If a query sees fewer than k keys, the remaining
+    equal in that dtype, so all weights that underflow to 0 are equal. If a query has fewer than k keys, the remaining
     entries are 0 in `weights` and −1 in `where`. The statistic has no gradient.
 
     Parameters

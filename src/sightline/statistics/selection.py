@@ -85,8 +85,8 @@ class Statistic(StatisticBase):
         ----------
         axis : {"heads", "batch", "layers"}
             The axis that is removed: (..., H, n) becomes (..., n) or (H, n). "batch" means all leading axes together.
-            "layers" means all calls that a `watch` records. They are added while the model runs, so that one result is
-            stored instead of one for each call.
+            "layers" means all calls that a `watch` records. Their results are added while the model runs, so that one
+            result is stored instead of one for each call.
         weights : H numbers, or (layers, H) numbers in a watch, optional
             The weight w_h of each head, for the axis "heads" only, as a list or an array that requires no gradient. In
             a watch, row l of a matrix belongs to layer l in the model's order. Each row is divided by its own sum.

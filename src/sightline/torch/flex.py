@@ -71,7 +71,7 @@ def flex_attention(
         The result of `create_block_mask` of this module or of torch, or what `sightline.attention` takes as a mask.
     scale : float, default 1/√E
     enable_gqa : bool, default False
-        True allows H to be a multiple of G.
+        True allows H to be a multiple of G (grouped-query attention, GQA).
     return_lse : bool, default False
         Return (output, lse).
     kernel_options : ignored
@@ -160,14 +160,14 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, en
 class BlockMask:
     """A mask of given lengths as a formula, which `create_block_mask` returns. It replaces torch's class of this name.
 
-    It has no lists of blocks: the kernels find the tiles that the formula hides. So it needs no memory of n × m, and
-    one mask serves every device. Tensors that `mask_mod` reads are read at each call, also those without axes. Python's
-    numbers are read once, when the mask is created or `mask_mod` is set.
+    The mask stores no lists of blocks, because the kernels find the tiles that the formula hides. Its memory does not
+    grow with n × m, and one mask serves every device. Each call reads the tensors of `mask_mod` anew, also tensors
+    without axes. Python's numbers are read once, when the mask is created or `mask_mod` is set.
 
     Attributes
     ----------
     mask_mod : function (b, h, q_idx, kv_idx) or formula
-        It can be set, for example on a slice. The function is converted once, and not at each call.
+        A program can set it, for example on a slice. The function is converted once, not at each call.
     formula : Expression
         The formula of `mask_mod`; `sightline.attention` takes it as `mask=`.
     seq_lengths : (Q_LEN, KV_LEN); it can be set

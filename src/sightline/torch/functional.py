@@ -50,7 +50,7 @@ def scaled_dot_product_attention(
         this combination.
     scale : float, default 1/√E
     enable_gqa : bool, default False
-        True allows H to be a multiple of G. With False, H must equal G, or one of them must be 1.
+        True allows H to be a multiple of G (grouped-query attention, GQA). With False, H equals G, or one of them is 1.
 
     Returns
     -------

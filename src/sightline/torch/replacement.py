@@ -155,8 +155,8 @@ def replacing() -> Iterator[Replacement]:
 
     Notes
     -----
-    `torch.nn.MultiheadAttention` with need_weights=True does not call the function; `sightline.watch` sees its
-    weights. `torch.compile` keeps the function that it has traced: compile inside the context, and call
+    `torch.nn.MultiheadAttention` with need_weights=True does not call the function; `sightline.watch` records
+    its weights. `torch.compile` keeps the function that it has traced: compile inside the context, and call
     `torch.compiler.reset()` after it. `torch.jit.script` cannot compile the replacement. An object that is no module
     may have stored the replacement. After the context, the replacement calls torch's function.
 

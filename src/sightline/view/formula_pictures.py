@@ -33,7 +33,7 @@ MAX_COUNTED_PAIRS = 1 << 20  # largest number of pairs at which the allowed pair
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Picture:
-    """A picture of a formula for n queries and m keys. It prints itself, shows itself in notebooks, and can be saved.
+    """A picture of a formula for n queries and m keys: `print` draws it, a notebook displays it, and `save` writes it.
 
     Parameters
     ----------
@@ -180,20 +180,16 @@ class Picture:
 
 
 def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head: int = 0) -> Picture:
-    """Return the picture of a mask, or of what a score formula adds: the number that it gives for s = 0.
+    """Return the `Picture` of a mask, or of what a score formula adds: the number that it gives for s = 0.
 
     Parameters
     ----------
     formula : Expression
-        A condition or a number.
+        A condition or a number. Its method `show` calls this function.
     n, m : int
         Numbers of queries and keys.
     batch, head : int, default 0
         The batch b and the head h of the picture.
-
-    Returns
-    -------
-    Picture
 
     Raises
     ------

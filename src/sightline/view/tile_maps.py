@@ -57,7 +57,7 @@ def tile_map(
     axis : matplotlib axis, optional
         The axis to draw on; by default that of a new figure, which is `axis.figure`.
     block : int, default 64
-        The number of queries and of keys in a tile. It is doubled until there are at most 512 tiles per side.
+        The number of queries and of keys in a tile. The number is doubled until there are at most 512 tiles per side.
     batch, head : int, default 0
         The batch b and the head h whose tiles are drawn.
     title : str, optional

@@ -82,7 +82,7 @@ def attention(
     layout : {"contiguous", "zigzag"}
         How `shard` has divided the positions. "zigzag" balances the work of a causal mask.
     method : {"ring", "heads"}
-        "ring" sends blocks of keys to the ranks whose queries see them. A rank receives a block while it computes with
+        "ring" sends blocks of keys to the ranks whose queries need them. A rank receives a block while it computes with
         the block before. "heads" exchanges heads for positions, so that each rank computes some heads of the whole
         sequence. G must then be at least the number of ranks. All statistics have their gradients with "heads".
 

@@ -18,15 +18,11 @@ from .page_parts import manifest_text, page_file, program, serialise, style
 
 
 def html(data: Exploration | Any) -> str:
-    """Return the HTML of the explorer page. The page is self-contained and opens from a disk as well as from a server.
+    """Return the HTML of the explorer page as a str. The page needs no other file, and opens from a disk or a server.
 
     Parameters
     ----------
     data : Exploration or Seen
-
-    Returns
-    -------
-    str
 
     Raises
     ------
@@ -65,6 +61,15 @@ def save_html(data: Exploration | Any, path: str | Path) -> Path:
     ParameterError
         data is neither an Exploration nor a Seen, the Seen lacks statistics that the page needs, or the file cannot be
         written.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from sightline.view.explorer import from_weights, save_html
+    >>> page = from_weights(["the", "cat"], np.eye(2)[None])  # one head, two tokens
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_html(page, f"{folder}/page.html").name
+    'page.html'
     """
     page = html(data).encode("utf-8", "replace")  # a folder's name, as the title, may not be valid UTF-8
     try:
