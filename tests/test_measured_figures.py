@@ -11,7 +11,7 @@ FIGURES = tomllib.loads((ROOT / "docs" / "figures.toml").read_text(encoding="utf
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 # what states a measurement: a number with a unit, or with decimals
 MEASURED = re.compile(r"\d[\d,]*(?:\.\d+)?(?:\*\*)?(?= ?(?:×|times\b|MB\b|GB\b|ms\b|%|th of))|\d[\d,]*\.\d+")
-VERSION = re.compile(r"\b(?:Python|torch|Apache|dropout|Apache-)[ -]?\d+(?:\.\d+)*")
+VERSION = re.compile(r"\b(?:Python|torch|Apache|dropout|Apache-|kvpress|below)[ -]?\d+(?:\.\d+)*")
 BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 

@@ -128,7 +128,7 @@ def test_a_folder_outside_of_the_home_folder_is_not_used(folder, monkeypatch, tm
     monkeypatch.setenv(CACHE_VARIABLE, str(outside))
     answer = run(PROGRAM)
     assert "{'compiled': 2}" in answer
-    assert f"choose a folder inside your home folder, {folder.parent}" in answer
+    assert f"set SIGHTLINE_CACHE to a folder inside {folder.parent}" in answer
     assert not any(outside.iterdir())
 
 

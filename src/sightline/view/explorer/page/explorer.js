@@ -82,7 +82,7 @@ class Explorer {
       button('PNG', 'Save the map as PNG (e)', () => this.export('png')), button('SVG', 'Save the map as SVG (s)', () => this.export('svg')));
     this.help = make('dialog', 'sl-help', {}, make('h2', '', {}, 'Keys'),
       make('dl', '', {}, ...HELP.flatMap(([key, text]) => [make('dt', '', {}, key), make('dd', '', {}, text)])),
-      make('p', '', {}, 'A row of the map is a query; blue marks the keys it looks at. A column is a key; orange marks the queries that look at it. Pairs of weight 0 have the background colour.'),
+      make('p', '', {}, 'A row of the map is a query; blue marks the keys it attends to. A column is a key; orange marks the queries that attend to it. Pairs of weight 0 have the background colour.'),
       button('Close', 'Close', () => this.help.close()));
     this.root.append(
       make('header', 'sl-head', {}, make('h1', '', {}, manifest.title), this.subtitle, tools),

@@ -56,9 +56,9 @@ class Panel {
     if (asKey) facts.push(this.received(layer.received(state.head), active.at));
     this.facts.replaceChildren(...facts.flat());
     const lists = [], most = this.fitting(asQuery && asKey ? 2 : 1);
-    if (asQuery) lists.push(this.list('Looks at', 'looks', layer.row(state.head, active.at, most), active.at, layer.keys));
+    if (asQuery) lists.push(this.list('Attends to', 'looks', layer.row(state.head, active.at, most), active.at, layer.keys));
     if (this.shown) lists.splice(0, 2, this.allKeys());
-    else if (asKey) lists.push(this.list('Looked at by', 'seen', layer.column(state.head, active.at, most), active.at, layer.queries));
+    else if (asKey) lists.push(this.list('Attended to by', 'seen', layer.column(state.head, active.at, most), active.at, layer.queries));
     const { scrollTop } = this.lists;
     this.lists.replaceChildren(...lists);
     if (this.shown) this.lists.scrollTop = scrollTop;
