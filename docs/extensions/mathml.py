@@ -8,7 +8,7 @@ from typing import Any
 from docutils import nodes
 from latex2mathml.converter import convert
 
-# latex2mathml writes names of functions and the sign of the transpose as operators, which browsers set apart with spaces
+# latex2mathml writes names of functions and the sign of the transpose as operators, which browsers put between spaces
 NAME = re.compile(r"<mo>([A-Za-z]{2,}|&#x022A4;)</mo>")
 
 

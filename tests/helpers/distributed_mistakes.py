@@ -95,7 +95,7 @@ MISTAKES: dict[
     ),
     "unknown argument": (lambda given: given.update(is_causal=True), "raised"),
     "no statistic": (lambda given: given.update(see=5), "raised"),
-    "a DTensor beside tensors": (lambda given: _as_dtensor(given, 2, "key"), "raised: DTensors and other arrays"),
+    "a DTensor beside tensors": (lambda given: _as_dtensor(given, 2, "key"), "raised: DTensors and plain tensors"),
     "DTensors divided by heads": (
         lambda given: _as_dtensor(given, 1, "query", "key", "value"),
         "raised: DTensors with the placements",

@@ -303,7 +303,7 @@ def every_statistic(m):
         *(sightline.received(how) for how in ("sum", "mean", "max")),
         sightline.received(last=7),
         *(sightline.pooled(6, 11, how) for how in ("mean", "max")),
-        sightline.pooled(3, 4, within=((9, 24), (505, 523))),
+        sightline.pooled(3, 4, within=((9, 24), np.array([505, 523]))),
         sightline.weights(),
         sightline.scores(),
         sightline.weights().rows([0, -1]),

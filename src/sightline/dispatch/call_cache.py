@@ -12,14 +12,15 @@ A repeated call takes from an earlier call what follows from the key: the kernel
 and strides of every array of the call, tables, masks and sinks included, the structure of the formulas and the options.
 A repeated call reads or computes anew:
 
-- the addresses of all arrays (`KernelInputs.bind` has checked that the kernel reads the arrays with the memory layouts
-  of the key), and a conversion of each table that the kernel cannot read as it is;
+- the addresses of all arrays, and a conversion of each table that the kernel cannot read as it is (`insert` has checked
+  that the kernel reads the caller's own query, key and value, and `KernelInputs.bind` the layout of each table);
 - numbers of formulas, seed, sinks, and the environment variable SIGHTLINE_CPU;
-- tile ranges, and the checks of indices and whole numbers, if they depend on entries of tables or on numbers.
+- tile ranges, and the checks that indices stay inside their tables and that whole numbers are not too large, if they
+  depend on entries of tables or on numbers.
 
 Calls of a family have different lengths, so `CallFamily.bind` repeats each check that depends on lengths. A backward
 pass takes output and lse from its forward pass, so the entries of all tables must be the same in both passes:
-`sightline.torch.autograd` compares the entries.
+`sightline.torch.autograd` compares counts of writes to tensors, and checksums of NumPy arrays.
 """
 
 from __future__ import annotations

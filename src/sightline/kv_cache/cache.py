@@ -296,7 +296,7 @@ class KVCache(StoredRows):
         self._set_lengths(self._lengths + counts, np.where(real, self._lengths[:, None] + rows, -1))
 
     def _append_to_all(self, storage: Storage, key: Any, value: Any) -> None:
-        """Append t positions to each of the sequences, which have one length: a step of most decoding loops."""
+        """Append t positions to every sequence, if all have equally many rows: a step of most decoding loops."""
         B, _, t, _ = key.shape
         start = self._num_rows
         storage.reserve(start + t, start)

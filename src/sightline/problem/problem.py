@@ -341,7 +341,7 @@ _normalize_without_tables = lru_cache(4096)(_normalize)  # formulas are interned
 
 
 def _normalize_with_tables(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:
-    """Return `_normalize(mask, score, extent)`, cached by the contents of tables on a device: see `tensor_cache`."""
+    """Return `_normalize(mask, score, extent)`, from a cache if all tables are on a device: see `tensor_cache`."""
     tables = [table for formula in (mask, score) if formula is not None for table in formula.tables]
     index = {id(table): k for k, table in enumerate(tables)}
 

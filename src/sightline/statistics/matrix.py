@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -292,14 +293,11 @@ def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within
 def _parse_rectangle(within: Any) -> Rectangle:
     try:
         (i0, i1), (j0, j1) = within
-        whole = all(isinstance(end, int) for end in (i0, i1, j0, j1))
+        return (index(i0), index(i1)), (index(j0), index(j1))
     except (TypeError, ValueError):
-        whole = False
-    if not whole:
         raise ParameterError(
             f"pooled(within={within!r})", "((first query, past last), (first key, past last))", "((0, 8), (0, 8))"
-        )
-    return (i0, i1), (j0, j1)
+        ) from None
 
 
 def _check_limit(name: str, limit: Any, insist: Any) -> tuple[int, bool]:

@@ -321,7 +321,10 @@ class EvictingLayer(FullLayer):
         return [] if see is None or not (self.policy.adds or self._evicts(count)) else [see]
 
     def evict(self, count: int, seen: Any = None) -> None:
-        """Evict keys after a call of `count` queries; `seen` is the result of the statistic of `observed`, if any."""
+        """After a call of `count` queries, keep the keys that the policy chooses, if it evicts after such a call.
+
+        `seen` is the result of the statistic of `observed`, if any. If `policy.adds`, it is added to the sum always.
+        """
         if self.policy.adds:
             seen = to_numpy(seen)
             if self._sum is not None:

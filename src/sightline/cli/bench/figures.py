@@ -57,7 +57,7 @@ def _compared_findings(report: Report) -> list[Finding]:
 
 
 def roofline(report: Report) -> Any:
-    """Return a figure: at the left FLOP/s against FLOPs per byte below measured limits, at the right shares of a peak.
+    """Return a figure: left FLOP/s against FLOPs per byte below measured limits, right shares of a peak.
 
     Source: Williams, Waterman and Patterson, "Roofline", 2009.
     """

@@ -123,7 +123,7 @@ class DirectCall(ArrayFunction):
             self.return_(self.null())
 
     def return_if_failed(self, result: Value, record: RecordCode, owned: tuple[Value, ...]) -> None:
-        """Return with Python's error if an allocation failed. The references to the objects `owned` are released."""
+        """Return with Python's error if an allocation failed, after freeing `record` and releasing `owned`."""
         with self.if_then(result == self.null()):
             record.exchange_busy(0)
             self.release(*owned)

@@ -35,9 +35,9 @@ class PackedFormat:
     ) -> Iterator[Value]:
         """Load `count` vectors of neighbouring numbers from the column `first` on.
 
-        `first` is a whole number or a Value, a multiple of count · lanes. A group is the numbers that share a scale. A
-        vector lies in one group. `scales` is the address to which `copy_scales` has copied the row's scales; by
-        default, the scales are read from the row.
+        `first` is a multiple of `lanes`, and of count · lanes if it is a Value. A group is the numbers that share a
+        scale, and each vector must lie in one group. `scales` is the address to which `copy_scales` has copied the
+        row's scales; by default, the scales are read from the row.
         """
         size, known = self.rows.group, dict[Any, list[Value]]()
         for at in range(0, count * lanes, lanes):

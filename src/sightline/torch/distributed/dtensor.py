@@ -28,7 +28,9 @@ def check_tensors(named: dict[str, Any]) -> None:
         return
     if len(given) < len(arrays):
         raise ParameterError(
-            "DTensors and other arrays", "only DTensors, or none", "DTensor.from_local(x, mesh, [Shard(-2)])"
+            "DTensors and plain tensors as query, key and value",
+            "three DTensors, or three plain tensors",
+            "DTensor.from_local(x, mesh, [Shard(-2)])",
         )
     if len({(array.device_mesh, array.placements) for array in given}) > 1:
         raise ParameterError("DTensors of different placements", "one placement", "redistribute all to Shard(-2)")

@@ -207,10 +207,11 @@ def from_weights(
 def make_exploration(
     title: str, texts: Sequence[Sequence[DenseLayer]], limit: int = PAGE_BYTES, top: int = TOP_ENTRIES
 ) -> Exploration:
-    """Return the data of a page whose size is `limit` bytes at most.
+    """Return the data of a page of at most `limit` bytes, or of the smallest page if none is so small.
 
     The page has all weights if they fit, exact or rounded to the largest number of levels that fits. Otherwise the page
-    has pooled maps, and `top` of the heaviest weights of each query and of each key, or fewer if `fit` finds no space.
+    has pooled maps, and `top` of the heaviest weights of each query and of each key. If this needs more space, `fit`
+    stores fewer bits, then fewer weights, then coarser maps.
     """
     if not all(isinstance(number, int | float) and number >= 1 for number in (limit, top)):
         raise ParameterError(f"limit={limit!r}, top={top!r}", "numbers ≥ 1", f"limit={PAGE_BYTES}, top={TOP_ENTRIES}")
