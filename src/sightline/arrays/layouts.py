@@ -174,15 +174,15 @@ read_arrays: Callable[..., tuple[Any, ...] | None] = read_in_python
 
 @dataclass(frozen=True)
 class ArrayAdapter:
-    """The functions by which the call cache allocates arrays of one type; `sightline.torch` adds those of tensors.
+    """What the call cache does with arrays of one type, as functions; `sightline.torch` adds the adapter of tensors.
 
     Parameters
     ----------
     address : array → address of the array's first entry
     make_empty : (shape, dtype or its name, heads_in_rows=False) → function () that allocates an array, like
-        `operations.empty`
-    finish_lse : (lse float64, output) → lse as users receive it
-    draw_seed : () → a seed of dropout; None if the caller must give one
+        `arrays.operations.empty`
+    finish_lse : (lse float64, output) → lse as users receive it: float64 if the output is float64, else float32
+    draw_seed : () → a seed of dropout; the field is None if the caller must give the seed, as with NumPy
     """
 
     address: Callable[[Any], int]

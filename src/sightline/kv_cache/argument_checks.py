@@ -1,4 +1,4 @@
-"""Checks and conversions of the arguments of `KVCache`."""
+"""Checks and conversions of the arguments of `KVCache`'s methods, such as the arrays of `append`."""
 
 from __future__ import annotations
 

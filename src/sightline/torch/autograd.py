@@ -303,5 +303,5 @@ INTERCEPTIONS = (  # functions whose results are true if a mode, a transform, a 
 
 
 def is_intercepted() -> bool:
-    """True if a mode, a transform, a tracer or a forward derivative is active in this thread."""
+    """True if a mode, a transform or a tracer is active in this thread, or a forward derivative in any thread."""
     return any(function() for function in INTERCEPTIONS)

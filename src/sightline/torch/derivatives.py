@@ -34,7 +34,7 @@ from .tangents import tangents as compute_tangents
 
 
 def is_transformed() -> bool:
-    """True if a transform of torch.func or a forward derivative is active in this thread.
+    """True if a transform of torch.func is active in this thread, or a forward derivative in any thread.
 
     The function returns False while torch.compile traces, which does not read these states reliably.
     """

@@ -95,7 +95,10 @@ def _layers_with_bias(module: Any) -> Iterator[Any]:
 
 
 def _return_formulas(compute_bias: Callable[..., Tensor], implementation: str) -> Callable[..., Tensor]:
-    """Return a method in place of `compute_bias`, which returns a `PositionBias` if the model uses `implementation`."""
+    """Return a method in place of `compute_bias`. It returns a `PositionBias` if the model uses `implementation`.
+
+    With another implementation, and while torch.compile traces, it returns the model's own array.
+    """
 
     @wraps(compute_bias)
     def compute(

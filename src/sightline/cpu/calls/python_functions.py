@@ -1,6 +1,6 @@
-"""The generated functions that Python calls as functions of C.
+"""Makes the generated functions that Python calls as functions of C, unless this Python, NumPy or torch is unknown.
 
-See `calls.array_reader`, `calls.direct_call` and `calls.launcher`.
+`calls.array_reader`, `calls.direct_call` and `calls.launcher` write their code.
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
 """The backward kernels, which recompute the weights of each tile from the saved lse.
 
-    S  = Q Kᵀ, score, mask       P  = e^(S − lse)        dP = dO Vᵀ        δ = rowsum(dO ∘ O) − dlse
+    S  = Q Kᵀ · scale, then score and mask        P  = e^(S − lse)        dP = dO Vᵀ        δ = rowsum(dO ∘ O) − dlse
     dS = P ∘ (dP − δ) ∘ d score / d s        dQ = dS K · scale        dK = dSᵀ Q · scale        dV = Pᵀ dO
 
-(Dao, "FlashAttention-2", 2023, algorithm 2, in two passes, so that one program alone sums each entry of a gradient.)
+(Dao, "FlashAttention-2", 2023, algorithm 2, in two passes, so that one program alone sums each entry of dQ, dK and
+dV.)
 `backward_preprocess` computes δ, and lse in the unit of the scores. A program of `backward_queries` sums dQ of a block
 of queries over the tiles of keys. A program of `backward_keys` sums dK and dV of a block of keys over the tiles of
 queries, for the query heads of its group one after another. The tiles of `backward_keys` are transposed: S has the
 shape (keys, rows), so that Pᵀ and dSᵀ need no transposition.
 
-NaN and ∞ at a weight of 0 reach no gradient: dS is 0 where P is 0. A program flags its block if a sum is not finite.
-The NaN-safe variants of both kernels, each launched after its kernel, recompute the flagged blocks. They replace NaN
-and ∞ in K and Q by 0, since dS is NaN already wherever such an entry is visible. They record where NaN, ∞ or −∞ in dO
-meets a weight other than 0. The host waits for no kernel. Finite inputs cost one check of the sums, and one kernel
-launch that finds no flag. For a small problem without table gradients, one NaN-safe launch of each kernel is enough.
+NaN and ∞ at a weight of 0 reach no gradient: P ∘ (dP − δ) is set to 0 where P is 0. A program flags its block if a sum
+is not finite. The NaN-safe variants of both kernels, each launched after its kernel, recompute the flagged blocks. That
+of `backward_queries` replaces NaN and ∞ in K by 0, and that of `backward_keys` those in Q and dO. In K and Q this loses
+no NaN, since dS is 0 or NaN at every pair with such an entry. The variant of `backward_keys` records where NaN, ∞ or −∞
+in dO meets a weight other than 0, and adds it to dV. The host waits for no kernel. Finite inputs cost each kernel one
+check of its sums, and one launch that finds no flag. For a small problem without table gradients, one NaN-safe launch
+of each kernel is enough.
 """
 
 from __future__ import annotations

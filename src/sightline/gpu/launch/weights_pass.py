@@ -100,7 +100,7 @@ def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architect
 
 
 def can_serve(problem: Problem, statistic: Statistic) -> bool:
-    """Return True if a kernel of the second pass computes the statistic."""
+    """Return True if a kernel of the second pass computes the statistic. `run_weights_pass` has a limit on AMD too."""
     if isinstance(statistic, TopK):
         return min(statistic.k, problem.m) <= MAX_TOP_K
     if isinstance(statistic, Mean):

@@ -251,9 +251,9 @@ def _as_layers(weights: Any) -> list[Array]:
     shapes = [array.shape for array in arrays]
     if not arrays or any(array.ndim not in (3, 4) for array in arrays):
         raise ShapeError(
-            f"weights of shape {shapes}",
-            "(H, n, m) or (B, H, n, m) for each layer",
-            "[array[None]] for one head (n, m)",
+            f"weights of shapes {shapes}" if arrays else "no weights: an empty list",
+            "one layer or more, each (H, n, m) or (B, H, n, m)",
+            "[array[None]] for one head (n, m), list(array) for layers stacked in one array",
         )
     for array in arrays:
         if array.dtype.kind in "cOSU":
