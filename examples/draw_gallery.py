@@ -20,9 +20,12 @@ from rich.console import Console
 
 PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
 FOLDER = PAGE.parent / "gallery"
-WIDTH = 4.6  # largest width of a picture in inches, so that its text is readable on a phone
-LEAST_HEIGHT = 2.4
-DPI, SMALL_DPI = 150, 60
+# The site shows a picture 21em = 336 pixels high: an inch becomes 100 pixels. The picture of ten masks has 40em.
+WIDTH, HEIGHT, TALL = 4.6, 3.36, 6.4  # in inches; a wider picture would have small text on a phone
+WIDE = 6.2  # for a row of cells with numbers
+TICK_SIZE, LABEL_SIZE = 8.6, 9.4  # in points: 12 and 13 pixels of the page
+MARGIN = 0.03
+DPI, SMALL_DPI = 150, 90
 PICTURE_OR_CODE = re.compile(r"^!\[[^]]*\]\(gallery/(\S+)\)|^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -38,10 +41,31 @@ def read_examples(page: str) -> Iterator[tuple[str | None, str]]:
 
 
 def fit(figure: Any) -> None:
-    """Shrink a figure that is wider than `WIDTH`. Its height shrinks in proportion, but not below `LEAST_HEIGHT`."""
+    """Give a figure the size at which the site shows it, and its texts the sizes of the page's."""
     width, height = figure.get_size_inches()
-    if width > WIDTH:
-        figure.set_size_inches(WIDTH, max(height * WIDTH / width, min(height, LEAST_HEIGHT)))
+    figure.set_size_inches(WIDE if width > 3 * height else WIDTH, TALL if height > 2 * width else HEIGHT)
+    for axes in figure.axes:
+        axes.tick_params(which="both", labelsize=TICK_SIZE)
+        ticks = [*axes.get_xticklabels(), *axes.get_yticklabels()]
+        legend = axes.get_legend()
+        for text in [*ticks, *axes.texts, *(legend.get_texts() if legend else ())]:
+            text.set_fontsize(TICK_SIZE)
+        for text in (axes.xaxis.label, axes.yaxis.label, axes.title, axes._left_title):
+            text.set_fontsize(LABEL_SIZE)
+
+
+def crop(figure: Any) -> Any:
+    """Return the whole height of a figure, and the width of what it shows, in inches."""
+    from matplotlib.transforms import Bbox
+
+    figure.set_dpi(DPI)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    titles = [
+        axes._left_title.get_window_extent().transformed(figure.dpi_scale_trans.inverted()) for axes in figure.axes
+    ]
+    drawn = Bbox.union([figure.get_tightbbox(), *titles])
+    return Bbox([[drawn.x0 - MARGIN, 0], [drawn.x1 + MARGIN, figure.get_figheight()]])
 
 
 def remove_text(figure: Any) -> None:
@@ -66,7 +90,7 @@ def main(folder: Path = FOLDER) -> list[Path]:
             figure = names.pop("picture").figure  # `figure.figure` of a figure is itself
             fit(figure)
             written.append(folder / picture)
-            figure.savefig(written[-1], dpi=DPI)
+            figure.savefig(written[-1], dpi=DPI, bbox_inches=crop(figure))
             remove_text(figure)
             figure.savefig(folder / "small" / picture, dpi=SMALL_DPI, bbox_inches="tight", pad_inches=0.02)
     size = sum(path.stat().st_size for path in written)

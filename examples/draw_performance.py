@@ -1,30 +1,33 @@
-"""Draw the chart of docs/performance.md from the tables of docs/measurements.md: torch's time over Sightline's by kind.
+"""Draw the charts of docs/performance from the tables of docs/measurements.md: torch's time over Sightline's by kind.
 
     python examples/draw_performance.py [--folder docs/performance]
 
 The script reads every table with a column "torch / Sightline". If this is the first column, the other columns have the
 ratios, and their titles are the kinds. Otherwise this column has the ratios, and the column "kind" has the kinds. All
-ratios of one kind become one bar, from the smallest ratio to the largest.
+ratios of one kind become one bar, from the smallest ratio to the largest. The chart is drawn wide, narrow for phones,
+and both in dark colours. A small picture for the first page has no text.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from sightline.view import palette, plotting
+from sightline.view import plotting
+from sightline.view.palette import DARK, LIGHT, Theme
 
 PAGE = Path(__file__).parents[1] / "docs" / "measurements.md"
 FOLDER = PAGE.parent / "performance"
 KIND, RATIO = "kind", "torch / Sightline"  # titles of the columns
-SHIFT, HEIGHT = 0.2, 0.22  # distance of a bar from the middle of its row, and its height, in rows
-DPI = 150
+CARD_BARS = 5
+DPI = 200
 
-Range = tuple[float, float]
+Range = tuple[Decimal, Decimal]  # a Decimal keeps the digits that the table prints
 
 
 def read_ratios(page: str) -> dict[str, dict[str, Range]]:
@@ -48,7 +51,7 @@ def read_ratios(page: str) -> dict[str, dict[str, Range]]:
     return found
 
 
-def add(found: dict[str, dict[str, Range]], section: str, kind: str, ratios: list[float]) -> None:
+def add(found: dict[str, dict[str, Range]], section: str, kind: str, ratios: list[Decimal]) -> None:
     """Widen the range of a kind so that it has the ratios."""
     if ratios:
         kinds = found.setdefault(section, {})
@@ -56,56 +59,86 @@ def add(found: dict[str, dict[str, Range]], section: str, kind: str, ratios: lis
         kinds[kind] = min(ratios), max(ratios)
 
 
-def read_numbers(cell: str) -> list[float]:
+def read_numbers(cell: str) -> list[Decimal]:
     """Return the numbers of a cell, without the targets of its links."""
-    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", re.sub(r"\]\(.*?\)", "", cell))]
+    return [Decimal(number) for number in re.findall(r"\d+(?:\.\d+)?", re.sub(r"\]\(.*?\)", "", cell))]
 
 
-def ratios_figure(found: dict[str, dict[str, Range]]) -> Any:
-    """Draw a row for each kind, with a bar for each section."""
+def ratios_figure(found: dict[str, dict[str, Range]], theme: Theme = LIGHT, *, narrow: bool = False) -> Any:
+    """Draw a row for each kind, with a bar for each section. A narrow figure has the kinds above their bars."""
     from matplotlib.patches import Patch
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     kinds = list(dict.fromkeys(kind for section in found.values() for kind in section))
-    figure = plotting.new_figure(6.4, 0.36 * len(kinds) + 1.1)
+    row_height = 0.54 if narrow else 0.36  # in inches
+    size, shift, height = (8.6, 0.13, 0.2) if narrow else (8, 0.2, 0.22)
+    colours = theme.blue, theme.orange
+    figure = plotting.new_figure(3.8 if narrow else 6.4, row_height * len(kinds) + 1.1)
+    figure.set_facecolor(theme.ground)
     axis = figure.add_subplot()
-    for number, ranges in enumerate(found.values()):
+    for number, section in enumerate(found.values()):
         for row, kind in enumerate(kinds):
-            if kind in ranges:
-                draw_range(axis, row + SHIFT * (2 * number - len(found) + 1), ranges[kind], palette.SERIES[number])
-    axis.axvline(1, linewidth=1, color=palette.LIGHT.cross, zorder=0)
+            if kind in section:
+                place, style = row + shift * (2 * number - len(found) + 1), {"fontsize": size - 0.4, "color": theme.ink}
+                draw_range(axis, place, section[kind], height, colours[number], style)
+    axis.axvline(1, linewidth=1, color=theme.cross, zorder=0)
     axis.set(xscale="log", xlim=(0.5, 90), ylim=(len(kinds) - 0.4, -0.6))
-    axis.set_xlabel("torch's time / Sightline's\nright of 1, Sightline is faster", fontsize=9)
-    axis.set_yticks(range(len(kinds)), kinds, fontsize=8)
+    axis.set_xlabel("torch's time / Sightline's\nright of 1, Sightline is faster", fontsize=size + 0.8, color=theme.ink)
+    axis.set_yticks(range(len(kinds)), kinds)
+    if narrow:
+        axis.set_yticks([])
+        for row, kind in enumerate(kinds):
+            place = {"xy": (0, row - 0.3), "xycoords": axis.get_yaxis_transform(), "va": "bottom"}
+            behind = {"facecolor": theme.ground, "edgecolor": "none", "pad": 0.5}
+            axis.annotate(kind, fontsize=size, color=theme.ink, weight="bold", bbox=behind, **place)
     axis.xaxis.set_major_locator(FixedLocator([0.5, 1, 2, 4, 8, 16, 32]))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.tick_params(axis="x", labelsize=8)
-    axis.grid(axis="x", linewidth=0.5)
+    axis.tick_params(labelsize=size, labelcolor=theme.ink)
+    axis.grid(axis="x", linewidth=0.5, color=theme.line)
     axis.set_axisbelow(True)
-    sections = [Patch(color=palette.SERIES[number], label=section) for number, section in enumerate(found)]
-    figure.legend(handles=sections, loc="outside upper center", ncols=len(found), fontsize=8, frameon=False)
+    sections = [Patch(color=colours[number], label=section) for number, section in enumerate(found)]
+    options = {"ncols": 1 if narrow else len(found), "fontsize": size, "labelcolor": theme.ink, "frameon": False}
+    figure.legend(handles=sections, loc="outside upper center", **options)
     plotting.hide_frame(axis)
     return figure
 
 
-def draw_range(axis: Any, place: float, ends: Range, colour: str) -> None:
+def draw_range(axis: Any, place: float, ends: Range, height: float, colour: str, style: dict[str, Any]) -> None:
     """Draw a bar from the smallest ratio to the largest, or a dot if there is one ratio, and write the numbers."""
-    low, high = ends
-    axis.barh(place, high - low, HEIGHT, left=low, color=colour)
+    low, high = map(float, ends)
+    axis.barh(place, high - low, height, left=low, color=colour)
     if low == high:
         axis.plot(low, place, "o", markersize=4, color=colour)
-    text = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-    axis.annotate(text, (high, place), (5, 0), textcoords="offset points", va="center", fontsize=7.5)
+    text = " to ".join(dict.fromkeys(map(str, ends)))
+    axis.annotate(text, (high, place), (5, 0), textcoords="offset points", va="center", **style)
+
+
+def card_figure(found: dict[str, dict[str, Range]]) -> Any:
+    """Draw the largest ratio of five kinds, without text: those with the largest ratios in the first section."""
+    largest = sorted((float(high) for _, high in next(iter(found.values())).values()), reverse=True)[:CARD_BARS]
+    figure = plotting.new_figure(1.7, 0.85)
+    figure.set_layout_engine("none")
+    axis = figure.add_axes((0, 0, 1, 1))
+    axis.barh(range(len(largest)), [ratio - 1 for ratio in largest], 0.62, left=1, color=LIGHT.blue)
+    axis.axvline(1, linewidth=1, color=LIGHT.cross)
+    axis.set(xscale="log", xlim=(0.75, 50), ylim=(CARD_BARS - 0.3, -0.7))
+    axis.axis("off")
+    return figure
 
 
 def main(folder: Path = FOLDER) -> list[Path]:
-    """Draw the chart to the folder and return its path."""
+    """Draw the pictures to the folder and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "ratios.png"
-    ratios_figure(read_ratios(PAGE.read_text(encoding="utf-8"))).savefig(path, dpi=DPI)
-    Console(highlight=False).print(f"Wrote {path.name} to {folder}")
-    return [path]
+    found = read_ratios(PAGE.read_text(encoding="utf-8"))
+    figures = {"card": card_figure(found)}
+    for ending, theme in (("", LIGHT), ("-dark", DARK)):
+        figures[f"ratios{ending}"] = ratios_figure(found, theme)
+        figures[f"ratios-narrow{ending}"] = ratios_figure(found, theme, narrow=True)
+    for name, figure in figures.items():
+        figure.savefig(folder / f"{name}.png", dpi=DPI)
+    Console(highlight=False).print(f"Wrote {len(figures)} pictures to {folder}")
+    return [folder / f"{name}.png" for name in figures]
 
 
 if __name__ == "__main__":

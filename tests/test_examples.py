@@ -132,8 +132,10 @@ def test_the_chart_has_the_ratios_of_the_tables(example, tmp_path):
     texts = [text.get_text() for text in example.ratios_figure(found).axes[0].texts]
     assert texts == ["0.5 to 3.25", "8 to 12", "1"]
     drawn = example.main(tmp_path)
-    assert [path.name for path in drawn] == [path.name for path in example.FOLDER.iterdir()] == ["ratios.png"]
-    assert is_picture(drawn[0])
+    pages = "".join((FOLDER.parent / "docs" / name).read_text() for name in ("performance.md", "index.md"))
+    shown = set(re.findall(r"performance/(\S+\.png)", pages))
+    assert {path.name for path in drawn} == {path.name for path in example.FOLDER.iterdir()} == shown
+    assert all(map(is_picture, drawn))
 
 
 DRAWN = {"how-it-works": "tiles", "shared-prompts": "shared_prompts", "eviction": "eviction"}  # pages and scripts

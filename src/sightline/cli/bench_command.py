@@ -272,8 +272,8 @@ def _format_value(verdict: Verdict) -> str:
 def finding_table(finding: Finding) -> Table:
     """Return the table of a finding, without the columns that are empty in every row.
 
-    A finding of a single case has a row for each contender with times. A finding of a group has a row for each case. For
-    two cases or more, it also has rows with the geometric mean and the worst of the ratios.
+    A finding of a single case has a row for each contender with times. A finding of a group has a row for each case; if
+    there are two or more, it also has rows with the geometric mean and the worst of the ratios.
     """
     if finding.group:
         rows = [_case_cells(finding, row) for row in finding.rows]
