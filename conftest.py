@@ -1,6 +1,7 @@
 """Setup for tests and documentation: Keras's backend, their own kernel cache, no files of libraries not installed."""
 
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,3 +29,9 @@ os.environ.pop("SIGHTLINE_THREADS", None)
 KERNELS = Path(__file__).parent / ".pytest_cache" / "kernels"
 KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
 os.environ["SIGHTLINE_CACHE"] = str(KERNELS)
+
+
+def pytest_sessionfinish():
+    """Let torch.compile forget names of pages that it would remove at exit: doctest has removed them already."""
+    if dynamo := sys.modules.get("torch._dynamo.utils"):
+        dynamo.CleanupManager.instance.clear()
