@@ -158,7 +158,7 @@ def _read_dropout(rate: float, key: Any) -> dict[str, Any]:
 
 
 def _store_weights(module: Any, array: Any) -> None:
-    """Store the weights in a layer of Flax, where Flax's `dot_product_attention` stores them."""
+    """Store the weights in the layer `module`, in the same place as Flax's own `dot_product_attention`."""
     from flax import linen, nnx
 
     if isinstance(module, linen.Module):

@@ -46,7 +46,7 @@ class Pattern(NamedTuple):
 
 
 def patterns(tokens: Sequence[str]) -> list[Pattern]:
-    """Return the patterns that are looked for in every head, for a text of these tokens."""
+    """Return the patterns of attention, for a text of these tokens. Every head is searched for each of them."""
     word = Table(np.unique(tokens, return_inverse=True)[1])  # equal tokens have equal numbers
     return [
         Pattern("←", "the token before", i - j == 1),

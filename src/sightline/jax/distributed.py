@@ -40,8 +40,8 @@ def attention(
 ) -> Any:
     """Compute exact attention over a sequence that is divided among the devices of an axis of `jax.shard_map`.
 
-    Every device calls the function with its shard of query, key and value, inside `jax.shard_map`. Blocks of keys and
-    values travel among the devices by `jax.lax.ppermute`, and each device merges the results of its queries on the
+    Every device calls the function with its shard of query, key and value, inside `jax.shard_map`. `jax.lax.ppermute`
+    sends blocks of keys and values from device to device, and each device merges the results of its queries on the
     blocks that it receives. A block that the mask hides from every query of a device is not sent to the device.
 
     Parameters
@@ -69,7 +69,7 @@ def attention(
     Returns
     -------
     output : (..., H, n / R, d_v), the dtype of the inputs
-        This device's rows of the output of `sightline.attention` on the whole sequence.
+        The output for the queries of this device, as `sightline.attention` computes it on the whole sequence.
     seen : tuple, or dict if `see` is a dict; only if `see` is given
         The result of each statistic: (..., H, n / R), and (..., H, n / R, k) for top_k.
 

@@ -115,7 +115,7 @@ class Storage:
         return new
 
     def reserve(self, needed: int, used: int) -> None:
-        """Make room for `needed` rows. Arrays that are too small or shared are replaced, and `used` rows are copied."""
+        """Extend the storage to `needed` rows or more. It replaces small or shared arrays, and copies `used` rows."""
         capacity = self.capacity
         if needed > capacity:
             self.move(max(needed, capacity + max(min(capacity, DOUBLING), capacity // LARGE_SHARE)), used)

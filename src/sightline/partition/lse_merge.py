@@ -45,7 +45,8 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     lse : (..., n)
         The merged lse, in the dtype of the parts' lse; −∞ for a query that sees no key in any part.
 
-    In torch and JAX, out and lse have gradients of any order. A gradient is 0 where a query sees no key of a part.
+    In torch and JAX, out and lse have gradients of any order. If a query attends to no key of a part, the
+    gradients of its out and lse in this part are 0.
 
     Raises
     ------

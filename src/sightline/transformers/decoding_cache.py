@@ -21,7 +21,7 @@ from ..kv_cache.argument_checks import read_owners
 from ..statistics import Statistic
 from .stored_tensor import StoredTensor
 
-SLACK = 4  # a sliding layer has room for 1 / SLACK of its window more, so it copies its positions rarely
+SLACK = 4  # a sliding layer stores up to 1 / SLACK of its window more than it needs, so it rarely copies positions
 
 
 class Cache(DynamicCache):  # type: ignore[misc]

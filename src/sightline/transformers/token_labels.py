@@ -73,7 +73,7 @@ class Tokenizer:
 
 
 def _local_folder(name: str) -> Path | None:
-    """Return the folder of a model on this machine; None if there is none."""
+    """Return the local folder that has the files of a model; None if they are not on this machine."""
     if not name:
         return None
     if Path(name).is_dir():

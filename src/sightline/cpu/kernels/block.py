@@ -58,7 +58,7 @@ class Block:
 
     @staticmethod
     def can_pair(spec: KernelSpec, machine: Machine) -> bool:
-        """True if rows of K and V are read as pairs of bfloat16. Quantised rows are widened to float32 instead."""
+        """True if the kernel reads rows of K and V as pairs of bfloat16. It converts quantised rows to float32."""
         return not spec.stored
 
     def make_operand_format(self, index: int) -> FloatFormat | PackedFormat:

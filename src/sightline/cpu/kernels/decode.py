@@ -271,7 +271,7 @@ class Decode(Block):
                 target.store(reduce_across_groups(vectors, group_lanes))
 
     def multiply_keys(self, queries: list[Value], first: Value, offsets: range) -> list[list[Variable]]:
-        """Return, for each key `first` + offset, a vector per row of Q: Σ_d Q · K, not yet summed over the lanes."""
+        """Return a list for each key `first` + offset. It has a vector for each row q of Q; its lanes sum to q · k."""
         builder, tiles, args = self.builder, self.tiles, self.args
         keys = [builder.minimum(first + k, self.num_keys - 1) for k in offsets]
         ahead = [self.values_ahead.at(self.visible_keys.row(key) * args.value_row_stride) for key in keys]

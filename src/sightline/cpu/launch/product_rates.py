@@ -22,7 +22,10 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def machine_for(processor: Processor, dtype: str) -> Machine:
-    """Return the machine that kernels of this dtype are written for; for bfloat16, without a slow dot product."""
+    """Return the machine for which kernels of this dtype are generated.
+
+    For bfloat16, it has no instruction for dot products of pairs if `prefers_widening`.
+    """
     machine = processor.machine
     if dtype == "bfloat16" and processor is HOST and machine.has_bf16_dot and prefers_widening(machine):
         return machine.without_bf16_dot

@@ -69,8 +69,8 @@ class Machine:
     def register_tile(self) -> tuple[int, int]:
         """(rows, vectors) of the register tile: the rows × vectors of sums that a matrix product keeps in registers.
 
-        The factors of the product need registers too. x86 with FMA loads, multiplies and adds in one instruction, and
-        so has room for six rows. Other machines also need registers for the loaded vector or for the product. The
+        The factors of the product need registers too. x86 with FMA loads, multiplies and adds in one instruction, so
+        the sums can have six rows. Other machines also need registers for the loaded vector or for the product. The
         number of vectors is a power of two. Blocks of queries then begin where blocks of `TableBounds` begin.
         """
         rows = 6 if self.architecture == "x86_64" and self.has_fma else 4

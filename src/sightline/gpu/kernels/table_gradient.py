@@ -10,8 +10,8 @@ d score / d entry and the index of the entry that a pair reads. A lookup has one
 
 Except for "pair", several programs may add to an entry, in an unknown order. They add integers, whose sum does not
 depend on the order: an entry has one 64-bit slot for every 8 exponents of float32. A summand adds its significand,
-shifted to the unit of the slot. No summand within the range of float32 is rounded, and a slot has room for 2³¹
-summands. One further slot of each entry counts the summands that are NaN, infinite, or beyond the range of float32.
+shifted to the unit of the slot. No summand within the range of float32 is rounded, and 2³¹ summands do
+not overflow a slot. One further slot of each entry counts summands that are NaN, infinite, or too large for float32.
 (Compare Demmel and Nguyen, "Fast reproducible floating-point summation", 2013.)
 """
 
