@@ -39,11 +39,12 @@ def watch(
     call. Statistics are those of the weights before dropout.
 
     This library computes the calls in O(n) memory. Outputs and gradients are exact, as those of `sightline.attention`.
-    In a call with dropout, torch computes the output, so that the same weights are dropped as without a watch. This
-    library then computes only the statistics. Models of transformers use `attn_implementation="sightline"`, compiled
-    models run their uncompiled code, and torch's fast path of encoder layers is off. When the context ends, also after
-    an error, the model is restored. Contexts may be nested. If transformers is older than 5.23, its models are watched
-    where they call `scaled_dot_product_attention`, as with `attn_implementation="sdpa"`.
+    In a call with dropout, torch computes the output, so that the same weights are dropped as without a watch. In a
+    call of `torch.nn.MultiheadAttention` with `need_weights=True`, torch computes output and weights. This library then
+    computes only the statistics. Models of transformers use `attn_implementation="sightline"`, compiled models run
+    their uncompiled code, and torch's fast path of encoder layers is off. When the context ends, also after an error,
+    the model is restored. Contexts may be nested. If transformers is older than 5.23, its models are watched where they
+    call `scaled_dot_product_attention`, as with `attn_implementation="sdpa"`.
 
     Parameters
     ----------

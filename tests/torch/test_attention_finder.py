@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as renamed
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import sightline
@@ -215,23 +216,77 @@ def test_planted_faults_are_found(name, monkeypatch):
 # -- torch's layers and flex_attention ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_multi_head_attention_returns_its_weights(average, dropout):
-    layer = nn.MultiheadAttention(8, HEADS, dropout, batch_first=True, add_bias_kv=True)
-    x, hidden = torch.randn(3, LENGTH, 8), torch.arange(LENGTH) >= torch.tensor([6, 4, 3])[:, None]
-    options = {"attn_mask": ~CAUSAL, "key_padding_mask": hidden, "average_attn_weights": average}
-    torch.manual_seed(0)
-    plain = layer(x, x, x, **options)
-    torch.manual_seed(0)
-    with watch(layer, WEIGHTS) as seen:
-        found = layer(x, x, x, **options)
-    for one, other in zip(found, plain, strict=True):
-        torch.testing.assert_close(one, other)
-    torch.testing.assert_close(
-        seen[0]["weights"], layer.eval()(x, x, x, **{**options, "average_attn_weights": False})[1]
-    )
-    assert (seen[0].kind, seen[0].m) == ("self", LENGTH + 1)
+def draw_multi_head(seed):
+    """Return a layer of torch, its operands and its options, with each argument drawn."""
+    draw, rng = random.Random(seed), torch.Generator().manual_seed(seed)
+    normal = partial(torch.randn, generator=rng)
+    is_self, heads, (n, m) = draw.random() < 0.5, draw.choice([1, 2, 3]), draw.choice([(5, 5), (1, 4), (6, 3)])
+    m, width = n if is_self else m, 4 * heads
+    kdim, vdim = (width, width) if is_self else draw.choice([(width, width), (7, 5)])
+    flags = {name: draw.random() < 0.4 for name in ("bias", "add_bias_kv", "add_zero_attn", "batch_first")}
+    layer = nn.MultiheadAttention(width, heads, draw.choice([0.0, 0.3]), kdim=kdim, vdim=vdim, **flags)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, generator=rng)
+    batch = draw.choice([(), (1,), (2,)])
+    shapes = [(*batch, n, width), (*batch, m, kdim), (*batch, m, vdim)]
+    if batch and not layer.batch_first:
+        shapes = [(length, *batch, size) for *_, length, size in shapes]
+    operands = [normal(shapes[0])] * 3 if is_self else list(map(normal, shapes))
+    options = {name: draw.random() < 0.5 for name in ("need_weights", "average_attn_weights")}
+    mask, causal = normal(*draw.choice([(), (heads * sum(batch or (1,)),)]), n, m), torch.ones(n, m).triu(1).bool()
+    mask = draw.choice([None, mask, mask > 0.5, causal, torch.zeros(n, m).masked_fill(causal, -torch.inf)])
+    if mask is not None:
+        options |= {"attn_mask": mask, "is_causal": draw.random() < 0.5}
+    if draw.random() < 0.5:
+        padding = normal(*batch, m)
+        options["key_padding_mask"] = draw.choice([padding, padding > 0.5])
+    return layer.train(draw.random() < 0.5), operands, options
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
+@pytest.mark.parametrize("seed", range(48))
+def test_multi_head_attention_returns_the_same_while_watched(seed):
+    """Each argument is drawn. The oracle is torch's layer in float64, as with a watch: with NaN in the same places."""
+    layer, operands, options = draw_multi_head(seed)
+
+    def run(layer, cast=lambda x: x):
+        own = {id(x): cast(x) for x in operands}  # equal operands are one tensor
+        torch.manual_seed(seed)
+        return layer(*[own[id(x)] for x in operands], **tree_map_only(torch.Tensor, cast, options))
+
+    with torch.set_grad_enabled(seed % 2 == 0):
+        plain = run(layer)
+        with watch(layer, WEIGHTS) as seen:
+            found = run(layer)
+        twin = copy.deepcopy(layer).double()
+        oracle = run(twin, lambda x: x.double() if x.is_floating_point() else x)
+    for one, exact, other in zip(found, oracle, plain, strict=True):
+        if other is not None:
+            assert torch.equal(one.isnan(), other.isnan())
+            assert_within_budget(*(x.detach().nan_to_num() for x in (one, exact, other)))
+    if options["need_weights"] and not (layer.training and layer.dropout):
+        weights = seen[0]["weights"].reshape(-1, *seen[0]["weights"].shape[-3:]).detach()
+        weights = weights if operands[0].ndim == 3 else weights[0]
+        weights = weights.mean(-3) if options["average_attn_weights"] else weights
+        assert_within_budget(weights, *(x[1].detach().nan_to_num() for x in (oracle, plain)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_returns_zeros_at_padding_while_watched():
+    """torch's fast path of encoders does so, which a watch switches off. Only the fast path takes nested tensors."""
+    model, x, hidden = make_encoder(), torch.randn(2, LENGTH, 8), torch.arange(LENGTH) >= torch.tensor([[6], [4]])
+    model.norm = nn.LayerNorm(8)
+    twin = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for mask in (hidden, torch.zeros(2, LENGTH).masked_fill(hidden, -torch.inf)):
+            plain, oracle = (one(y, None, mask) for one, y in ((model, x), (twin, x.double())))
+            with watch(model, WEIGHTS) as seen:
+                found = model(x, None, mask)
+            assert_within_budget(found, oracle, plain)
+            assert not found[1, 4:].any()
+            assert len(seen) == 2
+        with pytest.raises(ParameterError, match="nested tensors"), watch(model, WEIGHTS):
+            model(torch.nested.nested_tensor([x[0], x[1, :4]]))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

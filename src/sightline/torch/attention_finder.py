@@ -28,7 +28,7 @@ from ..errors import ParameterError
 from ..formula.from_function import to_formula
 from ..formula.torch_masks import block_formula
 from ..kv_cache import KVCache
-from ..statistics import Statistic, StatisticBase, lse, max_score, weights
+from ..statistics import Statistic, StatisticBase, lse, max_score
 from .derivatives import is_transformed
 from .functional import convert_arguments
 from .handwritten import WeightsMark, find_handwritten, forget_tensors
@@ -38,7 +38,7 @@ from .nested import is_nested
 from .operator import autocast_disabled
 from .replacement import _attend as replacing_attend
 from .replacement import torch_attention  # type: ignore[attr-defined]
-from .running_modules import without_hand_over
+from .running_modules import nested_error, without_hand_over
 from .watcher import Recorder, Watcher
 
 OPERATOR = torch.ops.aten.scaled_dot_product_attention  # exported programs call it
@@ -148,9 +148,7 @@ def _compute(
     """
     query, key = inputs["query"], inputs["key"]
     if is_nested(query):
-        raise ParameterError(
-            "attention of nested tensors in a watch", "tensors with padding", "watch the model with a padded batch"
-        )
+        raise nested_error()
     if is_transformed():  # the results would be tensors that end with the transform
         raise ParameterError(
             "attention in a transform of torch.func or in forward-mode differentiation, in a watch",
@@ -220,8 +218,7 @@ def _read_torch(
     enable_gqa: bool = False,
     *,
     call: LayerCall | None = None,
-    own: Sequence[Statistic] = (),
-) -> Any:
+) -> Tensor:
     """Record a call of torch's `scaled_dot_product_attention`, or of the operator that exported programs call."""
     names = ("query", "key", "value", "mask", "score", "scale")
     *converted, without_batch = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
@@ -230,35 +227,26 @@ def _read_torch(
         given = query, key, value, attn_mask, dropout_p, is_causal
         compute = partial(function, *given, scale=scale, enable_gqa=enable_gqa)
     call = call or (LayerCall("self", 0) if is_causal else LayerCall())
-    output, results = _compute(recorders, call, dict(zip(names, converted, strict=True)), own, compute)
-    output = output[0] if without_batch and compute is None else output
-    return (output, results) if own else output
+    output, _ = _compute(recorders, call, dict(zip(names, converted, strict=True)), compute=compute)
+    return output[0] if without_batch and compute is None else output
 
 
 def _read_multi_head(function: Any, recorders: list[Recorder], *inputs: Any, **options: Any) -> Any:
-    """Record a call of `multi_head_attention_forward`. Without dropout, the weights that it returns are a statistic."""
+    """Record a call of `multi_head_attention_forward`. If the caller asks for weights, torch computes the results.
+
+    With weights, torch applies `attn_mask` and ignores `is_causal`. Without weights, torch applies `is_causal` alone.
+    """
     arguments = MULTI_HEAD.bind(*inputs, **options).arguments
-    call = LayerCall("self" if arguments["query"] is arguments["key"] else "cross", 0)
     needs_weights = arguments.get("need_weights", True)
-    has_dropout = arguments.get("training", True) and arguments["dropout_p"] > 0
-    found: list[Tensor] = []
-
-    def read(*operands: Any) -> Tensor:
-        answer = _read_torch(torch_attention, recorders, *operands, call=call, own=[weights()] if needs_weights else [])
-        output: Tensor = answer[0] if needs_weights else answer
-        found.extend(answer[1] if needs_weights else ())
-        return output
-
-    changes = {"training": False} if has_dropout and needs_weights else {}
+    if needs_weights:
+        arguments |= {"need_weights": False, "training": False}
+        arguments["is_causal"] = arguments.get("is_causal", False) and arguments.get("attn_mask") is None
+    call = LayerCall("self" if arguments["query"] is arguments["key"] else "cross", 0)
+    read = partial(_read_torch, torch_attention, recorders, call=call)
     scope = {**function.__globals__, torch_attention.__name__: read}
     inner = FunctionType(function.__code__, scope, argdefs=function.__defaults__)
-    output, _ = inner(**{**arguments, **changes, "need_weights": False})
-    if not needs_weights:
-        return output, None
-    if has_dropout:
-        return function(*inputs, **options)  # torch returns the weights after dropout
-    weights_by_head = found[0] if arguments["query"].ndim == 3 else found[0][0]
-    return output, weights_by_head.mean(-3) if arguments.get("average_attn_weights", True) else weights_by_head
+    answer = inner(**arguments)
+    return function(*inputs, **options) if needs_weights else answer
 
 
 def _read_flex(

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,13 @@ class _Thread(threading.local):
 
 
 THREAD = _Thread()
+
+
+def nested_error() -> ParameterError:
+    """Return the error about nested tensors."""
+    return ParameterError(
+        "attention of nested tensors in a watch", "tensors with padding", "watch the model with a padded batch"
+    )
 
 
 def module_paths(model: nn.Module) -> dict[nn.Module, str]:
@@ -119,12 +127,14 @@ class _Hooks:
     def __reduce__(self) -> tuple[Any, ...]:  # copy.deepcopy and pickle call it, and a copy outlives the watch
         return _Hooks, (None, "")
 
-    def enter(self, module: nn.Module, _: Any) -> None:
+    def enter(self, module: nn.Module, inputs: Any) -> None:
         modules = self.modules
         if modules is None or torch.compiler.is_compiling():
             return
         if module not in modules.paths and not getattr(module, "_is_replica", False):  # a copy by copy.copy
             return
+        if isinstance(module, nn.MultiheadAttention) and any(getattr(x, "is_nested", False) for x in inputs):
+            raise nested_error()  # torch would name its fast path, which a watch switches off
         modules.has_run = True
         stack = THREAD.stacks.setdefault(modules, [])
         is_off = not _is_on(modules.finder)  # also in a function of torch that runs modules, such as a backward pass
@@ -181,6 +191,7 @@ def _process_wide_changes() -> Iterator[None]:
                 (threading.Thread, "start", _make_start),
                 (ThreadPoolExecutor, "submit", _make_submit),
                 (checkpoint._CheckpointFrame, "__init__", _make_frame),
+                (nn.TransformerEncoder, "forward", _make_encode),
             ):
                 _changes.enter_context(restore_on_exit(owner, name))
                 setattr(owner, name, make(getattr(owner, name)))
@@ -291,3 +302,38 @@ def _make_frame(start: Callable[..., None]) -> Callable[..., None]:
         start(frame, _hand_over(function, is_new_run=True), early_stop, on_error, *others)
 
     return start_with_modules
+
+
+class _PassingLayer:
+    """An encoder layer, with its attributes, that returns its input."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+    def __call__(self, source: torch.Tensor, **_: Any) -> torch.Tensor:
+        return source
+
+
+def _make_encode(encode: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the new `forward` of torch's encoder: a watch switches the fast path off, which writes 0 at padding."""
+
+    @wraps(encode)
+    def encode_with_zeros(
+        encoder: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None
+    ) -> torch.Tensor:
+        inputs = src, mask, src_key_padding_mask, is_causal
+        if not THREAD.stacks or src_key_padding_mask is None:
+            return encode(encoder, *inputs)
+        passing = {**vars(encoder), "layers": [_PassingLayer(encoder.layers[0])], "norm": None}
+        with torch._C.DisableTorchFunction():
+            is_fast = encode(SimpleNamespace(**passing), *inputs) is not src
+        if not is_fast:
+            return encode(encoder, *inputs)
+        output = encode(SimpleNamespace(layers=encoder.layers, norm=None), *inputs)
+        output = output.masked_fill(src_key_padding_mask.bool()[..., None], 0.0)
+        return output if encoder.norm is None else encoder.norm(output)
+
+    return encode_with_zeros
