@@ -18,7 +18,8 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from starlette.routing import Route
 Pieces = AsyncIterator[str]
 REFUSED = ["tools", "functions", "response_format", "logprobs", "top_logprobs", "logit_bias", "echo", "suffix"]
 WITHOUT = [None, False, "", [], {}, {"type": "text"}]  # values of these parameters that ask for nothing
+BODY_BYTES = 2**20  # of a request; raise it for a model whose context holds more text
+MAX_STOPS = 16  # every new token is compared with each of them
 FAILED = "the model failed; the server's log has the error"
 
 
@@ -67,14 +70,16 @@ def read_body(body: Any, is_chat: bool) -> tuple[Any, int, float, list[str]]:
     for name in REFUSED:
         check(body.get(name) in WITHOUT, f"{name}={body.get(name)!r}", f"no {name}; this server does not support it")
     check(body.get("n") in (None, 1), f"n={body.get('n')!r}", "1; send one request for each answer")
-    maximum = body.get("max_completion_tokens") or body.get("max_tokens")
-    maximum = 128 if maximum is None else maximum
+    given = body.get("max_completion_tokens"), body.get("max_tokens"), 128
+    maximum = next(one for one in given if one is not None)
     check(type(maximum) is int and maximum >= 1, f"max_tokens={maximum!r}", "a whole number from 1")
-    temperature = body.get("temperature") or 0
-    check(isinstance(temperature, int | float) and temperature >= 0, f"temperature={temperature!r}", "a number from 0")
+    temperature = 0 if body.get("temperature") is None else body["temperature"]
+    is_allowed = type(temperature) in (int, float) and 0 <= temperature <= 2
+    check(is_allowed, f"temperature={temperature!r}", "a number from 0 to 2")
+    check(body.get("stream") in (None, True, False), f"stream={body.get('stream')!r}", "true or false")
     stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
     texts = isinstance(stops, list) and all(isinstance(one, str) and one for one in stops)
-    check(texts, f"stop={stops!r}", "a text, or a list of texts")
+    check(texts and len(stops) <= MAX_STOPS, f"stop={stops!r}", f"a text, or a list of texts, at most {MAX_STOPS}")
     if is_chat:
         return read_messages(body.get("messages")), maximum, temperature, stops
     check(isinstance(body.get("prompt"), str), f"prompt={body.get('prompt')!r}", "a text")
@@ -94,31 +99,57 @@ def read_messages(messages: Any) -> list[dict[str, str]]:
     return found
 
 
+def submit(
+    engine: Engine, content: bytes, is_chat: bool, send: Callable[[int | None], Any]
+) -> tuple[Request, list[str], bool]:
+    """Return the request of a body in JSON, the texts that end its answer, and whether the answer is streamed."""
+    body = json.loads(content)
+    json.dumps(body, ensure_ascii=False).encode()  # raises UnicodeError for half of a surrogate pair
+    prompt, maximum, temperature, stops = read_body(body, is_chat)
+    ids = engine.encode(prompt) if is_chat else engine.tokenizer(prompt).input_ids
+    return engine.submit(ids, maximum, temperature, send), stops, bool(body.get("stream"))
+
+
+async def read_content(http: HttpRequest) -> bytes:
+    """Return the body. Bytes far beyond `BODY_BYTES` are dropped: a client reads the answer after it has sent all."""
+    content = bytearray()
+    async for chunk in http.stream():
+        content += chunk if len(content) <= BODY_BYTES else b""
+    return bytes(content)
+
+
+async def cancel_if_closed(http: HttpRequest, request: Request) -> None:
+    """Cancel the request as soon as the client closes the connection."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    request.cancelled = True
+
+
 def make_app(engine: Engine) -> Starlette:
     """Return the application, which answers HTTP requests by the engine."""
+    worker = ThreadPoolExecutor(1)  # reads bodies one after another, while the event loop serves the other clients
 
     async def complete(http: HttpRequest) -> Any:
         is_chat = http.url.path.endswith("chat/completions")
         loop, tokens = asyncio.get_running_loop(), asyncio.Queue()  # type: ignore[var-annotated]
+        send = lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token)  # noqa: E731
+        content = await read_content(http)
+        if len(content) > BODY_BYTES:
+            return refuse(413, f"a body of more than {BODY_BYTES:,} bytes; allowed: at most as many")
         try:
-            body = await http.json()
-            prompt, maximum, temperature, stops = read_body(body, is_chat)
-            ids = engine.encode(prompt) if is_chat else engine.tokenizer(prompt).input_ids
-            send = lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token)  # noqa: E731
-            request = engine.submit(ids, maximum, temperature, send)
-        except json.JSONDecodeError as error:
+            request, stops, streams = await loop.run_in_executor(worker, submit, engine, content, is_chat, send)
+        except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
             return refuse(400, f"a body that is not JSON: {error}")
         except (ValueError, TemplateError) as error:
             return refuse(400, str(error))
         except OutOfMemoryError as error:
             return refuse(503, str(error))
         pieces = read_text(engine, request, tokens, stops)
-        if body.get("stream"):
+        if streams:
             return StreamingResponse(stream(engine, request, pieces, is_chat), media_type="text/event-stream")
-        text = ""
-        async for piece in pieces:
-            text += piece
-            request.cancelled |= await http.is_disconnected()
+        watch = asyncio.create_task(cancel_if_closed(http, request))
+        text = "".join([piece async for piece in pieces])
+        watch.cancel()
         if request.reason == "error":
             return refuse(500, FAILED)
         content = {"role": "assistant", "content": text} if is_chat else text
@@ -134,7 +165,7 @@ def make_app(engine: Engine) -> Starlette:
     paths = "/v1/completions", "/v1/chat/completions"
     routes = [Route(path, complete, methods=["POST"]) for path in paths]
     routes += [Route("/v1/models", models), Route("/health", status), Route("/status", status)]
-    return Starlette(routes=routes)
+    return Starlette(routes=routes, exception_handlers={Exception: lambda _, __: refuse(500, FAILED)})
 
 
 def refuse(status: int, message: str) -> JSONResponse:
@@ -143,7 +174,7 @@ def refuse(status: int, message: str) -> JSONResponse:
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    kind = "invalid_request_error" if status == 400 else "server_error"
+    kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "code": status}}
 
 

@@ -8,6 +8,7 @@ computed once. The caches of a request are copies of the system prompt's caches,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import queue
 import threading
@@ -176,7 +177,8 @@ class Engine:
             request.caches.clear()
             with self.lock:
                 self.reserved -= request.nbytes
-            request.send(None)
+            with contextlib.suppress(Exception):  # whoever reads the tokens may have ended
+                request.send(None)
 
     # -- the model --------------------------------------------------------------------------------------------------
     @torch.inference_mode()
@@ -194,12 +196,18 @@ class Engine:
         for (request, count), scores in zip(self.parts, logits, strict=True):
             request.computed += count
             if request.computed == len(request.ids) and request.max_tokens:
-                self.append_token(request, scores)
+                try:
+                    self.append_token(request, scores)
+                except Exception:  # a faulty request ends alone
+                    traceback.print_exc()
+                    request.cancelled, request.reason = True, "error"
 
     def append_token(self, request: Request, scores: Any) -> None:
         """Choose the next token, and send it unless it ends the answer."""
         if request.temperature > 0:
-            token = int(torch.multinomial(torch.softmax(scores.float() / request.temperature, -1), 1))
+            # float64, and a largest score of 0, so that no temperature above 0 makes a score of NaN
+            shifted = (scores - scores.max()).double() / request.temperature
+            token = int(torch.multinomial(torch.softmax(shifted, -1), 1))
         else:
             token = int(scores.argmax())
         request.generated += 1

@@ -7,7 +7,7 @@ import queue
 import sys
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -125,6 +125,18 @@ def test_a_step_that_fails_ends_its_requests_alone(serve, model, monkeypatch, ca
     assert collect(tokens) == expected(model, list(b"Hello"), 5)
 
 
+def test_a_request_that_fails_ends_alone(serve, model, capsys):
+    engine, tokens = make_engine(serve, model), queue.Queue()
+    engine.submit(list(b"Hello"), 30, 0.0, tokens.put)
+    faulty = [engine.submit(list(b"Hello"), 30, *options) for options in ((0.0, None), (10**400, lambda token: None))]
+    assert collect(tokens) == expected(model, list(b"Hello"), 30)
+    assert [request.reason for request in faulty] == ["error"] * 2
+    assert capsys.readouterr().err.count("Traceback") == 2
+    for temperature in (1e-300, 5e-324):
+        engine.submit(list(b"Hello"), 30, temperature, tokens.put)
+        assert collect(tokens) == expected(model, list(b"Hello"), 30)
+
+
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
 
 
@@ -141,17 +153,16 @@ def server(serve, model):
     thread.join(10)
 
 
-@contextmanager
-def post(port, path, body):
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
-        connection.request("POST", path, body if isinstance(body, str) else json.dumps(body))
-        with connection.getresponse() as response:
-            yield response
+def connect(port):
+    return closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30))
 
 
-def read(port, path, body):
+def read(port, path, body=None):
     """Return the status, the headers and the body of the answer."""
-    with post(port, path, body) as response:
+    with connect(port) as connection:
+        method = "GET" if body is None else "POST"
+        connection.request(method, path, body if isinstance(body, str) else json.dumps(body))
+        response = connection.getresponse()
         return response.status, response.headers, response.read().decode()
 
 
@@ -220,16 +231,39 @@ BAD = {
     '{"prompt": "a", "stop": [""]}': "stop=['']",
     '{"prompt": "a", "n": 2}': "n=2",
     '{"prompt": "a", "logprobs": 3}': "logprobs=3; allowed: no logprobs",
+    '{"prompt": "a", "max_completion_tokens": 0}': "max_tokens=0",
+    f'{{"prompt": "a", "temperature": {10**400}}}': "allowed: a number from 0 to 2",
+    '{"prompt": "a", "temperature": true}': "temperature=True",
+    '{"prompt": "a", "stream": "no"}': "stream='no'",
+    '{"prompt": "a", "stop": [' + '"z", ' * 16 + '"z"]}': "a list of texts, at most 16",
+    '{"prompt": "a", "model": "\\ud800"}': "surrogates not allowed",
+    '{"prompt": ' + "[" * 50_000: "a body that is not JSON",
 }
 
 
-@pytest.mark.parametrize("body", BAD)
+@pytest.mark.parametrize("body", BAD, ids=lambda body: body[:50])
 def test_bad_requests_are_answered_with_what_is_allowed(server, body):
     engine, port = server
     status, _, text = read(port, "/v1/completions", body)
     assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
     assert BAD[body] in json.loads(text)["error"]["message"]
     assert not engine.running
+
+
+def test_no_client_waits_for_the_prompt_of_another(server, serve, monkeypatch):
+    """A long body is refused before it is parsed. While a prompt is tokenized, other clients get their answers."""
+    engine, port = server
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "tokenizer", None)
+        status, _, text = read(port, "/v1/completions", {"prompt": "a" * 20_000_000})
+        assert (status, "1,048,576 bytes" in text) == (413, True)
+        assert read(port, "/v1/completions", {"prompt": "a"})[0] == 500
+    answered = threading.Event()
+    monkeypatch.setattr(engine, "tokenizer", lambda _: [answered.wait(60)])
+    with connect(port) as waiting:
+        waiting.request("POST", "/v1/completions", json.dumps({"prompt": "a"}))
+        assert read(port, "/status")[0] == 200
+        answered.set()
 
 
 @pytest.mark.parametrize("messages", [None, "Hello", [], ["Hello"], [{"content": "a"}], [{"role": "user"}]])
@@ -244,15 +278,15 @@ def test_parameters_that_ask_for_nothing_are_accepted(server):
     assert read(server[1], "/v1/completions", body)[0] == 200
 
 
-@pytest.mark.parametrize("streams", [True, False], ids=["streaming", "waiting for the whole answer"])
-def test_a_client_that_goes_away_leaves_the_batch(server, streams, monkeypatch):
+@pytest.mark.parametrize("options", [{"stream": True}, {}, {"stop": 99 * "longer than the answer "}])
+def test_a_client_that_goes_away_leaves_the_batch(server, options, monkeypatch):
     engine, port = server
     before = engine.reserved
     monkeypatch.setattr(engine, "ends", set())
-    body = {"prompt": "long", "max_tokens": 1500, "stream": streams, "temperature": 1.5}
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+    body = {"prompt": "long", "max_tokens": 1500, "temperature": 1.5, **options}
+    with connect(port) as connection:
         connection.request("POST", "/v1/completions", json.dumps(body))
-        if streams:
+        if "stream" in options:
             connection.getresponse().fp.readline()
         while not engine.running:
             time.sleep(0.005)
@@ -262,7 +296,5 @@ def test_a_client_that_goes_away_leaves_the_batch(server, streams, monkeypatch):
         time.sleep(0.05)
     assert engine.reserved == before
     assert 0 < request.generated < 1500
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
-        connection.request("GET", "/status")
-        status = json.load(connection.getresponse())
+    status = json.loads(read(port, "/status")[2])
     assert (status["running"], status["cache_bytes_limit"]) == (0, 2_000_000)
