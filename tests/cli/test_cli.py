@@ -16,6 +16,7 @@ from rich.console import Console
 
 from sightline import __version__, attention, padding, weights
 from sightline.cli import head_patterns, main
+from sightline.cli.bench.report import Entry
 from sightline.cli.demo_command import budget_shares, compare_times, describe_times, largest_differences
 from sightline.cli.explain_command import explain
 from sightline.cli.info_command import PACKAGES, SAMPLES, TORCH_VARIABLES, support, torch_threads
@@ -288,19 +289,23 @@ def test_the_models_results_are_reproduced_within_rounding(layer):
 
 def test_comparison_times_every_contender():
     arrays = [np.ones((1, 2, 8, 4), np.float32)] * 3
-    times = compare_times(arrays, np.array([5]), 2)
-    assert list(times) == ["Sightline", "torch SDPA", "NumPy"]
-    assert min(times.values()) > 0
+    entries = compare_times(arrays, np.array([5]), 2)
+    assert [entry.name for entry in entries] == ["Sightline", "torch SDPA", "NumPy"]
+    assert all(len(entry.seconds) == 2 and min(entry.seconds) > 0 for entry in entries)
 
 
 def test_the_demo_says_who_is_faster():
-    short = {"Sightline": 0.002, "torch SDPA": 0.001, "NumPy": 0.002}
-    long = {"Sightline": 1.0, "torch SDPA": 1.26, "NumPy": 9.0}
-    assert describe_times({"short": short, "long": long}) == [
+    short = {"Sightline": [0.002] * 3, "torch SDPA": [0.001] * 3, "NumPy": [0.0019, 0.002, 0.0021], "a": [0.1, 0.1, 9]}
+    long = {"Sightline": [1.0, 1.1, 1.2], "torch SDPA": [1.3, 1.4, 1.4], "NumPy": [124.0] * 3, "b": [1.0, 400.0, 440.0]}
+    measured = {"short": short, "long": long}
+    entries = {size: [Entry(name, name, seconds) for name, seconds in own.items()] for size, own in measured.items()}
+    assert describe_times(entries) == [
         "On short input, torch SDPA is faster: Sightline takes 2.0 times as long.",
         "On short input, NumPy and Sightline take about the same time.",
+        "On short input, Sightline is faster: a takes 50 times as long.",
         "On long input, Sightline is faster: torch SDPA takes 1.3 times as long.",
-        "On long input, Sightline is faster: NumPy takes 9.0 times as long.",
+        "On long input, Sightline is faster: NumPy takes 110 to 120 times as long.",
+        "On long input, times beside b are not reliable: this machine is busy.",
     ]
 
 

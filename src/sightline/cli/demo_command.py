@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,14 @@ from .bench.cases import TimedCall
 from .bench.contenders import torch_threads
 from .bench.device import CpuDevice
 from .bench.measure import interleave
+from .bench.report import Entry
 from .console import key_value_table, make_console, note, progress, section, table, weight_map
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PICTURE_PATH = "sightline-demo.png"
 SENTENCE_INDEX = 1  # index of the longer of the two sentences
+MAX_DISAGREEMENT = 1.25  # the most by which the ratios of median and of fastest calls may differ, as a factor
 COPIES = (2, 6)  # number of copies of the paragraph's activations along the axes of (batches, positions)
 
 
@@ -149,54 +150,61 @@ def _print_times(console: Console, cat: Activations, moby: Activations, layer: i
         "short: the sentences": ([small.query, small.key, small.value], cat.lengths),
         f"long: a paragraph, {batch} × {copies} copies": (arrays, None),
     }
-    measured: dict[str, dict[str, float]] = {}
+    measured: dict[str, list[Entry]] = {}
     rows = []
     with progress(console) as bar:
         task = bar.add_task("timing", total=len(problems) * repeats)
         for name, (given, lengths) in problems.items():
-            times = compare_times(given, lengths, repeats, lambda: bar.advance(task))
-            measured[name.partition(":")[0]] = times
+            entries = compare_times(given, lengths, repeats, lambda: bar.advance(task))
+            measured[name.partition(":")[0]] = entries
             shape = " × ".join(f"{length:,}" for length in given[0].shape[:-1])
-            rows.append((name, shape, *(f"{1e3 * seconds:.2f}" for seconds in times.values())))
-    console.print(table("", "B × H × n", *times, rows=rows, left=2))
+            rows.append((name, shape, *(f"{1e3 * entry.median:.2f}" for entry in entries)))
+    names = [entry.name for entry in entries]
+    console.print(table("", "B × H × n", *names, rows=rows, left=2))
     for line in describe_times(measured):
         console.print(line)
-    if "torch SDPA" not in times:
+    if "torch SDPA" not in names:
         note(console, "torch is not installed. With torch (pip install torch), its attention is timed too.")
 
 
-def describe_times(measured: Mapping[str, Mapping[str, float]]) -> list[str]:
+def describe_times(measured: Mapping[str, Sequence[Entry]]) -> list[str]:
     """Return sentences that compare Sightline's time with the time of torch and of NumPy, for each input.
 
-    `measured` has for each input, such as "short", the seconds of each library by name, with "Sightline" among them.
+    `measured` has the entries of each input, such as "short", Sightline's first.
     """
-    lines = []
-    for name, times in measured.items():
-        ours = times["Sightline"]
-        for other, seconds in times.items():
-            if other == "Sightline":
-                continue
-            ratio = max(seconds / ours, ours / seconds)
-            first, second = ("Sightline", other) if ours <= seconds else (other, "Sightline")
-            if f"{ratio:.1f}" == "1.0":
-                lines.append(f"On {name} input, {other} and Sightline take about the same time.")
-            else:
-                lines.append(f"On {name} input, {first} is faster: {second} takes {ratio:.1f} times as long.")
-    return lines
+    pairs = [(name, ours, other) for name, (ours, *others) in measured.items() for other in others]
+    return [f"On {name} input, {_compare(ours, other)}." for name, ours, other in pairs]
+
+
+def _compare(ours: Entry, other: Entry) -> str:
+    low, high = ours.speedups_over(other)
+    if high > MAX_DISAGREEMENT * low:
+        return f"times beside {other.name} are not reliable: this machine is busy"
+    first, second = ours.name, other.name
+    if high < 1:
+        first, second, low, high = second, first, 1 / high, 1 / low
+    texts = list(dict.fromkeys(map(_two_digits, (low, high))))
+    if low < 1 or texts[0] == "1.0":
+        return f"{other.name} and {ours.name} take about the same time"
+    return f"{first} is faster: {second} takes {' to '.join(texts)} times as long"
+
+
+def _two_digits(ratio: float) -> str:
+    text = f"{ratio:.1e}"  # rounds to two digits
+    return f"{float(text):.{1 if float(text) < 10 else 0}f}"
 
 
 def compare_times(
     arrays: list[Array], lengths: Array | None, repeats: int, on_round: Callable[[], Any] = lambda: None
-) -> dict[str, float]:
-    """Return the seconds of one call of Sightline, of torch's attention and of plain NumPy, by name.
+) -> list[Entry]:
+    """Return the times of Sightline, of torch's attention and of plain NumPy.
 
-    The seconds are medians over the turns. torch's attention is left out if torch is not installed. `on_round` is
-    called after each round of turns.
+    torch's attention is left out if torch is not installed. `on_round` is called after each round of turns.
     """
     device = CpuDevice(1)
     device.pause = 0.0
     times = interleave(_prepare_calls(arrays, lengths), device, repeats, seconds=0.0, on_round=on_round)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+    return [Entry(name, name, seconds) for name, seconds in times.items()]
 
 
 def _prepare_calls(arrays: list[Array], lengths: Array | None) -> dict[str, TimedCall]:

@@ -53,6 +53,14 @@ class Entry:
         """Return the median, over the rounds, of the other contender's seconds divided by this contender's."""
         return statistics.median(y / x for x, y in zip(self.seconds, other.seconds, strict=True))
 
+    def speedups_over(self, other: Entry) -> tuple[float, float]:
+        """Return the ratio of `speedup_over` and the ratio of the fastest rounds, the smaller one first.
+
+        The two differ by much if other programs disturbed the rounds.
+        """
+        low, high = sorted((self.speedup_over(other), min(other.seconds) / min(self.seconds)))
+        return low, high
+
 
 @dataclass(frozen=True)
 class Verdict:
