@@ -81,16 +81,6 @@ def test_statistics_of_arrays_without_heads(rng, shape):
     assert len(call_cache.calls) == 1
 
 
-@pytest.mark.parametrize("make", [arrays, tensors])
-@pytest.mark.parametrize("order", [(0,), (0, 1), (1, 0), (0, 0), (2,), (1, 2), (0, 3), (1, 0, 4)], ids=str)
-def test_statistics_of_direct_calls(rng, make, order):
-    mass = sightline.mass(j < 3)
-    kinds = sightline.entropy(), mass, sightline.max_score(), sightline.lse(), mass.mean("heads")
-    see, given = [kinds[k] for k in order], [make(rng) for _ in range(9)]
-    found = [all_bits(sightline.attention(*x, see=see)) for x in given]
-    assert found == [all_bits(uncached(x, see=see)) for x in given]
-
-
 def test_gradients_of_means(rng, monkeypatch):
     """torch computes the gradient of the mean itself, so the sums have another order than in the first call."""
     given = tensors(rng, requires_grad=True)

@@ -17,85 +17,58 @@ from sightline.cpu.calls.python_functions import launcher
 from sightline.dispatch import call_cache
 
 
-def test_many_threads_at_once(rng):
-    """Each call has its own argument block: ten Python threads with two layouts all get their own results."""
-    questions = [arrays(rng, shape) for shape in (((1, 4, 33, 16),) * 3, ((3, 4, 33, 16),) * 3) for _ in range(5)]
-    expected = [bits(uncached(given, mask=i >= j)) for given in questions]
+def ask_at_once(questions, calls):
+    """Ask from one thread for each question, and compare every answer with the first answer of a single thread.
+
+    A question is a list of (arrays, options), which the thread asks in turn.
+    """
+    expected = [[all_bits(uncached(given[0], **given[1])) for given in each] for each in questions]
     start = threading.Barrier(len(questions))
 
-    def ask(number):
+    def ask(each, right):
         start.wait()
-        return all(bits(sightline.attention(*questions[number], mask=i >= j)) == expected[number] for _ in range(200))
+        turns = (k % len(each) for k in range(calls))
+        return all(all_bits(sightline.attention(*each[k][0], **each[k][1])) == right[k] for k in turns)
 
     with ThreadPoolExecutor(len(questions)) as pool:
-        assert all(pool.map(ask, range(len(questions))))
+        assert all(pool.map(ask, questions, expected))
 
 
-def call_structures_from_threads(rng, calls):
-    """Call eight structures from eight threads at once, and compare every answer with the answer of one thread."""
-    kinds = KINDS[:8]
+def test_two_layouts_from_ten_threads(rng):
+    """Each call has its own argument block, so that every thread gets its own results."""
+    shapes = [((1, 4, 33, 16),) * 3, ((3, 4, 33, 16),) * 3] * 5
+    ask_at_once([[(arrays(rng, shape), {"mask": i >= j})] for shape in shapes], 200)
+
+
+def ask_structures(rng, calls):
+    """Ask eight structures from eight threads at once."""
     given = arrays(rng, ((2, 3, 40, 8),) * 3)
-    questions = [[draw_inputs(rng, kind, 2, 3, 40, 40) for _ in range(3)] for kind in kinds]
-    expected = [[all_bits(uncached(given, **options)) for options in each] for each in questions]
-    start = threading.Barrier(len(kinds))
-
-    def ask(number):
-        start.wait()
-        return all(
-            all_bits(sightline.attention(*given, **questions[number][k % 3])) == expected[number][k % 3]
-            for k in range(calls)
-        )
-
-    with ThreadPoolExecutor(len(kinds)) as pool:
-        assert all(pool.map(ask, range(len(kinds))))
+    ask_at_once([[(given, draw_inputs(rng, kind, 2, 3, 40, 40)) for _ in range(3)] for kind in KINDS[:8]], calls)
 
 
 def test_eight_structures_from_eight_threads(rng):
-    call_structures_from_threads(rng, 30)
+    ask_structures(rng, 30)
 
 
 def test_one_structure_from_eight_threads(rng):
     """The threads compete for the buffer of one bound call; those that do not get it use another."""
-    given = [arrays(rng) for _ in range(8)]
-    options = [{"mask": sightline.padding(rng.integers(1, 10, 1)), "see": [sightline.top_k(2)]} for _ in given]
-    expected = [all_bits(uncached(x, **more)) for x, more in zip(given, options, strict=True)]
-    start = threading.Barrier(8)
-
-    def ask(number):
-        start.wait()
-        return all(
-            all_bits(sightline.attention(*given[number], **options[number])) == expected[number] for _ in range(200)
-        )
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(ask, range(8)))
+    options = [{"mask": sightline.padding(rng.integers(1, 10, 1)), "see": [sightline.top_k(2)]} for _ in range(8)]
+    ask_at_once([[(arrays(rng), more)] for more in options], 200)
 
 
 @pytest.mark.soak
 def test_ten_thousand_calls_from_eight_threads_keep_the_memory_flat(rng):
-    call_structures_from_threads(rng, 100)
+    ask_structures(rng, 100)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    call_structures_from_threads(rng, 1250)
+    ask_structures(rng, 1250)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
 
 def test_decoding_from_many_threads_at_once(rng):
-    """Each call has its own argument block, splits and flags: ten Python threads all get their own results."""
+    """Each call has its own argument block, splits and flags."""
     q, k, v = decoding_arrays(rng, 1400)
-    lengths = [600, 900, 1030, 1400] * 2
-    expected = [bits(uncached((q, k[:, :, :m], v[:, :, :m]))) for m in lengths]
-    start = threading.Barrier(len(lengths))
-
-    def ask(number):
-        length = lengths[number]
-        start.wait()
-        answers = (
-            sightline.attention(q, k[:, :, :length], v[:, :, :length], threads=1 + number % 2) for _ in range(60)
-        )
-        return all(bits(answer) == expected[number] for answer in answers)
-
-    with ThreadPoolExecutor(len(lengths)) as pool:
-        assert all(pool.map(ask, range(len(lengths))))
+    given = [((q, k[:, :, :m], v[:, :, :m]), {"threads": 1 + t % 2}) for t, m in enumerate([600, 900, 1030, 1400] * 2)]
+    ask_at_once([[one] for one in given], 60)
 
 
 def test_a_buffer_in_use_is_left_to_its_user(rng):

@@ -236,6 +236,26 @@ def test_a_hidden_read_outside_of_a_table_is_decided_at_each_call(rng):
     assert bits(call([5, 3])) == expected
 
 
+def test_reads_outside_of_a_table_at_hidden_pairs_are_repeated(rng, monkeypatch):
+    """The mask and the number decide which pairs are hidden, whatever the tables contain."""
+    given = arrays(rng)
+
+    def call(number):
+        mask = (j <= i + number) & (table(rng.random(9) < 0.8)[j])
+        return {"mask": mask, "score": s + table(rng.random(14))[i - j + 5]}
+
+    for number in (3, 4, 3):
+        sightline.attention(*given, **call(number))
+        for _ in range(8):  # the last ones are direct
+            options = call(number)
+            with monkeypatch.context() as patch:
+                patch.setattr("sightline.api.functions.make_problem", None)
+                answer = bits(sightline.attention(*given, **options))
+            assert answer == bits(sightline.attention(*given, **options, kernel="cpu"))
+    with pytest.raises(TableError):
+        sightline.attention(*given, **call(6))
+
+
 def test_tables_changed_in_place_are_read_again(rng, monkeypatch):
     given, values = arrays(rng), np.ones(9, bool)
     mask = sightline.table(values)[j]
@@ -245,20 +265,3 @@ def test_tables_changed_in_place_are_read_again(rng, monkeypatch):
     changed = sightline.attention(*given, mask=mask)
     assert found
     assert bits(changed) == bits(uncached(given, mask=mask))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(9, 8), (1, 2, 9, 8)], ids=str)
-@pytest.mark.parametrize("convert", [np.asarray, to_torch])
-def test_lse_is_cached_too(rng, dtype, shape, convert, monkeypatch):
-    first, other = ([convert(x) for x in arrays(rng, (shape,) * 3, dtype)] for _ in range(2))
-    output, (expected,) = uncached(other, see=[sightline.lse()])
-    uncached(first, see=[sightline.lse()])
-    sightline.attention(*first)  # a different call, without lse
-    found = record_hits(monkeypatch)
-    again_output, (found_lse,) = sightline.attention(*other, see=[sightline.lse()])
-    assert found
-    assert bits(again_output) == bits(output)
-    assert (found_lse.dtype, found_lse.shape, bits(found_lse)) == (expected.dtype, expected.shape, bits(expected))
-    sightline.attention(*first, see=[sightline.lse()])
-    assert bits(found_lse) == bits(expected)  # results do not share memory

@@ -215,39 +215,29 @@ def copy_tables(patch):
     ignore_layouts(patch)
 
 
-def keep_addresses(patch):
-    """Run each bound call on the tables of the first call with these arguments."""
+def keep_input(patch, place):
+    """Run each bound call with the addresses of tables (place 1) or the numbers (place 2) of the first call."""
     first = {}
     of = KernelInputs.of
 
     def stale(self, *given):
-        arrays, addresses, numbers = of(self, *given)
-        addresses = first.setdefault(id(self), (self, arrays, addresses))[2]
-        return arrays, addresses, numbers
+        found = [*of(self, *given)]
+        found[place] = first.setdefault(id(self), (self, found))[1][place]
+        return tuple(found)
 
     patch.setattr(KernelInputs, "of", stale)
 
 
-def keep_numbers(patch):
-    """Run each bound call with the numbers of the first call."""
-    first = {}
-    of = KernelInputs.of
+def keep_word(patch, name, kind=BoundCall):
+    """Run each bound call of this kind with the seed, or the address of the sinks, of the first call."""
+    first, kept, run = {}, [], PreparedCall.run
 
-    def stale(self, *given):
-        arrays, addresses, numbers = of(self, *given)
-        return arrays, addresses, first.setdefault(id(self), (self, numbers))[1]
-
-    patch.setattr(KernelInputs, "of", stale)
-
-
-def keep_seed(patch, kind):
-    """Run each bound call of this kind with the seed of the first call."""
-    first, run = {}, PreparedCall.run
-
-    def stale(self, *given, seed=0, **named):
-        if isinstance(self.call, kind):
-            seed = first.setdefault(id(self), (self, seed))[1]
-        return run(self, *given, seed=seed, **named)
+    def stale(self, addresses, tables, numbers, threads, keep_alive, sinks=0, **named):
+        kept.append(keep_alive)
+        named["sinks"] = sinks
+        if isinstance(self.call, kind) and name in named:
+            named[name] = first.setdefault(id(self), (self, named[name]))[1]
+        return run(self, addresses, tables, numbers, threads, keep_alive, **named)
 
     patch.setattr(PreparedCall, "run", stale)
 
@@ -267,18 +257,6 @@ def keep_sinks(patch):
         return first.setdefault(id(self), (self, convert_sinks(sinks).copy()))[1]
 
     patch.setattr(BoundCall, "convert_sinks", stale)
-
-
-def keep_address_of_sinks(patch):
-    """Run each bound call on the sinks of the first call."""
-    first, kept, run = {}, [], PreparedCall.run
-
-    def stale(self, addresses, tables, numbers, threads, keep_alive, sinks=0, **named):
-        kept.append(keep_alive)
-        sinks = first.setdefault(id(self), (self, sinks))[1]
-        return run(self, addresses, tables, numbers, threads, keep_alive, sinks, **named)
-
-    patch.setattr(PreparedCall, "run", stale)
 
 
 def ignore_layouts(patch):
@@ -301,13 +279,13 @@ def keep_tile_ranges(patch):
 ASSUMPTIONS = {
     "a bound call reads tables with the memory layouts for which it was bound": ignore_layouts,
     "a kernel for the CPU reads the caller's own tables": copy_tables,
-    "addresses of tables are those of the call": keep_addresses,
-    "numbers are those of the call": keep_numbers,
-    "the seed is that of the call": lambda patch: keep_seed(patch, BoundCall),
-    "the seed of a backward pass is that of its forward pass": lambda patch: keep_seed(patch, BoundBackward),
+    "addresses of tables are those of the call": lambda patch: keep_input(patch, 1),
+    "numbers are those of the call": lambda patch: keep_input(patch, 2),
+    "the seed is that of the call": lambda patch: keep_word(patch, "seed"),
+    "the seed of a backward pass is that of its forward pass": lambda patch: keep_word(patch, "seed", BoundBackward),
     "a call with dropout is not direct": run_dropout_directly,
     "sinks are those of the call": keep_sinks,
-    "the address of sinks is that of the call": keep_address_of_sinks,
+    "the address of sinks is that of the call": lambda patch: keep_word(patch, "sinks"),
     "tile ranges are those of the call if its mask reads a table": keep_tile_ranges,
     "the machine is that of the call": lambda patch: patch.setattr(call_request, "machine_setting", lambda: None),
     "a family checks the indices of tables": lambda patch: patch.setattr(

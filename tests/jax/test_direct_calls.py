@@ -13,6 +13,7 @@ import pytest
 import sightline
 from fault_planting import broken
 from jax_kernel import register_alone
+from sample_calls import bits
 from sightline import b, h, i, j, s, table
 from sightline.cpu.calls import xla_direct_call, xla_handler
 from sightline.cpu.launch.prepared_call import RUNS_BEFORE_RECORD
@@ -193,3 +194,11 @@ def test_every_fault_is_seen(fault, draw, monkeypatch, fresh_kernels):
         return
     with pytest.raises(AssertionError, match="bits"):
         check_all(draw)
+
+
+def test_gradients_beside_a_condition(draw):
+    """The condition has a number of the mask as a divisor, and the backward pass of the output reads no condition."""
+    given, see = draw()[:3], [sightline.mass((i // 3 == j // 3) & (j < 8))]
+    gradients = jax.grad(lambda *x: sightline.attention(*x, mask=(j - i < 3) | (j < 2), see=see)[0].sum(), (0, 1, 2))
+    first, *others = [[bits(x) for x in gradients(*given)] for _ in range(3)]
+    assert others == [first] * 2

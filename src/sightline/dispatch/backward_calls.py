@@ -25,8 +25,9 @@ from ..formula.parameters import structure_of
 from ..problem.kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients
 from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem
 from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
+from ..statistics.computation import conditions_of
 from . import lookup
-from .call_request import Request, conditions_of
+from .call_request import Request
 from .call_text import count_arrays, split_arrays
 
 if TYPE_CHECKING:
@@ -278,14 +279,15 @@ class BackwardPasses:
         operands, output, lse, *_ = forward
         from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as the bound call did
 
-        inputs = KernelInputs.bind(call, given.tables, (*formulas, *found.bound_formulas))
+        structure = structure_of(*formulas, *found.bound_formulas)
+        inputs = KernelInputs.bind(call, given.tables, structure)
         read = lookup.read_arrays(*operands, output, given.d_output, lse, *given.tables)
         if inputs is None or read is None or read[1:][: len(call.first_operands)] != call.first_operands:
             return
         make_empty, dtype = ADAPTERS[type(output)].make_empty, accumulator(dtype_name(output))
         weights_sum, num_keys = None, operands[1].shape[-2]
         if given.needs_weights_sum:
-            own = KernelInputs.bind(found.bound_sum, given.tables, (*formulas, found.bound_formulas[0]))
+            own = KernelInputs.bind(found.bound_sum, given.tables, structure.first(len(formulas) + 1))
             if own is None:
                 return
             rows = output.shape[:-1]

@@ -38,6 +38,7 @@ from ..arrays.layouts import ADAPTERS, ArrayAdapter, numpy_address
 from ..arrays.operations import has_heads_in_rows
 from ..caching import cached_property
 from ..formula.expression import Expression
+from ..formula.parameters import structure_of
 from ..problem.kernel import Result
 from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem
 from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Statistic, average_over, unwrap_mean
@@ -373,13 +374,14 @@ def insert(
         return
     from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as the bound call did
 
-    inputs = KernelInputs.bind(bound_call, request.tables, formulas)
+    structure = structure_of(*formulas)
+    inputs = KernelInputs.bind(bound_call, request.tables, structure)
     has_passes = sum(isinstance(statistic, WEIGHTS_STATISTICS) for statistic in map(unwrap_mean, problem.see))
     if inputs is None or has_passes != sum(len(bound.indices) for bound in result.bound_passes):
         return
     passes = []
     for bound in result.bound_passes:
-        own = KernelInputs.bind(bound.call, request.tables, formulas[:2])  # mask and score
+        own = KernelInputs.bind(bound.call, request.tables, structure.first(2))  # mask and score
         if own is None:
             return
         call = PreparedCall(bound.call, own, ("query", "key", "lse"), (), bound.make_makers(adapter), problem.m, False)

@@ -26,8 +26,8 @@ from ..cpu.runtime.machine import CPU_VARIABLE
 from ..formula import from_function, library
 from ..formula.expression import Expression, is_compiling
 from ..formula.parameters import structure_of
-from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights, unwrap_mean
-from ..statistics.computation import computed_statistic
+from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights
+from ..statistics.computation import computed_statistic, conditions_of
 
 # the statistics of cached calls: the forward kernel computes those of the first tuple, weights passes the others
 FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Mass), (Received, Pooled, TopK, Weights)
@@ -216,12 +216,6 @@ def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ..
 def has_cached_kinds(see: Sequence[Statistic]) -> bool:
     """True if cached calls can compute all of these statistics."""
     return _describe_statistics(list(see)) is not None
-
-
-def conditions_of(see: Sequence[Statistic]) -> list[Expression]:
-    """Return the formula of each `mass` in `see`, also within a mean."""
-    statistics = map(unwrap_mean, see)
-    return [statistic.mask for statistic in statistics if type(statistic) is Mass]
 
 
 def _describe_formulas(

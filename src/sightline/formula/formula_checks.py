@@ -6,7 +6,7 @@ The checks find reads outside a table, whole numbers of 2⁵³ or more, and tabl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays.operations import to_numpy
 from ..errors import FormulaError, ShapeError, TableError
-from .expression import MAX_EXACT_INTEGER, Apply, Expression, Lookup, walk
+from .expression import MAX_EXACT_INTEGER, Apply, Expression, Lookup, conjuncts, walk
 from .interval_arithmetic import Interval, compute_intervals
 from .tables import bounds_key
 from .tensor_cache import TensorCache
@@ -60,6 +60,23 @@ def is_valid_for_all_entries(formula: Expression, extent: Extent) -> bool:
     bounds = compute_intervals(formula, make_box(extent))
     is_exact = _find_large_integer(formula, extent, bounds) is None
     return is_exact and next(_indices_outside(formula, bounds), None) is None
+
+
+def stay_inside_for_all_entries(
+    formulas: Sequence[Expression | None], indices: Sequence[Sequence[tuple[int, int]]], extent: Extent
+) -> bool:
+    """True if the indices stay inside their tables at all pairs that the mask allows, whatever the tables contain.
+
+    The first formula is the mask. `indices` has those of each formula, as `find_index_ranges` returns them.
+    """
+    for formula, own in zip(formulas, indices, strict=True):
+        for position, axis in own:
+            node = cast(Lookup, walk(cast(Expression, formula))[position])
+            guards = [formulas[0], _branch_condition(cast(Expression, formula), node)]
+            known = [part for guard in guards if guard is not None for part in conjuncts(guard) if not part.tables]
+            if node.arguments[axis].tables or _find_read_outside(node, axis, known, extent) is not None:
+                return False
+    return True
 
 
 def find_index_ranges(formula: Expression | None, extent: Extent) -> IndexRanges:
@@ -205,9 +222,8 @@ def _check_index(
     """Raise TableError if an index leaves its table at a pair where the table is read."""
     length, index = node.table.shape[axis], node.arguments[axis]
     low, high = (float(end) for end in interval)
-    outside = (index < 0) | (index >= length)
     guards = [guard for guard in (allowed, _branch_condition(formula, node)) if guard is not None]
-    pair = find_witness(reduce(lambda x, y: x & y, [*guards, outside]), extent)
+    pair = _find_read_outside(node, axis, guards, extent)
     if pair is None:
         return
     b, h, i, j = pair
@@ -218,6 +234,13 @@ def _check_index(
         _suggest_document_lengths(node, extent)
         + "shift the index, enlarge the table, or clip: np.clip(index, 0, length - 1)",
     )
+
+
+def _find_read_outside(node: Lookup, axis: int, guards: Sequence[Expression], extent: Extent) -> Extent | None:
+    """Return one (b, h, i, j) at which all guards hold and the index leaves its table; None if there is none."""
+    index = node.arguments[axis]
+    outside = (index < 0) | (index >= node.table.shape[axis])
+    return find_witness(reduce(lambda x, y: x & y, [*guards, outside]), extent)
 
 
 def _branch_condition(formula: Expression, target: Lookup) -> Expression | None:

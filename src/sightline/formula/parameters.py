@@ -64,6 +64,17 @@ class Structure:
             return None
         return *self.formulas, *[table.axes for table in self.tables]
 
+    def first(self, count: int) -> Structure:
+        """Return the structure of the first `count` formulas, which keep their parameters.
+
+        A structure of these formulas alone may have other numbers: a number is in the code of all formulas or of none.
+        """
+        formulas = self.formulas[:count]
+        nodes = walk(*[formula for formula in formulas if formula is not None])
+        num_tables = len({node.table for node in nodes if isinstance(node, Lookup)})
+        num_numbers = len({node for node in nodes if isinstance(node, Parameter)})
+        return Structure(formulas, self.tables[:num_tables], self.numbers[:num_numbers])
+
 
 def structure_of(*formulas: Expression | None) -> Structure:
     """Return the structure of formulas that belong to one call.

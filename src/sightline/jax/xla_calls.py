@@ -24,7 +24,6 @@ from ..dispatch.call_cache import EntryResult, ForwardEntry
 from ..dispatch.call_request import (
     CallStructure,
     Description,
-    conditions_of,
     has_cached_kinds,
     machine_setting,
     make_tuple,
@@ -36,6 +35,7 @@ from ..formula.parameters import structure_of
 from ..problem.kernel import Gradients, Result, Tangents, is_lse_too_large
 from ..problem.problem import NUM_OPERANDS, Problem, validate
 from ..statistics import Statistic
+from ..statistics.computation import conditions_of
 from .result_indices import FIRST_ARRAY, LSE, OUTPUT
 
 if TYPE_CHECKING:
@@ -141,12 +141,6 @@ class XlaCall(ABC):
         return validate(self.text.problem(operands, inputs.tables, formulas, inputs.sinks, inputs.seed))
 
     @cached_property
-    def numbers(self) -> tuple[float, ...]:
-        """The numbers in mask, score and conditions of statistics, in the order of `structure_of`."""
-        see = self.text.statistics(self.example_tables)
-        return structure_of(*self.text.formulas(self.example_tables), *conditions_of(see)).numbers
-
-    @cached_property
     def example_tables(self) -> list[Any]:
         """Arrays of zeros in place of the call's tables, with the shapes and dtypes of the tables."""
         given = zip(self.arguments[NUM_OPERANDS:], self.wide_tables, strict=False)
@@ -202,6 +196,11 @@ class XlaForward(XlaCall):
         return None if found is None or any(map(count_arrays, self.see)) else found.prepared
 
     @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers in mask, score and conditions of statistics, in the order of `structure_of`."""
+        return structure_of(*self.text.formulas(self.example_tables), *conditions_of(self.see)).numbers
+
+    @cached_property
     def can_be_cached(self) -> bool:
         """True if the call cache can store calls with all statistics of this call."""
         return has_cached_kinds(self.see)
@@ -245,6 +244,11 @@ class XlaBackward(XlaCall):
         given = self.read_inputs(inputs, forward, found)
         own = passes.differentiate(given, forward, lambda: self.dispatch(passes.slots, inputs, forward, found))
         return [own[k] for k in self.wanted_places]
+
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers in mask and score, the only formulas that a repeated backward pass reads."""
+        return structure_of(*self.text.formulas(self.example_tables)).numbers
 
     @cached_property
     def passes(self) -> dict[Any, BackwardPasses]:

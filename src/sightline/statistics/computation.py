@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .base import accumulate_statistics
@@ -11,6 +11,7 @@ from .per_query import Entropy, Mass, MaxScore
 from .selection import Mean, Statistic, unwrap_mean
 
 if TYPE_CHECKING:
+    from ..formula.expression import Expression
     from ..problem.problem import Problem
 
 
@@ -54,6 +55,12 @@ class FusedStatistics:
         if isinstance(statistic, Mass):
             return [self.masses[id(statistic)]]
         return {MaxScore: self.max_score, Entropy: self.entropy}.get(type(statistic))
+
+
+def conditions_of(see: Sequence[Statistic]) -> list[Expression]:
+    """Return the formula of each `mass` in `see`, also within a mean."""
+    statistics = map(unwrap_mean, see)
+    return [statistic.mask for statistic in statistics if type(statistic) is Mass]
 
 
 def computed_statistic(statistic: Statistic) -> Statistic:

@@ -18,12 +18,12 @@ from torch.autograd import forward_ad
 
 from ..arrays.operations import checksum, to_numpy
 from ..dispatch.backward_calls import arrays_to_save, split_saved
-from ..dispatch.call_request import conditions_of
 from ..dispatch.call_text import flatten_result
 from ..errors import ChangedArrayError
 from ..problem.kernel import Gradients, Plan, Result
 from ..problem.problem import Problem
 from ..statistics import Statistic
+from ..statistics.computation import conditions_of
 from . import operator
 from .derivatives import Derivative, apply, is_transformed, refuse_old_vmap
 from .operator_schema import OperatorArguments, build_result, make_seed

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from ..arrays.kinds import check_class, check_memory, refuse_subclass
 from ..dispatch import call_cache
-from ..dispatch.call_request import Request, conditions_of
+from ..dispatch.call_request import Request
 from ..dispatch.kernel_list import KERNELS, make_plan, to_caller_layout
 from ..errors import KernelRefusedError, SightlineError
 from ..formula.expression import SYMBOLS, Expression
@@ -21,6 +21,7 @@ from ..problem.kernel import Kernel, Result, choose
 from ..problem.problem import Problem, parse, validate
 from ..problem.validation import fold_scale
 from ..statistics import Statistic, solve_selections_separately
+from ..statistics.computation import conditions_of
 from . import gpu_entries, operator
 from .autograd import attach_to_graph, is_intercepted, needs_gradients
 from .cached_tensors import register_tensors

@@ -149,12 +149,19 @@ class Block:
         needs = needs_rows, needs_columns, copies_far_rows
         return OperandTile(self.tiles, format, width, unit_stride, KEY_BLOCK, *needs)
 
-    def flag_imprecise_lse(self, lse: Value) -> None:
-        """Set `imprecise_lse_flag` if weights computed from this lse, a float64, would not sum to 1."""
+    def needs_lse(self) -> Value:
+        """True if the call stores lse, or has statistics, which are not valid if an lse is imprecise."""
+        return self.builder.value(True, BOOL) if self.spec.roles else self.args.lse != self.builder.null()
+
+    def store_lse(self, row: Value, lse: Value) -> None:
+        """Store an lse, a float64. Set `imprecise_lse_flag` if weights that are computed from it would not sum to 1."""
+        builder, args = self.builder, self.args
+        with builder.if_then(args.lse != builder.null()):
+            args.lse.at(row * 8).store(lse)
         limit = MAX_LSE["float64" if self.float is DOUBLE else "float32"]
-        is_precise = (self.builder.call_intrinsic("fabs", lse) <= limit) | (lse == -math.inf)
-        with self.builder.if_then(~is_precise):
-            self.args.imprecise_lse_flag.store(self.builder.value(1, INT64), 8)
+        is_precise = (builder.call_intrinsic("fabs", lse) <= limit) | (lse == -math.inf)
+        with builder.if_then(~is_precise):
+            args.imprecise_lse_flag.store(builder.value(1, INT64), 8)
 
     # -- transposes -----------------------------------------------------------------------------------------------
     def transpose_queries(self) -> None:

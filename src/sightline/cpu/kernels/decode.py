@@ -512,9 +512,8 @@ class Decode(Block):
                 args.outputs[0].pointer.at(row * tiles.itemsize).store(value.to(self.float))
             lse = running_max.get() + log_total
             lse = builder.where(is_empty, -math.inf, lse)
-            with builder.if_then(args.lse != builder.null()):
-                args.lse.at(row * 8).store(lse)
-                self.flag_imprecise_lse(lse)
+            with builder.if_then(self.needs_lse()):
+                self.store_lse(row, lse)
             with builder.loop(0, self.spec.d_v, self.lanes) as c:
                 weighted = Variable(builder, self.vector, 0.0)
                 with builder.loop(0, args.num_splits) as split:

@@ -300,11 +300,9 @@ class Forward(SharedTiles):
                 tiles.store(self.o_t, d, v, tiles.load(self.o_t, d, v) * share)
         output = args.output_row(self.b, self.h, self.i0)
         self.store_transposed(self.o_t, self.spec.d_v, output, self.format, args.output_row_stride)
-        with builder.if_then(args.lse != builder.null()), builder.loop(0, self.num_valid) as lane:
+        with builder.if_then(self.needs_lse()), builder.loop(0, self.num_valid) as lane:
             rows = (sum_row, compensation_row, max_row)
             total, error, largest = (self.lane_address(x, 0, lane).load(self.float).to(DOUBLE) for x in rows)
             unit = math.log(2) if self.spec.is_base_2 else 1.0
-            lse = builder.fma(largest, unit, builder.call_intrinsic("log", total + error))
-            args.lse.at((self.row + lane) * 8).store(lse)
-            self.flag_imprecise_lse(lse)
+            self.store_lse(self.row + lane, builder.fma(largest, unit, builder.call_intrinsic("log", total + error)))
         self.fused_statistics.store()

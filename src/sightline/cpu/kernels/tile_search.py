@@ -33,6 +33,7 @@ SEARCH_FIELDS: dict[str, Any] = {
     "batches": INT64,  # B if the mask depends on b, else 1
     "heads": INT64,
     "query_block": INT64,  # number of queries in a block
+    "first_numbers": POINTER,  # the numbers of the formulas in the first call
     "start": POINTER,  # the arrays of TileRanges: int64, but `full` has one byte for each range
     "first": POINTER,
     "last": POINTER,
@@ -52,6 +53,8 @@ class SearchSpec:
     mask: str  # the formulas are the structures of `formula.parameters`
     others: tuple[str, ...]  # the other formulas of the problem, whose whole numbers are checked
     tables: tuple[tuple[str, int], ...]  # dtype and number of axes of each table, by its slot
+    # of each formula, the indices that may leave their table at hidden pairs; see `KernelSpec.clamped`
+    clamped: tuple[tuple[tuple[int, int], ...], ...]
 
 
 class TileSearch:
@@ -98,8 +101,13 @@ class TileSearch:
             address = address.at(extremes.num_bytes) if has_extremes else address
 
     def is_out_of_range(self) -> Value:
-        """True if an integer of `checked_nodes` may be too large, or an index may be outside of its table."""
+        """True if an integer of `checked_nodes` may be too large, or an index may be outside of its table.
+
+        Indices that may leave their table at hidden pairs are known to be inside for the numbers of the first call.
+        """
         builder, args = self.builder, self.args
+        pairs = zip(self.formulas, self.spec.clamped, strict=True)
+        clamped = {(id(walk(formula)[position]), axis) for formula, own in pairs for position, axis in own}
         box = self.box(**{name: (builder.value(0, INT64), args_length - 1) for name, args_length in self.lengths()})
         renderer = BoundsRenderer(builder, checked_nodes(self.formulas), self.extremes, args.numbers)
         bounds = renderer.evaluate(box, {}, frozenset("bhijsnm"))
@@ -110,10 +118,12 @@ class TileSearch:
                 found.append(~((low > -args.max_integer) & (high < args.max_integer)))
             if isinstance(node, Lookup):
                 lengths = self.args.tables[cast(TableParameter, node.table).slot].lengths
-                for index, length in zip(node.arguments, lengths, strict=True):
-                    if has_arguments(index):
+                for axis, (index, length) in enumerate(zip(node.arguments, lengths, strict=True)):
+                    if has_arguments(index) and (id(node), axis) not in clamped:
                         low, high = bounds[id(index)]
                         found.append(~((low >= 0.0) & (high < length.to(DOUBLE))))
+        for slot, number in enumerate(args.numbers if clamped else ()):
+            found.append(number != args.first_numbers.at(8 * slot).load(number.type))
         return reduce(or_, found)
 
     def lengths(self) -> list[tuple[str, Value]]:

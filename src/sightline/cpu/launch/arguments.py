@@ -33,16 +33,22 @@ class KernelArguments:
 
     A tile range is a run of key blocks that a block of `query_block` queries must process. `group` adjacent heads share
     tile ranges. `extra_formulas` are formulas besides mask and score. They may read b, h, i, j, and s: the score after
-    the score formula. Their tables come after the tables of mask and score.
+    the score formula. Their tables come after the tables of mask and score. `unread` are the other formulas of the
+    call, which this kernel does not read. All kernels of a call have one structure, so that they share its numbers.
     """
 
     def __init__(
-        self, problem: Problem, query_block: int, extra_formulas: Sequence[Expression] = (), group: int = 1
+        self,
+        problem: Problem,
+        query_block: int,
+        extra_formulas: Sequence[Expression] = (),
+        group: int = 1,
+        unread: Sequence[Expression] = (),
     ) -> None:
         self.problem, self.query_block, self.group = problem, query_block, group
         # the formulas of the problem, and their structures, which are compiled into the kernel
         self.problem_formulas = (problem.mask, problem.score, *extra_formulas)
-        structure = structure_of(*self.problem_formulas)
+        structure = structure_of(*self.problem_formulas, *unread).first(len(self.problem_formulas))
         self.formulas, self.numbers = structure.formulas, structure.numbers
         self.arrays = {name: detach(getattr(problem, name)) for name in ("query", "key", "value")}
         self.tables = [convert_table(table.array) for table in structure.tables]
@@ -144,13 +150,18 @@ def operand_fields(name: str, array: Any, keep_alive: list[Any]) -> dict[str, in
 
 
 def prepare(
-    kernel: str, problem: Problem, processor: Processor, extra_formulas: Sequence[Expression] = (), **more: Any
+    kernel: str,
+    problem: Problem,
+    processor: Processor,
+    extra_formulas: Sequence[Expression] = (),
+    unread: Sequence[Expression] = (),
+    **more: Any,
 ) -> tuple[KernelArguments, KernelSpec]:
     """Return a kernel's arguments and spec, with blocks of queries that are no larger than the problem needs."""
     machine = machine_for(processor, problem.dtype)
     lanes = lanes_per_vector(problem.dtype, machine)
     machine = machine.narrow_tile(-(-problem.n // lanes))
-    arguments = KernelArguments(problem, lanes * machine.register_tile[1], extra_formulas)
+    arguments = KernelArguments(problem, lanes * machine.register_tile[1], extra_formulas, unread=unread)
     return arguments, make_spec(kernel, arguments, vectors=machine.vectors, **more)
 
 

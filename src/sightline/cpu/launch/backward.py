@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import convert, detach, empty, layout, namespace, to_numpy
-from ...formula.expression import Expression
 from ...problem.kernel import BACKWARD_SUMS, Gradients, is_lse_too_large
 from ...problem.problem import Problem
 from ...statistics import Mass, StatisticGradients
@@ -83,7 +82,7 @@ def backward(
         return None
     bound_sum = None
     if statistic_gradients.needs_weights_sum:
-        weights_sum, bound_sum = _sum_over_keys(problem, statistic_gradients.weights, threads, processor)
+        weights_sum, bound_sum = _sum_over_keys(problem, statistic_gradients, threads, processor)
         statistic_gradients = replace(statistic_gradients, weights_sum=weights_sum)
     d_lse, formulas = statistic_gradients.add_to_d_lse(d_lse), statistic_gradients.formulas
     table_gradients = list(find_table_gradients(problem, wanted_tables))
@@ -202,11 +201,13 @@ class BoundBackward(BoundCall):
 
 
 def _sum_over_keys(
-    problem: Problem, formula: Expression | None, threads: int | None, processor: Processor
+    problem: Problem, gradients: StatisticGradients, threads: int | None, processor: Processor
 ) -> tuple[Any, BoundCall]:
-    """Return Σⱼ P ∘ formula of every query, and the bound call: a forward pass with one column of value."""
-    narrow = problem.with_statistics(Mass(formula), value=None if problem.row_formats else problem.value[..., :1])
-    fused, lse = CpuFusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
+    """Return Σⱼ P ∘ gradients.weights of every query, and the bound call: a forward pass with one column of value."""
+    _, *unread = gradients.formulas.values()
+    value = None if problem.row_formats else problem.value[..., :1]
+    narrow = problem.with_statistics(Mass(gradients.weights), value=value)
+    fused, lse = CpuFusedStatistics(narrow, unread), np.empty((*problem.batch_shape, problem.H, problem.n))
     call = forward(narrow, make_output(narrow), lse, threads, processor, fused)
     return convert(fused.arrays[0].astype(np.float64), problem.query), call
 

@@ -136,7 +136,6 @@ class BoundCall:
         names, num_tables = list(writer.fields), len(arguments.tables) + len(arguments.numbers)
         self.range_words = [(index, int(self.template[index])) for index in map(names.index, TILE_RANGE_FIELDS)]
         self.search = BoundSearch.of(arguments, spec, processor)
-        self.may_leave_tables = any(spec.clamped)
         self.keep_alive = arguments.constant_arrays(*changing)
         if self.search is not None and self.search.runs_always:  # only the first call reads the bound tile ranges
             ranges = {word for _, word in self.range_words}
@@ -185,13 +184,12 @@ class BoundCall:
     def is_cacheable(self) -> bool:
         """True if later calls may use this call.
 
-        The call must run on the host's processor, and the memory that it keeps alive must be small. If an index may
-        leave its table at hidden pairs, the hidden pairs must be the same in every call.
+        The call must run on the host's processor, and the memory that it keeps alive must be small.
         """
         return (
             self.processor is HOST
             and sum(array.nbytes for array in self.keep_alive) <= MAX_CACHED_BYTES
-            and (self.search is None or not self.may_leave_tables)
+            and (self.search is None or self.search.can_repeat)
         )
 
     def run(

@@ -18,8 +18,7 @@ from typing import Any
 
 from ...arrays.layouts import addresses_of
 from ...arrays.operations import memory_layout
-from ...formula.expression import Expression
-from ...formula.parameters import structure_of
+from ...formula.parameters import Structure
 from ..calls.launch_record import LaunchRecord
 from ..calls.launcher import FIRST_NUMBER, FIRST_RESULT, MAX_NUMBERS, MAX_RESULTS, UNCHANGED
 from ..codegen.abi import signed_word, to_word
@@ -43,7 +42,7 @@ class KernelInputs:
     numbers: tuple[int, ...]
 
     @classmethod
-    def bind(cls, call: BoundCall, tables: Sequence[Any], formulas: Sequence[Expression | None]) -> KernelInputs | None:
+    def bind(cls, call: BoundCall, tables: Sequence[Any], structure: Structure) -> KernelInputs | None:
         """Return the inputs of a call that was made for these tables and formulas; None if it was made for others.
 
         The result is also None if the call was bound for other memory layouts than those of the tables.
@@ -51,13 +50,10 @@ class KernelInputs:
         Parameters
         ----------
         tables : the caller's tables, in the order of the structure of its formulas
-        formulas : the first formulas of the caller, those that the kernel reads
+        structure : the part of the structure of the caller's formulas that the kernel reads; see `Structure.first`
         """
-        structure = structure_of(*formulas)
         origins = [id(table) for table in structure.tables]
-        given = [(type(number), number) for number in structure.numbers]  # a structure has equal numbers once
-        needed = [(type(number), number) for number in call.numbers]
-        if not set(call.table_origins) <= set(origins) or set(needed) != set(given):
+        if not set(call.table_origins) <= set(origins) or call.numbers != structure.numbers:
             return None
         own_tables = tuple([origins.index(origin) for origin in call.table_origins])
         converters: list[Callable[[Any], Any] | None] = []
@@ -66,7 +62,7 @@ class KernelInputs:
             if not is_direct and memory_layout(call.convert_table(tables[table])) != bound:
                 return None
             converters.append(None if is_direct else call.convert_table)
-        return cls(own_tables, tuple(converters), tuple([given.index(number) for number in needed]))
+        return cls(own_tables, tuple(converters), tuple(range(len(structure.numbers))))
 
     def of(
         self, tables: Sequence[Any], addresses: Sequence[int], numbers: tuple[float, ...]

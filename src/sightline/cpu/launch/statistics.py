@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ...arrays.operations import convert
+from ...formula.expression import Expression
 from ...problem.problem import Problem
 from ...reference.streaming import Streaming
 from ...statistics import Statistic
@@ -16,10 +18,14 @@ from . import weights_pass
 
 
 class CpuFusedStatistics(FusedStatistics):
-    """The statistics that the forward kernel computes, and their output arrays; see `FusedStatisticsCode`."""
+    """The statistics that the forward kernel computes, and their output arrays; see `FusedStatisticsCode`.
 
-    def __init__(self, problem: Problem) -> None:
+    `unread` are formulas of the call that the kernel does not read; see `KernelArguments`.
+    """
+
+    def __init__(self, problem: Problem, unread: Sequence[Expression] = ()) -> None:
         super().__init__(problem, np.empty)
+        self.unread = unread
         roles = {"max_score": self.max_score[:1], "entropy": self.entropy, "sum": self.masses}
         self.roles = tuple([role for role, arrays in roles.items() for _ in arrays])
 

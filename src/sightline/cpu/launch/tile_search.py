@@ -11,6 +11,8 @@ import numpy as np
 
 from ...caching import cached_property
 from ...formula.expression import Expression, as_expression
+from ...formula.formula_checks import stay_inside_for_all_entries
+from ..codegen.abi import call_words
 from ..codegen.render_bounds import EXTREMES_BLOCK, EXTREMES_BYTES
 from ..kernels.kernel_spec import KernelSpec
 from ..kernels.tile_search import (
@@ -35,6 +37,8 @@ class BoundSearch:
     packed : the argument block of the search
     capacity : the number of tile ranges for which a buffer has memory
     runs_always : True if the tile ranges or the checks of the search depend on tables, or no tile ranges are bound
+    can_repeat : False if an index may leave its table at hidden pairs, and tables decide which pairs are hidden
+        If numbers decide it, the search of a call with other numbers fails.
     """
 
     def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
@@ -46,6 +50,8 @@ class BoundSearch:
         self.num_extremes = sum(map(_count_blocks, (arguments.tables[k] for k in tables_with_extremes(formulas))))
         reads_tables = bool(formulas[0].tables) or any(node.tables for node in checked_nodes(formulas))
         self.runs_always = reads_tables or not arguments.has_tile_ranges
+        self.can_repeat = stay_inside_for_all_entries(arguments.problem_formulas, spec.clamped, problem.extent)
+        self.first_numbers = np.array(call_words((), arguments.numbers, ()), np.int64)
         fields = dict.fromkeys(SEARCH_FIELDS, 0) | {
             "B": problem.B,
             "H": problem.H,
@@ -54,10 +60,13 @@ class BoundSearch:
             "batches": ranges.batches,
             "heads": ranges.heads,
             "query_block": arguments.query_block,
+            "first_numbers": self.first_numbers.ctypes.data,
             "max_integer": 2.0**53 if spec.needs_int64 else 2.0**31 - 1,
         }
         self.packed = arguments.pack(SEARCH_FIELDS, fields)
-        search_spec = SearchSpec(formulas[0].text, tuple(formula.text for formula in formulas[1:]), spec.tables)
+        clamped = [own for f, own in zip(arguments.formulas[1:], spec.clamped[1:], strict=True) if f is not None]
+        texts = tuple(formula.text for formula in formulas[1:])
+        search_spec = SearchSpec(formulas[0].text, texts, spec.tables, (spec.clamped[0], *clamped))
         self._compile = partial(_compile, search_spec, formulas, processor)
 
     @classmethod
