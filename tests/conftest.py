@@ -48,8 +48,8 @@ def pytest_configure(config):
 # function, or a test with its parameters. For the number k of a row, `make test` runs about one of k of these tests.
 # For 0 it runs none. The names of the tests decide which, so every run has the same tests.
 WIDE = {
-    "api/out_of_core/test_out_of_core.py::test_a_window_with_sinks_and_documents": 3,
-    "api/out_of_core/test_out_of_core.py::test_anonymous_memory_stays_within_the_limit": 0,
+    "api/test_from_disk.py::test_a_window_with_sinks_and_documents": 3,
+    "api/test_from_disk.py::test_anonymous_memory_stays_within_the_limit": 0,
     "api/test_tangents.py::test_tangents": 3,
     "api/test_vjp.py::test_first_and_repeated_calls_have_the_gradients_of_torch": 8,
     "arrays/test_arrays.py::test_attention_with_a_mask_or_bias_that_repeats": 2,

@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .api.from_disk import attention_from_disk
 from .api.functions import attention, explain, tiles
-from .api.out_of_core import attention_from_disk
 from .api.tangent import attention_tangent
 from .api.vjp import attention_vjp
 from .cpu.runtime.thread_count import threads

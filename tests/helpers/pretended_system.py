@@ -2,8 +2,8 @@
 
     pytest -p pretended_system tests/cpu/test_systems.py
 
-A program calls `pretend` first. What Windows has in place of POSIX is imitated here as far as Sightline uses it: locked
-bytes, open files that cannot be removed, names of the environment in capital letters. An imitation shows that the
+A program calls `pretend` first. What Windows has in place of POSIX is imitated here as far as Sightline uses it: open
+files that cannot be removed, and names of the environment in capital letters. An imitation shows that the
 library does not need the names of POSIX. It does not show that the library runs on Windows.
 """
 
@@ -12,15 +12,13 @@ import builtins
 import contextlib
 import ctypes
 import errno
-import fcntl
 import multiprocessing.util  # noqa: F401 - likewise
 import os
 import shutil
-import struct
 import subprocess  # noqa: F401 - likewise
 import sys
 import tempfile  # noqa: F401 - likewise
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 POSIX_MODULES = ("fcntl", "grp", "pwd", "resource")
 POSIX_NAMES = (
@@ -38,8 +36,6 @@ def pretend():
         delattr(os, name)
     os.supports_bytes_environ = shutil._use_fd_functions = False
     os.environ = os._Environ(dict(os.environ), str.upper, str, str, str)  # noqa: B003 - as Windows has it
-    sys.modules["msvcrt"] = ModuleType("msvcrt")
-    vars(sys.modules["msvcrt"]).update(locking=_lock_byte, LK_UNLCK=0, LK_NBLCK=2)
     for name in ("open", "unlink", "replace", "utime", "scandir", "mkdir"):
         setattr(os, name, _without_descriptors(getattr(os, name)))
     for name in ("unlink", "remove", "replace"):
@@ -51,16 +47,6 @@ def pretend():
 
 def pytest_configure(config):
     pretend()
-
-
-def _lock_byte(descriptor, mode, count):
-    """Lock `count` bytes from the position of the file on, or release them; see msvcrt.locking."""
-    kind = fcntl.F_UNLCK if mode == 0 else fcntl.F_WRLCK
-    region = struct.pack("hhqqi", kind, os.SEEK_CUR, 0, count, 0)  # struct flock; the lock belongs to the open file
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, region)
-    except BlockingIOError as error:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from error
 
 
 def _without_descriptors(function):
