@@ -25,7 +25,6 @@ from .formula.library import (
     window,
 )
 from .formula.tables import Table, table
-from .gpu.tuning.tuner import tune
 from .kv_cache import KVCache
 from .partition.lse_merge import merge
 from .recording import Seen
@@ -71,7 +70,6 @@ __all__ = [
     "threads",
     "tiles",
     "top_k",
-    "tune",
     "weighted_sum",
     "weights",
     "where",

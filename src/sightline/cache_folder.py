@@ -1,6 +1,6 @@
-"""The folder of the caches on disk, for kernels of the CPU and for tuned tile sizes of GPUs.
+"""The folder of the cache on disk, which has kernels of the CPU.
 
-SIGHTLINE_CACHE=off disables the caches on disk. SIGHTLINE_CACHE=/a/folder selects their folder.
+SIGHTLINE_CACHE=off disables the cache. SIGHTLINE_CACHE=/a/folder selects its folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def cache_setting() -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the caches on disk, which need not exist.
+    """Return the folder of the cache on disk, which need not exist.
 
     Raises
     ------

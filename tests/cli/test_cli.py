@@ -19,12 +19,11 @@ from sightline.cli import head_patterns, main
 from sightline.cli.bench.report import Entry
 from sightline.cli.demo_command import budget_shares, compare_times, describe_times, largest_differences
 from sightline.cli.explain_command import explain
-from sightline.cli.info_command import PACKAGES, SAMPLES, TORCH_VARIABLES, support, torch_threads
+from sightline.cli.info_command import DRIVER_VERSION_FILES, PACKAGES, SAMPLES, TORCH_VARIABLES, support, torch_threads
 from sightline.cli.walkthrough import walk_through
 from sightline.data import NAMES, load
 from sightline.dispatch.kernel_list import KERNELS
 from sightline.errors import ParameterError
-from sightline.gpu.tuning.cache import DRIVER_VERSION_FILES
 from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.testing import assert_within_budget
@@ -201,7 +200,7 @@ def test_info_prints_what_the_kernels_report(run):
             assert reason in out
 
 
-def test_info_prints_the_gpu_that_torch_finds(run, monkeypatch, tmp_path):
+def test_info_prints_the_gpu_that_torch_finds(run, monkeypatch):
     """The CPU stands in for the GPU."""
     from sightline.torch import kernels
 
@@ -210,9 +209,8 @@ def test_info_prints_the_gpu_that_torch_finds(run, monkeypatch, tmp_path):
     monkeypatch.setattr("sightline.cli.info_command.support", lambda kernels=KERNELS, device=None: on_device)
     monkeypatch.setattr("sightline.cli.info_command.has_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setenv("SIGHTLINE_CACHE", str(tmp_path))
     _, out, _ = run("info")
-    assert f"NVIDIAH200;0kernelstuned,in{tmp_path}/tuned" in "".join(out.split())
+    assert "NVIDIA H200" in out
     assert "Kernels on the GPU" in out
     assert "fused: the arrays are on cpu (move them to a CUDA device)" in out
     monkeypatch.setattr("sightline.cli.info_command.has_gpu", lambda: False)

@@ -12,15 +12,16 @@ pytest.importorskip("triton")
 
 from triton.runtime.driver import driver
 
+import ahead_of_time
 from sightline.formula.parameters import structure_of
-from sightline.gpu import Triton, aot
+from sightline.gpu import Triton
 from sightline.gpu.launch.bound_launches import BoundLaunches
 from sightline.gpu.launch.launches import REDUCED_STAGES, LaunchBinder
 
 TARGET = "sm_90"
 
 
-class Recorder(aot._OfflineDriver):
+class Recorder(ahead_of_time._OfflineDriver):
     """A driver that records the grid and the arguments of every launch, with addresses in the place of tensors."""
 
     def __init__(self):
@@ -51,7 +52,7 @@ def flatten(kinds, arguments):
 def recorder():
     recording = Recorder()
     REDUCED_STAGES.clear()
-    with aot._active_driver(recording):
+    with ahead_of_time._active_driver(recording):
         assert driver.active is recording
         yield recording
 

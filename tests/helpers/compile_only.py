@@ -15,8 +15,9 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.driver import driver
 from triton.runtime.errors import TritonError
 
+import ahead_of_time
 import on_device
-from sightline.gpu import Triton, aot
+from sightline.gpu import Triton
 
 TARGET = os.environ.get("COMPILE_FOR", "sm_90")
 FAILURES = CompilationError, TritonError  # PTXASError and OutOfResources are of the second kind
@@ -35,7 +36,7 @@ class CompileOnly(Triton):
 
 
 torch.cuda.is_available = lambda: True  # the tests ask whether there is a GPU
-driver.set_active(aot._OfflineDriver(TARGET))
+driver.set_active(ahead_of_time._OfflineDriver(TARGET))
 on_device.OnDevice, on_device.DEVICE = CompileOnly, "cpu"
 
 

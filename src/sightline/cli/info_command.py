@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from ..arrays.operations import resolve_dtype
 from ..cpu.runtime import disk_cache, thread_count
 from ..dispatch.kernel_list import KERNELS
 from ..formula.library import alibi, causal
-from ..gpu.tuning import cache
 from ..problem.kernel import Kernel
 from ..problem.problem import Problem, make_problem
 from ..statistics import weights
@@ -41,6 +41,7 @@ PACKAGES = {
     "ml_dtypes": "bfloat16 in NumPy; pip install ml_dtypes",
 }
 TORCH_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # torch reads its initial number of threads from these
+DRIVER_VERSION_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 VECTOR_FEATURES = ("avx512f", "avx512bf16", "amx-bf16", "avx2", "fma", "sse4.2", "neon", "sve")
 SAMPLES: dict[str, dict[str, Any]] = {
     "float64": {"dtype": "float64"},
@@ -160,7 +161,7 @@ def has_gpu() -> bool:
 
     The import of torch takes long, so torch is imported only if a GPU driver is installed.
     """
-    if not any(path.exists() for path in cache.DRIVER_VERSION_FILES) or find_spec("torch") is None:
+    if not any(path.exists() for path in DRIVER_VERSION_FILES) or find_spec("torch") is None:
         return False
     import torch
 
@@ -168,14 +169,12 @@ def has_gpu() -> bool:
 
 
 def _gpu_name() -> str:
-    """Return the GPU's name with the number of tuned kernels in the tuning cache, or a text if torch finds no GPU."""
+    """Return the GPU's name, or a text if torch finds no GPU."""
     if not has_gpu():
         return "none found by torch"
     import torch
 
-    folder = cache.folder()
-    tuned = "" if folder is None else f"; {len(cache.list_entries())} kernels tuned, in {folder}"
-    return torch.cuda.get_device_name() + tuned
+    return torch.cuda.get_device_name()
 
 
 def _generated() -> dict[str, str]:

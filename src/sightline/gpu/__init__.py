@@ -21,8 +21,8 @@ class Triton(Kernel):
     ----------
     architecture : str, optional
         The architecture that tile sizes are chosen for: "sm_90", "gfx942", .... The default is the architecture of the
-        tensors' device. Only `aot.compile_kernels` may combine a GPU architecture with tensors on the CPU.
-        "interpreter" serves tensors on the CPU, and requires that TRITON_INTERPRET=1 was set before triton was
+        tensors' device. Only tests, which compile kernels ahead of time, combine a GPU architecture with tensors on the
+        CPU. "interpreter" serves tensors on the CPU, and requires that TRITON_INTERPRET=1 was set before triton was
         imported.
     """
 

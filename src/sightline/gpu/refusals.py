@@ -51,8 +51,8 @@ def refuse_backward(
     """Yield every reason why the Triton kernels cannot compute the backward pass of a problem.
 
     The reasons are those of `refuse_forward`, a problem without pairs or with d_v = 0, and tables whose gradients the
-    kernels cannot sum. If `architecture` is given, the tensors may be on any device, as in `aot.compile_kernels`. Of
-    the reasons of `refuse_forward`, only the sizes are then checked.
+    kernels cannot sum. If `architecture` is given, the tensors may be on any device, and of the reasons of
+    `refuse_forward` only the sizes are checked.
     """
     refusals = list(refuse_forward(problem, None) if architecture is None else _size_refusals(problem))
     refusals += refuse_no_pairs(problem)

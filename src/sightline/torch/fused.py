@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention  # bound before `replacing` replaces it
 
-from ..gpu.tuning.configurations import architecture_of
+from ..gpu.configurations import architecture_of
 from ..problem.kernel import Kernel, Refusal, Result
 from ..problem.problem import Problem
 from .autograd import needs_gradients

@@ -25,7 +25,7 @@ from ..dispatch.call_cache import EntryResult, ResultBuilder, describe_statistic
 from ..dispatch.call_request import Request
 from ..dispatch.lookup import store
 from ..formula.expression import Expression
-from ..gpu.tuning.configurations import selection_version
+from ..gpu.configurations import is_trial
 from ..problem.kernel import BACKWARD_OPERANDS, Gradients, Result
 from ..problem.problem import NUM_OPERANDS, Problem
 from .autograd import needs_gradients
@@ -56,19 +56,15 @@ class FusedEntry(_PythonEntry):
 
 
 class EntriesByNumbers(_PythonEntry):
-    """The calls that differ only in the numbers of their formulas, such as the width of a window.
+    """The calls that differ only in the numbers of their formulas, such as the width of a window, by these numbers."""
 
-    `calls` has each call by its numbers. The calls are outdated if `selection_version()` is not `selection`.
-    """
-
-    def __init__(self, selection: int) -> None:
+    def __init__(self) -> None:
         self.calls: dict[tuple[float, ...], GpuEntry] = {}
-        self.selection = selection
 
     def run(self, request: Request, query: Tensor, key: Tensor, value: Tensor, threads: int | None) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
         call = self.calls.get(request.numbers)
-        return None if call is None or selection_version() != self.selection else call.run(request, query, key, value)
+        return None if call is None or is_trial() else call.run(request, query, key, value)
 
 
 @dataclass
@@ -107,7 +103,7 @@ class _GpuGraphCall(CachedGraphCall):
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
         arrays, read = self.read_arrays(gradients, inputs, results)
-        call = None if read is None else self.attacher.backward.entries.get((selection_version(), read[0]))
+        call = None if read is None or is_trial() else self.attacher.backward.entries.get(read[0])
         given = None if call is None else call.read_inputs(arrays, read[1:], self.request.tables, None)
         return None if call is None or given is None else call.run(given, self.seed or 0)
 
@@ -120,14 +116,14 @@ class _GpuGraphCall(CachedGraphCall):
     ) -> None:
         from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
-        recorded, selection = found.recorded_call, selection_version()
+        recorded = found.recorded_call
         _, read = self.read_arrays(gradients, inputs, results)
-        if read is None or selection is None:
+        if read is None or is_trial():
             return
         addresses = [recorded.inputs[name].data_ptr() for name in BACKWARD_OPERANDS]
         call = BoundLaunches.of(recorded, self.formulas, self.request.tables)
         if call is not None and addresses == [*read[1 : 1 + len(addresses)]]:
-            store(self.attacher.backward.entries, (selection, read[0]), call, MAX_BACKWARD_ENTRIES)
+            store(self.attacher.backward.entries, read[0], call, MAX_BACKWARD_ENTRIES)
 
     def read_arrays(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
@@ -165,8 +161,7 @@ def insert(
     from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
     operands = problem.query, problem.key, problem.value
-    selection = selection_version()
-    if selection is None or any(x.data_ptr() != y for x, y in zip(operands, request.addresses, strict=False)):
+    if is_trial() or any(x.data_ptr() != y for x, y in zip(operands, request.addresses, strict=False)):
         return
     attach = None
     if needs_gradients(problem):
@@ -179,9 +174,8 @@ def insert(
     squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
     statistics, _ = describe_statistics(problem)
     variants: Any = call_cache.calls.get(request.key)
-    is_outdated = not isinstance(variants, EntriesByNumbers) or variants.selection != selection
-    if is_outdated or len(variants.calls) >= MAX_CALLS_BY_NUMBERS:
-        variants = EntriesByNumbers(selection)
+    if not isinstance(variants, EntriesByNumbers) or len(variants.calls) >= MAX_CALLS_BY_NUMBERS:
+        variants = EntriesByNumbers()
         store(call_cache.calls, request.key, variants)
     adapter = ADAPTERS[type(inputs[0])]
     variants.calls[request.numbers] = GpuEntry(adapter, statistics, attach, launches, squeezed_axis)

@@ -231,6 +231,6 @@ def test_a_quick_run(capsys, tmp_path, monkeypatch):
         assert text in out
     saved = json.loads(path.read_text())
     assert saved["machine"]["device"] == "a processor in a GPU's place"
-    assert {"driver", "tuned"} <= set(saved["machine"])
+    assert {"driver", "cudnn"} <= set(saved["machine"])
     assert set(saved["peaks"]) == {"matmul", "copy"}
     assert {each.name for each in figures.iterdir()} == {"roofline.png", "ratios.png"}

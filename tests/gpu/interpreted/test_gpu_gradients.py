@@ -17,10 +17,10 @@ from gradient_checks import NAMES, check
 from sample_problems import arrays
 from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s, scores, softcap, table, weights, window
 from sightline.arrays.operations import to_numpy
+from sightline.gpu.configurations import Configuration
 from sightline.gpu.kernels import table_gradient
 from sightline.gpu.launch.arguments import to_operand
 from sightline.gpu.launch.launches import KernelLaunch
-from sightline.gpu.tuning.configurations import Configuration
 from sightline.statistics import statistic_gradients
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, Case, cases, to_torch

@@ -16,9 +16,8 @@ from sightline.dispatch import call_cache
 from sightline.errors import ChangedArrayError, FormulaError, TableError
 from sightline.formula.tables import Table
 from sightline.formula.tile_ranges import find_tile_ranges
+from sightline.gpu.configurations import Configuration, try_sizes
 from sightline.gpu.launch.bound_launches import BoundLaunches
-from sightline.gpu.tuning import cache
-from sightline.gpu.tuning.configurations import Configuration, try_sizes
 from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import Case
@@ -280,19 +279,6 @@ def test_a_trial_of_other_tile_sizes_is_not_answered_by_the_cache(repeated):
     assert repeated == []
     results(inputs, {})
     assert len(repeated) == 1
-
-
-def test_tuning_changes_the_kernels_of_repeated_calls(repeated):
-    inputs = tensors(True)
-    for _ in range(3):
-        results(inputs, {})
-    assert len(repeated) == 3
-    cache.clear()
-    results(inputs, {})
-    assert len(repeated) == 3
-    for _ in range(2):
-        results(inputs, {})
-    assert len(repeated) == 6
 
 
 def test_a_large_problem_whose_tables_decide_its_plan_is_not_stored(repeated, monkeypatch):

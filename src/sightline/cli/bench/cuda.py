@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from ...caching import cached_property
 from ...errors import DeviceError, MissingExtraError
-from ...gpu.tuning import cache
+from ..info_command import DRIVER_VERSION_FILES
 from .cases import Case, Contender, TimedCall
 from .contenders import Sightline
 from .cuda_benchmarks import BENCHMARKS
@@ -149,13 +149,13 @@ class CudaDevice(Device):
         return replace(prepared, call=replay, setup=lambda: None), "as a CUDA graph"
 
     def properties(self) -> dict[str, Any]:
-        """Return the device's name, the versions of its software, and the entries of the tuning cache for any GPU."""
+        """Return the device's name and the versions of its software."""
         import torch
 
         cudnn: Any = torch.backends.cudnn
         found = {"device": self.description, "cuda": torch.version.cuda, "hip": torch.version.hip}
-        found |= {"cudnn": cudnn.version(), "driver": cache.environment()["driver"]}
-        return found | {"tuned": cache.list_entries()}  # tuned tile sizes replace the built-in ones
+        drivers = [path.read_text(errors="replace") for path in DRIVER_VERSION_FILES if path.exists()]
+        return found | {"cudnn": cudnn.version(), "driver": "".join(drivers).partition("\n")[0]}
 
     def _record_events(self, call: Callable[[], Any]) -> tuple[Any, Any]:
         before, after = (self.runtime.Event(enable_timing=True) for _ in range(2))

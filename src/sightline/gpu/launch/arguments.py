@@ -24,8 +24,8 @@ from ..codegen.formula_functions import (
     compile_function,
     render_sources,
 )
+from ..configurations import Configuration
 from ..kernels.tile_ops import Array, MetaParameters
-from ..tuning.configurations import Configuration
 
 MIN_SCALE = 2.0**-64  # kernels apply a smaller scale before the softmax, because lse / scale would overflow float32
 

@@ -15,11 +15,11 @@ from ...formula.expression import SYMBOLS, Expression, Lookup
 from ...problem.kernel import Gradients, Refusal, find_learned_lookups, sum_by_table, sum_sink_gradients
 from ...problem.problem import Problem
 from ...statistics import StatisticGradients
+from ..configurations import Configuration, architecture_of, select
 from ..kernels.backward import backward_preprocess
 from ..kernels.backward_keys import backward_keys
 from ..kernels.backward_queries import backward_queries
 from ..kernels.table_gradient import FIRST_SLOT_EXPONENT, MAX_ADDITIONS, SLOT_BITS, SLOTS
-from ..tuning.configurations import Configuration, architecture_of, select
 from .arguments import Operands, to_operand
 from .forward import NAN_SAFE_ROWS, nan_safe_launch, small_sizes
 from .launches import KernelLaunch, RecordedCall

@@ -13,9 +13,9 @@ from ...problem.problem import Problem
 from ...reference.streaming import Streaming
 from ...statistics import Lse, unwrap_mean
 from ..codegen.formula_functions import collect_tables
+from ..configurations import Configuration, architecture_of, select
 from ..kernels.decode import decode, merge_splits
 from ..kernels.forward import forward
-from ..tuning.configurations import Configuration, architecture_of, select
 from .arguments import Operands
 from .launches import KernelLaunch, RecordedCall
 from .schedule import make_schedule

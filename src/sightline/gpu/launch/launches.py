@@ -17,9 +17,9 @@ from triton.runtime.errors import OutOfResources
 
 from ...formula.tables import Table
 from ...problem.problem import Problem
+from ..configurations import Configuration
 from ..kernels.tile_loop import GpuSchedule
 from ..kernels.tile_ops import MetaParameters
-from ..tuning.configurations import Configuration
 from .arguments import dropout_state
 
 # Names of the kernels' arguments whose arrays a call allocates without filling them. If an array of such a name is an

@@ -18,10 +18,10 @@ from ...reference.streaming import compute_statistics as compute_by_streaming
 from ...statistics import Mean, Pooled, Received, Scores, Statistic, TopK, Weights
 from ...statistics.base import ForwardContext
 from ...statistics.computation import FusedStatistics, dispatch_statistics
+from ..configurations import Configuration, select
 from ..kernels.weights_pass import dense_weights, received
 from ..kernels.weights_pooled import pooled
 from ..kernels.weights_top_k import top_k
-from ..tuning.configurations import Configuration, select
 from .arguments import Operands
 from .launches import KernelLaunch
 from .schedule import make_schedule

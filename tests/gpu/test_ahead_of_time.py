@@ -2,7 +2,7 @@
 
 `recorded_kernels.json` holds the resource use of each kernel with triton 3.9: registers per thread, spilled bytes per
 thread, and bytes of shared memory. A kernel that needs more of a resource is slower, or does not run at all.
-`python tests/gpu/test_aot.py` adds missing cases to the file.
+`python tests/gpu/test_ahead_of_time.py` adds missing cases to the file.
 """
 
 import json
@@ -22,11 +22,11 @@ pytest.importorskip("triton")
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
+from ahead_of_time import SHARED_MEMORY_BYTES, TARGETS, compile_kernels
 from sightline.gpu import Triton
-from sightline.gpu.aot import SHARED_MEMORY_BYTES, TARGETS, compile_kernels
+from sightline.gpu.configurations import Configuration, try_sizes
 from sightline.gpu.launch.backward import backward
 from sightline.gpu.launch.forward import attention_launches, forward_launches, run
-from sightline.gpu.tuning.configurations import Configuration, try_sizes
 
 FILE = Path(__file__).with_name("recorded_kernels.json")
 FORMULAS = {"plain": {}, "causal": {"mask": causal()}, "capped window": {"mask": window(256), "score": softcap(20.0)}}

@@ -26,9 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
-from ..errors import ParameterError
-from .launch.launches import REDUCED_STAGES
-from .tuning.configurations import shared_memory_of, try_sizes
+from sightline.errors import ParameterError
+from sightline.gpu.configurations import shared_memory_of, try_sizes
+from sightline.gpu.launch.launches import REDUCED_STAGES
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),  # A100
