@@ -1,6 +1,6 @@
 """Draw the picture of docs/distributed.md: the predicted efficiency of attention on 1 to 1,024 ranks.
 
-python examples/draw_scaling.py [--folder docs/distributed]
+python -m examples.draw_scaling [--folder docs/distributed]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 import sightline
-from sightline.partition.cost_model import predict_problem
+from benchmarks.cost_model import predict_problem
 from sightline.problem.problem import make_problem
 from sightline.view import plotting
 from sightline.view.palette import LIGHT, SERIES

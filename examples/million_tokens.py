@@ -1,6 +1,6 @@
 """Compute attention over a million tokens, forward and backward, and measure the memory besides inputs and results.
 
-    python examples/million_tokens.py [--tokens 1048576]
+    python -m examples.million_tokens [--tokens 1048576]
 
 The mask has four conditions in one formula: causal, inside the document, and either in a window of 4,096 keys or among
 the sixteen first tokens of the document. Three lengths are measured: a quarter of the tokens, half of them, and all.
@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 import sightline
+from benchmarks.peak_memory import peak_memory
 from sightline import i, j, table
-from sightline.cli.bench.peak_memory import peak_memory
 
 TOKENS, WIDTH = 1 << 20, 64
 WINDOW, FIRST_TOKENS, DOCUMENTS = 4096, 16, 24

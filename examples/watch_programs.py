@@ -1,6 +1,6 @@
 """Run programs of other libraries in `sightline.watch`, and compare time and memory with what their users do today.
 
-    python examples/watch_programs.py [--only whisper] [--seconds 20] [--markdown]
+    python -m examples.watch_programs [--only whisper] [--seconds 20] [--markdown]
 
 No program is edited. Each runs in a process of its own, in three ways: alone, in a watch, and in today's way, in which
 its users see attention weights. Today's way is eager attention, or another switch to code that computes all weights. A
@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 import sightline
-from sightline.cli.bench.peak_memory import peak_memory
+from benchmarks.peak_memory import peak_memory
 
 ROOT = Path(__file__).parents[1]
 Keep = Callable[[Any], Any]  # what is kept of the weights (..., n, m) of one call

@@ -154,7 +154,7 @@ def test_every_picture_of_a_page_is_drawn(example, tmp_path, page):
 
 @pytest.mark.example("million_tokens")
 def test_long_attention_is_measured(example, monkeypatch):
-    monkeypatch.setattr("sightline.cli.bench.peak_memory.MAX_TRIES", 1)
+    monkeypatch.setattr("benchmarks.peak_memory.MAX_TRIES", 1)
     check_lengths(example.main(1024), 1024)
 
 
@@ -250,7 +250,7 @@ def test_rollout_of_a_class_token(example):
 @pytest.mark.example("watch_programs")
 @pytest.mark.parametrize("look", ["weights()", "received()", "top_k(8)"])
 def test_programs_are_measured(example, look, monkeypatch):
-    monkeypatch.setattr("sightline.cli.bench.peak_memory.MAX_TRIES", 1)
+    monkeypatch.setattr("benchmarks.peak_memory.MAX_TRIES", 1)
     program = example.Program("two models", None, [look], "transformers<5 a_missing_module torch")
     for case in (example.esm2(40), example.albert(40)):
         row = example.measure(program, look, case, 0)

@@ -3,6 +3,7 @@
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -75,13 +76,14 @@ def test_llvmlite_loads_with_the_first_generated_kernel():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_bench_list_does_not_load_torch(device):
+def test_the_list_of_benchmarks_does_not_load_torch(device):
     program = f"""
 import sys
 sys.modules["torch"] = None
-from sightline.cli import main
-assert main(["bench", "--list", "--device", {device!r}]) == 0"""
-    subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+from benchmarks.__main__ import main
+assert main(["--list", "--device", {device!r}]) == 0"""
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root)
 
 
 @pytest.mark.parametrize(

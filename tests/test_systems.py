@@ -168,7 +168,7 @@ def test_the_environment_selects_the_instructions(monkeypatch):
     assert machine_setting() in (names[-1], names[-1].encode())
 
 
-@pytest.mark.parametrize("arguments", [["explain", "to be or not to be"], ["bench", "--list"]])
+@pytest.mark.parametrize("arguments", [["explain", "to be or not to be"], ["bench", "--help"]])
 def test_commands_print_to_a_console_of_windows(arguments):
     """The encoding of the console lacks most signs of formulas."""
     assert run(f"from sightline.cli import main\nmain({arguments})", PYTHONIOENCODING="cp1252")

@@ -15,8 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from sightline import __version__, attention, padding, weights
-from sightline.cli import head_patterns, main
-from sightline.cli.bench.report import Entry
+from sightline.cli import bench_command, head_patterns, main
 from sightline.cli.demo_command import budget_shares, compare_times, describe_times, largest_differences
 from sightline.cli.explain_command import explain
 from sightline.cli.info_command import DRIVER_VERSION_FILES, PACKAGES, SAMPLES, TORCH_VARIABLES, support, torch_threads
@@ -287,17 +286,15 @@ def test_the_models_results_are_reproduced_within_rounding(layer):
 
 def test_comparison_times_every_contender():
     arrays = [np.ones((1, 2, 8, 4), np.float32)] * 3
-    entries = compare_times(arrays, np.array([5]), 2)
-    assert [entry.name for entry in entries] == ["Sightline", "torch SDPA", "NumPy"]
-    assert all(len(entry.seconds) == 2 and min(entry.seconds) > 0 for entry in entries)
+    times = compare_times(arrays, np.array([5]), 2)
+    assert list(times) == ["Sightline", "torch SDPA", "NumPy"]
+    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.values())
 
 
 def test_the_demo_says_who_is_faster():
     short = {"Sightline": [0.002] * 3, "torch SDPA": [0.001] * 3, "NumPy": [0.0019, 0.002, 0.0021], "a": [0.1, 0.1, 9]}
     long = {"Sightline": [1.0, 1.1, 1.2], "torch SDPA": [1.3, 1.4, 1.4], "NumPy": [124.0] * 3, "b": [1.0, 400.0, 440.0]}
-    measured = {"short": short, "long": long}
-    entries = {size: [Entry(name, name, seconds) for name, seconds in own.items()] for size, own in measured.items()}
-    assert describe_times(entries) == [
+    assert describe_times({"short": short, "long": long}) == [
         "On short input, torch SDPA is faster: Sightline takes 2.0 times as long.",
         "On short input, NumPy and Sightline take about the same time.",
         "On short input, Sightline is faster: a takes 50 times as long.",
@@ -311,7 +308,7 @@ def test_demo_without_torch_and_matplotlib(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     find = importlib.util.find_spec
     absent = ("torch", "matplotlib")
-    modules = ("sightline.cli.demo_command", "sightline.cli.bench.cases", "importlib.util")
+    modules = ("sightline.cli.demo_command", "sightline.cli.head_patterns", "importlib.util")
     for target in (f"{module}.find_spec" for module in modules):
         monkeypatch.setattr(target, lambda name, *rest: None if name in absent else find(name, *rest))
     code, out, _ = run("demo", "--repeats", "1", "--layer", "0", "--head", "5")
@@ -362,3 +359,17 @@ def test_commands_load_no_framework_they_do_not_need():
     assert not {"torch", "keras", "matplotlib", "rich", "llvmlite"} & set(first)
     has_driver = any(path.exists() for path in DRIVER_VERSION_FILES)  # then `info` imports torch to find the GPU
     assert not ({"keras", "matplotlib"} | (set() if has_driver else {"torch"})) & set(later)
+
+
+def test_bench_times_every_problem(run):
+    pytest.importorskip("torch")
+    code, out, _ = run("bench", "--quick")
+    assert code == 0
+    for problem in bench_command.PROBLEMS:
+        assert problem.name.split()[-1] in out
+    differences = [float(word) for word in out.split() if re.fullmatch(r"\d\.\de[+-]\d\d", word)]
+    assert len(differences) == len(bench_command.PROBLEMS) - 1  # dropout has none
+    assert max(differences) < 0.1  # the largest is that of bfloat16
+    code, _, err = run("bench", "--only", "no such problem")
+    assert code == 2
+    assert "parts of: forward, " in err

@@ -316,7 +316,7 @@ def with_fault(group: Any, fault: str, function: Callable[..., Any], *arguments:
 
 def held_bytes(group: Any, length: int, heads: int, width: int) -> int:
     """Return the peak bytes of a forward and a backward pass beside this rank's shards, output and gradients."""
-    from sightline.cli.bench.peak_memory import peak_memory
+    from benchmarks.peak_memory import peak_memory
 
     def draw(positions: int = length // dist.get_world_size(group)) -> list[Tensor]:
         shape = (1, heads, positions, width)
@@ -328,6 +328,6 @@ def held_bytes(group: Any, length: int, heads: int, width: int) -> int:
         return output, torch.autograd.grad(output, shards, d_output)
 
     call(draw(512))  # libraries load, and kernels are compiled
-    with mock.patch("sightline.cli.bench.peak_memory.MAX_TRIES", 1):  # every rank makes the same number of calls
+    with mock.patch("benchmarks.peak_memory.MAX_TRIES", 1):  # every rank makes the same number of calls
         peak = peak_memory(call, draw)
     return int(peak or 0) - 4 * draw()[0].nbytes

@@ -3,10 +3,10 @@
 import time
 from contextlib import contextmanager
 
-from sightline.cli.bench import cuda_benchmarks
-from sightline.cli.bench.workloads import Workload
+from benchmarks import cuda_problems
+from benchmarks.workloads import Workload
 
-WORKLOADS = {workload.name: workload for workload in cuda_benchmarks.BENCHMARKS if isinstance(workload, Workload)}
+WORKLOADS = {workload.name: workload for workload in cuda_problems.BENCHMARKS if isinstance(workload, Workload)}
 
 
 class Event:

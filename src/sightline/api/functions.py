@@ -17,8 +17,6 @@ from ..formula.expression import Expression, is_compiling
 from ..formula.library import bias
 from ..kv_cache import KVCache, as_arrays
 from ..kv_cache.query_positions import Formulas
-from ..partition.cost_model import Hardware, predict_problem
-from ..partition.shards import Method, ShardLayout
 from ..problem.foreign_arguments import refuse_arguments
 from ..problem.kernel import choose
 from ..problem.problem import make_problem
@@ -264,11 +262,6 @@ def explain(
     threads: int | None = None,
     layout: AxisOrder = "BHND",
     source: bool = False,
-    ranks: int | None = None,
-    shards: ShardLayout = "contiguous",
-    method: Method = "ring",
-    flops: float | None = None,
-    bandwidth: float | None = None,
     **unknown: Never,
 ) -> Explanation:
     """Explain what `attention` would do with the same arguments, without running a kernel.
@@ -279,24 +272,13 @@ def explain(
         As in `attention`.
     source : bool, default False
         Include the generated code: LLVM assembly for arrays on the CPU, Triton functions for tensors on a GPU.
-    ranks : int, optional
-        Predict the cost of the call if `sightline.torch.distributed` computes it on this number of ranks. Pass the
-        arrays of the whole call, or stand-ins without memory, such as `np.broadcast_to(np.float32(0), shape)`.
-    shards : "contiguous" or "zigzag", default "contiguous"
-        How the sequences are divided among the ranks.
-    method : "ring" or "heads", default "ring"
-        With "ring", the ranks exchange blocks of keys; with "heads", they exchange heads.
-    flops, bandwidth : float, optional
-        `flops` are operations per second of one rank, by default 400e12. `bandwidth` is the bytes per second that a
-        rank sends, and at the same time receives, by default 50e9.
 
     Returns
     -------
     Explanation
         `print` shows the formulas, the chosen kernel, why the other kernels were not chosen, the numbers of empty, full
         and partial tiles, FLOPs, bytes, and memory. FLOPs and memory of the dense computation stand beside those of the
-        call. With `ranks`, a table shows what a rank computes, sends, receives and holds, and the predicted time. The
-        fields have the same information.
+        call. The fields have the same information.
 
     Raises
     ------
@@ -330,21 +312,17 @@ def explain(
         seed=seed or 0,
         see=split_names(see)[1] or (),
     )
-    prediction = None
-    if ranks is not None:
-        given_rates = {name: x for name, x in (("flops", flops), ("bandwidth", bandwidth)) if x is not None}
-        prediction = predict_problem(problem, ranks, shards, method, Hardware(**given_rates))
     if arrays.framework(given) == "jax":
         from ..jax.dispatch import explain as explain_jax
 
-        return replace(explain_jax(given, problem, kernel, source), prediction=prediction)
+        return explain_jax(given, problem, kernel, source)
     kernels = KERNELS
     if problem.framework == "torch":
         from ..torch.dispatch import kernels as with_torch
 
         kernels = with_torch()
     explanation = Explanation.of(problem, choose(kernels, problem, kernel), source)
-    return replace(explanation, prediction=prediction, shared_keys=shared_keys)
+    return replace(explanation, shared_keys=shared_keys)
 
 
 def tiles(

