@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,9 +71,10 @@ class FirstCall(HostCase):
         return found
 
     def _run_process(self, cache: str) -> tuple[float, float]:
-        command = [sys.executable, "-m", "sightline.cli.bench.host_cases", str(self.n), str(self.d)]
+        command = [sys.executable, "-m", "benchmarks.host_cases", str(self.n), str(self.d)]
         environment = os.environ | {CACHE_VARIABLE: cache}
-        completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        folder = Path(__file__).parents[1]  # where Python finds this package
+        completed = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
         if completed.returncode:
             raise RuntimeError(completed.stderr.strip() or f"the process ended with status {completed.returncode}")
         before, new = json.loads(completed.stdout)
