@@ -1,6 +1,6 @@
 """Cases without contenders, which time themselves: the first call of a new problem, and the host's work for a new mask.
 
-`python -m sightline.cli.bench.host_cases N D` prints the seconds of first calls in its own process.
+`python -m benchmarks.host_cases N D` prints the seconds of first calls in its own process.
 """
 
 from __future__ import annotations
