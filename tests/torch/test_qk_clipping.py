@@ -1,6 +1,7 @@
 """`sightline.torch.qk_clip`: scores of the clipped heads are multiplied by γ, and nothing else changes."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,16 +25,26 @@ def largest_scores(model, *inputs, **options):
     return {call.layer: call["max_score"].score.amax((0, 2)) for call in seen}
 
 
-class Timm(nn.Module):
-    """The layout of timm's attention: one projection to queries, keys and values."""
+LAYOUTS = {  # from the rows of one projection (..., rows) to those of queries, keys and values (..., heads, d)
+    "queries, keys, values": lambda x: x.unflatten(-1, (3, 4, 4)).unbind(-3),
+    "head by head": lambda x: x.unflatten(-1, (4, 12)).chunk(3, -1),  # timm's maxvit and tiny_vit
+    "parts of two heads": lambda x: [y.flatten(-3, -2) for y in x.unflatten(-1, (2, 3, 2, 4)).unbind(-3)],  # CodeGen
+    "key head by key head": lambda x: [y.flatten(-3, -2) for y in x.unflatten(-1, (3, 4, 4)).split([2, 1, 1], -2)],
+}
 
-    def __init__(self, norm=nn.Identity):
+
+class Fused(nn.Module):
+    """One projection to queries, keys and values."""
+
+    def __init__(self, layout="queries, keys, values", norm=nn.Identity, bias=None):
         super().__init__()
-        self.num_heads, self.qkv, self.q_norm, self.k_norm = 4, nn.Linear(16, 48), norm(4), norm(4)
+        self.num_heads, self.layout, self.bias = 6 if layout.startswith("key") else 4, LAYOUTS[layout], bias
+        self.qkv, self.q_norm, self.k_norm = nn.Linear(16, 48), norm(4), norm(4)
 
     def forward(self, x):
-        query, key, value = self.qkv(x).unflatten(-1, (3, 4, 4)).movedim(-3, 0).transpose(-2, -3)
-        return nn.functional.scaled_dot_product_attention(self.q_norm(query), self.k_norm(key), value)
+        query, key, value = (y.transpose(-2, -3) for y in self.layout(self.qkv(x)))
+        query, key, self.values = self.q_norm(query), self.k_norm(key), value
+        return nn.functional.scaled_dot_product_attention(query, key, value, self.bias, enable_gqa=True)
 
 
 class Renamed(nn.Module):
@@ -63,7 +74,7 @@ class MultiHead(nn.Module):
 LAYERS = {
     "separate, with biases": CausalModel,
     "grouped": lambda: CausalModel(key_heads=2),
-    "timm": Timm,
+    **{layout: partial(Fused, layout) for layout in LAYOUTS},
     "torch's": lambda: MultiHead(nn.MultiheadAttention),
     "ours": lambda: MultiHead(MultiHeadAttention),
     "torch's, with a learned key": lambda: MultiHead(nn.MultiheadAttention, add_bias_kv=True),
@@ -90,7 +101,9 @@ def test_one_head_is_scaled_exactly_and_the_others_keep_their_bits(name):
     assert qk_clip(model, {layer: given}, limit) == {layer: {HEAD: 0.25}}
     expected = scores.clone()
     expected[HEAD] = limit
+    stored = getattr(model, "values", None)
     assert torch.equal(largest_scores(model, x)[layer], expected)
+    assert stored is None or torch.equal(stored, model.values)
     assert any(not torch.equal(model.state_dict()[key], value) for key, value in values.items())
 
 
@@ -158,13 +171,6 @@ def test_projections_are_named_or_returned_by_a_function():
         assert largest_scores(model, x)["Renamed"][number] == expected
 
 
-def test_gradients_flow_after_a_clip():
-    model = CausalModel()
-    qk_clip(model, {"layers.0": torch.full((4,), 9.0)}, 1.0)
-    model(make_batch(1)).sum().backward()
-    assert all(parameter.requires_grad and parameter.grad is not None for parameter in model.parameters())
-
-
 @torch.no_grad()
 def test_the_largest_score_of_all_calls_and_only_the_recorded_heads_count():
     model = CausalModel()
@@ -177,12 +183,14 @@ def test_the_largest_score_of_all_calls_and_only_the_recorded_heads_count():
     np.testing.assert_allclose([*factors.values()], 1e-6 / expected[[0, 3]], rtol=1e-12)
 
 
-def test_bfloat16_parameters_are_rounded_once():
+def test_bfloat16_parameters_are_rounded_once_and_have_gradients():
     model = CausalModel().bfloat16()
     weight = model.layers[0].q_proj.weight.detach().clone()
     qk_clip(model, {"layers.0": torch.full((4,), 3.0)}, 1.0)
     expected = (weight.float() * (1 / 3) ** 0.5).bfloat16()
     assert torch.equal(model.layers[0].q_proj.weight, expected)
+    model(make_batch(1).bfloat16()).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 class Adapted(nn.Linear):
@@ -220,10 +228,17 @@ REFUSED = {
     "an adapter": (lambda: with_projection(Adapted()), ONE, 0.5, "adapters"),
     "integers": (lambda: with_projection(nn.Linear(16, 16), weight=INTEGERS), ONE, 0.5, "int8"),
     "no linear layer": (lambda: with_projection(nn.Conv1d(16, 16, 1)), ONE, 0.5, "torch.nn.Linear"),
-    "a norm of all heads": (lambda: Timm(nn.RMSNorm), {"Timm": torch.ones(4)}, 0.5, "normalises or clips queries"),
+    "a norm of all heads": (
+        lambda: Fused(norm=nn.RMSNorm),
+        {"Fused": torch.ones(4)},
+        0.5,
+        "normalises or clips queries",
+    ),
     "cosine attention": (lambda: with_attribute(logit_scale=torch.ones(4, 1, 1)), ONE, 0.5, "logit_scale"),
     "clipped projections": (lambda: with_attribute(clip_qkv=8.0), ONE, 0.5, "clip_qkv"),
     "a configuration": (lambda: with_attribute(config=SimpleNamespace(clip_qkv=8.0)), ONE, 0.5, r"config\.clip_qkv"),
+    "biases of the layer": (lambda: Fused(bias=torch.eye(4)), {"Fused": torch.ones(4)}, 0.5, "not only products"),
+    "a table of biases": (lambda: with_attribute(relative_position_bias_table=torch.ones(4)), ONE, 0.5, "_table"),
     "a soft cap": (lambda: with_attribute(attn_logit_softcapping=50.0), ONE, 0.5, "attn_logit_softcapping"),
     "rows that do not divide": (lambda: with_attribute(heads=7), ONE, 0.5, "rows"),
 }

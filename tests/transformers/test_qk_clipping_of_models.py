@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 import sightline
 from sightline.errors import ParameterError
@@ -10,17 +11,21 @@ from tiny_models import make_inputs, make_model
 
 HEAD = 1
 CLIPPED = ("Llama", "Mistral", "GPT-OSS", "GPT-2", "BERT", "Whisper", "Qwen 2", "Phi 3", "DeepSeek V3", "OPT")
-CLIPPED += ("ModernBERT", "DistilBERT", "BART", "ViT", "CLIP's text", "DeepSeek V3 without q_lora_rank")
+CLIPPED += ("ModernBERT", "DistilBERT", "BART", "ViT", "CLIP's text", "DeepSeek V3 without q_lora_rank", "CodeGen")
 
 
 def record(model, inputs):
     """Return the recording of the largest scores."""
-    with torch.no_grad(), sightline.watch(model, see=sightline.max_score()) as seen:
+    is_by_hand = isinstance(model, transformers.CodeGenModel)
+    with torch.no_grad(), sightline.watch(model, see=sightline.max_score(), handwritten=is_by_hand) as seen:
         model(**inputs)
     return seen
 
 
 def make(name):
+    if name == "CodeGen":
+        config = transformers.CodeGenConfig(vocab_size=40, n_positions=64, n_embd=32, n_layer=2, n_head=8, rotary_dim=4)
+        return transformers.CodeGenModel(config).eval(), {"input_ids": torch.arange(6)[None]}
     name, _, without = name.partition(" without ")
     model = make_model(name, **({without: None} if without else {}))
     return model, make_inputs(model, "no").inputs

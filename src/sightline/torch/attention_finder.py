@@ -85,10 +85,7 @@ class Finder(TorchFunctionMode):
             _compute_from_scores(recorders, weights)
 
     def recorders(self, watchers: Iterable[Watcher] | None = None) -> list[Recorder]:
-        """Return a recorder for each watch that records the attention of the module that runs in this thread.
-
-        `watchers` are the watchers to ask, by default all.
-        """
+        """Return a recorder for each of the watchers, by default all, that records the module that runs here."""
         found = [watcher.recorder() for watcher in (self.watchers if watchers is None else watchers)]
         return [recorder for recorder in found if recorder is not None]
 
@@ -137,14 +134,10 @@ def _compute(
     own: Sequence[Statistic] = (),
     compute: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return (output, the results of `own`), and record the call.
+    """Return (output, the results of `own`) of a call with these arguments of `attend`, and record the call.
 
-    Parameters
-    ----------
-    call : what the caller knows of the call
-    inputs : arguments of `attend`
-    own : statistics that the caller needs
-    compute : function that returns the output of a call with dropout, with the same weights dropped as without a watch
+    `own` are statistics that the caller needs. `compute` returns the output of a call with dropout, with the same
+    weights dropped as without a watch.
     """
     query, key = inputs["query"], inputs["key"]
     if is_nested(query):

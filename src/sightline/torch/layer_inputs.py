@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..arrays.kinds import check_kind, check_memory, refuse_subclass
 from ..arrays.operations import check_float_dtype, dtype_name
-from ..errors import DtypeError, MaskError
+from ..errors import DtypeError, MaskError, SightlineError
 from ..formula.expression import Expression
 from ..formula.library import dense
 from ..formula.torch_masks import is_causal_bias
@@ -38,35 +38,28 @@ def check_inputs(**inputs: Any) -> None:
 def project(projections: Callable[..., Projected], **inputs: Tensor) -> Projected:
     """Return projections(*inputs). If torch raises an error that an input's kind explains, raise DtypeError instead."""
     try:
-        return projections(*inputs.values())
-    except Exception as error:  # classes of tensors raise errors of every kind
+        return read_tensors(projections, **inputs)
+    except SightlineError:
+        raise
+    except Exception:
         for name, array in inputs.items():
             check_kind(name, array)
             check_float_dtype(name, array)
-        _refuse_tensors(inputs, error)
         raise
 
 
 def read_tensors(function: Callable[..., Projected], **tensors: Any) -> Projected:
     """Return function(*tensors). Raise DtypeError if a tensor has no memory, or if its class explains an error."""
-    if not torch.compiler.is_compiling() and not is_intercepted():
-        for name, tensor in tensors.items():
-            if type(tensor) is Tensor:
-                check_memory(name, tensor)  # torch itself would read at the address 0
+    is_read = not torch.compiler.is_compiling() and not is_intercepted()
+    for name, tensor in tensors.items() if is_read else ():
+        if type(tensor) is Tensor:
+            check_memory(name, tensor)  # torch itself would read at the address 0
     try:
         return function(*tensors.values())
     except Exception as error:  # classes of tensors raise errors of every kind
-        _refuse_tensors(tensors, error)
+        if is_read:
+            refuse_subclass(list(tensors.items()), error)
         raise
-
-
-def _refuse_tensors(tensors: Mapping[str, Tensor | None], error: Exception) -> None:
-    """Raise DtypeError if a tensor has no memory, or if its class explains the error."""
-    if not is_intercepted():
-        for name, tensor in tensors.items():
-            if type(tensor) is Tensor:
-                check_memory(name, tensor)
-        refuse_subclass(list(tensors.items()), error)
 
 
 def read_mask(mask: Any, hides: bool, query: Tensor, key: Tensor, value: Tensor) -> Expression:

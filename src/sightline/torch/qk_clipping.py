@@ -61,9 +61,10 @@ def qk_clip(
     ------
     ParameterError
         `limit` is not a finite number above 0. A largest score is NaN or ∞. The recording has no `max_score()`. A layer
-        is not in the model, or its projections are not found. Scaled projections do not scale the scores of a layer: it
-        has a soft cap, position biases, or norms or clipping of queries and keys. A projection has an adapter, or its
-        parameters are quantised or DTensors. If an error is raised, no parameter has changed.
+        is not in the model, or its projections are not found. A layer with one projection to queries, keys and values
+        cannot be called with tokens alone. Scaled projections do not scale the scores of a layer: it has a soft cap,
+        position biases, or norms or clipping of queries and keys. A projection has an adapter, or its parameters are
+        quantised or DTensors. If an error is raised, no parameter has changed.
 
     References
     ----------
@@ -91,6 +92,7 @@ def qk_clip(
     by_path = {path: module for module, path in module_paths(model).items()}
     changes: list[tuple[list[ScaledView], dict[int, float], int]] = []
     found: dict[str, dict[int, float]] = {}
+    lengths = {call.layer: call.n for call in max_scores} if isinstance(max_scores, Seen) else {}
     for path, scores in _read(max_scores).items():
         factors = {head: limit / score for head, score in scores.items() if _check(path, head, score) > limit}
         if not factors:
@@ -107,20 +109,13 @@ def qk_clip(
                 f"the largest scores of {max(scores) + 1} heads of {path}", f"{heads} heads", "pass those of this model"
             )
         found[path] = factors
-        changes.append((find_parts(path, by_path[path], heads, projections), factors, heads))
+        parts = find_parts(path, by_path[path], heads, projections, lengths.get(path, 4))
+        changes.append((parts, factors, heads))
     with torch.no_grad():
         for parts, factors, heads in changes:
             for part in parts:
-                _scale(part, [factors.get(head, 1.0) for head in range(heads)])
+                part.scale([factors.get(head, 1.0) for head in range(heads)])
     return found
-
-
-def _scale(part: ScaledView, factors: list[float]) -> None:
-    """Multiply each head of a view by the power of its factor, with one rounding to the parameter's dtype."""
-    view, power = part
-    dtype = torch.promote_types(view.dtype, torch.float32)
-    column = torch.tensor([factor**power for factor in factors], dtype=dtype, device=view.device)
-    view.copy_(view.to(dtype) * column.view(-1, *[1] * (view.ndim - 1)))
 
 
 def _check(path: str, head: int, score: float) -> float:

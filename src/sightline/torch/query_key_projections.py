@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ParameterError
+from .fused_projection import find_owners
 
 SEPARATE = (  # the query projection and the key projection
     ("q_proj", "k_proj"),  # Llama and most models of transformers
@@ -24,7 +25,7 @@ SEPARATE = (  # the query projection and the key projection
     ("wq", "wk"),
     ("w_q", "w_k"),
 )
-FUSED = ("qkv", "qkv_proj", "to_qkv", "Wqkv", "c_attn")  # rows: those of all queries, then all keys, then all values
+FUSED = ("qkv", "qkv_proj", "to_qkv", "Wqkv", "c_attn")  # one projection to queries, keys and values
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 BIASED = ("attn_logit_softcapping", "has_relative_attention_bias", "relative_position_bias_table")
 BOUNDED = ("logit_scale", "clip_qkv")  # of a layer that normalises queries and keys, or clips them, without a module
@@ -35,24 +36,36 @@ Projections = tuple[str, str] | Callable[[nn.Module], tuple[Sequence[Tensor], Se
 
 
 class ScaledView(NamedTuple):
-    """A part of a parameter: a view (heads, …). Each head of the view is multiplied by this power of its factor."""
+    """A part of a parameter: a view (heads, …). Each head of the view is multiplied by this power of its factor.
+
+    If `owners` is given, the view is (rows, …). Each row belongs to the head of this number, or to none if it is −1.
+    """
 
     view: Tensor
     power: float
+    owners: Tensor | None = None
+
+    def scale(self, factors: Sequence[float]) -> None:
+        """Multiply each head by the power of its factor, with one rounding to the parameter's dtype."""
+        dtype = torch.promote_types(self.view.dtype, torch.float32)
+        column = torch.tensor([factor**self.power for factor in (*factors, 1.0)], dtype=dtype, device=self.view.device)
+        column = column[:-1] if self.owners is None else column[self.owners.to(column.device)]
+        self.view.copy_(self.view.to(dtype) * column.view(-1, *[1] * (self.view.ndim - 1)))
 
 
-def find_parts(path: str, layer: nn.Module, heads: int, named: Projections | None = None) -> list[ScaledView]:
+def find_parts(
+    path: str, layer: nn.Module, heads: int, named: Projections | None = None, length: int = 4
+) -> list[ScaledView]:
     """Return the parts to multiply by powers of a factor γ of each query head, so that its scores are multiplied by γ.
 
-    The power is 1/2 for queries and keys if each query head has its own key head. If query heads share key heads, the
-    power is 1 for queries, and keys are not scaled. In multi-head latent attention the power is 1/2 for queries and
-    keys without position, and 1 for rotary queries. Rotary keys, which all heads share, are not scaled.
+    Rotary keys of multi-head latent attention, which all heads share, are not scaled.
 
     Parameters
     ----------
     path, layer : the path of the layer, for errors, and the layer
     heads : the number of query heads, if the layer does not say it
     named : the names of the two projections, or a function from the layer to (views for queries, views for keys)
+    length : the number of tokens that the layer can take
 
     Raises
     ------
@@ -64,7 +77,7 @@ def find_parts(path: str, layer: nn.Module, heads: int, named: Projections | Non
         queries, keys = named(layer)
         _check_parameters(path, (*queries, *keys))
         return _with_powers(queries, keys)
-    biased = [name for name in BIASED if getattr(layer, name, None) not in (None, False)]
+    biased = [name for name in BIASED if not any(getattr(layer, name, None) is one for one in (None, False))]
     if biased:
         raise ParameterError(
             f"{path}, whose scores are not only products of queries and keys ({biased[0]})",
@@ -83,7 +96,7 @@ def find_parts(path: str, layer: nn.Module, heads: int, named: Projections | Non
             "projections whose results are the queries and keys",
             "leave the layer out of max_scores, since its scores are bounded already",
         )
-    return _with_powers(*_find(path, layer, heads, named))
+    return _find(path, layer, heads, named, length)
 
 
 def count_heads(layer: nn.Module) -> int | None:
@@ -114,8 +127,8 @@ def _with_powers(queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Scal
     return [ScaledView(view, 0.5) for view in (*queries, *keys)]
 
 
-def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the views (heads, …) of the query projection, and those of the key projection."""
+def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None, length: int) -> list[ScaledView]:
+    """Return the views of the query and key projections."""
     for names in SEPARATE if named is None else (named,):
         found = [_child(layer, name) for name in names]
         if all(isinstance(child, nn.Module) for child in found):
@@ -123,24 +136,24 @@ def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None
             width = _divide(path, len(rows[0][0]), heads)
             groups = _divide(path, len(rows[1][0]), width)
             _divide(path, heads, groups)
-            return [_split(x, heads) for x in rows[0]], [_split(x, groups) for x in rows[1]]
+            return _with_powers([_split(x, heads) for x in rows[0]], [_split(x, groups) for x in rows[1]])
     if named is None and isinstance(layer, nn.MultiheadAttention):
         _check_parameters(path, layer.parameters())
-        return _multi_head(layer)
+        return _with_powers(*_multi_head(layer))
+    reason, cause = f"it has {', '.join(name for name, _ in layer.named_children()) or 'no modules'}", None
     for name in FUSED if named is None else ():
-        child = _child(layer, name)
-        if isinstance(child, nn.Module) and not hasattr(layer, "multi_query"):
-            groups = getattr(layer, "num_key_value_heads", None) or heads // getattr(layer, "num_key_value_groups", 1)
-            parts = _rows(f"{path}.{name}", child)
-            width = _divide(path, len(parts[0]), heads + 2 * groups)
-            ends = heads * width, (heads + groups) * width
-            return [_split(x[: ends[0]], heads) for x in parts], [_split(x[slice(*ends)], groups) for x in parts]
-    children = ", ".join(name for name, _ in layer.named_children()) or "no modules"
+        if isinstance(getattr(layer, name, None), nn.Module):
+            views = _rows(f"{path}.{name}", getattr(layer, name))
+            try:
+                owners, power = find_owners(layer, name, len(views[0]), heads, length)
+                return [ScaledView(view, power, owners) for view in views]
+            except Exception as error:  # of the layer's own code too
+                reason, cause = f"a trial of {name} with {length} tokens failed: {error}", error
     raise ParameterError(
-        f"{path}, a {type(layer).__name__} whose query and key projections are not known (it has {children})",
+        f"{path}, a {type(layer).__name__} whose query and key projections are not known ({reason})",
         f"projections named {', '.join('/'.join(names) for names in SEPARATE)}, or fused as {', '.join(FUSED)}",
         "projections=(name of the query projection, name of the key projection), or a function that returns views",
-    )
+    ) from cause
 
 
 def _child(layer: nn.Module, name: str) -> Any:

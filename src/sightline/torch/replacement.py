@@ -249,11 +249,7 @@ def _ask_classes(tensors: Sequence[Any], arguments: Arguments) -> Tensor:
 
 
 def _is_tensor(array: Any) -> bool:
-    """True for tensors with a shape. Calls with other arguments are left to torch.
-
-    Those are objects with which torch.fx traces, wrong arguments, for which torch raises its own error, uninitialized
-    parameters, and nested tensors of the older, strided layout.
-    """
+    """True for tensors with a shape. Calls with others, such as proxies of torch.fx, are left to torch."""
     return (
         isinstance(array, Tensor)
         and not isinstance(array, UninitializedTensorMixin)

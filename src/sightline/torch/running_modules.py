@@ -63,13 +63,7 @@ def module_paths(model: nn.Module) -> dict[nn.Module, str]:
 
 
 class RunningModules:
-    """The modules of one watched model that run in each thread, the innermost last.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-    finder : the mode that is on while modules run
-    """
+    """The modules of one watched model that run in each thread, the innermost last. `finder` is on while they run."""
 
     def __init__(self, model: nn.Module, finder: TorchFunctionMode) -> None:
         self.finder, self.runs, self.has_run, self.has_ended = finder, count(), False, False
@@ -304,17 +298,11 @@ def _make_frame(start: Callable[..., None]) -> Callable[..., None]:
     return start_with_modules
 
 
-class _PassingLayer:
-    """An encoder layer, with its attributes, that returns its input."""
+class _FirstAlone(list[nn.Module]):
+    """Layers that can be indexed. A loop over them runs none."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)
-
-    def __call__(self, source: torch.Tensor, **_: Any) -> torch.Tensor:
-        return source
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(())
 
 
 def _make_encode(encode: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -327,11 +315,10 @@ def _make_encode(encode: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         inputs = src, mask, src_key_padding_mask, is_causal
         if not THREAD.stacks or src_key_padding_mask is None:
             return encode(encoder, *inputs)
-        passing = {**vars(encoder), "layers": [_PassingLayer(encoder.layers[0])], "norm": None}
+        passing = SimpleNamespace(**{**vars(encoder), "layers": _FirstAlone(encoder.layers), "norm": None})
         with torch._C.DisableTorchFunction():
-            is_fast = encode(SimpleNamespace(**passing), *inputs) is not src
-        if not is_fast:
-            return encode(encoder, *inputs)
+            if encode(passing, *inputs) is src:  # the fast path pads the results
+                return encode(encoder, *inputs)
         output = encode(SimpleNamespace(layers=encoder.layers, norm=None), *inputs)
         output = output.masked_fill(src_key_padding_mask.bool()[..., None], 0.0)
         return output if encoder.norm is None else encoder.norm(output)

@@ -50,14 +50,8 @@ class Watcher:
 
     Parameters
     ----------
-    model, see, layers, heads, tokens, handwritten : as in `sightline.watch`
+    model, see, layers, heads, tokens, handwritten : as in `sightline.watch`, which lists the errors
     finder : the mode that sees the calls
-
-    Raises
-    ------
-    ParameterError
-        `see` is not a statistic or a nonempty list or dict of statistics, `heads` is not a list of integers, `layers`
-        names no module, or `layers` counts from the end for a sum or mean over layers.
     """
 
     def __init__(
@@ -203,14 +197,11 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Appends one call of a module to the recording of one watcher.
-
-    `layer_number` counts the recorded layers in the order in which they first ran.
-    """
+    """Appends one call of a module to the recording of one watcher."""
 
     watcher: Watcher
     running: Running
-    layer_number: int
+    layer_number: int  # among the recorded layers, in the order in which they first ran
 
     def requested(self) -> tuple[Statistic, ...]:
         """Return the statistics of this call. Raise ParameterError if a statistic has factors for too few layers."""
@@ -219,10 +210,7 @@ class Recorder:
         return tuple([statistic.at_layer(self.layer_number) for statistic in self.watcher.requested])
 
     def record(self, results: Sequence[Any], output: Tensor, given: LayerCall, n: int, m: int) -> None:
-        """Append the call, of n queries on m keys, to the recording.
-
-        The results of sums and means over layers are added to those of earlier calls.
-        """
+        """Append the call, of n queries on m keys, to the recording. Add its part of sums and means over layers."""
         watcher, heads = self.watcher, output.shape[-3] if output.ndim > 3 else 1
         inputs = None if watcher.inputs is None else watcher.inputs.current
         results = [_flatten_batch(result, output) for result in results]
