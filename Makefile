@@ -4,7 +4,7 @@ PYTHON ?= python3
 EXTRAS ?= demo
 BIN := .venv/bin
 
-.PHONY: demo lint check test test-wide test-all soak wheel-test release docs
+.PHONY: demo lint check test test-wide test-all test-versions soak wheel-test release docs
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sightline needs Python 3.11 or newer; run make PYTHON=python3.12")'
@@ -78,6 +78,12 @@ docs: .venv-docs/done
 test-all: test test-wide .venv-all/done
 	KERAS_BACKEND=jax .venv-all/bin/python -m pytest tests/keras
 	KERAS_BACKEND=tensorflow .venv-all/bin/python -m pytest tests/keras
+
+# Runs tests with the oldest and the newest versions of packages, in environments of about 15 GB. NEWEST is the
+# interpreter of the newest versions; another one than PYTHON's may have newer ones.
+NEWEST ?= $(PYTHON)
+test-versions:
+	$(PYTHON) .ci/versions.py --newest $(NEWEST) --write
 
 soak: .venv/dev
 	$(PYTEST) -m soak

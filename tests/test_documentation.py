@@ -4,7 +4,7 @@ Pages are read on a code host and as a site, which `make docs` builds.
 """
 
 import ast
-import importlib.util
+import importlib
 import re
 from pathlib import Path
 
@@ -133,16 +133,9 @@ def test_a_tree_is_read_from_a_page():
     assert listed_paths(page) == ["api/", "api/a.py", "api/c/", "api/c/d.py", "e.py"]
 
 
-@pytest.fixture(scope="module")
-def commands():
-    """The module that checks the outputs of commands on pages."""
-    spec = importlib.util.spec_from_file_location("commands", DOCS / "extensions" / "commands.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_outputs_of_commands_on_pages_are_checked_and_written(commands, tmp_path, capsys, monkeypatch):
+def test_outputs_of_commands_on_pages_are_checked_and_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "extensions")
+    commands = importlib.import_module("commands")
     monkeypatch.setattr(commands, "output", {"sightline --version": "sightline 1.0"}.get)
     page = tmp_path / "page.md"
     page.write_text("Text.\n\n```console\n$ sightline --version\nsightline 0.0\n```\n")

@@ -1,24 +1,25 @@
-"""What `make release` refuses, and the archives that it compares."""
+"""What `make release` refuses, the archives that it compares, and the versions that `make test-versions` tried."""
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-PROGRAMS = Path(__file__).parents[1] / ".ci" / "wheel"
+from sightline import __version__
+from sightline.data import tried_versions
+
+PROGRAMS = Path(__file__).parents[1] / ".ci"
+UNTRIED = {"demo", "gpu", "gpu-test", "serve", "course", "bench", "dev", "docs"}  # extras with ranges that nothing runs
 
 
 @pytest.fixture
 def release(monkeypatch):
     """The module .ci/wheel/release.py."""
-    monkeypatch.syspath_prepend(PROGRAMS)
-    spec = importlib.util.spec_from_file_location("release", PROGRAMS / "release.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["check"]
+    monkeypatch.syspath_prepend(PROGRAMS / "wheel")
+    yield importlib.import_module("release")
+    del sys.modules["check"], sys.modules["release"]
 
 
 @pytest.fixture
@@ -30,11 +31,8 @@ def repository(tmp_path):
     return tmp_path
 
 
-def test_a_release_of_a_clean_repository_has_no_problem(release, repository):
-    assert release.find_problems("1.2.3", repository) == []
-
-
 def test_each_problem_is_found(release, repository):
+    assert release.find_problems("1.2.3", repository) == []
     (repository / "new.py").write_text("")
     subprocess.run(["git", "tag", "v1.2.4dev"], cwd=repository, check=True)
     form, section, files, tag = release.find_problems("1.2.4dev", repository)
@@ -51,9 +49,7 @@ def test_a_section_without_number_or_date_is_found(line, release, repository):
 
 
 def test_the_version_is_that_of_the_package(release):
-    import sightline
-
-    assert release.find_version() == sightline.__version__
+    assert release.find_version() == __version__
 
 
 @pytest.mark.parametrize("second", ["other bytes", "the same"])
@@ -71,3 +67,15 @@ def test_builds_that_differ_are_found(second, release, tmp_path, monkeypatch):
     else:
         with pytest.raises(SystemExit, match="two builds differ"):
             release.check.build_twice(tmp_path)
+
+
+def test_both_ends_of_each_range_were_tried_and_are_on_the_page(monkeypatch):
+    monkeypatch.syspath_prepend(PROGRAMS)
+    versions, tried = importlib.import_module("versions"), tried_versions()
+    page, extras = versions.PAGE.read_text(encoding="utf-8"), versions.PROJECT["optional-dependencies"]
+    ranges = [*versions.PROJECT["dependencies"], *(each for name in extras.keys() - UNTRIED for each in extras[name])]
+    for name, bound in (each.split(",")[0].split(">=") for each in ranges):
+        oldest = versions.numbers(bound)
+        assert any(versions.numbers(each)[: len(oldest)] == oldest for each in tried[name]), name
+        assert versions.fill_ranges(page, {name: ["0.1", *tried[name]]}) != page, f"{name} has no row"
+    assert versions.fill_ranges(page, tried) == page

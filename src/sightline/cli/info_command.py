@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from rich.text import Text
 from .. import __version__
 from ..arrays.operations import resolve_dtype
 from ..cpu.runtime import disk_cache, thread_count
+from ..data import tried_versions
 from ..dispatch.kernel_list import KERNELS
 from ..formula.library import alibi, causal
 from ..problem.kernel import Kernel
@@ -30,15 +32,20 @@ from .console import key_value_table, make_console, note, section, table
 
 PACKAGES = {
     "numpy": "",
-    "llvmlite": "generated kernels",
+    "llvmlite": "",
+    "array-api-compat": "",
+    "platformdirs": "",
+    "rich": "",
     "torch": "tensors, layers, gradients; pip install torch",
+    "transformers": 'Hugging Face models; pip install "sightline-attention[transformers]"',
     "jax": 'JAX arrays; pip install "sightline-attention[jax]"',
+    "flax": 'layers of Flax; pip install "sightline-attention[flax]"',
+    "equinox": 'layers of Equinox; pip install "sightline-attention[equinox]"',
     "triton": "kernels on GPUs; pip install triton",
     "keras": "Keras layers; pip install keras",
-    "transformers": 'Hugging Face models; pip install "sightline-attention[transformers]"',
     "matplotlib": 'picture files; pip install "sightline-attention[plot]"',
     "anywidget": 'the explorer in a notebook; pip install "sightline-attention[notebook]"',
-    "ml_dtypes": "bfloat16 in NumPy; pip install ml_dtypes",
+    "ml-dtypes": "bfloat16 in NumPy; pip install ml-dtypes",
 }
 TORCH_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # torch reads its initial number of threads from these
 DRIVER_VERSION_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
@@ -229,6 +236,13 @@ def processor_name() -> str:
 
 def _version_or_reason(name: str, use: str) -> str:
     try:
-        return version(name)
+        found = version(name)
     except PackageNotFoundError:
         return f"not installed ({use})" if use else "not installed"
+    newest = tried_versions()[name][-1]
+    is_newer = _numbers(found) > _numbers(newest)
+    return f"{found}: newer than {newest}, the newest tried" if is_newer else f"{found}; the newest tried is {newest}"
+
+
+def _numbers(version: str) -> list[int]:
+    return list(map(int, re.findall(r"\d+", version.partition("+")[0])))

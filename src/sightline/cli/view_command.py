@@ -11,7 +11,7 @@ from typing import Any
 
 import sightline
 
-from ..errors import MissingExtraError, ParameterError
+from ..errors import ParameterError
 from ..view.explorer import Exploration, from_seen, save_html
 from ..view.explorer.data import PAGE_BYTES, TOP_ENTRIES
 from ..view.explorer.storage import BASE64_RATIO
@@ -76,7 +76,7 @@ def view(
     console, path = make_console(), Path(folder).expanduser()
     if not path.is_dir():
         raise ParameterError(f"a model in {folder!r}, which is no directory", MODEL_FOLDER, EXAMPLE)
-    _import_transformers()
+    import_module("sightline.transformers")
     with progress(console) as bar:
         task = bar.add_task(STEPS[0], total=len(STEPS))
         model, tokenizer = load_model(path)
@@ -109,20 +109,6 @@ def collect_texts(given: Sequence[str], file: str | None) -> list[str]:
     if not texts or not all(text.strip() for text in texts):
         raise ParameterError("no text, or an empty text", "one or more texts that are not empty", EXAMPLE)
     return texts
-
-
-def _import_transformers() -> None:
-    """Import `sightline.transformers`, which needs transformers and torch."""
-    try:
-        import_module("sightline.transformers")
-    except MissingExtraError:
-        raise
-    except ImportError as error:
-        raise MissingExtraError(
-            f"a model to run, but {error.name or 'transformers'} is not installed",
-            "transformers 5 and torch",
-            'pip install "sightline-attention[transformers]"',
-        ) from error
 
 
 def load_model(path: Path) -> tuple[Any, Any]:

@@ -1,7 +1,8 @@
-"""Real activations of a trained encoder, shipped with the library. README.md in this folder describes their origin."""
+"""Data shipped with the library: activations of a trained encoder, described by README.md here, and tried versions."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from typing import Any
@@ -78,3 +79,11 @@ def load(name: str) -> Activations:
         arrays["lengths"],
         {number: Layer(*(arrays.get(f"layer{number}_{part}") for part in parts)) for number in numbers},  # type: ignore[arg-type]
     )
+
+
+def tried_versions() -> dict[str, list[str]]:
+    """Return the versions, oldest first, of each package with which the library was run.
+
+    `make test-versions` writes them to tried_versions.toml.
+    """
+    return tomllib.loads((files(__package__) / "tried_versions.toml").read_text(encoding="utf-8"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..errors import MissingExtraError
 
 try:
+    import torch  # noqa: F401 - the modules below need it
     import transformers
 
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
