@@ -85,6 +85,21 @@ def test_tables_with_strides_beyond_32_bits_are_read_in_place():
     assert_conforms(Cpu().run, make_problem(q, k, v, score=score))
 
 
+def test_quotients_of_vectors_are_those_of_integers():
+    """They are divided as float64: 2⁵³ − 1 is the largest integer, and no vector of integers is divided."""
+    top = 2**53 - 1
+    wide = np.array([[top, -top, top - 1, 1 - top, top // 2, 12345678901234, -7, 7, 0, 5], [top, -top, *range(-4, 4)]])
+    query = np.zeros((1, 1, 10, 4))
+    for x, y in (wide, (wide[0] % 1001 - 500, wide[1] % 13 - 6)):  # 64 bits, then 32
+        with np.errstate(divide="ignore"):
+            quotients, remainders = (sightline.table(f(x[:, None], y))[i, j] for f in (np.floor_divide, np.remainder))
+        dividend, divisor = sightline.table(x)[i], sightline.table(y)[j]
+        options = {"mask": (dividend // divisor == quotients) & (dividend % divisor == remainders), "kernel": "cpu"}
+        _, (weights,) = sightline.attention(query, query, query, see=[sightline.weights()], **options)
+        assert (weights > 0).all()
+        assert "= sdiv <" not in str(sightline.explain(query, query, query, source=True, **options))
+
+
 def test_error_of_lse_does_not_grow_with_its_length(rng):
     """Keys repeated `times` times give a sum of weights `times` times as large, up to one rounding."""
     times = 1 << 12

@@ -72,14 +72,10 @@ def _read_table(node: Lookup, indices: list[Interval]) -> Interval:
 
 
 def _apply(xp: Any, node: Apply, inputs: list[Interval]) -> Interval:
-    low, high = _unbound_nan(xp, BOUND_RULES[node.operator](xp, *inputs))
-    if node.kind == "int" and node.operator in ("floor_divide", "remainder"):
-        # Whole numbers: |x // y| ≤ |x| and |x mod y| ≤ max(|y| − 1, 0); division by 0 gives 0.
-        first, last = inputs[node.operator == "remainder"]
-        limit = xp.maximum(xp.abs(first), xp.abs(last))
-        if node.operator == "remainder":
-            limit = xp.maximum(limit - 1, 0.0)
-        low, high = xp.maximum(xp.ceil(low), -limit), xp.minimum(xp.floor(high), limit)
+    if node.kind == "float":
+        low, high = _unbound_nan(xp, BOUND_RULES[node.operator](xp, *inputs))
+    else:
+        low, high = INTEGER_RULES[node.operator](xp, *inputs)
     if node.operator != "where":
         for argument, (a, z) in zip(node.arguments, inputs, strict=True):
             if argument.kind == "float":  # an unbounded argument may be NaN, and NaN propagates
@@ -104,12 +100,17 @@ def _hull(xp: Any, *candidates: Any) -> Interval:
     return reduce(xp.minimum, candidates), reduce(xp.maximum, candidates)
 
 
+def _ends(x: Interval) -> Interval:
+    """Return the ends of an interval; a constant, whose ends are one object, has one end."""
+    return x[:1] if x[0] is x[1] else x
+
+
 def _multiply(xp: Any, x: Interval, y: Interval) -> Interval:
-    return _hull(xp, *(a * b for a in x for b in y))
+    return _hull(xp, *(a * b for a in _ends(x) for b in _ends(y)))
 
 
 def _divide(xp: Any, x: Interval, y: Interval) -> Interval:
-    return _replace_where(xp, (y[0] <= 0) & (y[1] >= 0), _hull(xp, *(a / b for a in x for b in y)))
+    return _replace_where(xp, (y[0] <= 0) & (y[1] >= 0), _hull(xp, *(a / b for a in _ends(x) for b in _ends(y))))
 
 
 def _floor_divide(xp: Any, x: Interval, y: Interval) -> Interval:
@@ -130,6 +131,25 @@ def _remainder(xp: Any, x: Interval, y: Interval) -> Interval:
     unknown = ((y[0] <= 0) & (y[1] >= 0)) | xp.isinf(size) | xp.isinf(y[0]) | xp.isinf(y[1])
     wide = xp.minimum(y[0], 0.0) - rounding, xp.maximum(y[1], 0.0) + rounding
     return _replace_where(xp, unknown, _replace_where(xp, is_constant, wide, (x[0] - shift, x[1] - shift)))
+
+
+def _whole_quotient(xp: Any, x: Interval, y: Interval) -> Interval:
+    """Return the interval of ⌊x / y⌋ for integers, where |⌊x / y⌋| ≤ |x| and x // 0 = 0."""
+    low, high = _hull(xp, *(a / b for a in _ends(x) for b in _ends(y)))
+    limit = xp.maximum(xp.abs(x[0]), xp.abs(x[1]))
+    return _replace_where(xp, (y[0] <= 0) & (y[1] >= 0), (xp.floor(low), xp.floor(high)), (-limit, limit))
+
+
+def _whole_remainder(xp: Any, x: Interval, y: Interval) -> Interval:
+    """Return the interval of x − ⌊x / y⌋ y for integers, where x mod 0 = 0.
+
+    The value lies between 0 and y, without y. If the quotient is one constant c, the value is x − c y.
+    """
+    low, high = _whole_quotient(xp, x, y)
+    shift = low * y[0]
+    is_constant = (low == high) & (y[0] == y[1])
+    wide = xp.minimum(y[0] + 1.0, 0.0), xp.maximum(y[1] - 1.0, 0.0)
+    return _replace_where(xp, is_constant, wide, (x[0] - shift, x[1] - shift))
 
 
 def _absolute(xp: Any, x: Interval) -> Interval:
@@ -247,3 +267,5 @@ BOUND_RULES: dict[str, Callable[..., Interval]] = {
     "floor": _monotone("floor"),
     "ceil": _monotone("ceil"),
 }
+# the rules of nodes that are integers or conditions, which are never NaN
+INTEGER_RULES = BOUND_RULES | {"floor_divide": _whole_quotient, "remainder": _whole_remainder}

@@ -134,17 +134,23 @@ def parameter_types(formulas: Sequence[Expression | None]) -> list[Any]:
 
 
 def _floor_divide(builder: Builder, x: Value, y: Value) -> tuple[Value, Value]:
-    """Return (⌊x / y⌋, x − y ⌊x / y⌋). For integers with y = 0 both are 0: a division by 0 would trap."""
+    """Return (⌊x / y⌋, x − y ⌊x / y⌋). For integers with y = 0 both are 0: a division by 0 would trap.
+
+    Processors divide no vectors of integers. So integers are divided as float64, whose rounded quotient has the right
+    floor: integers are below 2⁵³. LLVM turns the division by a number that is known into a multiplication.
+    """
     if x.type.is_float:
         quotient = builder.call_intrinsic("floor", x / y)
         return quotient, x - quotient * y
+    if y.number:
+        quotient = x / y
+        rest = x - quotient * y
+        wrong = rest < 0 if y.number > 0 else rest > 0
+        return builder.where(wrong, quotient - 1, quotient), builder.where(wrong, rest + y, rest)
     zero = y == 0
-    safe = builder.where(zero, 1, y)
-    quotient = x / safe
-    rest = x - quotient * safe
-    wrong = (rest != 0) & ((rest < 0) ^ (safe < 0))
-    quotient, rest = builder.where(wrong, quotient - 1, quotient), builder.where(wrong, rest + safe, rest)
-    return builder.where(zero, 0, quotient), builder.where(zero, 0, rest)
+    ratio = x.to(DOUBLE) / builder.where(zero, 1, y).to(DOUBLE)
+    quotient = builder.where(zero, 0, builder.call_intrinsic("floor", ratio).to(x.type))
+    return quotient, builder.where(zero, 0, x - quotient * y)
 
 
 def _absolute(builder: Builder, x: Value) -> Value:
