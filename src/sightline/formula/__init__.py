@@ -4,14 +4,14 @@ from .composed_functions import COMPOSED
 from .evaluate_array import evaluate_dense
 from .expression import apply
 from .expression_methods import PASSES
-from .formula_checks import check_formulas
+from .formula_checks import check_formula
 from .numpy_functions import tensor_attribute, translate_call
 from .printing import format_formula
 from .tables import learned_number
 from .tile_ranges import count_pairs
 
 PASSES.apply = apply
-PASSES.check_formulas = check_formulas
+PASSES.check_formula = check_formula
 PASSES.composed = COMPOSED
 PASSES.count_pairs = count_pairs
 PASSES.evaluate_dense = evaluate_dense

@@ -28,7 +28,7 @@ class Passes:
     tensor_attribute: Callable[[Any, str], Any]
     apply: Callable[..., Expression]
     composed: dict[str, Callable[[Any, Any], Expression]]
-    check_formulas: Callable[..., None]
+    check_formula: Callable[..., None]
     count_pairs: Callable[[Any, tuple[int, int, int, int]], int]
     evaluate_dense: Callable[..., Any]
     learned_number: Callable[[Any], Expression]
@@ -261,7 +261,7 @@ class ExpressionMethods:
         if not all(hasattr(length, "__index__") and length >= 0 for length in extent):
             raise ParameterError(f"{name} of (B, H, n, m) = {extent}", "whole numbers of at least 0", f"{name}(4, 6)")
         extent = (int(batch), int(heads), int(n), int(n if m is None else m))  # NumPy's integers would overflow
-        PASSES.check_formulas(self, None, extent)
+        PASSES.check_formula(self, extent)
         return extent
 
 

@@ -6,14 +6,16 @@ The checks find reads outside a table, whole numbers of 2⁵³ or more, and tabl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from ..arrays.operations import to_numpy
 from ..errors import FormulaError, ShapeError, TableError
+from .composed_functions import FALSE, TRUE
+from .evaluate_array import evaluate_at
 from .expression import MAX_EXACT_INTEGER, Apply, Expression, Lookup, conjuncts, walk
 from .interval_arithmetic import Interval, compute_intervals
 from .tables import bounds_key
@@ -27,27 +29,21 @@ _RANGES = TensorCache(4096)
 MAX_ASSUMED_INTEGER = MAX_EXACT_INTEGER // 2
 
 
-def check_formulas(mask: Expression | None, score: Expression | None, extent: Extent) -> None:
+def check_formula(formula: Expression, extent: Extent, allowed: Expression | None = None) -> None:
     """Raise an error if a formula fails a check of this module.
 
-    TableError: a formula reads outside a table. Such a read is allowed where the mask hides the pair, and in the branch
-    that a `where` does not take. FormulaError: a whole number may reach 2⁵³, above which float64 is not exact.
-    ShapeError: an axis of a table does not have the length of the symbol that it stands for.
+    TableError: the value of the formula depends on a read outside a table, at a pair at which the mask `allowed` is
+    true. FormulaError: a whole number may reach 2⁵³, above which float64 is not exact. ShapeError: an axis of a table
+    does not have the length of the symbol that it stands for.
     """
     if 0 in extent:
         return
-    for formula, allowed in ((mask, None), (score, mask)):
-        if formula is None:
-            continue
-        check_spans(formula, extent)
-        bounds = compute_intervals(formula, make_box(extent))
-        too_large = _find_large_integer(formula, extent, bounds)
-        if too_large is not None:
-            raise FormulaError(
-                f"{too_large} may reach ±2⁵³", "whole numbers between −2⁵³ and 2⁵³", "use floats: 1.0 * i"
-            )
-        for _, node, axis in _indices_outside(formula, bounds):
-            _check_index(formula, node, axis, bounds[id(node.arguments[axis])], allowed, extent)
+    check_spans(formula, extent)
+    bounds = compute_intervals(formula, make_box(extent))
+    too_large = _find_large_integer(formula, extent, bounds)
+    if too_large is not None:
+        raise FormulaError(f"{too_large} may reach ±2⁵³", "whole numbers between −2⁵³ and 2⁵³", "use floats: 1.0 * i")
+    _check_reads(formula, bounds, allowed, extent)
 
 
 def is_valid_for_all_entries(formula: Expression, extent: Extent) -> bool:
@@ -69,13 +65,12 @@ def stay_inside_for_all_entries(
 
     The first formula is the mask. `indices` has those of each formula, as `find_index_ranges` returns them.
     """
+    allowed = [] if formulas[0] is None else [part for part in conjuncts(formulas[0]) if not part.tables]
     for formula, own in zip(formulas, indices, strict=True):
-        for position, axis in own:
-            node = cast(Lookup, walk(cast(Expression, formula))[position])
-            guards = [formulas[0], _branch_condition(cast(Expression, formula), node)]
-            known = [part for guard in guards if guard is not None for part in conjuncts(guard) if not part.tables]
-            if node.arguments[axis].tables or _find_read_outside(node, axis, known, extent) is not None:
-                return False
+        nodes = [] if formula is None else walk(formula)
+        reads = [(cast(Lookup, nodes[position]), axis) for position, axis in own]
+        if reads and Reads(cast(Expression, formula), reads, for_all_entries=True).find_unknown(allowed, extent):
+            return False
     return True
 
 
@@ -83,7 +78,7 @@ def find_index_ranges(formula: Expression | None, extent: Extent) -> IndexRanges
     """Return (the largest absolute value of an integer in the formula, the table indices that may leave their table).
 
     A table index is given as (position of the lookup in `walk`, axis). Only hidden pairs may leave a table, because
-    `check_formulas` has passed. The result is (0.0, ()) if `formula` is None. The result is cached.
+    `check_formula` has passed. The result is (0.0, ()) if `formula` is None. The result is cached.
     """
     if formula is None:
         return 0.0, ()
@@ -216,47 +211,100 @@ def _describe_axis(table: Any, name: str, length: int) -> str:
     return f"an array of shape {shape}, whose axis {axis} of length {length} stands for {name}"
 
 
-def _check_index(
-    formula: Expression, node: Lookup, axis: int, interval: Interval, allowed: Expression | None, extent: Extent
+class Certainty(NamedTuple):
+    """Conditions on a pair: the value of a node is known; the node is surely True; it is surely False.
+
+    A value is known if it depends on no read outside a table.
+    """
+
+    known: Expression
+    true: Expression = FALSE
+    false: Expression = FALSE
+
+
+class Reads:
+    """The reads of a formula that may leave their tables, and the certainty of each node of the formula.
+
+    Parameters
+    ----------
+    reads : (lookup, axis) of each index that may leave its table
+    for_all_entries : bool, default False
+        True if the entries of tables count as unknown, as s always does. A condition on them is then never sure.
+    """
+
+    def __init__(self, formula: Expression, reads: Iterable[tuple[Lookup, int]], for_all_entries: bool = False) -> None:
+        self.formula, self.for_all_entries = formula, for_all_entries
+        self.outside: dict[int, Expression] = {}  # by the id of a lookup
+        for node, axis in reads:
+            self.outside[id(node)] = self.outside.get(id(node), FALSE) | self.is_outside(node, axis)
+        self.certainty: dict[int, Certainty] = {}
+        for node in walk(formula) if self.outside else ():
+            self.certainty[id(node)] = self.find_certainty(node, [self.certainty[id(a)] for a in node.arguments])
+
+    def is_fixed(self, node: Expression) -> bool:
+        """True if the value of a node follows from the pair."""
+        return "s" not in node.free_symbols and not (self.for_all_entries and node.tables)
+
+    def is_outside(self, node: Lookup, axis: int) -> Expression:
+        """Return the condition that an index may leave its table."""
+        index = node.arguments[axis]
+        return (index < 0) | (index >= node.table.shape[axis]) if self.is_fixed(index) else TRUE
+
+    def find_certainty(self, node: Expression, inputs: list[Certainty]) -> Certainty:
+        """Return the certainty of a node from that of its arguments, one of which may decide."""
+        known = reduce(lambda x, y: x & y, [each.known for each in inputs], TRUE)
+        operator = node.operator if isinstance(node, Apply) else ""
+        if id(node) in self.outside:
+            known &= ~self.outside[id(node)]
+        elif known is not TRUE and operator == "where":
+            condition, yes, no = inputs
+            known = condition.known & (condition.false | yes.known) & (condition.true | no.known)
+        elif known is not TRUE and operator in ("logical_and", "logical_or"):
+            decides = [each.false if operator == "logical_and" else each.true for each in inputs]
+            known = reduce(lambda x, y: x | y, decides, known)
+        if node.kind == "bool" and self.is_fixed(node):
+            return Certainty(known, known & node, known & ~node)
+        if operator == "logical_not":
+            return Certainty(known, inputs[0].false, inputs[0].true)
+        if operator in ("logical_and", "logical_or"):
+            (_, a, c), (_, x, z) = inputs
+            return Certainty(known, *((a & x, c | z) if operator == "logical_and" else (a | x, c & z)))
+        return Certainty(known)
+
+    def find_unknown(self, allowed: Iterable[Expression], extent: Extent) -> Extent | None:
+        """Return one (b, h, i, j) at which all of `allowed` hold and the formula is not known; else None."""
+        if not self.outside:
+            return None
+        return find_witness(reduce(lambda x, y: x & y, allowed, ~self.certainty[id(self.formula)].known), extent)
+
+    def find_read(self, holds: Callable[[Expression], bool]) -> tuple[Lookup, int]:
+        """Return a read outside a table, (lookup, axis), on which the value depends, at the pair of `holds`."""
+        node, unknown = self.formula, [self.formula]
+        while unknown:
+            node, arguments = unknown[0], unknown[0].arguments
+            if isinstance(node, Apply) and node.operator == "where" and holds(self.certainty[id(arguments[0])].false):
+                arguments = arguments[2:]
+            unknown = [argument for argument in arguments if not holds(self.certainty[id(argument)].known)]
+        lookup = cast(Lookup, node)
+        return lookup, next(axis for axis in range(lookup.table.ndim) if holds(self.is_outside(lookup, axis)))
+
+
+def _check_reads(
+    formula: Expression, bounds: Mapping[int, Interval], allowed: Expression | None, extent: Extent
 ) -> None:
-    """Raise TableError if an index leaves its table at a pair where the table is read."""
-    length, index = node.table.shape[axis], node.arguments[axis]
-    low, high = (float(end) for end in interval)
-    guards = [guard for guard in (allowed, _branch_condition(formula, node)) if guard is not None]
-    pair = _find_read_outside(node, axis, guards, extent)
+    """Raise TableError if the formula's value depends on a read outside a table, at a pair that is allowed."""
+    reads = Reads(formula, [(node, axis) for _, node, axis in _indices_outside(formula, bounds)])
+    pair = reads.find_unknown([] if allowed is None else [allowed], extent)
     if pair is None:
         return
     b, h, i, j = pair
+    place = {name: np.asarray(x) for name, x in zip("bhij", pair, strict=True)}
+    node, axis = reads.find_read(lambda condition: bool(evaluate_at(condition, **place, n=extent[2], m=extent[3])))
+    low, high = (float(end) for end in bounds[id(node.arguments[axis])])
     raise TableError(
-        f"{node} reads outside its table of shape {node.table.shape}: index {index} runs from {low:.0f} to {high:.0f}, "
-        f"and leaves axis {axis} at b={b}, h={h}, i={i}, j={j}",
-        f"indices from 0 to {length - 1} wherever the mask allows the pair",
+        f"{node} reads outside its table of shape {node.table.shape}: index {node.arguments[axis]} runs from {low:.0f} "
+        f"to {high:.0f}, and leaves axis {axis} at b={b}, h={h}, i={i}, j={j}",
+        f"indices from 0 to {node.table.shape[axis] - 1} wherever the mask allows the pair",
         _suggest_document_lengths(node, extent)
         + "shift the index, enlarge the table, or clip: np.clip(index, 0, length - 1)",
     )
-
-
-def _find_read_outside(node: Lookup, axis: int, guards: Sequence[Expression], extent: Extent) -> Extent | None:
-    """Return one (b, h, i, j) at which all guards hold and the index leaves its table; None if there is none."""
-    index = node.arguments[axis]
-    outside = (index < 0) | (index >= node.table.shape[axis])
-    return find_witness(reduce(lambda x, y: x & y, [*guards, outside]), extent)
-
-
-def _branch_condition(formula: Expression, target: Lookup) -> Expression | None:
-    """Return the condition under which the enclosing `where`s select a branch that reads `target`.
-
-    None means that the lookup may be read at every pair.
-    """
-    conditions: dict[int, Expression | None] = {id(formula): None}
-    for node in reversed(walk(formula)):  # nodes before their arguments
-        for position, argument in enumerate(node.arguments):
-            condition, first = conditions[id(node)], node.arguments[0]
-            if isinstance(node, Apply) and node.operator == "where" and position and "s" not in first.free_symbols:
-                branch = first if position == 1 else ~first
-                condition = branch if condition is None else condition & branch
-            if id(argument) in conditions:
-                other = conditions[id(argument)]
-                condition = None if condition is None or other is None else condition | other
-            conditions[id(argument)] = condition
-    return conditions[id(target)]

@@ -307,6 +307,11 @@ def _table_kind(array: Any) -> Kind:
         return "float"
     raise DtypeError(
         f"a table of dtype {name}",
-        "bool, signed integers up to 64 bits, unsigned up to 32, float16, bfloat16, float32, float64",
-        "np.unique(array, return_inverse=True)[1] has a number for each word" if name.startswith("<U") else "cast it",
+        "bool, signed integers up to 64 bits, unsigned up to 32, float16, bfloat16, float32, float64, "
+        "in the byte order of this machine",
+        "np.unique(array, return_inverse=True)[1] has a number for each word"
+        if name.startswith("<U")
+        else "array.astype(array.dtype.newbyteorder('='))"
+        if name.startswith((">i", ">u", ">f"))
+        else "cast it",
     )

@@ -29,7 +29,7 @@ from ..caching import cached_property
 from ..errors import DeviceError
 from ..formula.batch_axes import align_batch_axes
 from ..formula.expression import Expression, parse_text, table_lookup
-from ..formula.formula_checks import check_formulas, is_valid_for_all_entries
+from ..formula.formula_checks import check_formula, is_valid_for_all_entries
 from ..formula.tables import Table, bounds_key
 from ..formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
 from ..formula.tile_ranges import hidden_condition
@@ -278,13 +278,14 @@ def validate(problem: Problem) -> Problem:
     checked = _move_tables(problem)
     checked = _with_unknown_entries(checked) or checked
 
-    def check_condition(condition: Expression) -> Expression:
-        """Return a statistic's condition after checking that it reads inside its tables."""
-        check_formulas(condition, None, problem.extent)
-        return condition
-
     normalize = _normalize_with_tables if checked.tables else _normalize_without_tables
     mask = normalize(checked.mask, checked.score, problem.extent)
+
+    def check_condition(condition: Expression) -> Expression:
+        """Return a statistic's condition after checking that it reads inside its tables at visible pairs."""
+        check_formula(condition, problem.extent, mask)
+        return condition
+
     return replace(checked, mask=mask, see=tuple(each.map_formulas(check_condition) for each in checked.see))
 
 
@@ -332,7 +333,10 @@ def _normalize(mask: Expression | None, score: Expression | None, extent: Extent
 
     The result is None if there is no mask and the score hides no pair.
     """
-    check_formulas(mask, score, extent)
+    if mask is not None:
+        check_formula(mask, extent)
+    if score is not None:
+        check_formula(score, extent, mask)
     hidden = None if score is None else hidden_condition(score, extent)
     return mask if hidden is None else _conjoin(mask, ~hidden)
 

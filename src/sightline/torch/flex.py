@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import or_masks as or_masks
 from ..api.functions import attention
 from ..errors import MaskError, ParameterError, ShapeError, SightlineError
 from ..formula.expression import Expression, from_records, live_numbers
-from ..formula.formula_checks import check_formulas
+from ..formula.formula_checks import check_formula
 from ..formula.tables import Table
 from ..formula.tile_ranges import find_blocks
 from ..formula.torch_masks import is_block_mask
@@ -362,5 +362,5 @@ def _make_block_mask(
     """Return the mask, after a check that it reads no tensor out of bounds."""
     block_mask = BlockMask(mask_mod, batch, heads, lengths, block)
     if not is_transformed():  # the entries of a tensor that vmap maps cannot be read
-        check_formulas(block_mask.formula, None, (batch, heads, *lengths))
+        check_formula(block_mask.formula, (batch, heads, *lengths))
     return block_mask

@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import ParameterError
 from ..formula.evaluate_array import evaluate_at
 from ..formula.expression import Expression
-from ..formula.formula_checks import check_formulas
+from ..formula.formula_checks import check_formula
 from ..formula.interval_arithmetic import compute_intervals
 from ..formula.tile_ranges import make_box
 from . import plotting, terminal
@@ -219,7 +219,7 @@ def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head
 def validate_extent(formula: Expression, n: int, m: int, batch: int, head: int) -> tuple[int, int, int, int]:
     """Return an extent (B, H, n, m) with batch < B and head < H, after checking that the formula's tables fit it."""
     extent = (_axis_length(formula, "b", batch), _axis_length(formula, "h", head), n, m)
-    check_formulas(formula, None, extent)
+    check_formula(formula, extent)
     return extent
 
 
