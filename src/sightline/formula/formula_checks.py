@@ -238,8 +238,8 @@ class Reads:
         for node, axis in reads:
             self.outside[id(node)] = self.outside.get(id(node), FALSE) | self.is_outside(node, axis)
         self.certainty: dict[int, Certainty] = {}
-        for node in walk(formula) if self.outside else ():
-            self.certainty[id(node)] = self.find_certainty(node, [self.certainty[id(a)] for a in node.arguments])
+        for part in walk(formula) if self.outside else ():
+            self.certainty[id(part)] = self.find_certainty(part, [self.certainty[id(a)] for a in part.arguments])
 
     def is_fixed(self, node: Expression) -> bool:
         """True if the value of a node follows from the pair."""

@@ -100,7 +100,7 @@ def _hull(xp: Any, *candidates: Any) -> Interval:
     return reduce(xp.minimum, candidates), reduce(xp.maximum, candidates)
 
 
-def _ends(x: Interval) -> Interval:
+def _ends(x: Interval) -> tuple[Any, ...]:
     """Return the ends of an interval; a constant, whose ends are one object, has one end."""
     return x[:1] if x[0] is x[1] else x
 
