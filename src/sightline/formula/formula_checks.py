@@ -212,10 +212,7 @@ def _describe_axis(table: Any, name: str, length: int) -> str:
 
 
 class Certainty(NamedTuple):
-    """Conditions on a pair: the value of a node is known; the node is surely True; it is surely False.
-
-    A value is known if it depends on no read outside a table.
-    """
+    """Conditions on a pair: a node's value depends on no read outside a table; it is surely True; surely False."""
 
     known: Expression
     true: Expression = FALSE
@@ -223,13 +220,9 @@ class Certainty(NamedTuple):
 
 
 class Reads:
-    """The reads of a formula that may leave their tables, and the certainty of each node of the formula.
+    """The reads of a formula that may leave their tables, as (lookup, axis), and the certainty of each node.
 
-    Parameters
-    ----------
-    reads : (lookup, axis) of each index that may leave its table
-    for_all_entries : bool, default False
-        True if the entries of tables count as unknown, as s always does. A condition on them is then never sure.
+    A condition that reads s is never sure. If `for_all_entries`, one that reads a table is not sure either.
     """
 
     def __init__(self, formula: Expression, reads: Iterable[tuple[Lookup, int]], for_all_entries: bool = False) -> None:
@@ -242,11 +235,9 @@ class Reads:
             self.certainty[id(part)] = self.find_certainty(part, [self.certainty[id(a)] for a in part.arguments])
 
     def is_fixed(self, node: Expression) -> bool:
-        """True if the value of a node follows from the pair."""
         return "s" not in node.free_symbols and not (self.for_all_entries and node.tables)
 
     def is_outside(self, node: Lookup, axis: int) -> Expression:
-        """Return the condition that an index may leave its table."""
         index = node.arguments[axis]
         return (index < 0) | (index >= node.table.shape[axis]) if self.is_fixed(index) else TRUE
 
@@ -254,22 +245,21 @@ class Reads:
         """Return the certainty of a node from that of its arguments, one of which may decide."""
         known = reduce(lambda x, y: x & y, [each.known for each in inputs], TRUE)
         operator = node.operator if isinstance(node, Apply) else ""
+        if operator == "logical_not":
+            return Certainty(known, inputs[0].false, inputs[0].true)
+        if operator in ("logical_and", "logical_or"):
+            (_, *first), (_, *second) = inputs
+            true, false = first[0] & second[0], first[1] | second[1]
+            if operator == "logical_or":
+                true, false = first[0] | second[0], first[1] & second[1]
+            return Certainty(known if known is TRUE else known | true | false, true, false)
         if id(node) in self.outside:
             known &= ~self.outside[id(node)]
         elif known is not TRUE and operator == "where":
             condition, yes, no = inputs
             known = condition.known & (condition.false | yes.known) & (condition.true | no.known)
-        elif known is not TRUE and operator in ("logical_and", "logical_or"):
-            decides = [each.false if operator == "logical_and" else each.true for each in inputs]
-            known = reduce(lambda x, y: x | y, decides, known)
-        if node.kind == "bool" and self.is_fixed(node):
-            return Certainty(known, known & node, known & ~node)
-        if operator == "logical_not":
-            return Certainty(known, inputs[0].false, inputs[0].true)
-        if operator in ("logical_and", "logical_or"):
-            (_, a, c), (_, x, z) = inputs
-            return Certainty(known, *((a & x, c | z) if operator == "logical_and" else (a | x, c & z)))
-        return Certainty(known)
+        is_sure = node.kind == "bool" and self.is_fixed(node)
+        return Certainty(known, known & node, known & ~node) if is_sure else Certainty(known)
 
     def find_unknown(self, allowed: Iterable[Expression], extent: Extent) -> Extent | None:
         """Return one (b, h, i, j) at which all of `allowed` hold and the formula is not known; else None."""

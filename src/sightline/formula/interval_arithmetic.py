@@ -100,17 +100,12 @@ def _hull(xp: Any, *candidates: Any) -> Interval:
     return reduce(xp.minimum, candidates), reduce(xp.maximum, candidates)
 
 
-def _ends(x: Interval) -> tuple[Any, ...]:
-    """Return the ends of an interval; a constant, whose ends are one object, has one end."""
-    return x[:1] if x[0] is x[1] else x
-
-
 def _multiply(xp: Any, x: Interval, y: Interval) -> Interval:
-    return _hull(xp, *(a * b for a in _ends(x) for b in _ends(y)))
+    return _hull(xp, *(a * b for a in x for b in y))
 
 
 def _divide(xp: Any, x: Interval, y: Interval) -> Interval:
-    return _replace_where(xp, (y[0] <= 0) & (y[1] >= 0), _hull(xp, *(a / b for a in _ends(x) for b in _ends(y))))
+    return _replace_where(xp, (y[0] <= 0) & (y[1] >= 0), _hull(xp, *(a / b for a in x for b in y)))
 
 
 def _floor_divide(xp: Any, x: Interval, y: Interval) -> Interval:
@@ -119,23 +114,15 @@ def _floor_divide(xp: Any, x: Interval, y: Interval) -> Interval:
 
 
 def _remainder(xp: Any, x: Interval, y: Interval) -> Interval:
-    """Return the interval of x − ⌊x / y⌋ y.
-
-    For positive y the value lies in [0, y], up to rounding. If the quotient is one constant c, the value is x − c y.
-    """
-    low, high = _floor_divide(xp, x, y)
-    is_constant = (low == high) & (y[0] == y[1]) & xp.isfinite(low)
-    shift = xp.where(is_constant, low, 0.0) * xp.where(is_constant, y[0], 0.0)
-    size = xp.maximum(xp.abs(x[0]), xp.abs(x[1]))
-    rounding = size * EPSILON
-    unknown = ((y[0] <= 0) & (y[1] >= 0)) | xp.isinf(size) | xp.isinf(y[0]) | xp.isinf(y[1])
-    wide = xp.minimum(y[0], 0.0) - rounding, xp.maximum(y[1], 0.0) + rounding
-    return _replace_where(xp, unknown, _replace_where(xp, is_constant, wide, (x[0] - shift, x[1] - shift)))
+    """Return the interval of x − ⌊x / y⌋ y, which lies between 0 and y, up to rounding."""
+    rounding = xp.maximum(xp.abs(x[0]), xp.abs(x[1])) * EPSILON
+    unknown = ((y[0] <= 0) & (y[1] >= 0)) | xp.isinf(rounding) | xp.isinf(y[0]) | xp.isinf(y[1])
+    return _replace_where(xp, unknown, (xp.minimum(y[0], 0.0) - rounding, xp.maximum(y[1], 0.0) + rounding))
 
 
 def _whole_quotient(xp: Any, x: Interval, y: Interval) -> Interval:
     """Return the interval of ⌊x / y⌋ for integers, where |⌊x / y⌋| ≤ |x| and x // 0 = 0."""
-    low, high = _hull(xp, *(a / b for a in _ends(x) for b in _ends(y)))
+    low, high = _hull(xp, *(a / b for a in x for b in y))
     limit = xp.maximum(xp.abs(x[0]), xp.abs(x[1]))
     return _replace_where(xp, (y[0] <= 0) & (y[1] >= 0), (xp.floor(low), xp.floor(high)), (-limit, limit))
 

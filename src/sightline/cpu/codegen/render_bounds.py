@@ -48,9 +48,6 @@ class BoundsNamespace:
     def isinf(self, x: Value) -> Value:
         return self.builder.call_intrinsic("fabs", x) == math.inf
 
-    def isfinite(self, x: Value) -> Value:
-        return self.builder.call_intrinsic("fabs", x) < math.inf
-
     def any(self, condition: Value) -> bool:
         """Return True: the values are not known when the code is written, so no step can be left out."""
         return True
