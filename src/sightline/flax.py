@@ -72,8 +72,11 @@ def dot_product_attention(
         True drops no weights.
     dtype : dtype, optional
         The dtype to which query, key and value are converted; by default the one to which JAX promotes them.
-    precision, force_fp32_for_softmax : optional
-        Without effect: float32 products have the precision of float32, and the softmax has at least that of float32.
+    precision : optional
+        Without effect: products of float32 have the precision of float32.
+    force_fp32_for_softmax : bool, default False
+        True converts 16-bit arrays to float32, so that the stored weights and the output are float32, as in Flax.
+        Without it, the softmax has the precision of float32, and its results are rounded.
     module : flax.linen.Module or flax.nnx.Module, optional
         The layer in which the weights (..., N, T, S) before dropout are stored, under the name "attention_weights".
         They take O(T S) memory.
@@ -116,6 +119,8 @@ def dot_product_attention(
         if function is not None:
             raise ParameterError(f"{name}={function!r}", "None", "use Flax's own attention_fn for quantized products")
     operands = _promote([query, key, value], dtype, promote_dtype)
+    if force_fp32_for_softmax:
+        operands = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in operands]
     if any(x.ndim < 3 for x in operands):
         given = "query, key and value of shapes " + ", ".join(str(x.shape) for x in operands)
         raise ShapeError(given, "(..., positions, heads, width)", "x[:, None] for arrays of one head")

@@ -50,6 +50,8 @@ SHAPES = {
 }
 
 
+@pytest.mark.usefixtures("without_checks")
+@pytest.mark.usefixtures("without_checks")
 @pytest.mark.parametrize("name", SHAPES)
 def test_results_are_those_of_flax(rng, name):
     query_shape, key_shape, scores_shape = SHAPES[name]
@@ -90,7 +92,7 @@ def test_dropout_is_that_of_a_seed_from_the_key(rng, key):
         return dot_product_attention(query, keys, value, **options)
 
     by_head = [x.swapaxes(1, 2) for x in (query, keys, value)]
-    expected = sightline.attention(*by_head, dropout=0.4, seed=int(jax.random.bits(key)))
+    expected = sightline.attention(*by_head, dropout=0.4, seed=int(jax.random.bits(key, (), "uint32")))
     assert np.array_equal(drop(key, 0.4).swapaxes(1, 2), expected)
     other = jax.random.split(key)[0]
     assert not np.array_equal(drop(other, 0.4), drop(key, 0.4))
@@ -119,6 +121,18 @@ def test_a_layer_of_nnx(inputs, options):
     found, expected = map(apply, nnx_layers())
     assert_close(found, expected)
     assert bool(found[1]) == ("sow_weights" in options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_softmax_in_float32_has_the_dtypes_of_flax(inputs, dtype):
+    ours, theirs = linen_layers(dtype=dtype, force_fp32_for_softmax=True)
+    variables = ours.init(jax.random.key(1), inputs)
+    found, expected = (
+        jax.tree.leaves(layer.apply(variables, inputs, sow_weights=True, mutable="intermediates"))
+        for layer in (ours, theirs)
+    )
+    assert [x.dtype for x in found] == [x.dtype for x in expected]
+    assert np.any(found[1] != found[1].astype(dtype)) == (dtype != "float32")
 
 
 def test_a_mask_may_be_a_formula(inputs):
@@ -150,7 +164,7 @@ def test_the_cache_of_linen(inputs):
 def test_the_cache_of_nnx(inputs):
     ours, theirs = nnx_layers()
     expected = theirs(inputs, is_causal=True)
-    ours.init_cache(inputs.shape)
+    ours.init_cache(inputs.shape, dtype=inputs.dtype)
     step = nnx.jit(lambda layer, x: layer(x, decode=True))
     found = [step(ours, inputs[:, position : position + 1]) for position in range(LENGTH)]
     assert_close(jnp.concatenate(found, axis=1), expected)
