@@ -171,7 +171,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("wide")
     hidden = [marker for marker in ("soak", "wide") if marker not in chosen and not (marker == "wide" and named)]
     deselected = [item for item in items if any(map(item.get_closest_marker, hidden))]
-    if "wide" in chosen:
+    if chosen == "wide":
         deselected += [item for item in items if not item.get_closest_marker("wide")]
     left_out = set(map(id, deselected))
     items[:] = [item for item in items if id(item) not in left_out]

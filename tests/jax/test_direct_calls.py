@@ -155,6 +155,7 @@ def test_another_setting_of_the_processor(draw, monkeypatch, python_calls):
     assert not python_calls
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_a_result_that_is_not_finite_is_computed_in_python(draw):
     attend = compiled("tables")
     for _ in range(RUNS):

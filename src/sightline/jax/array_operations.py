@@ -45,6 +45,12 @@ BLOCK_ELEMENTS = 1 << 22  # the most scores of one block, over all batches and h
 
 def attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
     """Return the results of the primitive `attention`. lse in float64 is 0, because the derivatives here ignore it."""
+    # a program may forbid arrays of different ranks or dtypes in one operation, and formulas join such arrays
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return _attend(inputs, options)
+
+
+def _attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
     problem, seed = _make_problem(inputs, options)
     blocks = _Blocks(problem, seed)
     rows = min(max(BLOCK_ELEMENTS // max(problem.B * problem.H * problem.m, 1), 1), max(problem.n, 1))
@@ -161,7 +167,7 @@ class _Blocks:
         self.symbols = {"b": b, "h": h, "i": i, "j": j, "n": problem.n, "m": problem.m}
         scores = self.compute_scores(query.astype(self.dtype))
         weights, lse = self.normalise(scores)
-        factor = _keep_factor(problem, self.seed, self.symbols)
+        factor = _keep_factor(problem, self.seed, self.symbols, self.dtype)
         output = self.sum_over_keys(weights * factor, self.value)
         counted = jnp.where(i < problem.n, weights, 0)  # the last block may have queries past the end
         arrays = [array for one in self.statistics for array in self.compute_statistic(one, scores, counted, lse)]
@@ -207,10 +213,11 @@ class _Blocks:
             """Return the sum of the nonfinite entries of `array` with a weight ≠ 0: NaN, ∞ or −∞, or 0 if none."""
             seen, kinds = (grouped != 0).astype(self.dtype), (jnp.isnan(array), array == jnp.inf, array == -jnp.inf)
             nan, up, down = (seen @ kind.astype(self.dtype) > 0 for kind in kinds)
-            return jnp.where(nan | (up & down), jnp.nan, jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, 0.0)))
+            return jnp.where(nan | (up & down), jnp.nan, jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, zeros)))
 
         sums = self.group(weights) @ _zero_nonfinite(array)
-        sums += jax.lax.cond(self.is_finite, lambda: jnp.zeros_like(sums), find_nonfinite)
+        zeros = jnp.zeros_like(sums)
+        sums += jax.lax.cond(self.is_finite, lambda: zeros, find_nonfinite)
         return sums.reshape((*weights.shape[:-1], array.shape[-1]))
 
     def group(self, array: Any) -> Any:
@@ -331,7 +338,7 @@ def _finish_statistics(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
 
-def _keep_factor(problem: Problem, seed: Any, symbols: dict[str, Any]) -> Any:
+def _keep_factor(problem: Problem, seed: Any, symbols: dict[str, Any], dtype: Any) -> Any:
     """Return the dropout factor of each weight of a block: 0, or 1 / (1 − p); the same as `dropout.keep_factor`."""
     p = problem.dropout
     if p in (0, 1):
@@ -341,7 +348,7 @@ def _keep_factor(problem: Problem, seed: Any, symbols: dict[str, Any]) -> Any:
     found = philox_rounds((seed[0], seed[1]), counter, _multiply_wide, lambda word, weyl: word + np.uint32(weyl))
     words = jnp.stack(jnp.broadcast_arrays(*found), axis=-1)
     words = words.reshape((*words.shape[:-2], 4 * len(quads)))[..., : problem.m]
-    return (words >= np.uint32(min(threshold(problem), 2**32 - 1))) / (1 - p)
+    return (words >= np.uint32(min(threshold(problem), 2**32 - 1))).astype(dtype) / (1 - p)
 
 
 def _multiply_wide(constant: int, x: Any) -> tuple[Any, Any]:

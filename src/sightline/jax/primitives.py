@@ -42,11 +42,24 @@ def _define(name: str) -> Primitive:
     primitive.multiple_results = True
 
     def compute(*arrays: Any, **options: Any) -> Any:
-        with jax.disable_jit(False):  # under `jax.disable_jit`, `jit` would call this function without end
-            return _compile(primitive.bind, tuple(sorted(options.items())))(*arrays)
+        checks = {"nan": jax.config.jax_debug_nans, "inf": jax.config.jax_debug_infs}
+        # under these three options, `jit` would call this function without end
+        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+            results = _compile(primitive.bind, tuple(sorted(options.items())))(*arrays)
+        # a statistic may be −∞ by its definition, as the lse of a query without keys
+        if any(checks.values()):
+            _check_numbers(name, results if primitive is not attention_p else results[:1], checks)
+        return results
 
     primitive.def_impl(compute)
     return primitive
+
+
+def _check_numbers(name: str, results: Sequence[Any], checks: dict[str, bool]) -> None:
+    """Raise FloatingPointError, as JAX does, if a result has one of the numbers that `checks` forbids."""
+    for kind, is_kind in (("nan", jax.numpy.isnan), ("inf", jax.numpy.isinf)):
+        if checks[kind] and any(is_kind(result).any() for result in results):
+            raise FloatingPointError(f"invalid value ({kind}) encountered in {name}")
 
 
 @lru_cache(MAX_COMPILED)

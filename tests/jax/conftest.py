@@ -1,0 +1,14 @@
+"""What tests of JAX share. `make test-wide` runs them under each of JAX's switches for dtypes and debugging."""
+
+import jax
+import pytest
+
+if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+    collect_ignore = ["test_array_operations.py"]  # its inputs have NaN and ∞
+
+
+@pytest.fixture
+def without_checks():
+    """Allow NaN and ∞, and arrays of different ranks in one operation, for inputs and peers that have them."""
+    with jax.debug_nans(False), jax.debug_infs(False), jax.numpy_rank_promotion("allow"):
+        yield
