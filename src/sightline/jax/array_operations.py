@@ -45,8 +45,7 @@ BLOCK_ELEMENTS = 1 << 22  # the most scores of one block, over all batches and h
 
 def attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
     """Return the results of the primitive `attention`. lse in float64 is 0, because the derivatives here ignore it."""
-    # a program may forbid arrays of different ranks or dtypes in one operation, and formulas join such arrays
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as formulas need it
         return _attend(inputs, options)
 
 

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -42,24 +43,18 @@ def _define(name: str) -> Primitive:
     primitive.multiple_results = True
 
     def compute(*arrays: Any, **options: Any) -> Any:
-        checks = {"nan": jax.config.jax_debug_nans, "inf": jax.config.jax_debug_infs}
+        checks = ("nan", jax.config.jax_debug_nans, jnp.isnan), ("inf", jax.config.jax_debug_infs, jnp.isinf)
         # under these three options, `jit` would call this function without end
         with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
             results = _compile(primitive.bind, tuple(sorted(options.items())))(*arrays)
-        # a statistic may be −∞ by its definition, as the lse of a query without keys
-        if any(checks.values()):
-            _check_numbers(name, results if primitive is not attention_p else results[:1], checks)
+        finite = results[:1] if primitive is attention_p else results  # a statistic may be −∞, as lse without keys
+        for kind, is_forbidden, find in checks:
+            if is_forbidden and any(find(result).any() for result in finite):
+                raise FloatingPointError(f"invalid value ({kind}) encountered in {name}")
         return results
 
     primitive.def_impl(compute)
     return primitive
-
-
-def _check_numbers(name: str, results: Sequence[Any], checks: dict[str, bool]) -> None:
-    """Raise FloatingPointError, as JAX does, if a result has one of the numbers that `checks` forbids."""
-    for kind, is_kind in (("nan", jax.numpy.isnan), ("inf", jax.numpy.isinf)):
-        if checks[kind] and any(is_kind(result).any() for result in results):
-            raise FloatingPointError(f"invalid value ({kind}) encountered in {name}")
 
 
 @lru_cache(MAX_COMPILED)
@@ -167,7 +162,7 @@ def _call_by_position(call: XlaCall, *arrays: Any) -> list[Any]:
 
 
 def _swap_if(condition: bool, array: Any) -> Any:
-    return jax.numpy.swapaxes(array, -3, -2) if condition else array
+    return jnp.swapaxes(array, -3, -2) if condition else array
 
 
 def _forward_operands(num_inputs: int) -> Places:
