@@ -8,6 +8,7 @@ import importlib
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import sightline
@@ -144,3 +145,24 @@ def test_outputs_of_commands_on_pages_are_checked_and_written(tmp_path, capsys, 
     commands.main([page], write=True)
     assert page.read_text() == "Text.\n\n```console\n$ sightline --version\nsightline 1.0\n```\n"
     assert commands.main([page], write=False) == 0
+
+
+@pytest.mark.parametrize("lengths", [(30, 90), (90, 30)], ids=str)
+def test_masks_of_flash_attention_are_those_of_the_page(lengths):
+    """Its rule: key j is visible to query i if −left ≤ j − (i + m − n) ≤ right, where −1 is no limit."""
+    n, m = lengths
+    page = (DOCS / "swap-one-line.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(causal=|window_size=)(.*?)` \| `(.*?)` \|$", page, re.MULTILINE)
+    assert len(rows) == 6
+    scope = vars(sightline) | {"left": 5, "right": 3}
+    distance = np.arange(m) - (np.arange(n)[:, None] + m - n)
+    for name, value, code in rows:
+        left, right = (-1, 0) if name == "causal=" else eval(value, scope)
+        visible = ((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))
+        formula = eval(code, scope)
+        assert np.array_equal(visible if formula is None else formula.array(n, m), visible), code
+        assert formula is not None or visible.all()
+    slopes, score = sightline.alibi([0.5]), np.zeros((n, m))  # the page's alibi, up to a number for each query
+    difference = np.where(distance <= 0, slopes.array(n, m, s=score) + 0.5 * abs(distance), np.nan)
+    seen = difference[(distance <= 0).any(1)]
+    assert np.array_equal(np.nanmin(seen, 1), np.nanmax(seen, 1))

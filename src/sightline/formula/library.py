@@ -54,14 +54,17 @@ def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expres
     array([[1, 1, 1, 0],
            [1, 1, 1, 1]])
     """
-    if align == "upper left":
-        return i >= j
-    if align == "lower right":
-        return i + (m - n) >= j
-    raise ParameterError(f"align={align!r}", '"upper left" or "lower right"', 'causal("lower right") for decoding')
+    return _position(align) >= j
 
 
-def window(left: int, right: int = 0) -> Expression:
+def _position(align: str) -> Expression:
+    """Return the position of the query among the keys: i, or i + (m − n) if the last query belongs to the last key."""
+    if align not in ("upper left", "lower right"):
+        raise ParameterError(f"align={align!r}", '"upper left" or "lower right"', 'causal("lower right") for decoding')
+    return i if align == "upper left" else i + (m - n)
+
+
+def window(left: int, right: int = 0, align: Literal["upper left", "lower right"] = "upper left") -> Expression:
     """Return the mask −right ≤ i − j < left: `left` keys up to the query's position, and `right` keys after it.
 
     Parameters
@@ -70,11 +73,13 @@ def window(left: int, right: int = 0) -> Expression:
         Number of keys up to the query's position, that position included; at least 1.
     right : int, default 0
         Number of keys after the query's position; at least 0.
+    align : {"upper left", "lower right"}
+        As for `causal`: "lower right" has i + (m − n) in place of i, as in FlashAttention.
 
     Raises
     ------
     ParameterError
-        left is below 1 or right is below 0, or one of them is not a whole number.
+        left is below 1 or right is below 0, or one of them is not a whole number. Or align is none of the two.
 
     Examples
     --------
@@ -88,11 +93,12 @@ def window(left: int, right: int = 0) -> Expression:
         raise ParameterError(
             f"window({left!r}, {right!r})",
             "whole numbers, left ≥ 1 and right ≥ 0",
-            "window(1) allows key i only. FlashAttention's window_size=(left, right) is window(left + 1, right), "
-            "(-1, 0) is causal(), (-1, -1) is no mask",
+            "window(1) allows key i only. FlashAttention's window_size=(left, right) is "
+            'window(left + 1, right, "lower right"), (-1, 0) is causal("lower right"), (-1, -1) is no mask',
         )
+    position = _position(align)
     # Not `i - j < left`: torch.compile cannot trace a comparison between a formula and a SymInt, its symbolic int.
-    return apply("less", i - j, left) & apply("less_equal", j - i, right)
+    return apply("less", position - j, left) & apply("less_equal", j - position, right)
 
 
 def padding(lengths: Any) -> Expression:

@@ -38,7 +38,8 @@ _GROUPS = "nothing: the number of query heads may be any multiple of the number 
 _DOCUMENTS = "mask=sightline.documents(lengths=numpy.diff(cu_seqlens)), with query, key and value packed on one axis"
 _WINDOW = (
     "mask=sightline.window(left, right), where left counts the query's own position: window(256) is causal, and "
-    "FlashAttention's window_size=(left, right) is window(left + 1, right), (-1, 0) is causal(), (-1, -1) is no mask"
+    'FlashAttention\'s window_size=(left, right) is window(left + 1, right, "lower right"), (-1, 0) is '
+    'causal("lower right"), (-1, -1) is no mask'
 )
 _SOFTCAP = "score=sightline.softcap(cap)"
 _NO_OPTION = "nothing: the result is deterministic, and `kernel` or `threads` choose how it is computed"
@@ -61,7 +62,7 @@ CURES: dict[str, str] = {
     ),
     **dict.fromkeys(("window_size", "local_window_size", "sliding_window", "window"), _WINDOW),
     **dict.fromkeys(("softcap", "logits_soft_cap", "tanh_softcap"), _SOFTCAP),
-    "alibi_slopes": "score=sightline.alibi(slopes), with mask=sightline.causal()",
+    "alibi_slopes": 'score=sightline.alibi(slopes), with mask=sightline.causal("lower right")',
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), _DOCUMENTS),
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), "scale=number"),
     **dict.fromkeys(("s_aux", "sink", "learnable_sink", "attention_sinks"), "sinks=array of one logit for each head"),
