@@ -13,6 +13,7 @@ from sightline.cpu.launch.product_rates import machine_for, prefers_widening
 from sightline.cpu.runtime.machine import host
 from sightline.cpu.runtime.processor import HOST, Processor
 from sightline.problem.problem import make_problem
+from sightline.reference.definition import compute_stages
 from sightline.statistics import received, top_k
 from sightline.testing import assert_conforms
 
@@ -58,3 +59,13 @@ def test_problems_of_a_processor_with_slow_dot_products(queries, rng, monkeypatc
     result = Cpu().run(problem, 1)
     assert Cpu().backward(problem, result.output, None, (result.output, result.lse), [], 1).query.shape == shapes[0]
     assert not any(paired)
+
+
+@pytest.mark.parametrize("entry", [np.nan, np.inf, -np.inf])
+def test_a_scale_of_0_hides_no_nan(entry, rng):
+    """The product of 0 with NaN or ∞ is NaN, also if the processor multiplies pairs of bfloat16."""
+    q, k, v = (x.astype(ml_dtypes.bfloat16) for x in arrays(rng))
+    q[0, 1, 3, 4] = entry
+    problem = make_problem(q, k, v, scale=0.0)
+    output = Cpu(Processor(host())).run(problem, 1).output
+    np.testing.assert_array_equal(np.isnan(output), np.isnan(compute_stages(problem).output))

@@ -171,11 +171,14 @@ class Block:
 
     def multiply_by_sign(self) -> Callable[[Value], Value]:
         """Return a function that multiplies numbers, or pairs of bfloat16, by the sign of the scale."""
-        builder, args = self.builder, self.args
-        sign_flip = builder.where(args.scale_sign < 0.0, builder.value(0x80008000 - 2**32, INT32), 0)
-        zero_mask = builder.where(args.scale_sign == 0.0, builder.value(0, INT32), -1)
-        sign = args.scale_sign.to(self.float)
-        return lambda numbers: (numbers ^ sign_flip) & zero_mask if self.paired else numbers * sign
+        builder, sign, sign_bits = self.builder, self.args.scale_sign, 0x80008000 - 2**32
+
+        def multiply_pairs(numbers: Value) -> Value:
+            flipped = numbers ^ builder.where(sign < 0.0, builder.value(sign_bits, INT32), 0)
+            is_nonfinite = ((numbers & 0x7F807F80) + 0x00800080) & sign_bits  # 0x8000 if the exponent is all ones
+            return builder.where(sign == 0.0, is_nonfinite - (is_nonfinite >> 9), flipped)  # 0x7FC0 is NaN
+
+        return multiply_pairs if self.paired else lambda numbers: numbers * sign.to(self.float)
 
     def transpose(
         self,
