@@ -24,6 +24,7 @@ SHADOW_BYTES = 32  # above the return address: a called function may use them
 KEPT = ("rbx", "rbp", "rdi", "rsi", "r12", "r13", "r14", "r15", *[f"xmm{k}" for k in range(6, 16)])  # on Windows x64
 CALLED_SAVED = ("rbx", "rbp", "r12", "r13", "r14", "r15")  # on Linux and macOS
 MEMORY = {"memset": "ptr (ptr, i32, i64)", "memcpy": "ptr (ptr, ptr, i64)", "memmove": "ptr (ptr, ptr, i64)"}
+MEMORY |= {"malloc": "ptr (i64)", "free": "i64 (ptr)"}  # nothing reads the result of `free`
 MATH = {  # the number of arguments of each function; for float32 LLVM calls the function with the suffix f, as `sinf`
     "cos": 1,
     "floor": 1,

@@ -17,6 +17,17 @@ from typing import Any
 from .values import INT32, INT64, POINTER, VOID, Type, Value, constant, intrinsic_suffix, vector
 
 CACHE_LINE_BYTES = 64
+MAX_STACK_BYTES = 2048  # larger scratch is not on the stack, which may be small: a thread of musl has 128 KiB
+SCRATCH = """\
+%heap = call ptr @malloc(i64 {size})
+%is_missing = icmp eq ptr %heap, null
+%stack_size = select i1 %is_missing, i64 {size}, i64 0
+%stack = alloca i8, i64 %stack_size
+%block = select i1 %is_missing, ptr %stack, ptr %heap
+%address = ptrtoint ptr %block to i64
+%negative = sub i64 0, %address
+%padding = and i64 %negative, {last}
+%scratch = getelementptr i8, ptr %block, i64 %padding"""
 
 
 class Module:
@@ -62,6 +73,8 @@ class Builder:
         self.arguments = [Value(self, kind, f"%argument{k}") for k, kind in enumerate(arguments)]
         self.head = f"define {result} @{name}({', '.join(f'{x.type} {x.name}' for x in self.arguments)}) {{"
         self.slots: list[str] = []  # the lines that allocate the stack slots
+        self.scratch_slots: list[str] = []  # the lines that compute the addresses of large scratch
+        self.scratch_bytes = 0
         self.lines: list[str] = []
         self.num_values = self.num_labels = 0
         self.is_terminated = False  # True if the basic block has ended
@@ -70,6 +83,11 @@ class Builder:
 
     def finish(self, result: Value | None = None) -> None:
         """End the function with its result, and add the function to the module."""
+        if self.scratch_bytes:
+            size = self.scratch_bytes + CACHE_LINE_BYTES
+            self.slots += [SCRATCH.format(size=size, last=CACHE_LINE_BYTES - 1), *self.scratch_slots]
+            self.module.declarations["malloc"] = "declare noalias ptr @malloc(i64)"
+            self.call("free", VOID, Value(self, POINTER, "%heap"))
         self.return_(result)
         self.module.functions[self.name] = "\n".join([self.head, *self.slots, *self.lines, "}"])
 
@@ -147,6 +165,19 @@ class Builder:
     def alloca_array(self, kind: Type, count: int) -> Value:
         """Allocate `count` elements on the stack, and return their address."""
         return self.alloca(f"[{count} x {kind}]")
+
+    def scratch(self, kind: Type, count: int) -> Value:
+        """Allocate `count` elements until the function ends at `finish`, aligned for the widest vectors.
+
+        Large scratch is on the heap, or on the stack if the heap is exhausted.
+        """
+        size = count * kind.itemsize
+        if size <= MAX_STACK_BYTES:
+            return self.alloca_array(kind, count)
+        slot = Value(self, POINTER, f"%scratch{len(self.scratch_slots)}")
+        self.scratch_slots.append(f"{slot.name} = getelementptr i8, ptr %scratch, i64 {self.scratch_bytes}")
+        self.scratch_bytes += -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+        return slot
 
     def global_variable(self, name: str, text: str) -> Value:
         """Return the address of the module's variable of this name. The first call with a name defines it by `text`."""

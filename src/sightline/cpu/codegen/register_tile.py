@@ -55,7 +55,7 @@ class RegisterTiles:
 
     def scratch(self, size: int) -> Value:
         """Allocate scratch memory of `size` bytes, at least one vector."""
-        return self.builder.alloca_array(self.operand_type, max(size, self.align) // self.itemsize)
+        return self.builder.scratch(self.operand_type, max(size, self.align) // self.itemsize)
 
     def variables(self, start: float | None = None) -> list[Variable]:
         """Return one new variable for each vector of a row, set to `start`; unset if `start` is None."""

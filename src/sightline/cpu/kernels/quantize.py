@@ -60,7 +60,7 @@ class Quantize:
         self.args = args = LoadedArguments(builder, builder.arguments[0], FIELDS, ())
         width, filled = self.row_format.width, self.row_format.group if self.row_format.dtype == "int4" else 1
         self.stop = round_up(round_up(width, filled), self.lanes)
-        self.numbers = builder.alloca_array(FLOAT, self.stop)  # a source row, widened
+        self.numbers = builder.scratch(FLOAT, self.stop)  # a source row, widened
         self.errors, self.squares = (Variable(builder, DOUBLE, 0.0) for _ in range(2))
         with builder.loop(0, args.B) as b, builder.loop(0, args.t) as r:
             position = args.target_rows.at((b * args.t + r) * 8).load(INT64)

@@ -34,7 +34,7 @@ from ..runtime.thread_count import thread_count
 from .arguments import TARGET_ITEMS, KernelArguments, prepare, zeros
 from .bound_call import BoundCall
 
-MAX_TOP_K = 256  # the largest k of `top_k`: the lists for a block of queries are on a thread's stack
+MAX_TOP_K = 256  # the largest k of `top_k`: the lists for a block of queries are a thread's scratch
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
 
 Range = tuple[int, int]
