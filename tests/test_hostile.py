@@ -105,8 +105,28 @@ def test_gradients_of_huge_scores_are_finite():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 70, 8, generator=generator) for _ in range(3))
     q = q * 1e12
-    for x in (q, k, v):
-        x.requires_grad_()
-    found = torch.autograd.grad(sightline.attention(q, k, v).sum(), (q, k, v))
+    given = [x.requires_grad_() for x in (q, k, v)]
+    found = torch.autograd.grad(sightline.attention(*given).sum(), given)
     assert all(torch.isfinite(x).all() for x in found)
     assert round(found[2].sum().item()) == 2 * 70 * 8  # the weights of every query sum to 1
+
+
+SMALL_STACK = """
+import threading, numpy as np, sightline
+from sightline import attention, i, j, s, table
+x, long, bias = np.ones((1, 2, 70, 256)), np.ones((1, 2, 600, 256)), table(np.ones((70, 70)))[i, j]
+def call():
+    attention(x, x, x, mask=i >= j, score=s + bias, see=[sightline.entropy(), sightline.mass(bias > 0)])
+    attention(x, x, x, see=[sightline.received(), sightline.top_k(256), sightline.pooled(3, 3)])
+    attention(x[:, :, :1], long, long)
+    sightline.attention_vjp(x, x, x)[2](x)
+    print(sightline.attention_tangent(x, x, x, {"query": x})[0].shape)
+threading.stack_size(2**17)
+thread = threading.Thread(target=call); thread.start(); thread.join()
+"""
+
+
+def test_every_kernel_runs_on_a_small_stack():
+    """A kernel with its scratch on a stack of 128 KiB, that of threads of musl, once ended the process."""
+    found = subprocess.run([sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, check=False)
+    assert found.stdout == "(1, 2, 70, 256)\n", found.stderr

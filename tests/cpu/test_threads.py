@@ -376,33 +376,3 @@ threading.Thread(target=lambda: (time.sleep(0.5), print("last thread", right(), 
 @hosts
 def test_calls_as_the_interpreter_ends(before):
     assert said(program(END, before)) == ["True", "last thread True", "at exit True"]
-
-
-SMALL_STACKS = """
-import threading
-import numpy as np, sightline
-from sightline import attention, i, j, s, table
-x, long = (np.ones((1, 2, n, 256)) for n in (70, 600))
-bias, cache = table(np.ones((70, 70)))[i, j], sightline.KVCache(dtype="int8")
-cache.append(long.astype("f4"), long.astype("f4"))
-calls = [
-    lambda: attention(x, x, x, mask=i >= j, score=s + bias, see=[sightline.entropy(), sightline.mass(bias > 0)]),
-    lambda: attention(x, x, x, see=[sightline.received(), sightline.top_k(256), sightline.pooled(3, 3)]),
-    lambda: attention(x[:, :, :1], long, long),
-    lambda: attention(x[:, :, :1].astype("f4"), cache),
-    lambda: sightline.attention_vjp(x, x, x)[2](x),
-    lambda: sightline.attention_tangent(x, x, x, {"query": x}),
-]
-threading.stack_size(2**17)
-for call in calls * 2:
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-print("done")
-"""
-
-
-def test_every_kernel_runs_on_a_small_stack():
-    """The stack of 128 KiB is that of a thread of musl. A kernel with all of its scratch there ends the process."""
-    found = subprocess.run([sys.executable, "-c", SMALL_STACKS], capture_output=True, text=True, check=False)
-    assert found.stdout == "done\n", found.stderr
