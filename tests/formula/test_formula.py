@@ -153,6 +153,7 @@ BOTH = {
     "exp2": lambda lib: lib.exp2(X),
     "log": lambda lib: lib.log(lib.abs(X) + 1),
     "log2": lambda lib: lib.log2(X * X + 1),
+    "log1p": lambda lib: lib.log1p(X * X * 1e-9),
     "sqrt": lambda lib: lib.sqrt(X * X),
     "sin": lambda lib: lib.sin(X) + lib.cos(X),
     "floor": lambda lib: lib.floor(X) + lib.ceil(X),

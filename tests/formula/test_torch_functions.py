@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 
 import sightline
 from flex_functions import MASKS, SHAPES, B, H, N, Tensors
-from sightline import i, j, s
+from sightline import i, j, s, table
 from sightline.cpu import Cpu
 from sightline.errors import FormulaError
 from sightline.formula.derivative import derivative
@@ -73,6 +73,18 @@ SAME = {  # functions of a float x, an integer y and a condition c, by the name 
     "not finite": lambda x, y, c: torch.isfinite(1 / x) ^ torch.isinf(1 / x) ^ torch.isnan(x / x),
     "keywords": lambda x, y, c: torch.mul(input=x, other=y) + torch.where(c, input=x, other=y * 1.0),
 }
+
+
+@pytest.mark.parametrize("name", ["log1p", "expm1", "softplus", "logsigmoid"])
+def test_small_values_keep_their_digits(name):
+    function = getattr(torch, name, None) or getattr(functional, name)
+    small, large = [1e-30, -1e-17, 1e-9], [-60.0, -30, -19]
+    x = torch.tensor(small if name in ("log1p", "expm1") else large, dtype=torch.float64)
+    x = -x if name == "logsigmoid" else x
+    found = function(table(x)[i]).array(3, 1)[:, 0]
+    assert np.abs(found / function(x).numpy() - 1).max() <= 8 * np.finfo(float).eps
+
+
 SMOOTH = {  # by name: functions of floats with a derivative, also at 0
     "exponentials": lambda x: x.exp() + x.exp2() + torch.expm1(x),
     "logarithms": lambda x: torch.log1p(x * x) + torch.log10(x * x + 1) + (x * x + 2).log2() + (x * x + 1).log(),

@@ -16,6 +16,7 @@ PROMISED = {
     "exp2_of_negative": 2,
     "exp_of_negative": 2,
     "tanh": {np.float32: 3, np.float64: 1.5},
+    "log1p": 4,
 }  # units in the last place, as in the docstrings; of each dtype where they differ
 
 

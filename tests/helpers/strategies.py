@@ -142,6 +142,7 @@ def reals(draw: Any, extent: tuple[int, ...], depth: int = 2) -> Any:
                 lambda: np.sqrt(x),
                 lambda: np.log(x),
                 lambda: np.log2(abs(x) + 1),
+                lambda: np.log1p(abs(x)),
                 lambda: np.exp(-abs(x)),
                 lambda: np.exp2(np.minimum(x, 4.0)),
                 lambda: abs(x) ** 1.5,

@@ -51,7 +51,8 @@ def patch_interpreter():
     for name in dir(InterpreterBuilder):
         if name.startswith(("create_fcmp", "create_icmp")):
             setattr(InterpreterBuilder, name, condition(getattr(InterpreterBuilder, name)))
-    libdevice.exp, libdevice.tanh, libdevice.pow = lifted(np.exp), lifted(np.tanh), lifted(np.power)
+    for name, function in (("exp", np.exp), ("tanh", np.tanh), ("pow", np.power), ("log1p", np.log1p)):
+        setattr(libdevice, name, lifted(function))
     interpreter._patch_lang = once(interpreter._patch_lang)
     options = interpreter.interpreter_builder.options  # else it computes overflow checks whose results it ignores
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)

@@ -179,15 +179,10 @@ def clip(input: Any, low: Any = None, high: Any = None, **names: Any) -> Express
 # -- elementary functions --------------------------------------------------------------------------------------------
 
 
-def log1p(input: Any) -> Expression:
-    """Return ln(1 + x)."""
-    return apply("log", apply("add", input, 1.0))
-
-
 def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Expression:
     """Return ln(1 + e^(βx)) / β, and x itself where βx > threshold."""
     x = as_expression(input)
-    return where(x * beta > threshold, x, log1p(apply("exp", x * beta)) / beta)
+    return where(x * beta > threshold, x, apply("log1p", apply("exp", x * beta)) / beta)
 
 
 def sigmoid(input: Any) -> Expression:
@@ -200,7 +195,7 @@ def sigmoid(input: Any) -> Expression:
 def log_sigmoid(input: Any) -> Expression:
     """Return ln(1 / (1 + e^−x)), computed as x − ln(1 + e^x) where x < 0."""
     x = as_expression(input)
-    return where(x < 0, x - log1p(apply("exp", x)), -log1p(apply("exp", -x)))
+    return where(x < 0, x - apply("log1p", apply("exp", x)), -apply("log1p", apply("exp", -x)))
 
 
 def leaky_relu(input: Any, negative_slope: float = 0.01) -> Expression:
@@ -282,7 +277,6 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "reciprocal": lambda input: apply("divide", 1.0, input),
     "rsqrt": lambda input: apply("divide", 1.0, apply("sqrt", input)),
     "expm1": lambda input: apply("tanh", apply("divide", input, 2)) * (apply("exp", input) + 1),
-    "log1p": log1p,
     "log10": lambda input: apply("log", input) / math.log(10),
     "tan": lambda input: apply("sin", input) / apply("cos", input),
     "sigmoid": sigmoid,

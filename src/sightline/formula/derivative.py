@@ -102,6 +102,7 @@ DERIVATIVE_RULES: dict[str, Callable[..., Expression]] = {
     "exp2": _chain(lambda f, x: f * math.log(2)),
     "log": _chain(lambda f, x: 1 / x),
     "log2": _chain(lambda f, x: 1 / (x * math.log(2))),
+    "log1p": _chain(lambda f, x: 1 / (1 + x)),
     "sqrt": _chain(lambda f, x: 0.5 / f),
     "tanh": _chain(lambda f, x: 1 - f * f),
     "sin": _chain(lambda f, x: apply("cos", x)),

@@ -92,7 +92,7 @@ def _namespace_function(name: str) -> Callable[..., Any]:
 
 _SAME_NAME = (
     "add subtract multiply divide negative minimum maximum less less_equal greater greater_equal equal not_equal "
-    "logical_not logical_and logical_xor logical_or where exp log log2 sqrt tanh sin cos"
+    "logical_not logical_and logical_xor logical_or where exp log log2 log1p sqrt tanh sin cos"
 )
 
 ARRAY_RULES: dict[str, Callable[..., Any]] = {name: _namespace_function(name) for name in _SAME_NAME.split()} | {

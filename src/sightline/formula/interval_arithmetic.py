@@ -22,7 +22,7 @@ from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
 Interval = tuple[Any, Any]  # NumPy arrays, or numbers of another namespace
 
 EPSILON = float(np.finfo(np.float64).eps)
-LIBRARY_ERROR = 8 * EPSILON  # relative error of math libraries in exp, exp2, log, log2, tanh and power
+LIBRARY_ERROR = 8 * EPSILON  # relative error of math libraries in exp, exp2, log, log2, log1p, tanh and power
 SMALLEST = 5e-324  # the smallest positive float64, for results near 0
 
 
@@ -247,6 +247,7 @@ BOUND_RULES: dict[str, Callable[..., Interval]] = {
     "exp2": _monotone_inexact("exp2"),
     "log": _monotone_inexact("log"),
     "log2": _monotone_inexact("log2"),
+    "log1p": _monotone_inexact("log1p"),
     "sqrt": _monotone("sqrt"),
     "tanh": _monotone_inexact("tanh"),
     "sin": _sinusoid,

@@ -80,6 +80,7 @@ OPERATORS: dict[str, Operator] = {
     "exp2": Operator("exp2", 1, 0, _FLOAT),
     "log": Operator("ln", 1, 0, _FLOAT),
     "log2": Operator("log2", 1, 0, _FLOAT),
+    "log1p": Operator("log1p", 1, 0, _FLOAT),
     "sqrt": Operator("√", 1, 0, _FLOAT),
     "tanh": Operator("tanh", 1, 0, _FLOAT),
     "sin": Operator("sin", 1, 0, _FLOAT),

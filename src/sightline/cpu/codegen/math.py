@@ -1,4 +1,4 @@
-"""Elementary functions on vectors: exp, exp2 and tanh.
+"""Elementary functions on vectors: exp, exp2, tanh and log1p.
 
 The functions share one range reduction. `render_llvm` takes all other functions from LLVM's intrinsics, which may call
 the C library once per lane.
@@ -155,6 +155,13 @@ def tanh(builder: Builder, x: Value) -> Value:
     if x.type.element == DOUBLE:
         result = result + _tanh_correction(builder, result, t, builder.fma(scale, expm1, scale - 1.0 - t))
     return builder.call_intrinsic("copysign", result, x)
+
+
+def log1p(builder: Builder, x: Value) -> Value:
+    """Return ln(1 + x), within 4 ulps: for u, the rounded 1 + x, it is ln(u) · x / (u − 1) (Kahan)."""
+    u = x + 1.0
+    logarithm = builder.call_intrinsic("log", u)
+    return builder.where(u == 1.0, x, builder.where(x > 1.0, logarithm, logarithm * (x / (u - 1.0))))
 
 
 def _tanh_correction(builder: Builder, result: Value, t: Value, t_error: Value) -> Value:

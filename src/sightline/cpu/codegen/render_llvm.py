@@ -207,6 +207,7 @@ LLVM_RULES: dict[str, Callable[..., Value]] = {
     "exp2": math.exp2,
     "log": _intrinsic_rule("log"),
     "log2": _intrinsic_rule("log2"),
+    "log1p": math.log1p,
     "sqrt": _intrinsic_rule("sqrt"),
     "tanh": math.tanh,
     "sin": _intrinsic_rule("sin"),

@@ -52,6 +52,7 @@ TRITON_RULES: dict[str, str | tuple[str, str]] = {
     "sqrt": "square_root({0})",
     "exp": "libdevice.exp({0})",  # tl.exp computes 2^(x log₂ e), whose error grows with |x|
     "tanh": "libdevice.tanh({0})",
+    "log1p": "libdevice.log1p({0})",
     "floor": ("{0}", "tl.floor({0})"),
     "ceil": ("{0}", "tl.ceil({0})"),
 }
