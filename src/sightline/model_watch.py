@@ -72,8 +72,9 @@ def watch(
         The axes of S are (..., heads, queries, keys), in the order of the product with V. All axes before the heads are
         batch entries. If the product reads (B·H, n, m), H is read from the last tensor (B, H, n, m) among the tensors
         between Q Kᵀ and that product. Without such a tensor, the recording has B·H batch entries of one head.
-        The softmax must be over the last axis. Its result may pass through dropout, casts and changes of shape only. It
-        must then reach a matmul, mm, bmm, baddbmm, addmm or einsum of two operands that sums over keys.
+        The softmax must be over the last axis. Its result may pass through dropout, casts and changes of shape only,
+        and 0 may replace the NaN of a query whose scores are all −∞, as by `nan_to_num`. It must then reach a matmul,
+        mm, bmm, baddbmm, addmm or einsum of two operands that sums over keys.
 
     Yields
     ------

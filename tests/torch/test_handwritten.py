@@ -217,13 +217,23 @@ def test_an_exported_program():
     assert torch.equal(seen[0]["weights"], own[0]["weights"])
 
 
-def test_a_sum_over_queries_before_the_product():
-    def attend(q, k, v):
-        weights = scores_of(q, k).softmax(-1)
-        return (weights.mT @ q).sum() + weights @ v
+def with_values_of_the_weights_size(weights, v):
+    other = torch.cat([v, v[..., :1]], -1).type_as(weights)
+    assert other.numel() == weights.numel()
+    return (other.mT @ other).sum() + (weights @ v).sum()
 
-    model = ByHand(attend)
-    with watch(model, LSE, handwritten=True) as seen:  # a warning would name the first product
+
+OTHER_PRODUCTS = {
+    "before": lambda weights, v: (weights.mT @ v[:, :, :N]).sum() + weights @ v,
+    "after": lambda weights, v: weights @ v + torch.einsum("bhij,bhjd->bhid", weights, v),
+    "of values": with_values_of_the_weights_size,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PRODUCTS)
+def test_each_run_has_one_call(name):
+    model = ByHand(lambda q, k, v: OTHER_PRODUCTS[name](scores_of(q, k).softmax(-1), v))
+    with watch(model, LSE, handwritten=True) as seen:  # a warning would name the other product
         model(*draw())
         model(*draw())
     assert len(seen) == 2
@@ -305,6 +315,10 @@ def over_nested(q, k, v):
     return torch.matmul((torch.matmul(q, k.transpose(-1, -2)) * 2).softmax(-1), v)
 
 
+def without_small(weights):
+    return torch.where(weights < 0.1, torch.zeros_like(weights), weights)
+
+
 def stored(weights):
     buffer = torch.zeros(weights.shape).to(weights)
     buffer[:] = weights
@@ -325,6 +339,9 @@ REFUSED = {
     "dropout of heads": (lambda q, k, v: functional.dropout2d(scores_of(q, k).softmax(-1)) @ v, "dropout2d computes"),
     "integers": (lambda q, k, v: scores_of(q, k).softmax(-1).to(torch.int32).to(v) @ v, "to computes with"),
     "sink": (with_a_sink, PART),
+    "NaN of scores that are NaN": (lambda q, k, v: ((q @ k.mT) * torch.nan).softmax(-1).nan_to_num() @ v, "nan_to_num"),
+    "NaN filled with 1": (lambda q, k, v: scores_of(q, k).log().softmax(-1).nan_to_num(1.0) @ v, "nan_to_num comp"),
+    "small weights": (lambda q, k, v: without_small(scores_of(q, k).softmax(-1)) @ v, "where computes with"),
     "a part of the queries": (lambda q, k, v: scores_of(q, k).softmax(-1)[:, :, :3] @ v, PART),
     "one head": (lambda q, k, v: scores_of(q, k).softmax(-1).select(1, 0) @ v[:, 0], PART),
     "mixed heads": (mixed_heads, "linear computes with"),
@@ -380,12 +397,21 @@ def test_changes_in_inference_mode():
     assert len(seen) == 1
 
 
-def test_rows_of_the_least_number_and_of_minus_infinity():
+FILLS = {
+    "as they are": lambda weights: weights,
+    "nan_to_num": lambda weights: weights.nan_to_num(),
+    "where": lambda weights: torch.where(torch.isnan(weights), torch.zeros_like(weights), weights),  # TransformerLens
+    "where not": lambda weights: torch.where(~weights.isnan(), weights, torch.zeros_like(weights)),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_rows_of_the_least_number_and_of_minus_infinity(name):
     """A row of the least finite number is uniform, as torch computes it. A row of −∞ is NaN in torch, and 0 here."""
     least, hidden = torch.finfo(torch.float32).min, -torch.inf
     rows = [[least] * M, [hidden] * M, [0.0] * 3 + [least] * (M - 3), [hidden] * 3 + [least] * (M - 3)]
     bias = torch.tensor([*rows, [0.0] * M])
-    model = ByHand(lambda q, k, v: torch.softmax(q @ k.mT * 0 + bias, -1) @ v)
+    model = ByHand(lambda q, k, v: FILLS[name](torch.softmax(q @ k.mT * 0 + bias, -1)) @ v)
     with torch.no_grad(), watch(model, [WEIGHTS, LSE], handwritten=True) as seen:
         model(*draw())
     oracle, plain = (array.softmax(-1).expand(B, H, N, M) for array in (bias.double(), bias))
@@ -441,30 +467,6 @@ def test_nested_watches_of_which_one_records_attention_by_hand():
             model(*inputs)
         assert [call.layer for call in plain] == ["found"]
         assert len(seen) == calls
-
-
-def test_two_products_of_one_softmax_are_one_call():
-    def attend(q, k, v):
-        weights = scores_of(q, k).softmax(-1)
-        return weights @ v + torch.einsum("bhij,bhjd->bhid", weights, v)
-
-    model = ByHand(attend)
-    with watch(model, LSE, handwritten=True) as seen:
-        model(*draw())
-    assert len(seen) == 1
-
-
-def test_a_tensor_cast_to_the_dtype_of_weights_is_no_weights():
-    def attend(q, k, v):
-        weights = scores_of(q, k).softmax(-1)
-        other = torch.cat([v, v[..., :1]], -1).type_as(weights)
-        assert other.numel() == weights.numel()
-        return (other.mT @ other).sum() + (weights @ v).sum()
-
-    model = ByHand(attend)
-    with watch(model, LSE, handwritten=True) as seen:  # a warning would name the other product
-        model(*draw())
-    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("is_asked", [False, True])

@@ -27,6 +27,7 @@ SAME_WEIGHTS = {functional.dropout, torch.dropout, torch.clone, Tensor.clone, to
 SAME_WEIGHTS |= {Tensor.contiguous, Tensor.to, Tensor.type, Tensor.type_as, Tensor.cpu, Tensor.cuda}
 SAME_WEIGHTS |= {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.requires_grad_}
 SAME_WEIGHTS |= {Tensor.data.__get__}  # type: ignore[attr-defined]
+FILLS = {torch.where, Tensor.where, torch.masked_fill, Tensor.masked_fill, torch.nan_to_num, Tensor.nan_to_num}
 OF_FIRST = SAME_WEIGHTS | RESHAPES | MOVES  # only the values of the first argument matter
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 CHANGED = "the {} are changed in place after the softmax"
@@ -132,7 +133,10 @@ def _follow(
 ) -> WeightsMark | None:
     """Do what `find_handwritten` does, for the tensors among the results."""
     tensors = [x for x in tree_leaves((inputs, options)) if isinstance(x, Tensor)]
-    found = sorted(((x, _marks[x]) for x in tensors if x in _marks), key=lambda pair: isinstance(pair[1], WeightsMark))
+    marked = [(x, _marks[x]) for x in tensors if x in _marks]  # the last one decides: that of weights that are known
+    found = sorted(
+        marked, key=lambda pair: (isinstance(pair[1], WeightsMark), getattr(pair[1], "scores", None) is not None)
+    )
     if function not in OF_FIRST:
         for x, _ in found:
             if _changes_inputs(function) or any(result is x for result in results):
@@ -230,6 +234,8 @@ def _follow_weights(
     if mark.keys >= 0:
         if function in SAME_WEIGHTS and result.shape == x.shape and result.is_floating_point():
             return mark
+        if function in FILLS and _has_filled(x, scores, result):
+            return mark
         if function in RESHAPES and mark.keys == x.ndim - 1 and result.shape[-1:] == x.shape[-1:]:
             if scores is not None and (result.ndim == 4 or result.shape[-2:] != x.shape[-2:]):
                 scores = scores.reshape(result.shape)
@@ -248,6 +254,13 @@ def _follow_weights(
     if function in RESHAPES:
         reason = "a change of shape divides or joins the axis of the keys"
     return replace(mark.refuse(reason), keys=keys if has_keys else -1)
+
+
+def _has_filled(x: Tensor, scores: Tensor | None, result: Tensor) -> bool:
+    """True if the result is the weights x with 0 in place of NaN, and all NaN are weights of scores that are all −∞."""
+    if scores is None or not torch.equal(result, x.nan_to_num(0.0)):
+        return False
+    return bool((scores.reshape(x.shape)[x.isnan()] == -torch.inf).all())
 
 
 def _complete(

@@ -39,10 +39,7 @@ def attend(
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """Return (output, the results of `see`) of `sightline.attention` for a layer. Watches read `call`.
 
-    Parameters
-    ----------
-    call : LayerCall
-    see, options : as in `sightline.attention`; `score` may also be an array of biases
+    `see` and `options` are as in `sightline.attention`. `score` may also be an array of biases.
     """
     if functions.observer is not None and has_modes():
         return handle_torch_function(attend, (), query, key, value, call=call, see=see, **options)

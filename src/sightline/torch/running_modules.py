@@ -273,14 +273,11 @@ def _make_compile(compile_: Callable[..., Any]) -> Callable[..., Any]:
 def _make_frame(start: Callable[..., None]) -> Callable[..., None]:
     """Return the new `__init__` of torch's record of a checkpointed function.
 
-    torch raises an error if the second run of the function saves other tensors for gradients than the first run.
-    `explain` replaces that error if the watch of the first run has ended.
+    torch raises an error if the second run saves other tensors than the first run, as after the end of the watch.
     """
 
     @wraps(start)
-    def start_with_modules(
-        frame: Any, function: Callable[..., Any], early_stop: bool, on_error: Any, *others: Any
-    ) -> None:
+    def start_with_modules(frame: Any, function: Callable[..., Any], _: bool, on_error: Any, *others: Any) -> None:
         watched = tuple(THREAD.stacks)
 
         def explain(error: Exception) -> None:
@@ -293,7 +290,8 @@ def _make_frame(start: Callable[..., None]) -> Callable[..., None]:
             raise error
 
         on_error = explain if watched and on_error is None else on_error
-        start(frame, _hand_over(function, is_new_run=True), early_stop, on_error, *others)
+        # an early stop inside of the attention would leave the second run unrecorded
+        start(frame, _hand_over(function, is_new_run=True), False, on_error, *others)
 
     return start_with_modules
 

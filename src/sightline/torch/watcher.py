@@ -129,10 +129,9 @@ class Watcher:
         return any(not isinstance(one, str) and one < 0 for one in self.asked or ())
 
     def note_handwritten(self, place: str, softmax: object, reason: str) -> None:
-        """Note attention that the module that runs in this thread has written by hand, with a softmax at this place.
+        """Note attention written by hand in the module that runs, and if asked for, the reason why it is not recorded.
 
-        `softmax` is one object for each call of a softmax. `reason` says why the weights are not known. The reason is
-        noted only if the watch records attention written by hand.
+        `softmax` is one object for each call of a softmax.
         """
         running = self.modules.current()
         if running is not None and (
