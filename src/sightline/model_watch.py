@@ -43,7 +43,7 @@ def watch(
     call of `torch.nn.MultiheadAttention` with `need_weights=True`, torch computes output and weights. This library then
     computes only the statistics. Models of transformers use `attn_implementation="sightline"`, compiled models run
     their uncompiled code, and torch's fast path of encoder layers is off. When the context ends, also after an error,
-    the model is restored. Contexts may be nested. If transformers is older than 5.23, its models are watched where they
+    the model is restored. Contexts may be nested. If transformers is older than 4.57, its models are watched where they
     call `scaled_dot_product_attention`, as with `attn_implementation="sdpa"`.
 
     Parameters
@@ -126,7 +126,7 @@ def watch(
 def _read_inputs(exit_stack: ExitStack, model: nn.Module, tokenizer: Any) -> Any:
     """Return a reader of the model's inputs, active while the exit stack is open; its `current` labels their positions.
 
-    Models of transformers 5.23 or later also compute attention with this library until the exit stack closes.
+    Models of transformers 4.57 or later also compute attention with this library until the exit stack closes.
     """
     package = sys.modules.get("transformers")
     if package is not None and any(isinstance(module, package.PreTrainedModel) for module in model.modules()):
@@ -136,7 +136,7 @@ def _read_inputs(exit_stack: ExitStack, model: nn.Module, tokenizer: Any) -> Any
             return exit_stack.enter_context(own.recording_tokens(model, tokenizer))
     if tokenizer is not None:
         raise ParameterError(
-            f"tokenizer= for a {type(model).__name__}, which is not a model of transformers 5.23 or later",
+            f"tokenizer= for a {type(model).__name__}, which is not a model of transformers 4.57 or later",
             "the tokens themselves",
             "tokens=[tokenizer.convert_ids_to_tokens(row) for row in ids]",
         )

@@ -7,9 +7,11 @@ that of espeak-ng, which says when each of its phonemes starts.
 import ctypes
 import functools
 import importlib.util
+import inspect
 import json
 import re
 import struct
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +78,14 @@ def make_tiny_whisper(seed, alignment_heads):
     """Return a random multilingual model in float64, which hears one second at a time, and its processor."""
     names = [f"<|{name}|>" for name in [*SPECIAL, "notimestamps", *(f"{k / 50:.2f}" for k in range(51))]]
     vocabulary = {text: k for k, text in enumerate([*sorted(ByteLevel.alphabet()), *names])}
-    tokenizer = transformers.WhisperTokenizer(vocab=vocabulary, merges=[])
+    if "vocab_file" in inspect.signature(transformers.WhisperTokenizer).parameters:  # transformers 4
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, name) for name in ("vocab.json", "merges.txt")]
+            files[0].write_text(json.dumps(vocabulary))
+            files[1].write_text("#version: 0.2\n")
+            tokenizer = transformers.WhisperTokenizer(*files)
+    else:
+        tokenizer = transformers.WhisperTokenizer(vocab=vocabulary, merges=[])
     tokenizer.add_special_tokens({"additional_special_tokens": names[: len(SPECIAL) + 1]})
     processor = transformers.WhisperProcessor(
         transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1), tokenizer

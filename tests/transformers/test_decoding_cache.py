@@ -15,6 +15,7 @@ import transformers
 from transformers import DynamicCache, EncoderDecoderCache
 
 from sightline.transformers import Cache
+from sightline.transformers.compatibility import CACHE
 from sightline.transformers.mask_interface import FormulaMask, sightline_mask
 from tiny_models import MODELS, MORE_MODELS, SIZES, make_inputs, make_model
 
@@ -41,7 +42,7 @@ def make_decoder(name, implementation="sightline", padding="left"):
 def generate(model, inputs, cache, **options):
     torch.manual_seed(5)
     options = {"do_sample": False, "max_new_tokens": 9, "return_dict_in_generate": True, **options}
-    return model.generate(**inputs, past_key_values=cache, **{"output_logits": True, **options})
+    return model.generate(**inputs, **{CACHE: cache}, **{"output_logits": True, **options})
 
 
 def assert_generates_the_same(model, inputs, with_config=False, **options):
@@ -283,7 +284,7 @@ def test_errors():
         Cache(dtype="int7")
     model, inputs = make_decoder("Llama")
     with pytest.raises(ParameterError, match="no_grad"):
-        model(**inputs, past_key_values=Cache())
+        model(**inputs, **{CACHE: Cache()})
     model.set_attn_implementation("sdpa")
     with pytest.raises(ParameterError, match="stores int8"):
         generate(model, inputs, Cache(dtype="int8"))
@@ -329,7 +330,7 @@ def test_keys_that_a_program_selects(name, dtype):
         copied.reorder_cache(torch.tensor([2, 1, 0]))
         copied.reorder_cache(torch.tensor([2, 1, 0]))
         with torch.no_grad():
-            outputs = [model(ids[:, -1:], past_key_values=each).logits for each in (cache, copied)]
+            outputs = [model(ids[:, -1:], **{CACHE: each}).logits for each in (cache, copied)]
         assert torch.equal(*outputs)
         answers.append(outputs[0])
     tolerance = TOLERANCE if dtype is None else {"rtol": 0, "atol": 1e-5}
@@ -374,7 +375,7 @@ def test_forks_of_a_prompt_generate_as_copies(name, with_config, monkeypatch):
     for kind in (Cache, DynamicCache):
         cache = kind(config=model.config) if with_config else kind()
         with torch.no_grad():
-            model(**inputs, past_key_values=cache)
+            model(**inputs, **{CACHE: cache})
         if kind is Cache:
             cache.fork([1, 0, 3])
             assert any(layer.cache.prefix for layer in cache.layers)
@@ -397,7 +398,7 @@ def test_threads_continue_one_prompt():
         ids = torch.cat([inputs["input_ids"], torch.full((3, 1), token)], 1)
         mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
         options = {"do_sample": False, "max_new_tokens": 12}
-        answers[token] = model.generate(ids, attention_mask=mask, past_key_values=copy.deepcopy(cache), **options)
+        answers[token] = model.generate(ids, attention_mask=mask, **{CACHE: copy.deepcopy(cache)}, **options)
 
     threads = [threading.Thread(target=continue_with, args=(token,)) for token in range(3, 9)]
     for thread in threads:

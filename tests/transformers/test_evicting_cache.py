@@ -12,6 +12,7 @@ import sightline
 from sightline import eviction
 from sightline.errors import ParameterError
 from sightline.transformers import Cache
+from sightline.transformers.compatibility import CACHE
 
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 32, "pad_token_id": 0, "eos_token_id": None}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -56,8 +57,8 @@ def test_steps_are_those_of_hidden_keys(name, dtype):
     cache, whole = Cache(evict=POLICIES[name], dtype=dtype), transformers.DynamicCache()
     sizes = []
     with torch.no_grad():
-        found = ours(ids, past_key_values=cache).logits
-        expected = dense(ids, past_key_values=whole).logits
+        found = ours(ids, **{CACHE: cache}).logits
+        expected = dense(ids, **{CACHE: whole}).logits
         for step in range(STEPS):
             assert torch.allclose(found, expected, atol=2e-5), step
             assert cache.get_seq_length() == whole.get_seq_length() == PROMPT + step
@@ -66,8 +67,8 @@ def test_steps_are_those_of_hidden_keys(name, dtype):
             sizes.append(own.key_positions.shape[-1])
             new = np.full((2, 2, 1), PROMPT + step)
             mask = hidden_mask(np.concatenate([own.key_positions, new], -1), 1, PROMPT + step + 1)
-            found = ours(ids, past_key_values=cache).logits
-            expected = dense(ids, past_key_values=whole, attention_mask=mask).logits
+            found = ours(ids, **{CACHE: cache}).logits
+            expected = dense(ids, **{CACHE: whole}, attention_mask=mask).logits
     assert sizes == ([BUDGET + step for step in range(STEPS)] if name == "SnapKV" else [BUDGET] * STEPS)
 
 
@@ -76,16 +77,14 @@ def test_generate(name):
     model, ids = make_model("sightline", layers=2), prompts()
     options = {"max_new_tokens": STEPS, "do_sample": False}
     cache = Cache(config=model.config, evict=POLICIES[name])
-    text = model.generate(ids, past_key_values=cache, **options)
+    text = model.generate(ids, **{CACHE: cache}, **options)
     assert text.shape == (2, PROMPT + STEPS)
-    one = [model.generate(row[None], past_key_values=Cache(evict=POLICIES[name]), **options)[0] for row in ids]
+    one = [model.generate(row[None], **{CACHE: Cache(evict=POLICIES[name])}, **options)[0] for row in ids]
     assert torch.equal(text, torch.stack(one))
     everything = {"SnapKV": eviction.SnapKV(99), "Sinks": eviction.Sinks(99), "TOVA": eviction.TOVA(99)}
     policy = everything.get(name, eviction.H2O(99, recent=9))
-    assert torch.equal(
-        model.generate(ids, past_key_values=Cache(evict=policy), **options), model.generate(ids, **options)
-    )
-    beams = model.generate(ids, past_key_values=Cache(evict=POLICIES[name]), num_beams=3, **options)
+    assert torch.equal(model.generate(ids, **{CACHE: Cache(evict=policy)}, **options), model.generate(ids, **options))
+    beams = model.generate(ids, **{CACHE: Cache(evict=POLICIES[name])}, num_beams=3, **options)
     assert beams.shape == (2, PROMPT + STEPS)
 
 
@@ -93,7 +92,7 @@ def test_decisions_are_those_of_dense_weights():
     ours, dense, ids = make_model("sightline"), make_model("eager"), prompts()
     cache = Cache(evict=POLICIES["SnapKV"])
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **{CACHE: cache})
         weights = dense(ids, output_attentions=True).attentions[0].double()
     observed = weights[:, :, -3:].mean(2).reshape(2, 2, 2, PROMPT).mean(2)
     pooled = torch.nn.functional.avg_pool1d(observed[..., :-3], 3, padding=1, stride=1)
@@ -107,27 +106,27 @@ def test_padding_on_the_left():
     padded, mask = ids.clone(), torch.ones_like(ids)
     padded[1, :3], mask[1, :3] = 0, 0
     options = {"max_new_tokens": STEPS, "do_sample": False}
-    text = model.generate(padded, attention_mask=mask, past_key_values=Cache(evict=POLICIES["SnapKV"]), **options)
-    alone = model.generate(ids[1:, 3:], past_key_values=Cache(evict=POLICIES["SnapKV"]), **options)
+    text = model.generate(padded, attention_mask=mask, **{CACHE: Cache(evict=POLICIES["SnapKV"])}, **options)
+    alone = model.generate(ids[1:, 3:], **{CACHE: Cache(evict=POLICIES["SnapKV"])}, **options)
     assert torch.equal(text[1, 3:], alone[0])
     with pytest.raises(ParameterError, match="texts with padding"):
-        model.generate(padded, attention_mask=mask, past_key_values=Cache(evict=POLICIES["Sinks"]), **options)
+        model.generate(padded, attention_mask=mask, **{CACHE: Cache(evict=POLICIES["Sinks"])}, **options)
 
 
 def test_a_saved_prompt_and_windows():
     model, ids = make_model("sightline", layers=2), prompts(1)
     saved = Cache(evict=POLICIES["H2O"])
     with torch.no_grad():
-        model(ids, past_key_values=saved)
-        first = model(ids[:, :1], past_key_values=copy.deepcopy(saved)).logits
-        model(ids[:, 1:2], past_key_values=copy.deepcopy(saved))
-        assert torch.equal(model(ids[:, :1], past_key_values=copy.deepcopy(saved)).logits, first)
+        model(ids, **{CACHE: saved})
+        first = model(ids[:, :1], **{CACHE: copy.deepcopy(saved)}).logits
+        model(ids[:, 1:2], **{CACHE: copy.deepcopy(saved)})
+        assert torch.equal(model(ids[:, :1], **{CACHE: copy.deepcopy(saved)}).logits, first)
     config = transformers.MistralConfig(num_hidden_layers=1, sliding_window=5, **SIZES, **HEADS)
     mistral = transformers.MistralForCausalLM(config).eval()
     mistral.set_attn_implementation("sightline")
     cache = Cache(config=config, evict=POLICIES["TOVA"])
     options = {"max_new_tokens": 4, "do_sample": False}
-    assert torch.equal(mistral.generate(ids, past_key_values=cache, **options), mistral.generate(ids, **options))
+    assert torch.equal(mistral.generate(ids, **{CACHE: cache}, **options), mistral.generate(ids, **options))
 
 
 @pytest.mark.parametrize("name", ["H2O", "TOVA", "Sinks", "SnapKV"])
@@ -138,13 +137,13 @@ def test_branches_of_a_fork_evict_as_texts_alone(name):
     steps = torch.arange(9).reshape(3, 3) + 1
     forked = Cache(evict=policy)
     with torch.no_grad():
-        model(ids, past_key_values=forked)
+        model(ids, **{CACHE: forked})
         alone = [copy.deepcopy(forked) for _ in steps]
         forked.fork(3)
         for step in range(3):
-            found = model(steps[:, step : step + 1], past_key_values=forked).logits
+            found = model(steps[:, step : step + 1], **{CACHE: forked}).logits
             for b, cache in enumerate(alone):
-                expected = model(steps[b : b + 1, step : step + 1], past_key_values=cache).logits
+                expected = model(steps[b : b + 1, step : step + 1], **{CACHE: cache}).logits
                 assert torch.allclose(found[b : b + 1], expected, atol=1e-5)
     positions = np.concatenate([cache.layers[0].cache.key_positions for cache in alone])
     assert np.array_equal(forked.layers[0].cache.key_positions, positions)
@@ -155,17 +154,17 @@ def test_what_is_refused():
         Cache(evict=1024)
     ids = prompts(1)
     with torch.no_grad(), pytest.raises(ParameterError, match="evicts keys"):
-        make_model("sdpa")(ids, past_key_values=Cache(evict=POLICIES["TOVA"]))
+        make_model("sdpa")(ids, **{CACHE: Cache(evict=POLICIES["TOVA"])})
     model = make_model("sightline")
     repeated, cache = torch.arange(1, 8).repeat(2)[None], Cache(evict=POLICIES["TOVA"])
     with pytest.raises(ParameterError, match="without drafts"):
-        model.generate(repeated, past_key_values=cache, prompt_lookup_num_tokens=2, max_new_tokens=5)
+        model.generate(repeated, **{CACHE: cache}, prompt_lookup_num_tokens=2, max_new_tokens=5)
 
 
 def test_the_watch_records_the_rows_that_are_left():
     model, ids = make_model("sightline"), prompts(1)
     cache = Cache(evict=POLICIES["TOVA"])
     with torch.no_grad(), sightline.watch(model, see=[sightline.lse()]) as seen:
-        model(ids, past_key_values=cache)
-        model(ids[:, :1], past_key_values=cache)
+        model(ids, **{CACHE: cache})
+        model(ids[:, :1], **{CACHE: cache})
     assert [call["lse"].shape for call in seen] == [(1, 4, PROMPT), (1, 4, 1)]

@@ -24,8 +24,9 @@ FUNCTIONS = {
     "window": masking_utils.sliding_window_causal_mask_function(5),
     "window both ways": masking_utils.sliding_window_bidirectional_mask_function(3),
     "chunks": masking_utils.chunked_causal_mask_function(6, torch.tensor([3, 0])),
-    "packed": masking_utils.packed_sequence_compatibility_function(
-        masking_utils.causal_mask_function, RESTARTS, ENTRIES.expand(2, -1)
+    "packed": masking_utils.and_masks(
+        masking_utils.packed_sequence_mask_function(ENTRIES.expand(2, -1)),
+        masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, RESTARTS),
     ),
     "blocks": masking_utils.or_masks(
         masking_utils.causal_mask_function, masking_utils.blockwise_overlay(BLOCKS.expand(2, -1))

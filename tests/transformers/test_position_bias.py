@@ -6,6 +6,7 @@ import transformers
 from transformers import AttentionInterface
 
 import sightline.transformers  # noqa: F401  registers "sightline"
+from sightline.transformers.compatibility import CACHE
 from sightline.transformers.position_bias import PositionBias
 
 SIZES = {
@@ -97,7 +98,7 @@ def test_other_operations_read_the_dense_bias():
     layer.config._attn_implementation = "eager"
     expected = layer.compute_bias(5, 9, past_seen_tokens=4)
     layer.config._attn_implementation = "sightline"
-    transformers.masking_utils.create_causal_mask(layer.config, torch.ones(1, 5, 16), None, past_key_values=None)
+    transformers.masking_utils.create_causal_mask(layer.config, torch.ones(1, 5, 16), None, **{CACHE: None})
     bias = layer.compute_bias(5, 9, past_seen_tokens=4)
     assert type(bias) is PositionBias
     assert bias.shape == expected.shape == (1, 2, 5, 9)

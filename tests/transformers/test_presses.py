@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from sightline.errors import ParameterError
 from sightline.transformers import pressing
+from sightline.transformers.compatibility import CACHE
 from tiny_models import make_model
 
 LENGTH, KEPT, WINDOW = 60, 20, 8
@@ -31,7 +32,7 @@ class Press:
             hook.remove()
 
     def compress(self, module, inputs, options, output):
-        layer = options["past_key_values"].layers[module.layer_idx]
+        layer = options[CACHE].layers[module.layer_idx]
         if options["hidden_states"].shape[1] > 1:
             scores = self.score(output[1]).double()
             by_key_head = scores.unflatten(1, (layer.keys.shape[1], -1)).mean(2)
@@ -82,7 +83,7 @@ def run_both_ways(model, press, **options):
         model.set_attn_implementation(implementation)
         cache = DynamicCache()
         with torch.no_grad(), press(model) if implementation == "eager" else pressing(model, press):
-            model(ids, past_key_values=cache, **options)
+            model(ids, **{CACHE: cache}, **options)
             yield cache
 
 
@@ -91,7 +92,7 @@ def run_both_ways(model, press, **options):
 def test_a_press_keeps_the_keys_that_it_keeps_with_eager_attention(name, press):
     model, caches = make_model(name).double(), []
     for cache in run_both_ways(model, press):
-        model(torch.tensor([[3], [4]]), past_key_values=cache, position_ids=torch.tensor([[LENGTH]] * 2))
+        model(torch.tensor([[3], [4]]), **{CACHE: cache}, position_ids=torch.tensor([[LENGTH]] * 2))
         assert cache.layers[0].keys.shape[2] == KEPT + 1
         caches.append(cache)
     for eager, ours in zip(*(cache.layers for cache in caches), strict=True):
@@ -102,11 +103,11 @@ def test_a_press_keeps_the_keys_that_it_keeps_with_eager_attention(name, press):
 def test_presses_get_the_positions_of_new_tokens():
     model, press, cache = make_model("Llama", attn_implementation="sightline"), PositionsPress(), DynamicCache()
     with torch.no_grad(), pressing(model, press):
-        model(torch.tensor([[3, 4, 5]]), past_key_values=cache)
-        model(torch.tensor([[6]]), past_key_values=cache)
+        model(torch.tensor([[3, 4, 5]]), **{CACHE: cache})
+        model(torch.tensor([[6]]), **{CACHE: cache})
     layers = len(cache.layers)
     assert press.found == [[0, 1, 2]] * layers + [[3]] * layers
-    model(torch.tensor([[7]]), past_key_values=cache)
+    model(torch.tensor([[7]]), **{CACHE: cache})
     assert len(press.found) == 2 * layers
     assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
 

@@ -20,6 +20,7 @@ from tokenizers.models import WordLevel
 import sightline.transformers
 from sightline import watch
 from sightline.torch.attention_finder import FINDER
+from sightline.transformers.compatibility import CACHE
 from sightline.view import explorer
 from tiny_models import BATCH, LENGTH, VOCABULARY, make_inputs, make_model, run, to_float64
 
@@ -94,7 +95,7 @@ def test_encoder_and_decoder_are_distinguished(name):
 
 
 def test_models_of_older_transformers_are_watched_as_any_model(monkeypatch):
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.56.2")
     for name in [name for name in sys.modules if name.startswith("sightline.transformers")]:
         monkeypatch.delitem(sys.modules, name)
     model = make_model("BERT")
@@ -114,7 +115,7 @@ def test_models_of_older_transformers_are_watched_as_any_model(monkeypatch):
     with pytest.raises(ParameterError, match='attn_implementation="sdpa"'), watch(model, sightline.lse()):
         model(**inputs)
     with (
-        pytest.raises(ParameterError, match=r"not a model of transformers 5\.23"),
+        pytest.raises(ParameterError, match=r"not a model of transformers 4\.57"),
         watch(model, sightline.lse(), tokenizer=1),
     ):
         pass
@@ -245,8 +246,8 @@ def test_tokens_after_a_cache_that_the_watch_did_not_see(words):
     with torch.no_grad():
         cache = model(ids[:, :8], use_cache=True).past_key_values
         with watch(model, [sightline.lse()], tokenizer=words) as seen:
-            model(ids[:, 8:10], past_key_values=cache)
-            model(ids[:, 10:], past_key_values=cache)
+            model(ids[:, 8:10], **{CACHE: cache})
+            model(ids[:, 10:], **{CACHE: cache})
     positions = [str(k) for k in range(8)]
     assert seen.labels(seen[-1], 2) == (written(ids)[2][10:], positions + written(ids)[2][8:])
 

@@ -11,11 +11,11 @@ try:
     import torch  # noqa: F401 - the modules below need it
     import transformers
 
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
-        raise ImportError(f"transformers {transformers.__version__} is older than 5.23")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 57):
+        raise ImportError(f"transformers {transformers.__version__} is older than 4.57")
 except ImportError as error:
     raise MissingExtraError(
-        f"sightline.transformers: {error}", "transformers 5.23 or later", 'pip install -U "transformers>=5.23,<6" torch'
+        f"sightline.transformers: {error}", "transformers 4.57 or later", 'pip install -U "transformers<6" torch'
     ) from error
 
 from .attention_interface import NAME, register

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.utils import output_capturing
 
 from ..errors import ParameterError
 from ..formula.expression import Expression
@@ -19,8 +18,9 @@ from ..problem.validation import read_mask
 from ..statistics import weights
 from ..torch.attention_finder import is_watched
 from ..torch.hooks import LayerCall, attend
+from .compatibility import PAGED_WINDOW, allow_continuous_batching, check_mask, collects_attentions, mask_arguments
 from .mask_interface import FormulaMask, position_formulas, sightline_mask
-from .paged_cache import allow_continuous_batching, read_paged_cache
+from .paged_cache import read_paged_cache
 from .position_bias import PositionBias, serve_position_biases
 from .presses import OBSERVED, as_rows
 from .stored_tensor import StoredTensor
@@ -51,15 +51,15 @@ def register() -> None:
 
     The mask function is needed: without one, transformers makes no mask, and attention ignores padding.
     """
-    AttentionInterface.register(NAME, sightline_attention)
-    AttentionMaskInterface.register(NAME, _make_mask)
-    allow_continuous_batching(NAME)
+    for name in allow_continuous_batching(NAME):
+        AttentionInterface.register(name, sightline_attention)
+        AttentionMaskInterface.register(name, _make_mask)
 
 
-def _make_mask(*arguments: Any, config: Any = None, **options: Any) -> Tensor | None:
+def _make_mask(config: Any = None, **options: Any) -> Tensor | None:
     """Return the mask of a model's layers, which run after this call, and let these layers make `PositionBias`es."""
     serve_position_biases(type(config).__module__, NAME)
-    return sightline_mask(*arguments, **options)
+    return sightline_mask(**mask_arguments(**options))
 
 
 def sightline_attention(
@@ -88,7 +88,7 @@ def sightline_attention(
     value : (B, G, m, d_v)
     attention_mask : `FormulaMask`, or tensor broadcastable to (B, H, n, m), optional
         A bool entry is True where the query attends to the key. Float entries are logits, added to the scaled scores.
-        None hides nothing. A causal model always passes its mask.
+        None hides nothing. A causal layer always has a mask.
     dropout : float, default 0
         The probability that a weight is dropped, in training only.
     scaling : float, default 1/√d_k
@@ -99,7 +99,8 @@ def sightline_attention(
     position_bias : floats broadcastable to (B, H, n, m), optional
         Logits, added to the scaled scores.
     cache : transformers.PagedAttentionCache, optional
-        Given in continuous batching. B is then 1, and n is the number of new tokens of all requests.
+        In continuous batching, the cache that does not store the new keys yet. Transformers 5.24 and later store them
+        before this call. B is then 1, and n is the number of new tokens of all requests.
     options
         With `output_attentions` the weights are returned. An argument of `UNSUPPORTED_ARGUMENTS` raises an error. Other
         options are ignored.
@@ -114,7 +115,7 @@ def sightline_attention(
     Raises
     ------
     ParameterError
-        An argument of `UNSUPPORTED_ARGUMENTS` is not None.
+        An argument of `UNSUPPORTED_ARGUMENTS` is not None. A causal layer with several queries has no mask.
     SightlineError
         Any other error that `sightline.attention` raises.
     """
@@ -125,10 +126,12 @@ def sightline_attention(
                 "masks, biases, soft caps and one sink for each head",
                 'attn_implementation="eager" for this model',
             )
-    if cache is not None:
+    is_paged = cache is not None or PAGED_WINDOW in options
+    if is_paged:
         if module in ADDED_MASKS:
             raise ParameterError("masking(...) in continuous batching", "the model's own masks", "call model.generate")
         query, key, value, attention_mask = read_paged_cache(module, query, key, value, cache, options)
+    check_mask(module, query, attention_mask, options)
     score: Any = None if softcap is None else softcap_score(float(softcap))
     if position_bias is not None and not _is_zero(position_bias):
         score = _add_to_score(position_bias, score)
@@ -167,7 +170,7 @@ def sightline_attention(
     if unpadding is not None:
         output = unpadding.flatten(output)
     output = output.transpose(1, 2).contiguous().to(query.dtype)
-    if cache is not None:
+    if is_paged:
         output = output.flatten(0, 1)[None]
     if of_press is not None and not needs_weights:
         return output, as_rows(seen[0])
@@ -228,5 +231,4 @@ def _needs_weights(module: nn.Module, options: dict[str, Any]) -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    collected = output_capturing._active_collector.get()
-    return any(name.endswith("attentions") for name in collected or ())
+    return collects_attentions()

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache
 
 from ..arrays.operations import to_numpy
 from ..errors import ParameterError
@@ -19,6 +18,7 @@ from ..eviction import Policy
 from ..kv_cache import KVCache
 from ..kv_cache.argument_checks import read_owners
 from ..statistics import Statistic
+from .compatibility import CACHE, DynamicLayer, DynamicSlidingWindowLayer, positions_to_remove
 from .stored_tensor import StoredTensor
 
 SLACK = 4  # a sliding layer stores up to 1 / SLACK of its window more than it needs, so it rarely copies positions
@@ -93,7 +93,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        config: PreTrainedConfig | None = None,
+        config: Any = None,
         dtype: str | tuple[str, str] | None = None,
         evict: Policy | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
         batch = next((len(layer.keys) for layer in self.layers if getattr(layer, "keys", None) is not None), None)
         if batch is None:
             raise ParameterError(
-                f"fork({counts!r}) of an empty Cache", "a Cache with keys", "model(ids, past_key_values=cache) first"
+                f"fork({counts!r}) of an empty Cache", "a Cache with keys", f"model(ids, {CACHE}=cache) first"
             )
         owners = _owners(batch, counts)  # raises an error for wrong counts, before a layer has changed
         for layer in self.layers:
@@ -158,7 +158,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
             raise ParameterError(
                 f"one Cache for the self-attention and the cross-attention of layer {layer_idx - 1}",
                 "one Cache for self-attention and one for cross-attention",
-                "past_key_values=transformers.EncoderDecoderCache(Cache(), Cache())",
+                f"{CACHE}=transformers.EncoderDecoderCache(Cache(), Cache())",
             )
 
 
@@ -223,8 +223,8 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype, device and widths of the model's keys and values."""
-        super().lazy_initialization(key_states, value_states)
-        self._views = self.keys, self.values
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.keys, self.values = self._views = key_states.new_empty(0), value_states.new_empty(0)
         self._has_own_dtype = self._stored_dtype in (None, str(self.dtype).removeprefix("torch."))
         self._heads, self._widths = key_states.shape[1], (key_states.shape[3], value_states.shape[3])
 
@@ -241,18 +241,18 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove positions at the end: −3 removes the last three. A positive number raises an error."""
-        if tokens_to_remove > 0:
+        """Remove positions at the end: −3 removes the last three. Some versions of transformers take other numbers."""
+        removed = positions_to_remove(tokens_to_remove, self.cache.max_length)
+        if removed is None:
             super().crop(tokens_to_remove)  # raises an error
-        elif self.cache.max_length:
-            self.cache.truncate(max(self.cache.max_length + tokens_to_remove, 0))
+        elif removed:
+            self.cache.truncate(self.cache.max_length - removed)
             self._set_views()
 
     def reset(self) -> None:
         """Remove every position, and the storage."""
-        super().reset()
-        self._cache, self.appends = KVCache(dtype=self._stored_dtype), 0
-        self._views = self.keys, self.values
+        self._cache, self.appends, self.is_initialized = KVCache(dtype=self._stored_dtype), 0, False
+        self.keys, self.values = self._views = None, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence b by sequence beam_idx[b]."""
@@ -359,7 +359,7 @@ class EvictingLayer(FullLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise ParameterError unless `tokens_to_remove` is 0: keys that were evicted meanwhile cannot come back."""
-        if tokens_to_remove:
+        if positions_to_remove(tokens_to_remove, self.cache.max_length) != 0:
             raise ParameterError(
                 f"crop({tokens_to_remove}) of a Cache with evict={self.policy!r}",
                 "generation without drafts",
@@ -386,6 +386,8 @@ class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
     keys, values : the last w − 1 positions, or all stored positions after `activate_past_recording()`
     """
 
+    record_past = False  # transformers sets it in versions that can crop a full window
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append t positions, and return the keys and values of the last w − 1 + t."""
         super().update(key_states, value_states)
@@ -398,18 +400,24 @@ class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove positions at the end (−3 removes the last three), and earlier ones that the window has left."""
-        removed = min(-tokens_to_remove, self.cumulative_length)
-        if removed < 0 or (self.cumulative_length >= self.sliding_window and not self.record_past):
+        removed = positions_to_remove(tokens_to_remove, self.cumulative_length)
+        if removed is None or (self.cumulative_length >= self.sliding_window and not self.record_past):
             DynamicSlidingWindowLayer.crop(self, tokens_to_remove)  # raises an error
+            return
         if self.cache.max_length - removed < min(self.sliding_window - 1, self.cumulative_length - removed):
             raise ParameterError(
                 f"crop({tokens_to_remove}) of a sliding layer that has dropped earlier positions, which it would need",
                 "at most as many positions as were appended since the last crop",
                 "crop once after a run of the model",
             )
-        super().crop(tokens_to_remove)
+        super().crop(-removed)
         self.cumulative_length -= removed
         self._drop_earlier()
+
+    def reset(self) -> None:
+        """Remove every position, and the storage."""
+        super().reset()
+        self.cumulative_length = 0
 
     def fork(self, counts: int | Sequence[int]) -> None:
         """Replace sequence b by counts[b] copies."""

@@ -10,12 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    prepare_padding_mask,
-    sdpa_mask,
-)
 
 from ..arrays.operations import to_numpy
 from ..caching import cached_property
@@ -24,6 +18,7 @@ from ..formula.expression import SYMBOLS, Expression, as_expression
 from ..formula.from_function import to_formula
 from ..formula.tables import Table
 from ..kv_cache.query_positions import without_later_keys
+from .compatibility import bidirectional_mask_function, causal_mask_function, make_dense_mask
 from .unpadding import Unpadding
 
 b, i, j, n, m = (SYMBOLS[name] for name in "bijnm")
@@ -165,13 +160,24 @@ def sightline_mask(
         compiles the model, if formulas cannot express the mask function, or if the mask hides nothing and must not be
         None. Otherwise the mask is a `FormulaMask`.
     """
-    inputs = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
-    options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": use_vmap}
-    make_dense: Callable[[], Tensor] = partial(sdpa_mask, *inputs, **options, device=device)
+    make_dense: Callable[[], Tensor] = partial(
+        make_dense_mask,
+        q_length,
+        q_offset,
+        device,
+        batch_size=batch_size,
+        kv_length=kv_length,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        use_vmap=use_vmap,
+    )
     if torch.compiler.is_compiling():
         return make_dense()
-    padding_mask = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    real = None if padding_mask is None else padding_mask[:, kv_offset : kv_offset + kv_length]
+    real = None
+    if attention_mask is not None:
+        end = kv_offset + kv_length
+        real = torch.nn.functional.pad(attention_mask, (0, max(end - attention_mask.shape[1], 0)))[:, kv_offset:end]
     padding = None if real is None else padding_formula(real)
     query_start = int(q_offset) - kv_offset
     rule = None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..errors import ParameterError
 from ..torch.hooks import check_module, restore_on_exit
 from .attention_interface import NAME
+from .compatibility import PreTrainedConfig, can_set_implementation, read_implementation, uses_attention_interface
 from .token_labels import Tokenizer, TokenRecorder
 
 
@@ -25,16 +25,16 @@ def find_attention_layers(model: Any) -> dict[str, nn.Module]:
         `model` is not a module, or its attention does not use transformers' attention interface.
     """
     check_module(model)
-    attention_classes = {kind for kind in set(map(type, model.modules())) if _uses_attention_interface(kind)}
+    attention_classes = {kind for kind in set(map(type, model.modules())) if uses_attention_interface(kind)}
     layers = {
         name or type(model).__name__: module
         for name, module in model.named_modules()
         if type(module) in attention_classes
     }
-    if not layers or not any(submodel._can_set_attn_implementation() for submodel in submodels(model)):
+    if not layers or not any(map(can_set_implementation, submodels(model))):
         raise ParameterError(
             f"a {type(model).__name__} whose attention does not use transformers' attention interface",
-            "models of transformers 5 that support attn_implementation",
+            "models of transformers that support attn_implementation",
             "sightline.attention(..., mask=...) in the model's code",
         )
     return layers
@@ -58,7 +58,7 @@ def using_sightline(model: nn.Module) -> Iterator[None]:
         for config in configurations:
             exit_stack.enter_context(restore_on_exit(config, "_attn_implementation_internal"))
         for submodel in able:
-            if submodel.config._attn_implementation != NAME:
+            if read_implementation(submodel.config) != NAME:
                 submodel.set_attn_implementation(NAME)
         chosen = [(config, config._attn_implementation_internal) for config in configurations]
 
@@ -74,7 +74,7 @@ def using_sightline(model: nn.Module) -> Iterator[None]:
 
 def _can_use_sightline(model: PreTrainedModel) -> bool:
     """True if the model lets its users set `attn_implementation`, and one of its layers reads that choice."""
-    return model._can_set_attn_implementation() and any(map(_uses_attention_interface, map(type, model.modules())))
+    return can_set_implementation(model) and any(map(uses_attention_interface, map(type, model.modules())))
 
 
 @contextmanager
@@ -89,15 +89,6 @@ def recording_tokens(model: nn.Module, tokenizer: Any) -> Iterator[TokenRecorder
     else:
         with TokenRecorder(outermost[0], source).record() as recorder:
             yield recorder
-
-
-def _uses_attention_interface(kind: Any) -> bool:
-    """True if a method of the module class, or of a base class, reads ALL_ATTENTION_FUNCTIONS of transformers."""
-    if issubclass(kind, PreTrainedModel):
-        return False
-    methods = [inspect.unwrap(method) for method in vars(kind).values() if inspect.isfunction(method)]
-    own = any("ALL_ATTENTION_FUNCTIONS" in method.__code__.co_names for method in methods)
-    return own or any(_uses_attention_interface(base) for base in kind.__bases__ if issubclass(base, nn.Module))
 
 
 def collect_configurations(model: nn.Module) -> list[Any]:

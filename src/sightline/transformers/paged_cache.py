@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
+from .compatibility import PAGED_WINDOW, update_paged_cache
 
 b, i, j = (SYMBOLS[name] for name in "bij")
 
 
-def allow_continuous_batching(name: str) -> None:
-    """Let transformers batch requests with the attention implementation `name`.
-
-    `ContinuousBatchingManager.switch_to_cb_friendly_attn` refuses all names but "sdpa", "paged|eager" and those with
-    "flash". With `name`, the manager makes no dense mask, and `read_paged_cache` returns the mask of each layer.
-    """
-    switch = ContinuousBatchingManager.switch_to_cb_friendly_attn
-
-    @wraps(switch)
-    def switch_other_names(manager: Any, model: Any, *inputs: Any, **options: Any) -> None:
-        if model.config._attn_implementation != name:
-            switch(manager, model, *inputs, **options)
-
-    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_other_names
-
-
 def read_paged_cache(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, cache: PagedAttentionCache, options: dict[str, Any]
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, cache: Any, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Expression]:
     """Store the new keys and values of a layer; return query, key, value and mask of the call for all requests.
 
@@ -45,19 +28,20 @@ def read_paged_cache(
     module : the attention layer
     query : (1, H, n, d_k), the new tokens of one request after the other
     key, value : (1, G, n, d)
-    cache : PagedAttentionCache
+    cache : PagedAttentionCache, or None if it stores the new keys already
     options
         `cu_seq_lens_q` and `cu_seq_lens_k`, the places where the queries and keys of each request start and end, and
-        `read_index` and `write_index`, the places in the cache. `cache.update` replaces `cu_seq_lens_k` by the layer's.
+        `read_index` and `write_index`, the places in the cache.
     """
     n = query.shape[2]
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
+    if cache is not None:
+        key, value = update_paged_cache(cache, module.layer_idx, key, value, options)
     ends, key_ends = (options[name].long() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     lengths = ends.diff()
     request = torch.repeat_interleave(lengths)
     last = torch.arange(len(request), device=query.device) + (key_ends - ends)[1:][request]
     start = key_ends[:-1][request]
-    width = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)
+    width = options[PAGED_WINDOW]
     first = start if width is None else torch.maximum(start, last - width + 1)
     row: Expression = i
     if n == len(lengths) == len(request):

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ..formula.expression import Expression
 from ..formula.library import relative_bias
+from .compatibility import read_implementation
 from .mask_interface import position_formulas
 
 
@@ -107,7 +108,7 @@ def _return_formulas(compute_bias: Callable[..., Tensor], implementation: str) -
         def make_dense() -> Tensor:
             return compute_bias(layer, query_length, key_length, device, past_seen_tokens)
 
-        if layer.config._attn_implementation != implementation or torch.compiler.is_compiling():
+        if read_implementation(layer.config) != implementation or torch.compiler.is_compiling():
             return make_dense()
         farthest, start = layer.relative_attention_max_distance, int(past_seen_tokens)
         # one query in the middle of 2 · farthest + 1 keys has each distance once

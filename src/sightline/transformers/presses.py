@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ParameterError
 from ..statistics import Statistic, received, weights
+from .compatibility import cache_of, read_implementation
 
 OBSERVED: WeakKeyDictionary[nn.Module, Statistic] = WeakKeyDictionary()  # by layer: the statistic that its press reads
 
@@ -66,7 +67,7 @@ def pressing(model: PreTrainedModel, press: Any) -> Iterator[None]:
             f"{', '.join(STATISTICS)}",
             "with press(model): ..., as kvpress documents, for a press that reads no weights",
         )
-    implementation = model.config._attn_implementation
+    implementation = read_implementation(model.config)
     if implementation != "sightline":
         raise ParameterError(
             f'pressing of a model with attn_implementation="{implementation}"',
@@ -88,11 +89,11 @@ def pressing(model: PreTrainedModel, press: Any) -> Iterator[None]:
 
 def add_positions(layer: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Add `cache_position`, the positions (n,) of the new tokens, to the arguments of a layer: its forward pre-hook."""
-    hidden, cache = options.get("hidden_states"), options.get("past_key_values")
+    hidden, cache = options.get("hidden_states"), cache_of(options)
     if hidden is None or cache is None or "cache_position" in options:
         return inputs, options
     positions = torch.arange(hidden.shape[1], device=hidden.device) + cache.get_seq_length(layer.layer_idx)
-    return inputs, options | {"cache_position": positions}
+    return inputs, options | {"cache_position": positions, "past_key_values": cache}
 
 
 def as_rows(seen: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from ..caching import cached_property
 from ..errors import ParameterError
 from ..recording import Tokens
 from ..torch.position_labels import frame_labels, patch_labels
+from .compatibility import cache_of
 
 PREPARE = "prepare_inputs_for_generation"
 PADDING = -1  # replaces the id of a padding token at the end of a text
@@ -191,13 +192,13 @@ class TokenRecorder:
                 patches = len(image), registers, image.shape[-2] // size, image.shape[-1] // size
                 self.current = InputIds({}, self.tokenizer, patches=patches)
             if isinstance(ids, Tensor) and ids.ndim == 2:
-                self._add(side, ids, given.get("attention_mask"), given.get("past_key_values"))
+                self._add(side, ids, given.get("attention_mask"), cache_of(given))
 
         return read
 
     def _add(self, side: str, ids: Tensor, mask: Any, cache: Any) -> None:
         """Add the ids of a call to `current`, after the ids of the positions in the cache, or as a new text."""
-        start = int(cache.get_seq_length()) if side != "encoder" and hasattr(cache, "get_seq_length") else 0
+        start = int(cache.get_seq_length()) if side != "encoder" and cache is not None else 0
         count, generated = start + ids.shape[1], None if side == "encoder" else self.generated
         known: Ids = self.current.by_side.get(side, [])
         if generated is not None and generated.shape == (len(ids), count):

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
-from transformers.models.whisper.tokenization_whisper import LANGUAGES, _combine_tokens_into_words
 
 from ..errors import ParameterError
 from ..torch.hooks import registering, restore_on_exit
 from .attention_interface import NAME, RETURNED_HEADS
+from .compatibility import LANGUAGES, combine_tokens_into_words
 from .model_layers import find_attention_layers
 
 Audio = NDArray[Any] | Tensor
@@ -310,7 +310,7 @@ def _read_transcript(tokenizer: Any, segments: Sequence[Mapping[str, Any]]) -> T
         starts = [last, *times]  # a token starts where the one before it ends
         last = starts[-1]
         places = [k for k, token in enumerate(tokens) if token not in special and token < first_timestamp]
-        texts, _, indices = _combine_tokens_into_words(tokenizer, [tokens[k] for k in places], language)
+        texts, _, indices = combine_tokens_into_words(tokenizer, [tokens[k] for k in places], language)
         words = []
         for text, within in zip(texts, indices, strict=True):
             ks = [places[index] for index in within]
