@@ -6,20 +6,11 @@ import torch
 from hypothesis import given, settings
 
 import sightline
-from gradient_checks import (
-    NAMES,
-    by_cpu,
-    by_definition,
-    check,
-    differentiated,
-    reference_gradients,
-    seeds_of,
-    undefined,
-)
+from gradient_checks import by_cpu, by_definition, check, differentiated, reference_gradients, seeds_of, undefined
 from sightline import attention, h, i, j, padding, s, softcap, table
 from sightline.arrays.operations import to_numpy
 from sightline.cpu.launch import table_gradients
-from sightline.problem.problem import make_problem
+from sightline.problem.problem import OPERANDS, make_problem
 from sightline.reference.accuracy import summation_orders
 from sightline.reference.definition import backward, compute_stages, forward
 from sightline.reference.streaming import backward as streaming_backward
@@ -134,7 +125,7 @@ def test_the_references_gradients_equal_torchs(case):
     seeds = seeds_of(problem)
     oracle, other = differentiated(problem, seeds, "float64", 0)
     plain = [differentiated(problem, seeds, "float64", order) for order in summation_orders(problem)]
-    for k, (name, answer) in enumerate(zip(NAMES, by_definition(problem, *seeds[0]), strict=True)):
+    for k, (name, answer) in enumerate(zip(OPERANDS, by_definition(problem, *seeds[0]), strict=True)):
         rough = [same[k] for same, _ in plain] + [oracle[k] + (more[k] - other[k]) for _, more in plain]
         assert_within_budget(answer, oracle[k], rough, name)
 
@@ -186,7 +177,7 @@ def test_hidden_values_do_not_affect_gradients(framework, bad, rng):
         problem = (case.as_torch() if framework == "torch" else case).make_problem()
         with np.errstate(all="ignore"):
             found.append(streaming_backward(problem, to_torch(d_o) if framework == "torch" else d_o))
-    for clean, poisoned in ((getattr(g, name) for g in found) for name in (*NAMES, "sinks")):
+    for clean, poisoned in ((getattr(g, name) for g in found) for name in (*OPERANDS, "sinks")):
         assert np.array_equal(to_numpy(clean), to_numpy(poisoned))
     assert not to_numpy(found[1].query)[1].any()
     assert not to_numpy(found[1].key)[0, :, 6:].any()
@@ -215,3 +206,18 @@ def test_gradients_of_tables_are_deterministic():
         out = attention(q, k, v, score=s + table(bias)[h, i - j + 511])
         found.append(torch.autograd.grad(out.square().sum(), bias)[0])
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "streaming"])
+def test_gradients_of_tables_in_half_precision(rng, kernel):
+    """δ is that of the output in float32: a rounded one changes all terms of a query, whose sum almost cancels."""
+    given = [torch.tensor(rng.normal(3 * (name == "v"), size=(1, 2, 90, 16))).bfloat16() for name in "qkv"]
+
+    def differentiate(dtype, kind):
+        entries = torch.zeros(90, dtype=kind, requires_grad=True)
+        output = attention(*[x.to(dtype) for x in given], score=s + table(entries)[abs(i - j)], kernel=kernel)
+        return torch.autograd.grad(output.sum(), entries)[0].numpy()
+
+    exact, plain = (differentiate(kind, kind) for kind in (torch.float64, torch.float32))
+    for _ in range(3):
+        assert_within_budget(differentiate(torch.bfloat16, torch.float32), exact, plain)

@@ -22,7 +22,7 @@ from ..arrays.layouts import ADAPTERS, numpy_address
 from ..arrays.operations import accumulator, convert, detach, dtype_name, has_heads_in_rows, namespace, to_numpy
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..problem.kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients
+from ..problem.kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients, subtract_rounding, widen
 from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem
 from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
 from ..statistics.computation import conditions_of
@@ -126,10 +126,12 @@ class BackwardEntry:
     prepared : the call of the backward kernel; its results are the sums of gradients, those of tables included
     weights_sum : a forward pass that computes Σⱼ P_ij w_ij, which is subtracted from d_lse, where w is the formula that
         the statistics add to dP; None if nothing is subtracted
+    output : a forward pass on widened operands, whose output is not rounded; None if the rounded output suffices
     """
 
     prepared: PreparedCall
     weights_sum: PreparedCall | None
+    output: PreparedCall | None
 
 
 class ForwardPass(NamedTuple):
@@ -221,6 +223,10 @@ class BackwardPasses:
             d_lse = _subtract_sum(entry.weights_sum, d_lse, given, arrays, addresses, sinks, threads)
             if d_lse is None:
                 return None
+        if entry.output is not None:
+            d_lse = _correct_d_lse(entry.output, d_lse, given, forward, addresses)
+            if d_lse is None:
+                return None
         if results is None:
             address = 0 if d_lse is None else numpy_address(d_lse)
             keep_alive = arrays, d_lse
@@ -294,11 +300,20 @@ class BackwardPasses:
             column = make_empty((*rows, 1), output.dtype, has_heads_in_rows(operands[0]))
             columns = column, make_empty(rows, dtype)
             weights_sum = PreparedCall(found.bound_sum, own, OPERANDS, ("output",), columns, num_keys, False)
+        exact = None
+        if found.bound_output is not None:
+            own = KernelInputs.bind(found.bound_output, given.tables, structure.first(len(formulas)))
+            if own is None:
+                return
+            wide = make_empty(output.shape, dtype, has_heads_in_rows(operands[0]))
+            columns = wide, make_empty(output.shape[:-1], "float64")
+            exact = PreparedCall(found.bound_output, own, OPERANDS, ("output", "lse"), columns, num_keys, False)
         makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
         makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]
-        can_be_direct = not given.structure and not self.problem.dropout  # Python computes d_lse and the seed
+        # Python computes d_lse and the seed
+        can_be_direct = not given.structure and not self.problem.dropout and exact is None
         prepared = PreparedCall(call, inputs, BACKWARD_OPERANDS, BACKWARD_SUMS, makers, num_keys, can_be_direct)
-        entry = BackwardEntry(prepared, weights_sum)
+        entry = BackwardEntry(prepared, weights_sum, exact)
         lookup.store(self.entries, (read[0], given.structure), entry, MAX_BACKWARD_ENTRIES)
 
 
@@ -321,6 +336,24 @@ def _subtract_sum(
         return None
     sums = to_numpy(sums).astype(np.float64)
     return -sums if d_lse is None else d_lse - sums
+
+
+def _correct_d_lse(
+    prepared: PreparedCall, d_lse: Any, given: BackwardInputs, forward: ForwardPass, addresses: Sequence[int]
+) -> Any:
+    """Return the result of `subtract_rounding` for `BackwardEntry.output`; None if it needs the full dispatch."""
+    operands, output, lse, sinks, seed, threads = forward
+    wide = widen(*operands)
+    own_sinks = None if sinks is None else prepared.call.convert_sinks(sinks)
+    address = 0 if own_sinks is None else numpy_address(own_sinks)
+    used = *map(ADAPTERS[type(output)].address, wide), *addresses[len(BACKWARD_OPERANDS) :]
+    status, exact = prepared.run(
+        used, given.tables, given.numbers, threads, (wide, own_sinks, given), address, seed=seed
+    )
+    if status is None:
+        return None
+    corrected = to_numpy(subtract_rounding(d_lse, given.d_output, (output, lse), exact))
+    return np.ascontiguousarray(corrected, np.float64)
 
 
 def arrays_to_save(see: Sequence[Statistic], results: Sequence[Any]) -> list[Any]:

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import convert, namespace, to_numpy
+from ..arrays.operations import convert, detach, namespace, resolve_dtype, to_numpy
 from ..errors import KernelRefusedError, ParameterError
 from ..formula.expression import Expression, Lookup, walk
 from ..statistics import StatisticGradients
 from .problem import OPERANDS, Problem
 
 MAX_FORMULA_NODES = 400  # most nodes of mask and score together: LLVM compiles a node in about 10 ms
+MAX_LSE_DIFFERENCE = 2.0**-12  # of two computations of one lse; the weights then differ by less than half precision
 MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above this lse, adjacent floats of the dtype differ by 1 or more
 
 
@@ -69,6 +70,8 @@ class Gradients:
     bound_formulas : the formulas that `bound_call` reads besides mask and score: those of `StatisticGradients.formulas`
     bound_sum : a `cpu.launch.bound_call.BoundCall` that repeats the sum over keys of the weights times the first of
         `bound_formulas`; None if the call needed no such sum
+    bound_output : a `cpu.launch.bound_call.BoundCall` that repeats the forward pass on widened operands; None if the
+        gradients follow from the output as it was rounded
     recorded_call : as in `Result`
     """
 
@@ -80,6 +83,7 @@ class Gradients:
     bound_call: Any = None
     bound_formulas: tuple[Expression, ...] = ()
     bound_sum: Any = None
+    bound_output: Any = None
     recorded_call: Any = None
 
 
@@ -287,3 +291,23 @@ def sum_sink_gradients(sinks: Any, lse: Any, delta: Any) -> Any:
     xp = namespace(lse)
     sums = xp.sum(-xp.astype(sink_weights(sinks, lse), delta.dtype) * delta, axis=-1)
     return xp.astype(xp.sum(xp.reshape(sums, (-1, sinks.shape[0])), axis=0), sinks.dtype)
+
+
+def widen(*arrays: Any) -> list[Any]:
+    """Return copies of arrays of half precision in float32."""
+    return [namespace(x).astype(detach(x), resolve_dtype(namespace(x), "float32")) for x in arrays]
+
+
+def subtract_rounding(d_lse: Any, d_output: Any, saved: tuple[Any, Any], exact: Sequence[Any]) -> Any:
+    """Return d_lse − Σ dO ∘ (O − output), so that δ = Σ dO ∘ output − d_lse is that of the output O in float32.
+
+    A rounded output changes the gradients of all pairs of a query alike. The gradient of a table is a sum over many
+    pairs, whose terms may cancel. `saved` and `exact` are (output, lse). If they have different lse, the saved output
+    belongs to the keys of other parts of a sequence too, and the result is d_lse.
+    """
+    d_output, output = widen(d_output, saved[0])
+    rounding = np.asarray(to_numpy(namespace(output).sum(d_output * (exact[0] - output), axis=-1)), np.float64)
+    with np.errstate(invalid="ignore"):  # −∞ − (−∞) for queries without keys
+        is_own = np.abs(to_numpy(exact[1]) - to_numpy(saved[1])) < MAX_LSE_DIFFERENCE
+    rounding = np.where(is_own, rounding, 0.0)
+    return convert(-rounding if d_lse is None else to_numpy(d_lse) - rounding, output)

@@ -20,7 +20,7 @@ from ..formula.derivative import derivative
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..formula.tile_ranges import TileRanges, find_tile_ranges
-from ..problem.kernel import MAX_LSE, Gradients, Kernel, Refusal, Result, find_learned_lookups
+from ..problem.kernel import MAX_LSE, MAX_LSE_DIFFERENCE, Gradients, Kernel, Refusal, Result, find_learned_lookups
 from ..problem.problem import Problem
 from ..statistics import StatisticGradients, Tile, accumulate_statistics, statistic_gradients
 from .dropout import keep_factor
@@ -300,7 +300,11 @@ def backward(
     ops = TileOps(problem, d_output)
     xp = ops.xp
     output, lse = forward(ops) if saved is None else (xp.astype(saved[0], ops.dtype), saved[1])
-    d_output = xp.astype(d_output, ops.dtype)
+    d_output, score_gradients = xp.astype(d_output, ops.dtype), ScoreGradients(ops)
+    if saved is not None and problem.dtype != problem.accumulator and score_gradients.lookups:
+        exact, own_lse = forward(ops)  # a rounded output changes the gradients of all pairs of a query alike
+        is_own = xp.abs(own_lse - lse) < MAX_LSE_DIFFERENCE  # else the output belongs to other keys too
+        output = xp.where(is_own[..., None], exact, output)
     row = xp.sum(d_output * output, axis=-1)
     if added is None:
         added = statistic_gradients(problem, lse, lambda: tiles(ops, lse), d_seen)
@@ -308,7 +312,6 @@ def backward(
         row = row if part is None else row - xp.astype(part, ops.dtype)
     lead, d_query = problem.key.shape[:-1], ops.full(0.0, *problem.query.shape)
     d_key, d_value = (ops.full(0.0, *lead, width) for width in (problem.d_k, problem.d_v))
-    score_gradients = ScoreGradients(ops)
     for rows in ops.query_blocks():
         d_o, d_row = d_output[..., rows, :], row[..., rows]
         for columns, _, masked, p in row_tiles(ops, rows, lse) if added.weights is not None else ():

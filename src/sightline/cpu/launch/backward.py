@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import convert, detach, empty, layout, namespace, to_numpy
-from ...problem.kernel import BACKWARD_SUMS, Gradients, is_lse_too_large
-from ...problem.problem import Problem
+from ...problem.kernel import BACKWARD_SUMS, Gradients, is_lse_too_large, subtract_rounding, widen
+from ...problem.problem import OPERANDS, Problem
 from ...statistics import Mass, StatisticGradients
 from ..codegen.abi import BACKWARD_CALL_FIELDS
 from ..kernels.backward import Backward
@@ -86,6 +86,10 @@ def backward(
         statistic_gradients = replace(statistic_gradients, weights_sum=weights_sum)
     d_lse, formulas = statistic_gradients.add_to_d_lse(d_lse), statistic_gradients.formulas
     table_gradients = list(find_table_gradients(problem, wanted_tables))
+    bound_output = None
+    if table_gradients and problem.dtype != problem.accumulator:
+        *exact, bound_output = _recompute_output(problem, threads, processor)
+        d_lse = subtract_rounding(d_lse, d_output, saved, exact)
     lookups = tuple((x.node_index, x.slot, x.is_per_key) for x in table_gradients)
     options: dict[str, Any] = {"table_gradients": lookups, "roles": tuple(formulas)}
     arguments, spec = prepare("backward", problem, processor, tuple(formulas.values()), **options)
@@ -115,9 +119,10 @@ def backward(
         d_value,
         tables=tuple([table_totals.get(slot) for slot in tables_by_slot]),
         sinks=None if problem.sinks is None else differentiate_sinks(problem.sinks, d_output, d_lse, *saved),
-        bound_call=call if call.is_cacheable and (bound_sum is None or bound_sum.is_cacheable) else None,
+        bound_call=call if all(x is None or x.is_cacheable for x in (call, bound_sum, bound_output)) else None,
         bound_formulas=tuple(formulas.values()),
         bound_sum=bound_sum,
+        bound_output=bound_output,
     )
 
 
@@ -210,6 +215,14 @@ def _sum_over_keys(
     fused, lse = CpuFusedStatistics(narrow, unread), np.empty((*problem.batch_shape, problem.H, problem.n))
     call = forward(narrow, make_output(narrow), lse, threads, processor, fused)
     return convert(fused.arrays[0].astype(np.float64), problem.query), call
+
+
+def _recompute_output(problem: Problem, threads: int | None, processor: Processor) -> tuple[Any, Any, BoundCall]:
+    """Return output and lse without the rounding to half precision, and the bound call on widened operands."""
+    operands = widen(problem.query, problem.key, problem.value)
+    wide = replace(problem, see=(), **dict(zip(OPERANDS, operands, strict=True)))
+    output, lse = make_output(wide), np.empty((*problem.batch_shape, problem.H, problem.n))
+    return output, lse, forward(wide, output, lse, threads, processor, CpuFusedStatistics(wide))
 
 
 def _broadcast_rows(array: Any, shape: tuple[int, ...]) -> Any:
