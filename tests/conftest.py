@@ -193,6 +193,19 @@ def pytest_unconfigure():
     gc.unfreeze()  # libraries check for leftover objects at exit
 
 
+@pytest.fixture(autouse=True)
+def default_device():
+    """Run the test under the default device of torch that the environment variable DEFAULT_DEVICE names, if it does."""
+    name = os.environ.get("DEFAULT_DEVICE")
+    if name is None:
+        yield
+        return
+    from default_device import default_device
+
+    with default_device(name):
+        yield
+
+
 @pytest.fixture
 def fresh_calls(monkeypatch):
     """Start with an empty call cache, and leave no call in it: for tests that change which kernels there are."""

@@ -6,7 +6,7 @@ new contents, after as many calls with plain arrays, because repeated calls take
 
 import tempfile
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -306,6 +306,7 @@ KINDS = {
     ),
     "a tensor in a mode of functions": Kind(tensor, run=under(FunctionMode)),
     "a tensor in a mode of operators": Kind(tensor, run=under(DispatchMode)),
+    "a tensor under a default device": Kind(tensor, run=under(partial(torch.device, "meta"))),
     "a tensor in inference mode": Kind(tensor, run=under(torch.inference_mode)),
     "an array": Kind(np.copy, library="numpy"),
     "an array of a subclass": Kind(lambda x: x.copy().view(Subclass), library="numpy"),
@@ -340,7 +341,8 @@ def softmax_layer(*given):
 @lru_cache
 def make_layer(kind, dtype):
     torch.manual_seed(0)
-    layer = kind(D, H, batch_first=True) if kind is MultiHeadAttention else kind(D, D, D)
+    with torch.device("cpu"):  # which the first call may have changed
+        layer = kind(D, H, batch_first=True) if kind is MultiHeadAttention else kind(D, D, D)
     return layer.to(dtype).requires_grad_(False)
 
 

@@ -19,7 +19,7 @@ from sightline.arrays.layouts import MAX_ARRAYS, MAX_AXES, parse, read_in_python
 from sightline.cpu.calls import python_functions
 from sightline.cpu.calls.array_reader import ARRAY_OFFSETS, DTYPE_OFFSETS
 from sightline.cpu.calls.python_functions import READ_TENSOR_INDEX, make_array_functions
-from sightline.dispatch import lookup
+from sightline.dispatch import call_cache, lookup
 from strategies import to_torch
 
 DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64"]
@@ -166,6 +166,33 @@ def test_states_in_which_torch_must_see_the_call(read, state):
         assert read_in_python(X) is None
         assert read(X.numpy()) == read_in_python(X.numpy())
     assert torch.vmap(lambda x: x * (read(x) is None) * (read_in_python(x) is None))(X).equal(X)
+
+
+def results(q, k, v):
+    """Return results for which this library makes tensors of its own: a seed, arrays in another order, indices."""
+    leaf, cache = q.clone().requires_grad_(), sightline.KVCache(dtype="int8")
+    cache.append(k, v)
+    (first,) = torch.autograd.grad(sightline.attention(leaf, k, v).square().sum(), leaf, create_graph=True)
+    return [
+        sightline.attention(q, k, v, dropout=0.2, seed=3),
+        sightline.attention(*(x.swapaxes(1, 2).contiguous().swapaxes(1, 2) for x in (q, k, v))),
+        *torch.autograd.grad(first.square().sum(), leaf),
+        sightline.attention(q, cache),
+        sightline.attention(q, cache, score=np.exp2(sightline.s), kernel="streaming"),
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_default_device_is_no_such_state(read, device):
+    """On meta, a tensor that is made without a device has no entries."""
+    x = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(1))
+    expected = results(*x)
+    call_cache.clear()
+    with torch.device(device):
+        assert read(X) == read_in_python(X)
+        assert read(X) is not None
+        for _ in range(3):
+            assert all(map(torch.equal, results(*x), expected))
 
 
 def test_calls_use_the_generated_function(rng, monkeypatch):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as renamed
+from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -158,12 +159,15 @@ def test_calls_that_are_replaced_are_recorded():
 
 def test_a_mode_of_the_user_is_not_disturbed():
     """A device as a context is a mode of torch too; it may end inside or outside of a watch."""
-    program, x = Program(list(WAYS)), torch.randn(1, HEADS, LENGTH, WIDTH)
-    with torch.device("cpu"), watch(program, WEIGHTS) as seen:
+    program, x = Program([*WAYS]), torch.randn(1, HEADS, LENGTH, WIDTH)
+    layer, row = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, LENGTH, 8)
+    with torch.device("cpu"), watch(program, WEIGHTS) as seen, watch(layer, WEIGHTS) as seen_of_layer:
+        modes = function_modes()
         with torch.device("cpu"):
             program(x)
-        assert torch._C._len_torch_function_stack() == 2
-    assert len(seen) == len(WAYS)
+            layer(row, row, row)
+        assert function_modes() == modes
+    assert (len(seen), len(seen_of_layer)) == (len(WAYS), 1)
 
 
 FAULTS = {  # the module, a line of it, the faulty line, and the name that the faulty copy replaces
@@ -337,7 +341,7 @@ def test_copies_in_threads_have_one_path_and_users_have_their_own_watch():
     with ThreadPoolExecutor(4) as pool:
         assert [len(one) for one in pool.map(run, inputs)] == [1] * 4
     assert not FINDER.watchers
-    assert torch._C._len_torch_function_stack() == 0
+    assert FINDER not in function_modes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "autocast"])
@@ -423,7 +427,7 @@ def test_errors_and_interrupts_leave_no_module_running():
     with pytest.raises(KeyboardInterrupt), watch(model, WEIGHTS):
         model[0](x, KeyboardInterrupt())
     assert not running_modules.THREAD.stacks
-    assert torch._C._len_torch_function_stack() == 0
+    assert FINDER not in function_modes()
 
 
 def test_methods_and_calls_of_other_models():

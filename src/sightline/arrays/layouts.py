@@ -15,7 +15,7 @@ In three cases the result is None. The call then needs the full dispatch: the ch
 - The type of an array is neither exactly NumPy's ndarray nor torch's Tensor or Parameter.
 - A tensor has no strides, is a negative view, has a dtype without a code in DLPack, or is in other memory than that of
   the processor and the first `MAX_GPUS` GPUs.
-- torch traces or transforms the call, computes forward derivatives, or has an active mode.
+- torch traces or transforms the call, computes forward derivatives, or has an active mode other than a default device.
 
 The functions of this module define the results. `dispatch.lookup` replaces `read_arrays` by generated code, which does
 the same in a third of the time.

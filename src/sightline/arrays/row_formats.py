@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .operations import framework, namespace, resolve_dtype
 
 QUANTIZED = ("int8", "int4", "float8_e4m3fn")
@@ -60,7 +62,7 @@ class RowFormat:
         xp = namespace(rows)
         numbers = self._decode(rows[..., : self.code_bytes], xp)[..., : self.width]
         scales = xp.astype(_view(xp, rows[..., self.code_bytes :], SCALE), xp.float32)
-        group = xp.arange(self.width) // self.group
+        group = np.arange(self.width) // self.group
         result = numbers * scales[..., group]
         return result + scales[..., self.num_groups + group] if self.has_offsets else result
 

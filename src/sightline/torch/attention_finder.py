@@ -236,7 +236,8 @@ def _read_multi_head(function: Any, recorders: list[Recorder], *inputs: Any, **o
         arguments["is_causal"] = arguments.get("is_causal", False) and arguments.get("attn_mask") is None
     call = LayerCall("self" if arguments["query"] is arguments["key"] else "cross", 0)
     read = partial(_read_torch, torch_attention, recorders, call=call)
-    scope = {**function.__globals__, torch_attention.__name__: read}
+    # the modes and classes of tensors that `function` would hand itself over to see the operators inside it
+    scope = {**function.__globals__, torch_attention.__name__: read, "has_torch_function": lambda _: False}
     inner = FunctionType(function.__code__, scope, argdefs=function.__defaults__)
     answer = inner(**arguments)
     return function(*inputs, **options) if needs_weights else answer

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from ..arrays.operations import checksum, to_numpy
 from ..dispatch.backward_calls import arrays_to_save, split_saved
@@ -215,7 +216,7 @@ def _differentiate(
 ) -> list[Tensor]:
     """Return the gradients of the inputs by the backward pass of the plan's kernel, or else by that of `streaming`."""
     problem, tables = call.with_inputs(inputs), call.wanted_tables
-    plan, saved = call.plan(problem), (results[0], torch.as_tensor(call.lse(results)))
+    plan, saved = call.plan(problem), (results[0], torch.as_tensor(call.lse(results), device=results[0].device))
     if gradients[0] is None:
         gradients = torch.zeros_like(results[0]), *gradients[1:]
     d_results = [*gradients, None] if len(gradients) == 1 else gradients  # lse is a result only beside statistics
@@ -237,7 +238,7 @@ def _differentiate_by_operator(
     wanted = [place[index] for index in call.wanted_tables]
     indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
     given = [gradient for gradient in gradients if gradient is not None]
-    lse = torch.as_tensor(call.lse(results))
+    lse = torch.as_tensor(call.lse(results), device=results[0].device)
     if is_transformed():
         derivative, tensors = Derivative.of(arguments, 1, tuple(indices), tuple(wanted))
         return list(apply(derivative, *given, results[0], lse, *tensors))[: call.num_inputs]
@@ -293,12 +294,23 @@ def needs_gradients(problem: Problem) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in trainable_inputs(problem)[0])
 
 
+def _has_function_mode_or_tangents() -> bool:
+    """True if a function mode is active in this thread, or a forward derivative in any thread.
+
+    A default device of torch is a function mode too. It changes no call, because this library names the device of each
+    tensor that it makes. torch keeps it below all other modes.
+    """
+    count = _C._len_torch_function_stack()
+    if count and not isinstance(_C._get_function_stack_at(count - 1), DeviceContext):
+        return True
+    return forward_ad._current_level >= 0
+
+
 INTERCEPTIONS = (  # functions whose results are true if a mode, a transform, a tracer or a forward derivative is active
-    _C._len_torch_function_stack,
+    _has_function_mode_or_tangents,
     _C._len_torch_dispatch_stack,
     _C._functorch.peek_interpreter_stack,
     _C._get_tracing_state,
-    lambda: forward_ad._current_level >= 0,
 )
 
 

@@ -29,8 +29,8 @@ def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str, heads_in_rows: 
     dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
     if heads_in_rows:
         strides = empty(shape, "float32", torch.empty((), device="meta"), heads_in_rows).stride()
-        return partial(torch.empty_strided, shape, strides, dtype=dtype)
-    example = torch.empty((), dtype=dtype).expand(shape)  # it has the memory of one number
+        return partial(torch.empty_strided, shape, strides, dtype=dtype, device="cpu")
+    example = torch.empty((), dtype=dtype, device="cpu").expand(shape)  # it has the memory of one number
     return partial(torch.empty_like, example)  # half the time of `torch.empty` with a dtype
 
 

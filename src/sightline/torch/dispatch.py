@@ -127,7 +127,7 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
         raise KernelRefusedError(
             "a quantised KVCache in torch.compile, a transform or a mode of torch",
             "eager calls",
-            "put torch.compiler.disable on the function that appends and attends, or use a cache of floats",
+            "leave the mode, put torch.compiler.disable on the function that appends and attends, or store floats",
         )
     seed_tensor = make_seed(None if seed is None else problem.seed) if problem.dropout else None
     arguments = OperatorArguments.from_problem(problem, seed_tensor, kernel, threads)

@@ -117,8 +117,8 @@ def _to_tensor(table: Table, query: Tensor) -> Tensor:
 def make_seed(seed: int | None) -> Tensor:
     """Return the seed as an int64 tensor. None draws a seed from torch's generator, which torch.manual_seed sets."""
     if seed is None:
-        return torch.randint(2**63 - 1, (), dtype=torch.int64)
-    return torch.tensor(seed - (2**64 if seed >= 2**63 else 0), dtype=torch.int64)
+        return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+    return torch.tensor(seed - (2**64 if seed >= 2**63 else 0), dtype=torch.int64, device="cpu")
 
 
 # -- results -------------------------------------------------------------------------------------------------------

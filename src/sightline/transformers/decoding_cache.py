@@ -269,7 +269,7 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace each sequence by `repeats` copies of it, one after the other."""
         if self.get_seq_length() > 0:
-            self.reorder_cache(torch.arange(len(self.keys)).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(len(self.keys), device=self.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences `indices`, which are read as in `tensor[indices]`."""

@@ -93,9 +93,8 @@ def agree(group: Group, describe: Callable[[], tuple[tuple[int, ...], dict[str, 
         failure = error
     digest = hashlib.blake2b(repr(description).encode(), digest_size=8 * DIGEST_WORDS).digest()
     words = [int.from_bytes(digest[k : k + 8], "little", signed=True) for k in range(0, len(digest), 8)]
-    own = torch.zeros(1 + DIGEST_WORDS + 4, dtype=torch.int64)
-    own[: 1 + DIGEST_WORDS + len(numbers)] = torch.tensor([failure is not None, *words, *numbers])
-    own = own.to(like.device if isinstance(like, Tensor) else "cpu")
+    device, padding = like.device if isinstance(like, Tensor) else "cpu", [0] * (4 - len(numbers))
+    own = torch.tensor([failure is not None, *words, *numbers, *padding], dtype=torch.int64, device=device)
     found = [row.tolist() for row in group.exchange(own, "the description of the call")]
     if any(row[0] or row[: 1 + DIGEST_WORDS] != found[0][: 1 + DIGEST_WORDS] for row in found):
         _raise_difference(group, failure, description)

@@ -1,0 +1,27 @@
+"""A default device of torch for the tests: `cpu` for all tensors, or `meta` for those that this library makes alone."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils._device import DeviceContext
+
+LIBRARY, MAKERS = Path(__file__).parents[2] / "src" / "sightline", ("torch", "array_api_compat")
+
+
+class LibraryDevice(DeviceContext):
+    """The default device for tensors that this library makes; a test finds its own on the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if not torch.compiler.is_compiling():  # torch.compile cannot trace frames
+            frame = sys._getframe(1)
+            while frame.f_globals.get("__name__", "").partition(".")[0] in MAKERS:
+                frame = frame.f_back
+            if Path(frame.f_code.co_filename).is_relative_to(LIBRARY):
+                return super().__torch_function__(function, types, args, kwargs)
+        return function(*args, **(kwargs or {}))
+
+
+def default_device(name):
+    """Return a context in which `name` is torch's default device, "meta" only for tensors that this library makes."""
+    return LibraryDevice(name) if name == "meta" else torch.device(name)
