@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from ..api.functions import attend
 from ..arrays.kinds import check_class, check_kind
-from ..errors import MaskError, ShapeError
+from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.expression import Expression
-from ..formula.library import causal, dense
+from ..formula.library import causal
 from ..formula.torch_masks import causal_bias_formula, is_causal_bias
 from .nested import check_nested, is_nested
 
@@ -46,8 +46,7 @@ def scaled_dot_product_attention(
         The probability that a weight is dropped. As in torch, weights are dropped in training and evaluation alike.
         Each call draws one seed from torch's generator.
     is_causal : bool, default False
-        Hide key j from query i if i < j. With `attn_mask` a pair is visible if both masks allow the pair; torch refuses
-        this combination.
+        Hide key j from query i if i < j. As in torch, `attn_mask` and `is_causal` exclude each other.
     scale : float, default 1/√E
     enable_gqa : bool, default False
         True allows H to be a multiple of G (grouped-query attention, GQA). With False, H equals G, or one of them is 1.
@@ -60,6 +59,8 @@ def scaled_dot_product_attention(
     ------
     ShapeError
         The shapes do not fit together, or the numbers of heads differ without `enable_gqa`.
+    ParameterError
+        `attn_mask` is given, and `is_causal` is True.
     MaskError
         `attn_mask` is not a tensor, or holds integers.
     SightlineError
@@ -109,11 +110,17 @@ def convert_arguments(
         heads = query.shape[-3]
         if not (heads == key.shape[-3] == value.shape[-3]):
             query, key, value = _expand_heads(query, key, value)
+    if is_causal and attn_mask is not None:
+        raise ParameterError(
+            "attn_mask and is_causal=True",
+            "one of them",
+            "sightline.attention(query, key, value, mask=sightline.causal() & sightline.dense(attn_mask)), or "
+            "score=sightline.bias(attn_mask) for floats",
+        )
     mask: Any = CAUSAL if is_causal else None
     score: Any = None
     if attn_mask is not None and type(attn_mask) is not Tensor and is_causal_bias(attn_mask):
-        formula = read_causal_bias(attn_mask, query, key)
-        mask = formula if mask is None else mask & formula
+        mask = read_causal_bias(attn_mask, query, key)
     elif attn_mask is not None:
         if type(attn_mask) is not Tensor:
             _check_mask_kind(attn_mask)
@@ -128,10 +135,8 @@ def convert_arguments(
         array = array if array.ndim else array[None]
         if array.is_floating_point():
             score = array
-        elif mask is None:
-            mask = array
         else:
-            mask = mask & dense(array)
+            mask = array
     return query, key, value, mask, score, scale, without_batch
 
 
