@@ -177,7 +177,7 @@ def predict_problem(
         `ranks` is not a whole number above 0, `layout` or `method` is unknown, or `method` is "heads" with more ranks
         than key heads.
     """
-    ranks = check_count(f"ranks={ranks!r}", ranks, 1, "ranks=8")
+    ranks = check_count("ranks={!r}", ranks, 1, "ranks=8")
     _, _, n, m = problem.extent
     queries, keys = divide(n, ranks, layout), divide(m, ranks, layout)
     schedule = find_schedule(problem.mask, problem.extent, queries, keys, key_block_length(problem))

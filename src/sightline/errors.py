@@ -108,13 +108,14 @@ def check_count(given: str, value: Any, least: int, cure: str) -> int:
     Parameters
     ----------
     given, cure : two texts of the error, as in `SightlineError`
+        In `given`, "{!r}" stands for the value. torch.compile cannot trace `repr` of a number that is a symbol.
     """
     try:
         count = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         count = least - 1
     if count < least:
-        raise ParameterError(given, f"a whole number of at least {least}", cure)
+        raise ParameterError(given.format(value), f"a whole number of at least {least}", cure)
     return count
 
 

@@ -78,8 +78,8 @@ class Policy(ABC):
 
     def __post_init__(self) -> None:
         name, count = self.least
-        check_count(f"{name}={count!r}", count, 1, f"{name}=4")
-        check_count(f"budget={self.budget!r}", self.budget, count, f"a budget of at least {count}, for example 1024")
+        check_count(name + "={!r}", count, 1, f"{name}=4")
+        check_count("budget={!r}", self.budget, count, f"a budget of at least {count}, for example 1024")
 
     def __call__(self, cache: KVCache, seen: Any = None) -> Positions:
         """Return the positions to keep, (B, G, budget) int64, ascending. −1 fills the end of a shorter sequence.
@@ -132,7 +132,7 @@ class SnapKV(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if check_count(f"pool={self.pool!r}", self.pool, 1, "pool=5") % 2 == 0:
+        if check_count("pool={!r}", self.pool, 1, "pool=5") % 2 == 0:
             raise ParameterError(f"pool={self.pool}", "an odd number", f"pool={self.pool + 1}")
 
     @property

@@ -56,7 +56,7 @@ class MonitorCallback(_callback_class()):  # type: ignore[misc]
 
     def __init__(self, every: int = 100, *, layers: str | int | Sequence[str | int] | None = None) -> None:
         super().__init__()
-        self.every, self.layers, self._number = check_count(f"every={every!r}", every, 1, "every=100"), layers, -1
+        self.every, self.layers, self._number = check_count("every={!r}", every, 1, "every=100"), layers, -1
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the monitor of the module."""

@@ -90,9 +90,9 @@ class AttentionMonitor:
                 f"log={log!r}", "a function of a dict and the number of the step", "log=lambda values, step: ..."
             )
         self.model, self.layers, self.log = model, layers, log
-        self.every = check_count(f"every={every!r}", every, 1, "every=100")
+        self.every = check_count("every={!r}", every, 1, "every=100")
         self.over_ranks = over_ranks
-        self.history: deque[MonitoredStep] = deque(maxlen=check_count(f"keep={keep!r}", keep, 1, "keep=100"))
+        self.history: deque[MonitoredStep] = deque(maxlen=check_count("keep={!r}", keep, 1, "keep=100"))
         self._newest: MonitoredStep | None = None  # of the step that runs or has run last; None if it is not recorded
         self._open = ExitStack()
 
@@ -110,7 +110,7 @@ class AttentionMonitor:
             True if the block is a further part of the newest step of `history`. The numbers of both are then joined.
         """
         self._newest = None
-        number = check_count(f"step({number!r})", number, 0, "step(global_step)")
+        number = check_count("step({!r})", number, 0, "step(global_step)")
         if number % self.every:
             yield
             return

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 import sightline
 from sightline import bias, h, i, j, m, n, s, table, where
@@ -391,7 +392,8 @@ def test_calls_compile_to_one_graph(name):
         assert (eager is None and other is None) or torch.equal(eager, other)
 
 
-def test_one_graph_serves_all_lengths():
+def test_one_graph_serves_all_lengths_and_each_number_has_one():
+    """Numbers of the call, and of formulas and statistics that are arguments."""
     torch.compiler.reset()
     graphs = []
 
@@ -399,17 +401,16 @@ def test_one_graph_serves_all_lengths():
         graphs.append(graph)
         return graph
 
-    def call(x):
-        output, (weights,) = sightline.attention(
-            x, x, x, mask=i >= j, score=s - table(SLOPES)[h], see=[sightline.weights()]
-        )
-        return output.sum() + weights.square().sum()
+    def call(x, w, mask, score, see):
+        see = [*see, sightline.weights(), sightline.pooled(w, 2), sightline.received(last=w)]
+        return sightline.attention(x, x, x, mask=mask, score=score - table(SLOPES)[h], scale=w / 2, see=see)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
-    for length in (5, 6, 9, 70):
-        x = drawn(2, 4, length, 8, dtype=torch.float32)
-        assert torch.equal(compiled(x), call(x))
-    assert len(graphs) == 1
+    formulas = {w: (sightline.window(w), s * (w * 0.1), [sightline.top_k(w), sightline.mass(j < w)]) for w in (2, 3, 5)}
+    for length, w in ((5, 2), (6, 2), (9, 3), (70, 5), (7, 3), (8, 2)):
+        given = drawn(2, 4, length, 8, dtype=torch.float32), w, *formulas[w]
+        torch.testing.assert_close(compiled(*given), call(*given), rtol=0, atol=0, equal_nan=True)
+    assert len(graphs) == 3
 
 
 @pytest.mark.soak
@@ -445,6 +446,15 @@ CHANGING_NUMBERS = {
         "mask": (i - j < operator.index(x.shape[2] // 2)) & (operator.index(w) != j)
     },
     "mask function": lambda x, w: {"mask": lambda b, h, i, j: i - j - w < 0},
+    "scale": lambda x, w: {"scale": w / 3},
+    "whole scale": lambda x, w: {"scale": w},
+    "dropout": lambda x, w: {"dropout": w / 8, "seed": w},
+    "top k": lambda x, w: {"see": [sightline.top_k(w)]},
+    "cells": lambda x, w: {"see": [sightline.pooled(w, w + 1)]},
+    "last queries": lambda x, w: {"see": [sightline.received(last=w)]},
+    "rows": lambda x, w: {"see": [sightline.weights().rows(slice(w)), sightline.lse().rows([w, -w])]},
+    "condition": lambda x, w: {"see": [sightline.mass(sightline.window(w)).mean("heads")]},
+    "blocks": lambda x, w: {"mask": sightline.blocks(x.new_zeros(1, 1, -(-x.shape[2] // w), 1).long(), w, x.shape[2])},
 }
 
 
@@ -459,7 +469,7 @@ def test_changing_numbers_in_formulas_compile(name, dynamic):
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for length, w in ((6, 2), (6, 3), (9, 4)):
         x = drawn(1, 2, length, 4, dtype=torch.float32)
-        assert torch.equal(compiled(x, w), call(x, w))
+        torch.testing.assert_close(compiled(x, w), call(x, w), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -561,12 +571,10 @@ def test_agrees_with_torch(call):
         torch.testing.assert_close(gradient, expected)
 
 
-def test_mask_and_causal_together_are_their_intersection():
-    query, key, value = arrays(torch.float32)
-    allowed = mask_of("bool", (4, 5))
-    together = scaled_dot_product_attention(query, key, value, allowed, is_causal=True, enable_gqa=True)
-    joined = allowed & torch.ones(4, 5, dtype=torch.bool).tril()
-    assert torch.equal(together, scaled_dot_product_attention(query, key, value, joined, enable_gqa=True))
+@pytest.mark.parametrize("mask", [mask_of("bool", (4, 5)), torch.zeros(4, 5), causal_lower_right(4, 5)])
+def test_mask_and_causal_together_are_refused(mask):
+    with pytest.raises(ParameterError, match=r"causal\(\) & sightline.dense"):
+        scaled_dot_product_attention(*arrays(torch.float32), mask, is_causal=True, enable_gqa=True)
 
 
 def test_different_numbers_of_heads_need_enable_gqa():

@@ -160,7 +160,8 @@ def attend(
             return answer
     if isinstance(see, StatisticBase):
         see = (see,)
-    if scale is not None and getattr(scale, "requires_grad", False) and not is_compiling():
+    is_plain = scale is None or type(scale) is float
+    if not is_plain and not is_compiling() and getattr(scale, "requires_grad", False):
         score, scale = fold_scale(score, scale)
     if value is None and type(key) is KVCache and not is_compiling():
         key = key.snapshot()

@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays.kinds import check_class, is_array
 from ..arrays.operations import broadcast_to, drop_repeats, namespace
 from ..errors import ShapeError
-from .expression import SYMBOLS, Expression, Indices, Lookup, as_expression, intern
+from .expression import SYMBOLS, Expression, Indices, Lookup, as_expression, intern, walk
 from .tables import Table
 
 
@@ -115,7 +115,8 @@ def align_batch_axes(formula: Expression, batch_shape: tuple[int, ...], tables: 
     ShapeError
         The leading axes of an array do not broadcast to the batch axes.
     """
-    if all(table.batch_axes is None for table in formula.tables):
+    # not `formula.tables`: torch.compile would compile again when that property of an argument has been computed
+    if all(node.table.batch_axes is None for node in walk(formula) if isinstance(node, Lookup)):
         return formula
 
     def lookup(table: Table, indices: Indices) -> Expression:

@@ -68,9 +68,9 @@ def blocks(indices: Any, size: int | tuple[int, int] = 64, keys: int | None = No
     """
     two = tuple(size) if isinstance(size, tuple | list) and len(size) == 2 else (size, size)
     cure = "size=64, or size=(1, 64) for a list of each query"
-    rows, columns = (check_count(f"blocks(..., size={size!r})", one, 1, cure) for one in two)
+    rows, columns = (check_count("blocks(..., size={!r})", one, 1, cure) for one in two)
     indices = _read_indices(indices)
-    count = None if keys is None else -(-check_count(f"blocks(..., keys={keys!r})", keys, 1, "keys=m") // columns)
+    count = None if keys is None else -(-check_count("blocks(..., keys={!r})", keys, 1, "keys=m") // columns)
     count = _check_entries(indices, columns, count)
     visible = Table(_mark(indices, count), axes=("b", "h", f"i/{rows}", f"j/{columns}"))
     first = [0 if length == 1 else symbol for length, symbol in zip(visible.shape, (b, h), strict=False)]

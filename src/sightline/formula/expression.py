@@ -277,9 +277,7 @@ def as_expression(value: Any) -> Expression:
             value = _read_number(value)
     if isinstance(value, bool):
         return intern(Constant(value, "bool"))
-    if isinstance(value, int | float) and is_compiling():
-        # A symbol becomes its value, and a guard makes torch.compile compile again for another value.
-        value = sys.modules["torch.fx.experimental.symbolic_shapes"].guard_scalar(value)
+    value = specialize(value)
     if isinstance(value, int):
         if abs(value) >= MAX_EXACT_INTEGER:
             raise FormulaError(f"the integer {value} in a formula", "between −2⁵³ and 2⁵³", "write it as a float, 1e18")
@@ -293,6 +291,16 @@ def as_expression(value: Any) -> Expression:
     raise FormulaError(
         f"a {type(value).__name__}{shape} inside a formula", "formulas, numbers and tables", _suggest_operand(value)
     )
+
+
+def specialize(value: Any) -> Any:
+    """Return the value, with a number in place of a number that is a symbol of torch.compile.
+
+    A guard makes torch.compile compile again for another number.
+    """
+    if isinstance(value, int | float) and is_compiling():
+        return sys.modules["torch.fx.experimental.symbolic_shapes"].guard_scalar(value)
+    return value
 
 
 def _suggest_operand(value: Any) -> str:
@@ -401,7 +409,7 @@ def node_record(node: Expression, number: dict[int, int], slot: dict[int, int]) 
     if isinstance(node, Lookup):
         return ["lookup", slot[id(node.table)], *arguments]
     if isinstance(node, Constant):
-        return ["constant", node.kind, repr(node.value)]
+        return ["constant", node.kind, repr(specialize(node.value))]
     if isinstance(node, Parameter):
         return ["parameter", node.slot, node.kind]
     return [node.operator, *arguments] if isinstance(node, Apply) else [cast(Symbol, node).name]

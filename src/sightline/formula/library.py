@@ -328,7 +328,7 @@ def alibi_slopes(heads: int) -> Any:
     >>> sightline.alibi_slopes(4)
     array([0.25      , 0.0625    , 0.015625  , 0.00390625])
     """
-    heads = check_count(f"alibi_slopes({heads!r})", heads, 1, "alibi_slopes(8)")
+    heads = check_count("alibi_slopes({!r})", heads, 1, "alibi_slopes(8)")
     power_of_two = 1 << (heads.bit_length() - 1)
 
     def slopes(count: int) -> Any:

@@ -60,7 +60,7 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
 
     def __init__(self, dk: int, dv: int, return_attn: bool = False, *, use_bias: bool = True, **options: Any) -> None:
         super().__init__(**options)
-        dk, dv = check_count(f"dk={dk!r}", dk, 1, "dk=64"), check_count(f"dv={dv!r}", dv, 1, "dv=64")
+        dk, dv = check_count("dk={!r}", dk, 1, "dk=64"), check_count("dv={!r}", dv, 1, "dv=64")
         self.dk, self.dv, self.return_attn, self.use_bias = dk, dv, return_attn, use_bias
         self.supports_masking = True
         # in TensorFlow programs, XLA cannot call the kernels

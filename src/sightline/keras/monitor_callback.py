@@ -56,8 +56,8 @@ class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]
         keep: int = 1_000,
     ) -> None:
         super().__init__()
-        self.sample, self.every, self.log = sample, check_count(f"every={every!r}", every, 1, "every=100"), log
-        self.history: deque[MonitoredStep] = deque(maxlen=check_count(f"keep={keep!r}", keep, 1, "keep=100"))
+        self.sample, self.every, self.log = sample, check_count("every={!r}", every, 1, "every=100"), log
+        self.history: deque[MonitoredStep] = deque(maxlen=check_count("keep={!r}", keep, 1, "keep=100"))
         self._count = 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

@@ -123,7 +123,7 @@ class KVCache(StoredRows):
     """
 
     def __init__(self, *, capacity: int = 0, dtype: str | tuple[str, str] | None = None) -> None:
-        self._min_capacity = check_count(f"capacity={capacity!r}", capacity, 0, "capacity=1024")
+        self._min_capacity = check_count("capacity={!r}", capacity, 0, "capacity=1024")
         self._quantized = read_cache_dtype(dtype)  # the dtypes of quantised keys and values; None for floats
         self._dtype, self._casts_inputs = dtype, dtype is not None
         super().__init__()
@@ -496,9 +496,9 @@ class KVCache(StoredRows):
         self._check_no_drafts("last")
         if self.prefix is not None:
             return self.joined().last(count, capacity=capacity)
-        first = max(self._num_rows - check_count(f"count={count!r}", count, 0, "count=256"), 0)
+        first = max(self._num_rows - check_count("count={!r}", count, 0, "count=256"), 0)
         if capacity is not None:
-            capacity = check_count(f"capacity={capacity!r}", capacity, 0, "capacity=1024")
+            capacity = check_count("capacity={!r}", capacity, 0, "capacity=1024")
         if self._kept is not None:
             raise ParameterError("last() of a cache after keep()", "a cache of all keys", "cache.keep(last_positions)")
         found = object.__new__(type(self))

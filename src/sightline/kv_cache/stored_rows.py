@@ -78,7 +78,7 @@ class StoredRows:
         """
         if n is None:
             return self._newest_positions.copy()
-        n = check_count(f"n={n!r}", n, 0, "n=1")
+        n = check_count("n={!r}", n, 0, "n=1")
         last = self._lengths[:, None] - n + np.arange(n)
         return np.maximum(last, -1)
 

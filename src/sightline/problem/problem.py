@@ -28,7 +28,7 @@ from ..arrays.row_formats import RowFormat
 from ..caching import cached_property
 from ..errors import DeviceError
 from ..formula.batch_axes import align_batch_axes
-from ..formula.expression import Expression, parse_text, table_lookup
+from ..formula.expression import Expression, parse_text, specialize, table_lookup
 from ..formula.formula_checks import check_formula, is_valid_for_all_entries
 from ..formula.tables import Table, bounds_key
 from ..formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
@@ -239,6 +239,7 @@ def parse(
     query, key, value = validation.broadcast_inputs(named, row_formats)
     lengths = query.shape[-2], key.shape[-2]
     formula = validation.read_score(score)
+    scale = specialize(scale)
     if getattr(scale, "requires_grad", False):
         formula, scale = validation.fold_scale(formula, scale)
     tables: dict[int, Table] = {}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from ..arrays.operations import accumulator, dtype_name, namespace, resolve_dtype
-from ..formula.expression import SYMBOLS, Expression
+from ..formula.expression import SYMBOLS, Expression, specialize
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
@@ -298,4 +298,4 @@ def literal_text(value: Any) -> str:
     """Return a parameter as a Python literal; torch.compile cannot trace `repr` of a tuple."""
     if isinstance(value, tuple):
         return "(" + "".join([literal_text(entry) + "," for entry in value]) + ")"
-    return repr(value)
+    return repr(specialize(value))

@@ -283,8 +283,8 @@ def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within
     array([[0.5 , 0.  ],
            [0.29, 0.21]], dtype=float32)
     """
-    rows = check_count(f"pooled(rows={rows!r})", rows, 1, "pooled(64, 64)")
-    columns = check_count(f"pooled(columns={columns!r})", columns, 1, "pooled(64, 64)")
+    rows = check_count("pooled(rows={!r})", rows, 1, "pooled(64, 64)")
+    columns = check_count("pooled(columns={!r})", columns, 1, "pooled(64, 64)")
     if how not in ("mean", "max"):
         raise ParameterError(f"pooled(how={how!r})", '"mean" or "max"', 'pooled(64, 64, "mean")')
     return Pooled(rows, columns, how, None if within is None else _parse_rectangle(within))
@@ -301,5 +301,5 @@ def _parse_rectangle(within: Any) -> Rectangle:
 
 
 def _check_limit(name: str, limit: Any, insist: Any) -> tuple[int, bool]:
-    given, cure = f"{name}(limit={limit!r}), a number of bytes", f"{name}(insist=True) for any size"
+    given, cure = name + "(limit={!r}), a number of bytes", f"{name}(insist=True) for any size"
     return check_count(given, limit, 0, cure), bool(insist)

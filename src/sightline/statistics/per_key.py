@@ -108,5 +108,5 @@ def received(how: Literal["sum", "mean", "max"] = "sum", last: int | None = None
         raise ParameterError(f"received(how={how!r})", '"sum", "mean" or "max"', 'received("sum")')
     if last is None:
         return Received(how)
-    count = check_count(f"received(last={last!r})", last, 1, "last=32, or last=None for all")
+    count = check_count("received(last={!r})", last, 1, "last=32, or last=None for all")
     return Received(how).rows(slice(-count, None))

@@ -315,7 +315,7 @@ def top_k(k: int) -> Statistic:
     >>> [cat.tokens[0][j] for j in top.where[0, 2, :7, 0]]  # head 2 attends to the token before
     ['[CLS]', '[CLS]', 'the', 'cat', 'ate', 'the', 'rat']
     """
-    return TopK(check_count(f"top_k(k={k!r})", k, 1, "top_k(8)"))
+    return TopK(check_count("top_k(k={!r})", k, 1, "top_k(8)"))
 
 
 def mass(mask: Any) -> Statistic:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays.operations import framework, namespace, take
 from ..errors import ParameterError
-from ..formula.expression import SYMBOLS, Constant, Expression, intern, table_lookup
+from ..formula.expression import SYMBOLS, Constant, Expression, intern, specialize, table_lookup
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
@@ -104,9 +104,9 @@ def _index_array(indices: Indices, count: int, like: Any) -> Any:
 
 def parse_indices(what: str, indices: Any) -> Indices:
     if isinstance(indices, slice):
-        ends = indices.start, indices.stop, indices.step
-        if indices.step != 0 and all(end is None or hasattr(end, "__index__") for end in ends):
-            return indices
+        ends = [specialize(end) for end in (indices.start, indices.stop, indices.step)]
+        if ends[2] != 0 and all(end is None or hasattr(end, "__index__") for end in ends):
+            return slice(*ends)
         raise ParameterError(
             f"{what}({indices})", "a slice of whole numbers with a step other than 0", f"{what}(slice(-8, None))"
         )
