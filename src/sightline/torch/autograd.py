@@ -297,10 +297,9 @@ def needs_gradients(problem: Problem) -> bool:
 def _has_function_mode_or_tangents() -> bool:
     """True if a function mode is active in this thread, or a forward derivative in any thread.
 
-    A default device of torch is a function mode too. It changes no call, because this library names the device of each
-    tensor that it makes. torch keeps it below all other modes.
+    A default device is a mode too, but changes no call: this library names the device of each tensor that it makes.
     """
-    count = _C._len_torch_function_stack()
+    count = _C._len_torch_function_stack()  # the default device is below all other modes
     if count and not isinstance(_C._get_function_stack_at(count - 1), DeviceContext):
         return True
     return forward_ad._current_level >= 0

@@ -71,11 +71,9 @@ def run(
     if isinstance(options["scale"], Tensor) and is_transformed():
         formulas["score"], scale = fold_scale(formulas["score"], options["scale"])
         options = options | {"scale": scale}
-    see = (
-        [_build_conditions(statistic) for statistic in options["see"]]
-        if torch.compiler.is_compiling()
-        else options["see"]
-    )
+    see = options["see"]
+    if torch.compiler.is_compiling():
+        see = [_build_conditions(statistic) for statistic in see]
     problem = parse(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed, "see": see}))
     if kernel == FUSED.name or (kernel is None and not is_transformed() and _prefers_fused(problem)):
         result = choose((FUSED,), problem, FUSED.name).kernel.run(problem)
@@ -149,11 +147,9 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
 
 def _build_conditions(statistic: Any) -> Any:
     """Return the statistic with a formula in place of the function that is its condition, for torch.compile."""
-    return (
-        statistic.map_formulas(lambda mask: _build_formula(mask, "bhij"))
-        if isinstance(statistic, Statistic)
-        else statistic
-    )
+    if not isinstance(statistic, Statistic):
+        return statistic
+    return statistic.map_formulas(lambda mask: _build_formula(mask, "bhij"))
 
 
 def _run_eager(

@@ -111,12 +111,8 @@ def convert_arguments(
         if not (heads == key.shape[-3] == value.shape[-3]):
             query, key, value = _expand_heads(query, key, value)
     if is_causal and attn_mask is not None:
-        raise ParameterError(
-            "attn_mask and is_causal=True",
-            "one of them",
-            "sightline.attention(query, key, value, mask=sightline.causal() & sightline.dense(attn_mask)), or "
-            "score=sightline.bias(attn_mask) for floats",
-        )
+        cure = "sightline.attention(..., mask=causal() & dense(attn_mask)), or score=bias(attn_mask) if it holds floats"
+        raise ParameterError("attn_mask and is_causal=True", "one of them", cure)
     mask: Any = CAUSAL if is_causal else None
     score: Any = None
     if attn_mask is not None and type(attn_mask) is not Tensor and is_causal_bias(attn_mask):
