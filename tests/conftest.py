@@ -5,10 +5,12 @@ import os
 import zlib
 from collections import OrderedDict
 
-import numpy.ma  # noqa: F401 - its first import fails in a test that has changed NumPy's functions
+import numpy.ma  # its first import fails in a test that has changed NumPy's functions
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+
+from default_device import default_device  # noqa: F401 - a fixture of every test
 
 pytest.register_assert_rewrite(
     "elementary_functions",
@@ -193,19 +195,6 @@ def pytest_unconfigure():
     gc.unfreeze()  # libraries check for leftover objects at exit
 
 
-@pytest.fixture(autouse=True)
-def default_device():
-    """Run the test under the default device of torch that the environment variable DEFAULT_DEVICE names, if it does."""
-    name = os.environ.get("DEFAULT_DEVICE")
-    if name is None:
-        yield
-        return
-    from default_device import default_device
-
-    with default_device(name):
-        yield
-
-
 @pytest.fixture
 def fresh_calls(monkeypatch):
     """Start with an empty call cache, and leave no call in it: for tests that change which kernels there are."""
@@ -227,9 +216,7 @@ def fresh_kernels(monkeypatch, fresh_calls):
 @pytest.fixture
 def rng():
     """A random generator with a fixed seed."""
-    import numpy as np
-
-    return np.random.default_rng(20170612)
+    return numpy.random.default_rng(20170612)
 
 
 @pytest.fixture

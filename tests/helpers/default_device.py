@@ -1,8 +1,11 @@
 """A default device of torch for the tests: `cpu` for all tensors, or `meta` for those that this library makes alone."""
 
+import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils._device import DeviceContext
 
@@ -22,6 +25,9 @@ class LibraryDevice(DeviceContext):
         return function(*args, **(kwargs or {}))
 
 
-def default_device(name):
-    """Return a context in which `name` is torch's default device, "meta" only for tensors that this library makes."""
-    return LibraryDevice(name) if name == "meta" else torch.device(name)
+@pytest.fixture(autouse=True)
+def default_device():
+    """Run the test under the default device that the environment variable DEFAULT_DEVICE names, if it names one."""
+    name = os.environ.get("DEFAULT_DEVICE")
+    with nullcontext() if name is None else LibraryDevice(name) if name == "meta" else torch.device(name):
+        yield

@@ -374,7 +374,6 @@ COMPILED = {
     "torch's signature": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
 }
 
-
 QUICK_CALLS = "lambda", "score lambda", "slopes", "computed bias", "statistics", "sinks", "dropout", "without heads"
 
 

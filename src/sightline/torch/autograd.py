@@ -295,14 +295,10 @@ def needs_gradients(problem: Problem) -> bool:
 
 
 def _has_function_mode_or_tangents() -> bool:
-    """True if a function mode is active in this thread, or a forward derivative in any thread.
-
-    A default device is a mode too, but changes no call: this library names the device of each tensor that it makes.
-    """
-    count = _C._len_torch_function_stack()  # the default device is below all other modes
-    if count and not isinstance(_C._get_function_stack_at(count - 1), DeviceContext):
-        return True
-    return forward_ad._current_level >= 0
+    """True if a mode of functions, but no default device, is active in this thread, or a forward derivative in any."""
+    count = _C._len_torch_function_stack()  # a default device, below other modes, moves no tensor of named device
+    is_mode = count and not isinstance(_C._get_function_stack_at(count - 1), DeviceContext)
+    return bool(is_mode) or forward_ad._current_level >= 0
 
 
 INTERCEPTIONS = (  # functions whose results are true if a mode, a transform, a tracer or a forward derivative is active

@@ -129,10 +129,7 @@ def convert_arguments(
             )
         array = attn_mask if ndim == 4 else align_mask(attn_mask, query, key, value)
         array = array if array.ndim else array[None]
-        if array.is_floating_point():
-            score = array
-        else:
-            mask = array
+        mask, score = (None, array) if array.is_floating_point() else (array, None)
     return query, key, value, mask, score, scale, without_batch
 
 
