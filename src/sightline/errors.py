@@ -10,6 +10,7 @@ import contextlib
 import operator
 from collections.abc import Iterator
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -121,7 +122,7 @@ def check_count(given: str, value: Any, least: int, cure: str) -> int:
 
 @contextlib.contextmanager
 def name_file(path: str | PathLike[str]) -> Iterator[None]:
-    """If the `with` block raises an OSError without a file name, add this path to the error.
+    """If the `with` block raises an OSError without a file name, add this path; name a folder that is missing.
 
     Python names the file if the file cannot be opened, but not if a write fails, for example on a full disk.
 
@@ -132,6 +133,8 @@ def name_file(path: str | PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not (folder := Path(path).absolute().parent).is_dir():
+            error.strerror = f"The folder does not exist; create it by os.makedirs({str(folder)!r})"
         if error.strerror is not None and error.filename is None:
             error.filename = str(path)
         raise

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, _GeneratorContextManager, suppress
+from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, ParamSpec
 
 from torch import nn
 
@@ -19,8 +20,27 @@ from .torch.hooks import check_module
 from .torch.position_labels import PositionReader
 from .torch.watcher import Watcher
 
+P = ParamSpec("P")
 
-@contextmanager
+
+class _Watch(_GeneratorContextManager[Seen]):
+    """A watch that is not entered: what its recording would have is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        cure = "with sightline.watch(model) as seen: model(inputs)"
+        raise ParameterError("a watch outside of a `with` statement", "the recording that `with` binds", cure)
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.calls
+
+
+def _as_watch(function: Callable[P, Generator[Seen]]) -> Callable[P, _Watch]:
+    return wraps(function)(lambda *args, **options: _Watch(function, args, options))
+
+
+@_as_watch
 def watch(
     model: nn.Module,
     see: Statistic | Sequence[Statistic] | Mapping[str, Statistic] = OVERVIEW,
@@ -30,7 +50,7 @@ def watch(
     tokens: Tokens | Sequence[str] | None = None,
     tokenizer: Any = None,
     handwritten: bool = False,
-) -> Iterator[Seen]:
+) -> Generator[Seen]:
     """Record statistics of the attention that a torch model computes, in forward passes, training and generation.
 
     These calls are recorded: transformers' attention interface, `torch.nn.MultiheadAttention`, torch's encoder layers,

@@ -9,6 +9,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -18,7 +19,7 @@ import numpy as np
 
 from .arrays.operations import accumulator, dtype_name, namespace, resolve_dtype, to_numpy
 from .errors import ParameterError
-from .statistics import OverLayers, Statistic
+from .statistics import STATISTICS, OverLayers, Statistic
 
 __all__ = ["Call", "HeavyKey", "Kind", "Seen", "Tokens", "Total", "select_names"]
 
@@ -353,7 +354,10 @@ class Seen:
         mean over layers, return its one result. `Call.__getitem__` says which names a statistic has.
         """
         if not isinstance(name, str):
-            return self.calls[name]
+            with suppress(IndexError, TypeError):
+                return self.calls[name]
+            allowed = f"a statistic's name, or the number of one of {_plural(len(self), 'call')}"
+            raise ParameterError(f"seen[{name!r}]", allowed, 'seen["entropy"], or seen[0]')
         own, names = (self.calls[0].statistics, self.calls[0].names) if self.calls else ((), ())
         if self.totals:
             statistics = [*own, *[total.statistic for total in self.totals]]
@@ -541,9 +545,12 @@ def _find_statistic(name: str, statistics: Sequence[Statistic], names: Sequence[
     for candidates in (list(names), texts, own_names, inner_names):
         if candidates.count(name) == 1:
             return candidates.index(name)
-    example = f"seen[{texts[0]!r}], for example" if texts else "see=[...] with that statistic"
-    given = f"{name!r} of the statistics {', '.join(texts) or 'none'}"
-    raise ParameterError(given, "the name or text of one statistic", example)
+    function, near = name.partition("(")[0], get_close_matches(name, [*names, *texts], 1) or texts
+    cure = f"seen[{near[0]!r}]" if near else "see=[sightline.entropy()] in the watch"
+    if function in STATISTICS and function not in [*own_names, *inner_names]:
+        cure = f"see=[sightline.{function}(...)] in the watch"
+    given = f"seen[{name!r}] of a recording of {', '.join(texts) or 'no statistic'}"
+    raise ParameterError(given, "the name or text of one recorded statistic", cure)
 
 
 def _shape(array: Any) -> str:

@@ -145,8 +145,10 @@ def test_results_by_name(rng):
 
 
 def test_gradients_of_nothing_are_zeros(rng):
-    *_, vjp = sightline.attention_vjp(*draw(rng))
-    assert not any(x.any() for x in vjp().values())
+    *_, vjp = sightline.attention_vjp(*draw(rng), see=[sightline.lse()])
+    assert not any(x.any() for x in vjp(d_seen=[None]).values())
+    with pytest.raises(ParameterError, match="vjp without a gradient"):
+        vjp()
 
 
 @pytest.mark.parametrize("place", ["query", "value", "table", "output"])

@@ -526,3 +526,21 @@ def test_right_or_refused_by_name(name, argument, library):
         names = kind.word or kind.library, f": {kind.library}", f"is a {type(made).__name__}"
         assert any(text in message for text in names), message
         assert "cure:" in message
+
+
+WITHOUT_ENTRIES = {
+    "None": (None, "query is None", "pass an array as query"),
+    "a text": ("query", "query is a str", "pass an array as query"),
+    "a formula": (sightline.causal(), "query is a Apply", "pass an array as query"),
+    "a cache": (sightline.KVCache(), "query is a KVCache", r"attention\(query, cache\)"),
+    "a list": ([[1.0]], "query is a list", r"query=numpy\.asarray\(query\)"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ENTRIES)
+def test_what_is_no_array_has_its_own_cure(name):
+    query, given, cure = WITHOUT_ENTRIES[name]
+    x = np.ones((1, 1, 2, 4), np.float32)
+    for function in (sightline.attention, sightline.explain, sightline.attention_vjp):
+        with pytest.raises(SightlineError, match=f"{given}\n(.|\n)*cure: +{cure}"):
+            function(query, x, x)

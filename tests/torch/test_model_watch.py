@@ -142,9 +142,12 @@ def test_invalid_models_statistics_and_heads_are_refused():
     layer = nn.MultiheadAttention(4, 2)
     with pytest.raises(ParameterError, match="a model that is a str"), watch("bert-base-uncased", [LSE]):
         pass
-    for see in ([], {}, "lse", [LSE, 1], LSE.name):
-        with pytest.raises(ParameterError, match="list or dict of statistics"), watch(layer, see):
+    for see, cure in (([], "see="), ({}, "see="), ("entropy", r"sightline\.entropy\("), ([LSE, 1], "see=")):
+        with pytest.raises(ParameterError, match=f"list or dict of statistics\n.*{cure}"), watch(layer, see):
             pass
+    for use in (lambda one: one["lse"], lambda one: one.calls, list):
+        with pytest.raises(ParameterError, match=r"cure: +with sightline\.watch"):
+            use(watch(layer))
     with pytest.raises(ParameterError, match="heads=1"), watch(layer, [LSE], heads=1):
         pass
     with pytest.raises(ParameterError, match=r"cure: +tokens="), watch(layer, LSE, tokenizer=object()):
@@ -178,16 +181,13 @@ def test_calls_are_selected(seen):
     assert seen.of("*.1", step=-1).calls == [seen[3]]
     assert seen.of(kind="cross").calls == [seen[3]]
     assert torch.equal(seen.of(0, step=0, heads=[1])["lse"][0], seen[0]["lse"][:, [1]])
-    for wrong in ("encoder.*", 2):
-        with pytest.raises(ParameterError, match="layer"):
-            seen.of(wrong)
     assert seen[1:3] == seen.calls[1:3]
-    with pytest.raises(ParameterError, match="heads"):
-        seen.of(heads=[2])
-    with pytest.raises(ParameterError, match="kind='across'"):
-        seen.of(kind="across")
-    with pytest.raises(ParameterError, match="entropy"):
-        seen["entropy"]
+    for options in ({"layer": "encoder.*"}, {"layer": 2}, {"heads": [2]}, {"kind": "across"}):
+        with pytest.raises(ParameterError, match=next(iter(options))):
+            seen.of(**options)
+    for name, cure in (("entropy", r"see=\[sightline\.entropy"), ("lsee", r"seen\['lse\(\)'\]"), (7, r"seen\[0\]")):
+        with pytest.raises(ParameterError, match=f"cure: .*{cure}"):
+            seen[name]
 
 
 def test_labels_follow_positions(seen):
@@ -235,7 +235,7 @@ def test_statistics_of_several_arrays_and_of_one_name():
 
     both = Call("a", "self", 0, 0, 0, 1, 1, (0, 1), (Named(1), Named(2)), (torch.zeros(1, 2), torch.ones(1, 2)))
     assert both["lse(2)"].all()
-    with pytest.raises(ParameterError, match="one statistic"):
+    with pytest.raises(ParameterError, match="one recorded statistic"):
         both["lse"]
 
 
@@ -353,7 +353,7 @@ def test_totals_of_some_heads_without_results_of_calls(encoder, x, tmp_path):
     assert "3×6×6, of 2 calls" in repr(seen)
     with pytest.raises(ParameterError, match="no statistics of single calls"):
         seen.save_html(tmp_path / "page.html")
-    with pytest.raises(ParameterError, match="'entropy' of the statistics"):
+    with pytest.raises(ParameterError, match=r"seen\['entropy'\] of a recording"):
         seen["entropy"]
 
 
@@ -448,5 +448,5 @@ def test_the_heaviest_keys(encoder, x):
     assert (last.head, last.share) == (1, pytest.approx(float(shares[:, :, 1].max())))
     with pytest.raises(ParameterError, match="where weights"):
         seen.heaviest("weights")
-    with pytest.raises(ParameterError, match="'entropy' of the statistics"):
+    with pytest.raises(ParameterError, match=r"seen\['entropy'\] of a recording"):
         seen.heaviest("entropy")

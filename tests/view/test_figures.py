@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 import sightline
 from sightline import causal, window
 from sightline.data import load
-from sightline.errors import MaskError, MissingExtraError, ParameterError, ShapeError
+from sightline.errors import DtypeError, MaskError, MissingExtraError, ParameterError, ShapeError
 from sightline.recording import Seen
 from sightline.view import arcs, entropy_by_head, head_grid, heatmap, over_image, received_by_key, save, tile_map
 from sightline.view.arc_diagram import MAX_ARCS, MAX_POSITIONS
@@ -76,6 +76,11 @@ def test_weights_over_an_image(rng):
         over_image(weights, picture.transpose(2, 0, 1))
     with pytest.raises(ShapeError, match="unflatten"):
         over_image(weights[0, 0], picture)
+    with pytest.raises(DtypeError, match=r"a str to draw(.|\n)*matplotlib\.image\.imread"):
+        over_image(weights, "cat.png")
+    for draw in (lambda: over_image(-weights, picture), lambda: heatmap(-weights[0]), lambda: head_grid([-weights])):
+        with pytest.raises(ParameterError, match="numbers from 0"):
+            draw()
 
 
 def test_heads_over_an_image(rng):
@@ -249,6 +254,11 @@ def test_the_error_of_a_full_disk_names_the_file(tmp_path):
     path.symlink_to("/dev/full")
     with pytest.raises(OSError, match=re.escape(f"No space left on device: {str(path)!r}")):
         save(tile_map(causal(), 8), path)
+    assert save(causal().show(8), tmp_path / "formula.svg").stat().st_size
+    with pytest.raises(FileNotFoundError, match=re.escape(f"os.makedirs({str(tmp_path / 'none')!r})")):
+        save(tile_map(causal(), 8), tmp_path / "none" / "map.png")
+    with pytest.raises(ParameterError, match="save of a str"):
+        save("map.png", tile_map(causal(), 8).figure)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.kinds import check_kind
 from ..arrays.operations import check_float_dtype, framework
 from ..dispatch.kernel_list import make_plan, push_forward
 from ..errors import DtypeError, ParameterError, ShapeError
@@ -103,6 +104,7 @@ def attention_tangent(
 
 def check_numpy(name: str, query: Any) -> None:
     """Raise DtypeError unless the query of the function with this name is a NumPy array."""
+    check_kind("query", query)
     library = framework(query)
     if library != "numpy":
         cure = TRANSFORMS[name].get(library, "numpy.asarray(query)")

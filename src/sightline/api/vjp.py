@@ -128,6 +128,9 @@ def attention_vjp(
     versions = [*map(_sample, read), *map(_version, others)]
 
     def vjp(d_output: Any = None, d_seen: Any = None) -> dict[Input, Any]:
+        if d_output is None and d_seen is None:
+            allowed = "d_output, the gradient of the output, d_seen, or both"
+            raise ParameterError("vjp without a gradient", allowed, "vjp(numpy.ones_like(output))")
         if [*map(_sample, read), *map(_version, others)] != versions:
             raise ChangedArrayError(
                 "an array of the call, or of its results, was changed in place before vjp was called",

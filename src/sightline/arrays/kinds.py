@@ -29,6 +29,7 @@ class Kind(NamedTuple):
 
 
 MASKED_ARRAY = Kind("a masked array of NumPy", "hide entries with mask=, and pass {x}.filled(0)")
+CURES = {"KVCache": "attention(query, cache): the cache stands for key and value"}  # for other objects, by their class
 SPARSE_JAX = Kind("a sparse array of JAX", "{x}.todense()")
 # classes of torch by name; a subclass of one counts too
 TORCH_CLASSES = {
@@ -102,7 +103,12 @@ def _find_kind(array: Any) -> Kind | None:
     if torch is not None and isinstance(array, torch.Tensor):
         return _find_layout(torch, array)
     if not is_array(array):
-        return Kind(f"a {type(array).__name__}", "{x}=numpy.asarray({x})")
+        name = type(array).__name__
+        has_entries = False
+        with suppress(Exception):  # formulas and objects of other libraries raise errors of every kind
+            has_entries = np.asarray(array).dtype.kind in "biuf"
+        cure = "{x}=numpy.asarray({x})" if has_entries else CURES.get(name, "pass an array as {x}")
+        return Kind("None" if array is None else f"a {name}", cure)
     source = framework(array)
     if source == "numpy":  # a masked array has loaded `numpy.ma`; an import here could be the first one, in a fork
         is_masked = isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ()))

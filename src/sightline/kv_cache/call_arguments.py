@@ -57,7 +57,7 @@ def unpack_cache(
             raise ParameterError(
                 "attention of query and key without value",
                 "query, key and value, or query and a KVCache",
-                "attention(query, key, value)",
+                "attention(query, cache)" if isinstance(query, KVCache) else "attention(query, key, value)",
             )
         return key, value, mask, score, see, None
     key = key.joined()

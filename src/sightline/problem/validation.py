@@ -307,11 +307,11 @@ def read_statistics(see: Any, lengths: tuple[int, int] | None = None) -> tuple[S
     for entry in listed:
         if not isinstance(entry, StatisticBase):
             allowed = "a list of statistics, or a dict from names to statistics"
-            raise ParameterError(f"see={see!r}", allowed, _suggest_statistic(entry))
+            raise ParameterError(f"see={see!r}", allowed, suggest_statistic(entry))
     return tuple([statistic.map_formulas(lambda condition: read_mask(condition, lengths)) for statistic in listed])
 
 
-def _suggest_statistic(entry: Any) -> str:
+def suggest_statistic(entry: Any) -> str:
     """Return the cure for an entry of `see` that is not a statistic."""
     is_function = isinstance(entry, FunctionType) and entry.__module__.startswith("sightline.")
     name = entry.__name__ if is_function else entry

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ParameterError
+from ..problem.validation import suggest_statistic
 from ..recording import Call, Kind, Seen, Total, map_arrays, select_names
-from ..statistics import STATISTICS, OverLayers, Statistic, StatisticBase
+from ..statistics import OverLayers, Statistic, StatisticBase
 from .hooks import LayerCall
 from .running_modules import Running, RunningModules
 
@@ -254,11 +255,10 @@ def _read_statistics(see: Any) -> tuple[tuple[str, ...], tuple[Statistic, ...]]:
     """Return (the names of a dict, the statistics) of `see`."""
     names = tuple(see) if isinstance(see, Mapping) else ()
     statistics = (see,) if isinstance(see, StatisticBase) else tuple(see.values()) if names else see
-    is_list = isinstance(statistics, Sequence) and len(statistics) > 0
-    if not is_list or not all(isinstance(entry, Statistic) for entry in statistics):
-        given = statistics[0] if is_list else see
-        name = given if isinstance(given, str) else getattr(given, "__name__", "")
-        cure = f"see=[sightline.{name}()]" if name in STATISTICS else "see=[sightline.received()]"
+    listed = statistics if isinstance(statistics, Sequence) and not isinstance(statistics, str) else [statistics]
+    others = [entry for entry in listed if not isinstance(entry, Statistic)]
+    if others or not listed:
+        cure = suggest_statistic(*others[:1] or [None])
         raise ParameterError(f"see={see!r}", "a statistic, or a list or dict of statistics", cure)
     return names, tuple(statistics)
 

@@ -37,6 +37,8 @@ def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None 
     ------
     ShapeError
         The weights or the image have another shape, or there are no patches.
+    ParameterError
+        A weight is negative.
     MissingExtraError
         matplotlib is not installed.
     """
@@ -47,6 +49,7 @@ def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None 
             "(rows, columns) of patches, or (heads, rows, columns)",
             "over_image(weights_of_one_query[..., num_prefix_tokens:].unflatten(-1, grid_size), image)",
         )
+    plotting.check_weights(values)
     pixels = plotting.drop_leading_axes(image, 3)
     if not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))):
         raise ShapeError(

@@ -6,13 +6,15 @@ matplotlib is imported only when a picture is drawn.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..arrays.operations import to_numpy
-from ..errors import MissingExtraError, ParameterError, name_file
+from ..errors import DtypeError, MissingExtraError, ParameterError, name_file
 from . import palette
 from .palette import LIGHT
 
@@ -115,6 +117,7 @@ def draw_weights(axis: Any, cells: Any, frame: tuple[float, ...], aspect: str) -
     """
     from matplotlib.colors import PowerNorm
 
+    check_weights(cells)
     shown = np.ma.masked_where(cells == 0, cells)
     norm = PowerNorm(0.5, vmin=0, vmax=float(shown.max()) if shown.count() else 1.0)
     return axis.imshow(shown, cmap=colour_map(), norm=norm, extent=frame, interpolation="nearest", aspect=aspect)
@@ -122,10 +125,24 @@ def draw_weights(axis: Any, cells: Any, frame: tuple[float, ...], aspect: str) -
 
 def drop_leading_axes(array: Any, ndim: int) -> Any:
     """Return the array as a NumPy array, without its leading axes of length 1 if it has more than `ndim` axes."""
-    array = np.asarray(to_numpy(array))
+    given = array
+    with suppress(ValueError):  # of an object whose items differ in length
+        array = np.asarray(to_numpy(array))
+    if getattr(array, "dtype", np.dtype(object)).kind in "OSUMmc":
+        raise DtypeError(
+            f"a {type(given).__name__} to draw",
+            "arrays of numbers",
+            'matplotlib.image.imread(path) reads a file of an image; seen["weights"][0] of a recording are weights',
+        )
     while array.ndim > ndim and array.shape[0] == 1:
         array = array[0]
     return array
+
+
+def check_weights(weights: Any) -> None:
+    """Raise ParameterError if a weight is negative, since it would have the colour of 0."""
+    if (weights < 0).any():
+        raise ParameterError(f"weights down to {weights.min():.3g}", "numbers from 0", "draw weights(), not scores()")
 
 
 def hide_upper_spines(axis: Any) -> None:
@@ -152,7 +169,7 @@ def save(figure: Any, path: str | Path) -> Path:
 
     Parameters
     ----------
-    figure : matplotlib figure, or an axis of a figure
+    figure : matplotlib figure, an axis of a figure, or a picture of a formula
     path : str or Path
 
     Returns
@@ -163,7 +180,7 @@ def save(figure: Any, path: str | Path) -> Path:
     Raises
     ------
     ParameterError
-        The path does not end in .png, .svg or .pdf.
+        The path does not end in .png, .svg or .pdf, or `figure` is no figure.
     OSError
         The file cannot be written, for example because the folder is missing or the disk is full.
 
@@ -175,11 +192,18 @@ def save(figure: Any, path: str | Path) -> Path:
     ...     sightline.view.save(axis, f"{folder}/causal.png").name
     'causal.png'
     """
+    own = figure.figure() if callable(getattr(figure, "figure", None)) else getattr(figure, "figure", None)
+    if own is None or not hasattr(own, "savefig") or not isinstance(path, str | PathLike):
+        raise ParameterError(
+            f"save of a {type(figure).__name__} to a {type(path).__name__}",
+            "what a function of sightline.view returned, and then a path",
+            'save(heatmap(weights), "picture.png")',
+        )
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ParameterError(
             f"a picture at {str(path)!r}", "a path ending in " + ", ".join(FORMATS), f"{path.stem}.png"
         )
     with name_file(path):
-        figure.figure.savefig(path, dpi=180)  # works for an axis too: `figure.figure` of a figure is itself
+        own.savefig(path, dpi=180)
     return path
