@@ -528,19 +528,14 @@ def test_right_or_refused_by_name(name, argument, library):
         assert "cure:" in message
 
 
-WITHOUT_ENTRIES = {
-    "None": (None, "query is None", "pass an array as query"),
-    "a text": ("query", "query is a str", "pass an array as query"),
-    "a formula": (sightline.causal(), "query is a Apply", "pass an array as query"),
-    "a cache": (sightline.KVCache(), "query is a KVCache", r"attention\(query, cache\)"),
-    "a list": ([[1.0]], "query is a list", r"query=numpy\.asarray\(query\)"),
-}
+LISTS = {"a list": "query=numpy.asarray(query)", "a KVCache": "attention(query, cache)"}  # the cures of these two
 
 
-@pytest.mark.parametrize("name", WITHOUT_ENTRIES)
-def test_what_is_no_array_has_its_own_cure(name):
-    query, given, cure = WITHOUT_ENTRIES[name]
+@pytest.mark.parametrize("query", [None, "query", sightline.causal(), sightline.KVCache(), [[1.0]]], ids=str)
+def test_what_is_no_array_has_its_own_cure(query):
+    name = "None" if query is None else f"a {type(query).__name__}"
     x = np.ones((1, 1, 2, 4), np.float32)
     for function in (sightline.attention, sightline.explain, sightline.attention_vjp):
-        with pytest.raises(SightlineError, match=f"{given}\n(.|\n)*cure: +{cure}"):
+        with pytest.raises(SightlineError, match=f"query is {name}\n") as error:
             function(query, x, x)
+        assert error.value.cure.startswith(LISTS.get(name, "pass an array as query"))
