@@ -343,7 +343,7 @@ def tiles(
     Parameters
     ----------
     query, key, value, mask, score, scale, sinks, layout
-        As in `attention`.
+        As in `attention`, but value may be None: tiles have no output.
 
     Yields
     ------
@@ -368,6 +368,7 @@ def tiles(
     """
     if positional or unknown:
         refuse_arguments("tiles", positional, unknown)
+    value = key if value is None and not isinstance(key, KVCache) else value
     query, key, value = to_heads_first(layout, query, key, value)
     problem = make_problem(query, key, value, mask=mask, score=score, scale=scale, sinks=sinks)
     plain_arrays = {name: arrays.detach(getattr(problem, name)) for name in ("query", "key", "value")}

@@ -18,6 +18,8 @@ from ..errors import DtypeError, ParameterError, ShapeError, check_count
 from .expression import SYMBOLS, Expression, apply, is_compiling
 from .tables import Table
 
+MAX_BLOCKS = 2**31  # a table has an entry for each block up to the largest index
+
 b, h, i, j = (SYMBOLS[name] for name in "bhij")
 
 
@@ -115,10 +117,10 @@ def _check_entries(indices: Any, size: int, count: int | None) -> int:
             )
         return count
     low, high = (-1, -1) if 0 in indices.shape else map(int, min_max(indices))
-    if low < -1 or (count is not None and high >= count):
+    if low < -1 or high >= (MAX_BLOCKS if count is None else count):
         raise ShapeError(
             f"the block index {low if low < -1 else high}",
-            f"−1 for no block, and 0 to {'⌈m / size⌉ − 1' if count is None else count - 1}",
+            f"−1 for no block, and 0 to {f'⌈m / size⌉ − 1, below {MAX_BLOCKS:,}' if count is None else count - 1}",
             f"positions // {size} if the indices are positions of keys",
         )
     return max(high + 1, 1) if count is None else count

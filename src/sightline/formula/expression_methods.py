@@ -141,13 +141,15 @@ class ExpressionMethods:
             return PASSES.tensor_attribute(self, name)
 
     # -- the values for given lengths -------------------------------------------------------------------------------
-    def array(self, n: int, m: int | None = None, *, batch: int = 1, heads: int = 1, s: Any = None) -> Any:
+    def array(
+        self, n: int | None = None, m: int | None = None, *, batch: int = 1, heads: int = 1, s: Any = None
+    ) -> Any:
         """Return the formula's result for every query i and key j, as a dense array.
 
         Parameters
         ----------
         n, m : int
-            The number of queries, and the number of keys; m defaults to n.
+            The number of queries, which has no default, and the number of keys; m defaults to n.
         batch, heads : int
             The number of batch entries b, and the number of heads h.
         s : array, optional
@@ -179,7 +181,9 @@ class ExpressionMethods:
         values = PASSES.evaluate_dense(self, extent, s)
         return values[0, 0] if batch == heads == 1 else values
 
-    def sparsity(self, n: int, m: int | None = None, *, batch: int | None = None, heads: int | None = None) -> float:
+    def sparsity(
+        self, n: int | None = None, m: int | None = None, *, batch: int | None = None, heads: int | None = None
+    ) -> float:
         """Return the share of the pairs (i, j) that a mask hides, from 0 to 1.
 
         Kernels skip tiles, blocks of 64 × 64 pairs, if all pairs are hidden. `sightline.explain` counts these tiles.
@@ -187,7 +191,7 @@ class ExpressionMethods:
         Parameters
         ----------
         n, m : int
-            The number of queries, and the number of keys; m defaults to n.
+            The number of queries, which has no default, and the number of keys; m defaults to n.
         batch, heads : int
             The number of batch entries b, and the number of heads h, over which the share is the mean. Default: the
             lengths of the mask's arrays, as in `padding(lengths)`; 1 without such an array.
@@ -225,13 +229,13 @@ class ExpressionMethods:
         pairs = math.prod(extent)
         return 1 - PASSES.count_pairs(self, extent) / pairs if pairs else 0.0
 
-    def show(self, n: int, m: int | None = None, *, batch: int = 0, head: int = 0) -> Picture:
+    def show(self, n: int | None = None, m: int | None = None, *, batch: int = 0, head: int = 0) -> Picture:
         """Return a picture of a mask, or of what a score formula adds to the score.
 
         Parameters
         ----------
         n, m : int
-            The number of queries, and the number of keys, of any size; m defaults to n.
+            The number of queries, which has no default, and the number of keys, of any size; m defaults to n.
         batch, head : int
             The batch entry b and the head h that the picture shows.
 
@@ -253,16 +257,23 @@ class ExpressionMethods:
            └────────┘
             0      3
         """
-        return PASSES.picture(self, n, n if m is None else m, batch=batch, head=head)
+        _, _, n, m = self._check_lengths("show", n, m, 1, 1)
+        return PASSES.picture(self, n, m, batch=batch, head=head)
 
     def _check_extent(self, name: str, n: Any, m: Any, batch: Any, heads: Any) -> tuple[int, int, int, int]:
         """Check the lengths, and the formula for these lengths. Return (B, H, n, m); errors show the method `name`."""
-        extent = (batch, heads, n, n if m is None else m)
-        if not all(hasattr(length, "__index__") and length >= 0 for length in extent):
-            raise ParameterError(f"{name} of (B, H, n, m) = {extent}", "whole numbers of at least 0", f"{name}(4, 6)")
-        extent = (int(batch), int(heads), int(n), int(n if m is None else m))  # NumPy's integers would overflow
+        extent = self._check_lengths(name, n, m, batch, heads)
         PASSES.check_formula(self, extent)
         return extent
+
+    @staticmethod
+    def _check_lengths(name: str, n: Any, m: Any, batch: Any, heads: Any) -> tuple[int, int, int, int]:
+        extent = (batch, heads, n, n if m is None else m)
+        if not all(hasattr(length, "__index__") and length >= 0 for length in extent):
+            raise ParameterError(
+                f"{name} of (B, H, n, m) = {extent}", "whole numbers of at least 0", f"{name}(4, 6) for n = 4 and m = 6"
+            )
+        return int(batch), int(heads), int(n), int(n if m is None else m)  # NumPy's integers would overflow
 
 
 def _truth_value_error(formula: str) -> FormulaError:

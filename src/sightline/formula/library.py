@@ -108,10 +108,12 @@ def padding(lengths: Any) -> Expression:
     ----------
     lengths : (B,) integers
         Number of real keys of each sequence; b counts all leading axes together, in C order. A list of one length
-        serves every sequence.
+        serves every sequence. A length above the number of keys hides none.
 
     Raises
     ------
+    ParameterError
+        A length in a list or a NumPy array is negative.
     ShapeError
         lengths does not have exactly one axis, or its entries are not integers. When attention is computed: the number
         of lengths is neither 1 nor B.
@@ -131,6 +133,8 @@ def padding(lengths: Any) -> Expression:
             "float": "cast the lengths to integers, as in padding([7, 20])",
         }.get(table.kind if table else "int", "padding([7, 20])")
         raise ShapeError(f"lengths {table or lengths}", "(B,) integers, one length per sequence", cure)
+    if isinstance(table.array, np.ndarray) and (table.array < 0).any():
+        raise ParameterError(f"padding({lengths!r})", "lengths of at least 0", "padding([7, 20])")
     return from_template(_padding_by, table)
 
 

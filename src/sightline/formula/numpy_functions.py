@@ -45,6 +45,10 @@ def translate_call(
         qualified = getattr(function, "_qualified_op_name", None) or str(getattr(function, "_schema", "")).split("(")[0]
         if "::" in qualified and qualified.split("::")[0] not in OPERATOR_NAMESPACES:
             raise _unsupported(f"the custom operator {qualified}")
+        if name == "__getitem__":
+            raise FormulaError(
+                f"a tensor indexed by {inputs[1]}", "tables indexed by formulas", "sightline.table(tensor)[i]"
+            )
         if name == "where" and isinstance(function, types.MethodDescriptorType):
             inputs = (inputs[1], inputs[0], *inputs[2:])  # tensor.where(condition, other)
     return _translate(name, inputs, dict(kwargs), library)

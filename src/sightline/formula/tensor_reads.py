@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import FormulaError
 from .expression import Expression, is_compiling
 from .tables import Table
 
+RANDOM_FUNCTIONS = {"bernoulli", "dropout", "multinomial", "normal", "rand", "randint", "randn", "random", "uniform"}
 IS_READING = ContextVar("IS_READING", default=False)  # True while a mask or score function is called
 
 
@@ -61,6 +63,13 @@ def torch_mode() -> Any:
                 if id(tensor) not in self.tables:
                     self.tables[id(tensor)] = Table(tensor)
                 return self.tables[id(tensor)][inputs[1]]
+            name = function.__name__.removesuffix("_").removesuffix("_like")
+            if name in RANDOM_FUNCTIONS:
+                raise FormulaError(
+                    f"torch.{function.__name__} in a mask or score function, which is called once for all pairs",
+                    "functions of the positions and the score",
+                    "draw the numbers before the call, in a tensor that the function indexes: noise[q_idx]",
+                )
             return function(*inputs, **(kwargs or {}))
 
     return TableReads

@@ -39,6 +39,8 @@ def read_mask(mask: Formula, lengths: tuple[int, int] | None = None) -> Expressi
         return None
     if is_causal_bias(mask):
         return causal_bias_formula(mask, lengths)
+    if mask is False:
+        raise MaskError("mask=False, which hides every pair", "a condition, True where a query attends", "mask=None")
     if is_array(mask):
         check_kind("mask", mask)
     if not isinstance(mask, Expression | bool) and hasattr(mask, "dtype") and tuple(getattr(mask, "shape", ())):
