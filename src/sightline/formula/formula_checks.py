@@ -65,7 +65,7 @@ def stay_inside_for_all_entries(
 
     The first formula is the mask. `indices` has those of each formula, as `find_index_ranges` returns them.
     """
-    allowed = [part for mask in formulas[:1] if mask is not None for part in conjuncts(mask) if not part.tables]
+    allowed = [] if formulas[0] is None else [part for part in conjuncts(formulas[0]) if not part.tables]
     for formula, own in zip(formulas, indices, strict=True):
         nodes = [] if formula is None else walk(formula)
         reads = [(cast(Lookup, nodes[position]), axis) for position, axis in own]

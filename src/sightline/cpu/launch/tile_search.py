@@ -50,7 +50,9 @@ class BoundSearch:
         self.num_extremes = sum(map(_count_blocks, (arguments.tables[k] for k in tables_with_extremes(formulas))))
         reads_tables = bool(formulas[0].tables) or any(node.tables for node in checked_nodes(formulas))
         self.runs_always = reads_tables or not arguments.has_tile_ranges
-        self.can_repeat = stay_inside_for_all_entries(arguments.problem_formulas, spec.clamped, problem.extent)
+        self.can_repeat = not any(spec.clamped) or stay_inside_for_all_entries(
+            arguments.problem_formulas, spec.clamped, problem.extent
+        )
         self.first_numbers = np.array(call_words((), arguments.numbers, ()), np.int64)
         fields = dict.fromkeys(SEARCH_FIELDS, 0) | {
             "B": problem.B,
