@@ -14,11 +14,15 @@ from sightline import causal, documents, i, j, padding, prefix, s, table, where,
 from sightline.arrays.operations import namespace
 from sightline.errors import MaskError
 from sightline.formula.evaluate_array import ARRAY_RULES
-from sightline.formula.expression import SYMBOLS, apply, walk
+from sightline.formula.expression import SYMBOLS, apply, table_lookup, walk
 from sightline.formula.interval_arithmetic import compute_intervals
 from sightline.formula.operators import OPERATORS
 from sightline.formula.table_bounds import TableBounds
 from sightline.formula.tile_ranges import find_tile_ranges, find_witness
+from sightline.problem.problem import make_problem
+from sightline.reference.accuracy import compute_baseline
+from sightline.reference.definition import compute_stages
+from sightline.testing import assert_within_budget
 from strategies import generators, masks, reals, wholes
 
 NAMESPACE = namespace(np.zeros(1))
@@ -277,3 +281,33 @@ def test_tile_ranges_of_a_million_positions_take_less_than_a_second(make):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 128 * LONG  # bytes; the dense mask would take 2⁴⁰
+
+
+# -- reads outside a table ---------------------------------------------------------------------------------------------
+
+ROW = table(np.arange(5.0))
+GUARDED = {  # masks, scores and conditions of `mass` in which no value that counts depends on a read beyond 4
+    "by and": {"mask": (ROW[j] > 0) & (j < 5)},
+    "by or, not and where": {"mask": ~((j >= 5) | where(j < 3, ROW[j] > 9, ROW[j - 2] < 0))},
+    "by a read": {"mask": table(np.arange(9) < 5)[j] & (ROW[j] > 0)},
+    "by a condition beside one of s": {"score": where((s > 0) & (j < 5), s + ROW[j], s)},
+    "inside a condition of s": {"score": where(s > 0, where(j < 5, s + ROW[j], s), s)},
+    "in mass": {"see": [sightline.mass((j < 5) & (ROW[j] > 0))]},
+    "in mass, by the mask": {"mask": j < 5, "see": [sightline.mass(ROW[j] > 2)]},
+    "in mass, by the score": {"score": where(j < 5, s, -np.inf), "see": [sightline.mass(ROW[j] > 2)]},
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_reads_that_are_guarded_raise_no_error(rng, name):
+    """The expected results read a longer table. The second call uses what the first one prepared."""
+    x = rng.normal(size=(1, 2, 9, 4))
+    longer = table_lookup(lambda old: old.with_array(np.resize(old.array, 9)))
+    problem = make_problem(x, x, x, **GUARDED[name]).map_formulas(lambda formula: formula.rewrite(lookup=longer))
+    exact, rough = compute_stages(problem), compute_baseline(problem)
+    counted = [statistic.mask.array(9) for statistic in problem.see]
+    for _ in range(2):
+        output, seen = sightline.attention(x, x, x, **({"see": ()} | GUARDED[name]))
+        assert_within_budget(output, exact.output, rough.output)
+        for mass, where_true in zip(seen, counted, strict=True):
+            assert_within_budget(mass, *((each * where_true).sum(-1) for each in (exact.weights, rough.weights)))

@@ -42,15 +42,14 @@ from sightline.errors import (
     TableError,
 )
 from sightline.formula.derivative import derivative
-from sightline.formula.expression import table_lookup
 from sightline.problem.problem import make_problem
-from sightline.reference.accuracy import compute_baseline, compute_stages
+from sightline.reference.accuracy import compute_baseline
 from sightline.testing import assert_within_budget
 
 X = np.ones((1, 2, 4, 3), np.float32)
 T = torch.ones(1, 2, 4, 3)
 META = T.to("meta")
-FEW, ROW = table(np.ones(2)), table(np.arange(5.0))
+FEW = table(np.ones(2))
 
 
 def make(query=X, key=X, value=X, **options):
@@ -415,33 +414,6 @@ def test_shapes_of_results(given, rng):
     assert output.shape == expected
     assert normaliser.shape == expected[:-1]
     assert matrix.shape == (*expected[:-1], k.shape[-2])
-
-
-GUARDED = {  # masks, scores and conditions of `mass` in which no value that counts depends on a read beyond 4
-    "by and": {"mask": (ROW[j] > 0) & (j < 5)},
-    "by or, not and where": {"mask": ~((j >= 5) | where(j < 3, ROW[j] > 9, ROW[j - 2] < 0))},
-    "by a read": {"mask": table(np.arange(9) < 5)[j] & (ROW[j] > 0)},
-    "by a condition beside one of s": {"score": where((s > 0) & (j < 5), s + ROW[j], s)},
-    "inside a condition of s": {"score": where(s > 0, where(j < 5, s + ROW[j], s), s)},
-    "in mass": {"see": [sightline.mass((j < 5) & (ROW[j] > 0))]},
-    "in mass, by the mask": {"mask": j < 5, "see": [sightline.mass(ROW[j] > 2)]},
-    "in mass, by the score": {"score": where(j < 5, s, -np.inf), "see": [sightline.mass(ROW[j] > 2)]},
-}
-
-
-@pytest.mark.parametrize("name", GUARDED)
-def test_reads_that_are_guarded_raise_no_error(rng, name):
-    """The expected results read a longer table. The second call uses what the first one prepared."""
-    x = rng.normal(size=(1, 2, 9, 4))
-    longer = table_lookup(lambda old: old.with_array(np.resize(old.array, 9)))
-    problem = make_problem(x, x, x, **GUARDED[name]).map_formulas(lambda formula: formula.rewrite(lookup=longer))
-    exact, rough = compute_stages(problem), compute_baseline(problem)
-    counted = [statistic.mask.array(9) for statistic in problem.see]
-    for _ in range(2):
-        output, seen = sightline.attention(x, x, x, **({"see": ()} | GUARDED[name]))
-        assert_within_budget(output, exact.output, rough.output)
-        for mass, where_true in zip(seen, counted, strict=True):
-            assert_within_budget(mass, *((each * where_true).sum(-1) for each in (exact.weights, rough.weights)))
 
 
 def test_batches_are_counted_over_all_leading_axes(rng):

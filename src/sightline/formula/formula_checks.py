@@ -29,14 +29,14 @@ _RANGES = TensorCache(4096)
 MAX_ASSUMED_INTEGER = MAX_EXACT_INTEGER // 2
 
 
-def check_formula(formula: Expression, extent: Extent, allowed: Expression | None = None) -> None:
+def check_formula(formula: Expression | None, extent: Extent, allowed: Expression | None = None) -> None:
     """Raise an error if a formula fails a check of this module.
 
     TableError: the value of the formula depends on a read outside a table, at a pair at which the mask `allowed` is
     true. FormulaError: a whole number may reach 2⁵³, above which float64 is not exact. ShapeError: an axis of a table
     does not have the length of the symbol that it stands for.
     """
-    if 0 in extent:
+    if formula is None or 0 in extent:
         return
     check_spans(formula, extent)
     bounds = compute_intervals(formula, make_box(extent))

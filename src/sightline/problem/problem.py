@@ -334,10 +334,8 @@ def _normalize(mask: Expression | None, score: Expression | None, extent: Extent
 
     The result is None if there is no mask and the score hides no pair.
     """
-    if mask is not None:
-        check_formula(mask, extent)
-    if score is not None:
-        check_formula(score, extent, mask)
+    check_formula(mask, extent)
+    check_formula(score, extent, mask)
     hidden = None if score is None else hidden_condition(score, extent)
     return mask if hidden is None else _conjoin(mask, ~hidden)
 
