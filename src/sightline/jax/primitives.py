@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -43,13 +43,13 @@ def _define(name: str) -> Primitive:
     primitive.multiple_results = True
 
     def compute(*arrays: Any, **options: Any) -> Any:
-        checks = ("nan", jax.config.jax_debug_nans, jnp.isnan), ("inf", jax.config.jax_debug_infs, jnp.isinf)
+        checks = ("nan", jax.config.jax_debug_nans, np.isnan), ("inf", jax.config.jax_debug_infs, np.isinf)
         # under these three options, `jit` would call this function without end
         with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
             results = _compile(primitive.bind, tuple(sorted(options.items())))(*arrays)
         finite = results[:1] if primitive is attention_p else results  # a statistic may be −∞, as lse without keys
         for kind, is_forbidden, find in checks:
-            if is_forbidden and any(find(result).any() for result in finite):
+            if is_forbidden and any(find(np.asarray(result)).any() for result in finite):
                 raise FloatingPointError(f"invalid value ({kind}) encountered in {name}")
         return results
 
@@ -162,7 +162,7 @@ def _call_by_position(call: XlaCall, *arrays: Any) -> list[Any]:
 
 
 def _swap_if(condition: bool, array: Any) -> Any:
-    return jnp.swapaxes(array, -3, -2) if condition else array
+    return jax.numpy.swapaxes(array, -3, -2) if condition else array
 
 
 def _forward_operands(num_inputs: int) -> Places:
