@@ -89,7 +89,8 @@ def test_lse_and_the_largest_scores(dtype):
     allowed = at_all_pairs(mask, (B, H, 40, 40))
     scores = (query.to(lse.dtype) @ key.to(lse.dtype).mT / D**0.5).masked_fill(~allowed, -torch.inf)
     torch.testing.assert_close(aux.max_scores, scores.amax(-1))
-    assert by_flex(query, key, value, mask, return_aux=Request(max_scores=True))[1].lse is None
+    aux = by_flex(query.requires_grad_(), key, value, mask, return_aux=Request(max_scores=True))[1]
+    assert (aux.lse, aux.max_scores.requires_grad) == (None, False)
 
 
 def test_lse_has_its_gradient():
@@ -209,9 +210,10 @@ def test_decoding_with_slices_of_a_mask():
 
 def test_what_programs_read_of_a_mask():
     mask = create_block_mask(causal, 3, 4, 1000, 1000)
-    assert mask.shape == (3, 4, 1000, 1000)
+    assert (mask.shape, mask.numel()) == ((3, 4, 1000, 1000), 12_000_000)
     assert mask[1].shape == mask[-1].shape == (1, 4, 1000, 1000)
     assert mask[0:2, torch.tensor([0, 2, 3])].shape == (2, 3, 1000, 1000)
+    assert mask[:, torch.tensor([1])].shape == (3, 1, 1000, 1000)
     assert mask.to("cpu") is mask
     assert mask._adjust(10, 20).shape == (3, 4, 10, 20)
     assert mask._adjust(10, 20).formula is mask.formula is copy.copy(mask).formula
@@ -319,17 +321,17 @@ def test_programs_that_compile_the_functions():
     compile_whole = functools.partial(torch.compile, backend="eager", fullgraph=True)
     query.requires_grad_()
     expected = model(query, document)
-    create = torch.compile(create_block_mask, backend="eager", dynamic=True)
     for found in (
-        model(query, document, create, compile_whole(flex_attention)),
+        model(query, document, compile_whole(create_block_mask, dynamic=True), compile_whole(flex_attention)),
         model(query, document, attend=compile_whole(functools.partial(flex_attention, enable_gqa=True))),
     ):
         assert all(map(torch.equal, found, expected))
-    mask = create_block_mask(causal, None, None, N, N)
-    inside = torch.compile(
-        lambda x: flex_attention(x, x, x, None, create_block_mask(causal, None, None, N, N)), backend="eager"
-    )
-    assert torch.equal(inside(query), flex_attention(query, query, query, block_mask=mask))
+    inside = compile_whole(lambda x, n: flex_attention(x, x, x, None, create_block_mask(causal, None, None, n, n)))
+    for n in (N, N - 3, N - 5):
+        x = query.detach()[:, :, :n]
+        with torch.compiler.set_stance("fail_on_recompile" if n == N - 5 else "default"):
+            found = inside(x, n)
+        assert torch.equal(found, flex_attention(x, x, x, block_mask=create_block_mask(causal, None, None, n, n)))
 
 
 def test_masks_of_one_form_share_a_compiled_graph():

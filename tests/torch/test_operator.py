@@ -248,11 +248,6 @@ def test_tables_of_unsigned_integers(dtype):
         assert torch.equal(one, other)
 
 
-def test_sparse_tables_are_refused():
-    with pytest.raises(DtypeError, match="sparse"):
-        sightline.table(torch.eye(4).to_sparse())
-
-
 def test_a_call_without_dropout_does_not_use_torchs_generator():
     state = torch.get_rng_state()
     sightline.attention(*arrays(torch.float32), mask=i >= j)

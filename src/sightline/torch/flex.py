@@ -8,7 +8,7 @@ here, such as `create_mask` or `AuxRequest`, is torch's own.
 from __future__ import annotations
 
 import json
-import sys
+import math
 from collections.abc import Callable
 from copy import copy
 from typing import Any, cast
@@ -84,7 +84,7 @@ def flex_attention(
     lse : (B, H, L) float32, or float64 for float64
         The natural logarithm of Σⱼ exp(scoreᵢⱼ); −∞ for a query without visible keys.
     max_scores : the shape and dtype of lse
-        The largest score of each query.
+        The largest score of each query. As in torch, it has no gradient.
 
     Raises
     ------
@@ -115,7 +115,7 @@ def flex_attention(
     _check_shapes(query, key, value, block_mask, enable_gqa)
     mask = block_mask
     if type(block_mask) is BlockMask:
-        mask = block_mask.traced_formula() if torch.compiler.is_compiling() else block_mask.formula
+        mask = block_mask.traced_mask() if torch.compiler.is_compiling() else block_mask.formula
     if return_aux is None:
         if not return_lse:
             return attention(query, key, value, mask=mask, score=score_mod, scale=scale)
@@ -127,7 +127,7 @@ def flex_attention(
     see |= {"max_scores": MAX_SCORE} if return_aux.max_scores else {}
     output, seen = attention(query, key, value, mask=mask, score=score_mod, scale=scale, see=see)
     if "max_scores" in seen:
-        seen["max_scores"] = seen["max_scores"].score
+        seen["max_scores"] = seen["max_scores"].score.detach()
     return output, torch_flex.AuxOutput(**seen)
 
 
@@ -197,7 +197,7 @@ class BlockMask:
         self._leading: tuple[int, ...] = batch, heads
         self._formula: Expression | None
         self._mask_mod: Mod | None
-        self._parts: tuple[Any, Any] | None  # what `traced_formula` is built from
+        self._parts: tuple[Any, Any] | None  # what `traced_mask` is built from
         self.mask_mod = mask_mod
 
     @property
@@ -209,26 +209,32 @@ class BlockMask:
         if not callable(mask_mod) and not isinstance(mask_mod, Expression):
             allowed = "a function (b, h, q_idx, kv_idx) or a formula"
             raise MaskError(f"mask_mod is a {type(mask_mod).__name__}", allowed, "lambda b, h, i, j: mask[i, j]")
+        self._mask_mod, self._formula, self._parts = mask_mod, None, None
+        if not torch.compiler.is_compiling():  # which cannot trace the conversion
+            self._convert()
+
+    def _convert(self) -> None:
         with live_numbers():
-            formula = cast(Expression, read_mask(mask_mod))
-        self._mask_mod, self._formula = mask_mod, formula
+            formula = self._formula = cast(Expression, read_mask(self._mask_mod))
         tables = [(table.array, table.axes, table.batch_axes) for table in formula.tables]
         self._parts = json.loads(formula.text), tables
 
     @property
     def formula(self) -> Expression:
-        if self._formula is None:
+        if self._mask_mod is None:
             raise MaskError(
                 "a slice of a BlockMask without a mask_mod",
                 "a mask_mod that is set after slicing, since its q_idx starts at 0",
                 "block_mask.mask_mod = lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx + offset, kv_idx)",
             )
-        return self._formula
+        if self._formula is None:  # a compiled function made the mask
+            self._convert()
+        return cast(Expression, self._formula)
 
-    def traced_formula(self) -> Expression:
+    def traced_mask(self) -> Mod:
         """Return `formula`, built anew while torch.compile traces. Masks of one form then share one compiled graph."""
-        if self._parts is None:
-            return self.formula
+        if self._parts is None:  # a mask that this trace has made, or a slice
+            return self._mask_mod or self.formula
         records, tables = self._parts
         return from_records(records, [Table(torch.as_tensor(array), *axes) for array, *axes in tables])
 
@@ -239,6 +245,9 @@ class BlockMask:
     @property
     def shape(self) -> tuple[int, ...]:
         return *self._leading, *self.seq_lengths
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     def to(self, device: Any) -> BlockMask:
         """Return the mask itself, which has no tensors of its own."""
@@ -257,7 +266,8 @@ class BlockMask:
         """Return a mask of some batch entries and heads, for the same lengths. As in torch, set its `mask_mod` next."""
         taken = index[:2] if isinstance(index, tuple) else (index,)
         taken = tuple(slice(at, at + 1 or None) if isinstance(at, int) else at for at in taken)
-        part = self._copy(np.empty(self._leading)[taken].shape, self.seq_lengths)
+        leading = tuple(torch.zeros((), device="cpu").expand(self._leading)[taken].shape)
+        part = self._copy(leading, self.seq_lengths)
         part._mask_mod = part._formula = part._parts = None
         return part
 
@@ -271,11 +281,11 @@ class BlockMask:
         return other
 
     def __repr__(self) -> str:
-        formula = "without mask_mod" if self._formula is None else self._formula
+        formula = "without mask_mod" if self._mask_mod is None else self.formula
         return f"BlockMask({formula}, shape={self.shape})"
 
     def __str__(self) -> str:
-        if self._formula is None:
+        if self._mask_mod is None:
             return repr(self)
         picture = self.formula.show(*self.seq_lengths)
         return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%,\n{picture}\n)"
@@ -347,20 +357,10 @@ def create_block_mask(
     block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     lengths = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     for name, length, least in [(*item, 0) for item in lengths.items()] + [("BLOCK_SIZE", size, 1) for size in block]:
-        if not hasattr(length, "__index__") or length < least:
+        if not (isinstance(length, int) or hasattr(length, "__index__")) or length < least:
             raise ParameterError(f"{name}={length!r}", f"a whole number of at least {least}", f"{name}=128")
     batch, heads, queries, keys = map(int, lengths.values())
-    make = _make_block_mask
-    if "torch._dynamo" in sys.modules:  # torch.compile is loaded, which cannot trace the conversion
-        make = torch.compiler.disable(make)  # type: ignore[no-untyped-call]
-    return make(mask_mod, batch, heads, (queries, keys), block)
-
-
-def _make_block_mask(
-    mask_mod: Mod, batch: int, heads: int, lengths: tuple[int, int], block: tuple[int, int]
-) -> BlockMask:
-    """Return the mask, after a check that it reads no tensor out of bounds."""
-    block_mask = BlockMask(mask_mod, batch, heads, lengths, block)
-    if not is_transformed():  # the entries of a tensor that vmap maps cannot be read
-        check_formula(block_mask.formula, (batch, heads, *lengths))
+    block_mask = BlockMask(mask_mod, batch, heads, (queries, keys), block)
+    if not torch.compiler.is_compiling() and not is_transformed():  # vmap and torch.compile hide entries of tensors
+        check_formula(block_mask.formula, (batch, heads, queries, keys))
     return block_mask
