@@ -310,15 +310,6 @@ def test_drafts_wait_for_accept(rng):
     assert np.array_equal(cache.lengths, before)
 
 
-def test_a_table_is_read_at_the_positions_of_drafts(rng):
-    cache, new = KVCache(), drawn(rng, "numpy", 1, G, 4)
-    cache.append(new, new)
-    cache.append(new[:, :, :3], new[:, :, :3], parents=[-1, 0, -1])
-    score = s + sightline.table(np.array([0.0, 1, 2, 3, 40, 50]))[j] + 0 * i
-    _output, (keys,) = sightline.attention(drawn(rng, "numpy", 1, H, 3), cache, score=score, see=[sightline.top_k(1)])
-    assert keys.where[0, 0, :, 0].tolist() == [4, 5, 6]  # the row of each draft, at the positions 4, 5 and 4
-
-
 FAULTS = {
     "a branch missed": (prefix_module, "order = np.argsort(self.owners", "order = 0 * np.argsort(self.owners"),
     "the limit of a prefix ignored": (query_positions, "(limits < prefix.cache.lengths[:, None]).any()", "False"),

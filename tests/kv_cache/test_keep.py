@@ -13,6 +13,7 @@ import sightline
 from fault_planting import broken
 from sightline import KVCache, i, j, s
 from sightline.errors import ParameterError, ShapeError
+from sightline.formula.expression import as_expression
 from sightline.kv_cache import cache as cache_module
 from sightline.kv_cache import kept_rows
 from sightline.problem.problem import make_problem
@@ -22,24 +23,46 @@ from sightline.testing import assert_within_budget
 
 H, G, D = 4, 2, 8
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625])
-CALLS = {
-    "none": {},
-    "causal": {"mask": sightline.causal()},
-    "window": {"mask": sightline.window(4)},
-    "ALiBi": {"mask": sightline.causal(), "score": sightline.alibi(SLOPES)},
-    "length": {"mask": (i >= j) & (2 * j >= sightline.n - 9)},
-    "table": {"mask": i >= j, "score": s + sightline.table(np.linspace(-2, 2, 200))[i - j + 99]},
-}
+CALLS = [
+    {},
+    {"mask": sightline.causal()},
+    {"mask": sightline.window(4)},
+    {"mask": sightline.causal(), "score": sightline.alibi(SLOPES)},
+    {"mask": (i >= j) & (2 * j >= sightline.n - 9)},
+    {"mask": i >= j, "score": s + sightline.table(np.linspace(-2, 2, 200))[i - j + 99]},
+]
+
+
+def draw_calls(rng):
+    """Return calls in which each of three drawn conditions is a mask, a part of a score, and that of a mass."""
+    shown, words, reach = rng.random(99) < 0.6, rng.integers(0, 3, 99), rng.integers(1, 9, 99)
+    shown, words, reach = map(sightline.table, (shown, words, reach))
+    conditions = [call["mask"] for call in CALLS[1:5]]
+    conditions += [j < 5, i - j < 4, shown[j], shown[i] | (i == j), words[i] == words[j], i - j < reach[sightline.b]]
+    chosen = [conditions[k] for k in rng.choice(len(conditions), 3)]
+    scores = [None, CALLS[3]["score"], CALLS[5]["score"], *[sightline.where(one, s, s - 1) for one in chosen]]
+    masks = [None, *chosen, chosen[0] & chosen[1]]
+    return [
+        {"mask": mask, "score": score, "see": [sightline.entropy(), sightline.mass(condition)]}
+        for mask in masks
+        for score in scores
+        for condition in chosen
+    ]
 
 
 class Oracle:
     """Lists of the keys and values of each sequence, and which positions each key head still has."""
 
-    def __init__(self, batch):
+    def __init__(self, batch, dtype=None):
+        self.dtype = dtype  # of a quantised cache
         self.rows = [np.zeros((2, G, 0, D), np.float32) for _ in range(batch)]  # keys and values
         self.held = [np.ones((G, 0), bool) for _ in range(batch)]
 
     def append(self, key, value, counts):
+        if self.dtype is not None and key.size:
+            stored = KVCache(dtype=self.dtype)
+            stored.append(key, value)
+            key, value = stored.dequantized()
         for b, count in enumerate(counts):
             new = np.stack([key[b, :, :count], value[b, :, :count]])
             self.rows[b] = np.concatenate([self.rows[b], new], 2)
@@ -48,57 +71,61 @@ class Oracle:
     def fork(self, owners):
         self.rows, self.held = [self.rows[b] for b in owners], [self.held[b] for b in owners]
 
-    def check(self, cache, rng, name, count, kind="numpy"):
+    def check(self, cache, rng, call, count, kind="numpy"):
         """Compare attention of `count` queries at the last positions with attention that hides evicted keys."""
         query = rng.normal(size=(len(self.rows), H, count, D)).astype(np.float32)
         given = torch.from_numpy(query) if kind == "torch" else query
-        output, (entropy,) = sightline.attention(given, cache, **CALLS[name], see=[sightline.entropy()])
-        received = sightline.attention(given, cache, **CALLS[name], see=[sightline.received()])[1][0]
-        again = sightline.attention(given, cache, **CALLS[name], threads=2, see=[sightline.entropy()])
-        assert np.array_equal(again[0], output)
-        assert np.array_equal(again[1][0], entropy)
+        call = {"see": [sightline.entropy()], **call}
+        output, seen = sightline.attention(given, cache, **call)
+        received = sightline.attention(given, cache, **{**call, "see": [sightline.received()]})[1][0]
+        again = sightline.attention(given, cache, **call, threads=2)
+        assert all(np.array_equal(*pair) for pair in zip((again[0], *again[1]), (output, *seen), strict=True))
         for b in range(len(self.rows)):
-            self.check_sequence(b, query[b], output[b], entropy[b], received[b], cache.key_positions[b], name)
+            of_one = query[b], output[b], [one[b] for one in seen]
+            self.check_sequence(b, *of_one, call, received[b], cache.key_positions[b])
 
-    def check_sequence(self, b, query, output, entropy, received, positions, name, rows=None, held=None):
+    def check_sequence(self, b, query, output, seen, call, received=None, positions=None, rows=None, held=None):
         rows, held = self.rows[b] if rows is None else rows, self.held[b] if held is None else held
         count, length = query.shape[1], held.shape[1]
         first = max(count - length, 0)  # queries before the first position of a short sequence
         whole = np.zeros((1, H, length, D), np.float32)
         whole[:, :, length - count + first :] = query[None, :, first:]
+        of_sequence = {"b": as_expression(b)}
+        given = call.get("mask"), call.get("score")
+        mask, score = (None if one is None else one.rewrite(of_sequence) for one in given)
+        see = [one.map_formulas(lambda formula: formula.rewrite(of_sequence)) for one in call["see"]]
         hidden = sightline.table(held.repeat(H // G, 0))[sightline.h, j]
-        mask = CALLS[name].get("mask")
-        options = {**CALLS[name], "mask": hidden if mask is None else mask & hidden}
-        problem = make_problem(whole, rows[:1], rows[1:], **options)
+        problem = make_problem(whole, rows[:1], rows[1:], mask=hidden if mask is None else mask & hidden, score=score)
         truth, rough = compute_stages(problem), compute_baseline(problem)
         part = slice(length - count + first, length)
         asked = np.asarray(output)[None, :, first:]
         terms = term_sizes(problem, truth.weights)[..., part, :]
         assert_within_budget(asked, truth.output[..., part, :], rough.output[..., part, :], terms=terms)
-        weights = truth.weights[0, :, part]
-        logs = np.log(weights, where=weights > 0, out=np.zeros_like(weights))
-        assert np.abs(np.asarray(entropy)[:, first:] + (weights * logs).sum(-1)).max(initial=0) <= 2e-5
+        exact = [x.astype(np.float64) for x in (whole, rows[:1], rows[1:])]
+        _, expected = sightline.attention(*exact, mask=problem.mask, score=score, see=see, kernel="reference")
+        for found, one in zip(seen, expected, strict=True):
+            assert np.abs(np.asarray(found)[:, first:] - one[0, :, part]).max(initial=0) <= 2e-5
         if first == 0 and received is not None:
-            seen = np.zeros((H, length))
+            expected = np.zeros((H, length))
             for h in range(H):
                 real = positions[h // (H // G)] >= 0
-                seen[h, positions[h // (H // G)][real]] = np.asarray(received)[h][real]
-            assert np.abs(seen - weights.sum(1)).max() <= 1e-6 * count
+                expected[h, positions[h // (H // G)][real]] = np.asarray(received)[h][real]
+            assert np.abs(expected - truth.weights[0, :, part].sum(1)).max() <= 1e-6 * count
 
-    def check_drafts(self, cache, key, value, parents, rng, name, kind="numpy"):
+    def check_drafts(self, cache, key, value, parents, rng, call, kind="numpy"):
         """Compare attention of the drafts with attention of each at the end of its own path."""
         query = rng.normal(size=(len(self.rows), H, len(parents), D)).astype(np.float32)
         given = torch.from_numpy(query) if kind == "torch" else query
-        output, (entropy,) = sightline.attention(given, cache, **CALLS[name], see=[sightline.entropy()])
+        output, seen = sightline.attention(given, cache, **call)
         for b in range(len(self.rows)):
             for draft in range(len(parents)):
                 path = path_to(draft, parents)
-                new = np.stack([key[b][:, path], value[b][:, path]])
-                rows = np.concatenate([self.rows[b], new], 2)
-                held = np.concatenate([self.held[b], np.ones((G, len(path)), bool)], 1)
+                branch = Oracle(1, self.dtype)
+                branch.rows, branch.held = [self.rows[b]], [self.held[b]]
+                branch.append(key[b : b + 1][:, :, path], value[b : b + 1][:, :, path], [len(path)])
                 one = slice(draft, draft + 1)
-                of_draft = query[b][:, one], output[b][:, one], entropy[b][:, one]
-                self.check_sequence(b, *of_draft, None, None, name, rows, held)
+                of_draft = query[b][:, one], output[b][:, one], [x[b][:, one] for x in seen]
+                self.check_sequence(b, *of_draft, call, rows=branch.rows[0], held=branch.held[0])
 
 
 def path_to(draft, parents):
@@ -111,7 +138,7 @@ def path_to(draft, parents):
 
 def filled(kind, lengths, rng, dtype=None):
     """Return a cache of ragged sequences, and the oracle."""
-    cache, oracle = KVCache(dtype=dtype), Oracle(len(lengths))
+    cache, oracle = KVCache(dtype=dtype), Oracle(len(lengths), dtype)
     key, value = (rng.normal(size=(len(lengths), G, max(lengths), D)).astype(np.float32) for _ in range(2))
     give = torch.from_numpy if kind == "torch" else np.asarray
     cache.append(give(key), give(value), lengths=lengths)
@@ -146,11 +173,17 @@ def draw_kept(rng, held, uniform):
 class AgainstLists(RuleBasedStateMachine):
     """Drawn changes of a cache, and the same changes of lists."""
 
-    @initialize(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(["numpy", "torch"]), batch=st.integers(1, 3))
-    def start(self, seed, kind, batch):
+    @initialize(
+        seed=st.integers(0, 2**32 - 1),
+        kind=st.sampled_from(["numpy", "torch"]),
+        batch=st.integers(1, 3),
+        dtype=st.sampled_from([None, None, "int8"]),
+    )
+    def start(self, seed, kind, batch, dtype):
         self.rng, self.kind = np.random.default_rng(seed), kind
         lengths = [int(one) for one in self.rng.integers(1, 9, batch)]
-        self.cache, self.oracle = filled(kind, lengths, self.rng)
+        self.calls = draw_calls(self.rng)
+        self.cache, self.oracle = filled(kind, lengths, self.rng, dtype)
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(cache_module, "MIN_SHARED_ROWS", 1)
 
@@ -165,8 +198,8 @@ class AgainstLists(RuleBasedStateMachine):
             self.cache.fork(counts)
             self.oracle.fork(np.repeat(np.arange(batch), counts))
 
-    @rule(count=st.integers(1, 5), name=st.sampled_from([*CALLS]), data=st.data())
-    def drafts(self, count, name, data):
+    @rule(count=st.integers(1, 5), data=st.data())
+    def drafts(self, count, data):
         batch = len(self.oracle.rows)
         parents = [data.draw(st.integers(-1, draft - 1)) for draft in range(count)]
         key, value = (self.rng.normal(size=(batch, G, count, D)).astype(np.float32) for _ in range(2))
@@ -177,7 +210,8 @@ class AgainstLists(RuleBasedStateMachine):
             self.cache.reorder(order)
             self.oracle.fork(order)
             key, value = key[order], value[order]
-        self.oracle.check_drafts(self.cache, key, value, parents, self.rng, name, self.kind)
+        for call in self.rng.choice(self.calls, 3):
+            self.oracle.check_drafts(self.cache, key, value, parents, self.rng, call, self.kind)
         paths = [path_to(self.rng.integers(count), parents)[: self.rng.integers(0, 4)] for _ in range(batch)]
         padded = np.full((batch, 5), -1)
         for b, path in enumerate(paths):
@@ -216,7 +250,7 @@ class AgainstLists(RuleBasedStateMachine):
 
     @rule()
     def branch(self):
-        other = copy.deepcopy(self.cache)
+        other, self.cache = self.cache, copy.deepcopy(self.cache)
         other.keep(np.full((1, 1, 0), -1))
         assert other.row_counts.max() == 0
 
@@ -227,10 +261,11 @@ class AgainstLists(RuleBasedStateMachine):
             for one, head in zip(found, held, strict=True):
                 assert one[one >= 0].tolist() == np.flatnonzero(head).tolist()
 
-    @rule(name=st.sampled_from([*CALLS]), count=st.integers(1, 2))
-    def attend(self, name, count):
+    @rule(count=st.integers(1, 2))
+    def attend(self, count):
         if min(one.shape[1] for one in self.oracle.held) >= count and not self.cache.are_newest(count):
-            self.oracle.check(self.cache, self.rng, name, count, self.kind)
+            for call in self.rng.choice(self.calls, 3):
+                self.oracle.check(self.cache, self.rng, call, count, self.kind)
 
 
 TestAgainstLists = AgainstLists.TestCase
@@ -252,8 +287,8 @@ def check_steps(kind="numpy", rng=None):
         give = torch.from_numpy if kind == "torch" else np.asarray
         cache.append(give(key), give(value))
         oracle.append(key, value, [1, 1])
-        for name in CALLS:
-            oracle.check(cache, rng, name, 1, kind)
+        for call in CALLS:
+            oracle.check(cache, rng, call, 1, kind)
     return cache
 
 

@@ -152,18 +152,6 @@ def test_prompts_of_different_lengths_then_one_token_each(rng, padding, kind):
     assert cache.lengths.tolist() == (LENGTHS + steps).tolist()
 
 
-def test_an_ended_sequence_takes_no_tokens(rng):
-    query, key, value = arrays(rng)
-    cache = KVCache()
-    for t in range(6):
-        going = np.array([1, t < 4, 1])
-        cache.append(key[:, :, t : t + 1], value[:, :, t : t + 1], lengths=going)
-        output = sightline.attention(query[:, :, t : t + 1], cache, mask=sightline.causal())
-        assert bool(output[1].any()) == (t < 4)
-    assert cache.lengths.tolist() == [6, 4, 6]
-    assert_attends(output[[0, 2]], query[[0, 2]], key[[0, 2]], value[[0, 2]], mask=i >= j, rows=slice(5, 6))
-
-
 def test_the_last_token_of_each_prompt(rng):
     """Queries that are not as many as the rows of the newest append are at the last positions."""
     whole, (_, key, value) = ragged(rng, "right")

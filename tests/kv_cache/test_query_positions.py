@@ -1,6 +1,6 @@
 """On a cache, a formula means for each sequence what it means for the whole sequence without a cache."""
 
-import copy
+import weakref
 
 import numpy as np
 import pytest
@@ -120,6 +120,11 @@ def test_padding_sees_no_key_under_a_formula_of_i(rng):
     output = sightline.attention(query, cache, mask=sightline.window(2, 2))
     assert not output[1, :, :2].any()
     assert output[1, :, 2:].all()
+    for counts in ([2, 0], [0, 0]):  # sequences that have ended, some or all
+        cache.append(query_of(rng, 2), query_of(rng, 2), lengths=counts)
+        output = sightline.attention(query_of(rng, 2), cache, mask=sightline.causal())
+        assert [bool(one.any()) for one in output] == [count > 0 for count in counts]
+        assert sightline.attention(query_of(rng, 2), cache).all()  # no formula reads i
 
 
 def test_a_formula_of_keys_alone_serves_queries_of_another_sequence(rng):
@@ -190,16 +195,18 @@ def test_explain_shows_the_formula_of_rows(rng):
     assert "i + m − n ≥ j" in str(explanation)
 
 
-def test_one_formula_serves_all_caches_and_copies(rng):
-    mask = sightline.causal() & sightline.window(3)
-    first = cache_of(rng, 5, 1)
-    query = query_of(rng, 1)
-    before = sightline.attention(query, first, mask=mask)
-    copied = copy.deepcopy(first)
-    first.append(query, query)
-    np.testing.assert_array_equal(sightline.attention(query, copied, mask=mask), before)
-    expected = sightline.attention(query, first.key[:, :, 4:], first.value[:, :, 4:])
-    np.testing.assert_allclose(sightline.attention(query, first, mask=mask), expected, atol=1e-13)
+@pytest.mark.parametrize("steps", [[5, 1], [[5, 3], 1]], ids=str)
+@pytest.mark.parametrize("part", ["mask", "score", "see"])
+def test_a_cache_keeps_no_table_of_an_earlier_call(rng, steps, part):
+    cache, watched = cache_of(rng, *steps), []
+    for step in range(4):
+        array = rng.normal(size=(B, 2 * LONGEST))
+        watched.append(weakref.ref(array))
+        read = table(array)[b, (j if step == 3 else i - j) + LONGEST]  # the last formula does not read i
+        parts = {"mask": read > 0, "score": s + read, "see": [sightline.mass(read > 0)]}
+        sightline.attention(query_of(rng, 1), cache, **{part: parts[part]})
+    del array, read, parts
+    assert not [one for one in watched if one() is not None]
 
 
 def test_a_query_of_padding_beyond_the_longest_sequence_reads_no_table_outside():

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from ..caching import cached_property
 from ..errors import FormulaError
@@ -61,6 +62,15 @@ class Expression(ExpressionMethods):
         A key is (number of arguments of `structure_of`, position of this formula among them).
         """
         return {}
+
+    @cached_property
+    def rewritten(self) -> WeakKeyDictionary[Any, dict[bool, Expression | None]]:
+        """What this formula became on caches of keys and values, by the `kv_cache.query_positions.Rewriting`."""
+        return WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a pickle or copy. `rewritten` cannot be pickled, and is computed again."""
+        return {name: value for name, value in vars(self).items() if name != "rewritten"}
 
     @cached_property
     def has_parameters(self) -> bool:

@@ -65,8 +65,9 @@ class KVCache(StoredRows):
     Positions of a sequence count from 0 in the order of the appends, without padding. In the formulas of a call, `i` is
     the position of the query, `j` that of the key, and `n` and `m` are the sequence's length: a formula means what it
     means for the whole sequence. The queries of a call are the positions of the newest append, if it has as many, and
-    otherwise the last positions of every sequence. If a formula reads `i`, a query that is padding sees no key. An
-    array as mask or score has one row for each query. Positions beyond a sequence's end are hidden in every call.
+    otherwise the last positions of every sequence. If a formula reads `i`, a query that is padding sees no key, and its
+    output is 0, also if all queries are padding. An array as mask or score has one row for each query. Positions beyond
+    a sequence's end are hidden in every call.
 
     torch.compile breaks its graph at a cache, and traces anew for every length until it reaches its recompile limit.
     Put `torch.compiler.disable` on the function that appends and attends.
@@ -305,7 +306,7 @@ class KVCache(StoredRows):
         newest[:] = np.arange(start, start + t) if self._kept is None else self._lengths[:, None] + np.arange(t)
         self._lengths, self._newest_positions = self._lengths + t, newest
         self._rewritings = {}
-        self._num_rows, self._newest_are_last, self._newest_have_positions = start + t, True, B * t > 0
+        self._num_rows, self._newest_are_last = start + t, True
 
     def _append_drafts(self, storage: Storage, key: Any, value: Any, drafts: DraftTree) -> None:
         storage.reserve(int(drafts.rows.max(initial=-1)) + 1, self._num_rows)
@@ -368,10 +369,13 @@ class KVCache(StoredRows):
                 "cache.truncate(cache.lengths - rejected)",
             )
         new_lengths = np.minimum(self._lengths, new_lengths)
-        newest = self._newest_positions
+        before = self._newest_positions
+        newest = np.where(before < new_lengths[:, None], before, -1)
+        if (before >= 0).any() and not (newest >= 0).any():
+            newest = newest[:, :0]  # no query of the newest append is left
         self.prefix = self.prefix and self.prefix.truncated(new_lengths)
         self._set_kept(None if self._kept is None else self._kept.truncated(new_lengths))
-        self._set_lengths(new_lengths, np.where(newest < new_lengths[:, None], newest, -1))
+        self._set_lengths(new_lengths, newest)
         if self._storage is not None:
             self._storage.release(self._num_rows, self._min_capacity)
 

@@ -7,7 +7,8 @@ formula of the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -22,60 +23,63 @@ if TYPE_CHECKING:
     from .shared_prefix import SharedPrefix
     from .stored_rows import StoredRows
 
-MAX_REMEMBERED = 256  # rewritten formulas, after which all are forgotten
-
 b, i, j, m, n = (SYMBOLS[name] for name in "bijmn")
 NOT_LATER = i >= j, j <= i, i - j >= 0, j - i <= 0  # forms of the condition that the key is not later than the query
 
 
+@dataclass(frozen=True, eq=False)
 class Rewriting:
     """How the formulas of a call are rewritten, from positions to rows of the kernel.
 
-    Parameters
+    Attributes
     ----------
     symbols : the formulas that replace some of the symbols b, i, j, n and m
     condition : hides rows that are no keys of the query's sequence, and all keys of padded queries; None hides nothing
     are_last : True if each query is the last position of its sequence, so that no key is later
     """
 
-    def __init__(
-        self, symbols: Mapping[str, Expression], condition: Expression | None = None, are_last: bool = False
-    ) -> None:
-        self.symbols, self.condition, self.are_last = symbols, condition, are_last
-        self._found: dict[int, tuple[Any, Any]] = {}  # by id: a formula or statistic, and the rewritten one
+    symbols: Mapping[str, Expression]
+    condition: Expression | None = None
+    are_last: bool = False
 
     def mask(self, mask: Expression | None) -> Expression | None:
         """Return the mask as a formula of rows, joined with `condition`; None if nothing is hidden."""
-        return self.condition if mask is None else self._remember(mask, self._rewrite_mask)
+        rewritten = None if mask is None else self._rewrite(mask, self.are_last)
+        if rewritten is None or self.condition is None:
+            return self.condition if rewritten is None else rewritten
+        return rewritten & self.condition
 
     def formula(self, formula: Expression) -> Expression:
         """Return a formula of positions as a formula of rows."""
-        return self._remember(formula, self._rewrite) if self.symbols else formula
+        return cast(Expression, self._rewrite(formula, False))
 
     def statistic(self, statistic: Any) -> Any:
         """Return the statistic with its conditions as formulas of rows."""
-        return self._remember(statistic, lambda given: given.map_formulas(self.formula)) if self.symbols else statistic
+        return statistic.map_formulas(self.formula) if self.symbols else statistic
 
-    def _remember(self, given: Any, rewrite: Callable[[Any], Any]) -> Any:
-        """Return `rewrite(given)`, computed once for each object."""
-        found = self._found.get(id(given))
-        if found is None or found[0] is not given:
-            if len(self._found) >= MAX_REMEMBERED:
-                self._found.clear()
-            found = self._found[id(given)] = given, rewrite(given)
-        return found[1]
+    def _rewrite(self, formula: Expression, is_mask_of_last: bool) -> Expression | None:
+        """Return a formula of rows; None for a mask of queries at the last position that hides only later keys.
 
-    def _rewrite(self, formula: Expression) -> Expression:
+        The result is stored with the given formula, as long as this rewriting exists. So no cache keeps a caller's tables.
+        """
+        found = formula.rewritten.setdefault(self, {})
+        if is_mask_of_last in found:
+            return found[is_mask_of_last]
         # the axes of a table span all positions and sequences, of which the kernel may compute only some
         spans = tuple([name for name in "bij" if name == "i" or name in self.symbols])
-        return formula.rewrite(self.symbols, lambda table, indices: _look_up(table, indices, spans))
+        axes = {axis[0] for table in formula.tables for axis in table.axes or () if axis}
+        if not self.symbols or not (formula.free_symbols & self.symbols.keys() or axes.intersection(spans)):
+            return formula
+        result = without_later_keys(formula) if is_mask_of_last else formula
+        if result is not None:
+            result = result.rewrite(self.symbols, lambda table, indices: _look_up(table, indices, spans))
+        found[is_mask_of_last] = result
+        return result
 
-    def _rewrite_mask(self, mask: Expression) -> Expression | None:
-        remaining = without_later_keys(mask) if self.are_last else mask
-        rewritten = None if remaining is None else self.formula(remaining)
-        if rewritten is None or self.condition is None:
-            return rewritten if self.condition is None else self.condition
-        return rewritten & self.condition
+
+# the rewritings for queries at all positions, at the last one, and at the last n, of sequences of equal lengths
+NEWEST = {"i": i + (m - n), "n": m}
+WITHOUT_EVICTION = Rewriting({}), Rewriting(NEWEST, are_last=True), Rewriting(NEWEST)
 
 
 def without_later_keys(mask: Expression) -> Expression | None:
@@ -90,14 +94,11 @@ def without_later_keys(mask: Expression) -> Expression | None:
     return result
 
 
-def of_equal_lengths(kept: KeptRows | None, group: int) -> tuple[Rewriting, Rewriting, Rewriting]:
-    """Return the rewritings for queries at all positions, at the last one, and at the last n, of equal sequences.
+def of_equal_lengths(kept: KeptRows, group: int) -> tuple[Rewriting, Rewriting, Rewriting]:
+    """Return what `WITHOUT_EVICTION` has, for a cache whose keys were evicted, equally many in all sequences and heads.
 
-    `kept` has the positions of the rows of a cache whose keys were evicted, equally many in all sequences and heads.
+    `kept` has the positions of the rows.
     """
-    symbols = {"i": i + (m - n), "n": m}
-    if kept is None:
-        return Rewriting({}), Rewriting(symbols, are_last=True), Rewriting(symbols)
     length = m + cast(int, kept.shift)
     symbols = {"i": i + (length - n), "n": length, "m": length, "j": kept.formulas(group)[0]}
     return Rewriting(symbols), Rewriting(symbols, are_last=True), Rewriting(symbols)

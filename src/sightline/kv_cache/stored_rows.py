@@ -14,7 +14,7 @@ from ..formula.expression import SYMBOLS, Expression, apply
 from ..formula.tables import Table
 from .draft_tree import DraftTree
 from .kept_rows import KeptRows
-from .query_positions import Rewriting, find_rewriting, of_equal_lengths
+from .query_positions import WITHOUT_EVICTION, Rewriting, find_rewriting, of_equal_lengths
 from .shared_prefix import SharedPrefix
 from .storage import Storage
 
@@ -27,15 +27,15 @@ class StoredRows:
     def __init__(self) -> None:
         self._storage: Storage | None = None  # the first append makes it
         self._lengths: Any  # (B,) int64
-        self._newest_have_positions: bool  # whether the newest append has a position that is no padding
         self.prefix: SharedPrefix | None = None  # after `fork`: where the first positions are stored
-        self._kept: KeptRows | None = None  # after `keep` or `fork`: the positions that the first rows hold
+        self._kept: KeptRows | None  # after `keep` or `fork`: the positions that the first rows hold
         self._drafts: DraftTree | None = None  # after `append(parents=...)`, until `accept`
         self._num_rows: int  # the rows of the sequence with most; without `keep`, row k holds position k
         self._rows_are_full: bool  # True if each of these rows holds a position, in every sequence and head
         self._rewritings: dict[tuple[int, bool, int], Rewriting]  # by the arguments of `rewriting`, until a change
-        self._of_equal_lengths: dict[int, tuple[Rewriting, Rewriting, Rewriting]] = {}  # by `group`, until a `keep`
+        self._of_equal_lengths: dict[int, tuple[Rewriting, Rewriting, Rewriting]]  # by `group`, until a `keep`
         self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis
+        self._set_kept(None)
         self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -43,7 +43,6 @@ class StoredRows:
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__ |= self.__dict__  # the arrays of lengths and positions are replaced, never written to
         copied._storage = self._storage and self._storage.copy()
-        copied._rewritings, copied._of_equal_lengths = {}, {}
         return copied
 
     def __copy__(self) -> Self:
@@ -84,18 +83,19 @@ class StoredRows:
 
     def are_newest(self, n: int) -> bool:
         """True if n queries are the rows of the newest append; False if `truncate` has removed all of these rows."""
-        return n == self._newest_positions.shape[1] and self._newest_have_positions
+        return n == self._newest_positions.shape[1]
 
     def rewriting(self, count: int, reads_rows: bool, heads: int) -> Rewriting:
         """Return how the formulas of a call of `count` queries are rewritten.
 
         `reads_rows` is True if a formula reads i. `heads` is the number of query heads.
         """
-        group = 1 if self._kept is None or self._storage is None else max(heads // self._storage.key.shape[1], 1)
+        kept = self._kept
+        group = 1 if kept is None or self._storage is None else max(heads // self._storage.key.shape[1], 1)
         are_next = self._newest_are_last or not self.are_newest(count)
         if reads_rows and are_next and self._rows_are_full and 0 < count <= self._num_rows:
-            if group not in self._of_equal_lengths:
-                self._of_equal_lengths[group] = of_equal_lengths(self._kept, group)
+            if kept is not None and group not in self._of_equal_lengths:
+                self._of_equal_lengths[group] = of_equal_lengths(kept, group)
             of_all, of_last, of_next = self._of_equal_lengths[group]
             return of_last if count == 1 else of_all if count == self._num_rows else of_next
         found = self._rewritings.get((count, reads_rows, group))
@@ -152,7 +152,7 @@ class StoredRows:
 
     # -- internals ---------------------------------------------------------------------------------------------------
     def _set_kept(self, kept: KeptRows | None) -> None:
-        self._kept, self._of_equal_lengths = kept, {}
+        self._kept, self._of_equal_lengths = kept, {1: WITHOUT_EVICTION} if kept is None else {}
 
     def _set_lengths(self, lengths: Any, newest: Any) -> None:
         """Set the lengths and the positions of the newest append, and forget how formulas were rewritten.
@@ -162,7 +162,6 @@ class StoredRows:
         self._lengths, self._newest_positions = lengths, newest
         self._rewritings = {}
         count, rows = newest.shape[1], self.row_counts
-        self._newest_have_positions = bool((newest >= 0).any())
         self._newest_are_last = bool((newest == lengths[:, None] - count + np.arange(count)).all())
         self._num_rows = int(rows.max(initial=0))
         self._has_equal_rows = bool((rows == self._num_rows).all())
