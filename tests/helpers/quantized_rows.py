@@ -26,7 +26,7 @@ def quantized(dtype, x):
         scale = np.where(np.isfinite(group).all(-1, keepdims=True), scale, np.nan)
         offset = low.astype(np.float16).astype(np.float32) if dtype == "int4" else np.float32(0)
         with np.errstate(invalid="ignore"):  # ∞ − ∞
-            ratio = (group - offset) * np.where(scale == 0, 0, 1 / np.where(scale == 0, 1, scale))
+            ratio = (group - offset) / np.where(scale == 0, np.inf, scale)
         if dtype == "float8_e4m3fn":
             codes = np.clip(ratio, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
         else:

@@ -84,13 +84,13 @@ class Oracle:
             of_one = query[b], output[b], [one[b] for one in seen]
             self.check_sequence(b, *of_one, call, received[b], cache.key_positions[b])
 
-    def check_sequence(self, b, query, output, seen, call, received=None, positions=None, rows=None, held=None):
-        rows, held = self.rows[b] if rows is None else rows, self.held[b] if held is None else held
+    def check_sequence(self, b, query, output, seen, call, received=None, positions=None, branch=None, n=None):
+        rows, held = (self.rows[b], self.held[b]) if branch is None else (branch.rows[0], branch.held[0])
         count, length = query.shape[1], held.shape[1]
         first = max(count - length, 0)  # queries before the first position of a short sequence
         whole = np.zeros((1, H, length, D), np.float32)
         whole[:, :, length - count + first :] = query[None, :, first:]
-        of_sequence = {"b": as_expression(b)}
+        of_sequence = {"b": as_expression(b), "n": as_expression(length if n is None else n)}
         given = call.get("mask"), call.get("score")
         mask, score = (None if one is None else one.rewrite(of_sequence) for one in given)
         see = [one.map_formulas(lambda formula: formula.rewrite(of_sequence)) for one in call["see"]]
@@ -125,7 +125,7 @@ class Oracle:
                 branch.append(key[b : b + 1][:, :, path], value[b : b + 1][:, :, path], [len(path)])
                 one = slice(draft, draft + 1)
                 of_draft = query[b][:, one], output[b][:, one], [x[b][:, one] for x in seen]
-                self.check_sequence(b, *of_draft, call, rows=branch.rows[0], held=branch.held[0])
+                self.check_sequence(b, *of_draft, call, branch=branch, n=int(cache.lengths[b]))
 
 
 def path_to(draft, parents):

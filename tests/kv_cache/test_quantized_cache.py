@@ -48,6 +48,17 @@ def test_appends_of_every_dtype_and_layout(rng, dtype, source):
             assert np.array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize(("dtype", "largest"), [("int8", 127), ("int4", 15), ("float8_e4m3fn", 448)])
+def test_numbers_halfway_between_two_codes_get_the_even_code(rng, dtype, largest):
+    scales = rng.uniform(0.1, 0.2, (1, 1, 300, 1)).astype(np.float16).astype(np.float32)
+    quotients = rng.integers(0, 15, (1, 1, 300, 32)) + np.float32(0.5)
+    quotients = quotients * 2 + 16 if dtype == "float8_e4m3fn" else quotients
+    quotients[..., -2:] = 0, largest
+    codes = quotients.astype(ml_dtypes.float8_e4m3fn) if dtype == "float8_e4m3fn" else np.rint(quotients)
+    stored = filled_cache(dtype, *[quotients * scales] * 2).dequantized()[0]
+    assert np.array_equal(stored, codes.astype(np.float32) * scales)
+
+
 def test_float8_codes_are_those_of_ml_dtypes(rng):
     """A row whose largest number is 448 has scale 1; its codes are then the float8 nearest to its numbers."""
     every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)

@@ -177,10 +177,6 @@ def test_positions_of_removed_rows_are_the_last(rng):
     cache.truncate(5)
     output = sightline.attention(query, cache, mask=sightline.causal())
     np.testing.assert_array_equal(output, sightline.attention(query, cache.key, cache.value, mask=i + 3 >= j))
-
-
-def test_no_query_sees_a_key_of_an_empty_cache(rng):
-    cache = cache_of(rng, 5, 2)
     cache.truncate(0)
     assert not sightline.attention(query_of(rng, 2), cache).any()
 

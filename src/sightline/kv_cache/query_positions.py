@@ -60,7 +60,7 @@ class Rewriting:
     def _rewrite(self, formula: Expression, is_mask_of_last: bool) -> Expression | None:
         """Return a formula of rows; None for a mask of queries at the last position that hides only later keys.
 
-        The result is stored with the given formula, as long as this rewriting exists. So no cache keeps a caller's tables.
+        The result is stored with the given formula, while this rewriting exists. So no cache keeps a caller's tables.
         """
         found = formula.rewritten.setdefault(self, {})
         if is_mask_of_last in found:

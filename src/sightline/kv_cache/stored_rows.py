@@ -83,7 +83,7 @@ class StoredRows:
 
     def are_newest(self, n: int) -> bool:
         """True if n queries are the rows of the newest append; False if `truncate` has removed all of these rows."""
-        return n == self._newest_positions.shape[1]
+        return bool(n == self._newest_positions.shape[1])
 
     def rewriting(self, count: int, reads_rows: bool, heads: int) -> Rewriting:
         """Return how the formulas of a call of `count` queries are rewritten.

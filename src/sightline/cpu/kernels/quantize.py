@@ -10,6 +10,7 @@ Scale and offset are rounded to their storage type first. Codes are rounded to t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,12 +114,12 @@ class Quantize:
         scale, *offsets = [
             self.packed.scale_format.load(place.at(k * 2 * row_format.num_groups)) for k in range(len(stored))
         ]
-        inverse = builder.where(scale == 0.0, 0.0, builder.value(1.0, FLOAT) / scale)
+        divisor = builder.where(scale == 0.0, math.inf, scale)  # numbers below the least scale have the code 0
         whole = count // self.lanes * self.lanes
         loops = (0, whole, self.lanes), (whole, count, 1)
         for begin, end, lanes in [(0, row_format.group // 2, self.lanes)] if row_format.dtype == "int4" else loops:
             with builder.loop(begin, end, lanes) as at:
-                self.store_codes(target, group, at, lanes, inverse, offsets)
+                self.store_codes(target, group, at, lanes, divisor, offsets)
         for begin, end, lanes in loops:
             with builder.loop(begin, end, lanes) as at:
                 x = first.at(at * 4).load(vector(FLOAT, lanes))
@@ -126,9 +127,10 @@ class Quantize:
                 self.errors.set(self.errors.get() + (difference * difference).to(DOUBLE).sum())
                 self.squares.set(self.squares.get() + (x * x).to(DOUBLE).sum())
 
-    def store_codes(self, target: Value, group: Value, at: Value, lanes: int, inverse: Value, offsets: Any) -> None:
-        """Store the codes of `lanes` numbers of a group, from the place `at` on. `inverse` is 1 / scale.
+    def store_codes(self, target: Value, group: Value, at: Value, lanes: int, divisor: Value, offsets: Any) -> None:
+        """Store the codes of `lanes` numbers of a group, from the place `at` on. `divisor` is the scale.
 
+        A product with 1 / scale would round numbers halfway between two codes to the wrong one.
         A byte of int4 also has the code of the number that is half a group later. `offsets` is [offset] or [].
         """
         builder, start, largest = self.builder, group * self.row_format.group, LARGEST_CODE[self.row_format.dtype]
@@ -136,7 +138,7 @@ class Quantize:
 
         def divide(place: Any) -> Value:
             x = self.numbers.at((start + place) * 4).load(vector(FLOAT, lanes))
-            x = (x - offsets[0] if offsets else x) * inverse
+            x = (x - offsets[0] if offsets else x) / divisor
             return builder.maximum(builder.minimum(x, largest), least)  # NaN becomes a limit
 
         if self.row_format.dtype == "float8_e4m3fn":
