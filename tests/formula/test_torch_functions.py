@@ -75,6 +75,39 @@ SAME = {  # functions of a float x, an integer y and a condition c, by the name 
 }
 
 
+U, V = (torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(k)) for k in range(2))
+GRID = torch.arange(54).reshape(9, 2, 3) % 7
+ROW_SCORES = {  # scores that read rows of tensors
+    "squared distance": lambda s, b, h, q, k: s - ((U[q] - V[k]) ** 2).sum(),
+    "distance": lambda s, b, h, q, k: s - torch.linalg.vector_norm(U[q] - U[k]) - torch.norm(U[q] - V[k]),
+    "methods": lambda s, b, h, q, k: s - (U[q] - U[k]).pow(2).sum(-1) + U[q].abs().norm() + U[k].amax(),
+    "products": lambda s, b, h, q, k: s + torch.dot(U[q], V[k]) + (U[q] * V[0]) @ V[k] + (V[0] * U[k]).sum(dim=-1),
+    "conditions": lambda s, b, h, q, k: torch.where((U[q] > 1).any() | (U[q] < V[k]).all(), s, s - 1),
+    "shapes": lambda s, b, h, q, k: s + (GRID[q].reshape(-1, 1) == GRID[k].reshape(6).unsqueeze(0)).any(-1).sum(),
+    "functions": lambda s, b, h, q, k: s + torch.tanh(U[q]).sum() + (2.0 - torch.maximum(U[q], U[k])).amin(-1),
+    "entries": lambda s, b, h, q, k: s + (U[q] - V[k])[2] + GRID[q][1, 2] + (GRID[q, 0] != GRID[k, 1]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", ROW_SCORES)
+def test_rows_of_tensors_are_small_vectors(name):
+    score = torch.tensor(0.75, dtype=torch.float64)
+    exact = [[ROW_SCORES[name](score, 0, 0, torch.tensor(q), torch.tensor(k)) for k in range(9)] for q in range(9)]
+    found = read_score(ROW_SCORES[name]).array(9, s=0.75)
+    assert np.abs(found - np.array(exact, float)).max() <= 64 * np.finfo(float).eps
+
+
+def test_distances_of_rows_have_gradients():
+    """The derivative of a norm at 0 is 0, as in torch."""
+    query, given = torch.ones(1, 1, 9, 4, dtype=torch.float64) * U, U.clone().requires_grad_()
+    score = lambda s, b, h, q, k: s - torch.linalg.vector_norm(given[q] - given[k])  # noqa: E731
+    ours = sightline.attention(query, query, query, score=score)
+    distances = torch.linalg.vector_norm(given[:, None] - given[None], dim=-1)
+    theirs = functional.scaled_dot_product_attention(query, query, query, attn_mask=-distances)
+    (one,), (other,) = (torch.autograd.grad(output.square().sum(), given) for output in (ours, theirs))
+    torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("name", ["log1p", "expm1", "softplus", "logsigmoid"])
 def test_small_values_keep_their_digits(name):
     function = getattr(torch, name, None) or getattr(functional, name)
@@ -178,6 +211,7 @@ REFUSED = {
     ),
     "a slice": (lambda: read_mask(lambda b, h, q, kv: torch.ones(3, 3)[:, q] > 0), "slices", "before the call"),
     "a row as a number": (lambda: read_score(lambda s, b, h, q, kv: s + torch.ones(3, 3)[q]), "1 indices", "torch.dot"),
+    "a long row": (lambda: read_score(lambda s, b, h, q, kv: s + torch.ones(3, 999)[q].sum()), "(999,)", "append"),
     "rows of two lengths": (
         lambda: read_score(lambda s, b, h, q, kv: torch.dot(torch.ones(3, 3)[q], torch.ones(3, 4)[kv])),
         "(3,) and (4,)",

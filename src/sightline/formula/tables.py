@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import reduce
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
@@ -13,7 +12,8 @@ from ..arrays.kinds import check_kind, is_array
 from ..arrays.operations import dtype_name, map_entries, to_host
 from ..caching import cached_property
 from ..errors import DtypeError, FormulaError, ShapeError
-from .expression import Constant, Expression, Lookup, apply, as_expression, intern
+from .expression import Constant, Expression, Lookup, as_expression, intern
+from .expression_methods import PASSES
 from .operators import Kind
 from .table_bounds import TableBounds, UnknownBounds
 from .tensor_cache import TensorCache
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _TABLE_BOUNDS = TensorCache(256)
 ENTRY_LIMITS = {"bool": (0.0, 1.0), "float": (-math.inf, math.inf)}  # the least and the greatest entry of a kind
-MAX_DOT_LENGTH = 256  # the products of a dot are written out in the generated code
 
 
 class Table:
@@ -89,12 +88,12 @@ class Table:
             )
 
     def __getitem__(self, indices: Any) -> Expression:
-        """Return a formula that reads the entry at the indices, or a `TableRow` for fewer indices than axes."""
+        """Return a formula that reads the entry at the indices, or a `Row` for fewer indices than axes."""
         indices = indices if isinstance(indices, tuple) else (indices,)
         if indices and _is_whole_axis(indices[-1]):
             indices = indices[:-1]
         if len(indices) > self.ndim or any(map(_is_axis_index, indices)):
-            raise _index_error(self, indices, "slice an array before the call")
+            raise index_error(self, indices, "slice an array before the call")
         arguments = tuple([as_expression(index) for index in indices])
         for argument in arguments:
             if argument.kind != "int":
@@ -104,7 +103,7 @@ class Table:
                     "use // for division, and sightline.where(condition, 1, 0) for a condition",
                 )
         if len(arguments) < self.ndim:
-            return cast(Expression, TableRow(self, arguments))
+            return cast(Expression, PASSES.read_row(self, arguments))
         return intern(Lookup(self, tuple(map(_count_from_end, arguments, self.shape))))
 
     def __eq__(self, other: object) -> NoReturn:
@@ -167,58 +166,6 @@ class Table:
         return f"table({'×'.join(map(str, self.shape))} {self.dtype})"
 
 
-class TableRow:
-    """The entries of a table at its first indices, such as `table[b]` of a table (B, n).
-
-    A row is read by the indices of the other axes. `torch.dot` and `numpy.dot` of two rows are formulas.
-    """
-
-    def __init__(self, table: Table, indices: tuple[Expression, ...]) -> None:
-        self.table, self.indices = table, indices
-        self.shape = table.shape[len(indices) :]
-
-    def __getitem__(self, indices: Any) -> Any:
-        return self.table[(*self.indices, *(indices if isinstance(indices, tuple) else (indices,)))]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
-
-    def dot(self, other: Any) -> Expression:
-        """Return the sum of the products of the entries of two rows, which have one axis and the same length."""
-        rows = [self, other if isinstance(other, TableRow) else TableRow(Table(other), ())]
-        if len(rows[0].shape) != 1 or rows[0].shape != rows[1].shape or len(self) > MAX_DOT_LENGTH:
-            raise FormulaError(
-                f"dot of rows of shapes {rows[0].shape} and {rows[1].shape}",
-                f"two rows of one axis and the same length, at most {MAX_DOT_LENGTH}",
-                "append the entries of the rows to those of query and key, whose products attention computes",
-            )
-        products = [apply("multiply", x, y) for x, y in zip(*rows, strict=True)]
-        return reduce(lambda x, y: apply("add", x, y), products) if products else as_expression(0.0)
-
-    __matmul__ = dot
-
-    def to_expression(self) -> NoReturn:
-        """Raise FormulaError, because a formula reads one entry of a table."""
-        raise _index_error(self.table, self.indices, "torch.dot(x[i], y[j]) for the product of two rows")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Any:
-        return cls._call(function.__name__, inputs)
-
-    def __array_function__(self, function: Any, _: Any, inputs: Any, kwargs: Any) -> Any:
-        return self._call(function.__name__, inputs)
-
-    @staticmethod
-    def _call(name: str, inputs: Any) -> Any:
-        if name not in ("dot", "inner", "vdot", "matmul", "__matmul__", "__rmatmul__") or len(inputs) != 2:
-            next(row for row in inputs if isinstance(row, TableRow)).to_expression()
-        first, second = inputs
-        return first.dot(second) if isinstance(first, TableRow) else second.dot(first)
-
-
 def _is_axis_index(index: Any) -> bool:
     """True for None, `...` or a slice, which do not select one entry of an axis."""
     return index is None or index is Ellipsis or isinstance(index, slice)
@@ -228,7 +175,7 @@ def _is_whole_axis(index: Any) -> bool:
     return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
 
 
-def _index_error(table: Table, indices: tuple[Any, ...], cure: str) -> FormulaError:
+def index_error(table: Table, indices: tuple[Any, ...], cure: str) -> FormulaError:
     """Return the error for indices that do not select one entry of a table. `cure` is added to the error's cure."""
     slices = "slices or None among " if any(map(_is_axis_index, indices)) else ""
     return FormulaError(

@@ -63,8 +63,7 @@ def torch_mode() -> Any:
                 if id(tensor) not in self.tables:
                     self.tables[id(tensor)] = Table(tensor)
                 return self.tables[id(tensor)][inputs[1]]
-            name = function.__name__.removesuffix("_").removesuffix("_like")
-            if name in RANDOM_FUNCTIONS:
+            if not is_compiling() and function.__name__.removesuffix("_").removesuffix("_like") in RANDOM_FUNCTIONS:
                 raise FormulaError(
                     f"torch.{function.__name__} in a mask or score function, which is called once for all pairs",
                     "functions of the positions and the score",
