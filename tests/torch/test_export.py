@@ -75,3 +75,16 @@ def test_a_compiled_module_with_a_parameter_as_a_table():
         torch.testing.assert_close(*results)
         gradients = [torch.autograd.grad(output.sin().sum(), module.slopes) for output, _ in results]
         torch.testing.assert_close(*gradients)
+
+
+def test_a_batch_size_that_depends_on_data_is_exported():
+    class Kept(torch.nn.Module):
+        def forward(self, x, lengths, allowed):
+            x, lengths, allowed = (each[lengths.nonzero()[:, 0]] for each in (x, lengths, allowed))
+            return sightline.attention(x, x, x, mask=sightline.padding(lengths) & sightline.dense(allowed))
+
+    x, allowed = torch.randn(4, 2, 5, 8), torch.ones(4, 1, 5, 5, dtype=torch.bool).tril()
+    program = torch.export.export(Kept(), (x, torch.tensor([3, 0, 5, 1]), allowed)).module()
+    for lengths in ([3, 0, 5, 1], [0, 0, 2, 0], [1, 2, 3, 4]):
+        given = x, torch.tensor(lengths), allowed
+        assert torch.equal(program(*given), Kept()(*given))

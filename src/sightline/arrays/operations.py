@@ -243,13 +243,20 @@ def empty(shape: tuple[int, ...], name: str, like: Array, heads_in_rows: bool = 
     return np.empty(shape, resolve_dtype(np, name))
 
 
+def is_one(length: Any) -> bool:
+    """True if the length is 1. While torch.export traces, a length that depends on data counts as longer."""
+    shapes = sys.modules.get("torch.fx.experimental.symbolic_shapes")
+    guard = getattr(shapes, "guard_or_false", getattr(shapes, "guard_size_oblivious", bool))  # the second before 2.7
+    return bool(guard(length == 1))
+
+
 def has_heads_in_rows(query: Array) -> bool:
     """True if a row of memory holds the heads of a position side by side, as in a view of (B, n, H · d).
 
     The output of such a query has the same order in memory, so that joining its heads to (B, n, H · d) needs no copy.
     For a query on a GPU the result is False, because the kernels of GPUs write contiguous outputs.
     """
-    if query.ndim < 4 or query.shape[-3] == 1 or query.shape[-2] == 1 or device(query) != "cpu":
+    if query.ndim < 4 or is_one(query.shape[-3]) or is_one(query.shape[-2]) or device(query) != "cpu":
         return False
     head_stride, row_stride = (query.stride() if framework(query) == "torch" else query.strides)[-3:-1]
     return bool(abs(head_stride) < abs(row_stride))

@@ -18,8 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from .operations import framework, namespace, resolve_dtype
 
 QUANTIZED = ("int8", "int4", "float8_e4m3fn")
@@ -62,9 +60,9 @@ class RowFormat:
         xp = namespace(rows)
         numbers = self._decode(rows[..., : self.code_bytes], xp)[..., : self.width]
         scales = xp.astype(_view(xp, rows[..., self.code_bytes :], SCALE), xp.float32)
-        group = np.arange(self.width) // self.group
+        group = [k // self.group for k in range(self.width)]
         result = numbers * scales[..., group]
-        return result + scales[..., self.num_groups + group] if self.has_offsets else result
+        return result + scales[..., self.num_groups :][..., group] if self.has_offsets else result
 
     def _decode(self, codes: Any, xp: Any) -> Any:
         """Return the codes (..., code_bytes) uint8 as float32 numbers, without scale and offset."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.kinds import check_class, is_array
-from ..arrays.operations import broadcast_to, drop_repeats, namespace
+from ..arrays.operations import broadcast_to, drop_repeats, is_one, namespace
 from ..errors import ShapeError
 from .expression import SYMBOLS, Expression, Indices, Lookup, as_expression, intern, walk
 from .tables import Table
@@ -84,7 +84,7 @@ def read_densely(table: Table) -> Expression:
     Merged leading axes are read as if they were the batch axes of the call. `align_batch_axes` changes this index.
     """
     axes = zip("bhij"[4 - table.ndim :], table.shape, strict=True)
-    indices = [as_expression(0) if length == 1 else SYMBOLS[name] for name, length in axes]
+    indices = [as_expression(0) if is_one(length) else SYMBOLS[name] for name, length in axes]
     if table.batch_axes is not None:
         indices[0] = table.batch_axes.index(table.batch_axes.shape)
     return intern(Lookup(table, tuple(indices)))

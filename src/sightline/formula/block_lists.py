@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.kinds import check_kind, is_array
-from ..arrays.operations import device, dtype_name, framework, min_max, namespace
+from ..arrays.operations import device, dtype_name, framework, is_one, min_max, namespace
 from ..errors import DtypeError, ParameterError, ShapeError, check_count
 from .expression import SYMBOLS, Expression, apply, is_compiling
 from .tables import Table
@@ -75,7 +75,7 @@ def blocks(indices: Any, size: int | tuple[int, int] = 64, keys: int | None = No
     count = None if keys is None else -(-check_count("blocks(..., keys={!r})", keys, 1, "keys=m") // columns)
     count = _check_entries(indices, columns, count)
     visible = Table(_mark(indices, count), axes=("b", "h", f"i/{rows}", f"j/{columns}"))
-    first = [0 if length == 1 else symbol for length, symbol in zip(visible.shape, (b, h), strict=False)]
+    first = [0 if is_one(length) else symbol for length, symbol in zip(visible.shape, (b, h), strict=False)]
     row, column = (x if one == 1 else x // one for x, one in ((i, rows), (j, columns)))
     return visible[(*first, row, apply("minimum", column, count))]
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays.operations import to_numpy
+from ..arrays.operations import is_one, to_numpy
 from ..errors import MaskError, ParameterError, ShapeError, check_count
 from .batch_axes import dense_table, read_densely
 from .expression import SYMBOLS, Expression, apply
@@ -435,7 +435,7 @@ def relative_bias(table: Any) -> Expression:
 
 def _first_index(table: Table, symbol: Expression) -> Any:
     """Return the index along the table's first axis: 0 if the axis has length 1, else the symbol."""
-    return 0 if table.shape[0] == 1 else symbol
+    return 0 if is_one(table.shape[0]) else symbol
 
 
 def _ndim(array: Any) -> int:

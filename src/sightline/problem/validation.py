@@ -200,7 +200,7 @@ def _broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     joined: list[int] = []
     for axis in range(-max(map(len, shapes)), 0):
         lengths = [shape[axis] for shape in shapes if len(shape) >= -axis]
-        wide = [length for length in lengths if length != 1]
+        wide = [length for length in lengths if not arrays.is_one(length)]
         if any(length != wide[0] for length in wide):
             raise ValueError(f"lengths {lengths}")
         joined.append(wide[0] if wide else 1)
