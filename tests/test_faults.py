@@ -29,7 +29,8 @@ from sightline.cpu.kernels import (
 )
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import table_gradients
-from sightline.cpu.runtime.machine import host
+from sightline.cpu.launch.product_rates import machine_for
+from sightline.cpu.runtime.processor import HOST
 from sightline.formula import interval_arithmetic as bounds
 from sightline.partition import part, schedule
 from sightline.partition.shards import divide
@@ -399,9 +400,10 @@ def test_every_fault_in_dropout_is_seen(fault, monkeypatch, fresh_kernels):
         check_dropout(Cpu().run)
 
 
-@pytest.mark.skipif(not host().has_bf16_dot, reason="this processor does not multiply pairs of bfloat16")
 @pytest.mark.parametrize("fault", PAIRS)
 def test_every_fault_in_pairs_is_seen(fault, monkeypatch, fresh_kernels):
+    if not machine_for(HOST, "bfloat16").has_bf16_dot:
+        pytest.skip("kernels multiply no pairs of bfloat16 in this process")
     plant(PAIRS[fault], monkeypatch)
     with pytest.raises(AssertionError, match=RED):
         check_pairs(Cpu().run)

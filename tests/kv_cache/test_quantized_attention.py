@@ -15,6 +15,7 @@ from sightline.cpu.codegen import packed_rows
 from sightline.cpu.kernels import block, decode, quantize
 from sightline.cpu.launch import decode as launch_decode
 from sightline.cpu.launch import quantize as launch_quantize
+from sightline.cpu.launch.product_rates import machine_for
 from sightline.cpu.runtime.processor import HOST
 from strategies import to_torch
 
@@ -194,8 +195,8 @@ def test_the_unchanged_cache_passes():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found(fault, monkeypatch, fresh_kernels):
-    if "pair" in fault and not HOST.machine.has_bf16_dot:
-        pytest.skip("this processor multiplies no pairs of bfloat16")
+    if "pair" in fault and not machine_for(HOST, "bfloat16").has_bf16_dot:
+        pytest.skip("kernels multiply no pairs of bfloat16 in this process")
     module, before, after = FAULTS[fault]
     faulty = broken(module, before, after)
     places = {

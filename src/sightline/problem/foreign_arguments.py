@@ -16,7 +16,7 @@ from ..errors import UnknownArgumentError
 # the options of `attention`, in the order of its signature
 OPTIONS = ("mask", "score", "scale", "sinks", "dropout", "seed", "see", "kernel", "threads", "layout")
 OPTIONS_OF = {
-    "explain": (*OPTIONS, "source", "ranks", "shards", "method", "flops", "bandwidth"),
+    "explain": (*OPTIONS, "source"),
     "tiles": ("mask", "score", "scale", "sinks", "layout"),
     "torch.distributed.attention": (
         *("mask", "score", "scale", "sinks", "dropout", "seed", "see", "threads", "group", "layout", "method"),
