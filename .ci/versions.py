@@ -47,6 +47,7 @@ class Environment:
     requirements: tuple[str, ...] = ()
     oldest: bool = False
     above: str | None = None
+    without: tuple[str, ...] = ()  # packages of the environment below that this one cannot import
     variables: tuple[tuple[str, str], ...] = ()
 
     def find_requirements(self) -> list[str]:
@@ -108,7 +109,9 @@ def create(environment: Environment, folder: Path, newest: str) -> Path:
     if environment.above:  # the packages of the other environment follow those of this one
         [packages] = path.glob("lib/python*/site-packages")
         below = folder / environment.above / packages.relative_to(path)
-        (packages / "below.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n", encoding="utf-8")
+        hide = f"import sys; sys.modules.update(dict.fromkeys({environment.without!r}))"
+        lines = f"import site; site.addsitedir({str(below)!r})\n{hide}\n"
+        (packages / "below.pth").write_text(lines, encoding="utf-8")
     else:
         requirements = [*requirements, *SETTINGS["tools"], "--editable", str(ROOT)]
     run(str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-compile", *requirements)
@@ -140,9 +143,9 @@ def run_tests(environment: Environment, python: Path) -> tuple[list[Row], list[s
         f"--junitxml={report}",
     ]
     command = [str(python), "-m", "pytest", *options, *(path for paths in tests.values() for path in paths)]
-    output = run(*command, variables=dict(environment.variables), check=False, capture_output=True).stdout
-    if not report.exists():
-        sys.exit(f"{environment.name}: no test ran\n{output[-4000:]}")
+    result = run(*command, variables=dict(environment.variables), check=False, capture_output=True)
+    if result.returncode not in (0, 1) or not report.exists():  # an error of pytest itself; 1 stands for failed tests
+        sys.exit(f"{environment.name}: the tests did not run\n{result.stdout[-4000:]}{result.stderr[-4000:]}")
     counts: dict[str, Counter[str]] = {name: Counter() for name in tests}
     lines = []
     for case in ElementTree.parse(report).iter("testcase"):
@@ -151,7 +154,7 @@ def run_tests(environment: Environment, python: Path) -> tuple[list[Row], list[s
         version = f"{name} {versions[name]}"
         problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         outcome = "passed" if problem is None else "refused" if problem.tag == "skipped" else "failed"
-        limit = None if problem is None else find_limit(name, versions[name], f"{path}::{case.get('name')}")
+        limit = None if problem is None else find_limit(versions, f"{path}::{case.get('name')}")
         outcome = "refused" if limit else outcome
         counts[name] += Counter({outcome: 1, "seconds": float(case.get("time", 0))})
         if problem is not None:
@@ -161,12 +164,12 @@ def run_tests(environment: Environment, python: Path) -> tuple[list[Row], list[s
     return [Row(environment.name, each, versions[each], *(counts[each][k] for k in names)) for each in tests], lines
 
 
-def find_limit(name: str, version: str, test: str) -> str | None:
-    """Return why a test cannot pass with a version, or None if versions.toml does not say so."""
-    for limit in SETTINGS.get("limits", ()):
-        older = numbers(version) < numbers(limit["before"])
-        if name == limit["package"] and older and re.search(limit["tests"], test):
-            return limit["reason"]
+def find_limit(versions: dict[str, str], test: str) -> str | None:
+    """Return why a test cannot pass with these versions, or None if versions.toml does not say so."""
+    for limit in SETTINGS["limits"]:
+        is_older = numbers(versions.get(limit["package"], limit["before"])) < numbers(limit["before"])
+        if is_older and re.search(limit["tests"], test):
+            return f"{limit['package']} before {limit['before']}: {limit['reason']}"
     return None
 
 

@@ -58,7 +58,7 @@ def with_guards(array: Any) -> tuple[Any, Callable[[], None]]:
     because the bytes of a guard are NaN in every float format.
     """
     buffer = np.full(array.nbytes + 2 * GUARD_BYTES, 0xFF, np.uint8)
-    inside = buffer[GUARD_BYTES : GUARD_BYTES + array.nbytes].view(array.dtype).reshape(array.shape)
+    inside: Any = np.ndarray(array.shape, array.dtype, buffer, GUARD_BYTES)
     inside[...] = array
 
     def check() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import sightline
 from gradient_checks import by_cpu, by_definition
+from jax_kernel import enable_x64
 from sightline import blocks, causal, h, i, j, s
 from sightline.cpu import Cpu
 from sightline.errors import DtypeError, ParameterError, ShapeError
@@ -209,7 +210,7 @@ def test_compilers_trace_a_call(rng):
 
     tensors = [torch.from_numpy(each) for each in (*x, lists)]
     np.testing.assert_allclose(torch.compile(call, fullgraph=True, backend="eager")(*tensors), expected, atol=1e-12)
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+    with enable_x64(True):
         traced = list(map(jnp.asarray, (*x, lists)))
         np.testing.assert_allclose(jax.jit(call)(*traced), expected, atol=1e-12)
         np.testing.assert_allclose(call(*traced), expected, atol=1e-12)

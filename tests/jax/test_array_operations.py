@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 import sightline
 from fault_planting import broken
+from jax_kernel import enable_x64
 from sample_calls import draw_inputs
 from sightline import h, i, j, s, table
 from sightline.errors import DtypeError
@@ -125,9 +126,9 @@ def test_whole_numbers_beyond_32_bits_are_exact_or_an_error(operands, by_operati
     assert np.array_equal(jax.grad(attend)(operands[0], large), first)
     twice = jax.grad(lambda query, numbers: jnp.sum(jax.grad(attend)(query, numbers) ** 2))
     assert_close(twice(operands[0], small), twice(operands[0], jnp.asarray(small)))
-    with jax.enable_x64(False), pytest.raises(DtypeError, match="entries of more than 32 bits"):
+    with enable_x64(False), pytest.raises(DtypeError, match="entries of more than 32 bits"):
         twice(operands[0], large)
-    with jax.enable_x64(False), pytest.raises(DtypeError, match="entries of more than 32 bits"):
+    with enable_x64(False), pytest.raises(DtypeError, match="entries of more than 32 bits"):
         by_operations(*operands, mask=table(large)[i] == table(large)[j])
 
 

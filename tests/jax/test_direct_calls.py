@@ -12,7 +12,7 @@ import pytest
 
 import sightline
 from fault_planting import broken
-from jax_kernel import register_alone
+from jax_kernel import enable_x64, register_alone
 from sample_calls import bits
 from sightline import b, h, i, j, s, table
 from sightline.cpu.calls import xla_direct_call, xla_handler
@@ -93,7 +93,7 @@ def test_the_bits_are_those_of_python(draw, name, python_calls):
 
 
 def test_float64(draw):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         check("lse", lambda: [x.astype(jnp.float64) for x in draw()])
 
 

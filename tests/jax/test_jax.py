@@ -14,6 +14,7 @@ import torch
 
 import sightline
 from gradient_checks import NAMES, differentiated
+from jax_kernel import enable_x64
 from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
 from sightline.dispatch.backward_calls import BackwardPasses
@@ -67,7 +68,7 @@ def test_results_have_the_bits_of_numpy(rng, kind, operands):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_dtypes(rng, dtype):
-    with jax.enable_x64(dtype == "float64"):
+    with enable_x64(dtype == "float64"):
         given = [jnp.asarray(rng.normal(size=(2, 3, 70, 16)), dtype) for _ in range(3)]
         compiled = jax.jit(partial(sightline.attention, mask=i >= j, see=[sightline.top_k(3)]))
         found = compiled(*given)
@@ -246,7 +247,7 @@ def test_later_backward_passes_need_no_dispatch(rng, dtype, monkeypatch):
 
 
 SWITCHES = {
-    "x64": lambda: jax.enable_x64(True),
+    "x64": lambda: enable_x64(True),
     "ranks": lambda: jax.numpy_rank_promotion("raise"),
     "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
     "infinities": lambda: jax.debug_infs(True),

@@ -1,7 +1,7 @@
 """What this package reads of transformers beyond its documented interface. No other file imports from its submodules.
 
-This file was run with transformers 4.57.6, 5.0.0, 5.6.0, 5.12.0, 5.18.0, 5.23.0 and 5.24.0. Where these versions
-differ, signatures and attributes are asked, never the number of the version. `TRIED` names the oldest and the newest.
+`TRIED` lists the versions with which its tests ran. Where versions differ, this file asks for signatures and
+attributes, never for the number of the version.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import continuous_batching
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, _combine_tokens_into_words
 
+from ..data import tried_versions
 from ..errors import ParameterError
 
 __all__ = ["LANGUAGES", "DynamicLayer", "DynamicSlidingWindowLayer"]
 
-TRIED = ("4.57.6", "5.24.0")
+TRIED = tried_versions()["transformers"]
 PAGED_PREFIX = "paged|"  # before 5.23, `generate_batch` puts it in front of the name of an attention implementation
 PAGED_WINDOW = "paged_window"  # in the arguments of attention in `generate_batch`: the window of the layer, or None
 
@@ -164,7 +165,7 @@ def _window(cache: Any, layer: int) -> int | None:
         raise ParameterError(
             f"generate_batch of a layer with a sliding window, in transformers {transformers.__version__}, whose paged "
             "cache returns other keys than those of the window",
-            f"models without windows, or a version whose paged cache has cache allocators, such as {TRIED[1]}",
+            f"models without windows, or a version whose paged cache has cache allocators, such as {TRIED[-1]}",
             "pip install -U transformers; or model.generate for each prompt",
         )
     return None
@@ -202,6 +203,6 @@ def check_mask(module: nn.Module, query: Tensor, attention_mask: Any, options: M
         raise ParameterError(
             f"no mask for the causal layer {type(module).__name__} with {query.shape[2]} queries, from transformers "
             f"{transformers.__version__}",
-            f"a mask, or a paged cache of `generate_batch`, as in transformers {TRIED[0]} to {TRIED[1]}",
+            f"a mask, or a paged cache of `generate_batch`, as in transformers {TRIED[0]} to {TRIED[-1]}",
             'attn_implementation="sdpa" for this call; or is_causal = False in a layer that hides no keys',
         )
