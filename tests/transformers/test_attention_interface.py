@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+import sightline
 from sightline.errors import ParameterError
 from sightline.reference.accuracy import budget_used
 from sightline.testing import assert_within_budget
@@ -68,6 +69,19 @@ def test_a_model_can_be_built_with_sightline():
     ours.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(ours(**batch.inputs).logits, run(model, "sightline", batch.inputs).logits)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns about code of transformers
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2"])
+def test_a_compiled_model_generates_with_a_static_cache(name):
+    """`generate` makes the masks outside the compiled code, which reads their arrays."""
+    model = make_model(name)
+    inputs = make_inputs(model, "left").inputs
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    model.set_attn_implementation("sightline")
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    assert torch.equal(model.generate(**inputs, **options, cache_implementation="static"), expected)
 
 
 @pytest.mark.soak
@@ -201,3 +215,19 @@ def test_dropout_in_training_only():
 
     assert torch.equal(logits(True), logits(True))
     assert not torch.equal(logits(True), logits(False))
+
+
+def test_positions_that_restart_under_a_mask_of_ones_warn():
+    model = make_model("Llama", attn_implementation="sightline")
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+    packed = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    ones = {"attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        for options in (ones, {}):  # a cache also keeps transformers from separating documents
+            with pytest.warns(UserWarning, match="restart.*\n  cure: leave out attention_mask= and the cache"):
+                model(ids, **packed, **options)
+        alone = model(ids[:, 3:], **{key: x[:, 3:] for key, x in ones.items()}).logits
+        model(ids, **packed, use_cache=False)
+        with sightline.transformers.masking(model, sightline.documents(lengths=[3, 3])):
+            found = model(ids, **packed, **ones).logits
+    torch.testing.assert_close(found[:, 3:], alone)

@@ -1,5 +1,6 @@
 """Tests that `sightline.transformers.unpadded` gives the results of the padded batch, and computes no padding."""
 
+import contextlib
 import copy
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +16,9 @@ pytest.importorskip("transformers")
 import transformers
 
 from sightline import watch
-from sightline.transformers import unpadded
+from sightline.eviction import SnapKV
+from sightline.transformers import Cache, unpadded
+from sightline.transformers.compatibility import CACHE
 from tiny_models import (
     BATCH,
     LENGTH,
@@ -248,3 +251,26 @@ def test_layers_that_make_a_bias_of_places_are_refused_when_they_run():
 def with_convolution(model):
     model.bert.encoder.layer[1].mixer = torch.nn.Conv1d(SIZES["hidden_size"], 4, 3)
     return model
+
+
+@pytest.mark.parametrize("options", [{"evict": SnapKV(budget=6, last=3)}, {"dtype": "int4"}])
+def test_a_cache_that_changes_the_keys_gives_its_own_tokens(options):
+    """The prompt attends to what such a cache stores, and evicting caches keep their budget."""
+    model = make_model("Llama")
+    model.set_attn_implementation("sightline")
+    inputs, found = make_inputs(model, "left").inputs, []
+    for context in (contextlib.nullcontext(), unpadded(model)):
+        cache = Cache(**options)
+        with context:
+            ids = model.generate(**inputs, **{CACHE: cache}, max_new_tokens=6, do_sample=False)
+        found.append([ids.tolist(), cache.layers[0].cache.row_counts.tolist()])
+    assert found[0] == found[1]
+
+
+def test_router_logits_are_refused():
+    model = make_model("Mixtral")
+    inputs = make_inputs(model, "right").inputs
+    with torch.no_grad(), unpadded(model):
+        model(**inputs, labels=inputs["input_ids"])
+        with pytest.raises(ParameterError, match="output_router_logits=True in `unpadded`"):
+            model(**inputs, labels=inputs["input_ids"], output_router_logits=True)

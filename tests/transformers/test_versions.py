@@ -23,7 +23,7 @@ from transformers.generation import continuous_batching
 
 from sightline.errors import ParameterError
 from sightline.eviction import SnapKV
-from sightline.transformers import Cache, masking, pressing, unpadded, word_timestamps
+from sightline.transformers import Cache, masking, unpadded, word_timestamps
 from sightline.transformers.attention_interface import sightline_attention
 from sightline.transformers.compatibility import CACHE
 from speech import make_tiny_whisper
@@ -174,19 +174,6 @@ def test_word_times_are_those_of_the_eager_path():
         tuple(round(t, 2) for t in segment["token_timestamps"].tolist()) for segment in expected
     ]
     assert [segment.tokens for segment in found.segments] == [tuple(segment["tokens"].tolist()) for segment in expected]
-
-
-def test_presses_of_kvpress():
-    kvpress = pytest.importorskip("kvpress")
-    model, found = make_model("Llama").double(), []
-    ids = torch.randint(3, 40, (2, 60), generator=torch.Generator().manual_seed(4))
-    for implementation in ("eager", "sightline"):
-        model.set_attn_implementation(implementation)
-        press, cache = kvpress.ObservedAttentionPress(compression_ratio=0.5), transformers.DynamicCache()
-        with torch.no_grad(), pressing(model, press) if implementation == "sightline" else press(model):
-            model(ids, **{CACHE: cache}, cache_position=torch.arange(60))
-        found.append(torch.stack([layer.keys.sum((2, 3)) for layer in cache.layers]))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_a_causal_layer_without_a_mask_raises():

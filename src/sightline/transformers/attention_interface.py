@@ -18,7 +18,7 @@ from ..problem.validation import read_mask
 from ..statistics import weights
 from ..torch.attention_finder import is_watched
 from ..torch.hooks import LayerCall, attend
-from .compatibility import PAGED_WINDOW, allow_continuous_batching, check_mask, collects_attentions, mask_arguments
+from .compatibility import PAGED_WINDOW, allow_continuous_batching, check_mask, collects, mask_arguments
 from .mask_interface import FormulaMask, position_formulas, sightline_mask
 from .paged_cache import read_paged_cache
 from .position_bias import PositionBias, serve_position_biases
@@ -132,6 +132,10 @@ def sightline_attention(
             raise ParameterError("masking(...) in continuous batching", "the model's own masks", "call model.generate")
         query, key, value, attention_mask = read_paged_cache(module, query, key, value, cache, options)
     check_mask(module, query, attention_mask, options)
+    if isinstance(attention_mask, FormulaMask) and torch.compiler.is_compiling():
+        attention_mask = attention_mask.clone()  # the dense array
+    if isinstance(attention_mask, FormulaMask) and module not in ADDED_MASKS:
+        attention_mask.warn_of_restarts(options.get("position_ids"))
     score: Any = None if softcap is None else softcap_score(float(softcap))
     if position_bias is not None and not _is_zero(position_bias):
         score = _add_to_score(position_bias, score)
@@ -146,15 +150,18 @@ def sightline_attention(
             "layers without position biases in `unpadded`",
             "call the model without `unpadded`",
         )
-    if unpadding is not None and (needs_weights or is_watched()):  # weights and statistics have the padded shape
-        query, key, value = map(unpadding.pad, (query, key, value))
+    is_stored = isinstance(key, StoredTensor)
+    if unpadding is not None and (needs_weights or is_watched() or is_stored):  # what has the padded shape
+        query = unpadding.pad(query)
+        key, value = (key, value) if is_stored else (unpadding.pad(key), unpadding.pad(value))
         attention_mask = attention_mask.padded
     else:
         unpadding = None
-    of_press = OBSERVED.get(module) if query.shape[-2] > 1 else None  # kvpress evicts keys after the prompt alone
+    n = query.shape[-2]
+    of_press = OBSERVED[module](n) if n > 1 and module in OBSERVED else None  # kvpress evicts after the prompt alone
     evicting = key.evicting if isinstance(key, StoredTensor) else None
-    has_padding = getattr(attention_mask, "is_real", None) is not None
-    observed = [] if evicting is None else evicting.observed(query.shape[-2], has_padding)
+    has_padding = unpadding is not None or getattr(attention_mask, "is_real", None) is not None
+    observed = [] if evicting is None else evicting.observed(n, has_padding)
     output, seen = attend(
         *_read_cache(query, key, value),
         call=LayerCall("self", getattr(attention_mask, "query_start", None), getattr(attention_mask, "key_start", 0)),
@@ -163,10 +170,14 @@ def sightline_attention(
         scale=scaling,
         sinks=s_aux,
         dropout=dropout if module.training else 0.0,
-        see=[*([weights()] if needs_weights else []), *([] if of_press is None else [of_press]), *observed],
+        see=[
+            *([weights()] if needs_weights else []),
+            *([] if of_press is None else [of_press]),
+            *observed,
+        ],
     )
     if evicting is not None:
-        evicting.evict(query.shape[-2], *seen[len(seen) - len(observed) :])
+        evicting.evict(n, *seen[len(seen) - len(observed) :])
     if unpadding is not None:
         output = unpadding.flatten(output)
     output = output.transpose(1, 2).contiguous().to(query.dtype)
@@ -227,8 +238,6 @@ def _is_zero(position_bias: Tensor) -> bool:
 
 def _needs_weights(module: nn.Module, options: dict[str, Any]) -> bool:
     """True if an option of the call, the model's configuration or a hook of transformers asks for the weights."""
-    if options.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+    if getattr(getattr(module, "config", None), "output_attentions", False):
         return True
-    if torch.compiler.is_compiling():
-        return False
-    return collects_attentions()
+    return bool(options.get("output_attentions")) if torch.compiler.is_compiling() else collects("attentions", options)

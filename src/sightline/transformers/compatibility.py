@@ -71,14 +71,14 @@ def cache_of(arguments: Mapping[str, Any]) -> Any:
     return next((cache for cache in found if isinstance(cache, Cache)), None)
 
 
-def collects_attentions() -> bool:
-    """True if the model that runs collects the weights of its layers, which get no `output_attentions` then.
+def collects(kind: str, options: Mapping[str, Any]) -> bool:
+    """True if the model that runs returns values of its layers, such as "attentions" or "router_logits".
 
-    Versions without `output_capturing` pass `output_attentions` to the layers.
+    `options` are arguments of a layer. Versions with `output_capturing` do not pass them `output_attentions=`.
     """
     capturing = getattr(transformers.utils, "output_capturing", None)
     collected = None if capturing is None else capturing._active_collector.get()
-    return any(name.endswith("attentions") for name in collected or ())
+    return bool(options.get(f"output_{kind}")) or any(name.endswith(kind) for name in collected or ())
 
 
 # -- masks ---------------------------------------------------------------------------------------------------------

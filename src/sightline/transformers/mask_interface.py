@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from ..arrays.operations import to_numpy
@@ -60,6 +62,7 @@ class FormulaMask(Tensor):
     unpadding: Unpadding | None
     padded: FormulaMask | None
     _make_dense: Callable[[], Tensor]
+    has_checked: bool
 
     @staticmethod
     def __new__(
@@ -107,9 +110,48 @@ class FormulaMask(Tensor):
         """Return `rule`, a formula of positions in the sequence, as a formula of the rows of the call."""
         return rule.rewrite(self.positions) if self.unpadding is None else self.unpadding.translate(rule, heads)
 
+    def warn_of_restarts(self, positions: Any) -> None:
+        """Warn if the positions (B, n) of a prompt restart, and the mask lets tokens attend to earlier documents.
+
+        Every layer gets the same mask, and only the first one checks it.
+        """
+        formula, count = self.formula, self.shape[2]
+        is_plain = formula is not None and not formula.tables and self.shape[3] == count and not self.query_start
+        if not is_plain or vars(self).setdefault("has_checked", False):
+            return
+        self.has_checked = True
+        if isinstance(positions, Tensor) and positions.ndim == 2 and bool((positions.diff() < 0).any()):
+            warnings.warn(
+                "position_ids restart, but the mask lets tokens attend to the documents before\n  cure: leave out "
+                "attention_mask= and the cache, so that transformers separates the documents; or run the model in "
+                "`with sightline.transformers.masking(model, sightline.documents(lengths=[...])):`",
+                UserWarning,
+                stacklevel=3,
+            )
+
     def dense(self) -> Tensor:
         """Return the bool array that transformers' own code computes."""
         return self._make_dense()
+
+    @cached_property
+    def array(self) -> Tensor:
+        """The bool array, which a compiled model gets in place of the mask."""
+        with _disable_current_modes():
+            return self.dense().expand(self.shape)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Name the tensor that torch.compile reads: a model may get a mask that was made outside the compiled code."""
+        return ["array"], None
+
+    @staticmethod
+    def __tensor_unflatten__(arrays: Mapping[str, Tensor], _: None, shape: Any, strides: Any) -> FormulaMask:
+        array = arrays["array"]
+        mask = FormulaMask(None, shape, array.device, lambda: array, {})
+        vars(mask)["array"] = array
+        return mask
+
+    def _stable_hash_for_caching(self) -> str:
+        return type(self).__name__  # compiled code depends on no attribute
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

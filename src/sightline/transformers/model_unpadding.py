@@ -16,8 +16,10 @@ from transformers import Cache
 from ..errors import ParameterError
 from ..torch.hooks import restore_on_exit
 from ..torch.watcher import is_cross_attention
+from .compatibility import collects
 from .mask_interface import FormulaMask
 from .model_layers import find_attention_layers, using_sightline
+from .stored_tensor import StoredTensor
 from .unpadding import Unpadding
 
 
@@ -43,7 +45,7 @@ def unpadded(model: nn.Module) -> Iterator[None]:
     ParameterError
         `model` is not a module, its attention does not use transformers' attention interface, or a layer mixes tokens
         outside of self-attention, as a convolution does, or adds a bias that depends on places in the padded batch. The
-        error names the part.
+        error names the part. A model of experts returns router logits.
 
     Examples
     --------
@@ -116,6 +118,12 @@ def _forward_without_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
         unpadding = masks[0].unpadding if masks else None
         if unpadding is None or torch.compiler.is_compiling():
             return forward(*inputs, **options)
+        if collects("router_logits", options):
+            raise ParameterError(
+                "output_router_logits=True in `unpadded`, where routers see no padding and models expect it",
+                "output_router_logits=False",
+                "call the model without `unpadded`, or with output_router_logits=False",
+            )
 
         def flatten(value: Any) -> Any:
             if isinstance(value, FormulaMask):
@@ -146,6 +154,10 @@ class PaddingCache:
         return getattr(self.cache, name)
 
     def update(self, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values (1, H, tokens, d) of a prompt with 0 at padding, and return key and value."""
-        self.cache.update(self.unpadding.pad(key), self.unpadding.pad(value), *inputs, **options)
-        return key, value
+        """Store the keys and values (1, H, tokens, d) of a prompt with 0 at padding, and return those for attention.
+
+        A `sightline.transformers.Cache` that evicts keys or stores another dtype returns what it stores.
+        """
+        padded = self.unpadding.pad(key), self.unpadding.pad(value)
+        stored: tuple[Tensor, Tensor] = self.cache.update(*padded, *inputs, **options)
+        return stored if isinstance(stored[0], StoredTensor) else (key, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,16 +14,24 @@ from transformers import PreTrainedModel
 
 from ..errors import ParameterError
 from ..statistics import Statistic, received, weights
-from .compatibility import cache_of, read_implementation
+from ..torch.hooks import restore_on_exit
+from .compatibility import CACHE, cache_of, read_implementation
 
-OBSERVED: WeakKeyDictionary[nn.Module, Statistic] = WeakKeyDictionary()  # by layer: the statistic that its press reads
+# by layer: a function from the number of queries to the statistic that its press reads
+OBSERVED: WeakKeyDictionary[nn.Module, Callable[[int], Statistic]] = WeakKeyDictionary()
+
+
+def _last_rows(press: Any, n: int) -> Statistic:
+    """Return the weights of the press's window, or of a shorter prompt, for which the press raises its own error."""
+    return weights().rows(range(-min(press.window_size, n), 0))
+
 
 # by the press's class: the statistic whose rows the press gets in place of the weights (B, H, n, m)
-STATISTICS: dict[str, Callable[[Any], Statistic]] = {
-    "ObservedAttentionPress": lambda _: received(),  # the sum of all rows, as one row
-    "SnapKVPress": lambda press: weights().rows(range(-press.window_size, 0)),
-    "PyramidKVPress": lambda press: weights().rows(range(-press.window_size, 0)),
-    "TOVAPress": lambda _: weights().rows([-1]),
+STATISTICS: dict[str, Callable[[Any, int], Statistic]] = {
+    "ObservedAttentionPress": lambda _, n: received(),  # the sum of all rows, as one row
+    "SnapKVPress": _last_rows,
+    "PyramidKVPress": _last_rows,
+    "TOVAPress": lambda _, n: weights().rows([-1]),
 }
 
 
@@ -75,25 +84,39 @@ def pressing(model: PreTrainedModel, press: Any) -> Iterator[None]:
             'model.set_attn_implementation("sightline")',
         )
     layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "q_proj")]
-    statistic = STATISTICS[name](inner)
-    OBSERVED.update(dict.fromkeys(layers, statistic))
+    OBSERVED.update(dict.fromkeys(layers, partial(STATISTICS[name], inner)))
     try:
         with ExitStack() as hooks, press(model):
             for layer in layers:
-                hooks.callback(layer.register_forward_pre_hook(add_positions, with_kwargs=True).remove)
+                hooks.callback(layer.register_forward_pre_hook(add_arguments, with_kwargs=True).remove)
+                hooks.enter_context(restore_on_exit(layer, "forward"))
+                layer.forward = _without_cache_alias(layer.forward)
             yield
     finally:
         for layer in layers:
             OBSERVED.pop(layer, None)
 
 
-def add_positions(layer: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Add `cache_position`, the positions (n,) of the new tokens, to the arguments of a layer: its forward pre-hook."""
+def add_arguments(layer: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Add what kvpress reads among a layer's arguments: `cache_position`, the positions (n,) of the new tokens, and the
+    cache as `past_key_values`, its name before transformers 5.24.
+    """
     hidden, cache = options.get("hidden_states"), cache_of(options)
     if hidden is None or cache is None or "cache_position" in options:
         return inputs, options
     positions = torch.arange(hidden.shape[1], device=hidden.device) + cache.get_seq_length(layer.layer_idx)
     return inputs, options | {"cache_position": positions, "past_key_values": cache}
+
+
+def _without_cache_alias(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer's `forward` that drops the second name of the cache, against which transformers warns."""
+
+    @wraps(forward)
+    def forward_without_alias(*inputs: Any, **options: Any) -> Any:
+        alias = options.pop("past_key_values", None)
+        return forward(*inputs, **{CACHE: alias} | options if alias is not None else options)
+
+    return forward_without_alias
 
 
 def as_rows(seen: Tensor) -> Tensor:
