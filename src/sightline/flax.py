@@ -120,7 +120,7 @@ def dot_product_attention(
             raise ParameterError(f"{name}={function!r}", "None", "use Flax's own attention_fn for quantized products")
     operands = _promote([query, key, value], dtype, promote_dtype)
     if force_fp32_for_softmax:
-        operands = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in operands]
+        operands = [x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in operands]
     if any(x.ndim < 3 for x in operands):
         given = "query, key and value of shapes " + ", ".join(str(x.shape) for x in operands)
         raise ShapeError(given, "(..., positions, heads, width)", "x[:, None] for arrays of one head")

@@ -9,6 +9,7 @@ if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
 
 @pytest.fixture
 def without_checks():
-    """Allow NaN and ∞, and arrays of different ranks in one operation, for inputs and peers that have them."""
-    with jax.debug_nans(False), jax.debug_infs(False), jax.numpy_rank_promotion("allow"):
+    """Allow NaN, ∞, and different ranks or dtypes in one operation, for inputs and peers that have them."""
+    promotions = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
+    with jax.debug_nans(False), jax.debug_infs(False), promotions[0], promotions[1]:
         yield

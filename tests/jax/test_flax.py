@@ -73,6 +73,7 @@ def test_grouped_heads_and_is_causal_are_those_of_nnx(rng):
     assert_close(found, nnx.dot_product_attention(query, key, key, is_causal=True))
 
 
+@pytest.mark.usefixtures("without_checks")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
 def test_dtypes_are_promoted_as_in_flax(rng, dtype):
     query, key, value = rng.normal(size=(3, 2, 7, 4, 8))
@@ -123,6 +124,7 @@ def test_a_layer_of_nnx(inputs, options):
     assert bool(found[1]) == ("sow_weights" in options)
 
 
+@pytest.mark.usefixtures("without_checks")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_softmax_in_float32_has_the_dtypes_of_flax(inputs, dtype):
     ours, theirs = linen_layers(dtype=dtype, force_fp32_for_softmax=True)
