@@ -98,16 +98,14 @@ def prompt(way: Way, model: Any, ids: Any) -> tuple[Any, Any]:
     """Run the prompt. Return the logits of the next token, and the cache."""
     with running(way, model) as cache:
         positions = torch.arange(ids.shape[1])
-        found = model.model(
-            input_ids=ids, past_key_values=cache, cache_position=positions, position_ids=positions[None]
-        )
+        found = model.model(input_ids=ids, cache=cache, cache_position=positions, position_ids=positions[None])
         return model.lm_head(found.last_hidden_state[:, -1:]), cache
 
 
 def continue_with(model: Any, cache: Any, ids: Any, first: int) -> Any:
     """Return the logits of tokens that follow the prompt, whose first position is `first`."""
     with torch.no_grad():
-        return model(ids, past_key_values=cache, position_ids=first + torch.arange(ids.shape[1])[None]).logits
+        return model(ids, cache=cache, position_ids=first + torch.arange(ids.shape[1])[None]).logits
 
 
 def stored_bytes(cache: Any) -> int:

@@ -27,8 +27,9 @@ SLACK = 4  # a sliding layer stores up to 1 / SLACK of its window more than it n
 class Cache(DynamicCache):  # type: ignore[misc]
     """A `transformers.Cache` that appends a token without a copy of the earlier ones, unless its storage is full.
 
-    `model.generate(..., past_key_values=sightline.transformers.Cache())` generates the tokens that transformers' own
-    `DynamicCache` gives: greedy, sampled, by beams or with drafts. `DynamicCache` copies all keys and values of a layer
+    `model.generate(..., cache=sightline.transformers.Cache())` generates the tokens that transformers' own
+    `DynamicCache` gives: greedy, sampled, by beams or with drafts. Before transformers 5.24 the argument is
+    `past_key_values`. `DynamicCache` copies all keys and values of a layer
     at every token. Here each layer has a `sightline.KVCache`, and the layer's attention reads views of its storage. The
     views are plain tensors, so models with another attention implementation work too.
 
@@ -81,7 +82,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
     >>> model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sightline")
     >>> ids = torch.arange(5)[None]
     >>> cache = sightline.transformers.Cache()
-    >>> model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False).shape
+    >>> model.generate(ids, cache=cache, max_new_tokens=3, do_sample=False).shape
     torch.Size([1, 8])
     >>> cache.get_seq_length(), cache.layers[0].cache.dtype
     (7, 'float32')

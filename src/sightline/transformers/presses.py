@@ -59,7 +59,7 @@ def pressing(model: PreTrainedModel, press: Any) -> Iterator[None]:
     --------
     >>> from kvpress import ObservedAttentionPress  # doctest: +SKIP
     >>> with sightline.transformers.pressing(model, ObservedAttentionPress(compression_ratio=0.5)):  # doctest: +SKIP
-    ...     model(ids, past_key_values=cache)
+    ...     model(ids, cache=cache)
 
     References
     ----------
