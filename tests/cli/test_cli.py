@@ -162,7 +162,8 @@ def test_errors_are_messages(run, arguments, message):
 def test_a_file_that_cannot_be_written_is_a_message(run, tmp_path):
     code, _, err = run("explain", "--figure", str(tmp_path / "none" / "cat.svg"))
     assert code == 2
-    assert "none/cat.svg': No such file or directory" in err
+    assert "none/cat.svg': The folder" in err
+    assert "does not exist; create it" in err
     assert "Traceback" not in err
 
 

@@ -75,7 +75,7 @@ def _apply(xp: Any, node: Apply, inputs: list[Interval]) -> Interval:
     if node.kind == "float":
         low, high = _unbound_nan(xp, BOUND_RULES[node.operator](xp, *inputs))
     else:
-        low, high = INTEGER_RULES[node.operator](xp, *inputs)
+        low, high = (WHOLE_RULES.get(node.operator) or BOUND_RULES[node.operator])(xp, *inputs)
     if node.operator != "where":
         for argument, (a, z) in zip(node.arguments, inputs, strict=True):
             if argument.kind == "float":  # an unbounded argument may be NaN, and NaN propagates
@@ -255,5 +255,4 @@ BOUND_RULES: dict[str, Callable[..., Interval]] = {
     "floor": _monotone("floor"),
     "ceil": _monotone("ceil"),
 }
-# the rules of nodes that are integers or conditions, which are never NaN
-INTEGER_RULES = BOUND_RULES | {"floor_divide": _whole_quotient, "remainder": _whole_remainder}
+WHOLE_RULES = {"floor_divide": _whole_quotient, "remainder": _whole_remainder}  # of integers, which are never NaN
