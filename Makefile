@@ -4,7 +4,7 @@ PYTHON ?= python3
 EXTRAS ?= demo
 BIN := .venv/bin
 
-.PHONY: demo lint check test test-wide test-all test-versions soak wheel-test release docs
+.PHONY: demo lint check test test-wide test-switches test-all test-versions soak wheel-test release docs
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sightline needs Python 3.11 or newer; run make PYTHON=python3.12")'
@@ -48,13 +48,16 @@ check: lint
 test: lint
 	$(PYTEST)
 
-# The products of dtypes, layouts and frameworks, and long programs, that `make test` leaves out, and the tests of JAX
-# under each of JAX's switches for dtypes and debugging, and of torch under its default devices. Left-out files start processes that set what they need.
+# The products of dtypes, layouts and frameworks, and long programs, that `make test` leaves out.
+test-wide: .venv/dev
+	$(PYTEST) -m wide
+
+# The tests of JAX under each of its switches for dtypes and debugging, and those of torch under its default devices.
+# Left-out files start processes that set what they need.
 JAX_SWITCHES := ENABLE_X64=1 NUMPY_RANK_PROMOTION=raise NUMPY_DTYPE_PROMOTION=strict DEBUG_NANS=1 DEBUG_INFS=1 \
   CHECK_TRACER_LEAKS=1
 JAX_TESTS := tests/jax --ignore tests/jax/test_distributed.py --ignore tests/jax/test_programs.py
-test-wide: .venv/dev
-	$(PYTEST) -m wide
+test-switches: .venv/dev
 	for switch in $(JAX_SWITCHES); do env JAX_$$switch $(PYTEST) -m 'wide or not wide' $(JAX_TESTS) || exit 1; done
 	for device in cpu meta; do DEFAULT_DEVICE=$$device $(PYTEST) tests/torch tests/dispatch || exit 1; done
 
@@ -81,7 +84,7 @@ docs: .venv-docs/done
 	.venv-all/bin/python -m pip install --quiet --editable '.[dev,tensorflow]'
 	@touch $@
 
-test-all: test test-wide .venv-all/done
+test-all: test test-wide test-switches .venv-all/done
 	KERAS_BACKEND=jax .venv-all/bin/python -m pytest tests/keras
 	KERAS_BACKEND=tensorflow .venv-all/bin/python -m pytest tests/keras
 

@@ -131,7 +131,7 @@ def check_without_extras(python: Path, work: Path) -> None:
     run(python, "-c", EMPTY, cwd=work)
     run(python, PROGRAMS / "user_program.py", cwd=work)
     command = python.parent / "sightline"
-    for arguments in (["demo", "--repeats", "1"], ["explain", "to be or not to be"], ["info"], ["bench", "--list"]):
+    for arguments in (["demo", "--repeats", "1"], ["explain", "to be or not to be"], ["info"], ["bench", "--help"]):
         run(command, *arguments, cwd=work, quiet=True)
     run(python, "-m", "sightline", "--version", cwd=work)
     page = work / "sightline-demo-heads.html"

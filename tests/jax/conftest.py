@@ -1,4 +1,4 @@
-"""What tests of JAX share. `make test-wide` runs them under each of JAX's switches for dtypes and debugging."""
+"""What tests of JAX share. `make test-switches` runs them under each of JAX's switches for dtypes and debugging."""
 
 import jax
 import pytest
