@@ -5,6 +5,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from _pytest.doctest import DoctestItem
+
 collect_ignore = ["docs/conf.py", "docs/extensions"]  # for Sphinx, which only `make docs` installs
 if find_spec("transformers") is None:
     collect_ignore += ["src/sightline/transformers", "docs/transformers.md", "docs/messages.md"]
@@ -31,7 +33,7 @@ KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
 os.environ["SIGHTLINE_CACHE"] = str(KERNELS)
 
 
-def pytest_sessionfinish():
-    """Let torch.compile forget names of pages that it would remove at exit: doctest has removed them already."""
-    if dynamo := sys.modules.get("torch._dynamo.utils"):
+def pytest_runtest_teardown(item):
+    """Let torch.compile forget names of a page that it would remove later: doctest has removed them already."""
+    if isinstance(item, DoctestItem) and (dynamo := sys.modules.get("torch._dynamo.utils")):
         dynamo.CleanupManager.instance.clear()

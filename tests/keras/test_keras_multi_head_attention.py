@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 def pair(query, value, heads=2, key_dim=8, **options):
     """Keras's layer and ours with the same random weights, biases included."""
+    keras.utils.set_random_seed(0)
     theirs = keras.layers.MultiHeadAttention(heads, key_dim, bias_initializer="normal", **options)
     ours = MultiHeadAttention(heads, key_dim, bias_initializer="normal", **options)
     for layer in (theirs, ours):

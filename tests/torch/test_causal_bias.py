@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sightline
-from sightline.errors import DtypeError, ShapeError
+from sightline.errors import DtypeError, ParameterError, ShapeError
 from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
@@ -91,8 +91,10 @@ def test_any_leading_axes(lead, align):
 
 def test_shared_heads_and_is_causal():
     given = draw(5, 7, heads=2)
-    output = sdpa(*given, causal_lower_right(5, 7), is_causal=True, enable_gqa=True)
-    assert_defined(output, given, visible("upper left", 5, 7))
+    output = sdpa(*given, causal_lower_right(5, 7), enable_gqa=True)
+    assert_defined(output, given, visible("lower right", 5, 7))
+    with pytest.raises(ParameterError, match="is_causal=True"):
+        sdpa(*given, causal_lower_right(5, 7), is_causal=True, enable_gqa=True)
 
 
 def test_gradients_equal_those_of_torch():
