@@ -225,7 +225,7 @@ def write(rows: list[Row]) -> None:
 def main(folder: Path, newest: str, names: list[str], write_results: bool) -> int:
     """Run the environments called `names`, or all of them, and return 1 if a test failed.
 
-    The table has the last results of all environments in `folder`.
+    The printed table also has the results of earlier runs in the same `folder`.
     """
     environments = list_environments()
     chosen = [each for each in environments if not names or each.name in names]

@@ -13,7 +13,6 @@ import numpy as np
 
 from sightline.api.functions import attention
 from sightline.arrays.operations import resolve_dtype, to_numpy
-from sightline.cli.timing import torch_threads
 from sightline.formula.library import bias
 from sightline.formula.tables import Table
 from sightline.statistics import arrays_of
@@ -195,5 +194,6 @@ def set_threads(threads: int) -> None:
 
     The numbers of threads of other libraries are set once, by `Contender.prepare`.
     """
-    if torch_threads() != threads and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(threads)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

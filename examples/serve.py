@@ -102,7 +102,7 @@ def read_messages(messages: Any) -> list[dict[str, str]]:
 def submit(
     engine: Engine, content: bytes, is_chat: bool, send: Callable[[int | None], Any]
 ) -> tuple[Request, list[str], bool]:
-    """Return the request of a body in JSON, the texts that end its answer, and whether the answer is streamed."""
+    """Submit the request that a JSON body describes. Return (request, texts that end the answer, True to stream it)."""
     body = json.loads(content)
     json.dumps(body, ensure_ascii=False).encode()  # raises UnicodeError for half of a surrogate pair
     prompt, maximum, temperature, stops = read_body(body, is_chat)

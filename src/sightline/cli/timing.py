@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,12 +77,6 @@ def time_calls(call: Callable[[Any], Any], repeats: int, setup: Callable[[], Any
         total += time.perf_counter() - started
         del result
     return total / repeats
-
-
-def torch_threads() -> int:
-    """Return torch's number of threads; 1 if torch is not loaded."""
-    torch = sys.modules.get("torch")
-    return 1 if torch is None else int(torch.get_num_threads())
 
 
 def speedups(ours: Sequence[float], others: Sequence[float]) -> tuple[float, float] | None:

@@ -341,7 +341,7 @@ def _subtract_sum(
 def _correct_d_lse(
     prepared: PreparedCall, d_lse: Any, given: BackwardInputs, forward: ForwardPass, addresses: Sequence[int]
 ) -> Any:
-    """Return the result of `subtract_rounding` for `BackwardEntry.output`; None if it needs the full dispatch."""
+    """Return d_lse as `subtract_rounding` corrects it for a rounded output; None if that needs the full dispatch."""
     operands, output, lse, sinks, seed, threads = forward
     wide = widen(*operands)
     own_sinks = None if sinks is None else prepared.call.convert_sinks(sinks)

@@ -22,8 +22,9 @@ MAX_ROW_LENGTH = 256  # the entries of a row are written out in the generated co
 class Row:
     """A small array of formulas: the entries of a table at its first indices, or what functions made of them.
 
-    `x[i]` of a table x (n, d) is a row (d,). Rows have torch's and NumPy's elementwise functions, dot, norm, reductions
-    over the last axis or all axes, and changes of shape. Every function writes out one formula for each entry.
+    If x is a table of shape (n, d), then `x[i]` is a row of shape (d,). Rows have torch's and NumPy's elementwise
+    functions, dot, norm, reductions over the last axis or all axes, and changes of shape. Every function writes out one
+    formula for each entry.
     """
 
     def __init__(self, table: Table | None, indices: Indices, shape: tuple[int, ...], entries: Any = None) -> None:

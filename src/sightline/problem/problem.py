@@ -283,7 +283,7 @@ def validate(problem: Problem) -> Problem:
     mask = normalize(checked.mask, checked.score, problem.extent)
 
     def check_condition(condition: Expression) -> Expression:
-        """Return a statistic's condition after checking that it reads inside its tables at visible pairs."""
+        """Return a statistic's condition; raise TableError if it reads outside of a table at a visible pair."""
         check_formula(condition, problem.extent, mask)
         return condition
 

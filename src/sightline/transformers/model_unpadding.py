@@ -154,9 +154,10 @@ class PaddingCache:
         return getattr(self.cache, name)
 
     def update(self, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values (1, H, tokens, d) of a prompt with 0 at padding, and return those for attention.
+        """Store the keys and values (1, H, tokens, d) of a prompt. Return the keys and values that attention reads.
 
-        A `sightline.transformers.Cache` that evicts keys or stores another dtype returns what it stores.
+        The cache gets them with padding, whose entries are 0. Attention reads the given keys and values, or what a
+        `sightline.transformers.Cache` stores if it evicts keys or stores another dtype.
         """
         padded = self.unpadding.pad(key), self.unpadding.pad(value)
         stored: tuple[Tensor, Tensor] = self.cache.update(*padded, *inputs, **options)
