@@ -1,60 +1,79 @@
-"""Plant faults: change lines in a copy of a module, and put the copy where the kernels are looked up."""
+"""Plant faults: change one place in the syntax tree of a function, and let the function run the changed code."""
 
+import __future__
+
+import ast
 import importlib.util
 import inspect
+import linecache
+import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-
-from sightline.cpu.codegen import operand_tiles, register_tile
-from sightline.cpu.kernels import (
-    backward,
-    block,
-    forward,
-    fused_statistics,
-    shared_tiles,
-    tables,
-    weights_by_key,
-    weights_by_query,
-    weights_pass,
-    weights_statistics,
-    weights_tiles,
-)
-from sightline.cpu.launch import backward as launch_backward
-from sightline.cpu.launch import forward as launch_forward
-from sightline.cpu.launch import table_gradients
-from sightline.cpu.launch import weights_pass as launch_weights_pass
-from sightline.problem import kernel as problem_kernel
-from sightline.reference import streaming
-
-PLACES = {  # for each module: the modules and the names through which its classes are looked up
-    forward: [(launch_forward, "Forward")],
-    backward: [(launch_backward, "Backward")],
-    register_tile: [(block, "RegisterTiles")],
-    operand_tiles: [(block, "OperandTile")],
-    launch_backward: [(launch_backward, "backward")],
-    table_gradients: [(launch_backward, "differentiate_sinks")],
-    problem_kernel: [(table_gradients, "sum_sink_gradients")],
-    tables: [(backward, "TableGradientCode")],
-    fused_statistics: [(forward, "FusedStatisticsCode")],
-    weights_by_key: [(weights_by_key, "ReceivedCode"), (weights_by_key, "PooledCode")],
-    weights_by_query: [(weights_by_query, "TopKCode")],
-    weights_statistics: [(launch_weights_pass, "WeightStatistics")],
-    weights_tiles: [(launch_weights_pass, "WeightTiles"), (launch_weights_pass, "WeightSums")],
-    streaming: [],
-}
+from types import CodeType
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Lines of a module before and after the fault. `more` are further faults if one alone has no effect."""
+    """A function, an expression or a statement that occurs once in it, and what the fault puts there.
 
-    module: object
+    Several statements may take the place of one. A decorated function stands for the function within.
+    """
+
+    function: Callable
     before: str
     after: str
-    more: tuple["Fault", ...] = ()
-    methods: tuple[str, ...] = ()  # the faulty methods of a base class of kernels, which replace the originals
-    shows: str = "plain"  # for a fault of the backward pass: the problem of `DIFFERENTIATED` that reveals it
+
+
+class Replacement(ast.NodeTransformer):
+    """The replacement of each node that equals `before`. Spaces and line breaks do not count."""
+
+    def __init__(self, before: str, after: str):
+        old, new = ast.parse(before).body, ast.parse(after).body
+        if all(len(part) == 1 and isinstance(part[0], ast.Expr) for part in (old, new)):
+            old, new = [old[0].value], new[0].value
+        (node,) = old
+        self.before, self.after, self.count = ast.dump(node), new, 0
+
+    def visit(self, node):
+        if ast.dump(node) != self.before:
+            return self.generic_visit(node)
+        self.count += 1
+        return self.after
+
+
+def plant(faults, monkeypatch):
+    """Plant one fault, or each fault of a tuple, until the monkeypatch is undone.
+
+    The function's own code is exchanged: the fault is seen wherever the function is called, under every name.
+    """
+    for fault in faults if isinstance(faults, tuple) else (faults,):
+        function = inspect.unwrap(getattr(fault.function, "fn", fault.function))  # `fn`: a kernel of Triton
+        monkeypatch.setattr(function, "__code__", change_code(function, fault.before, fault.after))
+
+
+def change_code(function, before, after):
+    """Return the code of the function with `after` in place of `before`.
+
+    `inspect.getsource` finds the changed source, so that a second fault can be planted and Triton can read it.
+    """
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    replacement, outer = Replacement(before, after), function.__code__.co_freevars
+    replacement.visit(definition)
+    if replacement.count != 1:
+        raise ValueError(f"this occurs {replacement.count} times in {function.__qualname__}, not once: {before}")
+    definition.decorator_list = []
+    if outer:  # the closure's variables, also those that the fault does not read
+        definition.body.insert(0, ast.Nonlocal([*outer]))
+    enclosing = ast.parse(f"def enclosing({', '.join(outer)}): pass")
+    enclosing.body[0].body = [definition]
+    source = ast.unparse(enclosing)
+    name = f"<fault in {function.__qualname__}: {after}>"
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
+    code = compile(source, name, "exec", flags, dont_inherit=True)
+    for wanted in ("enclosing", function.__name__):
+        (code,) = (one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == wanted)
+    return code
 
 
 def broken(module, *changes):
@@ -68,25 +87,4 @@ def broken(module, *changes):
     copy = importlib.util.module_from_spec(spec)
     copy.__package__ = module.__package__
     exec(compile(source, module.__file__, "exec"), copy.__dict__)
-    return copy
-
-
-def filled(shape, dtype=float, **options):
-    """Return an array of threes, in place of `np.empty`: what a faulty kernel leaves unwritten is not random."""
-    return np.full(shape, 3, dtype, **options)
-
-
-def plant(fault, monkeypatch):
-    """Plant the fault where the kernels are looked up, and return the changed copy of its module."""
-    monkeypatch.setattr(np, "empty", filled)
-    together = [fault, *(other for other in fault.more if other.module is fault.module)]
-    copy = broken(fault.module, *(line for part in together for line in (part.before, part.after)))
-    for method in fault.methods:
-        owner = {weights_pass: "WeightsPass", shared_tiles: "SharedTiles"}.get(fault.module, "Block")
-        monkeypatch.setattr(getattr(fault.module, owner), method, getattr(getattr(copy, owner), method))
-    for module, name in () if fault.methods else PLACES[fault.module]:
-        monkeypatch.setattr(module, name, getattr(copy, name))
-    for other in fault.more:
-        if other.module is not fault.module:
-            plant(other, monkeypatch)
     return copy

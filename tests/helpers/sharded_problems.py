@@ -14,7 +14,7 @@ def cuts(length, pieces, alignment=1):
     return [(first, min(first + step, length)) for first in range(0, length, step)]
 
 
-def run_parts(run, problem, key_parts=3, query_parts=2, head_parts=1, part=part_of):
+def run_parts(run, problem, key_parts=3, query_parts=2, head_parts=1):
     """Return the result of a problem whose queries, keys and heads are computed in parts by the kernel's `run`."""
     batch, group = problem.batch_shape, problem.H // problem.G
     output = np.zeros((*batch, problem.H, problem.n, problem.d_v), problem.query.dtype)
@@ -29,7 +29,7 @@ def run_parts(run, problem, key_parts=3, query_parts=2, head_parts=1, part=part_
                     problem.query[..., heads, top:bottom, :],
                     *(x[..., first:last, left:right, :] for x in (problem.key, problem.value)),
                 )
-                result = run(part(problem, *arrays, **origin))
+                result = run(part_of(problem, *arrays, **origin))
                 pieces.append((np.asarray(result.output, np.float64), result.lse.astype(np.float64)))
             merged = merge(pieces)
             output[..., heads, top:bottom, :], sums[..., heads, top:bottom] = merged
