@@ -2,6 +2,7 @@
 
 import functools
 import math
+import random
 
 import numpy as np
 import pytest
@@ -282,6 +283,17 @@ def test_captured_lists_without_arrays_stay_the_same_objects():
 
     read_mask(counted)
     assert calls[0] is i
+
+
+def test_draws_of_other_threads_are_no_error():
+    draws, x = iter(range(2)), np.ones((1, 1, 4, 8))
+
+    def mask(b, h, q_idx, kv_idx):
+        if next(draws, None) is not None:
+            random.random()
+        return q_idx >= kv_idx
+
+    sightline.attention(x, x, x, mask=mask)
 
 
 def test_a_function_without_a_module_is_called():

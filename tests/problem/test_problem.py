@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import random
 
 import numpy as np
 import pytest
@@ -58,6 +59,9 @@ def make(query=X, key=X, value=X, **options):
 
 def tensors(**options):
     return make(T, T, T, **options)
+
+
+masked_call, masked_vjp = (functools.partial(run, X, X, X) for run in (sightline.attention, sightline.attention_vjp))
 
 
 def masked(function):
@@ -185,12 +189,9 @@ REFUSED = {
     "False as mask": (lambda: make(mask=False), MaskError, "hides every pair", "mask=None"),
     "a negative length": (lambda: padding([-1, 2]), ParameterError, "padding([-1, 2])", "at least 0"),
     "a block far away": (lambda: sightline.blocks([[[[2**40]]]]), ShapeError, "1099511627776", "2,147,483,648"),
-    "random numbers of torch": (
-        lambda: make(mask=lambda b, h, q, k: q + torch.randint(0, 9, ()) >= k),
-        FormulaError,
-        "torch.randint in a mask or score function",
-        "before the call",
-    ),
+    "draws of torch": (masked(lambda *x: x[2] > torch.randint(0, 9, ())), FormulaError, "torch.randint in a", "before"),
+    "draws of Python": (lambda: masked_call(mask=lambda *x: x[2] > random.random()), FormulaError, "numbers of Python"),
+    "draws of NumPy": (lambda: masked_vjp(mask=lambda *x: x[2] > np.random.rand()), FormulaError, "or NumPy in a mask"),
     # tables
     "a tensor at a symbol": (lambda: torch.arange(9)[i], FormulaError, "indexed by i", "sightline.table(tensor)[i]"),
     "a read outside": (lambda: make(mask=table(np.ones(3, bool))[i]), TableError, "t[i]", "(3,)", "i=3", "np.clip"),

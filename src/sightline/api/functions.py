@@ -14,6 +14,7 @@ from ..dispatch.call_request import describe, with_row_formats
 from ..dispatch.explanation import Explanation
 from ..dispatch.kernel_list import KERNELS, solve, to_caller_layout
 from ..formula.expression import Expression, is_compiling
+from ..formula.from_function import refuse_draws
 from ..formula.library import bias
 from ..kv_cache import KVCache, as_arrays
 from ..kv_cache.query_positions import Formulas
@@ -218,6 +219,7 @@ def _attend(
         answer, request = call_cache.answer(description, query, keys, values, sinks, seed, threads)
         if answer is not None:
             return answer[0] if see is None else answer
+    refuse_draws(mask, score)
     if request is not None:
         key, value, see = keys, values, row_see
         formulas = mask, score, *_ = request.formulas()

@@ -19,6 +19,7 @@ from ..dispatch.call_text import count_arrays, flatten_result, split_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, solve, to_caller_layout
 from ..errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
+from ..formula.from_function import refuse_draws
 from ..formula.tables import Table
 from ..problem.kernel import Gradients
 from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem, make_problem
@@ -124,6 +125,8 @@ def attention_vjp(
     tables = _read_wrt(wrt, {"query": query, "key": key, "value": value, "sinks": sinks}, formula, scale_table)
     options = {"mask": mask, "score": formula, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     call = _Call((query, key, value), options, statistics, [*tables.values()], kernel, threads)
+    if call.forward is None:
+        refuse_draws(mask, score)
     read, others = [query, key, value, call.output, *call.read_statistics()], [sinks, *call.read_tables()]
     versions = [*map(_sample, read), *map(_version, others)]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
+import pickle
+import random
 import sys
 import traceback
 import types
@@ -20,14 +22,15 @@ import numpy as np
 
 from ..arrays.operations import framework
 from ..errors import FormulaError, SightlineError
-from .expression import SYMBOLS, Expression, as_expression
+from .expression import SYMBOLS, Expression, as_expression, is_compiling
 from .numpy_functions import accepts
 from .tables import Table
-from .tensor_reads import ReadableArray, table_reads
+from .tensor_reads import ReadableArray, refuse_draw, table_reads
 from .torch_masks import block_formula, is_block_mask
 
 MAX_FUNCTION_DEPTH = 4  # levels that are searched for arrays: the function, the functions that it calls, and so on
 MAX_CONTAINER_LENGTH = 64  # arrays are not searched for in longer lists, tuples and dicts
+NUM_TRIES = 3  # calls of a function that seems to draw random numbers
 LIBRARIES = ("numpy", "torch", "jax", "sightline")  # modules whose functions are no user's code
 ROLES = {  # argument → FlexAttention's name of such a function, and the parameters that the function has there
     "mask": ("mask_mod", "b, h, q_idx, kv_idx"),
@@ -76,6 +79,29 @@ def to_formula(value: Any, argument: str, symbols: str) -> Expression:
     if result is None:
         raise FormulaError(f"{argument}={_name(value)} returned None", "a formula", "end the function with return ...")
     return as_expression(result)
+
+
+def refuse_draws(mask: Any, score: Any) -> None:
+    """Raise FormulaError if a mask or score function draws from the generator of `random` or `numpy.random`.
+
+    It takes 0.1 ms, so only first calls are checked. Another thread may draw meanwhile, but hardly in each of NUM_TRIES
+    calls.
+    """
+    for function, *options in ((mask, "mask", "b h i j"), (score, "score", "s b h i j")):
+        if callable(function) and not is_compiling() and all(_draws(function, *options) for _ in range(NUM_TRIES)):
+            refuse_draw("random numbers of Python or NumPy")
+
+
+def _draws(*function: Any) -> bool:
+    """True if the state of a generator changes while the function is called."""
+    before = _generator_states()
+    to_formula(*function)
+    return _generator_states() != before
+
+
+def _generator_states() -> bytes:
+    numpy_random = sys.modules.get("numpy.random")  # NumPy loads it when it is first read
+    return pickle.dumps((random.getstate(), numpy_random and numpy_random.get_state(legacy=False)))
 
 
 def _is_own(function: Any) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -36,6 +36,15 @@ def table_reads() -> Iterator[None]:
             yield
     finally:
         IS_READING.reset(token)
+
+
+def refuse_draw(draw: str) -> NoReturn:
+    """Raise the error for a function that draws a random number. `draw` says what it calls."""
+    raise FormulaError(
+        f"{draw} in a mask or score function, which is called once for all pairs",
+        "functions of the positions and the score",
+        "draw the numbers before the call, in an array that the function indexes: noise[q_idx]",
+    )
 
 
 def _has_formula(index: Any) -> bool:
@@ -64,11 +73,7 @@ def torch_mode() -> Any:
                     self.tables[id(tensor)] = Table(tensor)
                 return self.tables[id(tensor)][inputs[1]]
             if not is_compiling() and function.__name__.removesuffix("_").removesuffix("_like") in RANDOM_FUNCTIONS:
-                raise FormulaError(
-                    f"torch.{function.__name__} in a mask or score function, which is called once for all pairs",
-                    "functions of the positions and the score",
-                    "draw the numbers before the call, in a tensor that the function indexes: noise[q_idx]",
-                )
+                refuse_draw(f"torch.{function.__name__}")
             return function(*inputs, **(kwargs or {}))
 
     return TableReads
