@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import KVCache, eviction
 from sightline.errors import ParameterError, ShapeError
 
@@ -64,7 +64,7 @@ POLICIES = {
 }
 
 
-def decide(name, kind="numpy", budget=12, module=eviction):
+def decide(name, kind="numpy", budget=12):
     """Return the positions that a policy keeps, and those that dense weights choose."""
     rng = np.random.default_rng(1)
     query, key, value = (3 * rng.normal(size=(B, heads, N, D)).astype(np.float32) for heads in (H, G, G))
@@ -72,7 +72,7 @@ def decide(name, kind="numpy", budget=12, module=eviction):
     cache = KVCache()
     cache.append(give(key), give(value), lengths=LENGTHS)
     options, by_hand = POLICIES[name]
-    policy = getattr(module, name)(budget, **options)
+    policy = getattr(eviction, name)(budget, **options)
     found, expected = [], []
     for b, length in enumerate(LENGTHS):  # a sequence alone too: its queries are then the last rows
         one = KVCache()
@@ -142,14 +142,17 @@ def test_mistakes_are_named(rng, call, error, message):
 
 
 FAULTS = {
-    "SnapKV": ("(self.pool // 2, self.pool // 2)", "(0, self.pool - 1)"),
-    "H2O": ("reshape(B, G, -1, rows)", "reshape(B, -1, G, rows).swapaxes(1, 2)"),
-    "TOVA": ("np.inf, seen.mean(1, keepdims=True)", "np.inf, -seen.mean(1, keepdims=True)"),
-    "Sinks": ("positions < self.first", "positions > self.first"),
+    "SnapKV": Fault(eviction.SnapKV.rank, "(self.pool // 2, self.pool // 2)", "(0, self.pool - 1)"),
+    "H2O": Fault(
+        eviction._of_key_heads, "found.reshape(B, G, -1, rows)", "found.reshape(B, -1, G, rows).swapaxes(1, 2)"
+    ),
+    "TOVA": Fault(eviction.TOVA.rank, "seen.mean(1, keepdims=True)", "-seen.mean(1, keepdims=True)"),
+    "Sinks": Fault(eviction.Sinks.rank, "positions < self.first", "positions > self.first"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_fault_is_found(name):
-    _, found, expected = decide(name, module=broken(eviction, *FAULTS[name]))
+def test_every_fault_is_found(name, monkeypatch):
+    plant(FAULTS[name], monkeypatch)
+    _, found, expected = decide(name)
     assert not np.array_equal(found, expected)

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from quantized_rows import PAIR
 from sightline import KVCache, b, h, i, j, n, s
 from sightline.api import functions, shared_prefix
 from sightline.arrays.operations import to_numpy
 from sightline.errors import ParameterError, ShapeError
-from sightline.kv_cache import cache as cache_module
 from sightline.kv_cache import draft_tree, query_positions, stored_rows
 from sightline.kv_cache import shared_prefix as prefix_module
 
@@ -311,16 +310,32 @@ def test_drafts_wait_for_accept(rng):
 
 
 FAULTS = {
-    "a branch missed": (prefix_module, "order = np.argsort(self.owners", "order = 0 * np.argsort(self.owners"),
-    "the limit of a prefix ignored": (query_positions, "(limits < prefix.cache.lengths[:, None]).any()", "False"),
-    "b of the prefix for that of the call": (query_positions, 'if "b" in free:', "if False:"),
-    "the position of another branch": (query_positions, "[own, np.arange(own.shape[1]) % count]", "[0 * own, 0]"),
-    "an ancestor missed": (draft_tree, "False, found[entries, parent])", "False, False)"),
-    "a sibling seen": (draft_tree, "found[:, draft, draft] = True", "found[:, draft, : draft + 1] = True"),
-    "a path taken as it stands": (cache_module, "storage.move_rows(first + found,", "storage.move_rows(first + steps,"),
-    "a sink counted twice": (shared_prefix, "xp.logaddexp(merged.shift, ", "2 * xp.logaddexp(merged.shift, "),
-    "the first row of a part": (shared_prefix, "key, key + rows)", "key, key + 0 * rows)"),
-    "rows shared after a write": (stored_rows, "self._storage and self._storage.copy()", "self._storage"),
+    "a branch missed": Fault(
+        prefix_module.SharedPrefix.groups.function,
+        'np.argsort(self.owners, kind="stable")',
+        '0 * np.argsort(self.owners, kind="stable")',
+    ),
+    "the limit of a prefix ignored": Fault(
+        query_positions.rewrite_for_prefix, "(limits < prefix.cache.lengths[:, None]).any()", "False"
+    ),
+    "b of the prefix for that of the call": Fault(query_positions.rewrite_for_prefix, '"b" in free', "False"),
+    "the position of another branch": Fault(
+        query_positions.rewrite_for_prefix, "own, np.arange(own.shape[1]) % count", "0 * own, 0"
+    ),
+    "an ancestor missed": Fault(draft_tree.DraftTree.ancestors.function, "found[entries, parent]", "False"),
+    "a sibling seen": Fault(
+        draft_tree.DraftTree.ancestors.function, "found[:, draft, draft] = True", "found[:, draft, : draft + 1] = True"
+    ),
+    "a path taken as it stands": Fault(KVCache.accept, "first + found", "first + steps"),
+    "a sink counted twice": Fault(
+        shared_prefix._merge,
+        "xp.logaddexp(merged.shift, xp.astype(sinks, merged.shift.dtype)[:, None])",
+        "2 * xp.logaddexp(merged.shift, xp.astype(sinks, merged.shift.dtype)[:, None])",
+    ),
+    "the first row of a part": Fault(shared_prefix._read, "key + rows", "key + 0 * rows"),
+    "rows shared after a write": Fault(
+        stored_rows.StoredRows.__deepcopy__, "self._storage and self._storage.copy()", "self._storage"
+    ),
 }
 
 
@@ -365,20 +380,6 @@ def test_branches_and_drafts():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found(fault, monkeypatch):
-    module, before, after = FAULTS[fault]
-    faulty = broken(module, before, after)
-    if module is prefix_module:
-        monkeypatch.setattr(cache_module, "SharedPrefix", faulty.SharedPrefix)
-    elif module is query_positions:
-        monkeypatch.setattr(shared_prefix, "rewrite_for_prefix", faulty.rewrite_for_prefix)
-    elif module is draft_tree:
-        monkeypatch.setattr(cache_module, "DraftTree", faulty.DraftTree)
-    elif module is stored_rows:
-        monkeypatch.setattr(stored_rows.StoredRows, "__deepcopy__", faulty.StoredRows.__deepcopy__)
-    elif module is cache_module:
-        for method in ("accept", "fork"):
-            monkeypatch.setattr(KVCache, method, getattr(faulty.KVCache, method))
-    else:
-        monkeypatch.setattr(functions, "attend_in_parts", faulty.attend_in_parts)
+    plant(FAULTS[fault], monkeypatch)
     with pytest.raises(AssertionError):
         check_branches()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import KVCache, i, j, s
 from sightline.errors import ParameterError, ShapeError
 from sightline.formula.expression import as_expression
@@ -420,18 +420,17 @@ def test_keep_of_an_empty_cache():
 
 
 FAULTS = {
-    "a row for a position": (kept_rows, "found = where(j < rows,", "found = where(j < 0,"),
-    "the wrong head": (kept_rows, "h // group", "h % group"),
-    "later rows as before": (kept_rows, "rows, lengths - rows)\n\n\ndef", "rows, 0 * rows)\n\n\ndef"),
-    "a head's rows for another's": (kept_rows, "np.where(is_real, rows, 0)", "np.where(is_real, rows[:, ::-1], 0)"),
+    "a row for a position": Fault(kept_rows.KeptRows._make_formulas, "j < rows", "j < 0"),
+    "the wrong head": Fault(kept_rows.KeptRows._make_formulas, "h // group", "h % group"),
+    "later rows as before": Fault(kept_rows.keep_rows, "lengths - rows", "0 * rows"),
+    "a head's rows for another's": Fault(
+        kept_rows.find_rows, "np.where(is_real, rows, 0)", "np.where(is_real, rows[:, ::-1], 0)"
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found(fault, monkeypatch):
-    module, before, after = FAULTS[fault]
-    faulty = broken(module, before, after)
-    for name in ("KeptRows", "find_rows", "keep_rows", "all_rows"):
-        monkeypatch.setattr(cache_module, name, getattr(faulty, name))
+    plant(FAULTS[fault], monkeypatch)
     with pytest.raises((AssertionError, ValueError)):
         check_steps()

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -12,10 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import KVCache, i, j
 from sightline.arrays.operations import framework, to_numpy
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
+from sightline.kv_cache.storage import _grow, _write, _write_all
+from sightline.kv_cache.stored_rows import StoredRows
 from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
@@ -815,33 +816,22 @@ TestAgainstLists.settings = settings(max_examples=100, stateful_step_count=12)
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 FAULTS = {
-    # module, the line of source, the line with the fault
-    "written one too far": (
-        "kv_storage",
+    "written one too far": Fault(
+        _write_all,
         "target[:, :, start : start + array.shape[2]] = array",
         "target[:, :, start + 1 : start + 1 + array.shape[2]] = array",
     ),
-    "ragged rows shifted": ("kv_storage", "array[b, :, row]", "array[b, :, row - 1]"),
-    "growth forgets": ("kv_storage", "new[:, :, :used] = array[:, :, :used]", "pass"),
-    "left padding taken for right": ("kv_cache", '(0 if padding == "right" else (t - counts)[:, None])', "0"),
-    "lengths not hidden": ("stored_rows", "library.padding(self.row_counts)", "j >= 0"),
-    "rows of the last positions one too late": (
-        "stored_rows",
-        "self._lengths[:, None] - n + np.arange(n)",
-        "self._lengths[:, None] - n + 1 + np.arange(n)",
+    "ragged rows shifted": Fault(_write, "array[b, :, row]", "array[b, :, row - 1]"),
+    "growth forgets": Fault(_grow, "new[:, :, :used] = array[:, :, :used]", "pass"),
+    "left padding taken for right": Fault(KVCache.append, '0 if padding == "right" else (t - counts)[:, None]', "0"),
+    "lengths not hidden": Fault(StoredRows.key_formulas, "library.padding(self.row_counts)", "j >= 0"),
+    "rows of the last positions one too late": Fault(
+        StoredRows.positions, "self._lengths[:, None] - n", "self._lengths[:, None] - n + 1"
     ),
-    "the only query taken for the last": ("stored_rows", "of_last if count == 1 else", "of_last if count else"),
-    "written from the first row": ("kv_cache", "real, used[:, None] + rows", "real, rows"),
-    "beams keep their lengths": (
-        "kv_cache",
-        "self._set_lengths(self._lengths[order], ",
-        "self._set_lengths(self._lengths, ",
-    ),
-    "truncation that does nothing": (
-        "kv_cache",
-        "new_lengths = np.minimum(self._lengths, new_lengths)",
-        "new_lengths = self._lengths",
-    ),
+    "the only query taken for the last": Fault(StoredRows.rewriting, "count == 1", "count"),
+    "written from the first row": Fault(KVCache.append, "used[:, None] + rows", "rows"),
+    "beams keep their lengths": Fault(KVCache.reorder, "self._lengths[order]", "self._lengths"),
+    "truncation that does nothing": Fault(KVCache.truncate, "np.minimum(self._lengths, new_lengths)", "self._lengths"),
 }
 
 
@@ -878,17 +868,6 @@ def test_the_unchanged_cache_passes():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found(fault, monkeypatch):
-    module, before, after = FAULTS[fault]
-    cache = sys.modules["sightline.kv_cache.cache"]
-    if module == "kv_storage":
-        made = broken(sys.modules["sightline.kv_cache.storage"], before, after)
-        monkeypatch.setattr(cache, "Storage", made.Storage)
-    elif module == "stored_rows":
-        made = broken(sys.modules["sightline.kv_cache.stored_rows"], before, after)
-        for method in ("key_formulas", "positions", "rewriting"):
-            monkeypatch.setattr(cache.StoredRows, method, getattr(made.StoredRows, method))
-    else:
-        cache = broken(cache, before, after)
-        monkeypatch.setattr(sys.modules["sightline.kv_cache.call_arguments"], "KVCache", cache.KVCache)
+    plant(FAULTS[fault], monkeypatch)
     with pytest.raises((AssertionError, ValueError), match=r"budget|broadcast|shape"):
-        check_cache(cache.KVCache())
+        check_cache(KVCache())

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from quantized_rows import PAIR, assert_attends, assert_stores, filled_cache, random_arrays
 from sightline import KVCache, i, j, s
 from sightline.arrays.operations import to_numpy
 from sightline.arrays.row_formats import QUANTIZED
-from sightline.cpu.codegen import packed_rows
-from sightline.cpu.kernels import block, decode, quantize
-from sightline.cpu.launch import decode as launch_decode
-from sightline.cpu.launch import quantize as launch_quantize
+from sightline.cpu.codegen.packed_rows import PackedFormat
+from sightline.cpu.kernels.decode import Decode
+from sightline.cpu.kernels.quantize import Quantize
 from sightline.cpu.launch.product_rates import machine_for
 from sightline.cpu.runtime.processor import HOST
 from strategies import to_torch
@@ -145,30 +144,41 @@ def test_a_later_reorder_shows_in_the_backward_pass(rng):
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 FAULTS = {
-    "the scale of the wrong group": (
-        packed_rows,
-        "group, place = column // size, column // size,",
-        "group, place = column // size, column // size * 0,",
+    "the scale of the wrong group": Fault(
+        PackedFormat.load_columns,
+        "column // size, column // size, column % size",
+        "column // size, column // size * 0, column % size",
     ),
-    "the scale of the wrong group in a tile": (
-        packed_rows,
-        "group + k * self.rows.num_groups",
-        "k * self.rows.num_groups",
+    "the scale of the wrong group in a tile": Fault(
+        PackedFormat._load_scales, "group + k * self.rows.num_groups", "k * self.rows.num_groups"
     ),
-    "codes of neighbouring columns as a pair": (
-        decode,
-        "* width + d % self.lanes * 2 + d % width // self.lanes",
-        "* width + d % width",
+    "codes of neighbouring columns as a pair": Fault(
+        Decode.paired_column,
+        "d // width * width + d % self.lanes * 2 + d % width // self.lanes",
+        "d // width * width + d % width",
     ),
-    "the scale of the next row": (decode, "scratch.at((key + k) *", "scratch.at((key + k + 1) *"),
-    "a code without its sign": (packed_rows, "load(kind).to(INT32)", "load(kind).zero_extend(INT32)"),
-    "the offset left out": (packed_rows, "fma(codes, scale, offset[0]) if", "fma(codes, scale, 0.0) if"),
-    "the codes of a byte swapped": (packed_rows, "place // half * 4", "4 - place // half * 4"),
-    "a float8 without its sign": (packed_rows, "((bits & 0x80) << 24)", "((bits & 0x00) << 24)"),
-    "codes that are one too small": (quantize, "1.5 * 2.0**23", "1.5 * 2.0**23 - 1"),
-    "the offset not subtracted": (quantize, "x - offsets[0] if", "x if"),
-    "the scale of the largest number alone": (quantize, "builder.maximum(largest, -smallest)", "largest"),
-    "the last number of a group left out": (quantize, "range(0, count, self.lanes)", "range(0, count - 1, self.lanes)"),
+    "the scale of the next row": Fault(
+        Decode.load_tile_scales,
+        "(key + k) * (format.num_scales * self.tiles.itemsize)",
+        "(key + k + 1) * (format.num_scales * self.tiles.itemsize)",
+    ),
+    "a code without its sign": Fault(
+        PackedFormat.load_codes, "row.at(column).load(kind).to", "row.at(column).load(kind).zero_extend"
+    ),
+    "the offset left out": Fault(PackedFormat.load_columns, "offset[0]", "0.0"),
+    "the codes of a byte swapped": Fault(PackedFormat.load_codes, "place // half * 4", "4 - place // half * 4"),
+    "a float8 without its sign": Fault(PackedFormat.load_codes, "bits & 0x80", "bits & 0x00"),
+    "codes that are one too small": tuple(
+        Fault(Quantize.store_codes, f"divide({at}) + ROUNDING_CONSTANT", f"divide({at}) + (ROUNDING_CONSTANT - 1)")
+        for at in ("at", "place")
+    ),
+    "the offset not subtracted": Fault(Quantize.store_codes, "x - offsets[0]", "x"),
+    "the scale of the largest number alone": Fault(
+        Quantize.write_group, "builder.maximum(largest, -smallest)", "largest"
+    ),
+    "the last number of a group left out": Fault(
+        Quantize.write_group, "range(0, count, self.lanes)", "range(0, count - 1, self.lanes)"
+    ),
 }
 
 
@@ -197,15 +207,7 @@ def test_the_unchanged_cache_passes():
 def test_every_fault_is_found(fault, monkeypatch, fresh_kernels):
     if "pair" in fault and not machine_for(HOST, "bfloat16").has_bf16_dot:
         pytest.skip("kernels multiply no pairs of bfloat16 in this process")
-    module, before, after = FAULTS[fault]
-    faulty = broken(module, before, after)
-    places = {
-        packed_rows: [(block, "PackedFormat"), (quantize, "PackedFormat"), (decode, "PackedFormat")],
-        quantize: [(launch_quantize, "Quantize")],
-        decode: [(launch_decode, "Decode")],
-    }
-    for place, name in places[module]:
-        monkeypatch.setattr(place, name, getattr(faulty, name))
+    plant(FAULTS[fault], monkeypatch)
     with pytest.raises(AssertionError):
         check_cache()
 
