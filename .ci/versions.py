@@ -128,40 +128,44 @@ def run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 def run_tests(environment: Environment, python: Path) -> tuple[list[Row], list[str]]:
     """Run an environment's tests. Return the results, and a line for each failed or refused test."""
-    versions = json.loads(run(str(python), "-c", FIND_VERSIONS, capture_output=True).stdout)
     report = python.parents[1] / "report.xml"
     report.unlink(missing_ok=True)
-    tests = environment.tests()
-    options = [
-        "-n",
-        "2",
-        "-W",
-        "default",
-        "--continue-on-collection-errors",
-        "-o",
-        "junit_family=xunit1",
-        f"--junitxml={report}",
-    ]
-    command = [str(python), "-m", "pytest", *options, *(path for paths in tests.values() for path in paths)]
+    paths = dict.fromkeys(path for paths in environment.tests().values() for path in paths)
+    options = ["-n", "2", "-W", "default", "--continue-on-collection-errors", f"--junitxml={report}"]
+    command = [str(python), "-m", "pytest", *options, *paths]
     result = run(*command, variables=dict(environment.variables), check=False, capture_output=True)
     if result.returncode not in (0, 1) or not report.exists():  # an error of pytest itself; 1 stands for failed tests
         sys.exit(f"{environment.name}: the tests did not run\n{result.stdout[-4000:]}{result.stderr[-4000:]}")
-    counts: dict[str, Counter[str]] = {name: Counter() for name in tests}
+    versions = json.loads(run(str(python), "-c", FIND_VERSIONS, capture_output=True).stdout)
+    return read_report(environment, versions, report)
+
+
+def read_report(environment: Environment, versions: dict[str, str], report: Path) -> tuple[list[Row], list[str]]:
+    """Return the results of each package in a report of pytest, and a line for each failed or refused test.
+
+    A test counts for each package that lists its file.
+    """
+    modules = {
+        name: tuple(f"{path.removesuffix('.py').replace('/', '.')}." for path in paths)
+        for name, paths in environment.tests().items()
+    }
+    counts: dict[str, Counter[str]] = {name: Counter() for name in modules}
     lines = []
     for case in ElementTree.parse(report).iter("testcase"):
-        path = case.get("file") or case.get("name", "").replace(".", "/") + ".py"
-        name = next(each for each, paths in tests.items() if path.startswith(tuple(paths)))
-        version = f"{name} {versions[name]}"
+        test = f"{case.get('classname')}.{case.get('name')}".strip(".")  # no class name: a file that was not imported
         problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         outcome = "passed" if problem is None else "refused" if problem.tag == "skipped" else "failed"
-        limit = None if problem is None else find_limit(versions, f"{path}::{case.get('name')}")
+        limit = None if problem is None else find_limit(versions, test)
         outcome = "refused" if limit else outcome
-        counts[name] += Counter({outcome: 1, "seconds": float(case.get("time", 0))})
+        packages = [name for name in modules if f"{test}.".startswith(modules[name])]
+        for name in packages:
+            counts[name] += Counter({outcome: 1, "seconds": float(case.get("time", 0))})
         if problem is not None:
             reason = limit or problem.get("message", "").split("\n")[0]
-            lines.append(f"{environment.name}: {version}: {outcome}: {path}::{case.get('name')}: {reason}"[:250])
+            used = ", ".join(f"{name} {versions[name]}" for name in packages)
+            lines.append(f"{environment.name}: {used}: {outcome}: {test}: {reason}"[:250])
     names = ("passed", "failed", "refused", "seconds")
-    return [Row(environment.name, each, versions[each], *(counts[each][k] for k in names)) for each in tests], lines
+    return [Row(environment.name, each, versions[each], *(counts[each][k] for k in names)) for each in modules], lines
 
 
 def find_limit(versions: dict[str, str], test: str) -> str | None:

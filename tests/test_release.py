@@ -69,6 +69,27 @@ def test_builds_that_differ_are_found(second, release, tmp_path, monkeypatch):
             release.check.build_twice(tmp_path)
 
 
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.kv_cache.test_kv_cache.TestAgainstLists" name="runTest" file="hypothesis/stateful.py" />
+<testcase classname="tests.keras.test_keras_layer" name="test_masks[a]" time="2" />
+<testcase classname="tests.keras.test_keras_layer" name="test_masks[b]"><failure message="b" /></testcase>
+<testcase classname="" name="tests.jax.test_dot_product_attention"><error message="ImportError" /></testcase>
+</testsuite></testsuites>"""
+
+
+def test_results_are_those_of_each_package(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(PROGRAMS)
+    versions, report = importlib.import_module("versions"), tmp_path / "report.xml"
+    environment = versions.Environment("new", requirements=("numpy", "keras", "tensorflow-cpu", "jax"), above="newest")
+    report.write_text(REPORT)
+    installed = {"numpy": "2.5.5", "keras": "3.15.1", "tensorflow-cpu": "2.21.0", "jax": "0.8"}
+    rows, lines = versions.read_report(environment, installed, report)
+    counts = {row.package: (row.passed, row.failed, row.refused, row.seconds) for row in rows}
+    assert counts == {"numpy": (1, 0, 0, 0), "keras": (1, 1, 0, 2), "tensorflow-cpu": (1, 1, 0, 2), "jax": (0, 0, 1, 0)}
+    assert lines[0] == "new: keras 3.15.1, tensorflow-cpu 2.21.0: failed: tests.keras.test_keras_layer.test_masks[b]: b"
+    assert "refused: tests.jax.test_dot_product_attention: jax before 0.8.1" in lines[1]
+
+
 def test_both_ends_of_each_range_were_tried_and_are_on_the_page(monkeypatch):
     monkeypatch.syspath_prepend(PROGRAMS)
     versions, tried = importlib.import_module("versions"), tried_versions()
