@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import attention, causal, documents, explain, i, j, padding, table
 from sightline.arrays.operations import to_numpy
 from sightline.errors import ParameterError, ShapeError, TableError
@@ -234,15 +234,15 @@ def test_errors_name_what_does_not_fit(call, error, says):
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 
-def test_a_shifted_document_boundary_is_found(rng):
+def test_a_shifted_document_boundary_is_found(rng, monkeypatch):
     """A document number that starts one position late."""
-    line = "np.repeat(np.arange(array.size), array)"
-    copy = broken(library, line, f"np.roll({line}, 1)")
+    numbers = "np.repeat(np.arange(array.size), array)"
     q, k, v = drawn(rng, (1, 2, N, 8), (1, 2, N, 8), (1, 2, N, 8))
     own = spans(LENGTHS)
     assert_separate(attention(q, k, v, mask=documents(lengths=LENGTHS)), q, k, v, own, own)
+    plant(Fault(library._document_ids, numbers, f"np.roll({numbers}, 1)"), monkeypatch)
     with pytest.raises(AssertionError, match="budget"):
-        assert_separate(attention(q, k, v, mask=copy.documents(lengths=LENGTHS)), q, k, v, own, own)
+        assert_separate(attention(q, k, v, mask=documents(lengths=LENGTHS)), q, k, v, own, own)
 
 
 def test_loose_bounds_are_found(monkeypatch):

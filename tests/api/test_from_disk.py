@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import i, j, table
 from sightline.api import from_disk
 from sightline.errors import DtypeError, ParameterError
@@ -59,11 +59,11 @@ def stop_after(count):
     return report
 
 
-def check(case, see=(), function=sightline.attention_from_disk):
+def check(case, see=()):
     """Raise AssertionError unless a call from disk agrees with the definition. `see` are statistics other than lse."""
 
     def run(problem):
-        output, seen = function(*case.arrays, **case.options, see=[sightline.lse(), *problem.see])
+        output, seen = sightline.attention_from_disk(*case.arrays, **case.options, see=[sightline.lse(), *problem.see])
         axis = len(problem.batch_shape)
         if problem.heads_squeezed:
             output = np.expand_dims(output, axis)
@@ -103,24 +103,33 @@ def test_a_window_with_sinks_and_documents(dtype, small_blocks, tmp_path):
 
 
 FAULTS = {
-    "a block that is not empty is skipped": ("if parts:", "if parts and block != 1:"),
-    "keys count from the start of their block": ("first_key=keys.start", "first_key=0"),
-    "queries count from the start of their part": ("first_row=rows.start", "first_row=0"),
-    "sinks count in no block": ("None if problem.sinks is None", "None if True"),
-    "the next block in place of this one": ("for block in blocks)", "for block in blocks[1:] + blocks)"),
-    "found keys count from the start of their block": ("found.seen, keys.start", "found.seen, 0"),
-    "the last tile of queries is not computed": ("in find_runs(is_seen):", "in find_runs(is_seen[:-1]):"),
-    "sums are not normalised": ("normalize=True", "normalize=False"),
+    "a block that is not empty is skipped": Fault(
+        from_disk._find_blocks, "find_runs(is_seen)", "find_runs(is_seen & (block != 1))"
+    ),
+    "keys count from the start of their block": Fault(from_disk._attend, "first_key=keys.start", "first_key=0"),
+    "queries count from the start of their part": Fault(from_disk._attend, "rows.start", "0"),
+    "sinks count in no block": Fault(from_disk._attend, "problem.sinks is None", "True"),
+    "the next block in place of this one": Fault(
+        from_disk._attend,
+        "(reader.submit(read, block) for block in blocks)",
+        "(reader.submit(read, block) for block in blocks[1:] + blocks)",
+    ),
+    "found keys count from the start of their block": Fault(
+        from_disk._attend,
+        "read_part(found.output.astype(output.dtype), found.lse, found.seen, keys.start)",
+        "read_part(found.output.astype(output.dtype), found.lse, found.seen, 0)",
+    ),
+    "the last tile of queries is not computed": Fault(from_disk._find_blocks, "is_seen", "is_seen[:-1]"),
+    "sums are not normalised": Fault(from_disk._attend, "normalize=True", "normalize=False"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(fault, monkeypatch):
+def test_planted_faults_are_found(fault, small_blocks, monkeypatch):
     """Without a fault this case is that of `test_a_window_with_sinks_and_documents`."""
-    copy = broken(from_disk, *FAULTS[fault])
-    monkeypatch.setattr(copy, "_choose_sizes", lambda *_: (64, 100))
+    plant(FAULTS[fault], monkeypatch)
     with pytest.raises(AssertionError):
-        check(Case(*drawn(batch=1), options()), see=SEE, function=copy.attention_from_disk)
+        check(Case(*drawn(batch=1), options()), see=SEE)
 
 
 class Counting:

@@ -9,10 +9,10 @@ import torch
 from torch.func import jvp
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import h, i, j, s, table
 from sightline.cpu import Cpu
-from sightline.cpu.kernels import tangent as kernel
+from sightline.cpu.kernels.tangent import Tangent
 from sightline.cpu.launch import tangent as launch
 from sightline.dispatch.kernel_list import make_plan, push_forward
 from sightline.errors import DtypeError, ParameterError, ShapeError
@@ -210,26 +210,19 @@ def test_queries_without_keys_have_tangent_0(rng):
 
 
 FAULTS = {
-    "no tangent of key": (
-        kernel,
-        "add_or_store = store if self.dq_t is None else",
-        "add_or_store = store if True else",
+    "no tangent of key": Fault(Tangent.process_tile, "self.dq_t is None", "True"),
+    "no slope": Fault(Tangent.differentiate_keys, "tangent = tangent * slope.broadcast(self.lanes)", "pass"),
+    "the sum without sinks": Fault(Tangent.store, "total = total + given.get()", "pass"),
+    "the sum after dropout": Fault(
+        Tangent.differentiate, "self.tile_sum[v].get() + d", "self.tile_sum[v].get() + 0.7 * d"
     ),
-    "no slope": (kernel, "tangent = tangent * slope.broadcast(self.lanes)", "pass"),
-    "the sum without sinks": (kernel, "total = total + given.get()", "pass"),
-    "the sum after dropout": (kernel, "self.tile_sum[v].get() + d)", "self.tile_sum[v].get() + 0.7 * d)"),
-    "no tangent of tables": (launch, "formula = score_tangent(", "formula = None and score_tangent("),
+    "no tangent of tables": Fault(launch.tangent, "score_tangent", "(lambda *_: None)"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found(rng, fault, monkeypatch, fresh_kernels):
-    module, before, after = FAULTS[fault]
-    copy = broken(module, before, after)
-    if module is kernel:
-        monkeypatch.setattr(launch, "Tangent", copy.Tangent)
-    else:
-        monkeypatch.setattr(launch, "tangent", copy.tangent)
+    plant(FAULTS[fault], monkeypatch)
     name = "dropout" if "dropout" in fault else "sinks"
     with pytest.raises(AssertionError, match="budget"):
         check(Drawn(rng, name, np.float64), by_kernel, ALL)

@@ -16,7 +16,8 @@ from types import CodeType
 class Fault:
     """A function, an expression or a statement that occurs once in it, and what the fault puts there.
 
-    Several statements may take the place of one. A decorated function stands for the function within.
+    Several statements may take the place of one. "name=value" is a statement or an argument of a call. A decorated
+    function stands for the function within.
     """
 
     function: Callable
@@ -32,13 +33,17 @@ class Replacement(ast.NodeTransformer):
         if all(len(part) == 1 and isinstance(part[0], ast.Expr) for part in (old, new)):
             old, new = [old[0].value], new[0].value
         (node,) = old
-        self.before, self.after, self.count = ast.dump(node), new, 0
+        self.replaced, self.count = {ast.dump(node): new}, 0
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(new[0], ast.Assign):
+            argument, other = (ast.keyword(one.targets[0].id, one.value) for one in (node, new[0]))
+            self.replaced[ast.dump(argument)] = other
 
     def visit(self, node):
-        if ast.dump(node) != self.before:
+        found = ast.dump(node)
+        if found not in self.replaced:
             return self.generic_visit(node)
         self.count += 1
-        return self.after
+        return self.replaced[found]
 
 
 def plant(faults, monkeypatch):

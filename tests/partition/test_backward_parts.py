@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from gradient_checks import check
 from sightline import i, j, table
 from sightline.cpu import Cpu
@@ -30,25 +30,16 @@ MASKS = {
 }
 
 
-def by_parts(module):
-    """Return the function that differentiates a problem by the module's `backward_in_parts`."""
-
-    def differentiate(problem, d_output, d_lse, _):
-        answer = Cpu().run(problem)
-        saved, added = (answer.output, answer.lse), StatisticGradients()
-        return module.backward_in_parts(problem, Cpu(), d_output, d_lse, saved, 2, added)
-
-    return differentiate
+def by_parts(problem, d_output, d_lse, _):
+    answer = Cpu().run(problem)
+    saved, added = (answer.output, answer.lse), StatisticGradients()
+    return backward_parts.backward_in_parts(problem, Cpu(), d_output, d_lse, saved, 2, added)
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    make_small(backward_parts, monkeypatch)
-
-
-def make_small(module, monkeypatch):
     for name, size in {"MAX_SUM_BYTES": 1, "MIN_SPLIT_BYTES": 0, "MAX_KEYS": 24, "KEY_TILE": 16}.items():
-        monkeypatch.setattr(module, name, size)
+        monkeypatch.setattr(backward_parts, name, size)
 
 
 def case(mask, dtype=np.float32, **options):
@@ -60,30 +51,37 @@ def case(mask, dtype=np.float32, **options):
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("name", MASKS)
 def test_gradients_are_those_of_the_whole(name, framework, small_parts):
-    check(case(MASKS[name]), framework, by_parts(backward_parts))
+    check(case(MASKS[name]), framework, by_parts)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_sinks_and_dropout(dtype, small_parts):
     options = {"sinks": np.arange(4.0), "dropout": 0.3, "seed": 7, "scale": 0.5}
-    check(case(i >= j, dtype, **options), differentiate=by_parts(backward_parts))
+    check(case(i >= j, dtype, **options), differentiate=by_parts)
 
 
 FAULTS = {
-    "keys count from the start of their part": (", first_key=keys.start", ""),
-    "queries count from the start of their part": (", first_row=rows.start", ""),
-    "a part replaces the sum": ("array[..., span, :] += term", "array[..., span, :] = term"),
-    "the last keys are in no part": ("*range(start, stop, MAX_KEYS), stop]", "*range(start, stop, MAX_KEYS)]"),
-    "d_lse is left out": ("None if d_lse is None else d_lse[..., rows]", "None"),
+    "keys count from the start of their part": Fault(
+        backward_parts.backward_in_parts, "first_key=keys.start", "first_key=0"
+    ),
+    "queries count from the start of their part": Fault(
+        backward_parts.backward_in_parts, "first_row=rows.start", "first_row=0"
+    ),
+    "a part replaces the sum": Fault(
+        backward_parts.backward_in_parts, "array[..., span, :] += term", "array[..., span, :] = term"
+    ),
+    "the last keys are in no part": Fault(
+        backward_parts._parts, "[*range(start, stop, MAX_KEYS), stop]", "[*range(start, stop, MAX_KEYS)]"
+    ),
+    "d_lse is left out": Fault(backward_parts.backward_in_parts, "None if d_lse is None else d_lse[..., rows]", "None"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_found(name, monkeypatch):
-    module = broken(backward_parts, *FAULTS[name])
-    make_small(module, monkeypatch)
+def test_planted_faults_are_found(name, small_parts, monkeypatch):
+    plant(FAULTS[name], monkeypatch)
     with pytest.raises(AssertionError):
-        check(case(MASKS["causal"]), differentiate=by_parts(module))
+        check(case(MASKS["causal"]), differentiate=by_parts)
 
 
 def test_only_large_sums_are_divided():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import h, i, j, s, table
 from sightline.arrays.operations import to_numpy
 from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
@@ -566,149 +566,132 @@ def test_a_large_matrix_can_be_forced():
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 
-def restricted_by(module, **which):
-    """A selection of weights whose problem comes from the module's `restrict`."""
-
-    class RestrictedBy(selection.Selection):
-        def make_own_problem(self, problem):
-            return module.restrict(problem.with_statistics(self.of), self.queries, self.query_heads)
-
-        def map_formulas(self, change):
-            return self
-
-    return RestrictedBy(sightline.weights(), **which)
-
-
-def averaged_by(module, factors=None):
-    """A mean of weights over heads that the module's functions average."""
-
-    class AveragedBy(selection.Mean):
-        def average(self, array, problem):
-            axis = len(problem.batch_shape)
-            weighed = module.multiply_heads(array, axis, self.factors)
-            return weighed.sum(axis) if self.factors else module.average_over(weighed, (axis,))
-
-    return AveragedBy(True, False, sightline.weights(), factors)
-
-
 STREAMING = {
-    "a missed tile": ("yield Tile(rows, columns,", "if columns.start == 0: yield Tile(rows, columns,"),
-    "a normaliser of another query": ("(masked - high) - low", "(masked - high[..., :1, :]) - low"),
-    "scores before the mask": ("Tile(rows, columns, weights, masked,", "Tile(rows, columns, weights, _,"),
+    "a missed tile": Fault(
+        streaming.tiles,
+        "yield Tile(rows, columns, weights, masked, lse[..., rows])",
+        "if columns.start == 0: yield Tile(rows, columns, weights, masked, lse[..., rows])",
+    ),
+    "a normaliser of another query": Fault(streaming.row_tiles, "masked - high", "masked - high[..., :1, :]"),
+    "scores before the mask": Fault(streaming.tiles, "masked", "_"),
 }
 STATISTICS = {
-    "entropy without its sign": (per_query, "-weights * xp.log", "weights * xp.log", lambda m: m.entropy()),
+    "entropy without its sign": (Fault(per_query.entropy_of, "-weights", "weights"), sightline.entropy()),
     "a maximum of the last tile": (
-        per_query,
-        "(largest > current) |",
-        "(largest == largest) |",
-        lambda m: m.max_score(),
+        Fault(per_query.MaxScore.add, "largest > current", "largest == largest"),
+        sightline.max_score(),
     ),
-    "keys counted from the tile": (per_query, "axis=-1) + tile.columns.start", "axis=-1)", lambda m: m.max_score()),
-    "the smallest weights": (per_query, "descending=True", "descending=False", lambda m: m.top_k(3)),
-    "hidden keys found": (
-        per_query,
-        "xp.where(tile.scores == -math.inf,",
-        "xp.where(tile.scores == 0,",
-        lambda m: m.top_k(20),
+    "keys counted from the tile": (
+        Fault(
+            per_query.MaxScore.add,
+            "xp.argmax(tile.scores, axis=-1) + tile.columns.start",
+            "xp.argmax(tile.scores, axis=-1)",
+        ),
+        sightline.max_score(),
     ),
-    "a mask one key on": (per_query, '"j": columns,', '"j": columns + 1,', lambda m: m.mass(i * 20 == j)),
-    "a mean over the keys": (per_key, "max(context.problem.n, 1)]", "context.problem.m]", lambda m: m.received("mean")),
+    "the smallest weights": (
+        Fault(per_query.TopK._largest, "descending=True", "descending=False"),
+        sightline.top_k(3),
+    ),
+    "hidden keys found": (Fault(per_query.TopK.add, "-math.inf", "0"), sightline.top_k(20)),
+    "a mask one key on": (Fault(per_query.Mass.add, "columns", "columns + 1"), sightline.mass(i * 20 == j)),
+    "a mean over the keys": (
+        Fault(per_key.Received.finish, "max(context.problem.n, 1)", "context.problem.m"),
+        sightline.received("mean"),
+    ),
     "a row left out": (
-        per_key,
-        "xp.sum(tile.weights, axis",
-        "xp.sum(tile.weights[..., 1:, :], axis",
-        lambda m: m.received(),
+        Fault(per_key.Received.add, "xp.sum(tile.weights, axis=-2)", "xp.sum(tile.weights[..., 1:, :], axis=-2)"),
+        sightline.received(),
     ),
-    "an off-by-one cell": (matrix, "((position + 1) * cells - 1)", "(position * cells)", lambda m: m.pooled(6, 11)),
+    "an off-by-one cell": (
+        Fault(matrix.cell_of, "(position + 1) * cells - 1", "position * cells"),
+        sightline.pooled(6, 11),
+    ),
     "cells of equal size": (
-        matrix,
-        "np.outer(cell_lengths(*down, rows), cell_lengths(*across, columns)).astype(np.float64)",
-        "np.full((rows, columns), cell_lengths(*down, rows).mean() * cell_lengths(*across, columns).mean())",
-        lambda m: m.pooled(6, 11),
+        Fault(
+            matrix.Pooled.cell_sizes,
+            "np.outer(cell_lengths(*down, rows), cell_lengths(*across, columns)).astype(np.float64)",
+            "np.full((rows, columns), cell_lengths(*down, rows).mean() * cell_lengths(*across, columns).mean())",
+        ),
+        sightline.pooled(6, 11),
     ),
     "the wrong key head": (
-        restriction,
-        "[head // problem.group for",
-        "[head % problem.G for",
-        lambda m: restricted_by(m, query_heads=(2, 1)),
+        Fault(restriction.resolve_heads, "head // problem.group", "head % problem.G"),
+        sightline.weights().heads([2, 1]),
     ),
     "positions of the part": (
-        restriction,
-        '        symbols["i"] = ',
-        '        symbols["b"] = ',
-        lambda m: restricted_by(m, queries=(-1,)),
+        Fault(
+            restriction.restrict,
+            'symbols["i"] = Table(positions)[SYMBOLS["i"]]',
+            'symbols["b"] = Table(positions)[SYMBOLS["i"]]',
+        ),
+        sightline.weights().rows([-1]),
     ),
     "a mean of the wrong count": (
-        head_factors,
-        "math.prod([array.shape[axis] for axis in axes])",
-        "array.shape[-1]",
-        lambda m: averaged_by(m),
+        Fault(head_factors.average_over, "math.prod([array.shape[axis] for axis in axes])", "array.shape[-1]"),
+        sightline.weights().mean("heads"),
     ),
     "a factor of another head": (
-        head_factors,
-        "np.asarray(factors), array)",
-        "np.asarray(factors[::-1]), array)",
-        lambda m: averaged_by(m, (1.0, 0.5, 2.0, 3.0)),
+        Fault(head_factors.multiply_heads, "np.asarray(factors)", "np.asarray(factors[::-1])"),
+        sightline.weights().sum("heads", weights=[1.0, 0.5, 2.0, 3.0]),
     ),
 }
 GRADIENTS = {
-    "entropy the wrong way": (per_query, "weights = -(s -", "weights = (s -", "Entropy", "entropy"),
+    "entropy the wrong way": (
+        Fault(
+            per_query.Entropy.backward,
+            "-(s - context.lookup(finite_lse, i) + 1.0)",
+            "s - context.lookup(finite_lse, i) + 1.0",
+        ),
+        "entropy",
+    ),
     "mass of every key": (
-        per_query,
-        "where(self.mask, context.gradient_at(i), 0.0)",
-        "context.gradient_at(i)",
-        "Mass",
+        Fault(per_query.Mass.backward, "where(self.mask, context.gradient_at(i), 0.0)", "context.gradient_at(i)"),
         "mass",
     ),
-    "a mean that is a sum": (per_key, "1 / max(context.problem.n, 1)", "1.0", "Received", "received"),
-    "cells from the other end": (matrix, "cell_of(j - j0, j1", "cell_of(j1 - 1 - j, j1", "Pooled", "pooled"),
+    "a mean that is a sum": (Fault(per_key.Received.backward, "1 / max(context.problem.n, 1)", "1.0"), "received"),
+    "cells from the other end": (Fault(matrix.Pooled.backward, "j - j0", "j1 - 1 - j"), "pooled"),
     "a gradient of another head": (
-        selection,
-        "np.asarray(self.factors), context",
-        "np.asarray(self.factors[::-1]), context",
-        "Mean",
+        Fault(selection.Mean.backward, "np.asarray(self.factors)", "np.asarray(self.factors[::-1])"),
         "weighted heads",
     ),
-    "the mean's share": (selection, "context.gradient / max(count, 1)", "context.gradient", "Mean", "weights"),
+    "the mean's share": (
+        Fault(selection.Mean.backward, "context.gradient / max(count, 1)", "context.gradient"),
+        "weights",
+    ),
 }
 RED = "budget|shape"
 
 
 @pytest.mark.parametrize("fault", STREAMING)
-def test_every_fault_in_streaming_is_found(fault, long_problem):
+def test_every_fault_in_streaming_is_found(fault, long_problem, monkeypatch):
     *arrays, options = long_problem
-    kernel = broken(streaming, *STREAMING[fault]).Streaming()
+    plant(STREAMING[fault], monkeypatch)
     with pytest.raises(AssertionError, match=RED):
-        check(kernel.run, sightline.problem.problem.make_problem(*arrays, **options, see=every_statistic(700)))
+        check(streaming.Streaming().run, make_problem(*arrays, **options, see=every_statistic(700)))
 
 
 @pytest.mark.parametrize("fault", STATISTICS)
-def test_every_fault_in_a_statistic_is_found(fault, long_problem):
+def test_every_fault_in_a_statistic_is_found(fault, long_problem, monkeypatch):
     *arrays, options = long_problem
-    module, before, after, make = STATISTICS[fault]
-    for target, lines in ((module, ()), (broken(module, before, after), (before,))):
-        problem = sightline.problem.problem.make_problem(*arrays, **options, see=[make(target)])
-        if not lines:
-            check(ON_HOST[1].run, problem)
-            continue
-        with pytest.raises(AssertionError, match=RED):
-            check(ON_HOST[1].run, problem)
+    planted, statistic = STATISTICS[fault]
+    check(ON_HOST[1].run, make_problem(*arrays, **options, see=[statistic]))
+    plant(planted, monkeypatch)
+    with pytest.raises(AssertionError, match=RED):
+        check(ON_HOST[1].run, make_problem(*arrays, **options, see=[statistic]))
 
 
 @pytest.mark.parametrize("fault", GRADIENTS)
 def test_every_fault_in_a_gradient_is_found(fault, monkeypatch):
-    module, before, after, name, statistic = GRADIENTS[fault]
-    monkeypatch.setattr(getattr(module, name), "backward", getattr(broken(module, before, after), name).backward)
+    planted, statistic = GRADIENTS[fault]
+    plant(planted, monkeypatch)
     with pytest.raises(AssertionError, match=RED):
         check_gradients(OF_WEIGHTS[statistic])
 
 
 def test_a_row_sum_without_the_statistics_share_is_found(monkeypatch):
-    copy = broken(
-        streaming, "d_row + xp.sum(p * ops.evaluate_on_scores", "d_row + 0 * xp.sum(p * ops.evaluate_on_scores"
-    )
-    monkeypatch.setattr(streaming, "backward", copy.backward)
+    share = "xp.sum(p * ops.evaluate_on_scores(added.weights, rows, columns, masked), axis=-1)"
+    plant(Fault(streaming.backward, share, f"0 * {share}"), monkeypatch)
     with pytest.raises(AssertionError, match=RED):
         check_gradients(OF_WEIGHTS["mass"])
 
