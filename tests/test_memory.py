@@ -42,6 +42,7 @@ def extra_bytes(program=PROGRAM, batch=1, heads=1, mask="None", see="[]", d=16, 
         pytest.param("cpu", "i >= j", marks=pytest.mark.soak),
         ("cpu", "(i >= j) & (i - j < 256)"),
         ("streaming", "(i >= j) & (i - j < 256)"),
+        ("gather", "j == sightline.table(np.random.default_rng(1).integers(0, 65_536, (65_536, 2)))[i, j % 2]"),
     ],
 )
 def test_peak_memory(kernel, mask):

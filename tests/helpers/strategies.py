@@ -15,7 +15,8 @@ from sightline.dispatch.kernel_list import KERNELS
 from sightline.problem.problem import Problem, make_problem
 from sightline.testing import LAYOUTS
 
-ON_HOST = tuple(kernel for kernel in KERNELS if kernel.name != "triton")  # kernels for arrays of the host
+# kernels for arrays of the host, and all masks
+ON_HOST = tuple(kernel for kernel in KERNELS if kernel.name not in ("triton", "gather"))
 
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 LARGEST = 60_000  # scores in one problem, so that a draw takes a few milliseconds

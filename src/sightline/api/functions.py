@@ -75,7 +75,8 @@ def attention(
     see : list of statistics, or dict from names to statistics, or one statistic, optional
         Statistics of the weights to return, for example `[lse(), top_k(5), received().mean("heads")]`.
     kernel : str, optional
-        The only kernel to use: "cpu", "streaming" or "reference"; on a GPU also "triton" or "fused" (torch's own).
+        The only kernel to use: "cpu", "streaming" or "reference"; on a GPU also "triton" or "fused" (torch's own); for
+        lists of keys also "gather".
     threads : int, optional
         The number of threads of a generated kernel. The default is the first of these that is set: the value of
         `sightline.threads`, the environment variable SIGHTLINE_THREADS, torch's setting if torch is loaded. If none is

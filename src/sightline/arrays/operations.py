@@ -245,9 +245,14 @@ def empty(shape: tuple[int, ...], name: str, like: Array, heads_in_rows: bool = 
 
 def is_one(length: Any) -> bool:
     """True if the length is 1. While torch.export traces, a length that depends on data counts as longer."""
+    return is_true(length == 1)
+
+
+def is_true(condition: Any) -> bool:
+    """Return a condition on lengths; False if a length depends on data and torch.export traces."""
     shapes = sys.modules.get("torch.fx.experimental.symbolic_shapes")
     guard = getattr(shapes, "guard_or_false", getattr(shapes, "guard_size_oblivious", bool))  # the second before 2.7
-    return bool(guard(length == 1))
+    return bool(guard(condition))
 
 
 def has_heads_in_rows(query: Array) -> bool:

@@ -30,7 +30,7 @@ class Explanation:
     reasons: dict[str, str]  # for every kernel that can serve the problem and explains its cost, the explanation
     backward_refusals: tuple[str, ...]  # why streaming computes the gradients; () if no input requires a gradient
     forced: bool  # True if the caller named the kernel
-    tiles: dict[str, int]  # the numbers of empty, full and partial tiles
+    tiles: dict[str, int]  # the numbers of empty, full and partial tiles; {} for a kernel that gathers keys
     flops: int
     dense_flops: int
     bytes_read_and_written: int
@@ -46,7 +46,8 @@ class Explanation:
         `device` is the name of the device that has the arrays; by default the device of the problem.
         """
         B, H, n, m = problem.extent
-        tiles = find_tile_ranges(problem.mask, problem.extent, *TILE).tiles
+        pairs = plan.kernel.pairs(problem)
+        tiles = find_tile_ranges(problem.mask, problem.extent, *TILE).tiles if pairs is None else {}
         total = sum(tiles.values())
         share = (tiles["full"] + tiles["partial"]) / total if total else 0.0
         dense = 2 * B * H * n * m * (problem.d_k + problem.d_v)
@@ -72,7 +73,7 @@ class Explanation:
             backward_refusals=tuple(map(str, plan.backward_refusals)),
             forced=plan.forced,
             tiles=tiles,
-            flops=round(dense * share),
+            flops=round(dense * share) if pairs is None else 2 * pairs * (problem.d_k + problem.d_v),
             dense_flops=dense,
             bytes_read_and_written=rows + seen,
             memory=rows + B * H * n * itemsize(problem.accumulator) + seen,
@@ -96,7 +97,7 @@ class Explanation:
             *((f"not {name}", "; ".join(reasons)) for name, reasons in self.refusals.items() if reasons),
             *([("gradients", f"by streaming: {'; '.join(self.backward_refusals)}")] if self.backward_refusals else []),
             *([("shared", f"up to {self.shared_keys:,} keys: {SHARED}")] if self.shared_keys else []),
-            ("tiles", f"{share}, each {TILE[0]} × {TILE[1]}"),
+            *([("tiles", f"{share}, each {TILE[0]} × {TILE[1]}")] if self.tiles else []),
             ("FLOPs", f"{_format(self.flops, 1000, '')} of the dense form's {_format(self.dense_flops, 1000, '')}"),
             ("bytes", f"{_format(self.bytes_read_and_written, 1024, 'B')} read and written at least"),
             ("memory", f"{_format(self.memory, 1024, 'B')}; the dense form {_format(self.dense_memory, 1024, 'B')}"),

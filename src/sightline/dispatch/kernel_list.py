@@ -13,6 +13,7 @@ import numpy as np
 from ..cpu import Cpu
 from ..gpu import Triton
 from ..partition import backward_parts
+from ..partition.gathered_keys import Gather
 from ..problem.kernel import Gradients, Kernel, Plan, Result, Tangents, choose, is_lse_too_large
 from ..problem.problem import Problem
 from ..reference import streaming, streaming_tangent
@@ -20,7 +21,8 @@ from ..reference.definition import Reference
 from ..reference.streaming import Streaming
 from ..statistics import Statistic, arrays_of, solve_selections_separately, statistic_gradients
 
-KERNELS: tuple[Kernel, ...] = (Cpu(), Triton(), Streaming(), Reference())
+_BY_TILES: tuple[Kernel, ...] = (Cpu(), Triton(), Streaming())
+KERNELS: tuple[Kernel, ...] = (*_BY_TILES, Gather(_BY_TILES), Reference())
 
 
 def make_plan(problem: Problem, kernel: str | None = None) -> Plan:

@@ -1,7 +1,8 @@
 """The mask `blocks`: for each block of queries, a list of the blocks of keys to which it attends.
 
 The lists become a table of booleans with one entry for each block of queries and block of keys. If all entries in a
-tile of pairs are equal, a kernel skips the tile, or allows all its pairs, and evaluates no formula.
+tile of pairs are equal, a kernel skips the tile, or allows all its pairs, and evaluates no formula. Short lists of
+single keys stay lists: the formula searches them, and the kernel `gather` of `partition` reads only their keys.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from ..arrays.kinds import check_kind, is_array
-from ..arrays.operations import device, dtype_name, framework, is_one, min_max, namespace
+from ..arrays.operations import device, dtype_name, framework, is_one, is_true, min_max, namespace
 from ..errors import DtypeError, ParameterError, ShapeError, check_count
-from .expression import SYMBOLS, Expression, apply, is_compiling
+from .expression import SYMBOLS, Expression, apply, is_compiling, specialize, where
 from .tables import Table
 
+PAIRS_PER_KEY = 256  # a kernel that works by tiles computes so many pairs while the kernel `gather` copies one key
+PAIRS_PER_CALL = 1 << 20  # and so many pairs while the lists of a call are prepared
 MAX_BLOCKS = 2**31  # a table has an entry for each block up to the largest index
 
 b, h, i, j = (SYMBOLS[name] for name in "bhij")
@@ -40,7 +43,8 @@ def blocks(indices: Any, size: int | tuple[int, int] = 64, keys: int | None = No
         entries. In grouped-query attention (GQA), query heads that share a key head have lists of their own.
     size : int or (int, int), default 64
         The number of queries, and the number of keys, in a block; at least 1. Two numbers are those of queries and of
-        keys: `size=(1, 64)` for a list of each query. With `size=1`, the lists name single keys. The last block may be
+        keys: `size=(1, 64)` for a list of each query. With `size=1`, the lists name single keys, and short lists in a
+        long sequence take O(n · c) time and memory: the kernel `gather` copies these keys. The last block may be
         shorter. Blocks of 64, or a multiple, cost least: kernels for many queries process 64 × 64 pairs at once.
     keys : int, optional
         The number m of keys. A call that torch.compile or `jax.jit` traces needs this number, because the largest
@@ -74,9 +78,15 @@ def blocks(indices: Any, size: int | tuple[int, int] = 64, keys: int | None = No
     indices = _read_indices(indices)
     count = None if keys is None else -(-check_count("blocks(..., keys={!r})", keys, 1, "keys=m") // columns)
     count = _check_entries(indices, columns, count)
-    visible = Table(_mark(indices, count), axes=("b", "h", f"i/{rows}", f"j/{columns}"))
-    first = [0 if is_one(length) else symbol for length, symbol in zip(visible.shape, (b, h), strict=False)]
+    first = [0 if is_one(length) else symbol for length, symbol in zip(indices.shape, (b, h), strict=False)]
     row, column = (x if one == 1 else x // one for x, one in ((i, rows), (j, columns)))
+    axes = ("b", "h", f"i/{rows}", f"j/{columns}")
+    pairs, entries = math.prod(indices.shape[:-1]) * count, math.prod(indices.shape)
+    if columns == 1 and is_true((entries > 0) & (pairs > PAIRS_PER_KEY * entries + PAIRS_PER_CALL)):
+        axes = axes if is_compiling() else (*axes[:-1], f"j/1<{count}")
+        xp = namespace(indices)
+        return _search(Table(xp.sort(xp.astype(indices, xp.int32), axis=-1), axes), (*first, row)) == j
+    visible = Table(_mark(indices, count), axes=axes)
     return visible[(*first, row, apply("minimum", column, count))]
 
 
@@ -128,6 +138,16 @@ def _check_entries(indices: Any, size: int, count: int | None) -> int:
 
 def _is_jax_tracer(array: Any) -> bool:
     return framework(array) == "jax" and isinstance(array, sys.modules["jax"].core.Tracer)
+
+
+def _search(lists: Table, row: tuple[Any, ...]) -> Expression:
+    """Return the largest entry of an ascending list that is at most j, or the first entry."""
+    place: Any = 0
+    last = specialize(lists.shape[-1]) - 1
+    for power in reversed(range(last.bit_length())):
+        middle = apply("minimum", place + (1 << power), last) if isinstance(place, Expression) else 1 << power
+        place = where(lists[(*row, middle)] <= j, middle, place)
+    return lists[(*row, place)]
 
 
 def _mark(indices: Any, count: int) -> Any:

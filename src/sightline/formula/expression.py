@@ -378,12 +378,12 @@ def walk(*roots: Expression) -> list[Expression]:
     return list(done.values())
 
 
-def conjuncts(mask: Expression) -> list[Expression]:
-    """Return the conditions that are joined by `and` in a mask; a mask of another form is one condition."""
+def conjuncts(mask: Expression, operator: str = "logical_and") -> list[Expression]:
+    """Return the conditions that `and`, or another operator, joins in a mask; another form is one condition."""
     found, waiting = [], [mask]
     while waiting:
         formula = waiting.pop()
-        if isinstance(formula, Apply) and formula.operator == "logical_and":
+        if isinstance(formula, Apply) and formula.operator == operator:
             waiting.extend(reversed(formula.arguments))
         else:
             found.append(formula)

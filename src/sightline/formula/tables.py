@@ -35,7 +35,8 @@ class Table:
     axes : tuple of str or None, optional
         For each axis of the array, the symbol whose whole range the axis must span; the axis may also have length 1.
         None in place of a symbol means that the axis may have any length. The axis "i/64" must have ⌈n / 64⌉ entries,
-        and the axis "j/64" at most ⌈m / 64⌉ + 1 entries; `block_lists.blocks` makes these two.
+        and the axis "j/64" at most ⌈m / 64⌉ + 1 entries. The axis "j/1<9" has numbers below 9 of keys, and 9 must be
+        at most m. `block_lists.blocks` makes these three.
     origin : int, optional
         The id of the table that this one was converted from; by default the table's own id.
     batch_axes : BatchAxes, optional
@@ -126,7 +127,8 @@ class Table:
     def span_lengths(self) -> tuple[tuple[str, int], ...]:
         """(symbol, length) of each axis that must span the symbol's range. Batch axes count as one: their product."""
         lengths = self.shape if self.batch_axes is None else (math.prod(self.batch_axes.shape), *self.shape[1:])
-        return tuple((axis, length) for axis, length in zip(self.axes or (), lengths, strict=False) if axis is not None)
+        spans = [((axis or "").partition("<"), length) for axis, length in zip(self.axes or (), lengths, strict=False)]
+        return tuple((name, int(keys) + 1 if keys else length) for (name, _, keys), length in spans if name)
 
     @staticmethod
     def fits_axis(axis: str, length: int, span: int) -> bool:

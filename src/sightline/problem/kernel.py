@@ -120,6 +120,10 @@ class Kernel(ABC):
     def cost(self, problem: Problem) -> float:
         """Return the kernel's relative cost. `choose` takes the cheapest of the kernels that do not refuse."""
 
+    def pairs(self, problem: Problem) -> int | None:
+        """Return the number of pairs that the kernel computes; None for the pairs of all tiles but empty ones."""
+        return None
+
     def cost_reason(self, problem: Problem) -> str:
         """Return the reason for the kernel's `cost` as text; "" if the kernel gives no reason."""
         return ""
