@@ -1,10 +1,9 @@
-"""The benchmarks of `python -m benchmarks` time contenders on named problems: Sightline and other libraries (peers).
+"""The benchmarks of `python -m benchmarks` time contenders on named problems: Sightline beside other libraries.
 
-    benchmarks → contenders prepare → check each output against the reference → measure → report, figures
-
-A benchmark is a case or a group of `cases`: a `workload`, a short call, a tangent, a whole model, or a case that times
-itself (`host_cases`). `benchmarks` and `cuda_benchmarks` list them. `measure.run` measures one benchmark and returns a
-`report.Finding`; every contender's output is checked against the reference before the contender is timed. A
-`device.Device` is a CPU or a GPU (`cuda`). Each device has its own benchmarks, peers, clock and peaks. A peak is the
-highest rate measured on the device. docs/bench.md explains how to read the results.
+`core` has the three nouns: a Problem, the Contenders that compute it, and the Measurement of each contender. Each
+topic has a file with its problems and contenders: `attention`, `short_calls`, `models`, `first_calls` and, for a GPU,
+`cuda_problems`. `cpu_problems` lists the problems of a CPU. `measure` checks the result of each contender against the
+float64 definition (`check`) and then times the contenders in turn. `report` prints and stores the measurements.
+`rank_scaling` compares the times of several processes with those that `cost_model` predicts. docs/bench.md explains
+how to read the results.
 """

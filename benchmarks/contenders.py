@@ -1,12 +1,13 @@
-"""The variants of Sightline that the benchmarks time, and functions that the other libraries (`peers`) use, too."""
+"""Contenders that compute in torch: Sightline and its variants, and torch's own functions.
+
+All contenders get the same numbers. If a function has no option for a mask, it gets the mask as a dense array.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -17,23 +18,10 @@ from sightline.formula.library import bias
 from sightline.formula.tables import Table
 from sightline.statistics import arrays_of
 
-from .cases import Contender, Results, TimedCall
-from .workloads import Inputs, ToTable, Workload
+from .attention import CAUSAL, Attention, Inputs
+from .core import Call, Contender, Results
 
-
-class Peer(Contender):
-    """A contender that is another library."""
-
-    lacks: tuple[str, ...] = ()  # names of the missing features, as in `Workload.features`
-    dtypes: tuple[str, ...] = ()  # names of the dtypes that the library has; () for every dtype
-
-    def refuses(self, workload: Workload) -> str | None:
-        if self.dtypes and workload.dtype not in self.dtypes:
-            return f"no {workload.dtype} on CPUs"
-        return next((f"no {feature}" for feature in workload.features if feature in self.lacks), None)
-
-
-# -- torch ----------------------------------------------------------------------------------------------------------
+Forward = Callable[..., Any]  # function of query, key, value and, for a problem with a bias, the bias
 
 
 def to_tensor(array: Any, dtype: str, device: str = "cpu") -> Any:
@@ -43,157 +31,124 @@ def to_tensor(array: Any, dtype: str, device: str = "cpu") -> Any:
     return torch.from_numpy(array).to(device, getattr(torch, dtype))
 
 
-def to_tensor_on(device: str) -> ToTable:
-    """Return a function that converts a NumPy array to a torch tensor on the device. FlexAttention reads tensors."""
+def to_float32(result: Any) -> Any:
+    return np.asarray(to_numpy(result), np.float32)
+
+
+def name_results(problem: Attention, result: Any) -> Results:
+    """Return the `Results` of a contender.
+
+    `result` is what the contender's function returned: the output alone; (output, statistics) if the problem has
+    statistics; (output, gradients) if it has a backward pass. The gradients are those of query, key, value and, with a
+    bias, of the bias.
+    """
+    if problem.passes != "forward":
+        output, gradients = result
+        names = ("query", "key", "value", "bias")[: len(gradients)]
+        return {"output": to_float32(output.detach())} | dict(zip(names, map(to_float32, gradients), strict=True))
+    output, statistics = result if problem.see else (result, ())
+    return {"output": to_float32(output)} | {
+        repr(statistic): tuple(map(to_float32, arrays_of(arrays)))
+        for statistic, arrays in zip(problem.see, statistics, strict=True)
+    }
+
+
+def differentiate(problem: Attention, inputs: Inputs, forward: Forward) -> Call:
+    """Return the call of a torch function for the passes of the problem, with gradients by torch.autograd.
+
+    If the problem's passes are "backward", only torch.autograd.grad is timed, not the forward pass before it.
+    """
+    import torch
+
+    arrays = [inputs.query, inputs.key, inputs.value, *([] if inputs.bias is None else [inputs.bias])]
+    leaves = [to_tensor(array, problem.dtype, problem.device) for array in arrays]
+    results = partial(name_results, problem)
+    if problem.passes == "forward":
+        return Call(lambda _: forward(*leaves), results)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    d_output = to_tensor(inputs.d_output, problem.dtype, problem.device)
+
+    def gradients(output: Any) -> Any:
+        return output.detach(), torch.autograd.grad(output, leaves, d_output)
+
+    if problem.passes == "backward":
+        return Call(gradients, results, lambda: forward(*leaves))
+    return Call(lambda _: gradients(forward(*leaves)), results)
+
+
+def prepare_sightline(
+    problem: Attention, inputs: Inputs, threads: int, on_numpy: bool = False, kernel: str | None = None
+) -> Call:
+    """Prepare `sightline.attention`, called as a user calls it, on tensors or on NumPy arrays."""
+    inputs = inputs.contiguous() if problem.contiguous else inputs
+    to_table = Table if problem.device == "cpu" else lambda array: Table(tensor_on(problem.device)(array))
+    mask = problem.mask and problem.mask.of(problem.n, to_table)
+    given: dict[str, Any] = {"mask": mask, "see": list(problem.see) or None, "threads": threads, "kernel": kernel}
+    given |= {"dropout": problem.dropout, "seed": problem.seed} if problem.dropout else {}
+    options = {name: value for name, value in given.items() if value is not None}
+
+    def forward(query: Any, key: Any, value: Any, added: Any = None) -> Any:
+        score = None if added is None else bias(added)
+        return attention(query, key, value, score=score, **options)
+
+    if on_numpy:
+        kind = resolve_dtype(np, problem.dtype)
+        arrays = [x.astype(kind) for x in (inputs.query, inputs.key, inputs.value)]
+        return Call(lambda _: forward(*arrays), partial(name_results, problem))
+    return differentiate(problem, inputs, forward)
+
+
+def tensor_on(device: str) -> Callable[[Any], Any]:
+    """Return a function that makes a torch tensor on the device of a NumPy array."""
     import torch
 
     return lambda array: torch.as_tensor(array, device=device)
 
 
-def to_float32(result: Any) -> Any:
-    """Return a tensor or array as a float32 NumPy array."""
-    return np.asarray(to_numpy(result), np.float32)
+def variant(name: str, on_numpy: bool = False, kernel: str | None = None, **changes: Any) -> Contender:
+    """Return Sightline on NumPy arrays, with another kernel, or on the problem with these changed attributes."""
+    prepare = partial(prepare_sightline, on_numpy=on_numpy, kernel=kernel)
+    return Contender(name, prepare, is_ours=True, changes=changes, lacks=("backward pass",) * on_numpy)
 
 
-def name_results(workload: Workload, result: Any) -> Results:
-    """Return the `Results` of a contender.
-
-    `result` is what the contender's function returned: the output alone; (output, statistics) if the workload has
-    statistics; (output, tangent) if it has tangents; (output, gradients) if it has a backward pass. The gradients are
-    those of query, key, value and, with a bias, of the bias.
-    """
-    if workload.passes != "forward":
-        output, gradients = result
-        names = ("query", "key", "value", "bias")[: len(gradients)]
-        return {"output": to_float32(output.detach())} | dict(zip(names, map(to_float32, gradients), strict=True))
-    if workload.tangents:
-        return dict(zip(("output", "tangent"), map(to_float32, result), strict=True))
-    output, statistics = result if workload.see else (result, ())
-    return {"output": to_float32(output)} | {
-        repr(statistic): tuple(map(to_float32, arrays_of(arrays)))
-        for statistic, arrays in zip(workload.see, statistics, strict=True)
-    }
+SIGHTLINE = variant("Sightline")
 
 
-def prepare_with_autograd(
-    workload: Workload, inputs: Inputs, forward: Callable[..., Any], threads: int, device: str = "cpu"
-) -> TimedCall:
-    """Prepare a torch function for the passes of the workload, with gradients by torch.autograd.
-
-    `forward` is a function of the tensors (query, key, value, bias); the bias is None if the workload has no bias. If
-    the workload's passes are "backward", only torch.autograd.grad is timed, not the forward pass before it.
-    """
+def prepare_torch(problem: Attention, inputs: Inputs, threads: int, backend: str = "") -> Call:
+    """Prepare scaled_dot_product_attention, with torch's name of the one fused kernel to use; "" for torch's choice."""
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    given = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
-    if inputs.bias is not None:
-        given["bias"] = inputs.bias
-    leaves = {name: to_tensor(array, workload.dtype, device) for name, array in given.items()}
-    arguments = [leaves["query"], leaves["key"], leaves["value"], leaves.get("bias")]
-    results = partial(name_results, workload)
-    if workload.tangents:
-        tangents = tuple(to_tensor(array, workload.dtype, device) for array in inputs.tangents)
+    attend: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
+    if backend:
+        attend = sdpa_kernel(getattr(SDPBackend, backend))(attend)
+    allowed = problem.mask_array
+    mask = None if allowed is None else torch.from_numpy(allowed).to(problem.device)
+    given = {"dropout_p": problem.dropout, "is_causal": problem.mask is CAUSAL, "enable_gqa": problem.G != problem.H}
+    options = {name: value for name, value in given.items() if value is not None}
 
-        def of_operands(*operands: Any) -> Any:
-            return forward(*(leaves | dict(zip(workload.tangents, operands, strict=True))).values(), None)
+    def forward(query: Any, key: Any, value: Any, bias: Any = mask) -> Any:
+        return attend(query, key, value, bias, **options)
 
-        operands = tuple(leaves[name] for name in workload.tangents)
-        return TimedCall(lambda _: torch.func.jvp(of_operands, operands, tangents), results, threads=threads)
-    if workload.passes == "forward":
-        return TimedCall(lambda _: forward(*arguments), results, threads=threads)
-    for leaf in leaves.values():
-        leaf.requires_grad_()
-    seed = to_tensor(inputs.d_output, workload.dtype, device).clone()  # a copy, since `set_d_output` overwrites it
-
-    def gradients(output: Any) -> Any:
-        return output.detach(), torch.autograd.grad(output, list(leaves.values()), seed)
-
-    def set_d_output(array: Any) -> None:
-        seed.copy_(to_tensor(array, workload.dtype))
-
-    if workload.passes == "backward":
-        return TimedCall(gradients, results, lambda: forward(*arguments), threads, set_d_output=set_d_output)
-    return TimedCall(lambda _: gradients(forward(*arguments)), results, threads=threads, set_d_output=set_d_output)
+    return differentiate(problem, inputs, forward)
 
 
-# -- Sightline ------------------------------------------------------------------------------------------------------
+def prepare_flex(problem: Attention, inputs: Inputs, threads: int) -> Call:
+    """Prepare torch's FlexAttention, compiled. On a CPU the compilation needs a C++ compiler."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    to_table = tensor_on(problem.device)
+    torch.compiler.reset()  # drop the code compiled for earlier problems
+    options: dict[str, Any] = {"enable_gqa": True} if problem.G != problem.H else {}
+    if problem.mask is not None:
+        allows, lengths = problem.mask.make(problem.n, to_table), (problem.n, problem.m)
+        options["block_mask"] = create_block_mask(allows, None, None, *lengths, device=problem.device)
+    compiled = torch.compile(flex_attention)
+    return differentiate(problem, inputs, partial(compiled, **options))
 
 
-@dataclass(eq=False)
-class Sightline(Contender):
-    """`sightline.attention`, called as a user calls it: on tensors if torch is installed, else on NumPy arrays."""
-
-    name: str = "sightline"
-    label: str = "Sightline"
-    options: dict[str, Any] = field(default_factory=dict)  # more arguments of `attention`
-    device: str = "cpu"
-    changes: dict[str, Any] = field(default_factory=dict)  # attributes of the workload that the variant replaces
-    threads: int | None = None  # None for as many as the other contenders use
-    on_numpy: bool = False  # True for NumPy arrays even if torch is installed
-    is_peer = False
-
-    def refuses(self, workload: Workload) -> str | None:
-        """Return why Sightline cannot compute a backward pass, on NumPy arrays or without torch; None if it can."""
-        if workload.passes == "forward":
-            return None
-        if self.on_numpy:
-            return "NumPy has no gradients"
-        return None if find_spec("torch") else "gradients need torch: pip install torch"
-
-    def reference(self, workload: Workload) -> Workload:
-        return replace(workload, **self.changes)
-
-    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> TimedCall:
-        workload, threads = self.reference(workload), self.threads or threads
-        inputs = inputs.contiguous if workload.contiguous else inputs
-        on_numpy = self.on_numpy or find_spec("torch") is None
-        on_cpu = on_numpy or self.device == "cpu"
-        to_table: ToTable = Table if on_cpu else lambda array: Table(to_tensor_on(self.device)(array))
-        given: dict[str, Any] = {
-            "mask": workload.mask and workload.mask.formula(workload.n, to_table),
-            "score": workload.score and workload.score.formula(workload.H, to_table),
-            "dropout": workload.dropout or None,
-            "seed": workload.seed if workload.dropout else None,
-            "see": list(workload.see) or None,
-            "threads": threads,
-        }
-        options = {name: value for name, value in given.items() if value is not None} | self.options
-
-        if on_numpy:
-            kind = resolve_dtype(np, workload.dtype)
-            query, key, value = (x.astype(kind) for x in (inputs.query, inputs.key, inputs.value))
-            if inputs.bias is not None:
-                options["score"] = bias(inputs.bias)
-            call = partial(attention, query, key, value, **options)
-            return TimedCall(lambda _: call(), partial(name_results, workload), threads=threads)
-
-        def forward(query: Any, key: Any, value: Any, added: Any) -> Any:
-            if added is not None and "score" not in options:
-                options["score"] = bias(added)
-            return attention(query, key, value, **options)
-
-        return prepare_with_autograd(workload, inputs, forward, threads, self.device)
-
-
-VARIANTS: dict[str, Contender] = {
-    variant.name: variant
-    for variant in (
-        Sightline(),
-        Sightline("numpy", "Sightline on NumPy", on_numpy=True),
-        Sightline("contiguous", "contiguous", changes={"contiguous": True}),
-        Sightline("one thread", "one thread", threads=1),
-        Sightline("without tangents", "output alone", changes={"tangents": ()}),
-        Sightline("without dropout", "without dropout", changes={"dropout": 0.0}),
-        Sightline("without statistics", "without statistics", changes={"see": ()}),
-    )
-}
-
-
-def set_threads(threads: int) -> None:
-    """Set torch's number of threads if torch is loaded.
-
-    The numbers of threads of other libraries are set once, by `Contender.prepare`.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
+TORCH = Contender("torch", prepare_torch)
+FLEX = Contender("FlexAttention", prepare_flex, lacks=("dropout", "bias", "statistics"))
+FLEX_ON_CPU = replace(FLEX, lacks=(*FLEX.lacks, "backward pass"))

@@ -1,183 +1,119 @@
-"""Check and time the contenders of a benchmark: Sightline and other libraries.
+"""Check and time the contenders of a problem.
 
-In a round each contender has one timed turn. Rounds follow one another until the problem's timing budget is used.
+In a round each contender has one timed turn. Rounds follow one another until the problem's time is used.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
-from sightline.cli.timing import interleave
+from sightline.cli.info_command import processor_name
+from sightline.cli.timing import Turn, interleave, time_calls
 
-from .cases import Benchmark, Case, Contender, HostCase, TimedCall
-from .device import Device
-from .report import Entry, Finding, Row
+from .core import Call, Contender, Measurement, Problem
+from .peak_memory import peak_memory
+from .peaks import kernel_instructions
 
-PEAK_TRIES = 2  # number of tries of the device's peak in every round
-MIN_ROUNDS = 5
-CALIBRATION_TRIES = 3  # untimed turns that decide how often a call of a group is repeated in a turn; the fastest counts
-GROUP_PAUSE = 0.02  # seconds of sleep before a turn in a group of cases, whose contenders all use torch's threads
+MIN_ROUNDS, QUICK_ROUNDS = 5, 2
+CALIBRATION_TRIES = 3  # untimed turns that decide how often a call is repeated in a turn; the fastest counts
+SHORT_PAUSE = 0.02  # seconds of sleep before a turn in a table of several problems, which all use torch's threads
 
 
-@dataclass
-class Settings:
-    """The settings of a run of `python -m benchmarks`."""
+class Cpu:
+    """The CPU as the device of a run: its clock, and its counter of memory. `cuda.Gpu` replaces them."""
 
-    device: Device
-    seconds: float = 10.0  # timing budget of one problem
-    quick: bool = False  # True for small versions of the problems and at least two rounds instead of `MIN_ROUNDS`
-    on_progress: Callable[[str], Any] = lambda message: None  # a function called with a description of each step
+    pause = 0.25  # seconds before a turn: after a call, threads of other libraries wait in a loop for up to 0.2 s
+    seconds = 10.0  # time of one table
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
 
     @property
-    def rounds(self) -> int:
-        return 2 if self.quick else MIN_ROUNDS
+    def description(self) -> str:
+        threads = f"{self.threads} threads" if self.threads > 1 else "one thread"
+        return f"{processor_name()}, {kernel_instructions()} kernels, {threads}"
 
-    def contenders(self, case: Case) -> list[Contender]:
-        """Return the contenders of a case. Names that stand for no contender of the device are left out."""
-        found = map(self.device.contender, case.contenders)
-        return [contender for contender in found if contender is not None]
+    def time(self, call: Call, repeats: int) -> float:
+        """Return the mean seconds of one call."""
+        return time_calls(call.run, repeats, call.setup)
+
+    def memory(self, call: Call) -> int | None:
+        """Return the peak bytes of a call beyond those before it, outputs included; None if unknown."""
+        return peak_memory(call.run, call.setup)
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all work that was queued."""
 
 
-def run(benchmark: Benchmark, settings: Settings) -> Finding:
-    """Measure a benchmark and return its finding. `python -m benchmarks` calls this function for each benchmark.
+def measure(problem: Problem, device: Cpu, seconds: float, is_quick: bool = False) -> list[Measurement]:
+    """Return the measurements of a problem's contenders, in their order, those of Sightline first.
 
-    If an output of Sightline is wrong, the finding has no times of that case, and says why.
+    A result of Sightline that is wrong, or an error, ends the problem. Then no contender has times, and the measurement
+    of the one that failed has the reason.
     """
-    selected: Benchmark = benchmark.small() if settings.quick else benchmark
-    contenders = [each for case in selected.cases for each in settings.contenders(case)]
-    missing = next((reason for each in contenders if not each.is_peer and (reason := each.skip_reason())), None)
-    finding = Finding(
-        selected.name,
-        selected.description,
-        flops=selected.flops if selected.peak else 0,
-        bytes_moved=selected.bytes_moved,
-        peak=settings.device.peaks.measured_name(selected.peak) if selected.peak else "",
-        axis=selected.axis,
-        published=selected.published,
-        group=selected.group,
-        peers=selected.peers or tuple(dict.fromkeys(each.name for each in contenders if each.is_peer)),
-        beside=selected.beside,
-        failed=missing,
-        refused=missing is not None,
-    )
-    with _pause_at_most(settings.device, GROUP_PAUSE if selected.group else settings.device.pause):
-        for case in selected.cases if finding.failed is None else ():
-            row = Row(case.name)
-            outcome = row if selected.group else finding
-            try:
-                _measure_case(case, selected, settings, row)
-            except Exception as error:  # the failure is recorded, and the run continues with the other problems
-                outcome.failed = str(error) if isinstance(error, WrongAnswerError) else _format_error(error)
-                outcome.wrong, outcome.refused = getattr(error, "wrong", False), getattr(error, "refused", False)
-            if selected.axis and not row.failed:
-                row.n, row.outputs = case.n, case.output_bytes
-                row.coordinate = case.n if selected.axis == "n" else case.allowed / math.prod(case.extent)
-            if not finding.failed:
-                finding.rows.append(row)
-    return finding
-
-
-@contextmanager
-def _pause_at_most(device: Device, seconds: float) -> Iterator[None]:
-    before, device.pause = device.pause, min(device.pause, seconds)
-    try:
-        yield
-    finally:
-        device.pause = before
-
-
-class WrongAnswerError(Exception):
-    """Sightline has no correct output for a case.
-
-    `wrong` is True if there is a wrong output. `refused` is True if Sightline cannot compute the problem on this host.
-    If `wrong` and `refused` are False, Sightline raised an error.
-    """
-
-    def __init__(self, message: str, *, wrong: bool = False, refused: bool = False) -> None:
-        super().__init__(message)
-        self.wrong, self.refused = wrong, refused
-
-
-def _measure_case(case: Case, benchmark: Benchmark, settings: Settings, row: Row) -> None:
-    """Check and time every contender of a case. Store in `row` the contenders' entries, Sightline's first."""
-    title = case.name if case is benchmark else f"{benchmark.name}: {case.name}"
-    if isinstance(case, HostCase):
-        settings.on_progress(title)
-        row.entries = [Entry(name, name, seconds) for name, seconds in case.measure_seconds(settings.device).items()]
-        return
-    inputs, entries, prepared = case.make_inputs(), list[Entry](), dict[str, TimedCall]()
+    inputs, turns = problem.inputs(), dict[str, Turn]()
+    found = [Measurement(contender.name, contender.is_ours) for contender in problem.contenders]
+    pause = SHORT_PAUSE if is_quick or problem.table else device.pause
+    each = found[0]
     with ExitStack() as stack:
-        for contender in settings.contenders(case):
-            settings.on_progress(f"{title}: {contender.label}, first call and check")
-            entry = Entry(contender.name, contender.label, note=contender.note)
-            entry.skip_reason = refusal = contender.skip_reason() or contender.refuses(case)
-            if not refusal:
-                try:
-                    measures_memory = not contender.has_arena and bool(benchmark.axis or not benchmark.group)
-                    call = _prepare_and_check(contender, case, inputs, settings, entry, stack, measures_memory)
-                    prepared[entry.name] = call
-                except Exception as error:  # peers raise many kinds of errors
-                    entry.skip_reason = _format_error(error)
-            may_be_missing = contender.is_peer or bool(refusal and entries)  # as a variant that refuses the case
-            entries.append(entry)
-            if entry.wrong and not contender.is_peer:
-                message = f"{entry.label} uses {entry.budget:.3g} times its rounding-error budget"
-                raise WrongAnswerError(message, wrong=True)
-            if entry.skip_reason and not may_be_missing:
-                raise WrongAnswerError(f"{entry.label} did not run: {entry.skip_reason}", refused=bool(refusal))
-        settings.on_progress(f"{title}: timing {len(prepared)} contenders")
-        tries, seconds = CALIBRATION_TRIES if benchmark.group else 1, settings.seconds / len(benchmark.cases)
-
-        def measure_peak() -> None:
-            if benchmark.peak:
-                row.peaks.append(settings.device.peaks.measure(benchmark.peak, PEAK_TRIES))
-
-        turns = {name: partial(settings.device.time_calls, call) for name, call in prepared.items()}
-        times = interleave(turns, settings.rounds, seconds, tries, measure_peak)
-    for entry in entries:
-        entry.seconds = times.get(entry.name, [])
-    row.entries = entries
+        try:
+            for contender, each in zip(problem.contenders, found, strict=True):
+                each.reason = contender.refusal(problem)
+                if not each.reason:
+                    try:
+                        turns[each.contender] = _prepare(contender, problem, inputs, device, each, stack, pause)
+                    except Exception as error:  # libraries raise many kinds of errors
+                        if contender.is_ours:
+                            raise
+                        each.reason = format_error(error)
+                elif each is found[0]:
+                    return found
+            each = found[0]
+            tries = CALIBRATION_TRIES if problem.table else 1
+            times = interleave(turns, QUICK_ROUNDS if is_quick else MIN_ROUNDS, seconds, tries)
+        except Exception as error:  # the run goes on with the other problems
+            each.reason, each.has_failed = format_error(error), True
+            return found
+    for each in found:
+        each.seconds = times.get(each.contender, [])
+    return found
 
 
-def _prepare_and_check(
-    contender: Contender,
-    case: Case,
-    inputs: Any,
-    settings: Settings,
-    entry: Entry,
-    stack: ExitStack,
-    measures_memory: bool,
-) -> TimedCall:
-    """Return the contender's call, after a first call and a check of its results.
+def _prepare(
+    contender: Contender, problem: Problem, inputs: Any, device: Cpu, found: Measurement, stack: ExitStack, pause: float
+) -> Turn:
+    """Return the contender's turn, after a first call and a check of its results.
 
-    The time and the memory of the first call, and the result of the check, are stored in `entry`. `stack` gets the
-    function that releases the contender's memory.
+    Memory and error are stored in `found`. `stack` gets the function that releases what the contender holds.
     """
-    device = settings.device
-    device.set_threads(settings.device.threads)
-    started = time.perf_counter()
-    prepared = contender.prepare(case, inputs, settings.device.threads)
-    stack.callback(prepared.close)
-    device.set_threads(prepared.threads)
-    prepared.call(prepared.setup())
+    import torch
+
+    problem, threads = replace(problem, **contender.changes), contender.threads or device.threads
+    torch.set_num_threads(threads)
+    call = contender.prepare(problem, inputs, threads)
+    stack.callback(call.close)
+    if call.seconds is not None:
+        own_clock = call.seconds
+        return lambda repeats: own_clock()
+    call.run(call.setup())
     device.synchronize()
-    entry.first_seconds = time.perf_counter() - started
-    if measures_memory:
-        entry.memory = device.memory(prepared)
-    prepared, note = device.prepare_for_timing(prepared, case)
-    entry.note = "; ".join(message for message in (entry.note, note) if message)
-    reference = contender.reference(case)
-    if reference is not None:  # the checked call has the form that is timed, such as a CUDA graph
-        entry.budget = reference.share_of_budget(prepared, inputs)
-    return prepared
+    if not contender.has_arena and (problem.is_series or not problem.table):
+        found.memory = device.memory(call)
+    if contender.is_checked and (contender.is_ours or not problem.dropout):
+        found.error = problem.error(call, inputs)
+    if found.is_wrong and contender.is_ours:
+        raise AssertionError(f"the results use {found.error:.3g} times the budget of rounding errors")
+
+    def turn(repeats: int) -> float:
+        torch.set_num_threads(threads)
+        time.sleep(pause)
+        return device.time(call, repeats) * call.factor
+
+    return turn
 
 
-def _format_error(error: Exception) -> str:
-    """Return the error's type and its whole message, since the last line of a message may say what to do."""
+def format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"

@@ -1,8 +1,8 @@
 """`python -m benchmarks --ranks`: attention over several processes of one thread each, measured and predicted times.
 
-The cost model (`cost_model`) predicts the times from measured rates. One process alone measures the FLOP/s of
-the forward and of the backward pass of each mask. An exchange of plain arrays between all processes measures the
-bandwidth. Attention over a short sequence measures the time of a call that computes almost nothing.
+`cost_model` predicts the times from measured rates. One process alone measures the FLOP/s of the forward and of the
+backward pass of each mask. An exchange of plain arrays between all processes measures the bandwidth. Attention over a
+short sequence measures the time of a call that computes almost nothing.
 """
 
 from __future__ import annotations
@@ -10,57 +10,46 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.text import Text
 
-from sightline.cli.console import key_value_table, make_console, note, section, table
+from sightline.cli.console import make_console, note, table
 from sightline.cpu.runtime.thread_count import usable_processors
-from sightline.errors import MissingExtraError
 from sightline.formula.expression import Expression
 from sightline.formula.library import causal, window
 from sightline.partition.shards import ShardLayout
-from sightline.problem.problem import Problem, make_problem
+from sightline.problem.problem import make_problem
 
 from .cost_model import Hardware, predict_problem
-from .report import format_amount, format_duration, format_ratio
+from .report import format_amount, format_duration
 
 RANKS = (1, 2, 4)
 SIZE, QUICK_SIZE = 16_384, 512  # positions of the sequence
 HEADS, WIDTH, WINDOW = 4, 64, 512
 EXCHANGED = 4 << 20  # bytes that each process sends to the next one, to measure the bandwidth
-SHORT = 64  # positions of the sequence of a call that computes almost nothing
+SHORT = 64  # positions of a rank, in a call that computes almost nothing
+PASSES = "forward", "backward"
 
 
-@dataclass(frozen=True)
-class RankCase:
+class RankCase(NamedTuple):
     """A mask, and how the sequence is divided among the processes."""
 
     name: str
     layout: ShardLayout
-    width: int | None = None  # width of the causal window; None for the causal mask without a window
-
-    def mask(self) -> Expression:
-        return causal() if self.width is None else causal() & window(self.width)
-
-    def problem(self, n: int) -> Problem:
-        """Return the problem of the whole sequence, with broadcast arrays, which take no memory."""
-        x = np.broadcast_to(np.float32(0), (1, HEADS, n, WIDTH))
-        return make_problem(x, x, x, mask=self.mask())
+    mask: Expression
 
 
 CASES = (
-    RankCase("causal, contiguous", "contiguous"),
-    RankCase("causal, zigzag", "zigzag"),
-    RankCase(f"window {WINDOW}, contiguous", "contiguous", WINDOW),
+    RankCase("causal, contiguous", "contiguous", causal()),
+    RankCase("causal, zigzag", "zigzag", causal()),
+    RankCase(f"window {WINDOW}, contiguous", "contiguous", causal() & window(WINDOW)),
 )
 
 
-@dataclass(frozen=True)
-class RankResult:
+class RankResult(NamedTuple):
     """The seconds of one pass of a case: measured, and predicted by the cost model."""
 
     case: str
@@ -69,87 +58,56 @@ class RankResult:
     measured: float
     predicted: float
 
-    @property
-    def ratio(self) -> float:
-        """The measured seconds divided by the predicted seconds."""
-        return self.measured / self.predicted
-
 
 class _Timing(NamedTuple):
     """What a group of processes measured; all numbers are seconds except the bandwidth, which is bytes per second."""
 
-    passes: dict[str, tuple[float, float]]  # (forward, backward) of each case by name
-    overhead: tuple[float, float]  # (forward, backward) of a call that computes almost nothing
+    passes: dict[str, list[float]]  # [forward, backward] of each case by name
+    overhead: list[float]  # [forward, backward] of a call that computes almost nothing
     bandwidth: float
     latency: float  # the seconds of an exchange of one byte
 
 
 def bench_ranks(quick: bool = False) -> None:
     """Print the measured and the predicted times of every case."""
-    try:
-        import torch.distributed as dist
-    except ImportError as error:
-        raise MissingExtraError("bench --ranks without torch", "torch 2.6 or later", "pip install torch") from error
-    if not (dist.is_available() and dist.is_gloo_available()):
-        raise MissingExtraError("bench --ranks with a torch without gloo", "a torch with gloo", "pip install torch")
     console = make_console()
     n = QUICK_SIZE if quick else SIZE
     console.print(Text("Attention over several processes of one thread each, by the ring", style="bold"))
     note(console, f"float32, {n:,} positions, on {usable_processors()} processors, which the processes share")
-    results, hardware = measure_ranks(n, 1 if quick else 3)
-    link = next(iter(hardware.values()))
-    exchange = f"{format_amount(link.bandwidth, 'B/s')}, {format_duration(link.latency)} latency, in the largest group"
-    console.print(key_value_table([("exchange", exchange)]))
-    for name, rates in hardware.items():
-        section(console, name)
-        forward, backward = (format_amount(rates.rate(back), "FLOP/s") for back in (False, True))
-        note(console, f"one process: {forward} forward, {backward} backward; the predictions begin with these rates")
-        rows = [
-            (
-                one.ranks,
-                one.name,
-                format_duration(one.measured),
-                format_duration(one.predicted),
-                format_ratio(one.ratio),
-            )
-            for one in results
-            if one.case == name
-        ]
-        console.print(table("processes", "pass", "measured", "predicted", "ratio", rows=rows, left=2))
+    results, links = measure_ranks(n, 1 if quick else 3)
+    rows = [(*one[:3], *map(format_duration, one[3:]), f"{one.measured / one.predicted:.2f}×") for one in results]
+    console.print(table("mask", "processes", "pass", "measured", "predicted", "ratio", rows=rows, left=3))
+    for size, (bandwidth, latency) in links.items():
+        note(console, f"exchange among {size}: {format_amount(bandwidth, 'B/s')}, {format_duration(latency)} latency")
     if quick:
         note(console, "\nA quick run: a short sequence and one round. Its times and ratios mean nothing.")
 
 
-def measure_ranks(n: int, repeats: int, ranks: Sequence[int] = RANKS) -> tuple[list[RankResult], dict[str, Hardware]]:
-    """Return the results of every case, number of ranks and pass, and the rates of each case in the largest group.
+def measure_ranks(
+    n: int, repeats: int, ranks: Sequence[int] = RANKS
+) -> tuple[list[RankResult], dict[int, tuple[float, float]]]:
+    """Return the results of every case, number of ranks and pass, and (bandwidth, latency) by number of ranks.
 
-    Parameters
-    ----------
     n : the length of the sequence
     repeats : the number of timed runs; the fastest counts, since a disturbance only makes a run slower
-    ranks : the numbers of processes
     """
-    alone = _run_group(1, n, repeats)
-    results, hardware = list[RankResult](), dict[str, Hardware]()
-    for size in ranks:
-        timing = alone if size == 1 else _run_group(size, n, repeats)
-        for case in CASES:
-            problem = case.problem(n)
-            whole, of_alone = predict_problem(problem, 1, case.layout), alone.passes[case.name]
-            forward, backward = (
-                float(whole.forward.flops.sum()) / of_alone[0],
-                float(whole.backward.flops.sum()) / of_alone[1],
-            )
-            used = Hardware(forward, timing.bandwidth, timing.latency, min(size, usable_processors()), backward)
-            prediction = predict_problem(problem, size, case.layout, hardware=used)
-            for k, (name, predicted) in enumerate(
-                {"forward": prediction.forward, "backward": prediction.backward}.items()
-            ):
-                overhead = timing.overhead[k] if size > 1 else 0.0
-                measured = timing.passes[case.name][k]
-                results.append(RankResult(case.name, size, name, measured, predicted.time + overhead))
-            hardware[case.name] = used
-    return results, hardware
+    timings = {size: _run_group(size, n, repeats) for size in dict.fromkeys((1, *ranks))}
+    array = np.broadcast_to(np.float32(0), (1, HEADS, n, WIDTH))  # takes no memory
+    results = list[RankResult]()
+    for case in CASES:
+        problem = make_problem(array, array, array, mask=case.mask)
+        whole = predict_problem(problem, 1, case.layout)
+        flops = [float(cost.flops.sum()) for cost in (whole.forward, whole.backward)]
+        rates = [work / seconds for work, seconds in zip(flops, timings[1].passes[case.name], strict=True)]
+        for size in ranks:
+            timing, shared = timings[size], min(size, usable_processors())
+            hardware = Hardware(rates[0], timing.bandwidth, timing.latency, shared, rates[1])
+            prediction = predict_problem(problem, size, case.layout, hardware)
+            for place, cost in enumerate((prediction.forward, prediction.backward)):
+                predicted = cost.time + (timing.overhead[place] if size > 1 else 0.0)
+                measured = timing.passes[case.name][place]
+                results.append(RankResult(case.name, size, PASSES[place], measured, predicted))
+    return results, {size: (timings[size].bandwidth, timings[size].latency) for size in ranks if size > 1}
 
 
 def _run_group(size: int, n: int, repeats: int) -> _Timing:
@@ -183,7 +141,7 @@ def _work(rank: int, size: int, store: str, n: int, repeats: int, answers: Any) 
         dist.destroy_process_group()
 
 
-def _time_case(case: RankCase, n: int, repeats: int) -> tuple[float, float]:
+def _time_case(case: RankCase, n: int, repeats: int) -> list[float]:
     """Return the seconds of the slowest process in the forward and in the backward pass, in the fastest run."""
     import torch
     import torch.distributed as dist
@@ -195,13 +153,12 @@ def _time_case(case: RankCase, n: int, repeats: int) -> tuple[float, float]:
     query, key, value = (shard(x, layout=case.layout).requires_grad_() for x in whole)
     found = []
     for _ in range(repeats + 1):  # the first run compiles the kernels
-        forward, output = _time(attention, query, key, value, mask=case.mask(), layout=case.layout, threads=1)
+        forward, output = _time(attention, query, key, value, mask=case.mask, layout=case.layout, threads=1)
         backward, _ = _time(output.backward, torch.ones_like(output))
         seconds = torch.tensor([forward, backward], dtype=torch.float64)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         found.append(seconds.tolist())
-    forward, backward = np.min(found[1:], axis=0)
-    return float(forward), float(backward)
+    return [min(of_pass) for of_pass in zip(*found[1:], strict=True)]
 
 
 def _time_exchange(rank: int, size: int, count: int, repeats: int) -> float:
@@ -212,11 +169,8 @@ def _time_exchange(rank: int, size: int, count: int, repeats: int) -> float:
     sent, received = torch.zeros(count, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8)
 
     def exchange() -> None:
-        operations = [
-            dist.P2POp(dist.isend, sent, (rank + 1) % size),
-            dist.P2POp(dist.irecv, received, (rank - 1) % size),
-        ]
-        for work in dist.batch_isend_irecv(operations):
+        pairs = ((dist.isend, sent, (rank + 1) % size), (dist.irecv, received, (rank - 1) % size))
+        for work in dist.batch_isend_irecv([dist.P2POp(*pair) for pair in pairs]):
             work.wait()
 
     return float(min([_time(exchange)[0] for _ in range(4 * repeats + 1)]))

@@ -61,7 +61,6 @@ WIDE = {
     "benchmarks/test_bench.py::test_small_versions_are_right": 4,
     "benchmarks/test_bench.py::test_wrong_statistics_are_found": 4,
     "benchmarks/test_bench_cuda.py": 4,
-    "benchmarks/test_bench_frameworks.py::test_every_contender_is_right": 3,
     "benchmarks/test_bench_models.py::test_every_contender_is_right": 4,
     "benchmarks/test_rank_scaling.py": 0,
     "benchmarks/test_short_calls.py::test_both_contenders_are_right": 3,

@@ -1,242 +1,214 @@
-"""How `python -m benchmarks` checks, times and summarises contenders, and how it prints and stores groups of cases."""
+"""How `python -m benchmarks` checks and times contenders, and what it prints of their measurements."""
 
-import json
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from benchmarks.__main__ import QUICK_WARNING, main
-from benchmarks.cases import Case, CaseGroup, Contender, Target, TimedCall
-from benchmarks.device import CpuDevice
-from benchmarks.measure import Settings, run
-from benchmarks.report import Entry, Finding, Report, Row, summarise
-from benchmarks.workloads import Inputs, Workload, series
+from benchmarks.__main__ import main
+from benchmarks.core import Call, Contender, Measurement, Problem
+from benchmarks.measure import QUICK_ROUNDS, Cpu, measure
+from benchmarks.report import notes_of, ratios_of, summarise, table_of
+from sightline.cli.console import make_console
 from sightline.cli.timing import interleave
 
 
-class Stub(Contender):
-    """A contender with a given share of the budget, or an error; None for results that are not checked."""
+@dataclass
+class Stub:
+    """A library with a given share of the budget, or an error."""
 
-    def __init__(self, name, share):
-        self.name, self.label, self.share, self.calls, self.is_closed = name, name, share, 0, False
-        self.is_peer = name == "torch"
+    share: object
+    calls: int = 0
+    closed: bool = False
 
-    def reference(self, case):
-        return None if self.share is None else case
-
-    def prepare(self, case, inputs, threads):
-        def call(_):
+    def prepare(self, problem, inputs, threads):
+        def run(_):
             self.calls += 1
             if isinstance(self.share, Exception):
                 raise self.share
 
         def close():
-            self.is_closed = True
+            self.closed = True
 
-        return TimedCall(call, lambda _: self.share, close=close)
-
-
-class StubCase(Case):
-    """A case of two contenders with the given shares."""
-
-    description = "about"
-
-    def __init__(self, name="stub", ours=0.5, theirs=0.5):
-        self.name, self.contenders = name, (Stub("sightline", ours), Stub("torch", theirs))
-
-    def small(self):
-        return self
-
-    def share_of_budget(self, prepared, inputs):
-        return prepared.results(prepared.call(prepared.setup()))
+        return Call(run, lambda _: self.share, close=close)
 
 
-def group_of(*cases, **options):
-    return CaseGroup(**{"name": "stubs", "group": "stubs", "description": "about"} | options, cases=cases)
+@dataclass(frozen=True, kw_only=True)
+class StubProblem(Problem):
+    name: str = "stub"
+    stubs: list = field(default_factory=list, hash=False)
+
+    def error(self, call, inputs):
+        return call.results(None)
 
 
-@pytest.fixture
-def settings(fast_peaks):
-    device = CpuDevice(1)
+def problem_of(ours=0.5, theirs=0.5, **options):
+    stubs = [Stub(ours), Stub(theirs)]
+    contenders = (
+        Contender("Sightline", stubs[0].prepare, is_ours=True, lacks=("wings",)),
+        Contender("torch", stubs[1].prepare),
+    )
+    return StubProblem(contenders=contenders, stubs=stubs, **options)
+
+
+def run(problem, device=None):
+    device = device or Cpu(1)
     device.pause = 0.0
-    return Settings(device, seconds=0.01, quick=True)
+    return measure(problem, device, 0.01, is_quick=True)
 
 
-KINDS = pytest.mark.parametrize("make", [lambda case: case, group_of], ids=["single", "group"])
-
-
-@KINDS
-def test_contenders_alternate(make, settings):
-    case, settings.device.pause = StubCase(), 0.001
-    finding = run(make(case), settings)
-    ours, peer = finding.rows[0].entries
-    assert len(ours.seconds) == len(peer.seconds) >= settings.rounds
+@pytest.mark.parametrize("table", ["", "stubs"])
+def test_contenders_alternate(table):
+    problem = problem_of(table=table)
+    ours, peer = run(problem)
+    assert len(ours.seconds) == len(peer.seconds) >= QUICK_ROUNDS
     assert min(ours.seconds) > 0
-    assert (ours.budget, peer.budget) == (0.5, 0.5)
-    assert finding.failed is None
-    assert all(contender.is_closed for contender in case.contenders)
-    assert settings.device.pause == 0.001
-    assert (finding.entries == finding.rows[0].entries) == (finding.group == "")
+    assert (ours.error, peer.error) == (0.5, 0.5)
+    assert all(stub.closed for stub in problem.stubs)
 
 
-def test_a_workload_is_checked_and_compared_with_the_peak(settings):
-    workload = Workload(name="small", n=40, d_k=8, H=2, baselines=("peer",))
-    inputs = Inputs.of(workload)
-    prepared = settings.device.variants["sightline"].prepare(workload, inputs, 1)
-    output = prepared.results(prepared.call(None))["output"]
-    peer = Stub("peer", {"output": output})
-    peer.is_peer, settings.device.peers = True, {"peer": peer}
-    finding = run(workload, settings)
-    assert finding.entries[1].budget <= 1
-    assert finding.peers == ("peer",)
-    assert len(finding.rows[0].peaks) == len(finding.entries[0].seconds)
-    assert finding.share(finding.entries[0]) > 0
-    peer.share = {"output": output + 1}
-    assert run(workload, settings).entries[1].wrong
+def test_a_wrong_peer_is_marked_and_a_failing_peer_has_its_error():
+    wrong, failed = (run(problem_of(theirs=share))[1] for share in (2.0, RuntimeError("no such\noperator")))
+    assert (wrong.is_wrong, failed.is_wrong) == (True, False)
+    assert wrong.seconds
+    assert failed.reason == "RuntimeError: no such\noperator"
+    assert failed.seconds == []
+    assert not failed.has_failed
 
 
-@KINDS
-def test_a_wrong_peer_is_marked_and_a_failing_peer_has_its_error(make, settings):
-    failing = StubCase(theirs=RuntimeError("no such\noperator"))
-    (wrong,), (failed,) = (run(make(case), settings).rows for case in (StubCase(theirs=2.0), failing))
-    assert (wrong.entries[1].wrong, failed.entries[1].wrong) == (True, False)
-    assert wrong.entries[1].seconds
-    assert failed.entries[1].skip_reason == "RuntimeError: no such\noperator"
-    assert failed.entries[1].seconds == []
-    assert [summary.count for summary in summarise([finding_of(wrong, failed)])] == [1]
+@pytest.mark.parametrize("share", [3.0, float("nan"), RuntimeError("no\nkernel")])
+def test_no_times_are_reported_if_sightline_is_wrong_or_raises(share):
+    """If Sightline fails, no later contender is called."""
+    problem = problem_of(ours=share)
+    ours, peer = run(problem)
+    assert ours.has_failed
+    assert ours.reason.endswith("no\nkernel" if isinstance(share, Exception) else "budget of rounding errors")
+    assert ours.seconds == peer.seconds == []
+    assert [stub.closed for stub in problem.stubs] == [True, False]
 
 
-FAILURES = {
-    "wrong": (3.0, "sightline uses 3 times its rounding-error budget"),
-    "raising": (RuntimeError("no\nkernel"), "sightline did not run: RuntimeError: no\nkernel"),
-}
+def test_a_refusal_is_no_error(monkeypatch):
+    monkeypatch.setattr(StubProblem, "features", ("wings",))
+    ours, peer = run(problem_of())
+    assert (ours.reason, ours.has_failed) == ("no wings", False)
+    assert peer.seconds == []
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@KINDS
-def test_no_times_are_reported_if_sightline_is_wrong_or_raises(make, failure, settings):
-    """If Sightline fails, no later contender is called. The other cases of a group are measured."""
-    share, message = FAILURES[failure]
-    case = StubCase(ours=share)
-    finding = run(make(case), settings)
-    outcome = finding.rows[0] if finding.group else finding
-    assert (outcome.failed, outcome.wrong, outcome.refused) == (message, failure == "wrong", False)
-    assert finding.entries == []
-    assert [contender.is_closed for contender in case.contenders] == [True, False]
-    assert Report(1, 1.0, True, {}, [finding]).failed
-    finding.evaluate((Target("faster", 1.0, "torch"),))
-    assert [verdict.reached for verdict in finding.verdicts] == [None]
-    both = run(group_of(case, StubCase("right")), settings)
-    assert both.failed is None
-    assert [bool(row.entries) for row in both.rows] == [False, True]
-    assert [bool(row.failed) for row in both.rows] == [True, False]
+def test_an_error_while_timing_ends_the_problem_and_not_the_run():
+    class Broken(Cpu):
+        def time(self, call, repeats):
+            raise RuntimeError("illegal memory access\nthe cure")
+
+    ours, _ = run(problem_of(), Broken(1))
+    assert ours.has_failed
+    assert ours.reason == "RuntimeError: illegal memory access\nthe cure"
 
 
-@KINDS
-def test_a_refusal_is_no_error(make, settings, monkeypatch):
-    monkeypatch.setattr(Stub, "refuses", lambda self, case: "no such library")
-    finding = run(make(StubCase()), settings)
-    outcome = finding.rows[0] if finding.group else finding
-    assert outcome.refused
-    assert outcome.failed == "sightline did not run: no such library"
-    assert not Report(1, 1.0, True, {}, [finding]).failed
+def test_a_result_that_depends_on_a_peers_random_numbers_is_not_checked():
+    ours, peer = run(problem_of(theirs=7.0, dropout=0.1))
+    assert (ours.error, peer.error) == (0.5, None)
+    assert peer.seconds
 
 
-def test_an_error_while_timing_ends_the_problem_and_not_the_run(settings, monkeypatch):
-    workload = Workload(name="small", n=40, d_k=8, H=2, baselines=())
-
-    def time_calls(prepared, repeats):
-        raise RuntimeError("illegal memory access\nthe cure")
-
-    monkeypatch.setattr(settings.device, "time_calls", time_calls)
-    monkeypatch.setattr(settings.device, "memory", lambda prepared: None)
-    for benchmark in (workload, series("series", "n", points=(workload, workload)), group_of(workload)):
-        finding = run(benchmark, settings)
-        outcome = finding.rows[0] if finding.group else finding
-        assert outcome.failed.endswith("RuntimeError: illegal memory access\nthe cure")
-        assert not outcome.refused
+def test_a_contender_may_measure_itself():
+    contender = Contender("peak", lambda *_: Call(seconds=lambda: 7.0), is_ours=True)
+    scaled = Contender("half", lambda *_: Call(factor=1e6), is_checked=False)
+    own, half = run(replace(problem_of(), contenders=(contender, scaled)))
+    assert set(own.seconds) == {7.0}
+    assert min(half.seconds) > 1e-3
 
 
-def test_a_result_that_depends_on_a_peers_random_numbers_is_not_checked(settings):
-    finding = run(StubCase(theirs=None), settings)
-    assert finding.entries[1].budget is None
-    assert finding.entries[1].seconds
-
-
-def test_a_missing_package_is_a_refusal(settings, monkeypatch):
-    monkeypatch.setattr(Stub, "packages", ("no_such_package",))
-    finding = run(group_of(StubCase()), settings)
-    assert finding.failed == "not installed: pip install "
-    assert finding.refused
-    assert not Report(1, 1.0, True, {}, [finding]).failed
-
-
-def test_short_calls_are_repeated(settings):
-    contender = Stub("x", None)
-    prepared = contender.prepare(None, None, 1)
-    counts = []
+def test_short_calls_are_repeated():
+    stub, counts = Stub(None), []
+    call = stub.prepare(None, None, 1)
 
     def turn(count):
         counts.append(count)
-        return settings.device.time_calls(prepared, count)
+        return Cpu(1).time(call, count)
 
     interleave({"x": turn}, 1)
     assert counts[-1] > 100
-    contender.calls = 0
+    stub.calls = 0
     turn(counts[-1])
-    assert contender.calls == counts[-1] + 1
+    assert stub.calls == counts[-1] + 1
 
 
-def row_of(name, **seconds):
-    return Row(name, [Entry(contender, contender, list(times)) for contender, times in seconds.items()])
+# -- the report -------------------------------------------------------------------------------------------------------
+
+OURS, WATCHED, PEER, OTHER = (
+    Contender(name, None, is_ours=name in ("Sightline", "watched"))
+    for name in ("Sightline", "watched", "torch", "other")
+)
 
 
-def finding_of(*rows, **options):
-    return Finding(**{"name": "x", "description": "about", "group": "g", "peers": ("torch",)} | options, rows=rows)
+def row_of(name, contenders=(OURS, WATCHED, PEER, OTHER), options=None, **seconds):
+    found = [Measurement(each.name, each.is_ours, seconds.get(each.name, [])) for each in contenders]
+    return Problem(name=name, contenders=contenders, **({"table": "t"} | (options or {}))), found
+
+
+def test_ratios_are_medians_of_rounds():
+    """A round that is slow for both contenders changes their medians, but not their ratio."""
+    row = row_of("x", Sightline=[1.0, 5.0, 6.0], torch=[2.0, 10.0, 12.0])
+    assert ratios_of(row) == {"ratio": 2.0}
 
 
 def test_ratios_are_the_peers_times_over_the_others():
-    first = row_of("a", sightline=[1.0, 2.0], watched=[4.0, 8.0], torch=[2.0, 4.0])
-    second = row_of("b", sightline=[4.0, 4.0], torch=[2.0, 2.0])
-    ours, watched = summarise([finding_of(first), finding_of(second, name="y")])
-    assert (ours.count, ours.geometric_mean, ours.worst) == (2, pytest.approx(1.0), 0.5)
-    assert (ours.worst_finding, ours.worst_case) == ("y", "b")
-    assert (watched.contender, watched.count, watched.worst) == ("watched", 1, 0.5)
+    first = row_of("a", Sightline=[1.0, 2.0], watched=[4.0, 8.0], torch=[2.0, 4.0])
+    second = row_of("b", Sightline=[4.0, 4.0], torch=[2.0, 2.0])
+    assert summarise([first, second]) == {
+        "ratio": (pytest.approx(1.0), 0.5, "t, b"),
+        "watched ratio": (0.5, 0.5, "t, a"),
+    }
 
 
-def test_cases_are_saved(tmp_path):
-    finding = finding_of(row_of("a", sightline=[1.0, 3.0], torch=[2.0, 6.0]))
-    saved = json.loads(Report(1, 1.0, True, {}, [finding]).save(tmp_path / "bench.json").read_text())
-    ours, peer = saved["findings"][0]["rows"][0]["entries"]
-    assert (ours["median"], ours["ratio"], peer["median"], peer["ratio"]) == (2.0, 2.0, 4.0, None)
-    assert saved["groups"]["g"][0]["geometric_mean"] == pytest.approx(2.0)
-    assert saved["quick"] is True
+def lines(capsys, table):
+    make_console().print(table)
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.usefixtures("fast_peaks")
-def test_cases_are_printed(capsys, monkeypatch):
-    cases = [
-        row_of("first", sightline=[1e-5], torch=[2e-5], empty=[4e-6]),
-        row_of("second", sightline=[2e-5], torch=[1e-5]),
-        Row("third", failed="sightline is off", wrong=True),
-    ]
-    findings = [finding_of(*cases, name=name, peers=("torch", "empty"), beside="empty") for name in ("plain", "causal")]
-    remaining = iter(findings)
-    monkeypatch.setattr("benchmarks.__main__.run", lambda benchmark, settings: next(remaining))
-    assert main(["--quick", "--only", "forward float32 d64", "--only", "forward float32 d128"]) == 1
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    rows = [" ".join(line.split()) for line in out.splitlines()]
-    for row in (
-        "sightline torch empty ratio over empty",
-        "first 10 µs 20 µs 4 µs 2.00× 2.50×",
-        "second 20 µs 10 µs – 0.50×",
-        "third – – – –",
-        "third: wrong, not reported: sightline is off",
+def test_a_table_of_several_problems(capsys):
+    options = {"options": {"beside": OTHER}}
+    first = row_of("first", Sightline=[1e-5], torch=[2e-5], other=[4e-6], **options)
+    second = row_of("second", Sightline=[2e-5], torch=[1e-5], **options)
+    assert lines(capsys, table_of([first, second])) == [
+        "Sightline watched torch other ratio over other",
+        "first 10 µs – 20 µs 4 µs 2.00× 2.50×",
+        "second 20 µs – 10 µs – 0.50×",
         "geometric mean 1.00×",
         "worst 0.50×",
-        "All g",
-        "sightline 4 cases",
-        "worst 0.50× (plain, second)",
-    ):
-        assert row in rows, row
-    assert rows.count(QUICK_WARNING) == 2
+    ]
+
+
+def test_a_table_of_one_problem_has_its_targets(capsys):
+    row = row_of(
+        "x", Sightline=[1.0, 3.0], torch=[2.0, 6.0], options={"table": "", "targets": {"torch": 1.9, "other": 3}}
+    )
+    assert lines(capsys, table_of([row])) == [
+        "time fastest ratio target",
+        "Sightline 2 s 1 s 1.00×",
+        "torch 4 s 2 s 2.00× ≥ 1.9× ✓",
+    ]
+
+
+def test_notes_say_what_to_distrust():
+    row = row_of("x", Sightline=[1.0, 1.0, 1.0], torch=[2.0, 9.0, 9.0])
+    row[1][2].error, row[1][3].reason = 3.0, "no wings\nat all"
+    assert notes_of([row, row]) == [
+        "torch: wrong, 3 times the budget of rounding errors",
+        "other: no wings",
+        "x: this machine is busy, distrust the ratio of torch",
+    ]
+
+
+def test_a_summary_of_a_group_is_printed(capsys, monkeypatch):
+    seconds = iter([1.0, 2.0])
+
+    def measure(problem, *_):
+        return row_of(problem.name, Sightline=[next(seconds)], torch=[2.0])[1]
+
+    problems = {"cpu": [row_of(name, options={"group": "g"})[0] for name in ("a", "b")]}
+    monkeypatch.setattr("benchmarks.__main__.measure", measure)
+    monkeypatch.setattr("benchmarks.__main__.PROBLEMS", problems)
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert "All g" in out
+    assert "ratio: geometric mean 1.41×, worst 1.00× (t, b)" in out

@@ -56,20 +56,20 @@ def test_the_bench_times_the_kernel_itself(monkeypatch):
     """`python -m benchmarks --device cuda` as on a GPU, except for the clock, the sizes and the kernels."""
     if not INTERPRETED:
         pytest.skip("on a GPU the bench itself runs")
-    from benchmarks import cuda
-    from benchmarks.measure import Settings, run
-    from fake_cuda import WORKLOADS, Runtime
+    from benchmarks import cuda, cuda_problems
+    from benchmarks.measure import measure
+    from fake_cuda import Runtime
 
     dispatch = import_module("sightline.dispatch.kernel_list")
     ours = [KERNEL if isinstance(kernel, Triton) else kernel for kernel in dispatch.KERNELS]
     monkeypatch.setattr(dispatch, "KERNELS", tuple(ours))
     for name, size in {"MATRIX_SIZE": 64, "COPY_BYTES": 1 << 16, "FLUSH_BYTES": 1 << 10}.items():
         monkeypatch.setattr(cuda, name, size)
-    device = cuda.CudaDevice(1, device="cpu", runtime=Runtime())
+    device = cuda.Gpu(1, device="cpu", runtime=Runtime())
     device.pause = 0.0
-    workload = dataclasses.replace(
-        WORKLOADS["forward window"].small(), n=33, m=33, H=1, G=1, B=1, d_k=16, d_v=16, baselines=()
-    )
-    finding = run(workload, Settings(device, seconds=0.01, quick=True))
-    assert finding.failed is None
-    assert finding.entry("sightline").budget <= 1
+    (problem,) = (each for each in cuda_problems.PROBLEMS if each.name == "forward window")
+    sizes = {"n": 33, "m": 33, "H": 1, "G": 1, "B": 1, "d_k": 16, "d_v": 16}
+    problem = dataclasses.replace(problem, device="cpu", contenders=problem.contenders[:1], **sizes)
+    (found,) = measure(problem, device, 0.01, is_quick=True)
+    assert found.seconds, found.reason
+    assert found.error <= 1
