@@ -72,6 +72,20 @@ def test_steps_are_those_of_hidden_keys(name, dtype):
     assert sizes == ([BUDGET + step for step in range(STEPS)] if name == "SnapKV" else [BUDGET] * STEPS)
 
 
+@pytest.mark.parametrize("options", [{"evict": POLICIES["SnapKV"]}, {"dtype": "int8"}], ids=["evict", "int8"])
+def test_a_compiled_layer_gives_the_tokens_of_one_that_is_not_compiled(options):
+    """A compiled model has dense masks, whose columns are the positions of the text."""
+    model, ids, real = make_model("sightline"), prompts(), torch.ones(2, PROMPT)
+    real[1, :3] = 0
+    layer, found = model.model.layers[0].self_attn, []
+    for compiled in (False, True):
+        if compiled:
+            layer.forward = torch.compile(layer.forward, backend="eager")
+        cache = {CACHE: Cache(**options)}
+        found.append(model.generate(ids, attention_mask=real, **cache, max_new_tokens=4, do_sample=False))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_generate(name):
     model, ids = make_model("sightline", layers=2), prompts()

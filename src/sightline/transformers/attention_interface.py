@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..errors import ParameterError
-from ..formula.expression import Expression
+from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import bias
 from ..formula.library import softcap as softcap_score
+from ..formula.tables import Table
 from ..problem.validation import read_mask
 from ..statistics import weights
 from ..torch.attention_finder import is_watched
@@ -25,6 +26,7 @@ from .position_bias import PositionBias, serve_position_biases
 from .presses import OBSERVED, as_rows
 from .stored_tensor import StoredTensor
 
+b, h, i, j = (SYMBOLS[name] for name in "bhij")
 NAME = "sightline"
 UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, with their meaning
     "indices": "keys that an indexer selects",
@@ -52,7 +54,7 @@ def register() -> None:
     The mask function is needed: without one, transformers makes no mask, and attention ignores padding.
     """
     for name in allow_continuous_batching(NAME):
-        AttentionInterface.register(name, sightline_attention)
+        AttentionInterface.register(name, _attend)
         AttentionMaskInterface.register(name, _make_mask)
 
 
@@ -60,6 +62,12 @@ def _make_mask(config: Any = None, **options: Any) -> Tensor | None:
     """Return the mask of a model's layers, which run after this call, and let these layers make `PositionBias`es."""
     serve_position_biases(type(config).__module__, NAME)
     return sightline_mask(**mask_arguments(**options))
+
+
+def _attend(module: nn.Module, query: Tensor, key: Tensor, *inputs: Any, **options: Any) -> Any:
+    """Call `sightline_attention`, outside of compiled code if Python has to choose what a `Cache` keeps or reads."""
+    attention = _uncompiled_attention if isinstance(key, StoredTensor) else sightline_attention
+    return attention(module, query, key, *inputs, **options)
 
 
 def sightline_attention(
@@ -162,6 +170,8 @@ def sightline_attention(
     evicting = key.evicting if isinstance(key, StoredTensor) else None
     has_padding = unpadding is not None or getattr(attention_mask, "is_real", None) is not None
     observed = [] if evicting is None else evicting.observed(n, has_padding)
+    if evicting is not None and isinstance(attention_mask, Tensor) and not isinstance(attention_mask, FormulaMask):
+        attention_mask = _at_positions(attention_mask)
     output, seen = attend(
         *_read_cache(query, key, value),
         call=LayerCall("self", getattr(attention_mask, "query_start", None), getattr(attention_mask, "key_start", 0)),
@@ -190,6 +200,9 @@ def sightline_attention(
     return output, seen[0][:, list(heads)] if seen else query.new_empty(len(query), 0, query.shape[2], 0)
 
 
+_uncompiled_attention = torch.compiler.disable(sightline_attention)
+
+
 def _read_cache(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any, Any]:
     """Return query, key and value for attention. If the key is a `StoredTensor`, they are query, its `KVCache`, None.
 
@@ -201,6 +214,12 @@ def _read_cache(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any,
     if cache.row_formats is None:
         return query.to(getattr(torch, str(cache.dtype))), cache, None
     return query.float() if query.dtype == torch.float64 else query, cache, None
+
+
+def _at_positions(mask: Tensor) -> Expression:
+    """Return a dense mask (B or 1, H or 1, n, m) as a formula, which also reads it at the keys that a cache kept."""
+    entry, head = (symbol if length > 1 else 0 for symbol, length in zip((b, h), mask.shape, strict=False))
+    return Table(mask)[entry, head, i, j]
 
 
 def _add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tensor) -> Any:
