@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
+from .contexts import context
 from .errors import ParameterError, check_count
 from .model_watch import watch
 from .monitoring import MONITORED, MonitoredStep, StepSums
@@ -96,8 +97,8 @@ class AttentionMonitor:
         self._newest: MonitoredStep | None = None  # of the step that runs or has run last; None if it is not recorded
         self._open = ExitStack()
 
-    @contextmanager
-    def step(self, number: int, *, joins: bool = False) -> Iterator[None]:
+    @context
+    def step(self, number: int, *, joins: bool = False) -> Generator[None]:
         """Record the forward passes of the `with` block if `number` is a multiple of `every`.
 
         The block must run all forward and backward passes of the step. With gradient accumulation, a step has several.

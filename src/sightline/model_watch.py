@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, _GeneratorContextManager, suppress
-from functools import wraps
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from importlib import import_module
-from typing import Any, ParamSpec
+from typing import Any
 
 from torch import nn
 
+from .contexts import context
 from .errors import MissingExtraError, ParameterError
 from .recording import Seen, Tokens
 from .statistics import OVERVIEW, Statistic
@@ -20,27 +20,8 @@ from .torch.hooks import check_module
 from .torch.position_labels import PositionReader
 from .torch.watcher import Watcher
 
-P = ParamSpec("P")
 
-
-class _Watch(_GeneratorContextManager[Seen]):
-    """A watch that is not entered: what its recording would have is an error."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        cure = "with sightline.watch(model) as seen: model(inputs)"
-        raise ParameterError("a watch outside of a `with` statement", "the recording that `with` binds", cure)
-
-    def __getitem__(self, name: Any) -> Any:
-        return self.calls
-
-
-def _as_watch(function: Callable[P, Generator[Seen]]) -> Callable[P, _Watch]:
-    return wraps(function)(lambda *args, **options: _Watch(function, args, options))
-
-
-@_as_watch
+@context
 def watch(
     model: nn.Module,
     see: Statistic | Sequence[Statistic] | Mapping[str, Statistic] = OVERVIEW,

@@ -146,7 +146,7 @@ def test_invalid_models_statistics_and_heads_are_refused():
         with pytest.raises(ParameterError, match=f"list or dict of statistics\n.*{cure}"), watch(layer, see):
             pass
     for use in (lambda one: one["lse"], lambda one: one.calls, list):
-        with pytest.raises(ParameterError, match=r"cure: +with sightline\.watch"):
+        with pytest.raises(ParameterError, match=r"cure: +with watch"):
             use(watch(layer))
     with pytest.raises(ParameterError, match="heads=1"), watch(layer, [LSE], heads=1):
         pass

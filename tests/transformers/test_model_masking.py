@@ -130,3 +130,28 @@ def test_a_formula_as_an_array_names_masking():
     inputs = make_inputs(model, "no").inputs | {"attention_mask": i >= j}
     with pytest.raises(AttributeError, match=r"sightline.transformers.masking\(model, mask\)"):
         model(**inputs)
+
+
+WITHOUT_WITH = {
+    "masking": lambda model: masking(model, sightline.causal()),
+    "unpadded": unpadded,
+    "pressing": lambda model: sightline.transformers.pressing(model, None),
+    "replacing": lambda _: sightline.torch.replacing(),
+    "watch": watch,
+    "threads": lambda _: sightline.threads(4),
+    "step": lambda model: sightline.AttentionMonitor(model).step(0),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_WITH)
+def test_a_context_without_with_warns(name):
+    model = make_model("BERT")
+    with pytest.warns(UserWarning, match=rf"{name}\(\.\.\.\) without `with` does nothing"):
+        WITHOUT_WITH[name](model)
+    with pytest.raises(ParameterError, match=rf"cure:    with {name}\(\.\.\.\) as result"):
+        WITHOUT_WITH[name](model).served  # noqa: B018 - the error comes from the read
+
+
+def test_a_context_as_a_decorator_does_not_warn(recwarn):
+    assert sightline.threads(2)(lambda: 3)() == 3
+    assert not recwarn.list

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..contexts import context
 from ..errors import SightlineError
 from ..formula.library import bias
 from ..formula.torch_masks import is_causal_bias
@@ -134,8 +134,8 @@ _had_fast_path: list[bool] = []  # torch's setting before the first active conte
 _reasons: dict[ReplacedCall, str | None] = {}  # the results of `_reason_to_leave`
 
 
-@contextmanager
-def replacing() -> Iterator[Replacement]:
+@context
+def replacing() -> Generator[Replacement]:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by this library while the context lasts.
 
     Use the context for programs that you cannot edit, such as models of transformers with attn_implementation="sdpa",

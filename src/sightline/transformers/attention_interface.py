@@ -200,7 +200,7 @@ def sightline_attention(
     return output, seen[0][:, list(heads)] if seen else query.new_empty(len(query), 0, query.shape[2], 0)
 
 
-_uncompiled_attention = torch.compiler.disable(sightline_attention)
+_uncompiled_attention = torch.compiler.disable(sightline_attention)  # type: ignore[no-untyped-call]
 
 
 def _read_cache(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any, Any]:

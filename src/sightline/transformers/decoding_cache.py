@@ -108,7 +108,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = partial(_full_layer, dtype=dtype, evict=evict)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *arguments: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:

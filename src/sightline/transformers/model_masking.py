@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from torch import nn
 
+from ..contexts import context
 from ..errors import ParameterError
 from ..problem.validation import read_mask
 from ..recording import select_names
@@ -17,8 +17,8 @@ from .attention_interface import ADDED_MASKS, AddedMask
 from .model_layers import find_attention_layers, using_sightline
 
 
-@contextmanager
-def masking(model: nn.Module, mask: Any, *, layers: str | int | Sequence[str | int] | None = None) -> Iterator[None]:
+@context
+def masking(model: nn.Module, mask: Any, *, layers: str | int | Sequence[str | int] | None = None) -> Generator[None]:
     """Hide keys in the self-attention of a transformers model by a formula.
 
     A query attends to a key if the formula and the model's own masks, such as causal and padding masks, all allow the

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Generator
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers import Cache
 
+from ..contexts import context
 from ..errors import ParameterError
 from ..torch.hooks import restore_on_exit
 from ..torch.watcher import is_cross_attention
@@ -23,8 +24,8 @@ from .stored_tensor import StoredTensor
 from .unpadding import Unpadding
 
 
-@contextmanager
-def unpadded(model: nn.Module) -> Iterator[None]:
+@context
+def unpadded(model: nn.Module) -> Generator[None]:
     """Compute the layers of a transformers model only for the real tokens of a padded batch.
 
     While the context lasts, the model uses `attn_implementation="sightline"`, and the real tokens of a batch (B, n)

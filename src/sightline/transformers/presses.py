@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..contexts import context
 from ..errors import ParameterError
 from ..statistics import Statistic, received, weights
 from ..torch.hooks import restore_on_exit
@@ -35,8 +36,8 @@ STATISTICS: dict[str, Callable[[Any, int], Statistic]] = {
 }
 
 
-@contextmanager
-def pressing(model: PreTrainedModel, press: Any) -> Iterator[None]:
+@context
+def pressing(model: PreTrainedModel, press: Any) -> Generator[None]:
     """Apply a press of kvpress to a model, with exact weights of this library in place of eager attention's.
 
     Some presses read the weights P of a layer, (B, H, n, m), and sum them or take their last rows. Here such a press

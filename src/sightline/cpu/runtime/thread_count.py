@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache
 
+from ...contexts import context
 from ...errors import ParameterError
 from ...problem.validation import check_threads
 
@@ -47,11 +48,11 @@ def threads(number: int) -> AbstractContextManager[None]:
     ...     out = sightline.attention(x, x, x)
     """
     check_threads("threads", number)
-    return _thread_scope(number)
+    return _threads(number)
 
 
-@contextmanager
-def _thread_scope(number: int) -> Iterator[None]:
+@context
+def _threads(number: int) -> Generator[None]:
     token = _requested_threads.set(number)
     try:
         yield
