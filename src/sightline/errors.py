@@ -1,17 +1,22 @@
 """Every error that Sightline raises: one class for each kind of error.
 
-`check_count` raises one of them. `name_file` adds a path to Python's errors.
+`check_count` raises one of them. `name_file` adds a path to Python's errors. A `Context` warns if it is not entered.
 
 An error message has three parts: what was given, what is allowed, and the cure. Each class also derives from a fitting
 built-in exception, so that `except ValueError` and similar clauses catch these errors too.
 """
 
 import contextlib
+import functools
 import operator
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Generator, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 __all__ = [
     "ChangedArrayError",
@@ -138,3 +143,38 @@ def name_file(path: str | PathLike[str]) -> Iterator[None]:
         if error.strerror is not None and error.filename is None:
             error.filename = str(path)
         raise
+
+
+class Context(contextlib._GeneratorContextManager[T]):
+    """What `contextlib.contextmanager` returns, which also tells that nothing happens without `with`."""
+
+    is_used = False
+
+    def __enter__(self) -> T:
+        self.is_used = True
+        return super().__enter__()
+
+    def __call__(self, function: Any) -> Any:
+        self.is_used = True  # as a decorator, which makes a new context for each call
+        return super().__call__(function)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "gen":
+            raise AttributeError(name)
+        self.is_used, call = True, f"{self.gen.__name__.strip('_')}(...)"  # type: ignore[attr-defined]
+        cure = f"with {call} as result: ..., then result.{name}"
+        raise ParameterError(f"{call}.{name} outside of a `with` statement", "what `with` binds", cure)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.calls
+
+    def __del__(self) -> None:
+        if not self.is_used and hasattr(self, "gen"):
+            call = f"{self.gen.__name__.strip('_')}(...)"  # type: ignore[attr-defined]
+            message = f"{call} without `with` does nothing\n  cure: with {call}: and your calls in its block"
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def context(function: Callable[P, Generator[T]]) -> Callable[P, Context[T]]:
+    """Return a function that makes a `Context` of a generator, as `contextlib.contextmanager` does."""
+    return functools.wraps(function)(lambda *inputs, **options: Context(function, inputs, options))

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from .contexts import context
-from .errors import ParameterError, check_count
+from .errors import ParameterError, check_count, context
 from .model_watch import watch
 from .monitoring import MONITORED, MonitoredStep, StepSums
 from .recording import Seen

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .contexts import context
-from .errors import MissingExtraError, ParameterError
+from .errors import MissingExtraError, ParameterError, context
 from .recording import Seen, Tokens
 from .statistics import OVERVIEW, Statistic
 from .torch.attention_finder import FINDER

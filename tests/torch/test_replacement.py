@@ -81,15 +81,23 @@ def test_gradients(x):
     torch.testing.assert_close(*gradients)
 
 
-def test_torchs_encoder_with_padding(x):
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("nested", [False, True])
+def test_torchs_encoder_with_padding(x, nested):
+    """At padding, torch's fast path with nested tensors gives 0, and the context what torch's other path gives."""
     layer = nn.TransformerEncoderLayer(WIDTH, 4, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
     padding = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [4]])
     with torch.no_grad():
         expected = model(x, src_key_padding_mask=padding)
         with sightline.torch.replacing() as replacement:
             output = model(x, src_key_padding_mask=padding)
+        mha.set_fastpath_enabled(False)
+        slow = model(x, src_key_padding_mask=padding)
+        mha.set_fastpath_enabled(True)
     torch.testing.assert_close(output[~padding], expected[~padding])
+    torch.testing.assert_close(output, slow)
+    assert bool((expected[padding] == 0).all()) == nested
     assert replacement.served.total() == 2
     assert mha.get_fastpath_enabled()
 

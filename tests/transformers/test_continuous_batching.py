@@ -48,12 +48,6 @@ def test_batches_generate_as_alone(name):
 
 
 @pytest.mark.filterwarnings("ignore:The `paged|` prefix:FutureWarning")  # transformers removes the prefix
-def test_the_name_with_the_prefix_is_the_same():
-    model = make_model("Llama")
-    model.set_attn_implementation("paged|sightline")
-    assert model.config._attn_implementation == "sightline"
-
-
 def test_requests_with_one_new_token_each_become_the_batch(monkeypatch):
     """Its entries share one array of keys, so that a query computes no tile of another request's keys."""
     shapes, model = [], make_model("Llama")
@@ -64,7 +58,8 @@ def test_requests_with_one_new_token_each_become_the_batch(monkeypatch):
         return query, key, value, mask
 
     monkeypatch.setattr("sightline.transformers.attention_interface.read_paged_cache", record)
-    model.set_attn_implementation("sightline")
+    model.set_attn_implementation("paged|sightline")
+    assert model.config._attn_implementation == "sightline"
     model.generate_batch(make_prompts(), generation_config=GREEDY, continuous_batching_config=CONFIG)
     assert (1, 24, True) not in shapes
     assert {batch for batch, length, shared in shapes if length == 1 and shared} >= {2, 5}

@@ -291,8 +291,24 @@ def test_errors():
     with pytest.raises(ParameterError, match="stores bfloat16") as caught:
         generate(model, inputs, Cache(dtype="bfloat16"))
     assert 'set_attn_implementation("sightline")' in caught.value.cure
-    with pytest.raises(ParameterError, match="view"):  # the model computes keys from what the cache stores
+
+
+def test_the_cure_where_a_model_computes_with_the_stored_keys():
+    model, ids = make_decoder("DeepSeek V3", "sightline")[0], torch.arange(90)[None] % 37 + 1
+    cache, forked, steps = Cache(), Cache(), torch.tensor([[8], [9]])
+    with pytest.raises(ParameterError, match="view"):
         generate(*make_decoder("DeepSeek V3"), Cache(dtype="float32"))
+    with torch.no_grad():
+        for one in (cache, forked):
+            model(ids, **{CACHE: one})
+        forked.fork(2)
+        with pytest.raises(ParameterError, match="view") as caught:
+            model(steps, **{CACHE: forked})
+        assert "cache.batch_repeat_interleave(count) in place of fork(count)" in caught.value.cure
+        cache.batch_repeat_interleave(2)
+        found = model(steps, **{CACHE: cache}).logits[:, -1]
+        expected = torch.stack([model(torch.cat([ids, step[None]], 1)).logits[0, -1] for step in steps])
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 def test_a_model_with_layers_of_other_kinds_needs_its_config():

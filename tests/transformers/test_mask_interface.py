@@ -142,24 +142,19 @@ def test_tensor_operations_on_a_mask_run_on_the_dense_mask():
 
 def test_a_sliding_window_skips_tiles(monkeypatch):
     """The mask that reaches `attention` makes most tiles empty."""
-    model, explanations = (
-        make_model("Mistral", sliding_window=64, max_position_embeddings=1024, num_hidden_layers=1),
-        [],
-    )
-    attend = functions.attend
+    model = make_model("Mistral", sliding_window=64, max_position_embeddings=1024, num_hidden_layers=1)
+    explanations, attend = [], functions.attend
 
     def explain_and_run(query, key, value, **options):
         explanations.append(sightline.explain(query, key, value, mask=options["mask"]))
         return attend(query, key, value, **options)
 
     monkeypatch.setattr(functions, "attend", explain_and_run)
-    run_length = 1024
     model.set_attn_implementation("sightline")
     with torch.no_grad():
-        model(torch.randint(3, VOCABULARY, (1, run_length)))
+        model(torch.randint(3, VOCABULARY, (1, 1024)))
     (explanation,) = explanations
-    blocks = run_length // 64
-    heads = model.config.num_attention_heads
+    blocks, heads = 1024 // 64, model.config.num_attention_heads
     assert explanation.tiles["full"] + explanation.tiles["partial"] == heads * (2 * blocks - 1)
     assert explanation.tiles["empty"] == heads * (blocks**2 - 2 * blocks + 1)
     assert explanation.formulas[1] == "mask  j > i − 64 ∧ j ≤ i"

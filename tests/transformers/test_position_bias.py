@@ -8,42 +8,26 @@ from transformers import AttentionInterface
 import sightline.transformers  # noqa: F401  registers "sightline"
 from sightline.transformers.compatibility import CACHE
 from sightline.transformers.position_bias import PositionBias
+from tiny_models import TEXT, VOCABULARY
 
-SIZES = {
-    "vocab_size": 50,
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 16,
-    "num_heads": 2,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 10,
-    "decoder_start_token_id": 0,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
-MODELS = {
-    "T5": (transformers.T5ForConditionalGeneration, transformers.T5Config(**SIZES)),
-    "MT5": (transformers.MT5ForConditionalGeneration, transformers.MT5Config(**SIZES)),
-    "UMT5": (transformers.UMT5ForConditionalGeneration, transformers.UMT5Config(**SIZES)),
-    "LongT5": (transformers.LongT5ForConditionalGeneration, transformers.LongT5Config(**SIZES, local_radius=4)),
-}
+SIZES = {**TEXT, "num_decoder_layers": 2, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10}
+SIZES |= {"pad_token_id": 0, "eos_token_id": 2}
+MODELS = ("T5", "MT5", "UMT5", "LongT5")
 
 
 def make(name):
     torch.manual_seed(0)
-    kind, config = MODELS[name]
-    model = kind(config).double().eval()
+    config = getattr(transformers, f"{name}Config")(**SIZES, **({"local_radius": 4} if name == "LongT5" else {}))
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).double().eval()
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.5)
     return model
 
 
 def make_inputs():
-    tokens, real = torch.randint(3, 50, (2, 45)), torch.ones(2, 45, dtype=torch.long)
+    tokens, real = torch.randint(3, VOCABULARY, (2, 45)), torch.ones(2, 45, dtype=torch.long)
     real[0, 30:] = 0
-    return {"input_ids": tokens, "attention_mask": real, "decoder_input_ids": torch.randint(3, 50, (2, 37))}
+    return {"input_ids": tokens, "attention_mask": real, "decoder_input_ids": torch.randint(3, VOCABULARY, (2, 37))}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -101,7 +85,7 @@ def test_other_operations_read_the_dense_bias():
     transformers.masking_utils.create_causal_mask(layer.config, torch.ones(1, 5, 16), None, **{CACHE: None})
     bias = layer.compute_bias(5, 9, past_seen_tokens=4)
     assert type(bias) is PositionBias
-    assert bias.shape == expected.shape == (1, 2, 5, 9)
+    assert bias.shape == expected.shape == (1, 4, 5, 9)
     assert bias.dtype == expected.dtype
     changed = bias + 1
     assert type(changed) is torch.Tensor

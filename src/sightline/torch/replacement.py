@@ -17,8 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..contexts import context
-from ..errors import SightlineError
+from ..errors import SightlineError, context
 from ..formula.library import bias
 from ..formula.torch_masks import is_causal_bias
 from ..problem.kernel import choose
@@ -143,7 +142,8 @@ def replacing() -> Generator[Replacement]:
     transformer that is written as in timm, but not these three libraries.
 
     The function is replaced in torch.nn.functional and in every loaded module that has imported it by name. torch's
-    fast path of encoder layers does not call the function, so the context switches the fast path off.
+    fast path of encoder layers does not call the function, so the context switches the fast path off. At padding,
+    outputs are then those of torch's other path, where the fast path with nested tensors gives 0.
 
     torch computes a call if no generated kernel can, or if this library raises an error for the call. On exit, after an
     error too, everything is restored. Contexts may be nested.

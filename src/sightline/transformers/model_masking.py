@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..contexts import context
-from ..errors import ParameterError
+from ..errors import ParameterError, context
 from ..problem.validation import read_mask
 from ..recording import select_names
 from ..torch.hooks import registering

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers import Cache
 
-from ..contexts import context
-from ..errors import ParameterError
+from ..errors import ParameterError, context
 from ..torch.hooks import restore_on_exit
 from ..torch.watcher import is_cross_attention
 from .compatibility import collects

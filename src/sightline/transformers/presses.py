@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..contexts import context
-from ..errors import ParameterError
+from ..errors import ParameterError, context
 from ..statistics import Statistic, received, weights
 from ..torch.hooks import restore_on_exit
 from .compatibility import CACHE, cache_of, read_implementation

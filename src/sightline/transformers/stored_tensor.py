@@ -53,7 +53,8 @@ class StoredTensor(Tensor):
             f"{function} of keys or values in a sightline.transformers.Cache that stores {stored}, evicts keys, or was "
             "forked",
             'models that pass keys and values to attention unchanged, with attn_implementation="sightline"',
-            'model.set_attn_implementation("sightline"), or Cache() without dtype=, evict= and fork',
+            'model.set_attn_implementation("sightline"). For models that compute with the stored keys, as DeepSeek V3 '
+            "does, Cache() without dtype= and evict=, and cache.batch_repeat_interleave(count) in place of fork(count)",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache
 
-from ...contexts import context
-from ...errors import ParameterError
+from ...errors import ParameterError, context
 from ...problem.validation import check_threads
 
 THREADS_VARIABLE = "SIGHTLINE_THREADS"
