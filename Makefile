@@ -57,9 +57,10 @@ test-wide: .venv/dev
 JAX_SWITCHES := ENABLE_X64=1 NUMPY_RANK_PROMOTION=raise NUMPY_DTYPE_PROMOTION=strict DEBUG_NANS=1 DEBUG_INFS=1 \
   CHECK_TRACER_LEAKS=1
 JAX_TESTS := tests/jax --ignore tests/jax/test_distributed.py --ignore tests/jax/test_programs.py
+TORCH_TESTS := tests/torch tests/dispatch --ignore tests/torch/distributed
 test-switches: .venv/dev
 	for switch in $(JAX_SWITCHES); do env JAX_$$switch $(PYTEST) -m 'wide or not wide' $(JAX_TESTS) || exit 1; done
-	for device in cpu meta; do DEFAULT_DEVICE=$$device $(PYTEST) tests/torch tests/dispatch || exit 1; done
+	for device in cpu meta; do DEFAULT_DEVICE=$$device $(PYTEST) $(TORCH_TESTS) || exit 1; done
 
 # The site has an environment of its own, with every framework: the examples and commands of the pages run first.
 .venv-docs/done: pyproject.toml

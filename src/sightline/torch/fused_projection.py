@@ -51,7 +51,8 @@ def _compute_scores(layer: nn.Module, name: str, scale: Tensor, length: int) -> 
         module._forward_pre_hooks.clear()
     projection: Any = getattr(layer, name)
     projection.register_forward_hook(lambda module, inputs, output: output * scale)
-    tokens = torch.randn(1, length, projection.weight.numel() // len(scale), generator=torch.Generator().manual_seed(0))
+    rng, width = torch.Generator("cpu").manual_seed(0), projection.weight.numel() // len(scale)
+    tokens = torch.randn(1, length, width, generator=rng, device="cpu")
     pairs = getattr(layer, "rotary_dim", None)  # of CodeGen, where the two components of a pair share an angle
     angle = torch.zeros(1, length, pairs // 2 if pairs else getattr(layer, "head_dim", 0), device=scale.device)
     known = {
