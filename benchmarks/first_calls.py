@@ -51,5 +51,4 @@ CONTENDERS = (
     Contender("from disk", partial(prepare_process, place=1, caches=True), is_ours=True),
     Contender("first of all", partial(prepare_process, place=0), is_ours=True),
 )
-ABOUT = "8 heads, n 256, d 64, float32, causal; fresh processes"
-FIRST_CALL = Problem(name="first call", about=ABOUT, contenders=CONTENDERS)
+FIRST_CALL = Problem(name="first call", about="8 heads, n 256, d 64, causal; fresh processes", contenders=CONTENDERS)

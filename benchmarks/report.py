@@ -36,20 +36,24 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def _contender_cells(row: Row) -> list[dict[str, Any]]:
-    problem, times = row[0], timed(row)
-    ratios = {name: first.ratio(each) for first in [*times.values()][:1] for name, each in times.items()}
-    limits = {name: limit for name, limit in problem.targets.items() if name in times}
+    problem, found = row[0], list(timed(row).values())
+    ratios = {each.contender: found[0].ratio(each) for each in found}
+    targets = {
+        name: f"≥ {least:g}× {'✓' if ratios[name] >= least else '✗'}"
+        for name, least in problem.targets.items()
+        if name in ratios
+    }
     return [
         {
-            "": Text(name, style="red" if each.is_wrong else "bold" if each.is_ours else ""),
+            "": Text(each.contender, style="red" if each.is_wrong else "bold" if each.is_ours else ""),
             "time": format_duration(each.median),
             "fastest": format_duration(min(each.seconds)),
             "rate": format_amount(problem.work / each.median, problem.unit) if problem.work else "",
             "memory": "" if each.memory is None else format_amount(each.memory, "B"),
-            "ratio": format_ratio(ratios[name]),
-            "target": f"≥ {limits[name]:g}× {'✓' if ratios[name] >= limits[name] else '✗'}" if name in limits else "",
+            "ratio": format_ratio(ratios[each.contender]),
+            "target": targets.get(each.contender, ""),
         }
-        for name, each in times.items()
+        for each in found
     ]
 
 
@@ -95,15 +99,15 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
     """Return the remarks below a table, each once: why contenders have no times, and which ratios to distrust."""
     notes = []
     for row in rows:
-        problem, times = row[0], timed(row)
+        problem, times = row[0], list(timed(row).values())
         for each in row[1]:
             if each.reason:
                 of_problem = f"{problem.name}: " if problem.table and each.has_failed else ""
                 notes.append(f"{of_problem}{each.contender}: {each.reason.splitlines()[0]}")  # the JSON has every line
             elif each.is_wrong:
                 notes.append(f"{each.contender}: wrong, {each.error:.3g} times the budget of rounding errors")
-        for first, each in zip([*times.values()][:1] * len(times), times.values(), strict=True):
-            if speedups(first.seconds, each.seconds) is None:
+        for each in times:
+            if speedups(times[0].seconds, each.seconds) is None:
                 notes.append(f"{problem.name}: this machine is busy, distrust the ratio of {each.contender}")
     return list(dict.fromkeys(notes))
 

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 import sightline
-from benchmarks import contenders, cpu_problems, cuda_problems, first_calls
+from benchmarks import contenders, cuda_problems, first_calls
 from benchmarks.__main__ import QUICK_WARNING, main, select
 from benchmarks.attention import BOTH, CAUSAL, Attention, Inputs, Mask, padding, window
 from benchmarks.check import checked_parts, error_of, problem_of
 from benchmarks.contenders import SIGHTLINE, TORCH
-from benchmarks.core import Contender, Measurement
+from benchmarks.core import Measurement
 from benchmarks.cpu_problems import CONTIGUOUS, PEERS, PROBLEMS
-from benchmarks.libraries import IN_JAX
 from benchmarks.measure import Cpu
 from benchmarks.models import ModelCall
 from benchmarks.peak_memory import peak_memory
@@ -104,24 +103,6 @@ def test_contenders_get_the_layout_they_are_named_for(monkeypatch):
         _, inputs, results = results_of(contender, problem)
         np.testing.assert_array_equal(results["output"], inputs.query)
     assert seen == {"Sightline": (False, True), "contiguous": (True, False), "torch": (False, True)}
-
-
-def test_a_short_call_in_jax_has_the_bits_of_numpy():
-    problem = Attention(name="x", n=16, mask=CAUSAL)
-    if IN_JAX.refusal(problem):
-        pytest.skip(IN_JAX.refusal(problem))
-    outputs = [results_of(contender, problem)[2]["output"] for contender in (cpu_problems.NUMPY, IN_JAX)]
-    assert np.array_equal(*outputs)
-
-
-def test_packed_and_padded_texts_have_the_same_tokens():
-    problem = ATTENTION["ragged, 8 of about 256, d 64"].small()
-    inputs = problem.inputs()
-    for contender in problem.contenders:
-        changed, _, results = results_of(contender, problem, inputs)
-        assert error_of(changed, inputs, results) <= 1
-        results["output"][:, :, -1] += 1e-3
-        assert not error_of(changed, inputs, results) <= 1
 
 
 def test_the_instruction_set_of_the_kernels_is_named(monkeypatch):
@@ -328,9 +309,3 @@ def test_errors_are_messages(capsys, arguments):
     code, _, err = command(capsys, *arguments)
     assert code == 2
     assert "cure:" in err
-
-
-def test_a_missing_module_is_named():
-    assert Contender("x", None, needs=("no_such_package",)).refusal(PROBLEMS[0]) == (
-        "not installed: pip install no_such_package"
-    )

@@ -1,6 +1,5 @@
 """`python -m benchmarks --device cuda` on the CPU: a stand-in for `torch.cuda` has the clock."""
 
-import json
 import time
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import cuda
-from benchmarks.__main__ import DEVICES, PROBLEMS, main
+from benchmarks.__main__ import PROBLEMS, main
 from benchmarks.contenders import SIGHTLINE
 from benchmarks.core import Call
 from benchmarks.cuda import Gpu
@@ -40,9 +39,9 @@ def small(monkeypatch):
         monkeypatch.setattr(cuda, name, size)
 
 
-def make_device(threads=1):
+def make_device():
     """A `Gpu` whose tensors are on the CPU."""
-    device = Gpu(threads, device="cpu", runtime=Runtime())
+    device = Gpu(1, device="cpu", runtime=Runtime())
     device.pause = 0.0
     return device
 
@@ -87,19 +86,3 @@ def test_without_a_gpu_the_error_has_a_cure(capsys):
     error = capsys.readouterr().err
     assert "sees no CUDA device" in error
     assert "cure:" in error
-
-
-def test_a_quick_run(capsys, tmp_path, monkeypatch):
-    """The command prints tables and writes JSON, as it does for the CPU."""
-    monkeypatch.setitem(DEVICES, "cuda", make_device)
-    monkeypatch.setattr(make_device, "seconds", 1.0, raising=False)
-    monkeypatch.setitem(PROBLEMS, "cuda", tuple(ON_CPU.values()))
-    path = tmp_path / "bench.json"
-    only = ["--only", "forward causal n8192", "--only", "decode"]
-    assert main(["--device", "cuda", "--quick", *only, "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    for text in ("peak", "a processor in a GPU's place", "torch, flash", "as planned", "TFLOP/s", "≥ 0.85×"):
-        assert text in out or text == "TFLOP/s"
-    saved = json.loads(path.read_text())
-    assert saved["device"] == "a processor in a GPU's place"
-    assert [each["name"] for each in saved["problems"]] == ["forward causal n8192", "decode"]

@@ -38,15 +38,11 @@ def test_one_rank_computes_everything_and_sends_nothing():
     assert prediction.efficiency == prediction.imbalance == 1
 
 
-def test_operations_of_the_ring_are_those_of_the_pairs():
+def test_operations_and_bytes_are_those_of_the_pairs_keys_and_gradients():
     prediction = predict(schedule_of(None, 512, 4), SIZES)
     pairs = 2 * 8 * 128 * 512
     assert prediction.forward.flops.tolist() == [pairs * 2 * (32 + 16)] * 4
     assert prediction.backward.flops.tolist() == [pairs * 2 * (3 * 32 + 2 * 16)] * 4
-
-
-def test_bytes_of_the_ring_are_those_of_keys_values_and_their_gradients():
-    prediction = predict(schedule_of(None, 512, 4), SIZES)
     numbers = 2 * 4 * 384 * (32 + 16)  # of the keys and values of three other ranks
     assert prediction.forward.received.tolist() == prediction.forward.sent.tolist() == [numbers * 2] * 4
     assert prediction.backward.received.tolist() == prediction.backward.sent.tolist() == [numbers * (2 + 4)] * 4

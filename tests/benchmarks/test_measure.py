@@ -9,7 +9,6 @@ from benchmarks.core import Call, Contender, Measurement, Problem
 from benchmarks.measure import QUICK_ROUNDS, Cpu, measure
 from benchmarks.report import notes_of, ratios_of, summarise, table_of
 from sightline.cli.console import make_console
-from sightline.cli.timing import interleave
 
 
 @dataclass
@@ -17,12 +16,10 @@ class Stub:
     """A library with a given share of the budget, or an error."""
 
     share: object
-    calls: int = 0
     closed: bool = False
 
     def prepare(self, problem, inputs, threads):
         def run(_):
-            self.calls += 1
             if isinstance(self.share, Exception):
                 raise self.share
 
@@ -115,21 +112,6 @@ def test_a_contender_may_measure_itself():
     own, half = run(replace(problem_of(), contenders=(contender, scaled)))
     assert set(own.seconds) == {7.0}
     assert min(half.seconds) > 1e-3
-
-
-def test_short_calls_are_repeated():
-    stub, counts = Stub(None), []
-    call = stub.prepare(None, None, 1)
-
-    def turn(count):
-        counts.append(count)
-        return Cpu(1).time(call, count)
-
-    interleave({"x": turn}, 1)
-    assert counts[-1] > 100
-    stub.calls = 0
-    turn(counts[-1])
-    assert stub.calls == counts[-1] + 1
 
 
 # -- the report -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import torch
 
 from benchmarks.core import Call
-from benchmarks.short_calls import KINDS, SHAPES, SHORT_CALLS, Pool, set_seed, short_call, sightline_functions
+from benchmarks.short_calls import KINDS, Pool, set_seed, short_call, sightline_functions
 
 SHAPE = (2, 2, 9, 8)
 
@@ -18,12 +18,6 @@ SHAPE = (2, 2, 9, 8)
 def share_of(problem, contender, inputs):
     changed = replace(problem, **contender.changes)
     return changed.error(contender.prepare(changed, inputs, 2), inputs)
-
-
-def test_there_are_nine_kinds_of_eight_shapes():
-    assert len({problem.table for problem in SHORT_CALLS}) == 9
-    assert len(SHORT_CALLS) == 9 * len(SHAPES)
-    assert {problem.group for problem in SHORT_CALLS} == {"short calls"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
