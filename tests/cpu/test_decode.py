@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sightline
+from fault_planting import Fault, plant
 from sightline import causal, entropy, h, i, j, lse, m, n, padding, s, softcap, table
 from sightline.cpu import Cpu
-from sightline.cpu.kernels import decode, visible_keys
+from sightline.cpu.kernels.decode import Decode
 from sightline.cpu.kernels.kernel_spec import min_decode_keys
+from sightline.cpu.kernels.visible_keys import VisibleKeys
 from sightline.cpu.launch import decode as launch_decode
 from sightline.cpu.launch import forward as launch_forward
 from sightline.cpu.runtime.processor import HOST
@@ -78,14 +80,23 @@ def test_drawn_problems(dtype, taken):
 
 
 ENTROPY_FAULTS = {
-    "exponents not rescaled": (
+    "exponents not rescaled": Fault(
+        Decode.add_exponents,
         "builder.fma(difference, sums.load(self.vector), place.load(self.vector))",
         "place.load(self.vector)",
     ),
-    "sums not rescaled": ("place.load(self.vector)) * alpha", "place.load(self.vector))"),
-    "splits without their shares": ("share * (own - difference)", "share * own"),
-    "exponents in base 2": ("exponents.to(DOUBLE) * unit / wide", "exponents.to(DOUBLE) / wide"),
-    "weights of the splits not normalized": ("total.get() - sink_share)) / divisor", "total.get() - sink_share))"),
+    "sums not rescaled": Fault(
+        Decode.add_exponents,
+        "builder.fma(difference, sums.load(self.vector), place.load(self.vector)) * alpha",
+        "builder.fma(difference, sums.load(self.vector), place.load(self.vector))",
+    ),
+    "splits without their shares": Fault(Decode.merge_splits, "own - difference", "own"),
+    "exponents in base 2": Fault(Decode.store, "exponents.to(DOUBLE) * unit", "exponents.to(DOUBLE)"),
+    "weights of the splits not normalized": Fault(
+        Decode.merge_splits,
+        "(entropy.get() + log_total * (total.get() - sink_share)) / divisor",
+        "entropy.get() + log_total * (total.get() - sink_share)",
+    ),
 }
 
 
@@ -103,9 +114,7 @@ def test_the_sound_entropy_passes(taken):
 
 @pytest.mark.parametrize("fault", ENTROPY_FAULTS)
 def test_every_fault_in_the_entropy_is_seen(fault, monkeypatch, fresh_kernels):
-    from fault_planting import broken
-
-    monkeypatch.setattr(launch_decode, "Decode", broken(decode, *ENTROPY_FAULTS[fault]).Decode)
+    plant(ENTROPY_FAULTS[fault], monkeypatch)
     with pytest.raises(AssertionError, match="budget"):
         check_entropy()
 
@@ -144,10 +153,8 @@ def test_masks_by_head(G, taken):
 
 
 def test_the_tile_ranges_of_another_head_are_seen(monkeypatch, fresh_kernels):
-    from fault_planting import broken
-
-    faulty = broken(decode, " + self.first_head * args.tile_range_head_stride", "")
-    monkeypatch.setattr(launch_decode, "Decode", faulty.Decode)
+    offset = "self.b * args.tile_range_batch_stride + self.first_head * args.tile_range_head_stride"
+    plant(Fault(Decode.locate_item, offset, "self.b * args.tile_range_batch_stride"), monkeypatch)
     with pytest.raises(AssertionError):
         check_masks_by_head()
 
@@ -196,16 +203,14 @@ def test_nan_that_one_row_sees_is_the_forward_kernels(dtype, taken):
 
 
 VISIBLE_KEY_FAULTS = {
-    "the last row not read": (
-        "with builder.loop(0, self.count) as key:",
-        "with builder.loop(0, self.count - 1) as key:",
+    "the last row not read": Fault(
+        VisibleKeys.select, "builder.loop(0, self.count)", "builder.loop(0, self.count - 1)"
     ),
-    "rows that the last query row sees": (
-        "builder.where(allowed, 1, mark.get())",
-        "builder.where(allowed, 1, 0 * mark.get())",
+    "rows that the last query row sees": Fault(
+        VisibleKeys.mark_rows, "builder.where(allowed, 1, mark.get())", "builder.where(allowed, 1, 0 * mark.get())"
     ),
-    "every second row left out": ("self.marks.at(key * ROW_BYTES)", "self.marks.at(key // 2 * 2 * ROW_BYTES)"),
-    "rows of a full tile": ("builder.where(partial, self.seen, self.all)", "self.all"),
+    "every second row left out": Fault(VisibleKeys.select, "key * ROW_BYTES", "key // 2 * 2 * ROW_BYTES"),
+    "rows of a full tile": Fault(VisibleKeys.select, "builder.where(partial, self.seen, self.all)", "self.all"),
 }
 
 
@@ -221,9 +226,7 @@ def test_the_sound_visible_keys_pass(taken):
 
 @pytest.mark.parametrize("fault", VISIBLE_KEY_FAULTS)
 def test_every_fault_in_the_visible_keys_is_seen(fault, monkeypatch, fresh_kernels):
-    from fault_planting import broken
-
-    monkeypatch.setattr(decode, "VisibleKeys", broken(visible_keys, *VISIBLE_KEY_FAULTS[fault]).VisibleKeys)
+    plant(VISIBLE_KEY_FAULTS[fault], monkeypatch)
     with pytest.raises(AssertionError):
         check_visible_keys()
 
@@ -266,20 +269,21 @@ def test_a_cache_is_read_in_place(taken):
 
 
 FAULTS = {
-    "splits not weighted": ("share = exp(builder, difference)", "share = builder.value(1.0, DOUBLE)"),
-    "a split dropped": (
-        "with builder.loop(0, args.num_splits) as split:\n                    share",
-        "with builder.loop(1, args.num_splits) as split:\n                    share",
+    "splits not weighted": Fault(Decode.merge_splits, "exp(builder, difference)", "builder.value(1.0, DOUBLE)"),
+    "a split dropped": Fault(
+        Decode.merge_splits, "share.to(self.float)", "builder.where(split > 0, share.to(self.float), 0.0)"
     ),
-    "sinks left out": ("sink = args.sinks.at(h * 8).load(DOUBLE) if self.spec.has_sinks", "sink = args.lse if False"),
+    "sinks left out": Fault(
+        Decode.merge_splits,
+        "args.sinks.at(h * 8).load(DOUBLE) if self.spec.has_sinks else builder.value(-math.inf, DOUBLE)",
+        "args.lse if False else builder.value(-math.inf, DOUBLE)",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_merge_of_splits_is_seen(fault, monkeypatch, fresh_kernels):
-    from fault_planting import broken
-
-    monkeypatch.setattr(launch_decode, "Decode", broken(decode, *FAULTS[fault]).Decode)
+    plant(FAULTS[fault], monkeypatch)
     q, k, v = arrays("float32", (1,), 4, 1, 2, 2000)
     k[..., 1500:, :] *= 3
     with pytest.raises(AssertionError, match="budget"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from repeated_calls import Repetition
 from sightline import h, i, j, m, n, padding, s, table
 from sightline.cpu.launch import bound_call, call_family, prepared_call
@@ -244,9 +244,8 @@ def keep_word(patch, name, kind=BoundCall):
 
 def run_dropout_directly(patch):
     """Make calls with dropout direct. Their records have one seed."""
-    direct = broken(call_cache, "problem.dropout == 0 and request.sinks is None", "request.sinks is None")
-    direct.calls, direct.families = call_cache.calls, call_cache.families  # where `answer` finds what it inserts
-    patch.setattr(call_cache, "insert", direct.insert)
+    condition = "problem.dropout == 0 and request.sinks is None"
+    plant(Fault(call_cache.insert, condition, "request.sinks is None"), patch)
 
 
 def keep_sinks(patch):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,8 +15,11 @@ from torch.autograd import gradcheck
 import sightline
 import sightline.torch.distributed as distributed
 from distributed_calls import short_blocks
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import h, i, j, s, table
+from sightline.partition import lse_merge, schedule
+from sightline.partition.part import part_of
+from sightline.torch.distributed import block_exchange
 
 
 class _Replicated(torch.autograd.Function):
@@ -227,8 +229,6 @@ def solve_dtensors(group: Any, is_nested: bool) -> list[bool]:
 
 def count_bytes(group: Any, reach: int | None) -> int:
     """Return the bytes of keys and values that this rank sends in a forward pass; the window is `reach` keys long."""
-    from sightline.torch.distributed import block_exchange
-
     count = 0
 
     class Counting(block_exchange.Transfers):
@@ -245,72 +245,35 @@ def count_bytes(group: Any, reach: int | None) -> int:
     return count
 
 
-FAULTS: dict[str, tuple[str, str, str, str, str]] = {  # module, line before, line after, and where it is looked up
-    "offset of keys": (
-        "partition.part",
-        '("j", first_key)):',
-        '("j", first_key + (first_key > 0))):',
-        "torch.distributed.ring",
-        "part_of",
+FAULTS = {
+    "offset of keys": Fault(part_of, '("j", first_key)', '("j", first_key + (first_key > 0))'),
+    "last shard dropped": Fault(schedule.Schedule.rounds, "range(1, self.size)", "range(1, self.size - 1)"),
+    "tile skipped": Fault(schedule._find_schedule, "~ranges.full", "~ranges.full & (ranges.first != 1)"),
+    "statistics without the factors of the parts": Fault(
+        lse_merge.combine,
+        "KeyPart(part.seen[k], part.keys, factor)",
+        "KeyPart(part.seen[k], part.keys, xp.ones_like(factor))",
     ),
-    "last shard dropped": (
-        "partition.schedule",
-        "for distance in range(1, self.size):",
-        "for distance in range(1, self.size - 1):",
-        "torch.distributed.autograd",
-        "find_schedule",
+    "entropy without the logarithms of the factors": Fault(
+        lse_merge.combine, "KeyPart(part.seen[k], part.keys, factor)", "KeyPart(part.seen[k], 0.0, factor)"
     ),
-    "tile skipped": (
-        "partition.schedule",
-        "count_tiles(~ranges.full)",
-        "count_tiles(~ranges.full & (ranges.first != 1))",
-        "torch.distributed.autograd",
-        "find_schedule",
+    "output not rescaled": Fault(
+        lse_merge.combine, "weigh(xp.astype(factor, dtype)[..., None], part.output)", "part.output"
     ),
-    "statistics without the factors of the parts": (
-        "partition.lse_merge",
-        "part.keys, factor)",
-        "part.keys, xp.ones_like(factor))",
-        "torch.distributed.ring",
-        "combine",
-    ),
-    "entropy without the logarithms of the factors": (
-        "partition.lse_merge",
-        "KeyPart(part.seen[k], part.keys",
-        "KeyPart(part.seen[k], 0.0",
-        "torch.distributed.ring",
-        "combine",
-    ),
-    "output not rescaled": (
-        "partition.lse_merge",
-        "weigh(xp.astype(factor, dtype)[..., None], part.output)",
-        "part.output",
-        "torch.distributed.ring",
-        "combine",
-    ),
-    "keys of a block": (
-        "partition.lse_merge",
-        "key, key + first_key",
-        "key, key",
-        "torch.distributed.ring",
-        "read_part",
-    ),
-    "gradients returned to the wrong rows": (
-        "torch.distributed.block_exchange",
+    "keys of a block": Fault(lse_merge.read_part, "key + first_key", "key"),
+    "gradients returned to the wrong rows": Fault(
+        block_exchange.BlockExchange._finish,
         "self._add(sent, returned)",
         "self._add(sent, [x.flip(-2) for x in returned])",
-        "torch.distributed.ring",
-        "BlockExchange",
     ),
 }
 
 
 def with_fault(group: Any, fault: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function on this rank with a fault planted."""
-    name, before, after, place, attribute = FAULTS[fault]
-    copy = broken(sys.modules[f"sightline.{name}"], before, after)
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sys.modules[f"sightline.{place}"], attribute, getattr(copy, attribute)))
+    """Run a function on this rank with a fault planted, and without schedules that were found before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "_find_cached", schedule._find_schedule)
+        plant(FAULTS[fault], patch)
         return function(group, *arguments)
 
 

@@ -3,7 +3,6 @@
 import __future__
 
 import ast
-import importlib.util
 import inspect
 import linecache
 import textwrap
@@ -79,17 +78,3 @@ def change_code(function, before, after):
     for wanted in ("enclosing", function.__name__):
         (code,) = (one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == wanted)
     return code
-
-
-def broken(module, *changes):
-    """Return a copy of the module with lines changed. `changes` alternates lines before and after the fault."""
-    source = inspect.getsource(module)
-    for before, after in zip(changes[::2], changes[1::2], strict=True):
-        found = source.count(before)
-        assert found == 1, f"the line of this fault occurs {found} times in {module.__name__}: {before}"
-        source = source.replace(before, after)
-    spec = importlib.util.spec_from_loader(module.__name__, loader=None, origin=module.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    copy.__package__ = module.__package__
-    exec(compile(source, module.__file__, "exec"), copy.__dict__)
-    return copy

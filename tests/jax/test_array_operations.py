@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from jax_kernel import enable_x64
 from sample_calls import draw_inputs
 from sightline import h, i, j, s, table
@@ -231,20 +231,25 @@ def test_memory_does_not_grow_with_the_product_of_lengths():
 
 
 FAULTS = {
-    "queries past the end": ("jnp.where(i < problem.n, weights, 0)", "weights", "received"),
-    "a mean that is a sum": ("own[0] / max(problem.n, 1)", "own[0]", "mean received"),
-    "a cell too far": ("cell_of(at - start,", "cell_of(at + 1 - start,", "pooled"),
+    "queries past the end": (
+        Fault(array_operations._Blocks.compute, "jnp.where(i < problem.n, weights, 0)", "weights"),
+        "received",
+    ),
+    "a mean that is a sum": (
+        Fault(array_operations._finish_statistics, "own[0] / max(problem.n, 1)", "own[0]"),
+        "mean received",
+    ),
+    "a cell too far": (Fault(array_operations._Blocks.pool, "at - start", "at + 1 - start"), "pooled"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found(fault, operands, monkeypatch):
-    before, after, statistic = FAULTS[fault]
-    module = broken(array_operations, before, after)
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 4 * B * H * N)
-    monkeypatch.setattr(array_operations, "attend", module.attend)
+    planted, statistic = FAULTS[fault]
+    plant(planted, monkeypatch)
+    monkeypatch.setattr(array_operations, "BLOCK_ELEMENTS", 4 * B * H * N)
     options = {"see": [STATISTICS[statistic]]}
     expected = sightline.attention(*operands, **options)
-    monkeypatch.setattr(dispatch, "attention", module.attend)
+    monkeypatch.setattr(dispatch, "attention", array_operations.attend)
     with pytest.raises(AssertionError, match="tolerance"):
         assert_close(sightline.attention(*operands, **options), expected)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from jax_kernel import enable_x64, register_alone
 from sample_calls import bits
 from sightline import b, h, i, j, s, table
-from sightline.cpu.calls import xla_direct_call, xla_handler
+from sightline.cpu.calls import xla_direct_call
 from sightline.cpu.launch.prepared_call import RUNS_BEFORE_RECORD
 from sightline.dispatch import call_cache
 from sightline.jax import custom_call, dot_product_attention
@@ -176,19 +176,24 @@ def check_all(draw):
 
 
 FAULTS = {
-    "the keys as values": ("self.buffers.at(index * 8)", "self.buffers.at((index - (index == 2).to(INT64)) * 8)"),
-    "lse as it was": ("lse.at(row * 4).store(number.to(FLOAT))", "pass"),
-    "an entry of another text": ("(difference == 0) & (own == current)", "own == current"),
+    "the keys as values": Fault(
+        xla_direct_call.XlaDirectCall.write_words,
+        "self.buffers.at(index * 8)",
+        "self.buffers.at((index - (index == 2).to(INT64)) * 8)",
+    ),
+    "lse as it was": Fault(xla_direct_call.XlaDirectCall.write_lse, "lse.at(row * 4).store(number.to(FLOAT))", "pass"),
+    "an entry of another text": Fault(
+        xla_direct_call.XlaDirectCall.is_entry_of, "(difference == 0) & (own == current)", "own == current"
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_every_fault_is_seen(fault, draw, monkeypatch, fresh_kernels):
     """All texts of one length have the same hash."""
-    code = xla_direct_call if fault is None else broken(xla_direct_call, *FAULTS[fault])
-    for module in {xla_direct_call, code}:
-        monkeypatch.setattr(module, "PRIME", 0)
-    monkeypatch.setattr(xla_handler, "XlaDirectCall", code.XlaDirectCall)
+    if fault is not None:
+        plant(FAULTS[fault], monkeypatch)
+    monkeypatch.setattr(xla_direct_call, "PRIME", 0)
     register_alone(monkeypatch, f"sightline direct: {fault}")
     if fault is None:
         check_all(draw)

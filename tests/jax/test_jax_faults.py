@@ -6,28 +6,32 @@ import pytest
 
 import jax_kernel
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import b, i, j, lse, s, table
-from sightline.cpu.calls import xla_handler
+from sightline.cpu.calls.xla_handler import XlaHandler
 from sightline.dispatch import call_join
 from sightline.errors import SightlineError
-from sightline.jax import batching, custom_call
 from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 
 BATCHING = {
-    "b of all elements": ('return {"b": _remainder(b, batches)}, b // batches', 'return {"b": b}, b // batches'),
-    "a table of another element": ("_remainder(b, batches)}, b // batches", "_remainder(b, batches)}, b % batches"),
-    "a table that spans the joined batches": ("None if axis in symbols else axis for axis", "axis for axis"),
+    "b of all elements": Fault(call_join._element_symbols, "_remainder(b, batches)", "b"),
+    "a table of another element": Fault(call_join._element_symbols, "b // batches", "b % batches"),
+    "a table that spans the joined batches": Fault(call_join.join_text, "None if axis in symbols else axis", "axis"),
 }
 COPY = "self.copy_addresses(ARGUMENTS, num_arguments, buffers)"
 HANDLER = {
-    "query and key exchanged": (
+    "query and key exchanged": Fault(
+        XlaHandler.build,
         COPY,
         f"{COPY}; pair = [buffers.at(k * 8).load(INT64) for k in (1, 0)]; "
         "[buffers.at(k * 8).store(x) for k, x in enumerate(pair)]",
     ),
-    "key in place of value": (COPY, f"{COPY}; buffers.at(16).store(buffers.at(8).load(INT64))"),
+    "key in place of value": Fault(
+        XlaHandler.build,
+        COPY,
+        f"{COPY}; buffers.at(16).store(buffers.at(8).load(INT64))",
+    ),
 }
 
 
@@ -59,14 +63,14 @@ def test_sound_code_passes():
 
 @pytest.mark.parametrize("fault", BATCHING)
 def test_every_fault_in_the_batching_rule_is_seen(fault, monkeypatch):
-    monkeypatch.setattr(batching, "join_text", broken(call_join, *BATCHING[fault]).join_text)
+    plant(BATCHING[fault], monkeypatch)
     with pytest.raises((AssertionError, SightlineError, jax.errors.JaxRuntimeError)):
         check_batching()
 
 
 @pytest.mark.parametrize("fault", HANDLER)
 def test_every_fault_in_the_handler_is_seen(fault, monkeypatch, fresh_kernels):
-    monkeypatch.setattr(custom_call, "build_module", broken(xla_handler, *HANDLER[fault]).build_module)
+    plant(HANDLER[fault], monkeypatch)
     jax_kernel.register_alone(monkeypatch, f"sightline: {fault}")
     with pytest.raises(AssertionError, match="bits"):
         check_handler()

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from gradient_checks import check as check_gradients
 from sightline import b, causal, h, i, j, s, table
 from sightline.dispatch.kernel_list import KERNELS
 from sightline.formula import block_lists
 from sightline.partition import gathered_keys
+from sightline.partition.gathered_keys import Gathering
 from sightline.problem.kernel import Result
 from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
@@ -119,28 +120,32 @@ def test_a_quantised_cache(rng):
     assert_conforms(lambda _: Result(output, lse), problem)
 
 
-FAULTS = {
-    "a repeated key counts twice": ("is_visible[..., 1:] &= keys[..., 1:] != keys[..., :-1]", "pass", "equalities"),
-    "numbers that are no keys": ("is_visible = (keys >= 0) & (keys < m)", "is_visible = keys < m", "equalities"),
-    "the first key head": ("// (self.key_heads // problem.G)", "* 0", "equalities"),
-    "rows of the first sequence": ("* problem.G + heads) * problem.m", "* 0 + heads) * problem.m", "other conditions"),
-    "half of the sums of keys": ("values[place[odd - 1]] += values[place[odd]]", "pass", "equalities"),
-    "positions of copies": (
-        "xp.where(where < 0, where, xp.take_along",
-        "xp.where(where < M, where, xp.take_along",
-        "searched",
-    ),
-    "queries from the first": ('"i": query + first', '"i": query + 0 * first', "score and sinks"),
+FAULTS = {  # for each call: the faults that it shows
+    "equalities": {
+        "a repeated key counts twice": Fault(
+            Gathering._find_keys, "is_visible[..., 1:] &= keys[..., 1:] != keys[..., :-1]", "pass"
+        ),
+        "numbers that are no keys": Fault(Gathering._find_keys, "(keys >= 0) & (keys < m)", "keys < m"),
+        "the first key head": Fault(Gathering._part, "self.key_heads // problem.G", "self.key_heads"),
+        "half of the sums of keys": Fault(
+            gathered_keys.add_rows, "values[place[odd - 1]] += values[place[odd]]", "pass"
+        ),
+    },
+    "other conditions": {
+        "rows of the first sequence": Fault(
+            Gathering._part, "self.arange(problem.B)[:, None, None, None] * problem.G", "0"
+        ),
+    },
+    "searched": {"positions of copies": Fault(Gathering.add_statistic, "where < 0", "where < 99")},
+    "score and sinks": {"queries from the first": Fault(Gathering._part, "query + first", "query + 0 * first")},
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_every_fault_is_seen(name):
-    before, after, call = FAULTS[name]
-    copy = broken(gathered_keys, before, after.replace("< M", "< 99"))
-    copy.PART_BYTES = 1 << 13
+@pytest.mark.parametrize(("call", "fault"), [(call, fault) for call, faults in FAULTS.items() for fault in faults])
+def test_every_fault_is_seen(call, fault, monkeypatch):
+    plant(FAULTS[call][fault], monkeypatch)
     with pytest.raises(AssertionError, match="budget"):
-        check(copy.Gather(GATHER.by_tiles), call)
+        check(gathered_keys.Gather(GATHER.by_tiles), call)
 
 
 LONG = 1700

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import watch
 from sightline.errors import FormulaError, ParameterError
 from sightline.testing import assert_within_budget
@@ -170,48 +170,35 @@ def test_a_mode_of_the_user_is_not_disturbed():
     assert (len(seen), len(seen_of_layer)) == (len(WAYS), 1)
 
 
-FAULTS = {  # the module, a line of it, the faulty line, and the name that the faulty copy replaces
-    "a call missed in a pool": (
-        running_modules,
-        "submit(pool, _hand_over(function), ",
-        "submit(pool, function, ",
-        [(running_modules, "_make_submit")],
+FAULTS = {
+    "a call missed in a pool": Fault(running_modules._make_submit, "_hand_over(function)", "function"),
+    "calls missed by the operator": Fault(
+        attention_finder.Finder.__torch_function__,
+        "READERS.get(function)",
+        "READERS.get(None if function is OPERATOR else function)",
     ),
-    "calls missed by the operator": (attention_finder, "OPERATOR: _read_torch,", "", [(attention_finder, "READERS")]),
-    "a call under the name of another module": (
-        running_modules,
-        "return stack[-1]",
-        "return stack[0]",
-        [(running_modules.RunningModules, "current")],
-    ),
-    "weights after dropout": (
-        attention_finder,
+    "a call under the name of another module": Fault(running_modules.RunningModules.current, "stack[-1]", "stack[0]"),
+    "weights after dropout": Fault(
+        attention_finder._read_torch,
         "dict(zip(names, converted, strict=True))",
         "dict(zip(names, converted, strict=True)) | {'dropout': dropout_p}",
-        [(attention_finder, "READERS")],
     ),
-    "a mask dropped": (
-        attention_finder,
-        "convert_arguments(query, key, value, attn_mask, ",
-        "convert_arguments(query, key, value, None, ",
-        [(attention_finder, "READERS")],
+    "a mask dropped": Fault(
+        attention_finder._read_torch,
+        "convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)",
+        "convert_arguments(query, key, value, None, is_causal, scale, enable_gqa)",
     ),
-    "a scale dropped": (
-        attention_finder,
-        "is_causal, scale, enable_gqa)",
-        "is_causal, None, enable_gqa)",
-        [(attention_finder, "READERS")],
+    "a scale dropped": Fault(
+        attention_finder._read_torch,
+        "convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)",
+        "convert_arguments(query, key, value, attn_mask, is_causal, None, enable_gqa)",
     ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found(name, monkeypatch):
-    module, before, after, places = FAULTS[name]
-    faulty = broken(module, before, after)
-    for owner, attribute in places:
-        source = faulty if owner is module else getattr(faulty, owner.__name__)
-        monkeypatch.setattr(owner, attribute, getattr(source, attribute))
+    plant(FAULTS[name], monkeypatch)
     with pytest.raises(AssertionError):  # noqa: PT012  # one of the two checks
         check_program(Program(list(WAYS), [Program(list(WAYS))]))
         check_arguments()

@@ -8,11 +8,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import i, j, s, table
 from sightline.dispatch import backward_calls, call_cache
 from sightline.statistics import per_query
-from sightline.torch import autograd, graph_attacher
+from sightline.torch import autograd
 from sightline.torch.operator_schema import make_seed
 
 SHAPE = 2, 3, 9, 16
@@ -179,35 +179,36 @@ def test_means_and_batched_gradients(rng):
 
 
 FAULTS = {
-    "a row sum of another statistic": (per_query, "context.arrays[0] - 1)", "context.arrays[0])", "Entropy"),
+    "a row sum of another statistic": (
+        Fault(per_query.Entropy.backward, "context.arrays[0] - 1", "context.arrays[0]"),
+        "entropy",
+    ),
     "a mass without its row sum": (
-        per_query,
-        "context.gradient * context.arrays[0] if",
-        "0 * context.gradient if",
-        "Mass",
+        Fault(per_query.Mass.backward, "context.gradient * context.arrays[0]", "0 * context.gradient"),
+        "mass",
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_in_a_row_sum_is_found(rng, fault, monkeypatch):
-    module, before, after, name = FAULTS[fault]
-    monkeypatch.setattr(getattr(module, name), "backward", getattr(broken(module, before, after), name).backward)
+    planted, name = FAULTS[fault]
+    plant(planted, monkeypatch)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        check(rng, "causal", (name.lower(),))
+        check(rng, "causal", (name,))
 
 
 @pytest.mark.parametrize("used", [("received",), ("received", "lse", "pooled")], ids=str)
 def test_a_row_sum_that_is_not_subtracted_is_found(rng, used, monkeypatch):
-    before, after = ("return -sums if", "return 0 * sums if") if len(used) == 1 else ("d_lse - sums", "d_lse")
-    monkeypatch.setattr(backward_calls, "_subtract_sum", broken(backward_calls, before, after)._subtract_sum)
+    before, after = ("-sums", "0 * sums") if len(used) == 1 else ("d_lse - sums", "d_lse")
+    plant(Fault(backward_calls._subtract_sum, before, after), monkeypatch)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check(rng, "causal", used)
 
 
 def test_a_gradient_of_lse_that_is_left_out_is_found(rng, monkeypatch):
-    fault = broken(backward_calls, "return BackwardInputs(d_output, d_lse,", "return BackwardInputs(d_output, None,")
-    monkeypatch.setattr(graph_attacher, "read_inputs", fault.read_inputs)
+    found = "BackwardInputs(d_output, {}, tables, structure.numbers, key, added.needs_weights_sum)"
+    plant(Fault(backward_calls.read_inputs, found.format("d_lse"), found.format("None")), monkeypatch)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check(rng, "plain", ("lse",))
 

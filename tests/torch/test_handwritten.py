@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import watch
 from sightline.errors import ParameterError
 from sightline.testing import assert_within_budget
@@ -498,18 +498,34 @@ def test_scores_live_no_longer_than_in_the_model(is_asked, has_gradients):
     assert alive == [is_asked, False]
 
 
-FAULTS = {  # the spelling that shows the fault, a line of the module and the faulty line
-    "scores in another order": ("queries before heads", ".reshape(x.shape).permute(order)", ".reshape(x.shape)"),
-    "an earlier shape lost": ("flattened before softmax", "_keep_shape(function, mark.shape, x, result)", "()"),
-    "scores of flattened weights": ("flattened after softmax", "(result.ndim == 4 or ", "(True or "),
-    "scores not moved": ("heads last", "scores = call_with(scores.reshape(x.shape), ", "call_with(scores, "),
+FAULTS = {  # the fault, and the spelling that shows it
+    "scores in another order": (
+        Fault(handwritten._complete, "mark.scores.reshape(x.shape).permute(order)", "mark.scores.reshape(x.shape)"),
+        "queries before heads",
+    ),
+    "an earlier shape lost": (
+        Fault(handwritten._follow, "_keep_shape(function, mark.shape, x, result)", "()"),
+        "flattened before softmax",
+    ),
+    "scores of flattened weights": (
+        Fault(handwritten._follow_weights, "result.ndim == 4", "True"),
+        "flattened after softmax",
+    ),
+    "scores not moved": (
+        Fault(
+            handwritten._follow_weights,
+            "scores = call_with(scores.reshape(x.shape), function, inputs, options, x)",
+            "call_with(scores, function, inputs, options, x)",
+        ),
+        "heads last",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found(name, monkeypatch):
-    spelling, before, after = FAULTS[name]
+    planted, spelling = FAULTS[name]
     check(spelling)
-    monkeypatch.setattr(attention_finder, "find_handwritten", broken(handwritten, before, after).find_handwritten)
+    plant(planted, monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, ParameterError)):
         check(spelling)

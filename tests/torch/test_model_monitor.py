@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from monitored_models import CausalModel, define, make_batch
-from sightline import model_monitor, monitoring
+from sightline import model_monitor
 from sightline.api import functions
 from sightline.errors import MissingExtraError, ParameterError
+from sightline.monitoring import StepSums
 
 
 def assert_numbers(recorded, expected):
@@ -39,16 +40,16 @@ def test_numbers_and_gradients_of_accumulated_batches_are_those_of_the_definitio
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    "fault",
     [
-        ("sums = xp.maximum(maximum, self.maxima[layer]), sums + self.totals[layer]", "sums = maximum, sums"),
-        ("entropies / count, masses / count", "entropies / count, entropies / count"),
+        Fault(StepSums.add, "xp.maximum(maximum, self.maxima[layer]), sums + self.totals[layer]", "maximum, sums"),
+        Fault(StepSums.finish, "masses", "entropies"),
     ],
     ids=["a call is forgotten", "another statistic"],
 )
-def test_planted_faults_are_found(before, after, monkeypatch):
+def test_planted_faults_are_found(fault, monkeypatch):
     model, batches = CausalModel(), [make_batch(1), make_batch(2, 3)]
-    monkeypatch.setattr(model_monitor, "StepSums", broken(monitoring, before, after).StepSums)
+    plant(fault, monkeypatch)
     monitor = sightline.AttentionMonitor(model)
     with monitor.step(0):
         for batch in batches:

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from sightline import i, j, recording, watch
 from sightline.errors import ParameterError
 from sightline.recording import Call, Seen
 from sightline.testing import assert_within_budget
-from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, hooks, watcher
+from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, hooks
 from sightline.torch.attention_finder import FINDER
 
 LSE = sightline.lse()
@@ -378,11 +378,18 @@ def test_errors_of_totals(encoder, transformer, x):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("return self._sum if", "return self._sum * 2 if"), ("self._sum + result", "result")],
+    "fault",
+    [
+        Fault(
+            recording.Total.result.fget,
+            'self._sum if self.statistic.how == "sum" else self._sum / self.count',
+            'self._sum * 2 if self.statistic.how == "sum" else self._sum / self.count',
+        ),
+        Fault(recording.Total.add, "self._sum + result", "result"),
+    ],
 )
-def test_every_fault_in_a_total_is_found(before, after, encoder, x, monkeypatch):
-    monkeypatch.setattr(watcher, "Total", broken(recording, before, after).Total)
+def test_every_fault_in_a_total_is_found(fault, encoder, x, monkeypatch):
+    plant(fault, monkeypatch)
     with pytest.raises(AssertionError):
         test_sums_and_means_over_layers(encoder, x)
 

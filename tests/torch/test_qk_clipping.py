@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sightline
-from fault_planting import broken
+from fault_planting import Fault, plant
 from monitored_models import CausalModel, define, make_batch
 from sightline.errors import ParameterError
 from sightline.torch import MultiHeadAttention, SelfAttention, qk_clip, qk_clipping, query_key_projections
@@ -123,26 +123,22 @@ def test_after_a_clip_the_largest_score_of_the_definition_is_the_limit(key_heads
 
 
 FAULTS = {
-    "keys stay": (query_key_projections, "for view in (*queries, *keys)]", "for view in queries]"),
-    "biases stay": (query_key_projections, 'if "bias" in parameters', "if False"),
-    "a shared key head": (query_key_projections, "ScaledView(view, 1.0) for view", "ScaledView(view, 0.5) for view"),
-    "other heads too": (qk_clipping, "factors.get(head, 1.0)", "factors.get(head, 0.5)"),
+    "keys stay": Fault(query_key_projections._with_powers, "(*queries, *keys)", "queries"),
+    "biases stay": Fault(query_key_projections._rows, '"bias" in parameters', "False"),
+    "a shared key head": Fault(query_key_projections._with_powers, "ScaledView(view, 1.0)", "ScaledView(view, 0.5)"),
+    "other heads too": Fault(qk_clipping.qk_clip, "factors.get(head, 1.0)", "factors.get(head, 0.5)"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @torch.no_grad()
 def test_planted_faults_are_found(fault, monkeypatch):
-    module, *lines = FAULTS[fault]
-    planted = broken(module, *lines)
-    if module is query_key_projections:
-        monkeypatch.setattr(qk_clipping, "find_parts", planted.find_parts)
-    clip = planted.qk_clip if module is qk_clipping else qk_clip
+    plant(FAULTS[fault], monkeypatch)
     key_heads = 2 if fault == "a shared key head" else 4
     model, batch = CausalModel(key_heads=key_heads), make_batch(1)
     before = largest_scores(model, batch)["layers.0"]
     limit = float(before.median())
-    clip(model, {"layers.0": before}, limit)
+    qk_clip(model, {"layers.0": before}, limit)
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(define(model, [batch])["layers.0"][0], before.clamp(max=limit), rtol=1e-12)
 

@@ -4,20 +4,26 @@ TRITON_INTERPRET must be set before triton loads, so `test_interpreted.py` start
 file: TRITON_INTERPRET=1 pytest tests/gpu/interpreted/test_gpu_forward.py. On a GPU: pytest tests/gpu/interpreted.
 """
 
-import importlib.util
+import inspect
 import os
+import re
 import sys
-from pathlib import Path
+import textwrap
+from collections import defaultdict
 
 import pytest
 import torch
+from triton.runtime import JITFunction
+from triton.runtime.interpreter import InterpretedFunction
 
-import sightline.gpu
+import fault_planting
 import sightline.problem.problem
 from on_device import OnDevice
+from sightline.formula.tensor_cache import TensorCache
 from sightline.gpu import Triton
 from sightline.gpu.codegen import formula_functions
 from sightline.gpu.launch import forward as launch_forward
+from sightline.gpu.launch import schedule
 from triton_interpreter import INTERPRETED, patch_interpreter
 
 
@@ -65,47 +71,23 @@ def any_kernel(request, triton_kernel):
     return request.getfixturevalue("small_kernel") if request.param == "small" else triton_kernel
 
 
-MODULES = (  # of kernels and launches; each module precedes the modules that import it
-    "kernels.math",
-    "kernels.tile_ops",
-    "kernels.tile_loop",
-    "kernels.fused_statistics",
-    "kernels.table_gradient",
-    "kernels.forward",
-    "kernels.decode",
-    "kernels.weights_pass",
-    "kernels.weights_top_k",
-    "kernels.weights_pooled",
-    "launch.schedule",
-    "kernels.backward",
-    "kernels.backward_queries",
-    "kernels.backward_keys",
-    "launch.weights_pass",
-    "launch.forward",
-    "launch.backward",
-)
-
-
 @pytest.fixture
-def plant(monkeypatch, tmp_path):
-    """Return a function that replaces text in the source of a module until the end of the test."""
+def plant(monkeypatch):
+    """Return a function that plants a fault until the end of the test. Kernels are compiled again."""
 
-    def put(place, before, after):
-        for name in MODULES[MODULES.index(place) :]:
-            package, _, stem = name.partition(".")
-            text = Path(sightline.gpu.__path__[0], package, f"{stem}.py").read_text()
-            if name == place:
-                assert text.count(before) >= 1, f"{name} no longer has {before!r}"
-                text = text.replace(before, after)
-            path = tmp_path / f"{name}.py"  # triton reads the source lines of kernels
-            path.write_text(text)
-            spec = importlib.util.spec_from_file_location(f"sightline.gpu.{name}", path)
-            module = importlib.util.module_from_spec(spec)
-            monkeypatch.setitem(sys.modules, spec.name, module)
-            monkeypatch.setattr(sys.modules[f"sightline.gpu.{package}"], stem, module, raising=False)
-            spec.loader.exec_module(module)
-        monkeypatch.setattr(sys.modules["sightline.gpu.launch.forward"], "MIN_KEYS_PER_SPLIT", FEW_KEYS)
-        formula_functions.compile_function.cache_clear()  # generated functions import these modules
+    def put(fault):
+        fault_planting.plant(fault, monkeypatch)
+        formula_functions.compile_function.cache_clear()  # generated functions import the kernels' modules
+        monkeypatch.setattr(schedule, "_SCHEDULES", TensorCache(4))
+        if INTERPRETED:
+            monkeypatch.setattr(InterpretedFunction, "rewritten_fn", {})
+            return
+        modules = [module for name, module in sys.modules.items() if name.startswith("sightline.gpu.kernels.")]
+        for kernel in [x for module in modules for x in vars(module).values() if isinstance(x, JITFunction)]:
+            source = textwrap.dedent(inspect.getsource(kernel.fn))
+            monkeypatch.setattr(kernel, "_src", source[re.search("^def ", source, re.MULTILINE).start() :])
+            monkeypatch.setattr(kernel, "hash", None)  # of the source and of the functions that the kernel calls
+            monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
 
     yield put
     formula_functions.compile_function.cache_clear()

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from fault_planting import Fault
 from sample_problems import arrays
 from sightline import dense, i, j, lse, padding, s, softcap
 from sightline.formula.tensor_cache import TensorCache
 from sightline.gpu.codegen import formula_functions, render_triton
+from sightline.gpu.kernels import decode, forward, math, tile_loop, tile_ops
 from sightline.gpu.launch import schedule
 from sightline.testing import assert_conforms
 from strategies import Case
@@ -24,65 +26,65 @@ PROBLEMS = {
     "decoded": ({"shape": (2, 4, 3, 12), "groups": 2, "m": 130}, {"mask": padding([130, 70]), "sinks": SINKS}),
 }
 
-FAULTS = {  # the problem that must fail; the module, a line of its source, and the line with the fault
-    "stale maximum": ("masked", ("kernels.tile_ops", "alpha, new, total", "alpha, maximum, total")),
-    "dropped rescale": ("masked", ("kernels.forward", "v, output * alpha[:, None]", "v, output")),
-    "total not rescaled": ("masked", ("kernels.tile_ops", "old = total * alpha", "old = total")),
-    "wrong head of a group": ("masked", ("kernels.forward", "h // args.group", "h % (args.H // args.group)")),
-    "sinks without weight": ("masked", ("kernels.forward", "total = compensation + 1.0", "total = compensation")),
-    "partial ranges left out": (
-        "masked",
-        ("kernels.tile_loop", "for range_index in range(middle, stop):", "for range_index in range(0):"),
-    ),
-    "full ranges left out": (
-        "masked",
-        ("kernels.tile_loop", "for range_index in range(start, middle):", "for range_index in range(0):"),
-    ),
-    "off-by-one mask": ("masked", ("kernels.tile_ops", "mask_at(b, h, i, at, n", "mask_at(b, h, i, at + 1, n")),
-    "keys past the end": ("scored", ("kernels.tile_ops", "tl.where(j < m, s, float", "tl.where(j <= m + 64, s, float")),
-    "wrong batch": ("dropped", ("kernels.tile_ops", "* array.strides[len(array.lengths) - 1 - k]", "* 0")),
-    "sign of the scale": ("scored", ("kernels.tile_ops", "x * scalar(sign, meta.accumulator)", "x")),
-    "unscaled scores": ("scored", ("kernels.tile_ops", "score_at(s * scale,", "score_at(s,")),
-    "quotients towards 0": ("divided", ("kernels.math", "tl.where(wrong, quotient - 1, quotient)", "quotient")),
-    "wrong word of four": (
-        "dropped",
-        ("kernels.tile_ops", "tl.join(tl.join(w0, w2), tl.join(w1, w3))", "tl.join(tl.join(w0, w1), tl.join(w2, w3))"),
-    ),
-    "wrong four keys": ("dropped", ("kernels.tile_ops", "(first // 4 + tl.arange", "(first // 4 + 1 + tl.arange")),
-    "sum of the undropped weights": (
-        "dropped",
-        (
-            "kernels.forward",
-            "        v = tile_ops.load_rows(",
-            "        total += tl.sum(p, 1) - sums\n        v = tile_ops.load_rows(",
+FAULTS = {  # for each problem: the faults that make it fail
+    "masked": {
+        "stale maximum": Fault(
+            tile_ops.update_softmax,
+            "x, p, sums, log2_alpha, alpha, new, total, compensation",
+            "x, p, sums, log2_alpha, alpha, maximum, total, compensation",
         ),
-    ),
-    "weights not made larger": ("dropped", ("kernels.forward", "(dropout_scale / safe)", "(1 / safe)")),
-    "blocks with NaN left as they are": (
-        "poisoned",
-        ("kernels.forward", "if tl.load(nonfinite_flags + item) != 0:", "if item < 0:"),
-    ),
-    "visible NaN left out": ("poisoned", ("kernels.forward", 'float("nan"), signs)', "0.0, signs)")),
-    "infinities swapped": ("poisoned", ("kernels.forward", "(nonfinite & 2) != 0", "(nonfinite & 4) != 0")),
-    "a split left out": (
-        "decoded",
-        (
-            "kernels.decode",
-            "tl.range(num_splits, loop_unroll_factor=UNROLL_FACTOR):\n        power",
-            "range(num_splits - 1):\n        power",
+        "dropped rescale": Fault(forward.process_range, "output * alpha[:, None]", "output"),
+        "total not rescaled": Fault(tile_ops.update_softmax, "total * alpha", "total"),
+        "wrong head of a group": Fault(forward.compute_block, "h // args.group", "h % (args.H // args.group)"),
+        "sinks without weight": Fault(forward.init, "compensation + 1.0", "compensation"),
+        "partial ranges left out": Fault(tile_loop.loop_over_tiles, "range(middle, stop)", "range(0)"),
+        "full ranges left out": Fault(tile_loop.loop_over_tiles, "range(start, middle)", "range(0)"),
+        "off-by-one mask": Fault(
+            tile_ops.compute_scores,
+            "formulas.mask_at(b, h, i, at, n, m, tables)",
+            "formulas.mask_at(b, h, i, at + 1, n, m, tables)",
         ),
-    ),
-    "splits weighted alike": (
-        "decoded",
-        (
-            "kernels.decode",
-            "(power - shift).to(meta.accumulator)",
-            "tl.where(power > -1e30, 0.0, float('-inf')).to(meta.accumulator)",
+    },
+    "scored": {
+        "keys past the end": Fault(tile_ops.compute_scores, "j < m", "j <= m + 64"),
+        "sign of the scale": Fault(tile_ops.apply_sign, "x * scalar(sign, meta.accumulator)", "x"),
+        "unscaled scores": Fault(tile_ops.compute_scores, "s * scale", "s"),
+    },
+    "dropped": {
+        "wrong batch": Fault(tile_ops.locate_head, "array.strides[len(array.lengths) - 1 - k]", "0"),
+        "wrong word of four": Fault(
+            tile_ops.dropout_mask,
+            "tl.join(tl.join(w0, w2), tl.join(w1, w3))",
+            "tl.join(tl.join(w0, w1), tl.join(w2, w3))",
         ),
-    ),
-    "sink in every split": ("decoded", ("kernels.decode", "init(None, 0, False, meta)", "init(0.0, 0, False, meta)")),
-    "one head for all of a group": ("decoded", ("kernels.decode", "g * group + rows // n", "g * group")),
-    "window past its end": ("decoded", ("kernels.decode", "(split + 1) * split_size)", "(split + 2) * split_size)")),
+        "wrong four keys": Fault(tile_ops.dropout_mask, "first // 4", "first // 4 + 1"),
+        "sum of the undropped weights": Fault(
+            forward.process_range,
+            "v = tile_ops.load_rows(block.value, j0, meta.keys, m, meta.d_v, meta.padded_d_v, bound, meta)",
+            "v = tile_ops.load_rows(block.value, j0, meta.keys, m, meta.d_v, meta.padded_d_v, bound, meta)\n"
+            "total += tl.sum(p, 1) - sums",
+        ),
+        "weights not made larger": Fault(forward.store, "dropout_scale", "1"),
+    },
+    "divided": {
+        "quotients towards 0": Fault(math.whole_quotient, "quotient - 1", "quotient"),
+    },
+    "poisoned": {
+        "blocks with NaN left as they are": Fault(forward.forward, "tl.load(nonfinite_flags + item) != 0", "item < 0"),
+        "visible NaN left out": Fault(forward.decode_nonfinite, 'float("nan")', "0.0"),
+        "infinities swapped": Fault(forward.decode_nonfinite, "nonfinite & 2", "nonfinite & 4"),
+    },
+    "decoded": {
+        "a split left out": Fault(
+            decode.merge_splits, "power - shift", "tl.where(split < num_splits - 1, power - shift, float('-inf'))"
+        ),
+        "splits weighted alike": Fault(
+            decode.merge_splits, "power - shift", "tl.where(power > -1e30, 0.0, float('-inf'))"
+        ),
+        "sink in every split": Fault(decode.decode, "init(None, 0, False, meta)", "init(0.0, 0, False, meta)"),
+        "one head for all of a group": Fault(decode.decode, "g * group + rows // n", "g * group"),
+        "window past its end": Fault(decode.decode, "split + 1", "split + 2"),
+    },
 }
 
 SEEN_DAILY = {
@@ -107,11 +109,15 @@ def test_sound_kernels_pass(triton_kernel, name):
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=() if name in SEEN_DAILY else pytest.mark.soak) for name in FAULTS]
+    ("name", "fault"),
+    [
+        pytest.param(name, fault, marks=() if fault in SEEN_DAILY else pytest.mark.soak)
+        for name, faults in FAULTS.items()
+        for fault in faults
+    ],
 )
-def test_every_fault_is_seen(triton_kernel, plant, fault):
-    name, planted = FAULTS[fault]
-    plant(*planted)
+def test_every_fault_is_seen(triton_kernel, plant, name, fault):
+    plant(FAULTS[name][fault])
     with pytest.raises(AssertionError, match=RED):
         check(triton_kernel, name)
 

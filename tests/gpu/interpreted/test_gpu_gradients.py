@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from triton.runtime.errors import OutOfResources
 
 import sightline
-import sightline.gpu.launch.backward  # loads the modules that faults are planted in
+from fault_planting import Fault
 from gradient_checks import NAMES, check
 from sample_problems import arrays
 from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s, scores, softcap, table, weights, window
 from sightline.arrays.operations import to_numpy
 from sightline.gpu.configurations import Configuration
-from sightline.gpu.kernels import table_gradient
+from sightline.gpu.kernels import backward, backward_keys, backward_queries, table_gradient, tile_loop
+from sightline.gpu.launch import schedule
 from sightline.gpu.launch.arguments import to_operand
 from sightline.gpu.launch.launches import KernelLaunch
 from sightline.statistics import statistic_gradients
@@ -278,44 +279,34 @@ def test_weights_too_small_for_float16_are_no_0(any_kernel):
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
-FAULTS = {  # the module, a line of its source, and the line with the fault
-    "forgotten δ": ("kernels.backward", "ds = p * (dp - delta)", "ds = p * dp"),
-    "forgotten dlse": ("kernels.backward", "if d_lse is not None:", "if d_lse is None:"),
-    "forgotten derivative of the score": (
-        "kernels.backward",
-        "* formulas.score_derivative_at(",
-        "+ 0 * formulas.score_derivative_at(",
+FAULTS = {
+    "forgotten δ": Fault(backward.compute_d_scores, "dp - delta", "dp"),
+    "forgotten dlse": Fault(backward.backward_preprocess, "d_lse is not None", "d_lse is None"),
+    "forgotten derivative of the score": Fault(
+        backward.compute_d_scores,
+        "ds * formulas.score_derivative_at(raw, *pairs, params.tables)",
+        "ds + 0 * formulas.score_derivative_at(raw, *pairs, params.tables)",
     ),
-    "a range of a mask missed": (
-        "kernels.tile_loop",
-        "for range_index in range(middle, stop):",
-        "for range_index in range(middle, stop - 1):",
+    "a range of a mask missed": Fault(tile_loop.loop_over_tiles, "range(middle, stop)", "range(middle, stop - 1)"),
+    "a tile of keys missed": Fault(backward_queries.process_key_range, "range(first, last)", "range(first, last - 1)"),
+    "wrong key head of a group": Fault(backward_queries.compute_block, "h // args.group", "h % (args.H // args.group)"),
+    "dropped weights in dP": Fault(
+        backward_queries.process_key_range,
+        "tl.where(keep, dp * block.dropout_scale, 0.0)",
+        "tl.where(keep, dp * block.dropout_scale, dp)",
     ),
-    "a tile of keys missed": (
-        "kernels.backward_queries",
-        "for tile in range(first, last):",
-        "for tile in range(first, last - 1):",
+    "a tile of queries missed": Fault(
+        backward_keys.process_query_range, "range(first, last)", "range(first + 1, last)"
     ),
-    "wrong key head of a group": ("kernels.backward_queries", "h // args.group", "h % (args.H // args.group)"),
-    "dropped weights in dP": (
-        "kernels.backward_queries",
-        "dp * block.dropout_scale, 0.0)",
-        "dp * block.dropout_scale, dp)",
-    ),
-    "a tile of queries missed": (
-        "kernels.backward_keys",
-        "for tile in range(first, last):",
-        "for tile in range(first + 1, last):",
-    ),
-    "wrong query heads of a group": (
-        "kernels.backward_keys",
+    "wrong query heads of a group": Fault(
+        backward_keys.compute_block,
         "range(g * args.group, (g + 1) * args.group)",
         "range(g, args.H, args.H // args.group)",
     ),
-    "dropped weights in dV": ("kernels.backward_keys", "tl.where(keep, p, 0.0)", "p"),
-    "the mask half transposed": ("launch.schedule", '"jimn"', '"jinm"'),
-    "a slot too far": ("kernels.table_gradient", "slot = exponent >> 3", "slot = (exponent + 1) >> 3"),
-    "a sign dropped": ("kernels.table_gradient", "tl.where(bits < 0, -number, number)", "number"),
+    "dropped weights in dV": Fault(backward_keys.process_query_range, "tl.where(keep, p, 0.0)", "p"),
+    "the mask half transposed": Fault(schedule._build_schedule, '"jimn"', '"jinm"'),
+    "a slot too far": Fault(table_gradient.add_exactly, "exponent >> 3", "(exponent + 1) >> 3"),
+    "a sign dropped": Fault(table_gradient.add_exactly, "tl.where(bits < 0, -number, number)", "number"),
 }
 
 SEEN_DAILY = ("forgotten δ", "wrong query heads of a group", "the mask half transposed", "a slot too far")
@@ -338,6 +329,6 @@ def test_what_faults_are_planted_in_passes(triton_kernel):
     "fault", [pytest.param(name, marks=() if name in SEEN_DAILY else pytest.mark.soak) for name in FAULTS]
 )
 def test_every_fault_is_seen(fault, triton_kernel, plant):
-    plant(*FAULTS[fault])
+    plant(FAULTS[fault])
     with pytest.raises(AssertionError, match=r"budget|not equal"):
         check_everything(triton_kernel)

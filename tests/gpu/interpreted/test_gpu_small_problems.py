@@ -8,7 +8,7 @@ import torch
 
 import sightline
 import sightline.dispatch.kernel_list
-import sightline.gpu.launch.backward  # loads the modules that faults are planted in
+from fault_planting import Fault
 from on_device import DEVICE
 from sample_problems import arrays
 from sightline import bias, causal, dense, entropy, i, j, lse, mass, max_score, padding, s, softcap, table
@@ -17,6 +17,9 @@ from sightline.errors import ChangedArrayError, FormulaError, TableError
 from sightline.formula.tables import Table
 from sightline.formula.tile_ranges import find_tile_ranges
 from sightline.gpu.configurations import Configuration, try_sizes
+from sightline.gpu.kernels.backward_keys import backward_keys
+from sightline.gpu.kernels.backward_queries import backward_queries
+from sightline.gpu.kernels.forward import forward
 from sightline.gpu.launch.bound_launches import BoundLaunches
 from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
@@ -40,17 +43,9 @@ def tensor(array):
 
 # -- one NaN-safe launch -----------------------------------------------------------------------------------------------
 FAULTS = {
-    "a forward launch that is not NaN-safe": ("kernels.forward", "nonfinite_flags is None, meta)", "False, meta)"),
-    "a launch for queries that is not NaN-safe": (
-        "kernels.backward_queries",
-        "KINDS, nonfinite_flags is None, meta)",
-        "KINDS, False, meta)",
-    ),
-    "a launch for keys that is not NaN-safe": (
-        "kernels.backward_keys",
-        "nonfinite_flags is None, meta)",
-        "False, meta)",
-    ),
+    "a forward launch that is not NaN-safe": Fault(forward, "nonfinite_flags is None", "False"),
+    "a launch for queries that is not NaN-safe": Fault(backward_queries, "nonfinite_flags is None", "False"),
+    "a launch for keys that is not NaN-safe": Fault(backward_keys, "nonfinite_flags is None", "False"),
 }
 
 
@@ -72,7 +67,7 @@ def test_hidden_values_reach_nothing(any_kernel):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_seen(small_kernel, plant, fault):
-    plant(*FAULTS[fault])
+    plant(FAULTS[fault])
     with pytest.raises(AssertionError):
         hidden_value_reaches_nothing(small_kernel)
 

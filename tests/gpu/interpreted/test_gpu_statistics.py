@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sightline
+from fault_planting import Fault
 from sample_problems import arrays
 from sightline import causal, h, i, j, s, softcap, table, where, window
 from sightline.arrays.operations import to_numpy
+from sightline.gpu.kernels import fused_statistics, tile_ops, weights_pass, weights_pooled, weights_top_k
 from sightline.gpu.launch import weights_pass as launch_weights_pass
 from sightline.gpu.launch.schedule import make_schedule
 from sightline.gpu.launch.weights_pass import MAX_TOP_K
@@ -244,40 +246,61 @@ def test_the_schedule_of_keys_is_that_of_queries_turned(heads):
 
 TALL = arrays((1, 4, 20, 8), "float32", groups=2, m=40)
 OPTIONS = {"mask": (i * 2 >= j) & (i != 3), "score": where(j > 30, s * 2, s), "sinks": np.linspace(-1, 1, 4)}
-FUSED = "kernels.fused_statistics"
-TOP_K = "kernels.weights_top_k"
-POOLED = "kernels.weights_pooled"
-PASS = "kernels.weights_pass"
-LAUNCH = "launch.weights_pass"
-
-FAULTS = {
-    "the last tile's maximum": (FUSED, "replaces = above |", "replaces = (max_score == max_score) |", "max_score()"),
-    "a key of its tile": (FUSED, "NO_KEY, j), 1)\n        f", "NO_KEY, j % meta.keys), 1)\n        f", "max_score()"),
-    "powers that are not shifted": (FUSED, "tl.maximum(log2_alpha, MIN_POWER) * mass", "0 * mass", "entropy()"),
-    "powers that are not rescaled": (FUSED, "MIN_POWER) * mass) * alpha", "MIN_POWER) * mass)", "entropy()"),
-    "the sink's own term": (FUSED, "* mass.to(tl.float64) -", "* wide -", "entropy()"),
-    "a sum that is not rescaled": (FUSED, "sums[k] * alpha", "sums[k]", "mass(i >= j)"),
-    "a condition one key on": (FUSED, "tl.minimum(j, m - 1)", "tl.minimum(j + 1, m - 1)", "mass(i == j)"),
-    "a sum that is not divided": (FUSED, "sums[k] / safe", "sums[k]", "mass(i >= j)"),
-    "the lse of another head": (PASS, "args.lse, b * args.H + h, first", "args.lse, b * args.H, first", "weights()"),
-    "a wrong head of keys": (PASS, "h // args.group)", "h % (args.H // args.group))", "weights()"),
-    "lse in another base": ("kernels.tile_ops", "* (LOG2_E / unit)", "* (1.0 / unit)", "weights()"),
-    "a tile missed": (PASS, "for tile in range(first, last):", "for tile in range(first, last - 1):", "weights()"),
-    "scores without scale": (PASS, "s = s * block.scale", "s = s * 1.0", "bare scores()"),
-    "a mean of one head": (PASS, "range(batches * heads)", "range(1)", "weights().mean('heads')"),
-    "the last weights": (PASS, "total + tile_ops.weight(", "0 * total + tile_ops.weight(", "weights().mean('heads')"),
-    "a list never full": (TOP_K, "enters = (keys == least_key)", "enters = (keys >= least_key)", "top_k(3)"),
-    "a key found twice": (TOP_K, "p = tl.where(j == key, float", "p = tl.where(j == key + 1, float", "top_k(3)"),
-    "lists in no order": (TOP_K, "best = tl.max(values, 1", "best = tl.min(values, 1", "top_k(3)"),
-    "an off-by-one cell": (POOLED, "start + 1, tl.int64) * cells -", "start, tl.int64) * cells -", "pooled(6, 11)"),
-    "cells of all keys": (POOLED, "position - start + 1", "position + 1", "pooled(2, 3, within=((9, 19), (9, 39)))"),
-    "a cell missed": (POOLED, "- keys.cell + 1", "- keys.cell", "pooled(6, 11)"),
-    "queries past the end": (PASS, "[:, None] < n, p, 0.0)", "[:, None] < n, p, p)", "received()"),
-    "a block of queries missed": (PASS, "in range(first, last):", "in range(first + 1, last):", "received()"),
-    "partial tiles as full": (PASS, "PARTIAL, meta)\n        high", "False, meta)\n        high", "received()"),
-    "a maximum that is a sum": (LAUNCH, '= "max"}\n        return', '= ""}\n        return', "received('max')"),
-    "a sum for a mean": (LAUNCH, "math.prod(summed_axes(problem, statistic))", "1", "weights().mean('heads')"),
-    "ranges of queries for keys": (LAUNCH, "sizes.keys, of_keys)", "sizes.keys)", "received()"),
+LAST_CELL = "cell_index(tl.minimum(j0 + meta.keys, keys.last) - 1, keys.start, keys.stop, keys.cells) - keys.cell"
+SCORES = "tile_ops.compute_scores(products, location, j, scale, args.tables, formulas, {}, meta)"
+FAULTS = {  # the fault, and the statistic that shows it
+    "the last tile's maximum": (Fault(fused_statistics.update, "above", "(max_score == max_score)"), "max_score()"),
+    "a key of its tile": (
+        Fault(fused_statistics.update, "tl.where(s < tile_max[:, None], tile_ops.NO_KEY, j)",
+            "tl.where(s < tile_max[:, None], tile_ops.NO_KEY, j % meta.keys)"), "max_score()",
+    ),
+    "powers that are not shifted": (
+        Fault(fused_statistics.update, "tl.maximum(log2_alpha, MIN_POWER)", "0"), "entropy()",
+    ),
+    "powers that are not rescaled": (
+        Fault(fused_statistics.update, "(power_sum + tl.maximum(log2_alpha, MIN_POWER) * mass) * alpha",
+            "power_sum + tl.maximum(log2_alpha, MIN_POWER) * mass"), "entropy()",
+    ),
+    "the sink's own term": (Fault(fused_statistics.store, "mass.to(tl.float64)", "wide"), "entropy()"),
+    "a sum that is not rescaled": (Fault(fused_statistics.update, "sums[k] * alpha", "sums[k]"), "mass(i >= j)"),
+    "a condition one key on": (
+        Fault(fused_statistics.update, "tl.minimum(j, m - 1)", "tl.minimum(j + 1, m - 1)"), "mass(i == j)",
+    ),
+    "a sum that is not divided": (Fault(fused_statistics.store, "sums[k] / safe", "sums[k]"), "mass(i >= j)"),
+    "the lse of another head": (Fault(weights_pass.load_block, "b * args.H + h", "b * args.H"), "weights()"),
+    "a wrong head of keys": (
+        Fault(weights_pass.load_block, "h // args.group", "h % (args.H // args.group)"), "weights()",
+    ),
+    "lse in another base": (Fault(tile_ops.load_lse, "LOG2_E", "1.0"), "weights()"),
+    "a tile missed": (Fault(weights_pass.store_range, "range(first, last)", "range(first, last - 1)"), "weights()"),
+    "scores without scale": (Fault(weights_pass.store_range, "block.scale", "1.0"), "bare scores()"),
+    "a mean of one head": (Fault(weights_pass.dense_weights, "batches * heads", "1"), "weights().mean('heads')"),
+    "the last weights": (Fault(weights_pass.store_range, "total", "0 * total"), "weights().mean('heads')"),
+    "a list never full": (Fault(weights_top_k.keep_largest, "keys == least_key", "keys >= least_key"), "top_k(3)"),
+    "a key found twice": (Fault(weights_top_k.keep_largest, "j == key", "j == key + 1"), "top_k(3)"),
+    "lists in no order": (Fault(weights_top_k.top_k, "tl.max", "tl.min"), "top_k(3)"),
+    "an off-by-one cell": (
+        Fault(weights_pooled.cell_index, "position - start + 1", "position - start"), "pooled(6, 11)",
+    ),
+    "cells of all keys": (
+        Fault(weights_pooled.cell_index, "position - start", "position"), "pooled(2, 3, within=((9, 19), (9, 39)))",
+    ),
+    "a cell missed": (Fault(weights_pooled.pool_range, f"{LAST_CELL} + 1", LAST_CELL), "pooled(6, 11)"),
+    "queries past the end": (Fault(weights_pass.receive_range, "0.0", "p"), "received()"),
+    "a block of queries missed": (
+        Fault(weights_pass.receive_range, "range(first, last)", "range(first + 1, last)"), "received()",
+    ),
+    "partial tiles as full": (
+        Fault(weights_pass.receive_range, SCORES.format("PARTIAL"), SCORES.format("False")), "received()",
+    ),
+    "a maximum that is a sum": (
+        Fault(launch_weights_pass.statistic_launch, 'statistic.how == "max"', 'statistic.how == ""'), "received('max')",
+    ),
+    "a sum for a mean": (
+        Fault(launch_weights_pass.run_weights_pass, "math.prod(summed_axes(problem, statistic))", "1"),
+        "weights().mean('heads')",
+    ),
+    "ranges of queries for keys": (Fault(launch_weights_pass._weights_pass_launch, "of_keys", "False"), "received()"),
 }  # fmt: skip
 
 
@@ -294,7 +317,7 @@ SEEN_DAILY = {  # one fault per kernel
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("statistic", sorted({statistic for *_, statistic in FAULTS.values()}))
+@pytest.mark.parametrize("statistic", sorted({statistic for _, statistic in FAULTS.values()}))
 def test_what_faults_are_planted_in_passes(statistic, triton_kernel):
     check(triton_kernel.run, requested(statistic))
 
@@ -303,7 +326,7 @@ def test_what_faults_are_planted_in_passes(statistic, triton_kernel):
     "fault", [pytest.param(name, marks=() if name in SEEN_DAILY else pytest.mark.soak) for name in FAULTS]
 )
 def test_every_fault_is_seen(fault, triton_kernel, plant):
-    *planted, statistic = FAULTS[fault]
-    plant(*planted)
+    planted, statistic = FAULTS[fault]
+    plant(planted)
     with pytest.raises(AssertionError, match=RED):
         check(triton_kernel.run, requested(statistic))
