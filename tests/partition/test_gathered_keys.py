@@ -31,6 +31,7 @@ T, BIAS = table(LISTS), table(np.linspace(-1, 1, H * 90).reshape(H, 90).astype(n
 SEE = [
     *[sightline.received(how) for how in ("sum", "mean", "max")],
     *[sightline.lse(), sightline.max_score(), sightline.entropy(), sightline.top_k(2), sightline.mass(i >= j + b)],
+    *[sightline.pooled(5, 7), sightline.pooled(3, 4, "max", ((2, 20), (5, 37))), sightline.pooled(4, 4).mean("heads")],
     *[sightline.received().mean("heads"), sightline.received("max").mean("batch"), sightline.entropy().mean("batch")],
 ]
 
@@ -136,7 +137,10 @@ FAULTS = {  # for each call: the faults that it shows
             Gathering._part, "self.arange(problem.B)[:, None, None, None] * problem.G", "0"
         ),
     },
-    "searched": {"positions of copies": Fault(Gathering.add_statistic, "where < 0", "where < 99")},
+    "searched": {
+        "positions of copies": Fault(Gathering.add_statistic, "where < 0", "where < 99"),
+        "the first pooled query": Fault(Gathering._add_to_cells, "i >= i0", "i > i0"),
+    },
     "score and sinks": {"queries from the first": Fault(Gathering._part, "query + first", "query + 0 * first")},
 }
 

@@ -21,6 +21,7 @@ from .tables import Table
 
 PAIRS_PER_KEY = 256  # a kernel that works by tiles computes so many pairs while the kernel `gather` copies one key
 PAIRS_PER_CALL = 1 << 20  # and so many pairs while the lists of a call are prepared
+MAX_TABLE_BYTES = 1 << 30  # on a GPU, where `gather` does not run, only the lists of a larger table are searched
 MAX_BLOCKS = 2**31  # a table has an entry for each block up to the largest index
 
 b, h, i, j = (SYMBOLS[name] for name in "bhij")
@@ -82,7 +83,8 @@ def blocks(indices: Any, size: int | tuple[int, int] = 64, keys: int | None = No
     row, column = (x if one == 1 else x // one for x, one in ((i, rows), (j, columns)))
     axes = ("b", "h", f"i/{rows}", f"j/{columns}")
     pairs, entries = math.prod(indices.shape[:-1]) * count, math.prod(indices.shape)
-    if columns == 1 and is_true((entries > 0) & (pairs > PAIRS_PER_KEY * entries + PAIRS_PER_CALL)):
+    least = PAIRS_PER_CALL if device(indices) == "cpu" else MAX_TABLE_BYTES
+    if columns == 1 and is_true((entries > 0) & (pairs > PAIRS_PER_KEY * entries + least)):
         axes = axes if is_compiling() else (*axes[:-1], f"j/1<{count}")
         xp = namespace(indices)
         return _search(Table(xp.sort(xp.astype(indices, xp.int32), axis=-1), axes), (*first, row)) == j

@@ -19,7 +19,6 @@ import numpy as np
 from ..arrays.operations import (
     FLOATS,
     convert,
-    device,
     dtype_name,
     empty,
     has_heads_in_rows,
@@ -36,13 +35,15 @@ from ..problem import kernel as kernels
 from ..problem.kernel import Gradients, Kernel, Refusal, Result
 from ..problem.problem import OPERANDS, Problem
 from ..reference import streaming
-from ..statistics import Entropy, Lse, Mass, MaxScore, Received, Statistic, StatisticGradients, TopK, arrays_of
+from ..statistics import Entropy, Lse, Mass, MaxScore, Pooled, Received, Statistic, StatisticGradients, TopK, arrays_of
 from ..statistics.base import ForwardContext
 from ..statistics.computation import computed_statistic, dispatch_statistics
+from ..statistics.matrix import cell_of
 
 PART_BYTES = 32 << 20  # the size of the copies of keys and values in one part
 TILE = 256
-STATISTICS = (Lse, MaxScore, Entropy, TopK, Mass, Received)
+SUMS = (Received, Pooled)
+STATISTICS = (Lse, MaxScore, Entropy, TopK, Mass, *SUMS)
 
 
 @dataclass(frozen=True)
@@ -194,12 +195,9 @@ class Gathering:
         self, statistic: Statistic, arrays: Sequence[Any], part: GatheredPart, found: Sequence[Any]
     ) -> None:
         """Add the arrays of a part's statistic to the arrays of the whole problem's statistic."""
-        xp, problem = self.xp, self.problem
-        if isinstance(statistic, Received):  # over one query, these are the weights (B, queries, H, c)
-            heads = self.arange(problem.B)[:, None, None, None] * problem.H + self.arange(problem.H)[:, None]
-            index = xp.reshape(xp.broadcast_to(heads * problem.m + part.keys, found[0].shape), (-1,))
-            combine = maximize_rows if statistic.how == "max" else add_rows
-            combine(index, (xp.reshape(arrays[0], (-1, 1)), xp.reshape(found[0], (-1, 1))))
+        xp = self.xp
+        if isinstance(statistic, SUMS):
+            self._add_to_cells(statistic, arrays[0], part, found[0])
             return
         self.rows_of(arrays[0], part.rows)[...] = found[0]
         if len(found) > 1:  # positions among the copied keys; −1 for none
@@ -208,14 +206,28 @@ class Gathering:
             keys = xp.where(where < 0, where, xp.take_along_axis(keys, xp.clip(where, 0, None), axis=-1))
             self.rows_of(arrays[1], part.rows)[...] = xp.reshape(keys, found[1].shape)
 
+    def _add_to_cells(self, statistic: Received | Pooled, array: Any, part: GatheredPart, weights: Any) -> None:
+        """Add weights (B, queries, H, c), or take their maximum, to the cells of the statistic: keys, or parts of P."""
+        xp, problem, keys = self.xp, self.problem, part.keys
+        cells, count = keys, problem.m
+        if isinstance(statistic, Pooled):
+            (i0, i1), (j0, j1) = statistic.rectangle(problem.n, problem.m)
+            rows, columns = statistic.grid(problem.n, problem.m)
+            i, count = self.arange(part.rows.start, part.rows.stop)[:, None, None], rows * columns
+            is_inside = (i >= i0) & (i < i1) & (keys >= j0) & (keys < j1)
+            cells = cell_of(i - i0, max(i1 - i0, 1), rows) * columns + cell_of(keys - j0, max(j1 - j0, 1), columns)
+            weights, cells = xp.where(is_inside, weights, xp.zeros_like(weights)), cells * is_inside
+        if count:
+            heads = self.arange(problem.B)[:, None, None, None] * problem.H + self.arange(problem.H)[:, None]
+            index = xp.reshape(xp.broadcast_to(heads * count + cells, weights.shape), (-1,))
+            add = maximize_rows if statistic.how == "max" else add_rows
+            add(index, (xp.reshape(array, (-1, 1)), xp.reshape(weights, (-1, 1))))
+
 
 def maximize_rows(index: Any, *pairs: tuple[Any, Any]) -> None:
     """For each (target, values), replace target[index] by its maximum with `values`. An index may occur repeatedly."""
     for target, values in pairs:
-        if device(target) == "cpu":
-            np.maximum.at(to_numpy(target), to_numpy(index), to_numpy(values))
-        else:
-            target.index_reduce_(0, index, values, "amax")
+        np.maximum.at(to_numpy(target), to_numpy(index), to_numpy(values))
 
 
 def add_rows(index: Any, *pairs: tuple[Any, Any]) -> None:
@@ -224,10 +236,6 @@ def add_rows(index: Any, *pairs: tuple[Any, Any]) -> None:
     Every run gives the same bits: the rows of an index are added in pairs, these sums again in pairs, and so on. This
     overwrites `values`.
     """
-    if device(index) != "cpu":
-        for target, values in pairs:
-            target.index_put_((index,), values, accumulate=True)  # torch sorts the indices
-        return
     index = to_numpy(index)
     place = np.argsort(index, kind="stable")
     index, arrays = index[place], [(to_numpy(target), to_numpy(values)) for target, values in pairs]
@@ -257,13 +265,13 @@ class Gather(Kernel):
         """Yield a refusal if no list names the keys, or if the copies do not suffice for what is asked."""
         if KeyLists.of(problem.mask) is None:
             yield Refusal("no list of keys for each query", "mask=sightline.blocks(indices, size=1)")
-        if problem.framework not in ("numpy", "torch"):
-            yield Refusal(f"arrays of {problem.framework}", "convert them by numpy.asarray or torch.from_dlpack")
+        if problem.framework not in ("numpy", "torch") or problem.device != "cpu":
+            yield Refusal(f"{problem.framework} arrays on {problem.device}", "arrays of NumPy or torch on the CPU")
         if problem.dropout:
             yield Refusal("dropout, which depends on the positions of keys", "leave dropout=0")
         for statistic in problem.see:
             if not isinstance(computed_statistic(statistic), STATISTICS):
-                yield Refusal(f"{statistic}, which has entries for pairs of queries and keys", "leave it out")
+                yield Refusal(f"{statistic}, which has an entry for each pair", "leave it out, or use pooled")
         yield from kernels.refuse_no_pairs(problem)
 
     def pairs(self, problem: Problem) -> int:
@@ -294,7 +302,7 @@ class Gather(Kernel):
         context = ForwardContext(problem, lse, shape[:-1])
         statistics = [computed_statistic(each) for each in problem.see if each.tile_inputs]
         arrays = [statistic.start(context) for statistic in statistics]
-        see = tuple([Received() if isinstance(each, Received) else each for each in statistics])
+        see = tuple([Received() if isinstance(each, SUMS) else each for each in statistics])
         for part in call.parts(see):
             result = kernels.choose(self.by_tiles, part.problem).kernel.run(part.problem, threads)
             call.rows_of(output, part.rows)[...] = result.output
