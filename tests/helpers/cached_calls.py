@@ -45,6 +45,6 @@ def record_hits(monkeypatch):
 def key_of(query, key, value, **options):
     """The key of a call of `sightline.attention` with these arguments; None if the call cannot be cached."""
     nothing = dict.fromkeys(("mask", "score", "scale", "sinks", "seed", "see", "kernel", "threads")) | {"dropout": 0.0}
-    description = describe(query, **(nothing | options))
-    found = None if description is None else layouts.read_arrays(query, key, value, *description.arrays)
-    return None if found is None else (found[0], description.structure)
+    request = describe(query, **(nothing | options))
+    found = None if request is None else layouts.read_arrays(query, key, value, *request.arrays)
+    return None if found is None else (found[0], request.structure)

@@ -18,9 +18,10 @@ from jax_kernel import enable_x64
 from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
 from sightline.dispatch.backward_calls import BackwardPasses
-from sightline.dispatch.call_text import CallText
+from sightline.dispatch.call_spec import CallSpec
 from sightline.errors import FormulaError, ParameterError, ShapeError, SightlineError
 from sightline.jax import batching, dispatch, xla_calls
+from sightline.jax.options import CallOptions
 from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import gradient_term_sizes, summation_orders
 from sightline.reference.definition import compute_stages
@@ -584,8 +585,8 @@ def test_a_program_has_the_text_of_its_call(operands):
     assert "XlaForward" in program
     shape = list(operands[0].shape)
     types = tuple([xla_calls.ArrayType(operands[0].shape, "float32")] * 3)
-    text, _ = CallText.of(make_problem(*map(np.asarray, operands), mask=i >= j))
-    call = xla_calls.XlaForward(text, types, types[:1], (), False, False, None, 2, False)
+    spec, _ = CallSpec.of(make_problem(*map(np.asarray, operands), mask=i >= j), threads=2)
+    call = xla_calls.XlaForward(CallOptions(spec, ()), types, types[:1])
     _, values = json.loads(call.to_text())
     assert values["arguments"][0] == [shape, "float32", False]
     assert xla_calls.parse_call(call.to_text().encode()) == call

@@ -17,7 +17,7 @@ from sightline.testing import assert_conforms
 BATCHING = {
     "b of all elements": Fault(call_join._element_symbols, "_remainder(b, batches)", "b"),
     "a table of another element": Fault(call_join._element_symbols, "b // batches", "b % batches"),
-    "a table that spans the joined batches": Fault(call_join.join_text, "None if axis in symbols else axis", "axis"),
+    "a table that spans the joined batches": Fault(call_join.join_spec, "None if axis in symbols else axis", "axis"),
 }
 COPY = "self.copy_addresses(ARGUMENTS, num_arguments, buffers)"
 HANDLER = {

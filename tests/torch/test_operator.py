@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import sightline
 from sightline import bias, h, i, j, m, n, s, table, where
-from sightline.dispatch.call_text import to_text
+from sightline.dispatch.call_spec import to_text
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
 from sightline.formula.tables import Table
 from sightline.problem.problem import make_problem, parse
@@ -27,7 +27,7 @@ from sightline.testing import assert_within_budget
 from sightline.torch import kernels, scaled_dot_product_attention
 from sightline.torch.operator import attention as attention_operator
 from sightline.torch.operator import attention_backward
-from sightline.torch.operator_schema import OperatorArguments
+from sightline.torch.operator_schema import find_float_tables, read_arguments, to_arguments
 
 SHAPES = ((4, 4, 3), (2, 5, 3), (2, 5, 2))  # two query heads share a key head, and d_v differs from d_k
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 2])
@@ -319,20 +319,21 @@ def test_tensors_without_elements():
 def make_arguments(name, see=(), grad=True):
     tensors = [x.requires_grad_(grad) for x in (*arrays(torch.float32), *learned(torch.float32))]
     problem = parse(*tensors[:3], **PROBLEMS[name](*tensors[3:]), see=see)
-    return OperatorArguments.from_problem(problem, torch.tensor(5) if problem.dropout else None, None, None)
+    given, spec = to_arguments(problem, torch.tensor(5) if problem.dropout else None, None, None)
+    return *given, *spec
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_opcheck(name):
     see = [sightline.weights(), sightline.lse()] if name == "all" else []
-    torch.library.opcheck(attention_operator._opoverload, tuple(make_arguments(name, see)))
+    torch.library.opcheck(attention_operator._opoverload, make_arguments(name, see))
     plain_arguments = make_arguments(name, see, grad=False)
     answer = attention_operator(*plain_arguments)
     given = list(range(len(answer)))
     gradients = [torch.ones_like(x) for x in answer]
     torch.library.opcheck(
         attention_backward._opoverload,
-        (gradients, given, plain_arguments.differentiable_tables, *answer[:2], *plain_arguments),
+        (gradients, given, find_float_tables(*read_arguments(plain_arguments)), *answer[:2], *plain_arguments),
     )
 
 
@@ -598,7 +599,8 @@ def test_eager_calls_pass_the_problem_and_no_text(monkeypatch):
         return torch.autograd.grad(sum(y.sin().sum() for y in (output, *seen)), [*x, bias, sinks])
 
     expected = gradients()
-    monkeypatch.setattr(OperatorArguments, "from_problem", None)
+    monkeypatch.setattr(sys.modules["sightline.torch.autograd"], "to_arguments", None)
+    monkeypatch.setattr(sys.modules["sightline.torch.dispatch"], "to_arguments", None)
     assert all(torch.equal(found, sound) for found, sound in zip(gradients(), expected, strict=True))
 
 

@@ -136,7 +136,7 @@ def test_vmap_over_some_arguments(name, mapped, calls):
 
 
 def test_a_fault_in_the_batching_rule_is_found(monkeypatch):
-    monkeypatch.setattr(batching, "_join_text", lambda text, *_: text)
+    monkeypatch.setattr(batching, "_join_spec", lambda spec, *_: spec)
     with pytest.raises(TableError):
         agree(
             lambda call, arrays: torch.vmap(call, in_dims=(0, 0, 0, None))(*arrays[:3], arrays[3][0]), "lengths", False

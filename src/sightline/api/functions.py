@@ -212,12 +212,11 @@ def _attend(
     if value is None and type(key) is KVCache:
         on_arrays = as_arrays(query, key, mask, score, see) or on_arrays
     keys, values, row_mask, row_score, row_see = on_arrays
-    description = describe(query, row_mask, row_score, scale, sinks, dropout, seed, row_see, kernel, threads)
-    request = None
-    if description is not None:
+    request = describe(query, row_mask, row_score, scale, sinks, dropout, seed, row_see, kernel, threads)
+    if request is not None:
         if row_formats is not None:
-            description = with_row_formats(description, row_formats)
-        answer, request = call_cache.answer(description, query, keys, values, sinks, seed, threads)
+            request = with_row_formats(request, row_formats)
+        answer, request = call_cache.answer(request, query, keys, values, threads)
         if answer is not None:
             return answer[0] if see is None else answer
     refuse_draws(mask, score)

@@ -14,8 +14,8 @@ from ..arrays.operations import checksum, to_numpy
 from ..dispatch import call_cache
 from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs
 from ..dispatch.call_cache import EntryResult, ForwardEntry
-from ..dispatch.call_request import CallStructure, Description, Request, describe, make_tuple
-from ..dispatch.call_text import count_arrays, flatten_result, split_arrays
+from ..dispatch.call_request import Request, describe
+from ..dispatch.call_spec import count_arrays, flatten_result, split_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, solve, to_caller_layout
 from ..errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
@@ -221,15 +221,13 @@ class _Call:
         if min(map(np.ndim, self.operands)) < 4 or shapes[0] != shapes[1] or shapes[0] != shapes[2]:
             return None, None
         rest = {"see": self.statistics or None, "kernel": self.kernel, "threads": self.threads}
-        description = describe(query, **options, **rest)
-        if description is None:
+        request = describe(query, **options, **rest)
+        if request is None:
             return None, None
-        score_tables = () if description.score is None else description.score.tables
+        score_tables = () if request.score is None else request.score.tables
         places = tuple([[x.origin for x in score_tables].index(table.origin) for table in self.tables])
-        structure, *others = description
-        description = make_tuple(Description, CallStructure(*structure[:-1], places), *others)
-        sinks, seed = options["sinks"], options["seed"]
-        return call_cache.answer(description, query, key, value, sinks, seed, self.threads)
+        request = request._replace(structure=request.structure._replace(wanted_tables=places))
+        return call_cache.answer(request, query, key, value, self.threads)
 
     def make_problem(self) -> Problem:
         options = self.options | dict(zip(("mask", "score"), self.formulas, strict=False))

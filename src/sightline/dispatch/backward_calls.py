@@ -28,7 +28,7 @@ from ..statistics import Statistic, StatisticGradients, statistic_gradients, unw
 from ..statistics.computation import conditions_of
 from . import lookup
 from .call_request import Request
-from .call_text import count_arrays, split_arrays
+from .call_spec import count_arrays, split_arrays
 
 if TYPE_CHECKING:
     from ..cpu.launch.backward import BoundBackward

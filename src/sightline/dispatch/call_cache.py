@@ -1,6 +1,6 @@
 """A cache of attention calls: a call with the layouts and the structure of an earlier call goes straight to its kernel.
 
-    attention(q, k, v, mask=j < table(lengths)[b])  →  Description  →  Request  →  ForwardEntry  →  kernel
+    attention(q, k, v, mask=j < table(lengths)[b])  →  Request  →  ForwardEntry  →  kernel
 
 `call_request` computes the structure of a call: its options, and its formulas without numbers and tables. `answer`
 looks the call up by `lookup.find_or_run`, and runs it. `cpu.launch.prepared_call` decides how a call is repeated. Calls
@@ -43,7 +43,7 @@ from ..problem.kernel import Result
 from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem
 from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Statistic, average_over, unwrap_mean
 from . import lookup
-from .call_request import WEIGHTS_STATISTICS, Description, Request, family_key, make_tuple, without_key_length
+from .call_request import WEIGHTS_STATISTICS, Request, family_key, make_tuple, without_key_length
 from .lookup import store
 
 if TYPE_CHECKING:
@@ -61,22 +61,18 @@ def clear() -> None:
     families.clear()
 
 
-def answer(
-    description: Description, query: Any, key: Any, value: Any, sinks: Any, seed: int | None, threads: int | None
-) -> tuple[Any, Request | None]:
-    """Return ((output, seen), None) for a call that the cache repeats, else (None, request).
+def answer(request: Request, query: Any, key: Any, value: Any, threads: int | None) -> tuple[Any, Request | None]:
+    """Return ((output, seen), None) for a call that the cache repeats, else (None, request with all its fields).
 
     The result is (None, None) if only the full dispatch can read the arrays.
     """
-    structure, mask, score, see, tables, numbers, arrays = description
-    found = lookup.find_or_run(calls, structure, numbers, query, key, value, *arrays)
+    found = lookup.find_or_run(calls, request.structure, request.numbers, query, key, value, *request.arrays)
     if type(found) is not tuple:
         return (None if found is None else (found, ())), None
     entry, results, layouts, *addresses = found
     if results is not None and entry.returns_results:
         return (results[0], results[1:]), None
-    key_and_addresses = (layouts, structure), tuple(addresses)
-    request = make_tuple(Request, *key_and_addresses, mask, score, see, tables, numbers, sinks, seed)
+    request = make_tuple(Request, *request[:-2], layouts, tuple(addresses))
     if entry is None:
         entry = _find_any_key_length(request, key) or _bind_family(request, query, key, value)
     else:

@@ -16,35 +16,33 @@ from typing import Any
 
 from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, as_expression, intern
 from ..formula.tables import Table
-from ..problem.problem import Problem
 from ..statistics import Statistic
-from .call_text import CallText
+from .call_spec import Arrays, CallSpec
 
 
-def join_text(
-    text: CallText,
-    problem: Problem,
-    old: Sequence[Any],
+def join_spec(
+    spec: CallSpec,
+    old: Arrays,
     new: Sequence[Any],
     is_mapped: Sequence[bool],
     *,
     has_joined_heads: bool = False,
     change: Callable[[Statistic], Statistic] = lambda statistic: statistic,
-) -> CallText:
-    """Return the text of the joined call.
+) -> CallSpec:
+    """Return the specification of the joined call.
 
     Parameters
     ----------
-    text : the text of the call of one element
-    problem : the problem of one element, for its shapes; its formulas and its contents are not read
-    old : arrays with the shapes and dtypes of the tables of one element, each an object of its own
+    spec : the specification of the call of one element
+    old : arrays with the shapes and dtypes of those of one element, each table an object of its own
     new : the arrays of the tables of the joined call; a mapped table has a new first axis
     is_mapped : for each table, True if it differs between elements
     has_joined_heads : True if elements and batches become heads
     change : function that maps a statistic of one element to the statistic that the joined call computes
     """
+    problem = spec.problem(old)
     symbols, element = _element_symbols(problem.B, problem.H if has_joined_heads else None)
-    place = {id(array): k for k, array in enumerate(old)}
+    place = {id(array): k for k, array in enumerate(old.tables)}
     tables: dict[int, Table] = {}
 
     def read(table: Table, indices: Indices) -> Expression:
@@ -61,9 +59,9 @@ def join_text(
     def join(formula: Expression) -> Expression:
         return formula.rewrite(symbols, read)
 
-    mask, score = (None if formula is None else join(formula) for formula in text.formulas(old))
-    see = tuple([change(statistic).map_formulas(join) for statistic in text.statistics(old)])
-    joined, found = CallText.of(replace(problem, mask=mask, score=score, see=see))
+    mask, score = (None if formula is None else join(formula) for formula in spec.formulas(old.tables))
+    see = tuple([change(statistic).map_formulas(join) for statistic in problem.see])
+    joined, found = CallSpec.of(replace(problem, mask=mask, score=score, see=see), spec.kernel, spec.threads)
     if [id(table.array) for table in found] != list(map(id, new)):
         raise RuntimeError("the joined formulas read their tables in another order")
     return joined

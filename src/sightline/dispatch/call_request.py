@@ -1,6 +1,6 @@
 """Requests. A request is a call in the form that the call cache looks up.
 
-    describe(...)  →  Description  →  lookup.find_or_run(...)  →  Request
+    describe(...)  →  Request  →  lookup.find_or_run(...)  →  Request with layouts and addresses
 
 The key of a request has everything that the dispatch depends on: the layouts of all arrays, and the structure. Layouts
 are shapes, strides and dtypes. The structure is the formulas without their numbers and tables, and the options. The key
@@ -45,8 +45,8 @@ class CallStructure(NamedTuple):
 
     options : scale, dropout, kernel, threads, `machine_setting`, and the classes and parameters of the statistics
     has_arrays : two booleans: whether the mask is a boolean array, and whether the score is an array of biases
-    has_sinks : True if the last array of `Description.arrays` has the sinks
-    formulas : `Structure.key` of mask, score and conditions, () if there are none; the `CallText` in programs of JAX
+    has_sinks : True if the call has sinks
+    formulas : `Structure.key` of mask, score and conditions, () if there are none; the `CallSpec` in programs of JAX
     wanted_tables : for `attention_vjp`, the indices of the score's tables with gradients; None for all other callers
     """
 
@@ -57,11 +57,8 @@ class CallStructure(NamedTuple):
     wanted_tables: tuple[int, ...] | None
 
 
-_plain_structures: dict[Any, CallStructure] = {}  # calls without formulas, sinks and options, by `machine_setting`
-
-
-class Description(NamedTuple):
-    """A call as `describe` reads it, before the layouts of its arrays are read.
+class Request(NamedTuple):
+    """A call in the form in which the cache looks it up and runs it.
 
     structure : the formulas without their numbers and tables, and the options
     mask, score : the formulas; `mask` may be a boolean array, and `score` an array of biases
@@ -69,42 +66,40 @@ class Description(NamedTuple):
     tables : the arrays of the tables in the order of `Structure.tables`: those of the mask first, then those of the
         score, then those of the conditions of `see`
     numbers : the numbers of the formulas
-    arrays : the tables, and then the sinks if there are any
+    sinks, seed : as in `attention`
+    layouts, addresses : those of query, key, value, the tables, and the sinks if there are any; `call_cache.answer`
+        reads them
     """
 
     structure: CallStructure
-    mask: Any
-    score: Any
-    see: tuple[Statistic, ...]
-    tables: tuple[Any, ...]
-    numbers: tuple[float, ...]
-    arrays: tuple[Any, ...]
+    mask: Any = None
+    score: Any = None
+    see: tuple[Statistic, ...] = ()
+    tables: tuple[Any, ...] = ()
+    numbers: tuple[float, ...] = ()
+    sinks: Any = None
+    seed: int | None = None
+    layouts: bytes = b""
+    addresses: tuple[int, ...] = ()
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The key of the call in the cache."""
+        return self.layouts, self.structure
 
-class Request(NamedTuple):
-    """A call in the form in which the cache looks it up and runs it.
-
-    key : the layouts of query, key, value and `Description.arrays`, and the structure
-    addresses : the addresses of these arrays
-    mask, score, see, tables, numbers : as in `Description`
-    sinks, seed : as in `attention`
-    """
-
-    key: tuple[Any, ...]
-    addresses: tuple[int, ...]
-    mask: Any
-    score: Any
-    see: tuple[Statistic, ...]
-    tables: tuple[Any, ...]
-    numbers: tuple[float, ...]
-    sinks: Any
-    seed: int | None
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays of the call besides query, key and value: the tables and the sinks."""
+        return self.tables if self.sinks is None else (*self.tables, self.sinks)
 
     def formulas(self) -> tuple[Expression | None, ...]:
         """Return mask, score and the conditions of `see` as formulas. Their tables are `tables`, in the same order."""
         mask = library.dense(self.mask) if type(self.mask) in ADAPTERS else self.mask
         score = library.bias(self.score) if type(self.score) in ADAPTERS else self.score
         return mask, score, *conditions_of(self.see)
+
+
+_plain_requests: dict[Any, Request] = {}  # calls without formulas, sinks and options, by `machine_setting`
 
 
 def make_tuple(kind: type[Named], *members: Any) -> Named:
@@ -123,11 +118,8 @@ def describe(
     see: Any,
     kernel: Any,
     threads: Any,
-) -> Description | None:
-    """Return a call's structure, formulas, statistics, tables and sinks; None if the call cannot be cached.
-
-    The arrays of query, key and value, and all layouts, are read later.
-    """
+) -> Request | None:
+    """Return the request of a call without its layouts and addresses; None if the call cannot be cached."""
     # This check comes before `ADAPTERS` is read: the first trace adds torch's adapter, and torch.compile fails if a
     # second trace of the call takes another path.
     if is_compiling():
@@ -141,13 +133,11 @@ def describe(
     has_options = not (scale is seed is kernel is threads is None and type(dropout) is float and dropout == 0)
     if see is None and not has_options:
         if not has_formulas:
-            structure = _plain_structures.get(setting)
-            if structure is None:
-                structure = make_tuple(
-                    CallStructure, (None, 0.0, None, None, setting, None), (False, False), False, (), None
-                )
-                _plain_structures[setting] = structure
-            return make_tuple(Description, structure, None, None, (), (), (), ())
+            request = _plain_requests.get(setting)
+            if request is None:
+                structure = CallStructure((None, 0.0, None, None, setting, None), (False, False), False, (), None)
+                request = _plain_requests[setting] = Request(structure)
+            return request
         options = None, 0.0, None, None, setting, None
     else:
         described = (None, ()) if see is None else _describe_statistics(see)
@@ -158,14 +148,14 @@ def describe(
         options = scale, dropout, kernel, threads, setting, statistics_key
         if not has_formulas and not (statistics_key and Mass in statistics_key):
             structure = make_tuple(CallStructure, options, (False, False), False, (), None)
-            return make_tuple(Description, structure, None, None, statistics, (), (), ())
-    return _describe_formulas(options, mask, score, statistics, sinks)
+            return make_tuple(Request, structure, None, None, statistics, (), (), None, seed, b"", ())
+    return _describe_formulas(options, mask, score, statistics, sinks, seed)
 
 
-def with_row_formats(description: Description, row_formats: tuple[Any, Any]) -> Description:
-    """Return the description of the same call on a quantised cache, whose arrays are bytes."""
-    structure = description.structure
-    return description._replace(structure=structure._replace(options=(*structure.options, row_formats)))
+def with_row_formats(request: Request, row_formats: tuple[Any, Any]) -> Request:
+    """Return the request of the same call on a quantised cache, whose arrays are bytes."""
+    structure = request.structure
+    return request._replace(structure=structure._replace(options=(*structure.options, row_formats)))
 
 
 def machine_setting() -> Any:
@@ -219,9 +209,9 @@ def has_cached_kinds(see: Sequence[Statistic]) -> bool:
 
 
 def _describe_formulas(
-    options: tuple[Any, ...], mask: Any, score: Any, see: tuple[Statistic, ...], sinks: Any
-) -> Description | None:
-    """Return the description of a call with formulas or sinks; None if the call cannot be cached."""
+    options: tuple[Any, ...], mask: Any, score: Any, see: tuple[Statistic, ...], sinks: Any, seed: int | None
+) -> Request | None:
+    """Return the request of a call with formulas or sinks; None if the call cannot be cached."""
     has_arrays = type(mask) in ADAPTERS, type(score) in ADAPTERS
     tables: tuple[Any, ...] = ()
     key: tuple[Any, ...] | None = ()
@@ -255,9 +245,8 @@ def _describe_formulas(
         if conditions:
             place = has_arrays[0] + (0 if formulas[0] is None else len(structure_of(formulas[0]).tables))
         tables = (*tables[:place], score, *tables[place:])
-    arrays = tables if sinks is None else (*tables, sinks)
     structure = make_tuple(CallStructure, options, has_arrays, sinks is not None, key, None)
-    return make_tuple(Description, structure, mask, score, see, tables, numbers, arrays)
+    return make_tuple(Request, structure, mask, score, see, tables, numbers, sinks, seed, b"", ())
 
 
 def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arrays.operations import resolve_dtype
-from ..dispatch.call_text import count_arrays
+from ..dispatch.call_spec import count_arrays
 from ..errors import DtypeError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
-from ..problem.problem import NUM_OPERANDS, Problem
+from ..problem.problem import Problem
 from ..reference.dropout import philox_rounds, threshold
 from ..statistics import (
     Entropy,
@@ -70,7 +70,7 @@ def _attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
 
 def tangents(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
     """Return the results of the primitive `tangent`: tangents of results, from those of the arguments `wanted`."""
-    primals, given = inputs[: options.num_inputs], inputs[options.num_inputs + 2 :]
+    primals, given = inputs[: options.spec.num_arrays], inputs[options.spec.num_arrays + 2 :]
     function = _restrict(primals, options, wanted, options.differentiable_results(primals))
     found: list[Any] = jax.jvp(function, [primals[k] for k in wanted], list(given))[1]
     return found
@@ -78,7 +78,7 @@ def tangents(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> lis
 
 def gradients(*inputs: Any, options: CallOptions, wanted: tuple[int, ...], given: tuple[int, ...]) -> list[Any]:
     """Return the results of the primitive `backward`: gradients of the arguments `wanted`, from those of `given`."""
-    primals, cotangents = inputs[: options.num_inputs], inputs[options.num_inputs + 2 :]
+    primals, cotangents = inputs[: options.spec.num_arrays], inputs[options.spec.num_arrays + 2 :]
     function = _restrict(primals, options, wanted, given)
     return list(jax.vjp(function, *[primals[k] for k in wanted])[1](list(cotangents)))
 
@@ -98,13 +98,11 @@ def _restrict(
 
 def _make_problem(inputs: Sequence[Any], options: CallOptions) -> tuple[Problem, Any]:
     """Return the problem, and the seed as two uint32 words, or None without dropout."""
-    rest = list(inputs[options.table_places.stop :])
-    places = zip(options.table_places, options.wide_tables, strict=True)
-    tables = [_narrow(inputs[k], wide) if wide else inputs[k] for k, wide in places]
-    sinks = rest.pop(0) if options.has_sinks else None
-    query, key, value = inputs[:NUM_OPERANDS]
-    problem = options.text.problem((query, key, value), tables, options.text.formulas(tables), sinks)
-    return problem, rest.pop(0) if options.has_seed else None
+    arrays = options.spec.unflatten(inputs)
+    given = zip(arrays.tables, options.wide_tables, strict=True)
+    tables = [_narrow(table, wide) if wide else table for table, wide in given]
+    problem = options.spec.problem(arrays._replace(tables=tables), options.spec.formulas(tables))
+    return problem, arrays.seed
 
 
 def _narrow(words: Any, dtype: str) -> Any:

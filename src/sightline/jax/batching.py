@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from ..dispatch.call_join import join_text
+from ..dispatch.call_join import join_spec
 from ..statistics import Mean
 from .options import CallOptions
 
@@ -33,26 +33,22 @@ def batch(
     size = next(x.shape[axis] for x, axis in zip(inputs, axes, strict=True) if axis is not None)
     given = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(inputs, axes, strict=True)]
     is_mapped = [axis is not None for axis in axes]
-    tables = options.table_places
-    others = range(tables.stop, options.num_inputs)  # sinks and seed
+    spec = options.spec
+    tables = spec.table_places
+    others = range(tables.stop, spec.num_arrays)  # sinks and seed
     wanted = more.get("wanted", ())
     element = [jax.ShapeDtypeStruct(x.shape[one:], x.dtype) for x, one in zip(given, is_mapped, strict=True)]
-    has_batch_means = any(isinstance(x, Mean) and x.over_batch for x in options.problem(element).see)
-    if any(is_mapped[k] or k in wanted for k in others) or options.text.dropout or has_batch_means:
+    old = options.examples(element)
+    has_batch_means = any(isinstance(x, Mean) and x.over_batch for x in spec.statistics(old.tables))
+    if any(is_mapped[k] or k in wanted for k in others) or spec.has_seed or has_batch_means:
         results = _compute_in_turn(primitive, given, is_mapped, options=options, **more)
         return results, [0] * len(results)
     for k in range(len(given)):
         # `vmap` returns a table's gradient for each element, so the joined call then needs a table for each element
         if not is_mapped[k] and k not in others and (k not in tables or k in wanted):
             given[k], is_mapped[k] = jnp.broadcast_to(given[k], (size, *given[k].shape)), True
-    text = join_text(
-        options.text,
-        options.problem(element),
-        options.tables(element),
-        options.tables(given),
-        [is_mapped[k] for k in tables],
-    )
-    results = primitive.bind(*given, options=replace(options, text=text), **more)
+    joined = join_spec(spec, old, options.examples(given).tables, [is_mapped[k] for k in tables])
+    results = primitive.bind(*given, options=replace(options, spec=joined), **more)
     return results, [0] * len(results)
 
 

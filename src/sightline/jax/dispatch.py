@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dispatch.call_text import CallText, split_arrays
+from ..dispatch.call_spec import Arrays, CallSpec, split_arrays
 from ..dispatch.explanation import Explanation
 from ..dispatch.kernel_list import KERNELS, to_caller_layout
 from ..errors import ParameterError, ShapeError
@@ -98,20 +98,17 @@ def _check(formula: Expression, extent: Any) -> Expression:
 
 
 def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int | None, by_position: bool) -> Result:
-    text, tables = CallText.of(problem)
+    spec, tables = CallSpec.of(problem, kernel, threads)
     converted = [_to_jax(table.array) for table in tables]
-    inputs = [problem.query, problem.key, problem.value, *[array for array, _ in converted]]
-    inputs += [array for array in (problem.sinks, seed) if array is not None]
-    wide_tables = tuple([dtype for _, dtype in converted])
-    has_sinks, has_seed = problem.sinks is not None, seed is not None
-    options = CallOptions(text, wide_tables, has_sinks, has_seed, kernel, threads, by_position)
-    results = attention(inputs, options)
+    arrays = Arrays(problem.query, problem.key, problem.value, [x for x, _ in converted], problem.sinks, seed)
+    options = CallOptions(spec, tuple([dtype for _, dtype in converted]), by_position)
+    results = attention(arrays.flatten(), options)
     seen = []
     for statistic, own in zip(problem.see, split_arrays(problem.see, results, FIRST_ARRAY), strict=True):
-        arrays = own or [results[LSE]]
+        found = own or [results[LSE]]
         if not statistic.is_differentiable:
-            arrays = [jax.lax.stop_gradient(array) for array in arrays]
-        seen.append(statistic.build_result(arrays))
+            found = [jax.lax.stop_gradient(array) for array in found]
+        seen.append(statistic.build_result(found))
     return Result(results[0], results[LSE], tuple(seen))
 
 

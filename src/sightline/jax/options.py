@@ -1,4 +1,4 @@
-"""The static parameters of the JAX primitives, and the indices, shapes and dtypes that follow from them."""
+"""The static parameters of the JAX primitives, and the shapes and dtypes that follow from them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..dispatch.call_text import CallText, count_arrays, find_differentiable_results
-from ..problem.problem import NUM_OPERANDS, Problem
+from ..dispatch.call_spec import Arrays, CallSpec, count_arrays, find_differentiable_results
+from ..problem.problem import Problem
 from .result_indices import FIRST_ARRAY
 
 
@@ -20,50 +20,25 @@ class CallOptions:
 
     Parameters
     ----------
-    text : the formulas, the statistics, scale and dropout
+    spec : the call; its arrays are the primitives' first arguments, in the order of `Arrays.flatten`
     wide_tables : for each table, the name of its dtype if it is passed as pairs of 32-bit words, else ""
-    has_sinks, has_seed : whether sinks and a seed follow the arguments query, key, value and tables
-    kernel, threads : as in `attention`
     by_position : True if query, key, value, output and their derivatives lie in memory as (..., n, H, d)
         The shapes are still (..., H, n, d). Programs then need no copies of arrays whose axes the caller swapped.
     """
 
-    text: CallText
+    spec: CallSpec
     wide_tables: tuple[str, ...]
-    has_sinks: bool
-    has_seed: bool
-    kernel: str | None
-    threads: int | None
     by_position: bool = False
 
-    @property
-    def num_inputs(self) -> int:
-        """The number of arguments of the forward pass."""
-        return NUM_OPERANDS + len(self.wide_tables) + self.has_sinks + self.has_seed
-
-    @property
-    def table_places(self) -> range:
-        """The indices of the tables among the arguments."""
-        return range(NUM_OPERANDS, NUM_OPERANDS + len(self.wide_tables))
-
-    @property
-    def differentiable_inputs(self) -> list[int]:
-        """The indices of the arguments that may have gradients: query, key, value, the score's tables and the sinks."""
-        tables = [NUM_OPERANDS + k for k in self.text.score_tables]
-        return [*range(NUM_OPERANDS), *tables, *([self.table_places.stop] if self.has_sinks else [])]
-
-    def tables(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return an array of zeros in place of each table among `inputs`, with the shape and dtype of the table."""
-        given = zip(self.table_places, self.wide_tables, strict=True)
-        return [
-            example(inputs[k].shape[:-1], wide) if wide else example(inputs[k].shape, inputs[k].dtype)
-            for k, wide in given
-        ]
+    def examples(self, inputs: Sequence[Any]) -> Arrays:
+        """Return arrays of zeros with the shapes and dtypes of the call's arrays, which are the first `inputs`."""
+        arrays = self.spec.unflatten([example(x.shape, x.dtype) for x in inputs[: self.spec.num_arrays]])
+        given = zip(arrays.tables, self.wide_tables, strict=True)
+        return arrays._replace(tables=[example(x.shape[:-1], wide) if wide else x for x, wide in given])
 
     def problem(self, inputs: Sequence[Any]) -> Problem:
         """Return a problem without formulas, whose arrays have only the shapes and dtypes of `inputs`."""
-        query, key, value = (example(x.shape, x.dtype) for x in inputs[:NUM_OPERANDS])
-        return self.text.problem((query, key, value), self.tables(inputs))
+        return self.spec.problem(self.examples(inputs))
 
     def result_types(self, inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Return the shape and dtype of each result of the forward pass, from the shapes and dtypes of `inputs`."""

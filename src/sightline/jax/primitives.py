@@ -135,7 +135,7 @@ def _lower(
 
     `find_operands` returns the indices of the arguments, and of the results, to which `by_position` applies.
     """
-    places = find_operands(options.num_inputs, **more) if options.by_position else (set(), set())
+    places = find_operands(options.spec.num_arrays, **more) if options.by_position else (set(), set())
     arguments, results = (
         tuple([_array_type(aval, k in own) for k, aval in enumerate(avals)])
         for avals, own in zip((ctx.avals_in, ctx.avals_out), places, strict=True)
@@ -146,7 +146,7 @@ def _lower(
             f"at most {MAX_BUFFERS} arrays and results together in a compiled program",
             "join tables into one array, or ask for fewer statistics in see=",
         )
-    call = make_call(arguments=arguments, results=results, **(vars(options) | more))
+    call = make_call(options, arguments, results, **more)
     if not options.by_position:
         return jax.ffi.ffi_lowering(register())(ctx, *operands, call=call.to_text())
     # the transposes of `_call_by_position` undo those of the caller, so XLA removes both
@@ -195,7 +195,7 @@ mlir.register_lowering(attention_p, _lower_operations(lambda *inputs, options: a
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], options: CallOptions) -> tuple[Any, Any]:
     """Return the results of `attention` and their tangents."""
     results = attention_p.bind(*primals, options=options)
-    wanted = tuple(k for k in options.differentiable_inputs if type(tangents[k]) is not ad.Zero)
+    wanted = tuple(k for k in options.spec.find_places(options.spec.score_tables) if type(tangents[k]) is not ad.Zero)
     if not wanted:  # only masks read the arrays with tangents
         return results, [_zero(result) for result in results]
     given = [tangents[k] for k in wanted]
@@ -244,7 +244,7 @@ ad.primitive_jvps[tangent_p] = partial(_differentiate_again, tangents)
 
 def _transpose(cotangents: Sequence[Any], *inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
     """Return None for each input of `tangent` that is not a tangent, and then the gradients of the tangents."""
-    constants = inputs[: options.num_inputs + 2]
+    constants = inputs[: options.spec.num_arrays + 2]
     indices = options.differentiable_results(constants)
     present = [k for k, x in enumerate(cotangents) if type(x) is not ad.Zero]
     given = tuple(indices[k] for k in present)

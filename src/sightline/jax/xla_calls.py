@@ -23,19 +23,19 @@ from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPas
 from ..dispatch.call_cache import EntryResult, ForwardEntry
 from ..dispatch.call_request import (
     CallStructure,
-    Description,
+    Request,
     has_cached_kinds,
     machine_setting,
-    make_tuple,
 )
-from ..dispatch.call_text import CallText, count_arrays, flatten_result, locate_arrays
+from ..dispatch.call_spec import Arrays, CallSpec, count_arrays, flatten_result, locate_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, push_forward
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..problem.kernel import Gradients, Result, Tangents, is_lse_too_large
+from ..problem.kernel import Gradients, Result, is_lse_too_large
 from ..problem.problem import NUM_OPERANDS, Problem, validate
 from ..statistics import Statistic
 from ..statistics.computation import conditions_of
+from .options import CallOptions
 from .result_indices import FIRST_ARRAY, LSE, OUTPUT
 
 if TYPE_CHECKING:
@@ -80,38 +80,23 @@ def _memory_type(shape: tuple[int, ...], dtype: Any) -> Any:
     return ctypes.c_char * (math.prod(shape) * dtype.itemsize)
 
 
-class XlaInputs(NamedTuple):
-    """The arrays of a call: query, key, value, the tables, the sinks and the seed."""
-
-    query: Any
-    key: Any
-    value: Any
-    tables: list[Any]
-    sinks: Any
-    seed: int
-
-
 @dataclass(frozen=True)
 class XlaCall(ABC):
     """A call without its arrays.
 
     Parameters
     ----------
-    text : the formulas, the statistics, scale and dropout
+    options : the parameters of the primitive
     arguments, results : the types of the arrays that XLA passes
-    wide_tables, has_sinks, has_seed, by_position : as in `CallOptions`
-    kernel, threads : as in `attention`
     """
 
-    text: CallText
+    options: CallOptions
     arguments: tuple[ArrayType, ...]
     results: tuple[ArrayType, ...]
-    wide_tables: tuple[str, ...]
-    has_sinks: bool
-    has_seed: bool
-    kernel: str | None
-    threads: int | None
-    by_position: bool
+
+    @property
+    def spec(self) -> CallSpec:
+        return self.options.spec
 
     def to_text(self) -> str:
         return json.dumps([type(self).__name__, asdict(self)], separators=(",", ":"))
@@ -127,30 +112,23 @@ class XlaCall(ABC):
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         """Return arrays of the results, in the order of `results`."""
 
-    def split_arguments(self, arrays: list[Any]) -> tuple[XlaInputs, list[Any]]:
-        """Return the arguments of the forward pass, and the list of the other arguments."""
-        (query, key, value), rest = arrays[:NUM_OPERANDS], arrays[NUM_OPERANDS:]
-        given = zip(rest, self.wide_tables, strict=False)
-        tables, rest = [x.view(wide)[..., 0] if wide else x for x, wide in given], rest[len(self.wide_tables) :]
-        sinks = rest.pop(0) if self.has_sinks else None
-        seed = int(rest.pop(0).view(np.uint64)[0]) if self.has_seed else 0
-        return XlaInputs(query, key, value, tables, sinks, seed), rest
+    def split_arguments(self, arrays: list[Any]) -> tuple[Arrays, list[Any]]:
+        """Return the arguments of the forward pass, with the seed as a number, and the list of the other arguments."""
+        count = self.spec.num_arrays
+        inputs = self.spec.unflatten(arrays[:count])
+        given = zip(inputs.tables, self.options.wide_tables, strict=True)
+        tables = [x.view(wide)[..., 0] if wide else x for x, wide in given]
+        seed = 0 if inputs.seed is None else int(inputs.seed.view(np.uint64)[0])
+        return inputs._replace(tables=tables, seed=seed), arrays[count:]
 
-    def make_problem(self, inputs: XlaInputs, formulas: tuple[Expression | None, Expression | None]) -> Problem:
-        operands = inputs.query, inputs.key, inputs.value
-        return validate(self.text.problem(operands, inputs.tables, formulas, inputs.sinks, inputs.seed))
+    def make_problem(self, inputs: Arrays, formulas: tuple[Expression | None, Expression | None]) -> Problem:
+        return validate(self.spec.problem(inputs, formulas, inputs.seed))
 
     @cached_property
-    def example_tables(self) -> list[Any]:
+    def example_tables(self) -> Sequence[Any]:
         """Arrays of zeros in place of the call's tables, with the shapes and dtypes of the tables."""
-        given = zip(self.arguments[NUM_OPERANDS:], self.wide_tables, strict=False)
-        kinds = [ArrayType(kind.shape[:-1], wide) if wide else kind for kind, wide in given]
-        return [np.broadcast_to(np.zeros((), resolve_dtype(np, kind.dtype)), kind.shape) for kind in kinds]
-
-    def table_slots(self, problem: Problem) -> dict[int, int]:
-        """Return a dict from the index of each argument that is a table of the score to its index in `tables`."""
-        places = [NUM_OPERANDS + k for k in self.text.score_tables]
-        return dict(zip(places, problem.score_table_indices, strict=True))
+        kinds = [ArrayType(kind.shape, kind.numpy_dtype) for kind in self.arguments]
+        return self.options.examples(kinds).tables
 
 
 class XlaForward(XlaCall):
@@ -159,31 +137,22 @@ class XlaForward(XlaCall):
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         inputs, _ = self.split_arguments(arrays)
         query, key, value, tables, sinks, seed = inputs
-        given = (*tables, sinks) if self.has_sinks else tuple(tables)
         setting = machine_setting()
-        structure = self.make_structure(setting)
-        description = Description(structure, None, None, self.see, tuple(tables), self.numbers, given)
-        result, request = call_cache.answer(description, query, key, value, sinks, seed, self.threads)
+        structure = CallStructure((setting,), (False, False), self.spec.has_sinks, self.spec, None)
+        given = Request(structure, None, None, self.see, tuple(tables), self.numbers, sinks, seed)
+        result, request = call_cache.answer(given, query, key, value, self.spec.threads)
         if result is None:
-            formulas = self.text.formulas(tables)
+            formulas = self.spec.formulas(tables)
             problem = self.make_problem(inputs, formulas)
-            result = make_plan(problem, self.kernel).kernel.run(problem, self.threads)
+            result = make_plan(problem, self.spec.kernel).kernel.run(problem, self.spec.threads)
             if request is not None and self.can_be_cached:
                 read = *formulas, *conditions_of(problem.see)
                 call_cache.insert(request, read, (query, key, value), problem, result, kind=_XlaEntry)
         if setting not in self.keys:
-            layouts = lookup.read_arrays(query, key, value, *given)
+            layouts = lookup.read_arrays(query, key, value, *given.arrays)
             self.keys[setting] = None if layouts is None else (layouts[0], structure)
         output, lse, *others = flatten_result(self.see, result)
         return [output, lse, lse[..., None].view(np.uint32), *others]
-
-    def make_structure(self, setting: Any) -> CallStructure:
-        """Return what the call cache compares besides the layouts of arrays; `setting` is `machine_setting()`.
-
-        Mask and score are formulas in `text`, so both booleans of `CallStructure.has_arrays` are False.
-        """
-        options = self.kernel, self.threads, setting
-        return make_tuple(CallStructure, options, (False, False), self.has_sinks, self.text, None)
 
     @cached_property
     def keys(self) -> dict[Any, tuple[Any, ...] | None]:
@@ -198,7 +167,7 @@ class XlaForward(XlaCall):
     @cached_property
     def numbers(self) -> tuple[float, ...]:
         """The numbers in mask, score and conditions of statistics, in the order of `structure_of`."""
-        return structure_of(*self.text.formulas(self.example_tables), *conditions_of(self.see)).numbers
+        return structure_of(*self.spec.formulas(self.example_tables), *conditions_of(self.see)).numbers
 
     @cached_property
     def can_be_cached(self) -> bool:
@@ -208,7 +177,7 @@ class XlaForward(XlaCall):
     @cached_property
     def see(self) -> tuple[Statistic, ...]:
         """The statistics. Their conditions read the zeros of `example_tables`."""
-        return self.text.statistics(self.example_tables)
+        return self.spec.statistics(self.example_tables)
 
 
 class _XlaEntry(ForwardEntry):
@@ -237,7 +206,7 @@ class XlaBackward(XlaCall):
         if OUTPUT not in found:
             found[OUTPUT] = np.zeros(output.shape, output.dtype)
         lse = lse_words.view(np.float64)[..., 0]
-        forward = ForwardPass(inputs[:NUM_OPERANDS], output, lse, inputs.sinks, inputs.seed, self.threads)
+        forward = ForwardPass(inputs[:NUM_OPERANDS], output, lse, inputs.sinks, inputs.seed, self.spec.threads)
         passes = self.passes.get(machine_setting())
         if passes is None:
             passes = self.passes[machine_setting()] = self.make_passes(inputs)
@@ -248,7 +217,7 @@ class XlaBackward(XlaCall):
     @cached_property
     def numbers(self) -> tuple[float, ...]:
         """The numbers in mask and score, the only formulas that a repeated backward pass reads."""
-        return structure_of(*self.text.formulas(self.example_tables)).numbers
+        return structure_of(*self.spec.formulas(self.example_tables)).numbers
 
     @cached_property
     def passes(self) -> dict[Any, BackwardPasses]:
@@ -261,14 +230,14 @@ class XlaBackward(XlaCall):
         learned = [k for k in self.wanted if k >= NUM_OPERANDS]
         return [k if k < NUM_OPERANDS else NUM_OPERANDS + learned.index(k) for k in self.wanted]
 
-    def make_passes(self, inputs: XlaInputs) -> BackwardPasses:
-        formulas = self.text.formulas(inputs.tables)
+    def make_passes(self, inputs: Arrays) -> BackwardPasses:
+        formulas = self.spec.formulas(inputs.tables)
         problem = self.make_problem(inputs, formulas)
-        slots, sinks = self.table_slots(problem), NUM_OPERANDS + len(self.wide_tables)
-        wanted_tables = [slots[k] for k in self.wanted if NUM_OPERANDS <= k < sinks]
-        return BackwardPasses.of(problem, formulas, wanted_tables, sinks in self.wanted)
+        slots, places = self.spec.table_slots(problem), self.spec.table_places
+        wanted_tables = [slots[k - NUM_OPERANDS] for k in self.wanted if k in places]
+        return BackwardPasses.of(problem, formulas, wanted_tables, places.stop in self.wanted)
 
-    def read_inputs(self, inputs: XlaInputs, forward: ForwardPass, found: dict[int, Any]) -> BackwardInputs | None:
+    def read_inputs(self, inputs: Arrays, forward: ForwardPass, found: dict[int, Any]) -> BackwardInputs | None:
         """Return the inputs of a backward pass that can be repeated.
 
         None is returned if lse is too large, or if a result besides output and lse has a gradient.
@@ -282,14 +251,14 @@ class XlaBackward(XlaCall):
         return BackwardInputs(found[OUTPUT], d_lse, tuple(inputs.tables), self.numbers, structure)
 
     def dispatch(
-        self, slots: Sequence[int], inputs: XlaInputs, forward: ForwardPass, found: dict[int, Any]
+        self, slots: Sequence[int], inputs: Arrays, forward: ForwardPass, found: dict[int, Any]
     ) -> tuple[Gradients, Sequence[Expression | None]]:
         """Return the gradients, computed with all checks and the choice of a kernel, and (mask, score) of the call."""
-        formulas = self.text.formulas(inputs.tables)
+        formulas = self.spec.formulas(inputs.tables)
         problem = self.make_problem(inputs, formulas)
         d_seen = tuple([found.get(own[0]) if own else None for own in locate_arrays(problem.see, FIRST_ARRAY)])
-        plan, saved = make_plan(problem, self.kernel), (forward.output, forward.lse)
-        sums = differentiate(problem, plan, found[OUTPUT], found.get(LSE), d_seen, saved, slots, self.threads)
+        plan, saved = make_plan(problem, self.spec.kernel), (forward.output, forward.lse)
+        sums = differentiate(problem, plan, found[OUTPUT], found.get(LSE), d_seen, saved, slots, self.spec.threads)
         return sums, formulas
 
 
@@ -304,29 +273,21 @@ class XlaTangent(XlaCall):
 
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         inputs, (output, lse_words, *directions) = self.split_arguments(arrays)
-        problem = self.make_problem(inputs, self.text.formulas(inputs.tables))
-        found = dict(zip(self.wanted, directions, strict=True))
-        place = {slot: k for k, slot in self.table_slots(problem).items()}
-        query, key, value = (found.get(k) for k in range(NUM_OPERANDS))
-        tangents = Tangents(
-            query,
-            key,
-            value,
-            tables=tuple([found.get(place.get(slot, -1)) for slot in range(len(problem.tables))]),
-            sinks=found.get(NUM_OPERANDS + len(self.wide_tables)) if self.has_sinks else None,
-        )
+        problem = self.make_problem(inputs, self.spec.formulas(inputs.tables))
+        tangents = self.spec.tangents(problem, self.wanted, directions)
         saved = output, lse_words.view(np.float64)[..., 0]
-        return push_forward(problem, make_plan(problem, self.kernel), tangents, saved, self.threads)
+        return push_forward(problem, make_plan(problem, self.spec.kernel), tangents, saved, self.spec.threads)
 
 
 @lru_cache(MAX_CALLS)
 def parse_call(text: bytes) -> XlaCall:
     """Return the call that has this text."""
     kind, values = json.loads(text)
-    values["text"] = CallText(*values["text"])
+    options = values["options"]
+    values["options"] = CallOptions(CallSpec(*options["spec"]), tuple(options["wide_tables"]), options["by_position"])
     for name in ("arguments", "results"):
         values[name] = tuple([ArrayType(tuple(shape), *rest) for shape, *rest in values[name]])
-    for name in {"wide_tables", "wanted", "given"} & set(values):
+    for name in {"wanted", "given"} & set(values):
         values[name] = tuple(values[name])
     classes: dict[str, type[XlaCall]] = {one.__name__: one for one in (XlaForward, XlaBackward, XlaTangent)}
     return classes[kind](**values)

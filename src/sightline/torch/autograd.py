@@ -19,7 +19,7 @@ from torch.utils._device import DeviceContext
 
 from ..arrays.operations import checksum, to_numpy
 from ..dispatch.backward_calls import arrays_to_save, split_saved
-from ..dispatch.call_text import flatten_result
+from ..dispatch.call_spec import flatten_result
 from ..errors import ChangedArrayError
 from ..problem.kernel import Gradients, Plan, Result
 from ..problem.problem import Problem
@@ -27,7 +27,7 @@ from ..statistics import Statistic
 from ..statistics.computation import conditions_of
 from . import operator
 from .derivatives import Derivative, apply, is_transformed, refuse_old_vmap
-from .operator_schema import OperatorArguments, build_result, make_seed
+from .operator_schema import build_result, make_seed, to_arguments
 
 
 class GraphCall(ABC):
@@ -233,16 +233,17 @@ def _differentiate_by_operator(
 ) -> list[Tensor]:
     """Return the gradients of the inputs by the registered operator, which can be differentiated again."""
     problem = call.with_inputs(inputs)
-    arguments = OperatorArguments.from_problem(problem, make_seed(problem.seed), call.kernel, call.threads)
-    place = dict(zip(problem.score_table_indices, arguments.text.score_tables, strict=True))
+    seed = make_seed(problem.seed) if problem.dropout else None
+    arrays, spec = to_arguments(problem, seed, call.kernel, call.threads)
+    place = {slot: table for table, slot in spec.table_slots(problem).items()}
     wanted = [place[index] for index in call.wanted_tables]
     indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
     given = [gradient for gradient in gradients if gradient is not None]
     lse = torch.as_tensor(call.lse(results), device=results[0].device)
     if is_transformed():
-        derivative, tensors = Derivative.of(arguments, 1, tuple(indices), tuple(wanted))
-        return list(apply(derivative, *given, results[0], lse, *tensors))[: call.num_inputs]
-    found: list[Tensor] = operator.attention_backward(given, indices, wanted, results[0], lse, *arguments)
+        derivative = Derivative.of(arrays, spec, 1, tuple(indices), tuple(wanted))
+        return list(apply(derivative, *given, results[0], lse, *arrays.flatten()))[: call.num_inputs]
+    found: list[Tensor] = operator.attention_backward(given, indices, wanted, results[0], lse, *arrays, *spec)
     return found[: call.num_inputs]
 
 

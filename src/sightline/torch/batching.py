@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..dispatch.call_join import join_text
-from ..dispatch.call_text import CallText, count_arrays
-from ..problem.problem import Problem
+from ..dispatch.call_join import join_spec
+from ..dispatch.call_spec import CallSpec, count_arrays
+from ..problem.problem import NUM_OPERANDS
 from ..statistics import Mean, Statistic, multiply_heads, unwrap_mean
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def batch(
     dims : the mapped axis of each tensor; None for a tensor that is the same in every element
     size : the number of elements
     """
-    if derivative.has_seed and dims[-1] is None:
+    if derivative.spec.has_seed and dims[-1] is None:
         return _compute_in_turn(apply, derivative, tensors, dims, size)
     join = _Join(derivative, tensors, dims, size)
     outputs = apply(join.derivative, *join.inputs)
@@ -103,9 +103,9 @@ class _Join:
     def __init__(
         self, derivative: Derivative, tensors: Sequence[Tensor], dims: Sequence[int | None], size: int
     ) -> None:
-        first = len(tensors) - derivative.num_arguments
+        spec, first = derivative.spec, len(tensors) - derivative.spec.num_arrays
         types = tuple([_element_type(x, dim) for x, dim in zip(tensors, dims, strict=True)])[first:]
-        problem = _make_problem(derivative, types)
+        problem = spec.problem(spec.unflatten([_example(*each) for each in types]))
         self.batch_shape, self.size, self.num_heads = problem.batch_shape, size, problem.H
         results = [kind for statistic in problem.see for kind in _result_kinds(statistic)]
         kinds, output_kinds = _kinds(derivative, [ROWS, ROWS, *results])
@@ -114,10 +114,10 @@ class _Join:
             has_gradients or any(kind is SINKS and dim is not None for kind, dim in zip(kinds, dims, strict=True))
         )
         learned = derivative.learned_tables
-        tables = first + derivative.table_places.start
-        is_mapped = tuple([dims[tables + k] is not None or k in learned for k in range(derivative.num_tables)])
-        text = _join_text(derivative.text, types, derivative, is_mapped, size, self.has_joined_heads)
-        self.derivative, self.output_kinds = replace(derivative, text=text), output_kinds
+        tables = first + spec.table_places.start
+        is_mapped = tuple([dims[tables + k] is not None or k in learned for k in range(spec.num_tables)])
+        joined = _join_spec(spec, types, is_mapped, size, self.has_joined_heads)
+        self.derivative, self.output_kinds = replace(derivative, spec=joined), output_kinds
         stays = {tables + k for k, one in enumerate(is_mapped) if not one}
         self.inputs = [
             x if place in stays else self.join(kind, x, dim)
@@ -175,8 +175,9 @@ class _Join:
 def _kinds(derivative: Derivative, results: list[_Kind]) -> tuple[list[_Kind], list[_Kind]]:
     """Return the kinds of a derivative's tensors and outputs; `results` are the kinds of the results of order 0."""
     if derivative.order == 0:
-        seed = [SEED] * derivative.has_seed
-        return [ROWS] * 3 + [TABLE] * derivative.num_tables + [SINKS] * derivative.has_sinks + seed, results
+        spec = derivative.spec
+        tensors = [ROWS] * NUM_OPERANDS + [TABLE] * spec.num_tables + [SINKS] * spec.has_sinks + [SEED] * spec.has_seed
+        return tensors, results
     below, outputs = _kinds(derivative.previous, results)
     if derivative.order == 1:
         outputs = [outputs[k] for k in derivative.gradient_indices] + [ROWS, ROWS]
@@ -198,28 +199,19 @@ def _element_type(tensor: Tensor, dim: int | None) -> Type:
     return tuple(shape), tensor.dtype
 
 
-def _make_problem(derivative: Derivative, types: Sequence[Type]) -> Problem:
-    """Return a problem whose arrays have the types of the tensors of order 0, and no entries."""
-    return derivative.arguments([_example(*each) for each in types]).build_problem()
-
-
 def _example(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor of this shape without memory."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 @lru_cache(256)
-def _join_text(
-    text: CallText,
-    types: tuple[Type, ...],
-    derivative: Derivative,
-    is_mapped: tuple[bool, ...],
-    size: int,
-    has_joined_heads: bool,
-) -> CallText:
-    """Return the text of the joined call. `types` are the types of one element's tensors of order 0."""
-    old = [_example(*types[k]) for k in derivative.table_places]
-    new = [_example((size, *x.shape) if one else x.shape, x.dtype) for x, one in zip(old, is_mapped, strict=True)]
+def _join_spec(
+    spec: CallSpec, types: tuple[Type, ...], is_mapped: tuple[bool, ...], size: int, has_joined_heads: bool
+) -> CallSpec:
+    """Return the specification of the joined call. `types` are the types of one element's arrays."""
+    old = spec.unflatten([_example(*each) for each in types])
+    pairs = zip(old.tables, is_mapped, strict=True)
+    new = [_example((size, *x.shape) if one else x.shape, x.dtype) for x, one in pairs]
 
     def change(statistic: Statistic) -> Statistic:
         """Return the statistic without the mean over the batch, and without the mean over heads if heads are joined."""
@@ -228,5 +220,4 @@ def _join_text(
         over_heads = statistic.over_heads and not has_joined_heads
         return replace(statistic, over_batch=False) if over_heads else unwrap_mean(statistic)
 
-    options: dict[str, Any] = {"has_joined_heads": has_joined_heads, "change": change}
-    return join_text(text, _make_problem(derivative, types), old, new, is_mapped, **options)
+    return join_spec(spec, old, new, is_mapped, has_joined_heads=has_joined_heads, change=change)

@@ -25,11 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ..dispatch.call_text import CallText, find_differentiable_results
+from ..dispatch.call_spec import Arrays, CallSpec, find_differentiable_results
 from ..errors import KernelRefusedError
 from ..problem.problem import NUM_OPERANDS
 from . import batching, operator
-from .operator_schema import OperatorArguments
+from .operator_schema import find_float_tables, read_arguments
 from .tangents import tangents as compute_tangents
 
 
@@ -80,53 +80,25 @@ class Derivative:
 
     Parameters
     ----------
-    text, kernel, threads : as in `OperatorArguments`
-    num_tables, has_sinks, has_seed : which tensors follow query, key and value at order 0
+    spec : the call
+    float_tables : the indices of the tables that may have gradients
     order : 0 for attention
     gradient_indices : the outputs of order 0 whose gradients are the first tensors of order 1
-    float_tables : the indices of the tables that may have gradients
     wanted_tables : the indices of the tables whose gradients are outputs of order 1
     """
 
-    text: CallText
-    kernel: str | None
-    threads: int | None
-    num_tables: int
-    has_sinks: bool
-    has_seed: bool
+    spec: CallSpec
     float_tables: tuple[int, ...]
     order: int = 0
     gradient_indices: tuple[int, ...] = ()
     wanted_tables: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, arguments: OperatorArguments, *more: Any) -> tuple[Derivative, list[Tensor]]:
-        """Return the derivative for these arguments, and the tensors of order 0. `more` are the last three fields."""
-        tensors = [arguments.query, arguments.key, arguments.value, *arguments.tables]
-        tensors += [tensor for tensor in (arguments.sinks, arguments.seed) if tensor is not None]
-        has_sinks, has_seed = arguments.sinks is not None, arguments.seed is not None
-        tables = tuple(arguments.differentiable_tables)
-        counts = len(arguments.tables), has_sinks, has_seed
-        return cls(arguments.text, arguments.kernel, arguments.threads, *counts, tables, *more), tensors
-
-    def arguments(self, tensors: Sequence[Tensor]) -> OperatorArguments:
-        """Return the arguments of the operator for the tensors of order 0."""
-        query, key, value, *rest = tensors
-        tables, rest = rest[: self.num_tables], rest[self.num_tables :]
-        sinks, seed = rest[0] if self.has_sinks else None, rest[-1] if self.has_seed else None
-        return OperatorArguments(query, key, value, tables, sinks, seed, *self.text, self.kernel, self.threads)
+    def of(cls, arrays: Arrays, spec: CallSpec, *order: Any) -> Derivative:
+        """Return the derivative of a call. `order` has the values of the last three fields."""
+        return cls(spec, tuple(find_float_tables(arrays, spec)), *order)
 
     # -- the order of tensors and outputs -----------------------------------------------------------------------------
-    @property
-    def num_arguments(self) -> int:
-        """The number of tensors of order 0. They are the last tensors of each order."""
-        return NUM_OPERANDS + self.num_tables + self.has_sinks + self.has_seed
-
-    @property
-    def table_places(self) -> range:
-        """The indices of the tables among the tensors of order 0."""
-        return range(NUM_OPERANDS, NUM_OPERANDS + self.num_tables)
-
     @property
     def learned_tables(self) -> tuple[int, ...]:
         """The indices of the tables whose gradients are outputs."""
@@ -156,25 +128,20 @@ class Derivative:
     def output_places(self) -> list[int]:
         """For each output the index of the tensor whose gradient the output is; the order is at least 1."""
         below = self.previous
-        places = below._input_places(self.wanted_tables) if self.order == 1 else below.differentiable_places
+        places = self.spec.find_places(self.wanted_tables) if self.order == 1 else below.differentiable_places
         return [self.num_own_tensors + place for place in places]
 
     @property
     def differentiable_places(self) -> list[int]:
         """The indices of the tensors with respect to which the next order differentiates."""
         if self.order == 0:
-            return self._input_places(self.float_tables)
+            return self.spec.find_places(self.float_tables)
         below = self.previous.differentiable_places
         return [*range(self.num_gradients), *[self.num_own_tensors + place for place in below]]
 
-    def _input_places(self, tables: Sequence[int]) -> list[int]:
-        """Return the indices of query, key, value, these tables and the sinks among the tensors of order 0."""
-        sinks = [NUM_OPERANDS + self.num_tables] if self.has_sinks else []
-        return [*range(NUM_OPERANDS), *[NUM_OPERANDS + table for table in tables], *sinks]
-
     def differentiable_results(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return the indices of the outputs of order 0 that have gradients."""
-        return find_differentiable_results(self.arguments(tensors).build_problem().see)
+        return find_differentiable_results(self.spec.problem(self.spec.unflatten(tensors)).see)
 
     # -- computation --------------------------------------------------------------------------------------------------
     def compute(self, *tensors: Tensor) -> list[Tensor]:
@@ -186,7 +153,7 @@ class Derivative:
                 "pass query.values(), key.values(), value.values() and mask=sightline.documents(lengths=...)",
             )
         if self.order == 0:
-            results: list[Tensor] = operator.attention(*self.arguments(tensors))
+            results: list[Tensor] = operator.attention(*self.spec.unflatten(tensors), *self.spec)
             return results
         if self.order == 1:
             count = self.num_gradients
@@ -194,7 +161,7 @@ class Derivative:
             tables, indices = list(self.wanted_tables), list(self.gradient_indices)
             gradients = list(tensors[:count])
             found: list[Tensor] = operator.attention_backward(
-                gradients, indices, tables, output, lse, *self.arguments(rest)
+                gradients, indices, tables, output, lse, *self.spec.unflatten(rest), *self.spec
             )
             return found
         if get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in tensors):
@@ -216,8 +183,10 @@ class Derivative:
         gradients = variables[:count]
         below = variables[self.num_own_tensors :]
         if self.order == 1:
-            indices, arguments = self.gradient_indices, self.arguments(below)
-            return operator.apply_chain_rule(gradients, indices, self.wanted_tables, arguments, None)
+            arrays = self.spec.unflatten(below)
+            return operator.apply_chain_rule(
+                gradients, self.gradient_indices, self.wanted_tables, arrays, self.spec, None
+            )
         outputs = self.previous._differentiate(below, create_graph=True)
         pairs = [(y, gradient) for y, gradient in zip(outputs, gradients, strict=True) if y.requires_grad]
         inputs = [variables[place] for place in self.output_places]
@@ -338,7 +307,7 @@ def apply(derivative: Derivative, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _map_forward(info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[list[Tensor], list[int]]:
-    return _map_operator(info.batch_size, [], [], Derivative.of(OperatorArguments(*arguments)), in_dims)
+    return _map_operator(info.batch_size, (), arguments, [], in_dims)
 
 
 def _map_backward(
@@ -346,26 +315,29 @@ def _map_backward(
 ) -> tuple[list[Tensor], list[int]]:
     output, lse, *arguments = rest
     of_gradients, _, _, *dims = in_dims
-    found = Derivative.of(OperatorArguments(*arguments), 1, tuple(indices), tuple(tables))
-    return _map_operator(info.batch_size, [*gradients, output, lse], [*of_gradients, *dims[:2]], found, dims[2:])
+    order = 1, tuple(indices), tuple(tables)
+    own, own_dims = [*gradients, output, lse], [*of_gradients, *dims[:2]]
+    return _map_operator(info.batch_size, order, arguments, own_dims, dims[2:], own)
 
 
 def _map_operator(
     size: int,
-    own: list[Tensor],
-    own_dims: list[Any],
-    found: tuple[Derivative, list[Tensor]],
+    order: Sequence[Any],
+    arguments: Sequence[Any],
+    own_dims: Sequence[Any],
     in_dims: Sequence[Any],
+    own: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], list[int]]:
     """Return the outputs of an operator under torch.vmap, and their mapped axes.
 
-    `own` are the operator's tensors before the query. `in_dims` are the mapped axes of the query and later arguments.
+    `order` has the last three fields of `Derivative`. `arguments` are the operator's arguments from the query on, and
+    `in_dims` their mapped axes. `own` are the tensors before the query, and `own_dims` their mapped axes.
     """
-    derivative, tensors = found
-    query, key, value, tables, sinks, seed = in_dims[:6]
-    dims = [*own_dims, query, key, value, *tables]
-    dims += [sinks] * derivative.has_sinks + [seed] * derivative.has_seed
-    outputs = batching.batch(Derivative.compute, derivative, [*own, *tensors], dims, size)
+    arrays, spec = read_arguments(arguments)
+    query, key, value, tables, sinks, seed = in_dims[: len(arrays)]
+    dims = [*own_dims, query, key, value, *tables] + [sinks] * spec.has_sinks + [seed] * spec.has_seed
+    derivative = Derivative.of(arrays, spec, *order)
+    outputs = batching.batch(Derivative.compute, derivative, [*own, *arrays.flatten()], dims, size)
     return outputs, [0] * len(outputs)
 
 
@@ -375,8 +347,9 @@ operator.attention_backward.register_vmap(_map_backward)
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     gradients, indices, tables, output, lse, *arguments = inputs
-    ctx.derivative, tensors = Derivative.of(OperatorArguments(*arguments), 1, tuple(indices), tuple(tables))
-    ctx.save_for_backward(*gradients, output, lse, *tensors)
+    arrays, spec = read_arguments(arguments)
+    ctx.derivative = Derivative.of(arrays, spec, 1, tuple(indices), tuple(tables))
+    ctx.save_for_backward(*gradients, output, lse, *arrays.flatten())
     ctx.set_materialize_grads(False)
 
 
@@ -384,13 +357,10 @@ def _differentiate_backward(ctx: Any, directions: list[Tensor | None]) -> tuple[
     """Return the gradients of the arguments. Output and lse get none, because the forward pass is repeated."""
     derivative, tensors = ctx.derivative, ctx.saved_tensors
     found = derivative.differentiate(tensors, (), directions, [True] * len(tensors))
-    count = derivative.num_gradients
-    gradients, own = found[:count], found[derivative.num_own_tensors :]
-    query, key, value, *rest = own
-    tables, sinks = rest[: derivative.num_tables], rest[derivative.num_tables] if derivative.has_sinks else None
+    gradients, own = found[: derivative.num_gradients], found[derivative.num_own_tensors :]
     nothing: Any = None if derivative.wanted_tables else []  # torch would take an empty list for a list of tensors
-    others = (None,) * (len(OperatorArguments._fields) - 5)
-    return gradients, None, nothing, None, None, query, key, value, tables, sinks, *others
+    spec = derivative.spec
+    return gradients, None, nothing, None, None, *spec.unflatten(own), *[None] * len(spec)
 
 
 operator.attention_backward.register_autograd(_differentiate_backward, setup_context=_setup_backward)

@@ -29,7 +29,7 @@ from .derivatives import Derivative, apply, is_transformed, refuse_functionalize
 from .fused import Fused
 from .graph_attacher import GraphAttacher
 from .nested import is_nested, pack, unpack
-from .operator_schema import OperatorArguments, build_result, make_seed
+from .operator_schema import build_result, make_seed, to_arguments
 
 FUSED = Fused()
 TABLE_READS = torch_mode()
@@ -128,16 +128,15 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
             "leave the mode, put torch.compiler.disable on the function that appends and attends, or store floats",
         )
     seed_tensor = make_seed(None if seed is None else problem.seed) if problem.dropout else None
-    arguments = OperatorArguments.from_problem(problem, seed_tensor, kernel, threads)
+    arrays, spec = to_arguments(problem, seed_tensor, kernel, threads)
     if is_transformed():
         refuse_functionalize()
-        derivative, tensors = Derivative.of(arguments)
-        return build_result(problem.see, apply(derivative, *tensors))
+        return build_result(problem.see, apply(Derivative.of(arrays, spec), *arrays.flatten()))
     refuse_tangents()
     if torch.compiler.is_compiling() or is_intercepted():
-        return build_result(problem.see, operator.attention(*arguments))
+        return build_result(problem.see, operator.attention(*arrays, *spec))
     try:
-        return build_result(problem.see, operator.attention(*arguments))
+        return build_result(problem.see, operator.attention(*arrays, *spec))
     except SightlineError:
         raise
     except Exception as error:  # classes of tensors raise errors of every kind

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ..arrays.operations import empty, has_heads_in_rows
-from ..dispatch.call_text import count_arrays, flatten_result, split_arrays
+from ..dispatch.call_spec import Arrays, CallSpec, count_arrays, flatten_result, split_arrays
 from ..dispatch.kernel_list import differentiate, make_plan, push_forward, solve
-from ..problem.kernel import Gradients, Plan, Tangents
-from ..problem.problem import NUM_OPERANDS, Problem
+from ..problem.kernel import Gradients, Plan
+from ..problem.problem import Problem
 from ..reference import streaming
-from .operator_schema import SCHEMA, OperatorArguments
+from .operator_schema import SCHEMA, find_float_tables, make_problem, read_arguments
 
 
 def autocast_disabled(tensor: Tensor) -> Any:
@@ -46,16 +46,17 @@ def _without_autocast(computation: Callable[..., list[Tensor]]) -> Callable[...,
 @_without_autocast
 def _forward(*args: Any) -> list[Tensor]:
     """Return output, lse and the arrays of the statistics, in the order of `flatten_result`."""
-    arguments = OperatorArguments(*args)
-    problem = arguments.problem()
-    output, *others = flatten_result(problem.see, solve(problem, arguments.kernel, arguments.threads))
+    arrays, spec = read_arguments(args)
+    problem = make_problem(arrays, spec)
+    output, *others = flatten_result(problem.see, solve(problem, spec.kernel, spec.threads))
     if has_heads_in_rows(problem.query):  # as `_forward_shapes` says; only a kernel other than the CPU's needs a copy
         return [output.swapaxes(-3, -2).contiguous().swapaxes(-3, -2), *others]
     return [output.contiguous(), *others]
 
 
 def _forward_shapes(*args: Any) -> list[Tensor]:
-    problem = OperatorArguments(*args).build_problem()
+    arrays, spec = read_arguments(args)
+    problem = spec.problem(arrays)
     query, rows = problem.query, problem.query.shape[:-1]
     output = empty((*rows, problem.d_v), problem.dtype, query, has_heads_in_rows(query))
     outputs = [output, query.new_empty(rows, dtype=torch.float64)]
@@ -79,17 +80,19 @@ def _compute_gradients(
     lse: Tensor,
     *args: Any,
 ) -> list[Tensor]:
-    """Return the gradients of `OperatorArguments.inputs`.
+    """Return the gradients of query, key, value, the tables `wanted_tables` and the sinks.
 
     `gradients` are the gradients of the results at the indices `gradient_indices`. Other results have the gradient 0.
     """
-    return apply_chain_rule(gradients, gradient_indices, wanted_tables, OperatorArguments(*args), (output, lse))
+    return apply_chain_rule(gradients, gradient_indices, wanted_tables, *read_arguments(args), (output, lse))
 
 
 def _backward_shapes(
     _: Any, gradient_indices: Any, wanted_tables: list[int], output: Any, lse: Any, *args: Any
 ) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in OperatorArguments(*args).inputs(wanted_tables)]
+    arrays, spec = read_arguments(args)
+    given = arrays.flatten()
+    return [given[place].new_empty(given[place].shape) for place in spec.find_places(wanted_tables)]
 
 
 attention_backward = torch.library.custom_op(
@@ -108,19 +111,12 @@ def _compute_tangents(
 ) -> list[Tensor]:
     """Return the tangents of output and lse.
 
-    `directions` are the tangents of the arguments at `places`, which count query, key, value, the tables and the sinks.
-    The other tangents are 0.
+    `directions` are the tangents of the arrays at `places` in the list of `Arrays.flatten`. The other tangents are 0.
     """
-    arguments = OperatorArguments(*args)
-    problem = arguments.problem()
-    found = dict(zip(places, directions, strict=True))
-    tables: list[Tensor | None] = [None] * len(problem.tables)
-    for place, index in enumerate(problem.score_table_indices, start=NUM_OPERANDS + arguments.score_offset):
-        tables[index] = found.get(place)
-    query, key, value = (found.get(k) for k in range(NUM_OPERANDS))
-    given = Tangents(query, key, value, tuple(tables), found.get(NUM_OPERANDS + len(arguments.tables)))
-    plan = make_plan(problem, arguments.kernel)
-    return list(push_forward(problem, plan, given, (output, lse), arguments.threads))
+    arrays, spec = read_arguments(args)
+    problem = make_problem(arrays, spec)
+    given = spec.tangents(problem, places, directions)
+    return list(push_forward(problem, make_plan(problem, spec.kernel), given, (output, lse), spec.threads))
 
 
 attention_tangent = torch.library.custom_op(
@@ -138,17 +134,21 @@ def apply_chain_rule(
     gradients: Sequence[Tensor],
     gradient_indices: Sequence[int],
     wanted_tables: Sequence[int],
-    arguments: OperatorArguments,
+    arrays: Arrays,
+    spec: CallSpec,
     saved: tuple[Tensor, Tensor] | None,
 ) -> list[Tensor]:
-    """Return the gradients of `arguments.inputs(wanted_tables)`. If `saved` is None, the result is differentiable."""
-    problem = arguments.problem()
+    """Return the gradients of query, key, value, the tables `wanted_tables` and the sinks.
+
+    If `saved` is None, the result is differentiable.
+    """
+    problem = make_problem(arrays, spec)
     gradient_by_index = dict(zip(gradient_indices, gradients, strict=True))
     d_results = [gradient_by_index.get(k) for k in range(2 + sum(map(count_arrays, problem.see)))]
-    score_table_indices = problem.score_table_indices
-    table_indices = [score_table_indices[k - arguments.score_offset] for k in wanted_tables]
-    plan = None if saved is None else make_plan(problem, arguments.kernel)
-    found = differentiate_results(problem, plan, d_results, saved, table_indices, arguments.threads)
+    slots = spec.table_slots(problem)
+    table_indices = [slots[table] for table in wanted_tables]
+    plan = None if saved is None else make_plan(problem, spec.kernel)
+    found = differentiate_results(problem, plan, d_results, saved, table_indices, spec.threads)
     return flatten_gradients(problem, found, table_indices)
 
 
@@ -185,33 +185,22 @@ def flatten_gradients(problem: Problem, found: Gradients, table_indices: Sequenc
 # -- autograd of the operators -------------------------------------------------------------------------------------
 
 
-def _save_arguments(ctx: Any, arguments: OperatorArguments, *others: Tensor) -> None:
-    """Save the tensors with `save_for_backward`, and every other argument as an attribute of the context."""
-    ctx.save_for_backward(
-        arguments.query, arguments.key, arguments.value, arguments.sinks, arguments.seed, *arguments.tables, *others
-    )
-    ctx.other_arguments, ctx.tables = arguments[6:], len(arguments.tables)
-
-
-def _load_arguments(ctx: Any) -> tuple[OperatorArguments, list[Tensor]]:
-    query, key, value, sinks, seed, *rest = ctx.saved_tensors
-    tables, others = rest[: ctx.tables], rest[ctx.tables :]
-    return OperatorArguments(query, key, value, tables, sinks, seed, *ctx.other_arguments), others
-
-
 def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    _save_arguments(ctx, OperatorArguments(*inputs), output[0], output[1])
+    arrays, ctx.spec = read_arguments(inputs)
+    ctx.save_for_backward(*arrays.flatten(), output[0], output[1])
 
 
 def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
-    arguments, (output, lse) = _load_arguments(ctx)
+    spec: CallSpec = ctx.spec
+    *given, output, lse = ctx.saved_tensors
+    arrays = spec.unflatten(given)
     gradient_indices = [k for k, gradient in enumerate(gradients) if gradient is not None]
-    wanted_tables = [k for k in arguments.differentiable_tables if ctx.needs_input_grad[3][k]]
-    input_gradients = attention_backward(
-        [g for g in gradients if g is not None], gradient_indices, wanted_tables, output, lse, *arguments
+    wanted_tables = [k for k in find_float_tables(arrays, spec) if ctx.needs_input_grad[3][k]]
+    found = attention_backward(
+        [g for g in gradients if g is not None], gradient_indices, wanted_tables, output, lse, *arrays, *spec
     )
-    return arguments.to_argument_order(input_gradients, wanted_tables)
+    return *spec.place(spec.find_places(wanted_tables), found), *[None] * len(spec)
 
 
 attention.register_autograd(_backward, setup_context=_setup_forward)

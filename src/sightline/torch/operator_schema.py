@@ -1,19 +1,17 @@
-"""The arguments and results of the registered operator: tensors and plain values.
+"""The arguments and results of the registered operator: the tensors of `Arrays`, and the plain values of `CallSpec`.
 
-A formula becomes text, and the tables that it reads become tensors. torch.compile can trace
-`OperatorArguments.from_problem`, so a compiled function may build formulas.
+torch.compile can trace `to_arguments`, so a compiled function may build formulas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dispatch.call_text import CallText, split_arrays
-from ..formula.expression import Expression
+from ..dispatch.call_spec import Arrays, CallSpec, split_arrays
 from ..formula.tables import Table
 from ..formula.tensor_cache import to_device
 from ..problem.kernel import Result
@@ -21,84 +19,38 @@ from ..problem.problem import Problem, validate
 from ..problem.validation import check_device
 from ..statistics import Statistic
 
+# the fields of `Arrays`, and then those of `CallSpec`; the seed is int64, and a tensor, so that torch's generator can
+# draw it inside a compiled function
 SCHEMA = (
-    "Tensor query, Tensor key, Tensor value, Tensor[] tables, Tensor? sinks, Tensor? seed, "
-    "str mask, str score, str table_axes, float scale, float dropout, str see, str? kernel, int? threads"
+    "Tensor query, Tensor key, Tensor value, Tensor[] tables, Tensor? sinks, Tensor? seed, str mask, str score, "
+    "str table_axes, float scale, float dropout, str see, bool has_sinks, str? kernel, int? threads"
 )
 
 
-class OperatorArguments(NamedTuple):
-    """The arguments of the operator, in the order of `SCHEMA`."""
+def to_arguments(
+    problem: Problem, seed: Tensor | None, kernel: str | None, threads: int | None
+) -> tuple[Arrays, CallSpec]:
+    """Return the arguments for a problem that `problem.parse` has checked. No table is read."""
+    spec, tables = CallSpec.of(problem, kernel, threads)
+    tensors = [_to_tensor(table, problem.query) for table in tables]
+    return Arrays(problem.query, problem.key, problem.value, tensors, problem.sinks, seed), spec
 
-    query: Tensor  # (*batch_shape, H, n, d_k), as in Problem
-    key: Tensor
-    value: Tensor
-    tables: list[Tensor]  # the tables of the mask, then of the score, then of the statistics
-    sinks: Tensor | None
-    seed: Tensor | None  # int64; a tensor, so that torch's generator can draw it inside a compiled function
-    # the six fields of `CallText`, because an operator of torch takes each value as an argument of its own
-    mask: str
-    score: str
-    table_axes: str
-    scale: float
-    dropout: float
-    see: str
-    kernel: str | None
-    threads: int | None
 
-    @classmethod
-    def from_problem(
-        cls, problem: Problem, seed: Tensor | None, kernel: str | None, threads: int | None
-    ) -> OperatorArguments:
-        """Return the arguments for a problem that `problem.parse` has checked. No table is read."""
-        text, tables = CallText.of(problem)
-        tensors = [_to_tensor(table, problem.query) for table in tables]
-        arrays = problem.query, problem.key, problem.value, tensors, problem.sinks, seed
-        return cls(*arrays, *text, kernel, threads)
+def read_arguments(arguments: Sequence[Any]) -> tuple[Arrays, CallSpec]:
+    """Return the arrays and the specification in the arguments of the operator."""
+    count = len(Arrays._fields)
+    return Arrays(*arguments[:count]), CallSpec(*arguments[count:])
 
-    @property
-    def text(self) -> CallText:
-        """The formulas as text, and the other plain values of the call."""
-        return CallText(self.mask, self.score, self.table_axes, self.scale, self.dropout, self.see)
 
-    def problem(self) -> Problem:
-        """Return the validated problem."""
-        mask, score = self.text.formulas(self.tables)
-        return validate(self.build_problem(mask, score, 0 if self.seed is None else int(self.seed) % 2**64))
+def make_problem(arrays: Arrays, spec: CallSpec) -> Problem:
+    """Return the validated problem."""
+    seed = 0 if arrays.seed is None else int(arrays.seed) % 2**64
+    return validate(spec.problem(arrays, spec.formulas(arrays.tables), seed))
 
-    def build_problem(self, mask: Expression | None = None, score: Expression | None = None, seed: int = 0) -> Problem:
-        """Return a problem with this mask, score and seed. The defaults suffice to infer shapes and read no tensor."""
-        operands = self.query, self.key, self.value
-        return self.text.problem(operands, self.tables, (mask, score), self.sinks, seed)
 
-    @property
-    def differentiable_tables(self) -> list[int]:
-        """The indices of the tables that may have gradients: tables of floats that the score reads."""
-        return [k for k in self.text.score_tables if self.tables[k].is_floating_point()]
-
-    @property
-    def score_offset(self) -> int:
-        """The index of the score's first table, which is the number of the mask's tables."""
-        return self.text.score_tables.start
-
-    def inputs(self, wanted_tables: Sequence[int]) -> list[Tensor]:
-        """Return the tensors that may have gradients: query, key, value, the tables at `wanted_tables`, the sinks."""
-        tables = [self.tables[k] for k in wanted_tables]
-        return [self.query, self.key, self.value, *tables, *([] if self.sinks is None else [self.sinks])]
-
-    def with_inputs(self, inputs: Sequence[Tensor], wanted_tables: Sequence[int]) -> OperatorArguments:
-        """Return the arguments with these tensors in place of those that `self.inputs(wanted_tables)` returns."""
-        query, key, value, new, sinks, *_ = self.to_argument_order(inputs, wanted_tables)
-        tables = [old if table is None else table for old, table in zip(self.tables, new, strict=True)]
-        return self._replace(query=query, key=key, value=value, tables=tables, sinks=sinks)
-
-    def to_argument_order(self, gradients: Sequence[Tensor | None], wanted_tables: Sequence[int]) -> tuple[Any, ...]:
-        """Return the gradients in the order of the operator's arguments; None for an argument without a gradient."""
-        query, key, value, *rest = gradients
-        tables: list[Tensor | None] = [None] * len(self.tables)
-        for k in wanted_tables:
-            tables[k] = rest.pop(0)
-        return (query, key, value, tables, rest[0] if rest else None) + (None,) * (len(self) - 5)
+def find_float_tables(arrays: Arrays, spec: CallSpec) -> list[int]:
+    """Return the indices of the tables that may have gradients: tables of floats that the score reads."""
+    return [k for k in spec.score_tables if arrays.tables[k].is_floating_point()]
 
 
 def _to_tensor(table: Table, query: Tensor) -> Tensor:

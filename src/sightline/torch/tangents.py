@@ -41,7 +41,8 @@ class _Tangents(torch.autograd.Function):
     @staticmethod
     def forward(derivative: Derivative, places: tuple[int, ...], *arrays: Tensor) -> tuple[Tensor, ...]:
         tensors, (output, lse, *directions) = _split(derivative, arrays)
-        arguments = derivative.arguments(tensors)
+        spec = derivative.spec
+        arguments = *spec.unflatten(tensors), *spec
         found: list[Tensor] = operator.attention_tangent(directions, list(places), output, lse, *arguments)
         return tuple(found)
 
@@ -87,7 +88,8 @@ class _Tangents(torch.autograd.Function):
 
 def _split(derivative: Derivative, arrays: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return the tensors of attention, and the other arrays."""
-    return arrays[: derivative.num_arguments], arrays[derivative.num_arguments :]
+    count = derivative.spec.num_arrays
+    return arrays[:count], arrays[count:]
 
 
 def _differentiable(derivative: Derivative, arrays: Sequence[Tensor]) -> list[int]:
@@ -95,7 +97,7 @@ def _differentiable(derivative: Derivative, arrays: Sequence[Tensor]) -> list[in
 
     Output and lse are not among them, because the array operations compute both again.
     """
-    return [*derivative.differentiable_places, *range(derivative.num_arguments + 2, len(arrays))]
+    return [*derivative.differentiable_places, *range(derivative.spec.num_arrays + 2, len(arrays))]
 
 
 def _by_operations(
