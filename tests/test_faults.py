@@ -28,13 +28,12 @@ from sightline.cpu.kernels.weights_statistics import WeightStatistics
 from sightline.cpu.kernels.weights_tiles import WeightSums, WeightTiles
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch.product_rates import machine_for
-from sightline.cpu.launch.table_gradients import differentiate_sinks
 from sightline.cpu.runtime.processor import HOST
 from sightline.formula import interval_arithmetic as bounds
 from sightline.partition import schedule
 from sightline.partition.part import part_of
 from sightline.partition.shards import divide
-from sightline.problem.kernel import sum_sink_gradients
+from sightline.problem.kernel import differentiate_sinks, sum_sink_gradients
 from sightline.problem.problem import make_problem
 from sightline.reference import streaming
 from sightline.reference.streaming import Streaming, TileOps

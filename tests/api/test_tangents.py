@@ -11,10 +11,10 @@ from torch.func import jvp
 import sightline
 from fault_planting import Fault, plant
 from sightline import h, i, j, s, table
+from sightline.api.kernels import make_plan, push_forward
 from sightline.cpu import Cpu
 from sightline.cpu.kernels.tangent import Tangent
 from sightline.cpu.launch import tangent as launch
-from sightline.dispatch.kernel_list import make_plan, push_forward
 from sightline.errors import DtypeError, ParameterError, ShapeError
 from sightline.problem.kernel import Tangents
 from sightline.problem.problem import make_problem

@@ -15,11 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 import sightline
 from sightline.arrays import layouts as array_layouts
-from sightline.arrays.layouts import MAX_ARRAYS, MAX_AXES, parse, read_in_python
+from sightline.arrays.layouts import MAX_ARRAYS, MAX_AXES, parse
 from sightline.cpu.calls import python_functions
 from sightline.cpu.calls.array_reader import ARRAY_OFFSETS, DTYPE_OFFSETS
 from sightline.cpu.calls.python_functions import READ_TENSOR_INDEX, make_array_functions
-from sightline.dispatch import call_cache, lookup
+from sightline.dispatch import call_cache
+from sightline.dispatch.lookup import LOOKUP
 from strategies import to_torch
 
 DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64"]
@@ -29,7 +30,7 @@ DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "floa
 def read():
     """The generated function; a call of a tensor has told the readers of torch."""
     sightline.attention(*[torch.ones(1, 1)] * 3)
-    return make_array_functions(array_layouts.tensors())[0]
+    return make_array_functions(LOOKUP.tensors)[0]
 
 
 @st.composite
@@ -49,7 +50,7 @@ def views(draw):
 @given(st.lists(views(), max_size=5))
 def test_equal_layouts_and_addresses(read, arrays):
     found = read(*arrays)
-    assert found == read_in_python(*arrays)
+    assert found == LOOKUP.read_in_python(*arrays)
     if found is None:
         assert any(isinstance(array, torch.Tensor) and array.numel() == 0 for array in arrays)
         return
@@ -67,7 +68,7 @@ def test_dtypes_have_different_layouts(read):
     kinds += [torch.zeros(2, dtype=getattr(torch, dtype)) for dtype in [*DTYPES, "bfloat16"]]
     found = [read(array)[0] for array in kinds]
     assert len(set(found)) == len(kinds)
-    assert found == [read_in_python(array)[0] for array in kinds]
+    assert found == [LOOKUP.read_in_python(array)[0] for array in kinds]
 
 
 X = torch.ones(2, 3)
@@ -101,7 +102,7 @@ UNREADABLE = {
 def test_arrays_that_only_the_full_dispatch_can_read(read, name):
     arrays = UNREADABLE[name]()
     assert read(*arrays) is None
-    assert read_in_python(*arrays) is None
+    assert LOOKUP.read_in_python(*arrays) is None
 
 
 CPU, CUDA, METAL, ROCM = 1, 2, 8, 10  # DLDeviceType
@@ -112,11 +113,11 @@ CPU, CUDA, METAL, ROCM = 1, 2, 8, 10  # DLDeviceType
     [((CPU, 0), 0), ((CUDA, 0), 1), ((CUDA, 62), 63), ((ROCM, 3), 4), ((CUDA, 63), None), ((METAL, 0), None)],
 )
 def test_the_layout_names_the_gpu(device, gpu):
-    found = make_array_functions(array_layouts.tensors()._replace(exchange=exchange_on(*device)))[0](X)
+    found = make_array_functions(LOOKUP.tensors._replace(exchange=exchange_on(*device)))[0](X)
     if gpu is None:
         assert found is None
         return
-    (layout,), (on_cpu,) = parse(found[0]), parse(read_in_python(X)[0])
+    (layout,), (on_cpu,) = parse(found[0]), parse(LOOKUP.read_in_python(X)[0])
     assert layout == on_cpu._replace(kind=on_cpu.kind | gpu << 2)
     assert found[1] == X.data_ptr()
 
@@ -127,7 +128,7 @@ def exchange_on(device_type, index):
     get, new = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    ctypes.memmove(words, get(array_layouts.tensors().exchange, name), ctypes.sizeof(words))
+    ctypes.memmove(words, get(LOOKUP.tensors.exchange, name), ctypes.sizeof(words))
     kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32))
     original = kind(words[READ_TENSOR_INDEX])
 
@@ -148,10 +149,10 @@ KEPT = []  # what the generated functions read
 def test_gradients(read):
     x = X.clone().requires_grad_()
     assert [layout.kind & array_layouts.GRADIENT_BIT > 0 for layout in parse(read(X, x, X, x)[0])] == [0, 1, 0, 1]
-    assert read(X, x, X) == read_in_python(X, x, X)
-    assert read(Parameter(x))[0] == read_in_python(Parameter(x))[0] == read(x)[0]
+    assert read(X, x, X) == LOOKUP.read_in_python(X, x, X)
+    assert read(Parameter(x))[0] == LOOKUP.read_in_python(Parameter(x))[0] == read(x)[0]
     with torch.no_grad():
-        assert read(x)[0] == read_in_python(x)[0] == read(X)[0]
+        assert read(x)[0] == LOOKUP.read_in_python(x)[0] == read(X)[0]
 
 
 class Mode(TorchFunctionMode):
@@ -163,9 +164,9 @@ class Mode(TorchFunctionMode):
 def test_states_in_which_torch_must_see_the_call(read, state):
     with state():
         assert read(X) is None
-        assert read_in_python(X) is None
-        assert read(X.numpy()) == read_in_python(X.numpy())
-    assert torch.vmap(lambda x: x * (read(x) is None) * (read_in_python(x) is None))(X).equal(X)
+        assert LOOKUP.read_in_python(X) is None
+        assert read(X.numpy()) == LOOKUP.read_in_python(X.numpy())
+    assert torch.vmap(lambda x: x * (read(x) is None) * (LOOKUP.read_in_python(x) is None))(X).equal(X)
 
 
 def results(q, k, v):
@@ -189,31 +190,32 @@ def test_a_default_device_is_no_such_state(read, device):
     expected = results(*x)
     call_cache.clear()
     with torch.device(device):
-        assert read(X) == read_in_python(X)
+        assert read(X) == LOOKUP.read_in_python(X)
         assert read(X) is not None
         for _ in range(3):
             assert all(map(torch.equal, results(*x), expected))
 
 
 def test_calls_use_the_generated_function(rng, monkeypatch):
-    monkeypatch.setattr(array_layouts, "read_arrays", read_in_python)
-    monkeypatch.setattr(lookup, "find_or_run", lookup.find_in_python)
+    monkeypatch.setattr(LOOKUP, "read_arrays", LOOKUP.read_in_python)
+    monkeypatch.setattr(LOOKUP, "find_or_run", LOOKUP.find_in_python)
+    monkeypatch.setattr(LOOKUP, "is_generated", False)
     x = rng.normal(size=(4, 8))
     for _ in range(2):
         sightline.attention(x, x, x)
-    for function in (array_layouts.read_arrays, lookup.find_or_run):
+    for function in (LOOKUP.read_arrays, LOOKUP.find_or_run):
         assert type(function).__name__ == "builtin_function_or_method"
 
 
 def test_a_torch_without_exchange_functions_is_read_in_python(read):
-    assert make_array_functions(array_layouts.tensors()._replace(exchange=None)) is None
+    assert make_array_functions(LOOKUP.tensors._replace(exchange=None)) is None
 
 
 def test_a_python_without_a_function_is_not_served(monkeypatch):
     monkeypatch.setattr(python_functions, "PYTHON_API", {"PyLong_FromLongLong", "PyNothing_New"})
     python_functions._is_supported.cache_clear()
     try:
-        assert make_array_functions(array_layouts.tensors()) is None
+        assert make_array_functions(LOOKUP.tensors) is None
         assert python_functions.launcher.__wrapped__() is None
     finally:
         python_functions._is_supported.cache_clear()
@@ -222,7 +224,7 @@ def test_a_python_without_a_function_is_not_served(monkeypatch):
 def test_references_are_balanced(read):
     """Objects that the function receives and returns have the references that they had."""
     arrays = np.ones(3), torch.ones(3), torch.ones(3, requires_grad=True)
-    objects = [*arrays, None, True, torch.is_grad_enabled, *array_layouts.tensors().conditions]
+    objects = [*arrays, None, True, torch.is_grad_enabled, *LOOKUP.tensors.conditions]
     before = [sys.getrefcount(x) for x in objects]
     for _ in range(1000):
         read(*arrays)
@@ -236,11 +238,11 @@ def test_errors_of_conditions_are_raised(read):
     def interrupt():
         raise KeyboardInterrupt
 
-    tensors = array_layouts.tensors()._replace(conditions=(interrupt,))
+    tensors = LOOKUP.tensors._replace(conditions=(interrupt,))
     for function in make_array_functions(tensors):
         with pytest.raises(KeyboardInterrupt):
             function(*([{}, (), ()] if function.__name__ == "find_or_run" else []), X)
-    assert read(X) == read_in_python(X)
+    assert read(X) == LOOKUP.read_in_python(X)
 
 
 @pytest.mark.parametrize("name", [*ARRAY_OFFSETS, *DTYPE_OFFSETS])
@@ -248,13 +250,13 @@ def test_arrays_of_another_numpy_are_read_in_python(name, monkeypatch):
     """If a field of NumPy's structs is at another place, no generated function reads it."""
     offsets = ARRAY_OFFSETS if name in ARRAY_OFFSETS else DTYPE_OFFSETS
     monkeypatch.setitem(offsets, name, offsets[name] + {"order": 1, "axes": 4, "number": 4}.get(name, 8))
-    assert make_array_functions(array_layouts.tensors()) is None
+    assert make_array_functions(LOOKUP.tensors) is None
 
 
 def test_arrays_are_read_in_python_without_a_global_lock(monkeypatch):
     monkeypatch.setattr("sysconfig.get_config_var", lambda name: 1)
     python_functions._is_supported.cache_clear()
     try:
-        assert make_array_functions(array_layouts.tensors()) is None
+        assert make_array_functions(LOOKUP.tensors) is None
     finally:
         python_functions._is_supported.cache_clear()

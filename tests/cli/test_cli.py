@@ -15,13 +15,13 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from sightline import __version__, attention, padding, weights
+from sightline.api.kernels import KERNELS
 from sightline.cli import bench_command, head_patterns, main
 from sightline.cli.demo_command import budget_shares, compare_times, describe_times, largest_differences
 from sightline.cli.explain_command import explain
 from sightline.cli.info_command import DRIVER_VERSION_FILES, PACKAGES, SAMPLES, TORCH_VARIABLES, support, torch_threads
 from sightline.cli.walkthrough import walk_through
 from sightline.data import NAMES, load, tried_versions
-from sightline.dispatch.kernel_list import KERNELS
 from sightline.errors import ParameterError
 from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline

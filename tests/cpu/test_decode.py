@@ -6,15 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sightline
+from cached_calls import cache_problem
 from fault_planting import Fault, plant
 from sightline import causal, entropy, h, i, j, lse, m, n, padding, s, softcap, table
 from sightline.cpu import Cpu
 from sightline.cpu.kernels.decode import Decode
-from sightline.cpu.kernels.kernel_spec import min_decode_keys
 from sightline.cpu.kernels.visible_keys import VisibleKeys
 from sightline.cpu.launch import decode as launch_decode
 from sightline.cpu.launch import forward as launch_forward
 from sightline.cpu.runtime.processor import HOST
+from sightline.problem.kernel import min_decode_keys
 from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms, with_guards
 from statistic_definitions import check as check_statistics
@@ -265,7 +266,7 @@ def test_a_cache_is_read_in_place(taken):
     output = sightline.attention(q, cache, mask=sightline.causal())
     assert taken == [True]
     assert np.array_equal(output, sightline.attention(q, k, v, mask=causal("lower right")))
-    assert np.shares_memory(make_problem(q, cache).key, cache.key)
+    assert np.shares_memory(cache_problem(q, cache).key, cache.key)
 
 
 FAULTS = {

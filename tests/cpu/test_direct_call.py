@@ -16,7 +16,8 @@ from sightline import h, i, j, s, table
 from sightline.cpu.calls.launcher import FIRST_NUMBER
 from sightline.cpu.launch import prepared_call
 from sightline.cpu.launch.prepared_call import PreparedCall
-from sightline.dispatch import call_cache, lookup
+from sightline.dispatch import call_cache
+from sightline.dispatch.lookup import LOOKUP
 from sightline.errors import SightlineError
 from sightline.testing import with_guards
 from strategies import to_torch
@@ -38,8 +39,8 @@ class Spy:
     """Counts the direct calls in a `with` block."""
 
     def __enter__(self):
-        self.count, self.function = 0, lookup.find_or_run
-        lookup.find_or_run = self
+        self.count, self.function = 0, LOOKUP.find_or_run
+        LOOKUP.find_or_run = self
         return self
 
     def __call__(self, *given):
@@ -49,7 +50,7 @@ class Spy:
         return found
 
     def __exit__(self, *_):
-        lookup.find_or_run = self.function
+        LOOKUP.find_or_run = self.function
 
 
 def make_direct(given, draw):

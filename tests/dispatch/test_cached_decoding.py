@@ -10,10 +10,10 @@ import sightline
 from cached_calls import NEVER, uncached
 from sample_calls import arrays, bits, decoding_arrays
 from sightline import h, i, j, m, n
-from sightline.cpu.kernels.kernel_spec import min_decode_keys
 from sightline.cpu.launch import prepared_call
 from sightline.cpu.launch.decode import BoundDecode
 from sightline.dispatch import call_cache
+from sightline.problem.kernel import min_decode_keys
 from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages

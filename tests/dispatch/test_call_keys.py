@@ -8,11 +8,11 @@ import sightline
 from cached_calls import key_of, record_hits, uncached
 from sample_calls import all_bits, arrays, bits, draw_inputs
 from sightline import b, i, j, s, where
-from sightline.arrays import layouts as array_layouts
 from sightline.arrays.layouts import parse
 from sightline.cpu import Cpu
-from sightline.dispatch import call_cache, lookup
+from sightline.dispatch import call_cache
 from sightline.dispatch.call_request import describe
+from sightline.dispatch.lookup import LOOKUP
 from sightline.errors import SightlineError
 from sightline.problem.problem import make_problem
 from strategies import to_torch
@@ -98,7 +98,7 @@ def test_every_part_of_the_key_is_needed(case):
 @pytest.mark.parametrize("kind", ["padding", "boolean array", "bias"])
 def test_a_cached_call_of_another_structure_is_found(rng, kind, monkeypatch):
     """Planted fault: the key does not have the layouts of tables, so a call reads a table with the wrong strides."""
-    read = array_layouts.read_arrays
+    read = LOOKUP.read_arrays
 
     def without_layouts(*given):
         layouts, *addresses = read(*given)
@@ -116,9 +116,8 @@ def test_a_cached_call_of_another_structure_is_found(rng, kind, monkeypatch):
 
     compare()
     call_cache.clear()
-    monkeypatch.setattr(array_layouts, "read_arrays", without_layouts)
-    monkeypatch.setattr(lookup, "find_or_run", lookup.find_in_python)
-    monkeypatch.setattr(lookup, "use_generated_functions", lambda: None)
+    monkeypatch.setattr(LOOKUP, "read_arrays", without_layouts)
+    monkeypatch.setattr(LOOKUP, "find_or_run", LOOKUP.find_in_python)
     with pytest.raises(AssertionError):
         compare()
 

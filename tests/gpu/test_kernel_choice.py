@@ -8,7 +8,7 @@ import torch
 
 import sightline
 from sightline import b, causal, h, i, j, s
-from sightline.dispatch.kernel_list import KERNELS
+from sightline.api.kernels import KERNELS
 from sightline.errors import ParameterError
 from sightline.gpu import Triton
 from sightline.gpu.refusals import MAX_HEAD_WIDTH

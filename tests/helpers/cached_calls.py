@@ -2,11 +2,13 @@
 
 import sightline
 from sightline import i, j, s, where
-from sightline.arrays import layouts
 from sightline.cpu.launch import prepared_call
 from sightline.dispatch import call_cache
 from sightline.dispatch.call_cache import ForwardEntry
 from sightline.dispatch.call_request import describe
+from sightline.dispatch.lookup import LOOKUP
+from sightline.kv_cache import unpack_cache
+from sightline.problem.problem import make_problem
 
 NEVER = 10**9  # as RUNS_BEFORE_RECORD: no call becomes direct
 FORMULAS = {
@@ -42,9 +44,15 @@ def record_hits(monkeypatch):
     return found
 
 
+def cache_problem(query, cache, **options):
+    """Return the problem of attention on a cache."""
+    key, value, options = unpack_cache(query, cache, None, options)
+    return make_problem(query, key, value, **options)
+
+
 def key_of(query, key, value, **options):
     """The key of a call of `sightline.attention` with these arguments; None if the call cannot be cached."""
     nothing = dict.fromkeys(("mask", "score", "scale", "sinks", "seed", "see", "kernel", "threads")) | {"dropout": 0.0}
     request = describe(query, **(nothing | options))
-    found = None if request is None else layouts.read_arrays(query, key, value, *request.arrays)
+    found = None if request is None else LOOKUP.read_arrays(query, key, value, *request.arrays)
     return None if found is None else (found[0], request.structure)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sightline
 from sightline import b, h, i, j, m, n, s, table, where
-from sightline.dispatch.kernel_list import KERNELS
+from sightline.api.kernels import KERNELS
 from sightline.problem.problem import Problem, make_problem
 from sightline.testing import LAYOUTS
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import sightline
+from cached_calls import cache_problem
 from fault_planting import Fault, plant
 from sightline import KVCache, i, j
 from sightline.arrays.operations import framework, to_numpy
@@ -386,7 +387,7 @@ def test_attention_reads_the_storage_without_a_copy(rng, kind):
     query, key, value = arrays(rng, kind=kind)
     cache = KVCache(capacity=3 * T)
     cache.append(key, value, lengths=[T, 3, 4])
-    problem = make_problem(query, cache)
+    problem = cache_problem(query, cache)
     for posed, storage in ((problem.key, cache._storage.key), (problem.value, cache._storage.value)):
         assert np.shares_memory(numpy_of(posed), numpy_of(storage))
         assert numpy_of(posed).strides == numpy_of(storage).strides
@@ -400,7 +401,7 @@ def test_one_kernel_serves_prompt_and_tokens(rng):
     cache, texts = KVCache(), set()
     for t in range(1, 9):
         cache.append(key[:, :, :t], value[:, :, :t], lengths=[t, 1, t - 1])
-        texts.add(make_problem(query[:, :, :t], cache, mask=sightline.causal()).mask.text)
+        texts.add(cache_problem(query[:, :, :t], cache, mask=sightline.causal()).mask.text)
     assert len(texts) == 2
 
 

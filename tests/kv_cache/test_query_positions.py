@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import sightline
+from cached_calls import cache_problem
 from sightline import b, h, i, j, m, n, s, table
 from sightline.errors import ShapeError
 from sightline.problem.problem import make_problem
@@ -168,7 +169,7 @@ def test_more_queries_than_positions_are_refused(rng):
 )
 def test_the_newest_query_has_no_mask_of_later_keys(rng, mask, steps, rest):
     """So that the decoding kernel needs no search for tiles."""
-    assert repr(make_problem(query_of(rng, 1), cache_of(rng, *steps), mask=mask).mask) == rest
+    assert repr(cache_problem(query_of(rng, 1), cache_of(rng, *steps), mask=mask).mask) == rest
 
 
 def test_positions_of_removed_rows_are_the_last(rng):

@@ -16,8 +16,8 @@ import sightline
 from fault_planting import Fault, plant
 from gradient_checks import NAMES, differentiated, seeds_of
 from sightline import i, j, lse, merge
+from sightline.api.kernels import solve
 from sightline.arrays.operations import to_numpy
-from sightline.dispatch.kernel_list import solve
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
 from sightline.partition.lse_merge import combine
 from sightline.problem.kernel import Result

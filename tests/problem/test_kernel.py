@@ -7,7 +7,7 @@ import pytest
 
 import sightline
 from sightline import alibi, causal, window
-from sightline.dispatch.kernel_list import KERNELS
+from sightline.api.kernels import KERNELS
 from sightline.errors import KernelRefusedError, ParameterError
 from sightline.problem.kernel import choose
 from sightline.problem.problem import make_problem

@@ -6,7 +6,7 @@ import torch
 
 import sightline
 from sightline import causal, weights
-from sightline.dispatch.kernel_list import KERNELS
+from sightline.api.kernels import KERNELS
 from sightline.problem.problem import make_problem
 from sightline.reference.dropout import keep_factor, philox
 

@@ -63,7 +63,7 @@ def test_steps_between_run_as_without_a_monitor():
     monitor = sightline.AttentionMonitor(model, every=10)
     plain = model(make_batch(1))
     with monitor.step(7):
-        assert functions.observer is None
+        assert not functions.OBSERVERS
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         assert torch.equal(model(make_batch(1)), plain)
     assert not monitor.history
@@ -158,7 +158,7 @@ def test_a_step_that_fails_or_is_cancelled_is_not_recorded():
     monitor.begin_step(1)  # after an error that skipped the end
     assert monitor.end_step() is None
     assert not monitor.history
-    assert functions.observer is None
+    assert not functions.OBSERVERS
     assert not any(module._forward_hooks for module in model.modules())
 
 

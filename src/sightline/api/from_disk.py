@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from ..arrays import operations as arrays
-from ..dispatch.kernel_list import solve, to_caller_layout
 from ..errors import DtypeError, ParameterError
 from ..formula.expression import Expression
 from ..formula.tile_ranges import find_runs, find_tile_ranges
@@ -26,6 +25,7 @@ from ..problem.kernel import Result
 from ..problem.problem import Problem, make_problem
 from ..problem.validation import broadcast_inputs, check_choice, split_names
 from ..statistics import Statistic
+from .kernels import solve, to_caller_layout
 
 Progress = bool | Callable[[int, int], Any] | None
 UNITS = ("", "k", "M", "G", "T")

@@ -12,11 +12,10 @@ from ..arrays.operations import swap_heads
 from ..dispatch import call_cache
 from ..dispatch.call_request import describe, with_row_formats
 from ..dispatch.explanation import Explanation
-from ..dispatch.kernel_list import KERNELS, solve, to_caller_layout
 from ..formula.expression import Expression, is_compiling
 from ..formula.from_function import refuse_draws
 from ..formula.library import bias
-from ..kv_cache import KVCache, as_arrays
+from ..kv_cache import KVCache, as_arrays, unpack_cache
 from ..kv_cache.query_positions import Formulas
 from ..problem.foreign_arguments import refuse_arguments
 from ..problem.kernel import choose
@@ -25,9 +24,10 @@ from ..problem.validation import AxisOrder, check_choice, fold_scale, read_score
 from ..reference import streaming
 from ..reference.streaming import Streaming
 from ..statistics import Statistic, StatisticBase, Tile
+from .kernels import KERNELS, solve, to_caller_layout
 from .shared_prefix import attend_in_parts, can_merge
 
-observer: Callable[..., Any] | None = None  # answers calls of `attend` while a watch lasts, or returns NotImplemented
+OBSERVERS: list[Callable[..., Any]] = []  # while a watch lasts, they answer calls of `attend`, or return NotImplemented
 
 
 def attention(
@@ -155,7 +155,7 @@ def attend(
     `score` may also be an array (..., n, m), the bias that is added to the scores. `by_position` is True if the arrays
     are views of arrays with the positions before the heads; compiled programs of JAX then make no copies.
     """
-    if observer is not None:
+    for observer in OBSERVERS:
         inputs = query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads, by_position
         answer = observer(*inputs)
         if answer is not NotImplemented:
@@ -240,6 +240,7 @@ def _attend(
 
         answer = jax_dispatch.run(query, key, value, options, kernel, threads, by_position)
     else:
+        key, value, options = unpack_cache(query, key, value, options)
         problem = make_problem(query, key, value, **options)
         result = solve(problem, kernel, threads)
         answer = to_caller_layout(problem, result)
@@ -303,18 +304,10 @@ def explain(
     shared_keys = int(key.prefix.lengths.max()) if isinstance(key, KVCache) and key.prefix is not None else 0
     if arrays.framework(query) == "jax":  # compiled programs run the kernel for NumPy arrays
         query, key, value = (arrays.to_example(x) for x in (query, key, value))
-    problem = make_problem(
-        query,
-        key,
-        value,
-        mask=mask,
-        score=score,
-        scale=scale,
-        sinks=sinks,
-        dropout=dropout,
-        seed=seed or 0,
-        see=split_names(see)[1] or (),
-    )
+    options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed or 0}
+    options["see"] = split_names(see)[1] or ()
+    key, value, options = unpack_cache(query, key, value, options)
+    problem = make_problem(query, key, value, **options)
     if arrays.framework(given) == "jax":
         from ..jax.dispatch import explain as explain_jax
 
@@ -372,7 +365,8 @@ def tiles(
         refuse_arguments("tiles", positional, unknown)
     value = key if value is None and not isinstance(key, KVCache) else value
     query, key, value = to_heads_first(layout, query, key, value)
-    problem = make_problem(query, key, value, mask=mask, score=score, scale=scale, sinks=sinks)
+    key, value, options = unpack_cache(query, key, value, {"mask": mask, "score": score})
+    problem = make_problem(query, key, value, scale=scale, sinks=sinks, **options)
     plain_arrays = {name: arrays.detach(getattr(problem, name)) for name in ("query", "key", "value")}
     problem = replace(problem, **plain_arrays)
     lse = Streaming().run(problem).lse  # this lse comes from the same scores as the tiles

@@ -9,13 +9,13 @@ import numpy as np
 
 from ..arrays.kinds import check_kind
 from ..arrays.operations import check_float_dtype, framework
-from ..dispatch.kernel_list import make_plan, push_forward
 from ..errors import DtypeError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
 from ..problem.kernel import Tangents
 from ..problem.problem import OPERANDS, Problem, make_problem
 from ..problem.validation import broadcast_inputs, check_choice, read_scale, read_score
+from .kernels import make_plan, push_forward
 
 TRANSFORMS = {  # the functions of other libraries that differentiate their arrays
     "attention_tangent": {"torch": "torch.func.jvp", "jax": "jax.jvp"},

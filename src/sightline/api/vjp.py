@@ -16,7 +16,6 @@ from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPas
 from ..dispatch.call_cache import EntryResult, ForwardEntry
 from ..dispatch.call_request import Request, describe
 from ..dispatch.call_spec import count_arrays, flatten_result, split_arrays
-from ..dispatch.kernel_list import differentiate, make_plan, solve, to_caller_layout
 from ..errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.from_function import refuse_draws
@@ -25,6 +24,7 @@ from ..problem.kernel import Gradients
 from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem, make_problem
 from ..problem.validation import check_choice, read_score, split_names
 from ..statistics import Lse, Statistic, StatisticBase, arrays_of, places_in, spread_mean, unwrap_mean
+from .kernels import differentiate, make_plan, solve, to_caller_layout
 from .tangent import check_numpy, include_scale, read_floats
 
 MAX_COMPARED_BYTES, NUM_SAMPLES = 4096, 64

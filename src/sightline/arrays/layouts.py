@@ -1,6 +1,6 @@
 """Layouts, addresses and allocation of arrays, for the call cache. Layouts are part of the keys of the cache.
 
-    read_arrays(query, key, value, ...)  →  (layouts, address of query, address of key, address of value, ...)
+    read_arrays(tensors, query, key, value, ...)  →  (layouts, address of query, address of key, address of value, ...)
 
 `layouts` is a bytes object of 64-bit words. Equal layouts mean equal types, dtypes, shapes and strides. The words of an
 array are its head, then the length of each axis, then the stride of each axis in bytes:
@@ -17,8 +17,7 @@ In three cases the result is None. The call then needs the full dispatch: the ch
   the processor and the first `MAX_GPUS` GPUs.
 - torch traces or transforms the call, computes forward derivatives, or has an active mode other than a default device.
 
-The functions of this module define the results. `dispatch.lookup` replaces `read_arrays` by generated code, which does
-the same in a third of the time.
+`read_arrays` defines the results. Generated code does the same in a third of the time; see `dispatch.lookup`.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Tensors(NamedTuple):
 
 
 def parse(layouts: bytes) -> list[Layout]:
-    """Return the layout of each array from the result of `read_arrays`."""
+    """Return the layout of each array from the layouts that `read_arrays` returns."""
     words, found = iter(struct.unpack(f"{len(layouts) // 8}q", layouts)), []
     for head in words:
         axes = head >> 8 & 0xFF
@@ -104,17 +103,17 @@ def make_kind(itemsize: int, dtype: int, requires_gradient: bool = False, is_ten
     return itemsize << 48 | dtype << 16 | flags
 
 
-def read_in_python(*arrays: Any) -> tuple[Any, ...] | None:
+def read_arrays(tensors: Tensors, *arrays: Any) -> tuple[Any, ...] | None:
     """Return the layouts and addresses of the arrays; None if the call needs the full dispatch, see the module."""
     types = {type(array) for array in arrays}
-    if len(arrays) > MAX_ARRAYS or not types <= {np.ndarray, *_tensors.types}:
+    if len(arrays) > MAX_ARRAYS or not types <= {np.ndarray, *tensors.types}:
         return None
-    if types != {np.ndarray} and any(condition() for condition in _tensors.conditions):
+    if types != {np.ndarray} and any(condition() for condition in tensors.conditions):
         return None
     words: list[int] = []
     addresses = []
     for array in arrays:
-        found = _read_ndarray(array) if type(array) is np.ndarray else _tensors.read(array)
+        found = _read_ndarray(array) if type(array) is np.ndarray else tensors.read(array)
         if found is None or len(found[0].shape) > MAX_AXES:
             return None
         (kind, shape, strides), address = found
@@ -150,23 +149,11 @@ _probe = np.zeros(1)
 numpy_address = _header_address if _header_address(_probe) == _interface_address(_probe) else _interface_address
 
 
-def serve_tensors(tensors: Tensors) -> None:
-    """Make `read_in_python` read tensors of torch too. `sightline.torch.cached_tensors` calls it."""
-    global _tensors
-    _tensors = tensors
-
-
-def tensors() -> Tensors:
-    """Return what `serve_tensors` has stored."""
-    return _tensors
-
-
 class NoTensor:
-    """The type of tensors before `serve_tensors` is called. No array has this type."""
+    """The type of tensors before torch's are served. No array has this type."""
 
 
-_tensors = Tensors((NoTensor, NoTensor), lambda _: None, (), lambda: False, None)
-read_arrays: Callable[..., tuple[Any, ...] | None] = read_in_python
+NO_TENSORS = Tensors((NoTensor, NoTensor), lambda _: None, (), lambda: False, None)
 
 
 # -- how the call cache allocates arrays: one adapter for each type of array -------------------------------------------

@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
+from ..api.kernels import KERNELS
 from ..arrays.operations import resolve_dtype
 from ..cpu.runtime import disk_cache, thread_count
 from ..data import tried_versions
-from ..dispatch.kernel_list import KERNELS
 from ..formula.library import alibi, causal
-from ..problem.kernel import Kernel
+from ..problem.kernel import CPU_VARIABLE, Kernel
 from ..problem.problem import Problem, make_problem
 from ..statistics import weights
 from .console import key_value_table, make_console, note, section, table
@@ -151,7 +151,7 @@ def _machine() -> dict[str, str]:
     if find_spec("llvmlite"):
         import llvmlite.binding as llvm
 
-        from ..cpu.runtime.machine import CPU_VARIABLE, host, native_machine
+        from ..cpu.runtime.machine import host, native_machine
 
         features = llvm.get_host_cpu_features()
         machine = host()

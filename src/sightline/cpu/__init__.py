@@ -59,8 +59,12 @@ class Cpu(Kernel):
         if statistic_gradients.includes_zero_weights:
             return None
         from .launch.backward import backward
+        from .launch.backward_parts import backward_in_parts, needs_parts
 
-        return backward(problem, d_output, d_lse, saved, wanted_tables, threads, statistic_gradients, self.processor)
+        rest = threads, statistic_gradients, self.processor
+        if needs_parts(problem, wanted_tables, statistic_gradients):
+            return backward_in_parts(problem, d_output, d_lse, saved, *rest)
+        return backward(problem, d_output, d_lse, saved, wanted_tables, *rest)
 
     def tangent(
         self, problem: Problem, tangents: Tangents, saved: tuple[Any, Any], threads: int | None = None

@@ -4,7 +4,7 @@ A bound call is a kernel call that lacks only the addresses of its arrays, the n
 Torch's graph, `attention_vjp` and compiled programs of JAX hold a `BackwardPasses`. Its method `differentiate` gets the
 `BackwardInputs` and the `ForwardPass` of one backward pass, and calls
 
-    repeat    which runs the bound call of an earlier pass, found by `lookup.find_or_run`, or if there is none:
+    repeat    which runs the bound call of an earlier pass, found by `Lookup.find_or_run`, or if there is none:
     dispatch  the full dispatch of the caller: all checks, the choice of a kernel, and its planning
     keep      which stores the bound call that the full dispatch made
 """
@@ -22,13 +22,20 @@ from ..arrays.layouts import ADAPTERS, numpy_address
 from ..arrays.operations import accumulator, convert, detach, dtype_name, has_heads_in_rows, namespace, to_numpy
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..problem.kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients, subtract_rounding, widen
+from ..problem.kernel import (
+    BACKWARD_OPERANDS,
+    BACKWARD_SUMS,
+    Gradients,
+    differentiate_sinks,
+    subtract_rounding,
+    widen,
+)
 from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem
 from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
 from ..statistics.computation import conditions_of
-from . import lookup
 from .call_request import Request
 from .call_spec import count_arrays, split_arrays
+from .lookup import LOOKUP, store
 
 if TYPE_CHECKING:
     from ..cpu.launch.backward import BoundBackward
@@ -121,7 +128,7 @@ def _no_tiles() -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class BackwardEntry:
-    """A bound call of the backward pass, an entry for `lookup.find_or_run`.
+    """A bound call of the backward pass, an entry for `Lookup.find_or_run`.
 
     prepared : the call of the backward kernel; its results are the sums of gradients, those of tables included
     weights_sum : a forward pass that computes Σⱼ P_ij w_ij, which is subtracted from d_lse, where w is the formula that
@@ -214,7 +221,7 @@ class BackwardPasses:
             return None
         operands, output, lse, sinks, seed, threads = forward
         arrays = (*operands, output, given.d_output, lse, *given.tables)
-        found = lookup.find_or_run(self.entries, given.structure, given.numbers, *arrays)
+        found = LOOKUP.find_or_run(self.entries, given.structure, given.numbers, *arrays)
         if found is None or found[0] is None:
             return None
         entry, results, _, *addresses = found
@@ -253,10 +260,8 @@ class BackwardPasses:
         table_sums: Sequence[Any],
     ) -> list[Any]:
         """Return the gradients of the tables and the sinks from the sums of a bound call."""
-        from ..cpu.launch.table_gradients import differentiate_sinks, sum_table_gradients
-
         tables = {slot: given.tables[place] for slot, place in zip(self.slots, self.places, strict=True)}
-        totals = sum_table_gradients(call.table_gradients, table_sums, tables)
+        totals = call.sum_tables(table_sums, tables)
         gradients = [totals.get(slot) for slot in self.slots]
         if self.wants_sinks:
             _, output, lse, sinks, *_ = forward
@@ -283,38 +288,32 @@ class BackwardPasses:
         if call is None or given is None:
             return
         operands, output, lse, *_ = forward
-        from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as the bound call did
-
         structure = structure_of(*formulas, *found.bound_formulas)
-        inputs = KernelInputs.bind(call, given.tables, structure)
-        read = lookup.read_arrays(*operands, output, given.d_output, lse, *given.tables)
-        if inputs is None or read is None or read[1:][: len(call.first_operands)] != call.first_operands:
+        read = LOOKUP.read_arrays(*operands, output, given.d_output, lse, *given.tables)
+        if read is None or read[1:][: len(call.first_operands)] != call.first_operands:
             return
         make_empty, dtype = ADAPTERS[type(output)].make_empty, accumulator(dtype_name(output))
-        weights_sum, num_keys = None, operands[1].shape[-2]
+        num_keys, rows, in_rows = operands[1].shape[-2], output.shape[:-1], has_heads_in_rows(operands[0])
+        weights_sum = exact = None
         if given.needs_weights_sum:
-            own = KernelInputs.bind(found.bound_sum, given.tables, structure.first(len(formulas) + 1))
-            if own is None:
-                return
-            rows = output.shape[:-1]
-            column = make_empty((*rows, 1), output.dtype, has_heads_in_rows(operands[0]))
-            columns = column, make_empty(rows, dtype)
-            weights_sum = PreparedCall(found.bound_sum, own, OPERANDS, ("output",), columns, num_keys, False)
-        exact = None
+            columns = make_empty((*rows, 1), output.dtype, in_rows), make_empty(rows, dtype)
+            own = structure.first(len(formulas) + 1)
+            weights_sum = found.bound_sum.prepare(given.tables, own, OPERANDS, ("output",), columns, num_keys)
         if found.bound_output is not None:
-            own = KernelInputs.bind(found.bound_output, given.tables, structure.first(len(formulas)))
-            if own is None:
-                return
-            wide = make_empty(output.shape, dtype, has_heads_in_rows(operands[0]))
-            columns = wide, make_empty(output.shape[:-1], "float64")
-            exact = PreparedCall(found.bound_output, own, OPERANDS, ("output", "lse"), columns, num_keys, False)
+            wide = make_empty(output.shape, dtype, in_rows), make_empty(rows, "float64")
+            own = structure.first(len(formulas))
+            exact = found.bound_output.prepare(given.tables, own, OPERANDS, ("output", "lse"), wide, num_keys)
         makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
         makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]
         # Python computes d_lse and the seed
         can_be_direct = not given.structure and not self.problem.dropout and exact is None
-        prepared = PreparedCall(call, inputs, BACKWARD_OPERANDS, BACKWARD_SUMS, makers, num_keys, can_be_direct)
-        entry = BackwardEntry(prepared, weights_sum, exact)
-        lookup.store(self.entries, (read[0], given.structure), entry, MAX_BACKWARD_ENTRIES)
+        prepared = call.prepare(
+            given.tables, structure, BACKWARD_OPERANDS, BACKWARD_SUMS, makers, num_keys, can_be_direct
+        )
+        needed = prepared, given.needs_weights_sum and weights_sum, found.bound_output is not None and exact
+        if not any(one is None for one in needed):
+            entry = BackwardEntry(prepared, weights_sum, exact)
+            store(self.entries, (read[0], given.structure), entry, MAX_BACKWARD_ENTRIES)
 
 
 def _subtract_sum(

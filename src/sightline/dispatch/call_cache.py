@@ -3,7 +3,7 @@
     attention(q, k, v, mask=j < table(lengths)[b])  →  Request  →  ForwardEntry  →  kernel
 
 `call_request` computes the structure of a call: its options, and its formulas without numbers and tables. `answer`
-looks the call up by `lookup.find_or_run`, and runs it. `cpu.launch.prepared_call` decides how a call is repeated. Calls
+looks the call up by `Lookup.find_or_run`, and runs it. `cpu.launch.prepared_call` decides how a call is repeated. Calls
 that differ only in lengths and strides form a family, such as the steps of a decoding loop. A call of a known family is
 bound for its lengths without the full dispatch, which has all checks, the choice of a kernel and its planning.
 
@@ -42,9 +42,8 @@ from ..formula.parameters import structure_of
 from ..problem.kernel import Result
 from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem
 from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Statistic, average_over, unwrap_mean
-from . import lookup
 from .call_request import WEIGHTS_STATISTICS, Request, family_key, make_tuple, without_key_length
-from .lookup import store
+from .lookup import LOOKUP, store
 
 if TYPE_CHECKING:
     from ..cpu.launch.bound_call import BoundCall
@@ -66,7 +65,7 @@ def answer(request: Request, query: Any, key: Any, value: Any, threads: int | No
 
     The result is (None, None) if only the full dispatch can read the arrays.
     """
-    found = lookup.find_or_run(calls, request.structure, request.numbers, query, key, value, *request.arrays)
+    found = LOOKUP.find_or_run(calls, request.structure, request.numbers, query, key, value, *request.arrays)
     if type(found) is not tuple:
         return (None if found is None else (found, ())), None
     entry, results, layouts, *addresses = found
@@ -77,8 +76,8 @@ def answer(request: Request, query: Any, key: Any, value: Any, threads: int | No
         entry = _find_any_key_length(request, key) or _bind_family(request, query, key, value)
     else:
         _mark_as_used(calls, request.key)
-    if entry is not None and lookup.find_or_run is lookup.find_in_python:
-        lookup.use_generated_functions()
+    if entry is not None and not LOOKUP.is_generated:
+        LOOKUP.generate(entry.prepared.make_functions)
     if results is not None:
         result = entry.finish(request, query, key, value, results, threads)
     else:
@@ -368,19 +367,16 @@ def insert(
     bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
     if bound_call is None or bound_call.first_operands != request.addresses[:NUM_OPERANDS]:
         return
-    from ..cpu.launch.prepared_call import KernelInputs, PreparedCall  # loads llvmlite, as the bound call did
-
     structure = structure_of(*formulas)
-    inputs = KernelInputs.bind(bound_call, request.tables, structure)
     has_passes = sum(isinstance(statistic, WEIGHTS_STATISTICS) for statistic in map(unwrap_mean, problem.see))
-    if inputs is None or has_passes != sum(len(bound.indices) for bound in result.bound_passes):
+    if has_passes != sum(len(bound.indices) for bound in result.bound_passes):
         return
-    passes = []
+    passes, own = [], structure.first(2)  # mask and score
     for bound in result.bound_passes:
-        own = KernelInputs.bind(bound.call, request.tables, structure.first(2))  # mask and score
-        if own is None:
+        makers = bound.make_makers(adapter)
+        call = bound.call.prepare(request.tables, own, ("query", "key", "lse"), (), makers, problem.m)
+        if call is None:
             return
-        call = PreparedCall(bound.call, own, ("query", "key", "lse"), (), bound.make_makers(adapter), problem.m, False)
         passes.append(PreparedPass(call, bound))
     output = problem.squeeze_heads(result.output, 2)
     statistics, statistic_dtypes = describe_statistics(problem)
@@ -391,11 +387,12 @@ def insert(
     results = ("output", "lse") if needs_lse else ("output",)
     squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
     rest = tuple(passes), output.dtype, statistic_dtypes, needs_lse, squeezed_axis, has_dropout
-    prepared = PreparedCall(bound_call, inputs, OPERANDS, results, (), problem.m, can_be_direct)
+    prepared = bound_call.prepare(request.tables, structure, OPERANDS, results, (), problem.m, can_be_direct)
+    if prepared is None:
+        return
     entry = kind(adapter, statistics, attach, prepared, *rest)
-    entry.prepared = prepared.rebind(
-        bound_call, entry.make_makers(tuple(output.shape), has_heads_in_rows(arrays[0])), problem.m
-    )
+    makers = entry.make_makers(tuple(output.shape), has_heads_in_rows(arrays[0]))
+    entry.prepared = prepared.rebind(bound_call, makers, problem.m)
     store(calls, request.key if passes else _cache_key(request, bound_call), entry)
     shared_key = None if bound_call.family is None or passes else family_key(request.key)
     if shared_key is not None:

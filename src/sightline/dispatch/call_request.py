@@ -21,11 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..arrays import layouts as array_layouts
 from ..arrays.layouts import ADAPTERS, BOOLEANS
-from ..cpu.kernels.kernel_spec import min_decode_keys
-from ..cpu.runtime.machine import CPU_VARIABLE
 from ..formula import from_function, library
 from ..formula.expression import Expression, is_compiling
 from ..formula.parameters import structure_of
+from ..problem.kernel import CPU_VARIABLE, min_decode_keys
 from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights
 from ..statistics.computation import computed_statistic, conditions_of
 

@@ -10,7 +10,7 @@ from ..formula.tile_ranges import find_tile_ranges
 from ..problem.kernel import Plan
 from ..problem.problem import Problem
 
-TILE = (64, 64)  # the counted tiles have 64 queries and 64 keys; the tiles of a kernel may be larger
+TILE = (64, 64)  # queries and keys of a counted tile on every machine; with AVX2, for example, kernels have 16 × 64
 SHARED = "stored and read once for several sequences; the figures below count a copy for each sequence"
 
 

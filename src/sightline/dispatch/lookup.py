@@ -9,8 +9,6 @@ generated code runs it, and `results` is a tuple of its results. A single result
 the call is not direct, `results` is None, and the caller runs the entry. If no entry has the key, the entry is None. If
 only the full dispatch can read the arrays (see `arrays.layouts`), None is returned. The full dispatch is the way of a
 first call: all checks, the choice of a kernel, and its planning.
-
-`find_in_python` looks up in Python, and runs no call. Generated code replaces it when the first entry is found.
 """
 
 from __future__ import annotations
@@ -18,49 +16,55 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..arrays import layouts as array_layouts
+from ..arrays.layouts import NO_TENSORS, Tensors, read_arrays
 
 MAX_CACHED_CALLS = 256  # the call cache moves an entry that was used to the end, so the least recently used is dropped
+Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-def find_in_python(
-    entries: Mapping[Any, Any], structure: Any, numbers: tuple[float, ...], *arrays: Any
-) -> tuple[Any, ...] | None:
-    """Return (entry or None, None, layouts, *addresses); None if only the full dispatch can read the arrays.
+class Lookup:
+    """Reads arrays and looks calls up, in Python, or by generated code from the first repeated call on.
 
-    `numbers` are the numbers of the call's formulas, which only generated code uses.
+    Attributes
+    ----------
+    read_arrays : function of arrays that returns (layouts, *addresses); None if only the full dispatch can read them
+    find_or_run : function that the module's docstring describes
+    tensors : how tensors of torch are read
+    is_generated : False until `generate` was called
     """
-    found = array_layouts.read_arrays(*arrays)
-    return None if found is None else (entries.get((found[0], structure)), None, *found)
+
+    def __init__(self) -> None:
+        self.serve_tensors(NO_TENSORS)
+
+    def serve_tensors(self, tensors: Tensors) -> None:
+        """From now on, read tensors of torch in the way that `tensors` describes, in Python until the next call."""
+        self.tensors, self.is_generated = tensors, False
+        self.read_arrays: Callable[..., Any] = self.read_in_python
+        self.find_or_run: Callable[..., Any] = self.find_in_python
+
+    def generate(self, make_functions: Callable[[Tensors], Functions | None]) -> None:
+        """From now on, read arrays and run direct calls by generated functions. None stands for no such functions."""
+        functions = make_functions(self.tensors)
+        self.is_generated = True
+        if functions is not None:
+            self.read_arrays, self.find_or_run = functions
+
+    def read_in_python(self, *arrays: Any) -> tuple[Any, ...] | None:
+        """Return the layouts and addresses of the arrays; None if only the full dispatch can read them."""
+        return read_arrays(self.tensors, *arrays)
+
+    def find_in_python(
+        self, entries: Mapping[Any, Any], structure: Any, numbers: tuple[float, ...], *arrays: Any
+    ) -> tuple[Any, ...] | None:
+        """Return (entry or None, None, layouts, *addresses); None if only the full dispatch can read the arrays.
+
+        `numbers` are the numbers of the call's formulas, which only generated code uses.
+        """
+        found = self.read_arrays(*arrays)
+        return None if found is None else (entries.get((found[0], structure)), None, *found)
 
 
-find_or_run: Callable[..., Any] = find_in_python
-
-
-def read_arrays(*arrays: Any) -> tuple[Any, ...] | None:
-    """Return the layouts and addresses of the arrays; None if only the full dispatch can read them."""
-    return array_layouts.read_arrays(*arrays)
-
-
-def use_generated_functions() -> None:
-    """Read arrays and run direct calls in generated code from now on, where that is possible."""
-    from ..cpu.calls.python_functions import make_array_functions  # loads llvmlite, as each call of a kernel does
-
-    functions = make_array_functions(array_layouts.tensors())
-    if functions is not None:
-        use(*functions)
-
-
-def use(reader: Callable[..., Any], finder: Callable[..., Any]) -> None:
-    """From now on, read arrays by `reader` and look calls up by `finder`."""
-    global find_or_run
-    array_layouts.read_arrays, find_or_run = reader, finder
-
-
-def serve_tensors(tensors: array_layouts.Tensors) -> None:
-    """From now on, also read tensors of torch, in the way that `tensors` describes."""
-    array_layouts.serve_tensors(tensors)
-    use(array_layouts.read_in_python, find_in_python)
+LOOKUP = Lookup()
 
 
 def store(entries: dict[Any, Any], key: tuple[Any, ...], entry: Any, limit: int | None = None) -> None:

@@ -22,9 +22,9 @@ import jax
 import llvmlite.binding as llvm
 
 from ..cpu.calls.xla_handler import CALLBACK, CLOSE, INSTALL, build_module
-from ..cpu.runtime.machine import CPU_VARIABLE
 from ..cpu.runtime.processor import HOST
 from ..errors import MissingExtraError
+from ..problem.kernel import CPU_VARIABLE
 from .direct_entries import DirectEntries
 from .xla_calls import parse_call
 

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..api.kernels import KERNELS, to_caller_layout
 from ..dispatch.call_spec import Arrays, CallSpec, split_arrays
 from ..dispatch.explanation import Explanation
-from ..dispatch.kernel_list import KERNELS, to_caller_layout
 from ..errors import ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.formula_checks import check_spans
 from ..gpu import Triton
+from ..kv_cache import unpack_cache
 from ..problem.kernel import Kernel, Plan, Refusal, Result, choose
 from ..problem.problem import Problem, parse
 from ..problem.validation import fold_scale, read_seed
@@ -82,6 +83,7 @@ def run(
     if isinstance(scale, jax.Array):
         score, scale = fold_scale(options["score"], scale)
         options = options | {"score": score, "scale": scale}
+    key, value, options = unpack_cache(query, key, value, options)
     problem = parse(query, key, value, **(options | {"seed": None if seed is None else 0}))
     problem.map_formulas(partial(_check, extent=problem.extent))
     pair = _read_seed(seed, problem.dropout)

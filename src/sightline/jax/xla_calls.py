@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..api.kernels import differentiate, make_plan, push_forward
 from ..arrays.operations import accumulator, dtype_name, resolve_dtype
 from ..caching import cached_property
-from ..dispatch import call_cache, lookup
+from ..dispatch import call_cache
 from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
 from ..dispatch.call_cache import EntryResult, ForwardEntry
 from ..dispatch.call_request import (
@@ -28,7 +29,7 @@ from ..dispatch.call_request import (
     machine_setting,
 )
 from ..dispatch.call_spec import Arrays, CallSpec, count_arrays, flatten_result, locate_arrays
-from ..dispatch.kernel_list import differentiate, make_plan, push_forward
+from ..dispatch.lookup import LOOKUP
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..problem.kernel import Gradients, Result, is_lse_too_large
@@ -149,7 +150,7 @@ class XlaForward(XlaCall):
                 read = *formulas, *conditions_of(problem.see)
                 call_cache.insert(request, read, (query, key, value), problem, result, kind=_XlaEntry)
         if setting not in self.keys:
-            layouts = lookup.read_arrays(query, key, value, *given.arrays)
+            layouts = LOOKUP.read_arrays(query, key, value, *given.arrays)
             self.keys[setting] = None if layouts is None else (layouts[0], structure)
         output, lse, *others = flatten_result(self.see, result)
         return [output, lse, lse[..., None].view(np.uint32), *others]

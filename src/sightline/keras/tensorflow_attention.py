@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..dispatch.kernel_list import differentiate, make_plan
+from ..api.kernels import differentiate, make_plan
 from ..errors import KernelRefusedError, MissingExtraError
 from ..problem.problem import Problem, make_problem
 from ..statistics import weights

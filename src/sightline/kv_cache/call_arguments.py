@@ -6,7 +6,7 @@ from typing import Any
 
 from ..arrays.operations import dtype_name, framework
 from ..errors import ParameterError
-from ..formula.expression import Expression, is_compiling
+from ..formula.expression import is_compiling
 from .cache import KVCache
 from .quantization import NARROW_FLOATS, check_query
 from .query_positions import rewrite_formulas
@@ -39,12 +39,11 @@ def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tu
     return *cache.rows(), mask, score, see if see is None else statistics
 
 
-def unpack_cache(
-    query: Any, key: Any, value: Any, mask: Any, score: Any, see: Any
-) -> tuple[Any, Any, Any, Any, Any, Expression | None]:
-    """Return (key, value, mask, score, see, condition) for the arguments of attention, with arrays in place of a cache.
+def unpack_cache(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return (key, value, options) for the arguments of attention, with arrays in place of a cache.
 
-    If `key` is a cache, the returned formulas read its rows. The condition is that of `rewrite_formulas`, else None.
+    `options` has mask, score and see. If `key` is a cache, the returned formulas read its rows, `row_mask` is the
+    condition of `rewrite_formulas`, and `row_formats` say how the rows are quantised.
     """
     if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
         raise ParameterError(
@@ -59,12 +58,13 @@ def unpack_cache(
                 "query, key and value, or query and a KVCache",
                 "attention(query, cache)" if isinstance(query, KVCache) else "attention(query, key, value)",
             )
-        return key, value, mask, score, see, None
+        return key, value, options
     key = key.joined()
     keys, values = key.rows()
     if framework(query) == framework(keys):
         check_query(query, key.dtype, key.row_formats is not None)
-    condition = None
+    names = "mask", "score", "see", "row_mask"
+    found: tuple[Any, ...] = *[options.get(name) for name in names[:2]], options.get("see", ()), None
     if getattr(query, "ndim", 0) > 1:
-        mask, score, see, condition = rewrite_formulas(key, query.shape, mask, score, see)
-    return keys, values, mask, score, see, condition
+        found = rewrite_formulas(key, query.shape, *found[:3])
+    return keys, values, options | dict(zip(names, found, strict=True)) | {"row_formats": key.row_formats}

@@ -1,9 +1,8 @@
 """The base class of kernels, and the choice of a kernel for a problem.
 
 The methods `refuses` and `refuses_backward` of a kernel yield every reason why the kernel cannot serve a problem, each
-with its cure. `choose` takes the cheapest kernel that yields no reason. `choose`, `explain`, `sightline info` and the
-tests call these methods, so no other place says what a kernel can do with a problem. Some reasons, such as gradients of
-statistics or the size of lse, do not follow from the problem. For these, `backward` and `tangent` return None.
+with its cure. `choose` takes the cheapest kernel that yields no reason. Some reasons, such as gradients of statistics
+or the size of lse, do not follow from the problem. For these, `backward` and `tangent` return None.
 """
 
 from __future__ import annotations
@@ -16,12 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import convert, detach, namespace, resolve_dtype, to_numpy
+from ..arrays.operations import convert, detach, dtype_name, namespace, resolve_dtype, to_numpy
 from ..errors import KernelRefusedError, ParameterError
 from ..formula.expression import Expression, Lookup, walk
 from ..statistics import StatisticGradients
 from .problem import OPERANDS, Problem
 
+CPU_VARIABLE = (
+    "SIGHTLINE_CPU"  # this environment variable names a machine, to use fewer features than the processor has
+)
+MAX_FEW_QUERIES = 4  # up to this number of queries, the CPU's decoding kernel is faster than its forward kernel ...
+MIN_DECODE_KEYS = (1, 8, 16, 32)  # ... if there are at least so many keys, for 1 to 4 queries
+MIN_KEYS_PER_SPLIT = 512  # with fewer keys a split of the CPU's decoding kernel costs more than it saves
 MAX_FORMULA_NODES = 400  # most nodes of mask and score together: LLVM compiles a node in about 10 ms
 MAX_LSE_DIFFERENCE = 2.0**-12  # of two computations of one lse; the weights then differ by less than half precision
 MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above this lse, adjacent floats of the dtype differ by 1 or more
@@ -107,7 +112,7 @@ BACKWARD_SUMS = ("d_query", "d_key", "d_value")
 
 
 class Kernel(ABC):
-    """One way to compute attention. A new kernel is a subclass, listed in `dispatch.kernel_list.KERNELS`."""
+    """One way to compute attention. A new kernel is a subclass, listed in `api.kernels.KERNELS`."""
 
     name: str
     description: str
@@ -236,6 +241,11 @@ def is_lse_too_large(lse: Any, accumulator: str) -> bool:
     return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) > MAX_LSE[accumulator])
 
 
+def min_decode_keys(n: int) -> int:
+    """Return the smallest number of keys for which the CPU's decoding kernel may serve n queries."""
+    return MIN_DECODE_KEYS[n - 1] if 0 < n <= MAX_FEW_QUERIES else MIN_KEYS_PER_SPLIT
+
+
 # -- what the generated kernels of the CPU and of GPUs share ----------------------------------------------------------
 
 
@@ -295,6 +305,19 @@ def sum_sink_gradients(sinks: Any, lse: Any, delta: Any) -> Any:
     xp = namespace(lse)
     sums = xp.sum(-xp.astype(sink_weights(sinks, lse), delta.dtype) * delta, axis=-1)
     return xp.astype(xp.sum(xp.reshape(sums, (-1, sinks.shape[0])), axis=0), sinks.dtype)
+
+
+def differentiate_sinks(sinks: Any, d_output: Any, d_lse: Any, output: Any, lse: Any) -> Any:
+    """Return dsink_h = −Σ exp(sink_h − lse) δ, summed over batches and queries, with δ = Σ dO ∘ O − d_lse.
+
+    d_output and output are (..., H, n, d_v); lse and d_lse are (..., H, n).
+    """
+    sinks, output, lse, xp = detach(sinks), detach(output), detach(lse), namespace(output)
+    wide = resolve_dtype(xp, "float64" if dtype_name(output) == "float64" else "float32")
+    delta = xp.sum(xp.astype(d_output, wide) * xp.astype(output, wide), axis=-1)
+    if d_lse is not None:
+        delta = delta - xp.astype(d_lse, wide)
+    return sum_sink_gradients(sinks, lse, delta)
 
 
 def widen(*arrays: Any) -> list[Any]:

@@ -10,7 +10,7 @@ The shape legend, used everywhere:
     query (..., H, n, d_k)    key (..., G, m, d_k)    value (..., G, m, d_v)    output (..., H, n, d_v)
 
 H is a multiple of G, and query head h reads key head h // (H / G). Leading axes are broadcast. Arrays without a head
-axis, (n, d_k) or (B, n, d_k), are accepted too. This module and `sightline.problem.validation` raise every input error.
+axis, (n, d_k) or (B, n, d_k), are accepted too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from ..formula.formula_checks import check_formula, is_valid_for_all_entries
 from ..formula.tables import Table, bounds_key
 from ..formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
 from ..formula.tile_ranges import hidden_condition
-from ..kv_cache import KVCache, unpack_cache
 from ..statistics import Statistic
 from . import validation
 from .validation import Formula, check_device
@@ -189,7 +188,7 @@ class Problem:
         return replace(self, mask=mask, score=score, see=tuple([each.map_formulas(change) for each in self.see]))
 
 
-def make_problem(query: Any, key: Any, value: Any = None, **options: Any) -> Problem:
+def make_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
     """Return the problem that these arguments of `sightline.attention` describe, after every check of the arguments.
 
     Raises
@@ -216,7 +215,7 @@ def make_problem(query: Any, key: Any, value: Any = None, **options: Any) -> Pro
 def parse(
     query: Any,
     key: Any,
-    value: Any = None,
+    value: Any,
     *,
     mask: Formula = None,
     score: Formula = None,
@@ -226,13 +225,13 @@ def parse(
     seed: int | None = None,
     see: Sequence[Statistic] = (),
     row_formats: tuple[RowFormat, RowFormat] | None = None,
+    row_mask: Expression | None = None,
 ) -> Problem:
     """Return the problem after every check that needs only shapes, dtypes and parameters, not the entries of arrays.
 
-    `parse` is the first half of `make_problem`. torch.compile traces it, so it uses only plain Python.
+    `parse` is the first half of `make_problem`. torch.compile traces it, so it uses only plain Python. `row_mask` hides
+    rows of a `KVCache` besides those that the mask hides.
     """
-    row_formats = key.row_formats if isinstance(key, KVCache) else row_formats
-    key, value, mask, score, see, length_mask = unpack_cache(query, key, value, mask, score, see)
     named = {"query": query, "key": key, "value": value}
     validation.check_arrays(named, row_formats is not None)
     heads_squeezed = query.ndim < 4
@@ -252,7 +251,7 @@ def parse(
         query,
         key,
         value,
-        mask=_conjoin(align(validation.read_mask(mask, lengths)), length_mask),
+        mask=_conjoin(align(validation.read_mask(mask, lengths)), row_mask),
         score=align(formula),
         sinks=validation.read_sinks(sinks, query),
         scale=validation.read_scale(scale, query),

@@ -102,7 +102,7 @@ class Finder(TorchFunctionMode):
 
     def _serve(self, watchers: tuple[Watcher, ...]) -> None:
         self.watchers, self.keeps_scores = watchers, any(watcher.records_handwritten for watcher in watchers)
-        functions.observer = _observe if watchers else None
+        functions.OBSERVERS[:] = [_observe] if watchers else []
         if not watchers:
             forget_tensors()
 

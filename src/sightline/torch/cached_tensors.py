@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from ..arrays.layouts import ADAPTERS, BOOLEANS, MAX_GPUS, ArrayAdapter, Layout, Tensors, make_kind
 from ..arrays.operations import empty
-from ..dispatch.lookup import serve_tensors
+from ..dispatch.lookup import LOOKUP
 from .autograd import INTERCEPTIONS
 from .operator_schema import make_seed
 
@@ -60,7 +60,7 @@ def register_tensors() -> None:
     BOOLEANS.add(torch.bool)
     adapter = ArrayAdapter(Tensor.data_ptr, make_empty, _finish_lse, lambda: int(make_seed(None)))
     ADAPTERS.update({Tensor: adapter, Parameter: adapter})
-    serve_tensors(
+    LOOKUP.serve_tensors(
         Tensors(
             (Tensor, Parameter),
             _read,

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..api.kernels import KERNELS, make_plan, to_caller_layout
 from ..arrays.kinds import check_class, check_memory, refuse_subclass
 from ..dispatch import call_cache
 from ..dispatch.call_request import Request
-from ..dispatch.kernel_list import KERNELS, make_plan, to_caller_layout
 from ..errors import KernelRefusedError, SightlineError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tensor_reads import torch_mode
+from ..kv_cache import unpack_cache
 from ..problem.kernel import Kernel, Result, choose
 from ..problem.problem import Problem, parse, validate
 from ..problem.validation import fold_scale
@@ -74,7 +75,9 @@ def run(
     see = options["see"]
     if torch.compiler.is_compiling():
         see = [_build_conditions(statistic) for statistic in see]
-    problem = parse(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed, "see": see}))
+    given = options | formulas | {"seed": 0 if seed is None else seed, "see": see}
+    key, value, given = unpack_cache(query, key, value, given)
+    problem = parse(query, key, value, **given)
     if kernel == FUSED.name or (kernel is None and not is_transformed() and _prefers_fused(problem)):
         result = choose((FUSED,), problem, FUSED.name).kernel.run(problem)
         if request is not None:
@@ -83,8 +86,8 @@ def run(
     if _is_eager(problem):
         for name, array in _tensors(problem):
             check_memory(name, array)
-        given = options["mask"], options["score"], *conditions_of(options["see"])
-        return _run_eager(validate(problem), caller_inputs, seed, kernel, threads, request, given)
+        read = options["mask"], options["score"], *conditions_of(options["see"])
+        return _run_eager(validate(problem), caller_inputs, seed, kernel, threads, request, read)
     return to_caller_layout(
         problem, solve_selections_separately(problem, lambda one: _run_operator(one, seed, kernel, threads))
     )

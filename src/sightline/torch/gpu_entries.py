@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention  # bound before `replacing` replaces it
 
-from ..arrays import layouts as array_layouts
-from ..arrays.layouts import ADAPTERS
+from ..arrays.layouts import ADAPTERS, Tensors
 from ..dispatch import call_cache
 from ..dispatch.backward_calls import MAX_BACKWARD_ENTRIES
 from ..dispatch.call_cache import EntryResult, ResultBuilder, describe_statistics
 from ..dispatch.call_request import Request
-from ..dispatch.lookup import store
+from ..dispatch.lookup import LOOKUP, store
 from ..formula.expression import Expression
 from ..gpu.configurations import is_trial
 from ..problem.kernel import BACKWARD_OPERANDS, Gradients, Result
@@ -41,7 +39,14 @@ MAX_CALLS_BY_NUMBERS = 64  # calls that differ only in the numbers of their form
 class _PythonEntry:
     """An entry of the call cache that no generated code can run; see `cpu.calls.direct_call`."""
 
-    prepared: ClassVar[Any] = SimpleNamespace(direct=None)
+    class prepared:  # noqa: N801 - stands for a `PreparedCall` that is never direct
+        direct = None
+
+        @staticmethod
+        def make_functions(tensors: Tensors) -> Any:
+            from ..cpu.calls.python_functions import make_array_functions  # loads llvmlite
+
+            return make_array_functions(tensors)
 
 
 class FusedEntry(_PythonEntry):
@@ -137,7 +142,7 @@ class _GpuGraphCall(CachedGraphCall):
         is_bound = d_output is not None and d_output.dtype is results[0].dtype and len(inputs) == NUM_OPERANDS
         if not is_bound or any(gradient is not None for gradient in others):
             return arrays, None
-        return arrays, array_layouts.read_arrays(*arrays, *self.request.tables)
+        return arrays, LOOKUP.read_arrays(*arrays, *self.request.tables)
 
 
 def insert(

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ..api.kernels import make_plan
 from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, read_inputs
 from ..dispatch.call_cache import EntryResult
 from ..dispatch.call_request import Request
-from ..dispatch.kernel_list import make_plan
 from ..problem.kernel import Gradients, Plan
 from ..problem.problem import NUM_OPERANDS, Problem, make_problem
 from ..statistics import Statistic, unwrap_mean

@@ -41,7 +41,7 @@ def attend(
 
     `see` and `options` are as in `sightline.attention`. `score` may also be an array of biases.
     """
-    if functions.observer is not None and has_modes():
+    if functions.OBSERVERS and has_modes():
         return handle_torch_function(attend, (), query, key, value, call=call, see=see, **options)
     if not see:
         return functions.attend(query, key, value, **options), ()

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..api.kernels import differentiate, make_plan, push_forward, solve
 from ..arrays.operations import empty, has_heads_in_rows
 from ..dispatch.call_spec import Arrays, CallSpec, count_arrays, flatten_result, split_arrays
-from ..dispatch.kernel_list import differentiate, make_plan, push_forward, solve
 from ..problem.kernel import Gradients, Plan
 from ..problem.problem import Problem
 from ..reference import streaming

@@ -166,7 +166,7 @@ def test_the_same_bits_every_time(triton_kernel):
 
 def test_dispatch_through_torch(triton_kernel, monkeypatch, fresh_calls):
     """`attention` runs the kernels through torch's operator and autograd, with statistics and a learned table."""
-    dispatch = sys.modules["sightline.dispatch.kernel_list"]
+    dispatch = sys.modules["sightline.api.kernels"]
     x = [torch.from_numpy(a).requires_grad_() for a in arrays((2, 4, 21, 12), "float32", groups=2, m=35)]
     slopes = torch.tensor([0.1, 0.2, 0.3, 0.4], requires_grad=True)
     options = {"mask": causal("lower right"), "score": s - table(slopes)[h] * (i - j), "see": [lse(), top_k(2)]}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sightline
-import sightline.dispatch.kernel_list
+import sightline.api.kernels
 from fault_planting import Fault
 from on_device import DEVICE
 from sample_problems import arrays
@@ -167,8 +167,8 @@ CALLS = {  # functions that return the options of a call with new tables
 def repeated(small_kernel, monkeypatch, fresh_calls):
     """Let `attention` use these kernels. Return a list that gets an element for each repeated call."""
     kernel = small_kernel if INTERPRETED else small_kernel.kernel
-    others = [other for other in sightline.dispatch.kernel_list.KERNELS if other.name not in ("triton", "cpu")]
-    monkeypatch.setattr(sightline.dispatch.kernel_list, "KERNELS", (kernel, *others))
+    others = [other for other in sightline.api.kernels.KERNELS if other.name not in ("triton", "cpu")]
+    monkeypatch.setattr(sightline.api.kernels, "KERNELS", (kernel, *others))
     found, run = [], BoundLaunches.run
 
     def spy(self, *given):

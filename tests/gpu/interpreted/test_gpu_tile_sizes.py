@@ -60,7 +60,7 @@ def test_the_bench_times_the_kernel_itself(monkeypatch):
     from benchmarks.measure import measure
     from fake_cuda import Runtime
 
-    dispatch = import_module("sightline.dispatch.kernel_list")
+    dispatch = import_module("sightline.api.kernels")
     ours = [KERNEL if isinstance(kernel, Triton) else kernel for kernel in dispatch.KERNELS]
     monkeypatch.setattr(dispatch, "KERNELS", tuple(ours))
     for name, size in {"MATRIX_SIZE": 64, "COPY_BYTES": 1 << 16, "FLUSH_BYTES": 1 << 10}.items():

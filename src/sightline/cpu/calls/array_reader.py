@@ -2,7 +2,7 @@
 
 The function returns a tuple: a bytes object with the layouts (dtype, shape and strides of each array) as 64-bit words,
 and then the address of each array. It returns None if it cannot read an array; Python then makes all checks of a first
-call. `sightline.arrays.layouts.read_in_python` does the same in Python. NumPy's arrays are read by the structs of
+call. `sightline.arrays.layouts.read_arrays` does the same in Python. NumPy's arrays are read by the structs of
 NumPy's C API, and tensors by the exchange functions of DLPack 1.3 (`DLPackExchangeAPI`).
 """
 

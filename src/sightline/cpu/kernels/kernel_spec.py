@@ -9,9 +9,6 @@ from ..runtime.machine import Machine
 KEY_BLOCK = 64  # number of keys in a tile: its scores and its rows of K and V stay in the first two caches
 MAX_QUERIES_PER_ITEM = 512  # of the forward kernel: so many share one copy of a tile of K and V
 MAX_BYTES_PER_ITEM = 1 << 18  # of Qᵀ, Oᵀ and the like, which stay in the second-level cache
-MIN_KEYS_PER_SPLIT = 8 * KEY_BLOCK  # with fewer keys a split of the keys costs more than it saves
-MAX_FEW_QUERIES = 4  # up to this number of queries, the decoding kernel is faster than the forward kernel ...
-MIN_DECODE_KEYS = (1, 8, 16, 32)  # ... if there are at least so many keys, for 1 to 4 queries
 
 OUTPUTS_PER_ROLE = {  # how many output arrays the roles of statistics have
     "max_score": 2,
@@ -77,11 +74,6 @@ def max_blocks_per_item(spec: KernelSpec, query_block: int, itemsize: int) -> in
 def lanes_per_vector(dtype: str, machine: Machine) -> int:
     """Return how many numbers of the dtype's accumulator type fit one vector."""
     return machine.vector_bytes // (8 if dtype == "float64" else 4)
-
-
-def min_decode_keys(n: int) -> int:
-    """Return the smallest number of keys for which the decoding kernel may serve n queries."""
-    return MIN_DECODE_KEYS[n - 1] if 0 < n <= MAX_FEW_QUERIES else MIN_KEYS_PER_SPLIT
 
 
 def round_up(count: int, multiple: int) -> int:

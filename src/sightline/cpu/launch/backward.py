@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ...arrays.operations import convert, detach, empty, layout, namespace, to_numpy
-from ...problem.kernel import BACKWARD_SUMS, Gradients, is_lse_too_large, subtract_rounding, widen
+from ...problem.kernel import (
+    BACKWARD_SUMS,
+    Gradients,
+    differentiate_sinks,
+    is_lse_too_large,
+    subtract_rounding,
+    sum_by_table,
+    widen,
+)
 from ...problem.problem import OPERANDS, Problem
 from ...statistics import Mass, StatisticGradients
 from ..codegen.abi import BACKWARD_CALL_FIELDS
@@ -28,7 +36,7 @@ from .arguments import (
 from .bound_call import BoundCall
 from .forward import forward, make_output
 from .statistics import CpuFusedStatistics
-from .table_gradients import TableGradient, differentiate_sinks, find_table_gradients, sum_table_gradients
+from .table_gradients import TableGradient, find_table_gradients
 
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
 
@@ -112,7 +120,7 @@ def backward(
         return None
     d_query, d_key, d_value = (xp.astype(x, problem.query.dtype, copy=False) for x in call.combine(sums))
     tables_by_slot = {slot: table.array for slot, table in enumerate(problem.tables)}
-    table_totals = sum_table_gradients(table_gradients, table_sums, tables_by_slot)
+    table_totals = call.sum_tables(table_sums, tables_by_slot)
     return Gradients(
         d_query,
         d_key,
@@ -192,6 +200,14 @@ class BoundBackward(BoundCall):
 
     def make_table_sums(self) -> list[Any]:
         return [np.zeros(shape, dtype) for shape, dtype in self.table_sums]
+
+    def sum_tables(self, sums: Sequence[Any], tables: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the gradient of each table by its slot, in the table's library and dtype.
+
+        The gradients of all lookups of one table are added. `tables` has the array of each slot.
+        """
+        pairs = zip(self.table_gradients, sums, strict=True)
+        return sum_by_table([(x.slot, array if x.is_per_key else array.sum(axis=0)) for x, array in pairs], tables)
 
     def combine(self, sums: Sequence[Any]) -> list[Any]:
         """Return the gradients of query, key and value, in the accumulator's dtype, from the sums of the kernel."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from ...arrays.operations import layout, memory_layout
 from ...caching import cached_property
+from ...formula.parameters import Structure
 from ..calls.launch_record import FLAGS, LaunchRecord
 from ..calls.python_functions import launcher
 from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word
@@ -29,6 +30,7 @@ from ..runtime.processor import HOST, Processor
 from ..runtime.thread_count import thread_count
 from .arguments import KernelArguments, compile_kernel, convert_sinks, convert_table
 from .call_family import CallFamily
+from .prepared_call import KernelInputs, PreparedCall
 from .tile_search import BoundSearch
 
 MAX_CACHED_BYTES = 1 << 20  # the most bytes of tile ranges and offsets that a cached call may keep alive
@@ -172,6 +174,25 @@ class BoundCall:
         if seed:
             given["seed"] = signed_word(seed)
         return [*self.select_fields(given), *(call_words(tables, numbers, outputs) if numbers else (*tables, *outputs))]
+
+    def prepare(
+        self,
+        tables: Sequence[Any],
+        structure: Structure,
+        operands: Sequence[str],
+        results: Sequence[str],
+        makers: Sequence[Callable[[], Any]],
+        num_keys: int,
+        can_be_direct: bool = False,
+    ) -> PreparedCall | None:
+        """Return this call ready to be repeated for a caller's tables and numbers; None if it was made for others.
+
+        `KernelInputs.bind` and `PreparedCall` describe the parameters.
+        """
+        inputs = KernelInputs.bind(self, tables, structure)
+        if inputs is None:
+            return None
+        return PreparedCall(self, inputs, operands, results, makers, num_keys, can_be_direct)
 
     def make_buffers(self) -> Buffers:
         blocks = [(self.template, self.block_fields, self.workspace)]

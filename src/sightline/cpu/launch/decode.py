@@ -12,18 +12,11 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import layout
+from ...problem.kernel import MAX_FEW_QUERIES, MIN_KEYS_PER_SPLIT, min_decode_keys
 from ...problem.problem import Problem
 from ..codegen.abi import DECODE_CALL_FIELDS, FORWARD_CALL_FIELDS
 from ..kernels.decode import MAX_ROWS_PER_ITEM, UNROLL, Decode
-from ..kernels.kernel_spec import (
-    KEY_BLOCK,
-    MAX_FEW_QUERIES,
-    MIN_KEYS_PER_SPLIT,
-    KernelSpec,
-    lanes_per_vector,
-    min_decode_keys,
-    round_up,
-)
+from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
 from ..runtime.processor import Processor
 from .arguments import KernelArguments, has_unit_stride, make_spec, output_strides
 from .bound_call import BoundCall, run_first

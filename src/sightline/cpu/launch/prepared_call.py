@@ -14,15 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...arrays.layouts import addresses_of
 from ...arrays.operations import memory_layout
 from ...formula.parameters import Structure
 from ..calls.launch_record import LaunchRecord
 from ..calls.launcher import FIRST_NUMBER, FIRST_RESULT, MAX_NUMBERS, MAX_RESULTS, UNCHANGED
+from ..calls.python_functions import make_array_functions
 from ..codegen.abi import signed_word, to_word
-from .bound_call import BoundCall
+
+if TYPE_CHECKING:
+    from .bound_call import BoundCall
 
 RUNS_BEFORE_RECORD = 6  # after so many runs of a call, its record for direct calls is made
 
@@ -120,6 +123,8 @@ class PreparedCall:
         self.direct: tuple[int, tuple[Callable[[], Any], ...], LaunchRecord] | None = None
         fits = len(self.makers) <= MAX_RESULTS and len(inputs.numbers) <= MAX_NUMBERS
         self.can_be_direct = can_be_direct and fits and not any(inputs.converters)
+
+    make_functions = staticmethod(make_array_functions)  # the functions of `dispatch.lookup`, which run direct calls
 
     def copy(self, num_keys: int) -> PreparedCall:
         """Return a copy of the call for `num_keys` keys. The copy counts its own runs, and makes its own record."""

@@ -13,9 +13,8 @@ from functools import cache
 
 from ...caching import cached_property
 from ...errors import ParameterError
+from ...problem.kernel import CPU_VARIABLE
 from . import llvmlite_lock
-
-CPU_VARIABLE = "SIGHTLINE_CPU"  # names a machine, to use fewer features than the processor has
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 AVX2 = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "popcnt", "sse3", "sse4.1", "sse4.2", "ssse3")

@@ -9,7 +9,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from ...dispatch.kernel_list import to_caller_layout
+from ...api.kernels import to_caller_layout
 from ...errors import ParameterError
 from ...partition.shards import Method, ShardLayout, Shards, check_method, check_shards
 from ...problem.foreign_arguments import refuse_arguments

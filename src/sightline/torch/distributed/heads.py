@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import kernel_list as dispatch
+from ...api import kernels as dispatch
 from ...partition.part import part_of
 from ...partition.shards import Shards, divide_heads
 from ...problem.problem import Problem

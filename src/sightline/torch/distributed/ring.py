@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import kernel_list as dispatch
+from ...api import kernels as dispatch
 from ...partition.lse_merge import Sums, combine, read_part, start
 from ...partition.part import part_of
 from ...partition.schedule import KeyBlock, Schedule

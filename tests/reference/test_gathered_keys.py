@@ -12,12 +12,12 @@ import sightline
 from fault_planting import Fault, plant
 from gradient_checks import check as check_gradients
 from sightline import b, causal, h, i, j, s, table
-from sightline.dispatch.kernel_list import KERNELS
+from sightline.api.kernels import KERNELS
 from sightline.formula import block_lists
-from sightline.partition import gathered_keys
-from sightline.partition.gathered_keys import Gathering
 from sightline.problem.kernel import Result
 from sightline.problem.problem import make_problem
+from sightline.reference import gathered_keys
+from sightline.reference.gathered_keys import Gathering
 from sightline.testing import assert_conforms
 from statistic_definitions import check as check_statistics
 from strategies import DTYPES, Case

@@ -12,12 +12,11 @@ import numpy as np
 
 from ..cpu import Cpu
 from ..gpu import Triton
-from ..partition import backward_parts
-from ..partition.gathered_keys import Gather
 from ..problem.kernel import Gradients, Kernel, Plan, Result, Tangents, choose, is_lse_too_large
 from ..problem.problem import Problem
 from ..reference import streaming, streaming_tangent
 from ..reference.definition import Reference
+from ..reference.gathered_keys import Gather
 from ..reference.streaming import Streaming
 from ..statistics import Statistic, arrays_of, solve_selections_separately, statistic_gradients
 
@@ -69,10 +68,7 @@ def differentiate(
             lambda statistic: plan.kernel.run(problem.with_statistics(statistic), threads).seen[0],
             saved_arrays,
         )
-        if backward_parts.needs_parts(problem, plan.kernel, wanted_tables, added):
-            gradients = backward_parts.backward_in_parts(problem, plan.kernel, d_output, d_lse, saved, threads, added)
-        else:
-            gradients = plan.kernel.backward(problem, d_output, d_lse, saved, wanted_tables, threads, added)
+        gradients = plan.kernel.backward(problem, d_output, d_lse, saved, wanted_tables, threads, added)
         if gradients is not None:
             return gradients
         if is_lse_too_large(saved[1], problem.accumulator):

@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import detach, empty, itemsize
-from ..formula.tile_ranges import find_runs, find_tile_ranges
-from ..problem.kernel import Gradients, Kernel, is_lse_too_large
-from ..problem.problem import Problem
-from ..statistics import StatisticGradients
-from .part import part_of
+from ...arrays.operations import detach, empty, itemsize
+from ...formula.tile_ranges import find_runs, find_tile_ranges
+from ...partition.part import part_of
+from ...problem.kernel import Gradients, differentiate_sinks, is_lse_too_large
+from ...problem.problem import Problem
+from ...statistics import StatisticGradients
+from ..runtime.processor import Processor
+from .arguments import TARGET_ITEMS
+from .backward import backward
 
 MAX_SUM_BYTES = 64 << 20  # the largest size of the splits' sums in one part
 MIN_SPLIT_BYTES = 2 * MAX_SUM_BYTES  # smaller sums are not divided
@@ -25,33 +28,31 @@ MAX_KEYS = 1 << 16  # the most keys of a part
 KEY_TILE = 1024  # the keys of a tile in the search for the keys that a part sees
 
 
-def needs_parts(problem: Problem, kernel: Kernel, wanted_tables: Collection[int], added: StatisticGradients) -> bool:
+def needs_parts(problem: Problem, wanted_tables: Collection[int], added: StatisticGradients) -> bool:
     """True if the backward pass must run in parts, because each split of the keys has a sum of dQ, and these are large.
 
     False if gradients of tables, or of statistics other than lse, are requested: these need the whole problem at once.
     False in float16 and bfloat16 too, because each part would round the gradients.
     """
-    if kernel.name != "cpu" or wanted_tables or added.formulas or problem.dtype != problem.accumulator:
+    if wanted_tables or added.formulas or problem.dtype != problem.accumulator:
         return False
     return problem.n * _bytes_per_query(problem) > MIN_SPLIT_BYTES
 
 
 def backward_in_parts(
     problem: Problem,
-    kernel: Kernel,
     d_output: Any,
     d_lse: Any,
     saved: tuple[Any, Any],
     threads: int | None,
     added: StatisticGradients,
+    processor: Processor,
 ) -> Gradients | None:
     """Return the gradients as `Kernel.backward` returns them, without gradients of tables.
 
     Return None if a |lse| is so large that the backward pass would be inaccurate, or if the kernel fails for a part.
     The parts and their order depend on the problem alone, so the result has equal bits for any number of threads.
     """
-    from ..cpu.launch.table_gradients import differentiate_sinks
-
     if is_lse_too_large(saved[1], problem.accumulator):
         return None
     arrays = [detach(array) for array in (problem.query, problem.key, problem.value)]
@@ -65,7 +66,8 @@ def backward_in_parts(
         part = part_of(problem, *operands, first_row=rows.start, first_key=keys.start)
         d_rows = None if d_lse is None else d_lse[..., rows]
         own_saved = output[..., rows, :], lse[..., rows]
-        found = kernel.backward(part, d_output[..., rows, :], d_rows, own_saved, (), threads, StatisticGradients())
+        d_part = d_output[..., rows, :]
+        found = backward(part, d_part, d_rows, own_saved, (), threads, StatisticGradients(), processor)
         if found is None:
             return None
         for array, span, term in zip(d_arrays, spans, (found.query, found.key, found.value), strict=True):
@@ -80,8 +82,6 @@ def _bytes_per_query(problem: Problem) -> int:
 
     With one split there are no such sums, and the result is 0.
     """
-    from ..cpu.launch.arguments import TARGET_ITEMS
-
     splits = -(-TARGET_ITEMS // max(problem.G * problem.B, 1))
     return splits * problem.B * problem.H * problem.d_k * itemsize(problem.accumulator) if splits > 1 else 0
 

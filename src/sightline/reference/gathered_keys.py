@@ -34,11 +34,11 @@ from ..formula.tile_ranges import find_tile_ranges
 from ..problem import kernel as kernels
 from ..problem.kernel import Gradients, Kernel, Refusal, Result
 from ..problem.problem import OPERANDS, Problem
-from ..reference import streaming
 from ..statistics import Entropy, Lse, Mass, MaxScore, Pooled, Received, Statistic, StatisticGradients, TopK, arrays_of
 from ..statistics.base import ForwardContext
 from ..statistics.computation import computed_statistic, dispatch_statistics
 from ..statistics.matrix import cell_of
+from . import streaming
 
 PART_BYTES = 32 << 20  # the size of the copies of keys and values in one part
 TILE = 256

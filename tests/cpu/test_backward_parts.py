@@ -13,7 +13,8 @@ from fault_planting import Fault, plant
 from gradient_checks import check
 from sightline import i, j, table
 from sightline.cpu import Cpu
-from sightline.partition import backward_parts
+from sightline.cpu.launch import backward_parts
+from sightline.cpu.runtime.processor import HOST
 from sightline.statistics import StatisticGradients
 from strategies import Case
 
@@ -33,7 +34,7 @@ MASKS = {
 def by_parts(problem, d_output, d_lse, _):
     answer = Cpu().run(problem)
     saved, added = (answer.output, answer.lse), StatisticGradients()
-    return backward_parts.backward_in_parts(problem, Cpu(), d_output, d_lse, saved, 2, added)
+    return backward_parts.backward_in_parts(problem, d_output, d_lse, saved, 2, added, HOST)
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_only_large_sums_are_divided():
     def is_divided(n, heads=1, dtype=np.float32, wanted=(), **added):
         array = np.broadcast_to(np.zeros((), dtype), (1, heads, n, 64))
         problem = Case(array, array, array, {"mask": i >= j}).make_problem()
-        return backward_parts.needs_parts(problem, Cpu(), wanted, StatisticGradients(**added))
+        return backward_parts.needs_parts(problem, wanted, StatisticGradients(**added))
 
     assert is_divided(1 << 20)
     assert not is_divided(1 << 14)
