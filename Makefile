@@ -4,7 +4,7 @@ PYTHON ?= python3
 EXTRAS ?= demo
 BIN := .venv/bin
 
-.PHONY: demo lint check test test-wide test-switches test-all test-versions soak wheel-test release docs
+.PHONY: demo lint check test test-wide test-switches test-switches-at-once test-all test-versions soak wheel-test release docs
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sightline needs Python 3.11 or newer; run make PYTHON=python3.12")'
@@ -61,6 +61,11 @@ TORCH_TESTS := tests/torch tests/dispatch --ignore tests/torch/distributed
 test-switches: .venv/dev
 	for switch in $(JAX_SWITCHES); do env JAX_$$switch $(PYTEST) -m 'wide or not wide' $(JAX_TESTS) || exit 1; done
 	for device in cpu meta; do DEFAULT_DEVICE=$$device $(PYTEST) $(TORCH_TESTS) || exit 1; done
+
+# What CI runs of them: the tests of `make test` under all switches but x64 at once, and under meta.
+test-switches-at-once: .venv/dev
+	env $(addprefix JAX_,$(filter-out ENABLE_X64=1,$(JAX_SWITCHES))) $(PYTEST) $(JAX_TESTS)
+	DEFAULT_DEVICE=meta $(PYTEST) $(TORCH_TESTS)
 
 # The site has an environment of its own, with every framework: the examples and commands of the pages run first.
 .venv-docs/done: pyproject.toml

@@ -29,7 +29,8 @@ def train(loss, parameters):
     def step(state, number):
         parameters, memory = state
         value, gradient = jax.value_and_grad(loss)(parameters, number)
-        change, memory = optimizer.update(gradient, memory)
+        with jax.numpy_dtype_promotion("standard"):  # as optax needs it
+            change, memory = optimizer.update(gradient, memory)
         return (optax.apply_updates(parameters, change), memory), value
 
     start = parameters, optimizer.init(parameters)

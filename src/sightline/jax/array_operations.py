@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import jax
@@ -58,7 +59,7 @@ def _attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
     query = jnp.pad(problem.query, padding)
     query = jnp.moveaxis(query.reshape((*query.shape[:-2], count, rows, problem.d_k)), -3, 0)
     starts = jnp.arange(count) * rows
-    found = jax.lax.map(jax.checkpoint(lambda block: blocks.compute(*block)), (starts, query))
+    found = jax.lax.map(jax.checkpoint(lambda block: copy(blocks).compute(*block)), (starts, query))
     axis = len(problem.batch_shape) + 1  # of the queries in an array of one block
     joined = [_JOIN[join](array, axis, problem.n) for array, join in zip(found, blocks.joins, strict=True)]
     output, lse, *arrays = joined
