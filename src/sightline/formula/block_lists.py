@@ -2,7 +2,7 @@
 
 The lists become a table of booleans with one entry for each block of queries and block of keys. If all entries in a
 tile of pairs are equal, a kernel skips the tile, or allows all its pairs, and evaluates no formula. Short lists of
-single keys stay lists: the formula searches them, and the kernel `gather` of `partition` reads only their keys.
+single keys stay lists: the formula searches them, and the kernel `gather` of `reference` reads only their keys.
 """
 
 from __future__ import annotations
