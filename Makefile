@@ -28,9 +28,9 @@ demo: .venv/extras-$(EXTRAS)
 CHECKS := tests/test_structure.py tests/test_imports.py tests/test_public_api.py tests/test_caching.py \
   tests/api/test_api.py \
   tests/arrays/test_arrays.py tests/cli/test_byte_pair_encoding.py tests/cpu/test_direct_call.py \
-  tests/dispatch/test_repeated_calls.py tests/formula/test_bounds.py tests/gpu/test_render_triton.py \
+  tests/call/test_repeated_calls.py tests/formula/test_bounds.py tests/gpu/test_render_triton.py \
   tests/jax/test_direct_calls.py tests/kv_cache/test_query_positions.py tests/keras/test_keras_layer.py \
-  tests/partition/test_schedule.py tests/problem/test_problem.py tests/reference/test_dropout.py \
+  tests/partition/test_schedule.py tests/call/test_problem.py tests/reference/test_dropout.py \
   tests/statistics/test_statistics.py tests/torch/test_functional.py tests/transformers/test_attention_interface.py \
   tests/view/test_formula_pictures.py
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -57,7 +57,7 @@ test-wide: .venv/dev
 JAX_SWITCHES := ENABLE_X64=1 NUMPY_RANK_PROMOTION=raise NUMPY_DTYPE_PROMOTION=strict DEBUG_NANS=1 DEBUG_INFS=1 \
   CHECK_TRACER_LEAKS=1
 JAX_TESTS := tests/jax --ignore tests/jax/test_distributed.py --ignore tests/jax/test_programs.py
-TORCH_TESTS := tests/torch tests/dispatch --ignore tests/torch/distributed
+TORCH_TESTS := tests/torch tests/call --ignore tests/torch/distributed
 test-switches: .venv/dev
 	for switch in $(JAX_SWITCHES); do env JAX_$$switch $(PYTEST) -m 'wide or not wide' $(JAX_TESTS) || exit 1; done
 	for device in cpu meta; do DEFAULT_DEVICE=$$device $(PYTEST) $(TORCH_TESTS) || exit 1; done

@@ -89,7 +89,7 @@ def padding(lengths: Array) -> Mask:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Problem):
-    """One call. The letters are those of `sightline.problem.problem`; by default G is H, m is n and d_v is d_k."""
+    """One call. The letters are those of `sightline.call.problem`; by default G is H, m is n and d_v is d_k."""
 
     passes: Passes = "forward"
     B: int = 1

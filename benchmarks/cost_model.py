@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sightline.arrays.operations import itemsize
+from sightline.call.problem import Problem
 from sightline.errors import check_count
 from sightline.partition.schedule import Schedule, find_schedule, key_block_length
 from sightline.partition.shards import ShardLayout, divide
-from sightline.problem.problem import Problem
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 

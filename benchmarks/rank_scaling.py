@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.text import Text
 
+from sightline.call.problem import make_problem
 from sightline.cli.console import make_console, note, table
 from sightline.cpu.runtime.thread_count import usable_processors
 from sightline.formula.expression import Expression
 from sightline.formula.library import causal, window
 from sightline.partition.shards import ShardLayout
-from sightline.problem.problem import make_problem
 
 from .cost_model import Hardware, predict_problem
 from .report import format_amount, format_duration

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import sightline
 from benchmarks.cost_model import predict_problem
-from sightline.problem.problem import make_problem
+from sightline.call.problem import make_problem
 from sightline.view import plotting
 from sightline.view.palette import LIGHT, SERIES
 

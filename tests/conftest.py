@@ -85,8 +85,8 @@ WIDE = {
     "cpu/test_weights_pass.py::test_drawn_problems_with_several_statistics": 3,
     "cpu/test_weights_pass.py::test_named_problems": 3,
     "cpu/test_weights_pass.py::test_wide_heads": 0,
-    "dispatch/test_cached_statistics.py::test_gradients_of_statistics_in_any_order": 2,
-    "dispatch/test_repeated_calls.py::test_drawn_calls_equal_the_definition": 11,
+    "call/test_cached_statistics.py::test_gradients_of_statistics_in_any_order": 2,
+    "call/test_repeated_calls.py::test_drawn_calls_equal_the_definition": 11,
     "formula/test_batch_axes.py::test_gradients_of_an_array_with_leading_axes": 5,
     "formula/test_block_lists.py::test_on_a_cache_rows_choose_the_lists": 6,
     "gpu/test_ahead_of_time.py::test_resources_of_the_forward_kernel": 2,
@@ -197,7 +197,7 @@ def pytest_unconfigure():
 @pytest.fixture
 def fresh_calls(monkeypatch):
     """Start with an empty call cache, and leave no call in it: for tests that change which kernels there are."""
-    from sightline.dispatch import call_cache
+    from sightline.call import call_cache
 
     monkeypatch.setattr(call_cache, "calls", OrderedDict())
     monkeypatch.setattr(call_cache, "families", OrderedDict())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 import jax_kernel
 from sample_problems import arrays, serves
 from sightline import alibi, bias, causal, dense, documents, i, j, lse, padding, s, softcap, testing, weights, window
-from sightline.problem.problem import make_problem
+from sightline.call.problem import make_problem
 from sightline.testing import assert_conforms, with_guards
 from strategies import DTYPES, LAYOUTS, ON_HOST, Case, cases
 

@@ -12,6 +12,8 @@ from gradient_checks import by_cpu, reference_gradients
 from gradient_checks import check as check_gradients
 from sharded_problems import assert_covers, needed_pairs, run_parts
 from sightline import h, i, j, s, table, testing
+from sightline.call.kernel import differentiate_sinks, sum_sink_gradients
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.codegen.operand_tiles import OperandTile, pair_row
 from sightline.cpu.codegen.register_tile import RegisterTiles
@@ -33,8 +35,6 @@ from sightline.formula import interval_arithmetic as bounds
 from sightline.partition import schedule
 from sightline.partition.part import part_of
 from sightline.partition.shards import divide
-from sightline.problem.kernel import differentiate_sinks, sum_sink_gradients
-from sightline.problem.problem import make_problem
 from sightline.reference import streaming
 from sightline.reference.streaming import Streaming, TileOps
 from sightline.testing import assert_conforms

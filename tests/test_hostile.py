@@ -9,7 +9,7 @@ import pytest
 
 import sightline
 from sightline import i, j, s, table, where
-from sightline.problem.problem import make_problem
+from sightline.call.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import ON_HOST
 

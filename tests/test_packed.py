@@ -10,11 +10,11 @@ import sightline
 from fault_planting import Fault, plant
 from sightline import attention, causal, documents, explain, i, j, padding, table
 from sightline.arrays.operations import to_numpy
+from sightline.call.problem import make_problem
 from sightline.errors import ParameterError, ShapeError, TableError
 from sightline.formula import interval_arithmetic as bounds
 from sightline.formula import library, tile_ranges
 from sightline.formula.tile_ranges import find_tile_ranges
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

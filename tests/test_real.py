@@ -5,7 +5,7 @@ import pytest
 
 import sightline.data
 from sightline import padding, weights
-from sightline.problem.problem import make_problem
+from sightline.call.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.testing import assert_conforms, assert_within_budget
 from strategies import ON_HOST

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from sightline import h, i, j, s, table
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.runtime import compile
-from sightline.problem.problem import make_problem
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's pages and accounting")
 

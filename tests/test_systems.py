@@ -14,11 +14,11 @@ import pytest
 
 import sightline
 from sightline import i, j, table
-from sightline.cache_folder import CACHE_VARIABLE
+from sightline.call.request import machine_setting
 from sightline.cpu.calls.python_functions import launcher
 from sightline.cpu.runtime import compile, disk_cache, thread_count, thread_team
+from sightline.cpu.runtime.cache_folder import CACHE_VARIABLE
 from sightline.cpu.runtime.machine import CPU_VARIABLE, machine_names, missing_features, named_machine, native_machine
-from sightline.dispatch.call_request import machine_setting
 
 HELPERS = Path(__file__).parent / "helpers"
 IS_PRETENDED = "pretended_system" in sys.modules

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 
 from .arrays.operations import accumulator, check_float_dtype, convert, dtype_name, namespace, resolve_dtype
+from .call.validation import to_float
 from .errors import DtypeError, ParameterError, ShapeError
-from .problem.validation import to_float
 
 __all__ = ["rotary", "sinusoidal"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from .arrays.operations import dtype_name, to_numpy
-from .problem.kernel import Result
-from .problem.problem import Problem
+from .call.kernel import Result
+from .call.problem import Problem
 from .reference.accuracy import budget_used, compute_baseline, term_sizes
 from .reference.definition import compute_stages
 from .statistics import Lse, Weights

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import sightline
+from sightline.call.foreign_arguments import CURES, OPTIONS, OPTIONS_OF
 from sightline.errors import ParameterError, ShapeError, UnknownArgumentError
-from sightline.problem.foreign_arguments import CURES, OPTIONS, OPTIONS_OF
 
 B, H, N, M, D = 2, 4, 7, 9, 8
 

@@ -15,8 +15,8 @@ import sightline
 from fault_planting import Fault, plant
 from sightline import i, j, table
 from sightline.api import from_disk
+from sightline.call.kernel import Result
 from sightline.errors import DtypeError, ParameterError
-from sightline.problem.kernel import Result
 from sightline.statistics import arrays_of
 from sightline.testing import assert_conforms
 from statistic_definitions import check as check_statistics

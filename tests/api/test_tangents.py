@@ -12,12 +12,12 @@ import sightline
 from fault_planting import Fault, plant
 from sightline import h, i, j, s, table
 from sightline.api.kernels import make_plan, push_forward
+from sightline.call.kernel import Tangents
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.kernels.tangent import Tangent
 from sightline.cpu.launch import tangent as launch
 from sightline.errors import DtypeError, ParameterError, ShapeError
-from sightline.problem.kernel import Tangents
-from sightline.problem.problem import make_problem
 from sightline.reference import streaming_tangent
 from sightline.reference.definition import compute_stages
 from sightline.reference.dropout import keep_factor

@@ -6,7 +6,7 @@ import torch
 
 import sightline
 from sightline import h, i, j, s, table
-from sightline.dispatch import call_cache
+from sightline.call import call_cache
 from sightline.errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 
 REPEATS = 9  # calls until a call is direct, and one more

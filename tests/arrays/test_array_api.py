@@ -6,8 +6,8 @@ import pytest
 
 import sightline
 from sightline import b, h, i, j, s, table
+from sightline.call.problem import make_problem
 from sightline.errors import DeviceError, KernelRefusedError
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

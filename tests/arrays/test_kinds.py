@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_map_only
 
 import sightline
 from sightline import bias, i, j, s, table
+from sightline.call.problem import make_problem
 from sightline.errors import SightlineError
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

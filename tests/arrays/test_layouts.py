@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 import sightline
 from sightline.arrays import layouts as array_layouts
 from sightline.arrays.layouts import MAX_ARRAYS, MAX_AXES, parse
+from sightline.call import call_cache
+from sightline.call.lookup import LOOKUP
 from sightline.cpu.calls import python_functions
 from sightline.cpu.calls.array_reader import ARRAY_OFFSETS, DTYPE_OFFSETS
 from sightline.cpu.calls.python_functions import READ_TENSOR_INDEX, make_array_functions
-from sightline.dispatch import call_cache
-from sightline.dispatch.lookup import LOOKUP
 from strategies import to_torch
 
 DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64"]

@@ -9,11 +9,11 @@ from benchmarks.cost_model import Hardware, Sizes, predict, predict_problem
 from fault_planting import Fault, plant
 from sharded_problems import received_keys
 from sightline import causal, window
+from sightline.call.problem import make_problem
 from sightline.errors import ParameterError
 from sightline.partition import schedule
 from sightline.partition.schedule import find_schedule
 from sightline.partition.shards import divide
-from sightline.problem.problem import make_problem
 from strategies import masks
 
 SIZES = Sizes(batches=2, key_heads=4, d_k=32, d_v=16, itemsize=2, accumulator=4)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from sightline import __version__, attention, padding, weights
 from sightline.api.kernels import KERNELS
+from sightline.call.problem import make_problem
 from sightline.cli import bench_command, head_patterns, main
 from sightline.cli.demo_command import budget_shares, compare_times, describe_times, largest_differences
 from sightline.cli.explain_command import explain
@@ -23,7 +24,6 @@ from sightline.cli.info_command import DRIVER_VERSION_FILES, PACKAGES, SAMPLES, 
 from sightline.cli.walkthrough import walk_through
 from sightline.data import NAMES, load, tried_versions
 from sightline.errors import ParameterError
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.testing import assert_within_budget
 from sightline.view.palette import DARK, rgb

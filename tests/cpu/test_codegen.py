@@ -8,12 +8,12 @@ import pytest
 import sightline
 from elementary_functions import LANES, PROMISED, applied, check_promise, ulps
 from sightline import h, i, j, s
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.codegen import math as codegen_math
 from sightline.cpu.codegen.render_llvm import LLVM_RULES
 from sightline.cpu.runtime.machine import host
 from sightline.formula.operators import OPERATORS
-from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 
 

@@ -9,14 +9,14 @@ import sightline
 from cached_calls import cache_problem
 from fault_planting import Fault, plant
 from sightline import causal, entropy, h, i, j, lse, m, n, padding, s, softcap, table
+from sightline.call.kernel import min_decode_keys
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.kernels.decode import Decode
 from sightline.cpu.kernels.visible_keys import VisibleKeys
 from sightline.cpu.launch import decode as launch_decode
 from sightline.cpu.launch import forward as launch_forward
 from sightline.cpu.runtime.processor import HOST
-from sightline.problem.kernel import min_decode_keys
-from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms, with_guards
 from statistic_definitions import check as check_statistics
 from strategies import DTYPES

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import sightline
 from sample_calls import KINDS, all_bits, arrays, bits, draw_inputs
 from sightline import h, i, j, s, table
+from sightline.call import call_cache
+from sightline.call.lookup import LOOKUP
 from sightline.cpu.calls.launcher import FIRST_NUMBER
 from sightline.cpu.launch import prepared_call
 from sightline.cpu.launch.prepared_call import PreparedCall
-from sightline.dispatch import call_cache
-from sightline.dispatch.lookup import LOOKUP
 from sightline.errors import SightlineError
 from sightline.testing import with_guards
 from strategies import to_torch

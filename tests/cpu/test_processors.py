@@ -18,6 +18,7 @@ from elementary_functions import PROMISED, applied, check_promise
 from emulator import Emulator
 from sample_problems import arrays, serves
 from sightline import alibi, causal, documents, h, i, j, lse, padding, s, softcap, table, window
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.codegen.builder import Builder, Module
 from sightline.cpu.codegen.values import DOUBLE, POINTER
@@ -35,7 +36,6 @@ from sightline.cpu.runtime.machine import (
 )
 from sightline.cpu.runtime.processor import Processor
 from sightline.errors import ParameterError
-from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import DTYPES, cases
 from weights_pass_checks import check_everything, pooled, received, top_k, weight_sums, weights

@@ -6,13 +6,13 @@ import pytest
 
 from sample_calls import arrays
 from sightline import i, j
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.kernels.block import Block
 from sightline.cpu.launch import product_rates
 from sightline.cpu.launch.product_rates import machine_for, prefers_widening
 from sightline.cpu.runtime.machine import host
 from sightline.cpu.runtime.processor import HOST, Processor
-from sightline.problem.problem import make_problem
 from sightline.reference.definition import compute_stages
 from sightline.statistics import received, top_k
 from sightline.testing import assert_conforms

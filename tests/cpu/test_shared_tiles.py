@@ -9,12 +9,12 @@ import sightline
 from gradient_checks import by_cpu
 from gradient_checks import check as check_gradients
 from sightline import dense, i, j, s
+from sightline.call import call_cache
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.kernels import shared_tiles
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.runtime.machine import CPU_VARIABLE, machine_names, missing_features, named_machine, native_machine
-from sightline.dispatch import call_cache
-from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import Case
 

@@ -15,6 +15,7 @@ from foreign_systems import LIBRARY, MACOS, WINDOWS, ForeignProcessor
 from object_files import ARM64, X86_64, read_object
 from sample_problems import arrays
 from sightline import causal, documents, h, i, j, lse, padding, s, softcap, table, window
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.calls import xla_handler
 from sightline.cpu.calls.array_reader import ArrayReader
@@ -25,7 +26,6 @@ from sightline.cpu.codegen.python_function import PYTHON_API
 from sightline.cpu.runtime.compile import _compile_object, _load_objects
 from sightline.cpu.runtime.machine import CPU_VARIABLE, Machine, missing_features, named_machine, native_machine
 from sightline.cpu.runtime.processor import Processor
-from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from weights_pass_checks import check_everything, received, top_k
 

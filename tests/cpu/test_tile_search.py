@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import sightline
 from sightline import b, h, i, j, table, where
+from sightline.call.problem import make_problem
 from sightline.cpu.codegen.render_bounds import TableExtremes
 from sightline.cpu.kernels import tile_search
 from sightline.cpu.kernels.kernel_spec import KEY_BLOCK
@@ -14,7 +15,6 @@ from sightline.cpu.kernels.tile_search import SEARCH_FIELDS
 from sightline.cpu.launch.arguments import prepare
 from sightline.cpu.launch.tile_search import BoundSearch
 from sightline.cpu.runtime.processor import HOST
-from sightline.problem.problem import make_problem
 
 RNG = np.random.default_rng(3)
 IDS = np.sort(RNG.integers(0, 5, (2, 1000)), axis=1)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from sample_problems import arrays
 from sightline import alibi, causal, i, j, padding, s, softcap, table, where, window
 from sightline.arrays.operations import dtype_name, framework, to_numpy
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.launch.weights_pass import MAX_TOP_K, bind_passes
-from sightline.problem.problem import make_problem
 from sightline.reference.definition import compute_stages
 from sightline.statistics import Pooled, Received, TopK, Weights
 from sightline.testing import with_guards

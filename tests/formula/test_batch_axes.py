@@ -9,10 +9,10 @@ import torch
 import sightline
 from sightline import bias, dense
 from sightline.arrays.operations import convert, to_numpy
+from sightline.call.problem import make_problem
 from sightline.errors import ShapeError
 from sightline.formula.batch_axes import BatchAxes
 from sightline.formula.evaluate_array import evaluate_dense
-from sightline.problem.problem import make_problem
 from strategies import ON_HOST
 
 BATCH_SHAPE, H, N, M = (2, 3), 2, 5, 7

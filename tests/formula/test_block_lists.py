@@ -12,10 +12,10 @@ import sightline
 from gradient_checks import by_cpu, by_definition
 from jax_kernel import enable_x64
 from sightline import blocks, causal, h, i, j, s
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.errors import DtypeError, ParameterError, ShapeError
 from sightline.formula import block_lists
-from sightline.problem.problem import make_problem
 from sightline.reference.definition import compute_stages
 from sightline.testing import LAYOUTS, assert_conforms
 from statistic_definitions import check as check_statistics

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import sightline
 from sightline import causal, documents, i, j, padding, prefix, s, table, where, window
 from sightline.arrays.operations import namespace
+from sightline.call.problem import make_problem
 from sightline.errors import MaskError
 from sightline.formula.evaluate_array import ARRAY_RULES
 from sightline.formula.expression import SYMBOLS, apply, table_lookup, walk
@@ -19,7 +20,6 @@ from sightline.formula.interval_arithmetic import compute_intervals
 from sightline.formula.operators import OPERATORS
 from sightline.formula.table_bounds import TableBounds
 from sightline.formula.tile_ranges import find_tile_ranges, find_witness
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

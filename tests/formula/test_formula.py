@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import sightline
 from sightline import Table, b, causal, documents, h, i, j, m, n, padding, prefix, s, softcap, table, where, window
 from sightline.arrays.operations import namespace
+from sightline.call.validation import read_mask, read_score
 from sightline.errors import FormulaError
 from sightline.formula.derivative import DERIVATIVE_RULES, derivative
 from sightline.formula.evaluate_array import ARRAY_RULES, evaluate, evaluate_dense
@@ -20,7 +21,6 @@ from sightline.formula.expression import apply, conjuncts, parse_text, table_loo
 from sightline.formula.interval_arithmetic import BOUND_RULES
 from sightline.formula.operators import OPERATORS
 from sightline.formula.parameters import structure_of
-from sightline.problem.validation import read_mask, read_score
 from strategies import conditions, lookups, masks, reals, scores, wholes
 
 EXTENT = (2, 3, 9, 11)

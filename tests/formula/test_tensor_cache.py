@@ -12,11 +12,11 @@ import torch
 
 import sightline
 from sightline import h, i, j, s, table
+from sightline.call.problem import make_problem
 from sightline.formula import tables as table_module
 from sightline.formula import tensor_cache
 from sightline.formula.tensor_cache import TensorCache
 from sightline.gpu.launch.schedule import make_schedule
-from sightline.problem.problem import make_problem
 
 
 @pytest.fixture

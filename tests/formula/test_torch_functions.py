@@ -13,11 +13,11 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 import sightline
 from flex_functions import MASKS, SHAPES, B, H, N, Tensors
 from sightline import i, j, s, table
+from sightline.call.problem import make_problem
+from sightline.call.validation import read_mask, read_score
 from sightline.cpu import Cpu
 from sightline.errors import FormulaError
 from sightline.formula.derivative import derivative
-from sightline.problem.problem import make_problem
-from sightline.problem.validation import read_mask, read_score
 from sightline.reference.definition import Reference
 from sightline.reference.streaming import Streaming
 from sightline.testing import assert_conforms, assert_within_budget

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from sightline import attention, causal, entropy, pooled, received, softcap, top_k, window
+from sightline.call.problem import make_problem
 from sightline.errors import ParameterError
-from sightline.problem.problem import make_problem
 from sightline.statistics import StatisticGradients
 
 pytest.importorskip("triton")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sightline import alibi, causal, entropy, i, lse, max_score, padding
-from sightline.problem.problem import make_problem
+from sightline.call.problem import make_problem
 
 pytest.importorskip("triton")
 
@@ -100,7 +100,7 @@ def arrays_of(recorded):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_bound_call_passes_what_the_first_call_passed(name, monkeypatch):
-    monkeypatch.setattr("sightline.problem.problem._waits_for_entries", lambda _: True)
+    monkeypatch.setattr("sightline.call.problem._waits_for_entries", lambda _: True)
     options, n = PROBLEMS[name]
     m = 600 if n == 1 else n
     query, key, value = (torch.randn(2, 4, length, 32, dtype=torch.float16) for length in (n, m, m))

@@ -9,11 +9,11 @@ import torch
 import sightline
 from sightline import b, causal, h, i, j, s
 from sightline.api.kernels import KERNELS
+from sightline.call.kernel import MAX_FORMULA_NODES, choose
+from sightline.call.problem import make_problem
 from sightline.errors import ParameterError
 from sightline.gpu import Triton
 from sightline.gpu.refusals import MAX_HEAD_WIDTH
-from sightline.problem.kernel import MAX_FORMULA_NODES, choose
-from sightline.problem.problem import make_problem
 
 
 def on_cuda(problem):
@@ -148,7 +148,7 @@ def test_every_kernel_gets_its_own_sizes(monkeypatch):
     from sightline.gpu.launch.backward import backward_launches
     from sightline.statistics import StatisticGradients
 
-    monkeypatch.setattr(sightline.problem.problem, "MAX_SMALL_FLOPS", -1)
+    monkeypatch.setattr(sightline.call.problem, "MAX_SMALL_FLOPS", -1)
     x = torch.zeros(1, 2, 192, 128, dtype=torch.bfloat16)
     names = ("d_lse", "lse", "rows", "sums", "d_query", "d_key", "d_value")
     arrays = dict.fromkeys(names) | {name: to_operand(x) for name in ("output", "d_output")}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from sightline import alibi, causal, documents, h, i, j, m, n, padding, relative_bias, s, softcap, table, where, window
+from sightline.call.problem import make_problem
 from sightline.formula.operators import OPERATORS
 from sightline.gpu import Triton
 from sightline.gpu.codegen.render_triton import TRITON_RULES
-from sightline.problem.problem import make_problem
 
 GOLDEN = Path(__file__).parent / "golden"
 FORMULAS = {
@@ -63,7 +63,7 @@ def test_rendering_loads_neither_triton_nor_torch():
     code = """
 import sys, numpy as np, sightline
 from sightline.gpu import Triton
-from sightline.problem.problem import make_problem
+from sightline.call.problem import make_problem
 x = np.zeros((1, 1, 4, 4))
 assert "tl.load" in Triton().sources(make_problem(x, x, x, score=sightline.alibi(1)))["score_at"]
 assert not {"triton", "torch"} & set(sys.modules)

@@ -2,13 +2,13 @@
 
 import sightline
 from sightline import i, j, s, where
+from sightline.call import call_cache
+from sightline.call.call_cache import ForwardEntry
+from sightline.call.lookup import LOOKUP
+from sightline.call.problem import make_problem
+from sightline.call.request import describe
 from sightline.cpu.launch import prepared_call
-from sightline.dispatch import call_cache
-from sightline.dispatch.call_cache import ForwardEntry
-from sightline.dispatch.call_request import describe
-from sightline.dispatch.lookup import LOOKUP
 from sightline.kv_cache import unpack_cache
-from sightline.problem.problem import make_problem
 
 NEVER = 10**9  # as RUNS_BEFORE_RECORD: no call becomes direct
 FORMULAS = {

@@ -15,10 +15,10 @@ import sightline
 import sightline.torch.distributed as distributed
 from distributed_ranks import Ranks
 from sightline.arrays.operations import to_numpy
+from sightline.call.kernel import Gradients, Result
+from sightline.call.problem import Problem
 from sightline.partition import schedule
 from sightline.partition.shards import Shards, divide
-from sightline.problem.kernel import Gradients, Result
-from sightline.problem.problem import Problem
 from sightline.statistics import arrays_of
 from sightline.torch.distributed import autograd
 from sightline.torch.distributed.collectives import cut_spans

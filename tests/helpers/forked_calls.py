@@ -26,8 +26,8 @@ def main(seed, count, *packages):
         import_module(package)
     import sightline
     from sightline import b, h, i, j, s, table
+    from sightline.call.problem import make_problem
     from sightline.cpu import Cpu
-    from sightline.problem.problem import make_problem
 
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     rng = np.random.default_rng(seed)

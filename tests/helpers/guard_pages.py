@@ -23,10 +23,10 @@ from numpy.lib.stride_tricks import as_strided
 import sightline
 from repeated_calls import MEMORY, Repetition
 from sightline import b, h, i, j, s, table
+from sightline.call import call_cache
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.launch import backward as launch_backward
-from sightline.dispatch import call_cache
-from sightline.problem.problem import make_problem
 from sightline.statistics import Pooled, Received, TopK
 from weights_pass_checks import compute_together, pooled, received, top_k, weights
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import sightline
+from sightline.call.kernel import Result
 from sightline.cpu import Cpu
-from sightline.jax import custom_call, direct_entries, primitives
-from sightline.problem.kernel import Result
+from sightline.jax import custom_call, primitives
 
 if hasattr(jax, "enable_x64"):
     enable_x64 = jax.enable_x64
@@ -62,7 +62,7 @@ def register_alone(monkeypatch, target):
     The handler has direct entries of its own too. The first handler would find no entry that this one installs.
     """
     monkeypatch.setattr(custom_call, "TARGET", target)
-    monkeypatch.setattr(custom_call, "_entries", direct_entries.DirectEntries())
+    monkeypatch.setattr(custom_call, "_entries", custom_call.DirectEntries())
     monkeypatch.setattr(primitives, "register", custom_call.register.__wrapped__)
 
 

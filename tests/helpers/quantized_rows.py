@@ -5,7 +5,7 @@ import numpy as np
 
 from sightline import KVCache
 from sightline.arrays.operations import to_numpy
-from sightline.problem.problem import make_problem
+from sightline.call.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

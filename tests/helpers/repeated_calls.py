@@ -18,9 +18,9 @@ import sightline
 from gradient_checks import check as check_gradients
 from sightline import b, h, i, j, m, n, s, table, where
 from sightline.arrays.operations import to_numpy
+from sightline.call.kernel import Gradients
 from sightline.cpu.launch import prepared_call
 from sightline.errors import SightlineError
-from sightline.problem.kernel import Gradients
 from sightline.reference.accuracy import NUM_ORDERS, compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

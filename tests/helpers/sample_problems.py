@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sightline.problem.problem import make_problem
+from sightline.call.problem import make_problem
 from strategies import DTYPES
 
 

@@ -25,10 +25,10 @@ import statistic_definitions
 from fault_planting import Fault, plant
 from sample_calls import draw_inputs
 from sightline import h, i, j, lse, s, table
+from sightline.call.kernel import Gradients, Result
 from sightline.errors import ParameterError, ShapeError, SightlineError
 from sightline.jax import distributed, sharded_problem
 from sightline.partition import lse_merge
-from sightline.problem.kernel import Gradients, Result
 from sightline.testing import assert_conforms
 from strategies import Case
 

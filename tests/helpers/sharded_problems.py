@@ -3,8 +3,8 @@
 import numpy as np
 
 from sightline import merge
+from sightline.call.kernel import Result
 from sightline.partition.part import part_of
-from sightline.problem.kernel import Result
 from strategies import dense_mask
 
 

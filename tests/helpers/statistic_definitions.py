@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import sightline
 from sightline.arrays.operations import dtype_name, namespace, to_numpy
+from sightline.call.problem import Problem
 from sightline.formula.evaluate_array import evaluate_dense
-from sightline.problem.problem import Problem
 from sightline.reference.accuracy import dense_attention, summation_orders
 from sightline.reference.definition import compute_stages
 from sightline.statistics import arrays_of, solve_selections_separately

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import sightline
 from sightline import b, h, i, j, m, n, s, table, where
 from sightline.api.kernels import KERNELS
-from sightline.problem.problem import Problem, make_problem
+from sightline.call.problem import Problem, make_problem
 from sightline.testing import LAYOUTS
 
 # kernels for arrays of the host, and all masks

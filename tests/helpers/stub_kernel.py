@@ -1,6 +1,6 @@
 """A kernel whose cost and refusals a test sets."""
 
-from sightline.problem.kernel import Kernel, Refusal
+from sightline.call.kernel import Kernel, Refusal
 
 
 class Choosy(Kernel):

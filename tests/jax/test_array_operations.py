@@ -14,10 +14,10 @@ from fault_planting import Fault, plant
 from jax_kernel import enable_x64
 from sample_calls import draw_inputs
 from sightline import h, i, j, s, table
+from sightline.call.kernel import Result
+from sightline.call.problem import make_problem
 from sightline.errors import DtypeError
 from sightline.jax import array_operations, dispatch
-from sightline.problem.kernel import Result
-from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import cases
 

@@ -15,9 +15,9 @@ from fault_planting import Fault, plant
 from jax_kernel import enable_x64, register_alone
 from sample_calls import bits
 from sightline import b, h, i, j, s, table
+from sightline.call import call_cache
 from sightline.cpu.calls import xla_direct_call
 from sightline.cpu.launch.prepared_call import RUNS_BEFORE_RECORD
-from sightline.dispatch import call_cache
 from sightline.jax import custom_call, dot_product_attention
 from sightline.jax.xla_calls import parse_call
 

@@ -10,9 +10,9 @@ import pytest
 import gradient_checks
 import sightline
 from sightline import b, h, i, j, s, table
+from sightline.call.kernel import Gradients, Result
 from sightline.errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError, SightlineError
 from sightline.jax import dot_product_attention
-from sightline.problem.kernel import Gradients, Result
 from sightline.testing import assert_conforms
 from strategies import Case
 

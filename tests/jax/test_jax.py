@@ -17,12 +17,12 @@ from gradient_checks import NAMES, differentiated
 from jax_kernel import enable_x64
 from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
-from sightline.dispatch.backward_calls import BackwardPasses
-from sightline.dispatch.call_spec import CallSpec
+from sightline.call.backward_calls import BackwardPasses
+from sightline.call.problem import make_problem
+from sightline.call.spec import CallSpec
 from sightline.errors import FormulaError, ParameterError, ShapeError, SightlineError
 from sightline.jax import batching, dispatch, xla_calls
 from sightline.jax.options import CallOptions
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import gradient_term_sizes, summation_orders
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
@@ -601,7 +601,7 @@ def test_the_code_of_the_custom_call_lives_as_long_as_the_process():
     program = """
 import gc, jax, numpy as np, sightline
 from sightline.cpu.runtime import compile
-from sightline.dispatch import call_cache
+from sightline.call import call_cache
 x = np.ones((1, 2, 9, 8), np.float32)
 attend = jax.jit(lambda x: sightline.attention(x, x, x))
 expected = attend(jax.numpy.asarray(x))

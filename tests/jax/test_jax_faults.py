@@ -8,10 +8,10 @@ import jax_kernel
 import sightline
 from fault_planting import Fault, plant
 from sightline import b, i, j, lse, s, table
+from sightline.call import join as call_join
+from sightline.call.problem import make_problem
 from sightline.cpu.calls.xla_handler import XlaHandler
-from sightline.dispatch import call_join
 from sightline.errors import SightlineError
-from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 
 BATCHING = {

@@ -10,9 +10,9 @@ import pytest
 keras = pytest.importorskip("keras")
 
 from keras_tensors import numbers, tensor
+from sightline.call.problem import make_problem
 from sightline.errors import ParameterError, ShapeError
 from sightline.keras import ScaledDotProductAttention
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import sightline
 from fault_planting import Fault, plant
 from sightline import KVCache, i, j, s
+from sightline.call.problem import make_problem
 from sightline.errors import ParameterError, ShapeError
 from sightline.formula.expression import as_expression
 from sightline.kv_cache import cache as cache_module
 from sightline.kv_cache import kept_rows
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

@@ -15,10 +15,10 @@ from cached_calls import cache_problem
 from fault_planting import Fault, plant
 from sightline import KVCache, i, j
 from sightline.arrays.operations import framework, to_numpy
+from sightline.call.problem import make_problem
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
 from sightline.kv_cache.storage import _grow, _write, _write_all
 from sightline.kv_cache.stored_rows import StoredRows
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

@@ -9,8 +9,8 @@ import torch
 import sightline
 from cached_calls import cache_problem
 from sightline import b, h, i, j, m, n, s, table
+from sightline.call.problem import make_problem
 from sightline.errors import ShapeError
-from sightline.problem.problem import make_problem
 from sightline.reference.definition import compute_stages
 from strategies import to_torch
 

@@ -18,10 +18,10 @@ from gradient_checks import NAMES, differentiated, seeds_of
 from sightline import i, j, lse, merge
 from sightline.api.kernels import solve
 from sightline.arrays.operations import to_numpy
+from sightline.call.kernel import Result
+from sightline.call.problem import make_problem
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
 from sightline.partition.lse_merge import combine
-from sightline.problem.kernel import Result
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline as plain_of
 from sightline.reference.accuracy import summation_orders
 from sightline.reference.definition import compute_stages

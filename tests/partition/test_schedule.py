@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from sharded_problems import assert_covers, needed_pairs, received_keys
 from sightline import causal, documents, h, i, j, padding, prefix, table, window
+from sightline.call.problem import make_problem
 from sightline.partition.schedule import find_schedule
 from sightline.partition.shards import Span, divide
-from sightline.problem.problem import make_problem
 from strategies import masks
 
 LAYOUTS = ["contiguous", "zigzag"]

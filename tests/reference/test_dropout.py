@@ -7,7 +7,7 @@ import torch
 import sightline
 from sightline import causal, weights
 from sightline.api.kernels import KERNELS
-from sightline.problem.problem import make_problem
+from sightline.call.problem import make_problem
 from sightline.reference.dropout import keep_factor, philox
 
 # From Random123's known-answer file (kat_vectors), philox4x32-10: counter, key, output.

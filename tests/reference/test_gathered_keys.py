@@ -13,9 +13,9 @@ from fault_planting import Fault, plant
 from gradient_checks import check as check_gradients
 from sightline import b, causal, h, i, j, s, table
 from sightline.api.kernels import KERNELS
+from sightline.call.kernel import Result
+from sightline.call.problem import make_problem
 from sightline.formula import block_lists
-from sightline.problem.kernel import Result
-from sightline.problem.problem import make_problem
 from sightline.reference import gathered_keys
 from sightline.reference.gathered_keys import Gathering
 from sightline.testing import assert_conforms

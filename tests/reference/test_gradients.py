@@ -9,8 +9,8 @@ import sightline
 from gradient_checks import by_cpu, by_definition, check, differentiated, reference_gradients, seeds_of, undefined
 from sightline import attention, h, i, j, padding, s, softcap, table
 from sightline.arrays.operations import to_numpy
-from sightline.cpu.launch import table_gradients
-from sightline.problem.problem import OPERANDS, make_problem
+from sightline.call.problem import OPERANDS, make_problem
+from sightline.cpu.launch.backward import find_table_gradients
 from sightline.reference.accuracy import summation_orders
 from sightline.reference.definition import backward, compute_stages, forward
 from sightline.reference.streaming import backward as streaming_backward
@@ -89,7 +89,7 @@ def test_a_table_entry_shared_by_hidden_pairs_has_no_owner(rng):
         problem = make_problem(query[None], key[None], key[None], mask=(h < heads) & (j < keys), score=score)
         return [
             (table_gradient.is_per_key, table_gradient.is_per_head)
-            for table_gradient in table_gradients.find_table_gradients(problem, [0])
+            for table_gradient in find_table_gradients(problem, [0])
         ]
 
     assert owners(2, 201) == [(True, True)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sightline import bias, causal, softcap, weights
+from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages, forward, nan_safe_matmul
 from sightline.reference.streaming import Streaming

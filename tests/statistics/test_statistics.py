@@ -13,8 +13,8 @@ import sightline
 from fault_planting import Fault, plant
 from sightline import h, i, j, s, table
 from sightline.arrays.operations import to_numpy
+from sightline.call.problem import make_problem
 from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import dense_attention, gradient_term_sizes, summation_orders
 from sightline.statistics import arrays_of, head_factors, matrix, per_key, per_query, restriction, selection
 from sightline.testing import assert_within_budget
@@ -236,7 +236,7 @@ def check_gradients(statistic, kernel="streaming"):
     rng = np.random.default_rng(1)
     arrays = [rng.normal(size=size).astype(np.float32) for size in ((2, 4, 31, 8), (2, 2, 600, 8), (2, 2, 600, 1))]
     options = {"mask": i * 30 >= j, "score": 4 * np.tanh(s / 4), "sinks": np.linspace(-1, 1, 4, dtype=np.float32)}
-    problem = sightline.problem.problem.make_problem(*arrays, **options, see=[statistic])
+    problem = sightline.call.problem.make_problem(*arrays, **options, see=[statistic])
     seed = torch.tensor(rng.normal(size=statistic.outputs(problem)[0][0]))
 
     def leaves(dtype):
@@ -244,7 +244,7 @@ def check_gradients(statistic, kernel="streaming"):
 
     def plain_gradients(dtype, order):
         tensors = leaves(dtype)
-        posed = sightline.problem.problem.make_problem(*tensors, **options)
+        posed = sightline.call.problem.make_problem(*tensors, **options)
         _, lse, weights = dense_attention(posed, str(dtype).removeprefix("torch."), order)
         found = defined(statistic, Dense(weights, weights, lse, posed))[0]
         gradients = torch.autograd.grad((found * seed.to(dtype)).sum(), [*tensors[:2], weights])
@@ -338,7 +338,7 @@ def test_equal_bits_in_every_call_and_for_any_number_of_threads(kernel, long_pro
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_several_tiles(kernel, long_problem):
     *arrays, options = long_problem
-    check(kernel.run, sightline.problem.problem.make_problem(*arrays, **options, see=every_statistic(700)))
+    check(kernel.run, sightline.call.problem.make_problem(*arrays, **options, see=every_statistic(700)))
 
 
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
@@ -559,7 +559,7 @@ def test_explain_shows_the_memory_of_statistics(long_problem):
 
 
 def test_a_large_matrix_can_be_forced():
-    problem = sightline.problem.problem.make_problem(LARGE, LARGE, LARGE, see=[sightline.weights(insist=True)])
+    problem = sightline.call.problem.make_problem(LARGE, LARGE, LARGE, see=[sightline.weights(insist=True)])
     assert sightline.explain(LARGE, LARGE, LARGE, see=problem.see).memory > 4 << 30
 
 

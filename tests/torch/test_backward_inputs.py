@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import sightline
 from fault_planting import Fault, plant
 from sightline import i, j, s, table
-from sightline.dispatch import backward_calls, call_cache
+from sightline.call import backward_calls, call_cache
 from sightline.statistics import per_query
 from sightline.torch import autograd
 from sightline.torch.operator_schema import make_seed

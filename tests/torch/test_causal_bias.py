@@ -7,8 +7,8 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sightline
+from sightline.call.problem import make_problem
 from sightline.errors import DtypeError, ParameterError, ShapeError
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

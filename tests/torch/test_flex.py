@@ -12,11 +12,11 @@ from torch.nn.attention import flex_attention as torch_flex
 import sightline
 from flex_checks import at_all_pairs, by_torch, check_gradients
 from flex_functions import MASKS, SCORES, B, D, H, N, Tensors
-from sightline.dispatch import call_cache
+from sightline.call import call_cache
+from sightline.call.problem import make_problem
+from sightline.call.validation import read_mask
 from sightline.errors import FormulaError, MaskError, ParameterError, ShapeError, TableError
 from sightline.formula.tile_ranges import find_blocks
-from sightline.problem.problem import make_problem
-from sightline.problem.validation import read_mask
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import noop_mask
 import sightline
 from flex_checks import by_torch, check_gradients
 from flex_functions import MASKS, SCORES, SHAPES, B, D, H, N, Tensors
-from sightline.problem.problem import make_problem
+from sightline.call.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

@@ -8,9 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
 from sightline import i, j
-from sightline.dispatch.explanation import Explanation
-from sightline.problem.kernel import choose
-from sightline.problem.problem import make_problem
+from sightline.call.explanation import Explanation
+from sightline.call.kernel import choose
+from sightline.call.problem import make_problem
 from sightline.torch import dispatch as torch_dispatch
 from sightline.torch.fused import RULES, Fused
 from stub_kernel import Choosy

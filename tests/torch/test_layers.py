@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
 from sightline import i, j, padding
+from sightline.call.problem import make_problem
 from sightline.errors import MaskError, ParameterError, ShapeError
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.testing import assert_within_budget
 from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, functional

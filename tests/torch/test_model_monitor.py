@@ -11,10 +11,10 @@ from torch import nn
 import sightline
 from fault_planting import Fault, plant
 from monitored_models import CausalModel, define, make_batch
-from sightline import model_monitor
 from sightline.api import functions
 from sightline.errors import MissingExtraError, ParameterError
 from sightline.monitoring import StepSums
+from sightline.torch import model_monitor
 
 
 def assert_numbers(recorded, expected):

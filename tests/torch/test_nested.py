@@ -8,8 +8,8 @@ from torch.nn import functional
 
 import sightline
 from sightline import b, h, i, j, m, n, s, table
+from sightline.call.problem import make_problem
 from sightline.errors import DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

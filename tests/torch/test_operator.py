@@ -17,10 +17,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 import sightline
 from sightline import bias, h, i, j, m, n, s, table, where
-from sightline.dispatch.call_spec import to_text
+from sightline.call.problem import make_problem, parse
+from sightline.call.spec import to_text
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
 from sightline.formula.tables import Table
-from sightline.problem.problem import make_problem, parse
 from sightline.reference.accuracy import compute_baseline, dense_attention, gradient_term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import sightline
+from sightline.call.problem import make_problem
 from sightline.errors import ParameterError
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

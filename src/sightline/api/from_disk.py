@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from ..arrays import operations as arrays
+from ..call.kernel import Result
+from ..call.problem import Problem, make_problem
+from ..call.validation import broadcast_inputs, check_choice, split_names
 from ..errors import DtypeError, ParameterError
 from ..formula.expression import Expression
 from ..formula.tile_ranges import find_runs, find_tile_ranges
 from ..partition.lse_merge import Sums, combine, read_part, start
 from ..partition.part import part_of
-from ..problem.kernel import Result
-from ..problem.problem import Problem, make_problem
-from ..problem.validation import broadcast_inputs, check_choice, split_names
 from ..statistics import Statistic
 from .kernels import solve, to_caller_layout
 

@@ -9,18 +9,18 @@ from typing import Any, Never
 from ..arrays import operations as arrays
 from ..arrays.kinds import is_array
 from ..arrays.operations import swap_heads
-from ..dispatch import call_cache
-from ..dispatch.call_request import describe, with_row_formats
-from ..dispatch.explanation import Explanation
+from ..call import call_cache
+from ..call.explanation import Explanation
+from ..call.foreign_arguments import refuse_arguments
+from ..call.kernel import choose
+from ..call.problem import make_problem
+from ..call.request import describe, with_row_formats
+from ..call.validation import AxisOrder, check_choice, fold_scale, read_score, split_names, to_heads_first
 from ..formula.expression import Expression, is_compiling
 from ..formula.from_function import refuse_draws
 from ..formula.library import bias
 from ..kv_cache import KVCache, as_arrays, unpack_cache
 from ..kv_cache.query_positions import Formulas
-from ..problem.foreign_arguments import refuse_arguments
-from ..problem.kernel import choose
-from ..problem.problem import make_problem
-from ..problem.validation import AxisOrder, check_choice, fold_scale, read_score, split_names, to_heads_first
 from ..reference import streaming
 from ..reference.streaming import Streaming
 from ..statistics import Statistic, StatisticBase, Tile

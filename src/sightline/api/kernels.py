@@ -1,6 +1,6 @@
 """The list `KERNELS`, and the forward and backward passes of a validated problem by the kernel that is chosen.
 
-`problem.kernel.choose` chooses the kernel. `sightline.torch.dispatch` adds the kernel "fused", which is torch's own.
+`call.kernel.choose` chooses the kernel. `sightline.torch.dispatch` adds the kernel "fused", which is torch's own.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ..call.kernel import Gradients, Kernel, Plan, Result, Tangents, choose, is_lse_too_large
+from ..call.problem import Problem
 from ..cpu import Cpu
 from ..gpu import Triton
-from ..problem.kernel import Gradients, Kernel, Plan, Result, Tangents, choose, is_lse_too_large
-from ..problem.problem import Problem
 from ..reference import streaming, streaming_tangent
 from ..reference.definition import Reference
 from ..reference.gathered_keys import Gather

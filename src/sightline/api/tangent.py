@@ -9,12 +9,12 @@ import numpy as np
 
 from ..arrays.kinds import check_kind
 from ..arrays.operations import check_float_dtype, framework
+from ..call.kernel import Tangents
+from ..call.problem import OPERANDS, Problem, make_problem
+from ..call.validation import broadcast_inputs, check_choice, read_scale, read_score
 from ..errors import DtypeError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
-from ..problem.kernel import Tangents
-from ..problem.problem import OPERANDS, Problem, make_problem
-from ..problem.validation import broadcast_inputs, check_choice, read_scale, read_score
 from .kernels import make_plan, push_forward
 
 TRANSFORMS = {  # the functions of other libraries that differentiate their arrays

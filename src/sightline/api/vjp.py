@@ -11,18 +11,18 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ..arrays.operations import checksum, to_numpy
-from ..dispatch import call_cache
-from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs
-from ..dispatch.call_cache import EntryResult, ForwardEntry
-from ..dispatch.call_request import Request, describe
-from ..dispatch.call_spec import count_arrays, flatten_result, split_arrays
+from ..call import call_cache
+from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs
+from ..call.call_cache import EntryResult, ForwardEntry
+from ..call.kernel import Gradients
+from ..call.problem import NUM_OPERANDS, OPERANDS, Problem, make_problem
+from ..call.request import Request, describe
+from ..call.spec import count_arrays, flatten_result, split_arrays
+from ..call.validation import check_choice, read_score, split_names
 from ..errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.from_function import refuse_draws
 from ..formula.tables import Table
-from ..problem.kernel import Gradients
-from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem, make_problem
-from ..problem.validation import check_choice, read_score, split_names
 from ..statistics import Lse, Statistic, StatisticBase, arrays_of, places_in, spread_mean, unwrap_mean
 from .kernels import differentiate, make_plan, solve, to_caller_layout
 from .tangent import check_numpy, include_scale, read_floats

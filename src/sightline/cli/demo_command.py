@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ..api.functions import attention, explain
+from ..call.problem import make_problem
 from ..data import Activations, Layer, load
 from ..formula.expression import Expression
 from ..formula.library import padding
-from ..problem.problem import make_problem
 from ..reference.accuracy import budget_used, compute_baseline, term_sizes
 from ..statistics import lse, weights
 from . import head_patterns

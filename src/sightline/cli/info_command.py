@@ -22,11 +22,11 @@ from rich.text import Text
 from .. import __version__
 from ..api.kernels import KERNELS
 from ..arrays.operations import resolve_dtype
+from ..call.kernel import CPU_VARIABLE, Kernel
+from ..call.problem import Problem, make_problem
 from ..cpu.runtime import disk_cache, thread_count
 from ..data import tried_versions
 from ..formula.library import alibi, causal
-from ..problem.kernel import CPU_VARIABLE, Kernel
-from ..problem.problem import Problem, make_problem
 from ..statistics import weights
 from .console import key_value_table, make_console, note, section, table
 

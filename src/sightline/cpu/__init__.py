@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ..problem.kernel import Gradients, Kernel, Refusal, Result, Tangents
-from ..problem.problem import Problem
+from ..call.kernel import Gradients, Kernel, Refusal, Result, Tangents
+from ..call.problem import Problem
 from ..statistics import StatisticGradients
 from .refusals import refuse_backward, refuse_forward
 from .runtime.processor import HOST, Processor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from ..problem.kernel import Refusal, refuse_no_pairs, refuse_sizes
-from ..problem.problem import Problem
+from ..call.kernel import Refusal, refuse_no_pairs, refuse_sizes
+from ..call.problem import Problem
 
 # the largest d_k and the largest d_v: each component takes up to 1,280 bytes of a thread's scratch
 MAX_HEAD_WIDTH = 1024

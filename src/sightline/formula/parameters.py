@@ -56,7 +56,7 @@ class Structure:
 
     @cached_property
     def key(self) -> tuple[Any, ...] | None:
-        """The part of a key of the call cache (`dispatch.call_cache`) that describes this structure.
+        """The part of a key of the call cache (`call.call_cache`) that describes this structure.
 
         The part is None if a table has `batch_axes`, because a cached call cannot broadcast them to its batch axes.
         """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from ..call.kernel import Gradients, Kernel, Refusal, Result
+from ..call.problem import Problem
 from ..errors import ParameterError
-from ..problem.kernel import Gradients, Kernel, Refusal, Result
-from ..problem.problem import Problem
 from ..statistics import StatisticGradients
 from .refusals import refuse_backward, refuse_forward
 

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..problem.problem import Problem
+from ..call.problem import Problem
 
 # KiB of shared memory for a block of threads, by the prefix of the architecture's name
 SHARED_MEMORY_KIB = {"sm_80": 163, "sm_8": 99, "sm_90": 227, "sm_10": 227, "sm_12": 99, "gfx": 64}

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Any
 
-from ..problem.kernel import Refusal, refuse_no_pairs, refuse_sizes
-from ..problem.problem import Problem
+from ..call.kernel import Refusal, refuse_no_pairs, refuse_sizes
+from ..call.problem import Problem
 
 MAX_HEAD_WIDTH = 256  # largest d_k and largest d_v: registers and shared memory hold tiles of both widths
 MIN_TRITON_VERSION = (3, 5)  # the oldest triton that compiles the kernels

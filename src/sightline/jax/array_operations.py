@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arrays.operations import resolve_dtype
-from ..dispatch.call_spec import count_arrays
+from ..call.problem import Problem
+from ..call.spec import count_arrays
 from ..errors import DtypeError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
-from ..problem.problem import Problem
 from ..reference.dropout import philox_rounds, threshold
 from ..statistics import (
     Entropy,

@@ -1,6 +1,6 @@
 """`jax.vmap` of attention: the mapped axis becomes a leading batch axis, so that one call serves all its elements.
 
-`call_join` rewrites the formulas for the joined call. In four cases the elements of the mapped axis are computed one
+`join` rewrites the formulas for the joined call. In four cases the elements of the mapped axis are computed one
 after another: with dropout, with mapped sinks, with gradients of sinks, and with means over the batch.
 """
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from ..dispatch.call_join import join_spec
+from ..call.join import join_spec
 from ..statistics import Mean
 from .options import CallOptions
 

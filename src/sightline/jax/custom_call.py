@@ -1,7 +1,7 @@
 """The custom call of XLA by which compiled programs run attention on the CPU.
 
     program  →  XLA  →  handler (generated code)  →  callback (Python)  →  XlaCall  →  kernel
-                                                  →  kernel, if the call was run before; see `direct_entries`
+                                                  →  kernel, if the call was run before; see `DirectEntries`
 
 A program contains the text that describes a call, and no address, so a program can be stored and loaded by another
 process. When the program first runs, `parse_call` makes the `XlaCall` of the text.
@@ -11,22 +11,98 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
+import os
 import re
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import llvmlite.binding as llvm
+import numpy as np
 
+from ..call.kernel import CPU_VARIABLE
+from ..call.request import machine_setting
+from ..cpu.calls.launcher import FIRST_NUMBER, NUM_VALUES
+from ..cpu.calls.xla_direct_call import ENTRY_FIELDS
 from ..cpu.calls.xla_handler import CALLBACK, CLOSE, INSTALL, build_module
+from ..cpu.codegen.abi import to_word
 from ..cpu.runtime.processor import HOST
 from ..errors import MissingExtraError
-from ..problem.kernel import CPU_VARIABLE
-from .direct_entries import DirectEntries
-from .xla_calls import parse_call
+from .options import LSE, OUTPUT
+from .xla_calls import XlaCall, XlaForward, parse_call
+
+if TYPE_CHECKING:
+    from ..cpu.calls.launch_record import LaunchRecord
+    from ..cpu.launch.prepared_call import PreparedCall
+
+MAX_ENTRIES = 1024  # entries live as long as the process
+
+
+class DirectEntries:
+    """The entries of this process.
+
+    install : the generated function that stores the entry at an address; see `xla_direct_call.build_install`
+    """
+
+    install: Callable[[int], None]
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[bytes, Any], _Entry] = {}
+        self.made: list[_Entry] = []  # all entries: a thread may still read one that another has replaced
+
+    def update(self, text: bytes, call: XlaCall) -> None:
+        """Install an entry for a call that ran in Python, if generated code can run the call as a whole."""
+        if not isinstance(call, XlaForward) or os.name != "posix":
+            return
+        prepared = call.find_prepared()
+        if prepared is None or prepared.direct is None:
+            return
+        key, record = (text, machine_setting()), prepared.direct[2]
+        entry = self.entries.get(key)
+        if entry is None or entry.record is not record:
+            if len(self.made) >= MAX_ENTRIES:
+                return
+            entry = self.entries[key] = _make_entry(*key, call, prepared, record)
+            self.made.append(entry)
+        self.install(entry.array.ctypes.data)  # also an old entry, which a text with the same hash may have replaced
+
+
+class _Entry(NamedTuple):
+    """The words of an entry, and the objects whose addresses they are: the launch record, prepared call and arrays.
+
+    The prepared call owns tile ranges and machine code. It is kept here because the call cache may drop it.
+    """
+
+    array: Any
+    record: LaunchRecord
+    prepared: PreparedCall
+    memory: tuple[Any, ...]
+
+
+def _make_entry(
+    text: bytes, setting: bytes | None, call: XlaForward, prepared: PreparedCall, record: LaunchRecord
+) -> _Entry:
+    texts = np.frombuffer(text, np.uint8), np.frombuffer((setting or b"") + b"\0", np.uint8)
+    values = np.zeros(NUM_VALUES, np.int64)
+    values[FIRST_NUMBER : FIRST_NUMBER + len(call.numbers)] = [to_word(number) for number in call.numbers]
+    fields = {
+        "text": texts[0].ctypes.data,
+        "length": len(text),
+        "setting": 0 if setting is None else texts[1].ctypes.data,
+        "record": record.address,
+        "num_arguments": len(call.arguments),
+        "values": values.ctypes.data,
+        "num_rows": math.prod(call.results[OUTPUT].shape[:-1]),
+        "is_lse_wide": call.results[LSE].dtype == "float64",
+    }
+    array = np.array([fields[name] for name in ENTRY_FIELDS], np.int64)
+    return _Entry(array, record, prepared, (values, texts))
+
 
 TARGET = "sightline_attention"
 MIN_MINOR, MAX_MINOR = 1, 3  # of XLA's FFI 0.x: the versions whose structs `xla_handler` knows

@@ -11,20 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..api.kernels import KERNELS, to_caller_layout
-from ..dispatch.call_spec import Arrays, CallSpec, split_arrays
-from ..dispatch.explanation import Explanation
+from ..call.explanation import Explanation
+from ..call.kernel import Kernel, Plan, Refusal, Result, choose
+from ..call.problem import Problem, parse
+from ..call.spec import Arrays, CallSpec, split_arrays
+from ..call.validation import fold_scale, read_seed
 from ..errors import ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.formula_checks import check_spans
 from ..gpu import Triton
 from ..kv_cache import unpack_cache
-from ..problem.kernel import Kernel, Plan, Refusal, Result, choose
-from ..problem.problem import Problem, parse
-from ..problem.validation import fold_scale, read_seed
 from ..statistics import solve_selections_separately
-from .options import CallOptions
+from .options import FIRST_ARRAY, LSE, CallOptions
 from .primitives import attention
-from .result_indices import FIRST_ARRAY, LSE
 
 
 class JaxOperations(Kernel):

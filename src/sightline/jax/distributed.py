@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arrays.operations import resolve_dtype
+from ..call.foreign_arguments import refuse_arguments
+from ..call.problem import NUM_OPERANDS
+from ..call.validation import read_sinks, read_statistics, split_names
 from ..errors import ParameterError, ShapeError
 from ..partition.lse_merge import Sums, combine, read_part, start
 from ..partition.shards import ShardLayout, Shards, check_layout
-from ..problem.foreign_arguments import refuse_arguments
-from ..problem.problem import NUM_OPERANDS
-from ..problem.validation import read_sinks, read_statistics, split_names
 from ..statistics import Lse, Statistic, StatisticBase
 from .dispatch import run
 from .functional import read_array

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..call.validation import read_mask
 from ..errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, walk
 from ..formula.from_function import to_formula
 from ..formula.tables import table
-from ..problem.validation import read_mask
 from ..statistics import lse
 from .dispatch import run
 

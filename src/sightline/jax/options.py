@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..dispatch.call_spec import Arrays, CallSpec, count_arrays, find_differentiable_results
-from ..problem.problem import Problem
-from .result_indices import FIRST_ARRAY
+from ..call.problem import Problem
+from ..call.spec import Arrays, CallSpec, count_arrays, find_differentiable_results
+
+OUTPUT, LSE, PRECISE_LSE, FIRST_ARRAY = range(4)  # the statistics' arrays begin at `FIRST_ARRAY`
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,13 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ..call.problem import NUM_OPERANDS
 from ..cpu.calls.xla_handler import MAX_BUFFERS
 from ..errors import KernelRefusedError
-from ..problem.problem import NUM_OPERANDS
 from .array_operations import attend, gradients, tangents
 from .batching import batch
 from .custom_call import register
-from .options import CallOptions
-from .result_indices import LSE, OUTPUT, PRECISE_LSE
+from .options import LSE, OUTPUT, PRECISE_LSE, CallOptions
 from .xla_calls import ArrayType, XlaBackward, XlaCall, XlaForward, XlaTangent
 
 MAX_COMPILED = 256  # programs of calls outside of `jit`; the least recently used is dropped beyond this number

@@ -14,14 +14,14 @@ import jax
 import numpy as np
 
 from ..caching import cached_property
+from ..call.problem import Problem, parse, validate
+from ..call.validation import fold_scale
 from ..errors import ShapeError, TableError
 from ..formula.expression import SYMBOLS, Expression, as_expression, conjuncts, table_lookup
 from ..formula.formula_checks import check_spans
 from ..formula.tables import Table
 from ..partition.schedule import Schedule, find_schedule
 from ..partition.shards import ShardLayout, Shards
-from ..problem.problem import Problem, parse, validate
-from ..problem.validation import fold_scale
 from .options import example
 
 

@@ -19,25 +19,19 @@ import numpy as np
 from ..api.kernels import differentiate, make_plan, push_forward
 from ..arrays.operations import accumulator, dtype_name, resolve_dtype
 from ..caching import cached_property
-from ..dispatch import call_cache
-from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
-from ..dispatch.call_cache import EntryResult, ForwardEntry
-from ..dispatch.call_request import (
-    CallStructure,
-    Request,
-    has_cached_kinds,
-    machine_setting,
-)
-from ..dispatch.call_spec import Arrays, CallSpec, count_arrays, flatten_result, locate_arrays
-from ..dispatch.lookup import LOOKUP
+from ..call import call_cache
+from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
+from ..call.call_cache import EntryResult, ForwardEntry
+from ..call.kernel import Gradients, Result, is_lse_too_large
+from ..call.lookup import LOOKUP
+from ..call.problem import NUM_OPERANDS, Problem, validate
+from ..call.request import CallStructure, Request, has_cached_kinds, machine_setting
+from ..call.spec import Arrays, CallSpec, count_arrays, flatten_result, locate_arrays
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..problem.kernel import Gradients, Result, is_lse_too_large
-from ..problem.problem import NUM_OPERANDS, Problem, validate
 from ..statistics import Statistic
 from ..statistics.computation import conditions_of
-from .options import CallOptions
-from .result_indices import FIRST_ARRAY, LSE, OUTPUT
+from .options import FIRST_ARRAY, LSE, OUTPUT, CallOptions
 
 if TYPE_CHECKING:
     from ..cpu.launch.prepared_call import PreparedCall

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..api.kernels import differentiate, make_plan
+from ..call.problem import Problem, make_problem
 from ..errors import KernelRefusedError, MissingExtraError
-from ..problem.problem import Problem, make_problem
 from ..statistics import weights
 
 try:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.operations import accumulator, check_float_dtype, device, dtype_name, framework, namespace, resolve_dtype
+from ..call.problem import Problem
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
-from ..problem.problem import Problem
 from ..statistics import KeyPart, Statistic, arrays_of, weigh
 
 CURE = "merge([(out, lse), (out, lse)]), as attention(..., see=[lse()]) returns them"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ..call.problem import Problem
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression, Offset, as_expression, intern
-from ..problem.problem import Problem
 from ..statistics import Statistic
 
 

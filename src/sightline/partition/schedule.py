@@ -15,10 +15,10 @@ import numpy as np
 
 from ..arrays.operations import itemsize
 from ..caching import cached_property
+from ..call.problem import Problem
 from ..formula.expression import Expression
 from ..formula.interval_arithmetic import compute_intervals
 from ..formula.tile_ranges import find_tile_ranges, make_box
-from ..problem.problem import Problem
 from .shards import Shards, Span
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

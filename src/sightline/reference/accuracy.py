@@ -28,11 +28,11 @@ from typing import Any, cast
 import numpy as np
 
 from ..arrays.operations import dtype_name, namespace, resolve_dtype, to_numpy
+from ..call.kernel import find_learned_lookups
+from ..call.problem import Problem
 from ..formula.derivative import derivative
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
-from ..problem.kernel import find_learned_lookups
-from ..problem.problem import Problem
 from .definition import Stages, compute_stages
 from .dropout import keep_factor
 

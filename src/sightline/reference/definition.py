@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays.operations import convert, namespace, resolve_dtype, to_numpy
+from ..call.kernel import Kernel, Result
+from ..call.problem import Problem
 from ..formula.evaluate_array import evaluate_dense
-from ..problem.kernel import Kernel, Result
-from ..problem.problem import Problem
 from ..statistics import Tile, accumulate_statistics
 from .dropout import keep_factor
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..arrays.operations import resolve_dtype
 
 if TYPE_CHECKING:
-    from ..problem.problem import Problem
+    from ..call.problem import Problem
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

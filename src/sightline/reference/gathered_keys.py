@@ -26,14 +26,14 @@ from ..arrays.operations import (
     resolve_dtype,
     to_numpy,
 )
+from ..call import kernel as kernels
+from ..call.kernel import Gradients, Kernel, Refusal, Result
+from ..call.problem import OPERANDS, Problem
 from ..formula.block_lists import PAIRS_PER_CALL, PAIRS_PER_KEY
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Apply, Expression, Lookup, Offset, as_expression, conjuncts, intern
 from ..formula.tables import Table
 from ..formula.tile_ranges import find_tile_ranges
-from ..problem import kernel as kernels
-from ..problem.kernel import Gradients, Kernel, Refusal, Result
-from ..problem.problem import OPERANDS, Problem
 from ..statistics import Entropy, Lse, Mass, MaxScore, Pooled, Received, Statistic, StatisticGradients, TopK, arrays_of
 from ..statistics.base import ForwardContext
 from ..statistics.computation import computed_statistic, dispatch_statistics

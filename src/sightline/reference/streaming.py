@@ -16,12 +16,12 @@ import numpy as np
 
 from ..arrays.operations import convert, framework, namespace, resolve_dtype
 from ..caching import cached_property
+from ..call.kernel import MAX_LSE, MAX_LSE_DIFFERENCE, Gradients, Kernel, Refusal, Result, find_learned_lookups
+from ..call.problem import Problem
 from ..formula.derivative import derivative
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..formula.tile_ranges import TileRanges, find_tile_ranges
-from ..problem.kernel import MAX_LSE, MAX_LSE_DIFFERENCE, Gradients, Kernel, Refusal, Result, find_learned_lookups
-from ..problem.problem import Problem
 from ..statistics import StatisticGradients, Tile, accumulate_statistics, statistic_gradients
 from .dropout import keep_factor
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ..call.kernel import Tangents
+from ..call.problem import Problem
 from ..formula.derivative import score_tangent
-from ..problem.kernel import Tangents
-from ..problem.problem import Problem
 from .dropout import keep_factor
 from .streaming import ScoreGradients, TileOps, row_tiles
 

@@ -19,7 +19,7 @@ from ..formula.expression import SYMBOLS, Expression, specialize
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
-    from ..problem.problem import Problem
+    from ..call.problem import Problem
     from .selection import Statistic
 
 MAX_RESULT_BYTES = 2 << 30  # the default limit of one statistic's result

@@ -11,8 +11,8 @@ from .per_query import Entropy, Mass, MaxScore
 from .selection import Mean, Statistic, unwrap_mean
 
 if TYPE_CHECKING:
+    from ..call.problem import Problem
     from ..formula.expression import Expression
-    from ..problem.problem import Problem
 
 
 FUSED = (MaxScore, Entropy, Mass)

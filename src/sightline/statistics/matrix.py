@@ -17,7 +17,7 @@ from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, Outer, Stat
 from .selection import Statistic
 
 if TYPE_CHECKING:
-    from ..problem.problem import Problem
+    from ..call.problem import Problem
 
 Rectangle = tuple[tuple[int, int], tuple[int, int]]
 

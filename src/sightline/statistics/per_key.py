@@ -11,7 +11,7 @@ from .base import BackwardContext, ForwardContext, Outer, StatisticGradients, Ti
 from .selection import Statistic
 
 if TYPE_CHECKING:
-    from ..problem.problem import Problem
+    from ..call.problem import Problem
 
 i, j = SYMBOLS["i"], SYMBOLS["j"]
 

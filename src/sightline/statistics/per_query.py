@@ -18,7 +18,7 @@ from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, KeyPart, Ou
 from .selection import Statistic
 
 if TYPE_CHECKING:
-    from ..problem.problem import Problem
+    from ..call.problem import Problem
 
 i, j, s = (SYMBOLS[name] for name in "ijs")
 

@@ -14,7 +14,7 @@ from ..formula.expression import SYMBOLS, Constant, Expression, intern, speciali
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
-    from ..problem.problem import Problem
+    from ..call.problem import Problem
 
 Indices = tuple[int, ...] | slice
 

@@ -26,8 +26,8 @@ from .restriction import (
 )
 
 if TYPE_CHECKING:
-    from ..problem.kernel import Result
-    from ..problem.problem import Problem
+    from ..call.kernel import Result
+    from ..call.problem import Problem
 
 
 class Statistic(StatisticBase):

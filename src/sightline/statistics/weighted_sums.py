@@ -12,8 +12,8 @@ from .base import Outer
 from .selection import Statistic
 
 if TYPE_CHECKING:
-    from ..problem.kernel import Result
-    from ..problem.problem import Problem
+    from ..call.kernel import Result
+    from ..call.problem import Problem
 
 
 @dataclass(frozen=True, eq=False, repr=False)

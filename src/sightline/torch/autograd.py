@@ -18,11 +18,11 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from ..arrays.operations import checksum, to_numpy
-from ..dispatch.backward_calls import arrays_to_save, split_saved
-from ..dispatch.call_spec import flatten_result
+from ..call.backward_calls import arrays_to_save, split_saved
+from ..call.kernel import Gradients, Plan, Result
+from ..call.problem import Problem
+from ..call.spec import flatten_result
 from ..errors import ChangedArrayError
-from ..problem.kernel import Gradients, Plan, Result
-from ..problem.problem import Problem
 from ..statistics import Statistic
 from ..statistics.computation import conditions_of
 from . import operator

@@ -1,6 +1,6 @@
 """`torch.vmap` of attention and its derivatives: one call for all elements of the mapped axis.
 
-The mapped axis becomes a leading batch axis of query, key, value and the outputs. `call_join` writes the formulas of
+The mapped axis becomes a leading batch axis of query, key, value and the outputs. `call.join` writes the formulas of
 the joined call. An operand that is the same in every element is expanded with stride 0. All elements share a table that
 is the same in every element, unless the call returns its gradient. If sinks differ between elements, and in every
 derivative of a call with sinks, the axes of elements, batch and heads are joined to one axis of heads.
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..dispatch.call_join import join_spec
-from ..dispatch.call_spec import CallSpec, count_arrays
-from ..problem.problem import NUM_OPERANDS
+from ..call.join import join_spec
+from ..call.problem import NUM_OPERANDS
+from ..call.spec import CallSpec, count_arrays
 from ..statistics import Mean, Statistic, multiply_heads, unwrap_mean
 
 if TYPE_CHECKING:

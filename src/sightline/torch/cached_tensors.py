@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from ..arrays.layouts import ADAPTERS, BOOLEANS, MAX_GPUS, ArrayAdapter, Layout, Tensors, make_kind
 from ..arrays.operations import empty
-from ..dispatch.lookup import LOOKUP
+from ..call.lookup import LOOKUP
 from .autograd import INTERCEPTIONS
 from .operator_schema import make_seed
 

@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ..dispatch.call_spec import Arrays, CallSpec, find_differentiable_results
+from ..call.problem import NUM_OPERANDS
+from ..call.spec import Arrays, CallSpec, find_differentiable_results
 from ..errors import KernelRefusedError
-from ..problem.problem import NUM_OPERANDS
 from . import batching, operator
 from .operator_schema import find_float_tables, read_arguments
 from .tangents import tangents as compute_tangents

@@ -12,15 +12,15 @@ from torch.nn import Parameter
 
 from ..api.kernels import KERNELS, make_plan, to_caller_layout
 from ..arrays.kinds import check_class, check_memory, refuse_subclass
-from ..dispatch import call_cache
-from ..dispatch.call_request import Request
+from ..call import call_cache
+from ..call.kernel import Kernel, Result, choose
+from ..call.problem import Problem, parse, validate
+from ..call.request import Request
+from ..call.validation import fold_scale
 from ..errors import KernelRefusedError, SightlineError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tensor_reads import torch_mode
 from ..kv_cache import unpack_cache
-from ..problem.kernel import Kernel, Result, choose
-from ..problem.problem import Problem, parse, validate
-from ..problem.validation import fold_scale
 from ..statistics import Statistic, solve_selections_separately
 from ..statistics.computation import conditions_of
 from . import gpu_entries, operator

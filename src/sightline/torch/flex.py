@@ -22,13 +22,13 @@ from torch.nn.attention.flex_attention import noop_mask as noop_mask
 from torch.nn.attention.flex_attention import or_masks as or_masks
 
 from ..api.functions import attention
+from ..call.validation import read_mask
 from ..errors import MaskError, ParameterError, ShapeError, SightlineError
 from ..formula.expression import Expression, from_records, live_numbers
 from ..formula.formula_checks import check_formula
 from ..formula.tables import Table
 from ..formula.tile_ranges import find_blocks
 from ..formula.torch_masks import is_block_mask
-from ..problem.validation import read_mask
 from ..statistics import lse, max_score
 from .derivatives import is_transformed
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention  # bound before `replacing` replaces it
 
+from ..call.kernel import Kernel, Refusal, Result
+from ..call.problem import Problem
 from ..gpu.configurations import architecture_of
-from ..problem.kernel import Kernel, Refusal, Result
-from ..problem.problem import Problem
 from .autograd import needs_gradients
 
 MAX_HEAD_WIDTH = 256  # largest head width of torch's FlashAttention kernels

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention  # bound before `replacing` replaces it
 
 from ..arrays.layouts import ADAPTERS, Tensors
-from ..dispatch import call_cache
-from ..dispatch.backward_calls import MAX_BACKWARD_ENTRIES
-from ..dispatch.call_cache import EntryResult, ResultBuilder, describe_statistics
-from ..dispatch.call_request import Request
-from ..dispatch.lookup import LOOKUP, store
+from ..call import call_cache
+from ..call.backward_calls import MAX_BACKWARD_ENTRIES
+from ..call.call_cache import EntryResult, ResultBuilder, describe_statistics
+from ..call.kernel import BACKWARD_OPERANDS, Gradients, Result
+from ..call.lookup import LOOKUP, store
+from ..call.problem import NUM_OPERANDS, Problem
+from ..call.request import Request
 from ..formula.expression import Expression
 from ..gpu.configurations import is_trial
-from ..problem.kernel import BACKWARD_OPERANDS, Gradients, Result
-from ..problem.problem import NUM_OPERANDS, Problem
 from .autograd import needs_gradients
 from .graph_attacher import CachedGraphCall, GraphAttacher
 

@@ -11,11 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from ..api.kernels import make_plan
-from ..dispatch.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, read_inputs
-from ..dispatch.call_cache import EntryResult
-from ..dispatch.call_request import Request
-from ..problem.kernel import Gradients, Plan
-from ..problem.problem import NUM_OPERANDS, Problem, make_problem
+from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, read_inputs
+from ..call.call_cache import EntryResult
+from ..call.kernel import Gradients, Plan
+from ..call.problem import NUM_OPERANDS, Problem, make_problem
+from ..call.request import Request
 from ..statistics import Statistic, unwrap_mean
 from .autograd import GraphCall, connect, trainable_inputs, with_saved_tables
 

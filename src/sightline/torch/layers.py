@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..call.validation import to_float
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import causal
 from ..formula.tables import Table
 from ..positions import rotary
-from ..problem.validation import to_float
 from ..recording import Kind
 from ..statistics import weights as weights_of
 from .functional import check_operands

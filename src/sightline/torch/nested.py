@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..arrays.kinds import is_array
+from ..call.validation import read_mask, read_score, read_statistics
 from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression, apply, table_lookup
 from ..formula.tables import Table
 from ..formula.torch_masks import is_causal_bias
-from ..problem.validation import read_mask, read_score, read_statistics
 from ..statistics import Entropy, Lse, Mass, Statistic
 
 STATISTICS = Lse, Entropy, Mass  # one number for each query

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..api.kernels import differentiate, make_plan, push_forward, solve
 from ..arrays.operations import empty, has_heads_in_rows
-from ..dispatch.call_spec import Arrays, CallSpec, count_arrays, flatten_result, split_arrays
-from ..problem.kernel import Gradients, Plan
-from ..problem.problem import Problem
+from ..call.kernel import Gradients, Plan
+from ..call.problem import Problem
+from ..call.spec import Arrays, CallSpec, count_arrays, flatten_result, split_arrays
 from ..reference import streaming
 from .operator_schema import SCHEMA, find_float_tables, make_problem, read_arguments
 

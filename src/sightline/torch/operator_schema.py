@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.call_spec import Arrays, CallSpec, split_arrays
+from ..call.kernel import Result
+from ..call.problem import Problem, validate
+from ..call.spec import Arrays, CallSpec, split_arrays
+from ..call.validation import check_device
 from ..formula.tables import Table
 from ..formula.tensor_cache import to_device
-from ..problem.kernel import Result
-from ..problem.problem import Problem, validate
-from ..problem.validation import check_device
 from ..statistics import Statistic
 
 # the fields of `Arrays`, and then those of `CallSpec`; the seed is int64, and a tensor, so that torch's generator can

@@ -17,11 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..call.kernel import choose
+from ..call.problem import make_problem
 from ..errors import SightlineError, context
 from ..formula.library import bias
 from ..formula.torch_masks import is_causal_bias
-from ..problem.kernel import choose
-from ..problem.problem import make_problem
 from ..reference.streaming import Streaming
 from .dispatch import kernels
 from .functional import check_operands, convert_arguments, scaled_dot_product_attention

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..call.validation import suggest_statistic
 from ..errors import ParameterError
-from ..problem.validation import suggest_statistic
 from ..recording import Call, Kind, Seen, Total, map_arrays, select_names
 from ..statistics import OverLayers, Statistic, StatisticBase
 from .hooks import LayerCall

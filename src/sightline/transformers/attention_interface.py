@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ..call.validation import read_mask
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import bias
 from ..formula.library import softcap as softcap_score
 from ..formula.tables import Table
-from ..problem.validation import read_mask
 from ..statistics import weights
 from ..torch.attention_finder import is_watched
 from ..torch.hooks import LayerCall, attend

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from ..call.validation import read_mask
 from ..errors import ParameterError, context
-from ..problem.validation import read_mask
 from ..recording import select_names
 from ..torch.hooks import registering
 from ..torch.watcher import is_cross_attention

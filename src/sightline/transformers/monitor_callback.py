@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-from ..model_monitor import AttentionMonitor
+from ..torch.model_monitor import AttentionMonitor
 
 
 class MonitorCallback(transformers.TrainerCallback):  # type: ignore[misc]

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from ..call.validation import read_mask
 from ..errors import MaskError, ParameterError
 from ..formula.expression import Expression
 from ..formula.tile_ranges import find_tile_ranges
-from ..problem.validation import read_mask
 from . import plotting
 from .formula_pictures import validate_extent
 from .palette import LIGHT

@@ -17,7 +17,7 @@ from triton.runtime import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
 
 import fault_planting
-import sightline.problem.problem
+import sightline.call.problem
 from on_device import OnDevice
 from sightline.formula.tensor_cache import TensorCache
 from sightline.gpu import Triton
@@ -53,15 +53,15 @@ def triton_kernel(monkeypatch):
     Decoding has splits of FEW_KEYS keys, and no problem counts as small.
     """
     monkeypatch.setattr(launch_forward, "MIN_KEYS_PER_SPLIT", FEW_KEYS)
-    monkeypatch.setattr(sightline.problem.problem, "MAX_SMALL_FLOPS", -1)
+    monkeypatch.setattr(sightline.call.problem, "MAX_SMALL_FLOPS", -1)
     return Triton("interpreter") if INTERPRETED else OnDevice(Triton())
 
 
 @pytest.fixture
 def small_kernel(triton_kernel, monkeypatch):
     """Return the kernels for tests whose problems are small, with tables on a device whose entries are not read."""
-    monkeypatch.setattr(sightline.problem.problem, "MAX_SMALL_FLOPS", 2**31)
-    monkeypatch.setattr(sightline.problem.problem, "_waits_for_entries", lambda _: True)
+    monkeypatch.setattr(sightline.call.problem, "MAX_SMALL_FLOPS", 2**31)
+    monkeypatch.setattr(sightline.call.problem, "_waits_for_entries", lambda _: True)
     return triton_kernel
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 import sightline
 from sample_problems import arrays
 from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s, softcap, table, top_k, where, window
-from sightline.dispatch import call_cache
+from sightline.call import call_cache
+from sightline.call.problem import make_problem
 from sightline.gpu.launch.forward import uses_decode
-from sightline.problem.problem import make_problem
 from sightline.testing import LAYOUTS, assert_conforms
 from strategies import DTYPES, Case, cases
 

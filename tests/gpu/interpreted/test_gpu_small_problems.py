@@ -12,7 +12,8 @@ from fault_planting import Fault
 from on_device import DEVICE
 from sample_problems import arrays
 from sightline import bias, causal, dense, entropy, i, j, lse, mass, max_score, padding, s, softcap, table
-from sightline.dispatch import call_cache
+from sightline.call import call_cache
+from sightline.call.problem import make_problem
 from sightline.errors import ChangedArrayError, FormulaError, TableError
 from sightline.formula.tables import Table
 from sightline.formula.tile_ranges import find_tile_ranges
@@ -21,7 +22,6 @@ from sightline.gpu.kernels.backward_keys import backward_keys
 from sightline.gpu.kernels.backward_queries import backward_queries
 from sightline.gpu.kernels.forward import forward
 from sightline.gpu.launch.bound_launches import BoundLaunches
-from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import Case
 from triton_interpreter import INTERPRETED
@@ -277,7 +277,7 @@ def test_a_trial_of_other_tile_sizes_is_not_answered_by_the_cache(repeated):
 
 
 def test_a_large_problem_whose_tables_decide_its_plan_is_not_stored(repeated, monkeypatch):
-    monkeypatch.setattr(sightline.problem.problem, "MAX_SMALL_FLOPS", -1)
+    monkeypatch.setattr(sightline.call.problem, "MAX_SMALL_FLOPS", -1)
     for name, stored in (("padding", False), ("causal", True)):
         for seed in range(2):
             results(tensors(seed=seed), CALLS[name](np.random.default_rng(seed)))

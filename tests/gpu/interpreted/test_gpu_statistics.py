@@ -226,7 +226,7 @@ def test_the_schedule_of_keys_is_that_of_queries_turned(heads):
     """The schedule of keys has exactly the tiles of the schedule of queries."""
     x = torch.zeros(1, 3, 70, 4), torch.zeros(1, 3, 150, 4)
     mask = (j <= 2 * i) & (j >= i // 2 - (h * 9 if heads else 5)) & (i != 40)
-    problem = sightline.problem.problem.make_problem(x[0], x[1], x[1], mask=mask)
+    problem = sightline.call.problem.make_problem(x[0], x[1], x[1], mask=mask)
     found = []
     for of_keys in (False, True):
         rows, runs, _, head = (to_numpy(x) for x in make_schedule(problem, 16, 32, of_keys))

@@ -6,12 +6,12 @@ from importlib import import_module
 import pytest
 import torch
 
-import sightline.problem.problem
+import sightline.call.problem
 from on_device import DEVICE, OnDevice
 from sightline import i, j
+from sightline.call.problem import make_problem
 from sightline.gpu import Triton
 from sightline.gpu.configurations import Configuration, try_sizes
-from sightline.problem.problem import make_problem
 from sightline.testing import assert_conforms
 from triton_interpreter import INTERPRETED
 
@@ -21,7 +21,7 @@ KERNEL = Triton("interpreter") if INTERPRETED else Triton()
 @pytest.fixture(autouse=True)
 def large(monkeypatch):
     """Let no problem count as small, so that the plan reads the mask."""
-    monkeypatch.setattr(sightline.problem.problem, "MAX_SMALL_FLOPS", -1)
+    monkeypatch.setattr(sightline.call.problem, "MAX_SMALL_FLOPS", -1)
 
 
 def arrays(n=40, m=40):

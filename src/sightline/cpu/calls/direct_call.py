@@ -2,7 +2,7 @@
 
     find_or_run(entries, structure, numbers, operand, ..., table, ...)
 
-Python calls this function of C. `entries` has an entry for each known call. `dispatch.lookup` says what the function
+Python calls this function of C. `entries` has an entry for each known call. `call.lookup` says what the function
 returns. The operands are query, key and value; for the backward pass also output, d_output and lse. A call is
 direct if its entry has a record (`entry.prepared.direct`): the kernel's address and a buffer with its argument block.
 For a direct call, the function allocates the results, writes all addresses and numbers into the argument block, and

@@ -29,7 +29,7 @@ DLPACK_MAJOR_VERSION = 1
 def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
     """Return the functions of `ArrayReader` and `DirectCall`; None if this Python or this torch cannot be served.
 
-    The methods `read_in_python` and `find_in_python` of `Lookup` do the same in Python, but run no call.
+    The methods `read_in_python` and `find_in_python` of `CallLookup` do the same in Python, but run no call.
     """
     read_tensor = None if tensors.exchange is None else _exchange_function(tensors.exchange)
     if not (_is_supported() and _has_known_structs()) or (read_tensor is None and NoTensor not in tensors.types):

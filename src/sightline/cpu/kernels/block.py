@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from ...arrays.row_formats import RowFormat
+from ...call.kernel import MAX_LSE
 from ...formula.expression import Expression
 from ...formula.parameters import TableParameter
-from ...problem.kernel import MAX_LSE
 from ...reference.dropout import LOW_32_BITS, philox_rounds
 from ..codegen.abi import LoadedArguments
 from ..codegen.builder import Builder, Module, Variable

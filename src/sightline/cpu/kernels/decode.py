@@ -32,9 +32,8 @@ from typing import Any
 from ...arrays.row_formats import RowFormat
 from ..codegen.abi import DECODE_FIELDS
 from ..codegen.builder import CACHE_LINE_BYTES, Variable
-from ..codegen.math import exp
+from ..codegen.math import exp, reduce_across_groups, reduce_within_groups
 from ..codegen.packed_rows import PackedFormat
-from ..codegen.reduction import reduce_across_groups, reduce_within_groups
 from ..codegen.values import BFLOAT, DOUBLE, INT16, INT32, INT64, Value, vector
 from ..runtime.machine import Machine
 from .block import Block

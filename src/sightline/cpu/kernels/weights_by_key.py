@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..codegen.builder import Variable
-from ..codegen.reduction import reduce_across_groups, reduce_within_groups
+from ..codegen.math import reduce_across_groups, reduce_within_groups
 from ..codegen.values import DOUBLE, INT32, INT64, Value
 from .kernel_spec import KEY_BLOCK
 from .weights_pass import KeyPairs, StatisticCode

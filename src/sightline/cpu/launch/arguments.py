@@ -11,11 +11,11 @@ from typing import Any, cast
 import numpy as np
 
 from ...arrays.operations import detach, empty, has_heads_in_rows, itemsize, layout, map_entries, to_numpy
+from ...call.problem import Problem
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
 from ...formula.formula_checks import find_index_ranges
 from ...formula.parameters import TableParameter, structure_of
 from ...formula.tile_ranges import TileRanges, find_tile_ranges
-from ...problem.problem import Problem
 from ...reference.dropout import threshold
 from ..codegen.abi import pack, signed_word
 from ..kernels.block import Block

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ...arrays.operations import convert, detach, empty, layout, namespace, to_numpy
-from ...problem.kernel import (
+from ...call.kernel import (
     BACKWARD_SUMS,
     Gradients,
     differentiate_sinks,
+    find_learned_lookups,
     is_lse_too_large,
     subtract_rounding,
     sum_by_table,
     widen,
 )
-from ...problem.problem import OPERANDS, Problem
+from ...call.problem import OPERANDS, Problem
+from ...formula.expression import SYMBOLS
 from ...statistics import Mass, StatisticGradients
 from ..codegen.abi import BACKWARD_CALL_FIELDS
 from ..kernels.backward import Backward
@@ -36,7 +38,39 @@ from .arguments import (
 from .bound_call import BoundCall
 from .forward import forward, make_output
 from .statistics import CpuFusedStatistics
-from .table_gradients import TableGradient, find_table_gradients
+
+
+@dataclass(frozen=True)
+class TableGradient:
+    """A lookup of the score whose table needs a gradient."""
+
+    node_index: int  # index of the lookup in `walk(score)`
+    slot: int  # index of the table in Problem.tables
+    # True if each entry of the table belongs to one key, as in t[h, i, j]: only one split of the keys writes the entry
+    is_per_key: bool
+    is_per_head: bool  # True if every entry of the table belongs to one query head, as in t[h, j]
+
+
+def find_table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterator[TableGradient]:
+    """Yield a description of each lookup of the score whose table is among `wanted_tables`."""
+    lookups = find_learned_lookups(problem, wanted_tables)
+
+    def is_indexed_by(slot: int, name: str, length: int) -> bool:
+        """True if the symbol `name` itself is the index of one axis, the same in all lookups of the table.
+
+        An axis shorter than the symbol's range is not accepted: at hidden pairs, indices past the end of the axis are
+        clamped to the last entry, so that several threads may write that entry.
+        """
+        axes_by_lookup = [
+            {axis for axis, x in enumerate(node.arguments) if x is SYMBOLS[name] and node.table.shape[axis] >= length}
+            for _, node, other in lookups
+            if other == slot
+        ]
+        return bool(set.intersection(*axes_by_lookup))
+
+    for node_index, _, slot in lookups:
+        yield TableGradient(node_index, slot, is_indexed_by(slot, "j", problem.m), is_indexed_by(slot, "h", problem.H))
+
 
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import detach, empty, itemsize
+from ...call.kernel import Gradients, differentiate_sinks, is_lse_too_large
+from ...call.problem import Problem
 from ...formula.tile_ranges import find_runs, find_tile_ranges
 from ...partition.part import part_of
-from ...problem.kernel import Gradients, differentiate_sinks, is_lse_too_large
-from ...problem.problem import Problem
 from ...statistics import StatisticGradients
 from ..runtime.processor import Processor
 from .arguments import TARGET_ITEMS

@@ -3,7 +3,7 @@
 The bound arguments follow from the structure of the call: shapes, strides, dtypes, and formulas without their tables
 and numbers. So a repeated call needs no planning. The tile ranges of the first call are bound too: the blocks of keys
 that each block of queries processes. Generated code searches for new tile ranges if the mask reads a table, or if the
-formulas have other numbers than in the first call. `dispatch.call_cache` decides which calls share a bound call.
+formulas have other numbers than in the first call. `call.call_cache` decides which calls share a bound call.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import layout
-from ...problem.kernel import MAX_FEW_QUERIES, MIN_KEYS_PER_SPLIT, min_decode_keys
-from ...problem.problem import Problem
+from ...call.kernel import MAX_FEW_QUERIES, MIN_KEYS_PER_SPLIT, min_decode_keys
+from ...call.problem import Problem
 from ..codegen.abi import DECODE_CALL_FIELDS, FORWARD_CALL_FIELDS
 from ..kernels.decode import MAX_ROWS_PER_ITEM, UNROLL, Decode
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up

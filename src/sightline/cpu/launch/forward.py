@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import convert, empty, has_heads_in_rows
-from ...problem.kernel import Result
-from ...problem.problem import Problem
+from ...call.kernel import Result
+from ...call.problem import Problem
 from ..kernels.forward import Forward
 from ..kernels.kernel_spec import KernelSpec, max_blocks_per_item
 from ..runtime.processor import Processor

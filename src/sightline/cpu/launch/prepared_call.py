@@ -124,7 +124,7 @@ class PreparedCall:
         fits = len(self.makers) <= MAX_RESULTS and len(inputs.numbers) <= MAX_NUMBERS
         self.can_be_direct = can_be_direct and fits and not any(inputs.converters)
 
-    make_functions = staticmethod(make_array_functions)  # the functions of `dispatch.lookup`, which run direct calls
+    make_functions = staticmethod(make_array_functions)  # the functions of `call.lookup`, which run direct calls
 
     def copy(self, num_keys: int) -> PreparedCall:
         """Return a copy of the call for `num_keys` keys. The copy counts its own runs, and makes its own record."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import convert
+from ...call.problem import Problem
 from ...formula.expression import Expression
-from ...problem.problem import Problem
 from ...reference.streaming import Streaming
 from ...statistics import Statistic
 from ...statistics.computation import FusedStatistics, computed_statistic, dispatch_statistics

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import convert, detach, empty, layout, to_numpy
+from ...call.kernel import Tangents, is_lse_too_large, sink_weights
+from ...call.problem import Problem
 from ...formula.derivative import score_tangent
 from ...formula.expression import Expression
-from ...problem.kernel import Tangents, is_lse_too_large, sink_weights
-from ...problem.problem import Problem
 from ..codegen.abi import TANGENT_CALL_FIELDS
 from ..kernels.kernel_spec import KernelSpec
 from ..kernels.tangent import SCORE, Tangent

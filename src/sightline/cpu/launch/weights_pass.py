@@ -19,8 +19,8 @@ import numpy as np
 from ...arrays.layouts import ArrayAdapter
 from ...arrays.operations import convert, empty, layout, namespace, resolve_dtype, to_numpy
 from ...caching import cached_property
-from ...problem.kernel import MAX_LSE
-from ...problem.problem import Problem
+from ...call.kernel import MAX_LSE
+from ...call.problem import Problem
 from ...statistics import Mean, Pooled, Received, Statistic, TopK, Weights
 from ...statistics.computation import conditions_of
 from ...statistics.matrix import cell_lengths

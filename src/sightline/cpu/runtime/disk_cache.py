@@ -1,6 +1,6 @@
 """The disk cache: the object code of compiled kernels, one file each, in a folder that no other user can write to.
 
-The environment variable SIGHTLINE_CACHE selects the folder, or disables the cache; see `sightline.cache_folder`.
+The environment variable SIGHTLINE_CACHE selects the folder, or disables the cache; see `cache_folder`.
 
 A file consists of  MAGIC · sha256(name · code) · code.  The file name is the hash of everything that determines the
 code, so a file is never changed, only replaced by an equal file. A file is written under a temporary name and then
@@ -22,9 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...cache_folder import cache_folder
 from ...caching import find_sources, hash_sources
-from .private_folder import PrivateFolder, UntrustedError, open_private_folder
+from .cache_folder import PrivateFolder, UntrustedError, cache_folder, open_private_folder
 
 IMPORT_TIME = time.time()  # a source file that changed later may differ from the imported code
 MAX_FOLDER_BYTES = 256 << 20  # if the folder is larger, its least recently used files are deleted

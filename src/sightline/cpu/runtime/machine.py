@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ...caching import cached_property
+from ...call.kernel import CPU_VARIABLE
 from ...errors import ParameterError
-from ...problem.kernel import CPU_VARIABLE
 from . import llvmlite_lock
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"

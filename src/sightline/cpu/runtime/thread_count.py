@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache
 
+from ...call.validation import check_threads
 from ...errors import ParameterError, context
-from ...problem.validation import check_threads
 
 THREADS_VARIABLE = "SIGHTLINE_THREADS"
 MAX_THREADS = max(os.cpu_count() or 1, 16)  # the most threads of one call; further threads would find no free processor

@@ -12,11 +12,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ...arrays.operations import layout
+from ...call.problem import Problem
 from ...formula.expression import Expression
 from ...formula.formula_checks import find_index_ranges
 from ...formula.tables import Table
 from ...formula.tensor_cache import TensorCache
-from ...problem.problem import Problem
 from .render_triton import render
 
 INT32_MAX = 2**31 - 1

@@ -11,9 +11,9 @@ import torch
 import triton.language as tl
 
 from ...arrays.operations import detach
+from ...call.problem import Problem
 from ...formula.expression import SYMBOLS
 from ...formula.tensor_cache import to_device
-from ...problem.problem import Problem
 from ...reference.dropout import threshold
 from ..codegen.formula_functions import (
     INT32_MAX,

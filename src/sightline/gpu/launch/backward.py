@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ...arrays.operations import detach
+from ...call.kernel import Gradients, Refusal, find_learned_lookups, sum_by_table, sum_sink_gradients
+from ...call.problem import Problem
 from ...formula.derivative import derivative
 from ...formula.expression import SYMBOLS, Expression, Lookup
-from ...problem.kernel import Gradients, Refusal, find_learned_lookups, sum_by_table, sum_sink_gradients
-from ...problem.problem import Problem
 from ...statistics import StatisticGradients
 from ..configurations import Configuration, architecture_of, select
 from ..kernels.backward import backward_preprocess

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...problem.kernel import Result
-from ...problem.problem import Problem
+from ...call.kernel import Result
+from ...call.problem import Problem
 from ...reference.streaming import Streaming
 from ...statistics import Lse, unwrap_mean
 from ..codegen.formula_functions import collect_tables

@@ -15,8 +15,8 @@ import triton.language as tl
 from triton.runtime import JITFunction
 from triton.runtime.errors import OutOfResources
 
+from ...call.problem import Problem
 from ...formula.tables import Table
-from ...problem.problem import Problem
 from ..configurations import Configuration
 from ..kernels.tile_loop import GpuSchedule
 from ..kernels.tile_ops import MetaParameters

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...call.problem import Problem
 from ...formula.expression import SYMBOLS, Expression
 from ...formula.tables import bounds_key
 from ...formula.tensor_cache import TensorCache, retain
 from ...formula.tile_ranges import TileRanges, find_tile_ranges
-from ...problem.problem import Problem
 from ..kernels.tile_loop import GpuSchedule
 
 _SCHEDULES = TensorCache(64)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...problem.problem import Problem
+from ...call.problem import Problem
 from ...reference.streaming import TileOps
 from ...reference.streaming import compute_statistics as compute_by_streaming
 from ...statistics import Mean, Pooled, Received, Scores, Statistic, TopK, Weights

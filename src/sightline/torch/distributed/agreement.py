@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ...arrays.operations import dtype_name, to_numpy
+from ...call.validation import to_float
 from ...errors import RankError
 from ...formula.expression import Expression
 from ...formula.tables import Table
-from ...problem.validation import to_float
 from .group import Group
 
 DIGEST_WORDS = 2

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...arrays.operations import itemsize
+from ...call.problem import Problem
 from ...errors import ParameterError
 from ...partition.schedule import find_schedule, key_block_length
 from ...partition.shards import Shards
-from ...problem.problem import Problem
 from ...statistics import Lse, Statistic
 from ..autograd import check_versions, table_versions, tables_of
 from ..operator import autocast_disabled

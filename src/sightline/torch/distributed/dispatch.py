@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from ...api.kernels import to_caller_layout
-from ...errors import ParameterError
-from ...partition.shards import Method, ShardLayout, Shards, check_method, check_shards
-from ...problem.foreign_arguments import refuse_arguments
-from ...problem.kernel import Result
-from ...problem.problem import Problem, make_problem
-from ...problem.validation import (
+from ...call.foreign_arguments import refuse_arguments
+from ...call.kernel import Result
+from ...call.problem import Problem, make_problem
+from ...call.validation import (
     broadcast_inputs,
     check_arrays,
     check_choice,
@@ -26,6 +24,8 @@ from ...problem.validation import (
     read_statistics,
     split_names,
 )
+from ...errors import ParameterError
+from ...partition.shards import Method, ShardLayout, Shards, check_method, check_shards
 from ...statistics import Mean, Pooled, Received, Statistic, unwrap_mean
 from ..dispatch import apply_autocast
 from ..operator import autocast_disabled

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...api import kernels as dispatch
+from ...call.problem import Problem
 from ...partition.part import part_of
 from ...partition.shards import Shards, divide_heads
-from ...problem.problem import Problem
 from ...statistics import arrays_of
 from ..autograd import attach_to_graph
 from .collectives import cut_spans, gather, join_shards, scatter, send_to_all

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ...api import kernels as dispatch
+from ...call.kernel import Gradients
+from ...call.problem import Problem
 from ...partition.lse_merge import Sums, combine, read_part, start
 from ...partition.part import part_of
 from ...partition.schedule import KeyBlock, Schedule
 from ...partition.shards import Span
-from ...problem.kernel import Gradients
-from ...problem.problem import Problem
 from ...reference import streaming
 from ...statistics import (
     Entropy,

@@ -1,4 +1,4 @@
-"""Repeated calls of drawn structures on arrays of every memory, and the assumptions of `sightline.dispatch.call_cache`.
+"""Repeated calls of drawn structures on arrays of every memory, and the assumptions of `sightline.call.call_cache`.
 
 `call_cache` says what a repeated call takes from an earlier call. A test breaks each of these assumptions, and the
 drawn calls must fail.
@@ -16,6 +16,8 @@ import sightline
 from fault_planting import Fault, plant
 from repeated_calls import Repetition
 from sightline import h, i, j, m, n, padding, s, table
+from sightline.call import call_cache, problem
+from sightline.call import request as call_request
 from sightline.cpu.launch import bound_call, call_family, prepared_call
 from sightline.cpu.launch.arguments import convert_sinks
 from sightline.cpu.launch.backward import BoundBackward
@@ -23,9 +25,7 @@ from sightline.cpu.launch.bound_call import BoundCall
 from sightline.cpu.launch.call_family import CallFamily
 from sightline.cpu.launch.prepared_call import KernelInputs, PreparedCall
 from sightline.cpu.launch.tile_search import BoundSearch
-from sightline.dispatch import call_cache, call_request
 from sightline.errors import ChangedArrayError, ParameterError, TableError
-from sightline.problem import problem
 
 SEEDS, SEEDS_PER_TEST = 60, 5
 REPEATS = 9  # calls until a call is direct, and one more

@@ -14,9 +14,9 @@ import sightline
 from sample_calls import all_bits, arrays
 from sightline import b, h, i, j, s, table
 from sightline.arrays.operations import to_numpy
+from sightline.call import call_cache
+from sightline.call.kernel import Result
 from sightline.cpu.launch import prepared_call
-from sightline.dispatch import call_cache
-from sightline.problem.kernel import Result
 from sightline.statistics import arrays_of
 from statistic_definitions import check, defined, oracle
 from strategies import Case, generators, to_torch

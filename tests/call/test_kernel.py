@@ -8,9 +8,9 @@ import pytest
 import sightline
 from sightline import alibi, causal, window
 from sightline.api.kernels import KERNELS
+from sightline.call.kernel import choose
+from sightline.call.problem import make_problem
 from sightline.errors import KernelRefusedError, ParameterError
-from sightline.problem.kernel import choose
-from sightline.problem.problem import make_problem
 from stub_kernel import Choosy
 
 X = np.ones((2, 4, 96, 8), np.float32)

@@ -24,9 +24,9 @@ from ..arrays.layouts import ADAPTERS, BOOLEANS
 from ..formula import from_function, library
 from ..formula.expression import Expression, is_compiling
 from ..formula.parameters import structure_of
-from ..problem.kernel import CPU_VARIABLE, min_decode_keys
 from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights
 from ..statistics.computation import computed_statistic, conditions_of
+from .kernel import CPU_VARIABLE, min_decode_keys
 
 # the statistics of cached calls: the forward kernel computes those of the first tuple, weights passes the others
 FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Mass), (Received, Pooled, TopK, Weights)

@@ -10,11 +10,11 @@ import sightline
 from cached_calls import NEVER, uncached
 from sample_calls import arrays, bits, decoding_arrays
 from sightline import h, i, j, m, n
+from sightline.call import call_cache
+from sightline.call.kernel import min_decode_keys
+from sightline.call.problem import make_problem
 from sightline.cpu.launch import prepared_call
 from sightline.cpu.launch.decode import BoundDecode
-from sightline.dispatch import call_cache
-from sightline.problem.kernel import min_decode_keys
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget

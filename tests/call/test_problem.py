@@ -31,6 +31,7 @@ from sightline import (
     where,
     window,
 )
+from sightline.call.problem import make_problem
 from sightline.errors import (
     DeviceError,
     DtypeError,
@@ -43,7 +44,6 @@ from sightline.errors import (
     TableError,
 )
 from sightline.formula.derivative import derivative
-from sightline.problem.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
 from sightline.testing import assert_within_budget
 

@@ -1,8 +1,6 @@
-"""A folder in which no other user can create or change a file.
+"""The folder of the cache on disk, in which no other user can write.
 
-On POSIX, the owners and the permissions of the folder, of its parents and of its files are checked. Windows reports
-neither owners nor permissions to Python. On Windows, the folder must therefore be inside the user's home folder, where
-only the user and administrators may write.
+SIGHTLINE_CACHE=off disables the cache. SIGHTLINE_CACHE=/a/folder selects its folder.
 """
 
 from __future__ import annotations
@@ -16,6 +14,42 @@ from pathlib import Path
 from typing import IO
 
 from ...errors import name_file
+
+CACHE_VARIABLE = "SIGHTLINE_CACHE"
+
+
+def cache_setting() -> str:
+    """Return the value of SIGHTLINE_CACHE: "off" for "OFF" and "Off" too, and "" if the variable is not set."""
+    setting = os.environ.get(CACHE_VARIABLE, "").strip()
+    return "off" if setting.lower() == "off" else setting
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cache on disk, which need not exist.
+
+    Raises
+    ------
+    OSError
+        SIGHTLINE_CACHE is "off" or is not an absolute path, or it is not set and the user has no home folder.
+    """
+    setting = cache_setting()
+    if setting == "off":
+        raise OSError(f"{CACHE_VARIABLE}=off")
+    if setting:
+        path = Path(os.path.expanduser(setting))
+        if not path.is_absolute():
+            raise OSError(f"{CACHE_VARIABLE}={setting} is neither off nor an absolute path")
+        return path
+    from platformdirs import user_cache_path
+
+    try:
+        path = user_cache_path("sightline", appauthor=False)
+    except RuntimeError:  # newer versions of platformdirs raise it, older ones return a path that begins with ~
+        path = Path("~")
+    if not path.is_absolute():
+        raise OSError(f"the user has no home folder; set HOME, or {CACHE_VARIABLE}=/a/folder")
+    return path
+
 
 OTHER_FOLDER = "set SIGHTLINE_CACHE to another folder"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH

@@ -9,7 +9,7 @@ import sightline
 from cached_calls import FORMULAS, record_hits
 from sample_calls import arrays, bits, tensors
 from sightline import h, i, j, s, table
-from sightline.dispatch import call_cache
+from sightline.call import call_cache
 from strategies import to_torch
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..arrays.operations import itemsize
 from ..formula.tile_ranges import find_tile_ranges
-from ..problem.kernel import Plan
-from ..problem.problem import Problem
+from .kernel import Plan
+from .problem import Problem
 
 TILE = (64, 64)  # queries and keys of a counted tile on every machine; with AVX2, for example, kernels have 16 × 64
 SHARED = "stored and read once for several sequences; the figures below count a copy for each sequence"

@@ -22,7 +22,7 @@ MAX_CACHED_CALLS = 256  # the call cache moves an entry that was used to the end
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-class Lookup:
+class CallLookup:
     """Reads arrays and looks calls up, in Python, or by generated code from the first repeated call on.
 
     Attributes
@@ -64,7 +64,7 @@ class Lookup:
         return None if found is None else (entries.get((found[0], structure)), None, *found)
 
 
-LOOKUP = Lookup()
+LOOKUP = CallLookup()
 
 
 def store(entries: dict[Any, Any], key: tuple[Any, ...], entry: Any, limit: int | None = None) -> None:

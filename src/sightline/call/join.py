@@ -17,7 +17,7 @@ from typing import Any
 from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, as_expression, intern
 from ..formula.tables import Table
 from ..statistics import Statistic
-from .call_spec import Arrays, CallSpec
+from .spec import Arrays, CallSpec
 
 
 def join_spec(

@@ -12,9 +12,9 @@ import sightline
 from cached_calls import uncached
 from sample_calls import KINDS, all_bits, arrays, bits, decoding_arrays, draw_inputs
 from sightline import i, j, table
+from sightline.call import call_cache
 from sightline.cpu.calls.launcher import RecordCode
 from sightline.cpu.calls.python_functions import launcher
-from sightline.dispatch import call_cache
 
 
 def ask_at_once(questions, calls):

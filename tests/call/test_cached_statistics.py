@@ -11,7 +11,7 @@ import sightline
 from cached_calls import record_hits, uncached
 from sample_calls import all_bits, arrays, bits, decoding_arrays, tensors
 from sightline import i, j, table
-from sightline.dispatch import call_cache
+from sightline.call import call_cache
 from sightline.testing import assert_within_budget
 
 SEE = {

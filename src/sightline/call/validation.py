@@ -1,6 +1,6 @@
 """Checks and conversions of the arguments of attention, one function for each argument.
 
-`sightline.problem.problem` explains the letters of the shapes.
+`sightline.call.problem` explains the letters of the shapes.
 """
 
 from __future__ import annotations

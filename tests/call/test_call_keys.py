@@ -9,12 +9,12 @@ from cached_calls import key_of, record_hits, uncached
 from sample_calls import all_bits, arrays, bits, draw_inputs
 from sightline import b, i, j, s, where
 from sightline.arrays.layouts import parse
+from sightline.call import call_cache
+from sightline.call.lookup import LOOKUP
+from sightline.call.problem import make_problem
+from sightline.call.request import describe
 from sightline.cpu import Cpu
-from sightline.dispatch import call_cache
-from sightline.dispatch.call_request import describe
-from sightline.dispatch.lookup import LOOKUP
 from sightline.errors import SightlineError
-from sightline.problem.problem import make_problem
 from strategies import to_torch
 
 OPERAND_BYTES = 8 * (1 + 2 * 4)  # of an operand with four axes in the layouts of `arrays.layouts`

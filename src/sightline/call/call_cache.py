@@ -2,9 +2,9 @@
 
     attention(q, k, v, mask=j < table(lengths)[b])  →  Request  →  ForwardEntry  →  kernel
 
-`call_request` computes the structure of a call: its options, and its formulas without numbers and tables. `answer`
-looks the call up by `Lookup.find_or_run`, and runs it. `cpu.launch.prepared_call` decides how a call is repeated. Calls
-that differ only in lengths and strides form a family, such as the steps of a decoding loop. A call of a known family is
+`request` computes the structure of a call: its options, and its formulas without numbers and tables. `answer` looks the
+call up by `CallLookup.find_or_run`, and runs it. `cpu.launch.prepared_call` decides how a call is repeated. Calls that
+differ only in lengths and strides form a family, such as the steps of a decoding loop. A call of a known family is
 bound for its lengths without the full dispatch, which has all checks, the choice of a kernel and its planning.
 
 A repeated call takes from an earlier call what follows from the key: the kernel, the values of its bound arguments
@@ -39,11 +39,11 @@ from ..arrays.operations import has_heads_in_rows
 from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..problem.kernel import Result
-from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem
 from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Statistic, average_over, unwrap_mean
-from .call_request import WEIGHTS_STATISTICS, Request, family_key, make_tuple, without_key_length
+from .kernel import Result
 from .lookup import LOOKUP, store
+from .problem import NUM_OPERANDS, OPERANDS, Problem
+from .request import WEIGHTS_STATISTICS, Request, family_key, make_tuple, without_key_length
 
 if TYPE_CHECKING:
     from ..cpu.launch.bound_call import BoundCall

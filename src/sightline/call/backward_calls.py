@@ -4,7 +4,7 @@ A bound call is a kernel call that lacks only the addresses of its arrays, the n
 Torch's graph, `attention_vjp` and compiled programs of JAX hold a `BackwardPasses`. Its method `differentiate` gets the
 `BackwardInputs` and the `ForwardPass` of one backward pass, and calls
 
-    repeat    which runs the bound call of an earlier pass, found by `Lookup.find_or_run`, or if there is none:
+    repeat    which runs the bound call of an earlier pass, found by `CallLookup.find_or_run`, or if there is none:
     dispatch  the full dispatch of the caller: all checks, the choice of a kernel, and its planning
     keep      which stores the bound call that the full dispatch made
 """
@@ -22,20 +22,13 @@ from ..arrays.layouts import ADAPTERS, numpy_address
 from ..arrays.operations import accumulator, convert, detach, dtype_name, has_heads_in_rows, namespace, to_numpy
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..problem.kernel import (
-    BACKWARD_OPERANDS,
-    BACKWARD_SUMS,
-    Gradients,
-    differentiate_sinks,
-    subtract_rounding,
-    widen,
-)
-from ..problem.problem import NUM_OPERANDS, OPERANDS, Problem
 from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
 from ..statistics.computation import conditions_of
-from .call_request import Request
-from .call_spec import count_arrays, split_arrays
+from .kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients, differentiate_sinks, subtract_rounding, widen
 from .lookup import LOOKUP, store
+from .problem import NUM_OPERANDS, OPERANDS, Problem
+from .request import Request
+from .spec import count_arrays, split_arrays
 
 if TYPE_CHECKING:
     from ..cpu.launch.backward import BoundBackward
@@ -128,7 +121,7 @@ def _no_tiles() -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class BackwardEntry:
-    """A bound call of the backward pass, an entry for `Lookup.find_or_run`.
+    """A bound call of the backward pass, an entry for `CallLookup.find_or_run`.
 
     prepared : the call of the backward kernel; its results are the sums of gradients, those of tables included
     weights_sum : a forward pass that computes Σⱼ P_ij w_ij, which is subtracted from d_lse, where w is the formula that

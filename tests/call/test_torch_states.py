@@ -11,7 +11,7 @@ import sightline
 from cached_calls import key_of, uncached
 from sample_calls import bits, tensors
 from sightline import i, j
-from sightline.dispatch import call_cache
+from sightline.call import call_cache
 
 
 def test_compiled_functions(rng):

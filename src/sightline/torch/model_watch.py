@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from .errors import MissingExtraError, ParameterError, context
-from .recording import Seen, Tokens
-from .statistics import OVERVIEW, Statistic
-from .torch.attention_finder import FINDER
-from .torch.hooks import check_module
-from .torch.position_labels import PositionReader
-from .torch.watcher import Watcher
+from ..errors import MissingExtraError, ParameterError, context
+from ..recording import Seen, Tokens
+from ..statistics import OVERVIEW, Statistic
+from .attention_finder import FINDER
+from .hooks import check_module
+from .position_labels import PositionReader
+from .watcher import Watcher
 
 
 @context

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import sightline
-from sightline.dispatch import call_cache
+from sightline.call import call_cache
 
 
 @pytest.fixture(scope="session", autouse=True)

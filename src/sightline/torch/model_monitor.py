@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from .errors import ParameterError, check_count, context
+from ..errors import ParameterError, check_count, context
+from ..monitoring import MONITORED, MonitoredStep, StepSums
+from ..recording import Seen
+from .hooks import check_module
 from .model_watch import watch
-from .monitoring import MONITORED, MonitoredStep, StepSums
-from .recording import Seen
-from .torch.hooks import check_module
 
 __all__ = ["AttentionMonitor"]
 

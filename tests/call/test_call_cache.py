@@ -14,7 +14,7 @@ import sightline
 from cached_calls import FORMULAS, record_hits, uncached
 from sample_calls import KINDS, all_bits, arrays, bits, draw_inputs
 from sightline import b, i, j, s, table
-from sightline.dispatch import call_cache, lookup
+from sightline.call import call_cache, lookup
 from sightline.errors import DtypeError, FormulaError, SightlineError, TableError
 from strategies import to_torch
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from ..formula.expression import Expression, Lookup, is_compiling, node_record, parse_text, walk
 from ..formula.tables import Table
-from ..problem.kernel import Result, Tangents
-from ..problem.problem import NUM_OPERANDS, Problem
 from ..statistics import Lse, Statistic, arrays_of, deserialize
+from .kernel import Result, Tangents
+from .problem import NUM_OPERANDS, Problem
 
 AXIS = re.compile(r"\.|[bhij](?:/\d+)?")
 
