@@ -27,8 +27,9 @@ def run(files, *options, **variables):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_interpreted(file):
-    run([file], TRITON_INTERPRET="1")
+def test_interpreted(file, pytestconfig):
+    rules = pytestconfig.getoption("pythonwarnings") or ()
+    run([file], *(f"-W{rule}" for rule in rules), TRITON_INTERPRET="1")
 
 
 @pytest.mark.soak

@@ -39,8 +39,9 @@ def once(patch):
             return None
         done.add(modules)
         scope = patch(function)
-        restore = scope.restore
-        scope.restore = lambda: (done.clear(), restore())
+        if scope is not None:  # None in Triton 3.5, which never undoes the patch
+            restore = scope.restore
+            scope.restore = lambda: (done.clear(), restore())
         return scope
 
     return patched
