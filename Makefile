@@ -94,7 +94,7 @@ test-all: test test-wide test-switches .venv-all/done
 	KERAS_BACKEND=jax .venv-all/bin/python -m pytest tests/keras
 	KERAS_BACKEND=tensorflow .venv-all/bin/python -m pytest tests/keras
 
-# Runs tests with the oldest and the newest versions of packages, in environments of about 15 GB. NEWEST is the
+# Runs tests with the oldest and the newest versions of packages, in environments of about 17 GB. NEWEST is the
 # interpreter of the newest versions; another one than PYTHON's may have newer ones.
 NEWEST ?= $(PYTHON)
 test-versions:
