@@ -1,5 +1,8 @@
 """Cached calls respect every state of torch: compilation, autocast, transforms, modes, subclasses and devices."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -12,6 +15,13 @@ from cached_calls import key_of, uncached
 from sample_calls import bits, tensors
 from sightline import i, j
 from sightline.call import call_cache
+
+
+def test_the_first_call_of_a_process_is_cached():
+    """The first tensor loads what reads tensors."""
+    call = "x = torch.ones(1, 1, 4, 8); sightline.attention(x, x, x); assert len(call_cache.calls) == 1"
+    program = f"import sightline, torch; from sightline.call import call_cache; {call}"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_compiled_functions(rng):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Never
@@ -232,8 +233,12 @@ def _attend(
         options["row_formats"] = row_formats
     framework = arrays.framework(query)
     if framework == "torch":
+        is_first = not is_compiling() and "sightline.torch.dispatch" not in sys.modules
         from ..torch.dispatch import run  # an import statement, because torch.compile can trace it
 
+        if is_first:  # the call cache reads tensors from now on
+            rest = scale, sinks, dropout, seed, kernel, threads, by_position, row_formats
+            return _attend(query, key, value, mask, score, see, *rest)
         answer = run(query, key, value, options, kernel, threads, request)
     elif framework == "jax":
         from ..jax import dispatch as jax_dispatch
