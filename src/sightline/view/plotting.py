@@ -12,37 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 
 from ..arrays.operations import to_numpy
 from ..errors import DtypeError, MissingExtraError, ParameterError, name_file
 from . import palette
 from .palette import LIGHT
-
-STYLE: Any = {  # settings of matplotlib while axes are made
-    "axes.facecolor": "none",
-    "axes.edgecolor": LIGHT.muted,
-    "axes.labelcolor": LIGHT.ink,
-    "axes.linewidth": 0.8,
-    "grid.color": LIGHT.line,
-    "grid.linewidth": 0.7,
-    "text.color": LIGHT.ink,
-    "xtick.color": LIGHT.muted,
-    "ytick.color": LIGHT.muted,
-    "xtick.labelcolor": LIGHT.ink,
-    "ytick.labelcolor": LIGHT.ink,
-}
-
-
-class StyledFigure(Figure):
-    """A figure whose axes have lines and texts in the palette's colours."""
-
-    def add_subplot(self, *places: Any, **options: Any) -> Any:
-        """Return new axes, as `Figure.add_subplot` does."""
-        with rc_context(rc=STYLE):
-            return super().add_subplot(*places, **options)
-
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -65,6 +39,7 @@ def new_figure(width: float, height: float) -> Any:
     try:
         import matplotlib.figure  # noqa: F401
 
+        from .styled_figure import StyledFigure
     except ImportError as error:
         raise MissingExtraError(
             "a request to draw a picture, without matplotlib",
