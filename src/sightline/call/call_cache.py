@@ -65,7 +65,8 @@ def answer(request: Request, query: Any, key: Any, value: Any, threads: int | No
 
     The result is (None, None) if only the full dispatch can read the arrays.
     """
-    found = LOOKUP.find_or_run(calls, request.structure, request.numbers, query, key, value, *request.arrays)
+    arrays = request.tables if request.sinks is None else request.arrays  # the property takes time
+    found = LOOKUP.find_or_run(calls, request.structure, request.numbers, query, key, value, *arrays)
     if type(found) is not tuple:
         return (None if found is None else (found, ())), None
     entry, results, layouts, *addresses = found
