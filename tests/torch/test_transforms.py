@@ -355,6 +355,21 @@ def test_the_kernel_computes_tangents(name, monkeypatch):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("see", [[], [sightline.entropy()]], ids=["kernel", "operations"])
+def test_tangents_beside_statistics_without_gradients(see):
+    _, definition, (query, key, value) = problem("causal")
+    mask, see = i + 2 >= j, [*see, sightline.top_k(2), sightline.pooled(2, 2, "max")]
+
+    def attend(q):
+        output, (*_, top, cells) = sightline.attention(q, key[0], value[0], mask=mask, see=see)
+        return output, top.weights, cells
+
+    output, *others = func.jvp(attend, (query[0],), (query[0].cos(),))[1]
+    expected = func.jvp(lambda q: definition(q, key[0], value[0]), (query[0],), (query[0].cos(),))[1]
+    torch.testing.assert_close(output, expected)
+    assert all(bool((other == 0).all()) for other in others)
+
+
 def test_second_derivatives_in_inference_mode():
     ours, definition, (query, key, value) = problem("causal")
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -287,9 +288,13 @@ class _Differentiable(torch.autograd.Function):
         derivative = ctx.derivative
         tensors, outputs = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
         if derivative.order == 0 and derivative.differentiable_results(tensors) == [0, 1]:
-            found = compute_tangents(derivative, tensors, outputs, tangents)
-            return *found, *[None] * (len(ctx.types) - len(found))
-        return tuple(derivative.push_forward(tensors, outputs, tangents, ctx.types))
+            found: Sequence[Tensor | None] = compute_tangents(derivative, tensors, outputs, tangents)
+        else:
+            found = derivative.push_forward(tensors, outputs, tangents, ctx.types)
+        # torch fails on None as the tangent of floats, such as the weights of `top_k`
+        zeros = tensors[0].new_zeros
+        pairs = zip_longest(found, ctx.types)
+        return tuple([zeros(t[0], dtype=t[1]) if x is None and t[1].is_floating_point else x for x, t in pairs])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], derivative: Derivative, *tensors: Tensor) -> tuple[Any, Any]:
