@@ -96,6 +96,15 @@ def test_any_number_of_axes(rng, shape):
     assert same_bits(sightline.attention(*given, see=see), expected)
 
 
+def test_gradients_of_a_selection_are_those_without_dropout(operands):
+    def last_entropy(query, dropout):
+        see = sightline.entropy().rows([-1])
+        return sightline.attention(query, *operands[1:], see=see, dropout=dropout, seed=3)[1][0].sum()
+
+    found, expected = (jax.grad(last_entropy)(operands[0], dropout) for dropout in (0.4, 0.0))
+    assert same_bits(found, expected)
+
+
 @pytest.mark.parametrize("in_layout_of_jax", [False, True])
 def test_later_calls_need_no_full_dispatch(rng, in_layout_of_jax, monkeypatch):
     """The second run of a program is a bound call that reads other contents, tables included."""

@@ -101,6 +101,7 @@ def _check(formula: Expression, extent: Any) -> Expression:
 def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int | None, by_position: bool) -> Result:
     spec, tables = CallSpec.of(problem, kernel, threads)
     converted = [_to_jax(table.array) for table in tables]
+    seed = seed if problem.dropout else None  # a selection of a statistic is a problem without dropout
     arrays = Arrays(problem.query, problem.key, problem.value, [x for x, _ in converted], problem.sinks, seed)
     options = CallOptions(spec, tuple([dtype for _, dtype in converted]), by_position)
     results = attention(arrays.flatten(), options)
