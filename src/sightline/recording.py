@@ -466,10 +466,14 @@ def select_names(names: Sequence[str], asked: str | int | Sequence[str | int], w
             fitting = [names[one]] if is_number and -len(names) <= one < len(names) else []
         if not fitting:
             near = get_close_matches(str(one).strip("*."), names, 4, 0.3) or names[:4]
+            if what == "modules":  # few of them compute attention
+                cure = "layers=[0], the first layer that runs; `seen.layers` of a watch without layers= has all paths"
+            else:
+                cure = f'layers=["{near[0]}"]' if near else "a model with attention"
             raise ParameterError(
                 f"layers={one!r}, which selects none of {len(names)} {what}",
                 f"a number of a layer, or a path or pattern of {what} such as {', '.join(near)}",
-                f'layers=["{near[0]}"]' if near else "a model with attention",
+                cure,
             )
         matches.update(fitting)
     return tuple(name for name in names if name in matches)

@@ -281,6 +281,9 @@ def test_a_watch_that_recorded_nothing_raises():
         pass
     with pytest.raises(ParameterError, match="its modules ran, and called none"), watch(model, LSE):
         model.linear1(torch.zeros(1, 3, 8))
+    # most modules compute no attention, so the cure names none of them
+    with pytest.raises(ParameterError, match=r"cure: +layers=\[0\]"), watch(model, LSE, layers="linear3"):
+        pass
     message = "layers='linear1', which selects none of 1 layers"
     with torch.no_grad(), pytest.raises(ParameterError, match=message), watch(model, LSE, layers="linear1"):
         model(torch.zeros(1, 3, 8))

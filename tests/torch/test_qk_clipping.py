@@ -150,6 +150,8 @@ def test_projections_are_named_or_returned_by_a_function():
     scores = largest_scores(model, x)["Renamed"]
     with pytest.raises(ParameterError, match="projections are not known"):
         qk_clip(model, {"Renamed": scores}, 1e-3)
+    with pytest.raises(ParameterError, match=r"projections=\('left', 'rigth'\) of Renamed, .* \(it has left, right"):
+        qk_clip(model, {"Renamed": scores}, 1e-3, projections=("left", "rigth"))
     given = torch.full((4,), -torch.inf)
     for number, named in enumerate(
         [

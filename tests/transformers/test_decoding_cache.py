@@ -322,6 +322,8 @@ def test_a_model_with_layers_of_other_kinds_needs_its_config():
     with pytest.raises(ParameterError, match="layer 0 without keys") as caught:
         generate(model, inputs, Cache())
     assert caught.value.cure == "Cache(config=model.config)"
+    with pytest.raises(ParameterError, match="config= of type Lfm2ForCausalLM"):
+        Cache(config=model)
     with pytest.raises(ParameterError, match="layer 0 without keys"):  # as RecurrentGemma, whose past would be ignored
         Cache().update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 2)
     model, inputs = make_decoder("Llama")

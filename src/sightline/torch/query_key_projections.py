@@ -210,6 +210,12 @@ def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None
                 return [ScaledView(view, power, owners) for view in views]
             except Exception as error:  # of the layer's own code too
                 reason, cause = f"a trial of {name} with {length} tokens failed: {error}", error
+    if named is not None:
+        raise ParameterError(
+            f"projections={named!r} of {path}, a {type(layer).__name__} without these ({reason})",
+            "a pair of names of modules in the layer, of the query projection and of the key projection",
+            'names that the layer has, or no projections= if they are published names such as "q_proj" and "k_proj"',
+        )
     raise ParameterError(
         f"{path}, a {type(layer).__name__} whose query and key projections are not known ({reason})",
         f"projections named {', '.join('/'.join(names) for names in SEPARATE)}, or fused as {', '.join(FUSED)}",

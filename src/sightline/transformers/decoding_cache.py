@@ -52,10 +52,10 @@ class Cache(DynamicCache):  # type: ignore[misc]
         dtype is not one of those above.
     ParameterError
         A layer's keys require a gradient: call the model under `torch.no_grad()`, as `generate` does. An
-        encoder-decoder model has a single cache. `config` has fewer layers than the model, or is missing for a model
-        with layers that store no keys, such as linear attention. The cache has another dtype than the model, and the
-        model's own code reads the stored keys, with another `attn_implementation` or in DeepSeek V3. `evict` is no
-        policy. A policy that reads only positions meets texts with padding.
+        encoder-decoder model has a single cache. `config` is no configuration, has fewer layers than the model, or is
+        missing for a model with layers that store no keys, such as linear attention. The cache has another dtype than
+        the model, and the model's own code reads the stored keys, with another `attn_implementation` or in DeepSeek V3.
+        `evict` is no policy. A policy that reads only positions meets texts with padding.
 
     Notes
     -----
@@ -103,6 +103,8 @@ class Cache(DynamicCache):  # type: ignore[misc]
             raise ParameterError(
                 f"evict={evict!r}", "a policy of sightline.eviction", "evict=sightline.eviction.SnapKV(budget=1024)"
             )
+        if not (config is None or hasattr(config, "get_text_config")):
+            raise _needs_config(f"config= of type {type(config).__name__}")
         super().__init__(config=config)
         self.layers = [_with_kv_cache(layer, dtype, evict) for layer in self.layers]
         if self.layer_class_to_replicate is not None:
