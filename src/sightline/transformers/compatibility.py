@@ -7,8 +7,10 @@ attributes, never for the number of the version.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import wraps
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,11 +23,13 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, _combine
 
 from ..data import tried_versions
 from ..errors import ParameterError
+from ..torch.hooks import restore_on_exit
 
 __all__ = ["LANGUAGES", "DynamicLayer", "DynamicSlidingWindowLayer"]
 
 TRIED = tried_versions()["transformers"]
 PAGED_PREFIX = "paged|"  # before 5.23, `generate_batch` puts it in front of the name of an attention implementation
+STORED_IMPLEMENTATION = "_attn_implementation_internal"  # the attribute of a configuration that stores its choice
 PAGED_WINDOW = "paged_window"  # in the arguments of attention in `generate_batch`: the window of the layer, or None
 
 
@@ -63,6 +67,36 @@ def read_implementation(config: Any) -> str | None:
     """Return the `attn_implementation` of a configuration, without the prefix for `generate_batch`."""
     name = config._attn_implementation
     return name.removeprefix(PAGED_PREFIX) if isinstance(name, str) else None
+
+
+def change_position_biases(
+    configuration: str, change: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+) -> None:
+    """Replace the methods of layers that return position biases as those of T5 do, in a family of models.
+
+    `configuration` is the module of the family's configuration, such as "transformers.models.t5.configuration_t5".
+    """
+    module = sys.modules.get(configuration.replace(".configuration_", ".modeling_"))
+    for layer in vars(module).values() if module is not None else ():
+        if isinstance(layer, type) and issubclass(layer, nn.Module) and hasattr(layer, "compute_bias"):
+            names = ["self", "query_length", "key_length", "device", "past_seen_tokens"]
+            if list(_parameters(layer.compute_bias)) == names:
+                layer.compute_bias = change(layer.compute_bias)
+
+
+@contextmanager
+def generating_windows(model: Any, implementation: str, generate: Callable[..., Any]) -> Iterator[None]:
+    """Let `generate` of a Whisper model compute each window of the audio by `generate(own function, *arguments)`.
+
+    The model keeps this `attn_implementation`: its `generate` sets "eager" to get times of tokens, and the property of
+    a changed configuration class ignores that.
+    """
+    kept = property(lambda config: implementation, lambda config, value: None)
+    config, kind = model.config, type(model.config)
+    with restore_on_exit(config, "__class__"), restore_on_exit(model, "generate_with_fallback"):
+        config.__class__ = type(kind.__name__, (kind,), {"_attn_implementation": kept})
+        model.generate_with_fallback = partial(generate, partial(type(model).generate_with_fallback, model))
+        yield
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:

@@ -12,7 +12,13 @@ from transformers import PreTrainedModel
 from ..errors import ParameterError
 from ..torch.hooks import check_module, restore_on_exit
 from .attention_interface import NAME
-from .compatibility import PreTrainedConfig, can_set_implementation, read_implementation, uses_attention_interface
+from .compatibility import (
+    STORED_IMPLEMENTATION,
+    PreTrainedConfig,
+    can_set_implementation,
+    read_implementation,
+    uses_attention_interface,
+)
 from .token_labels import Tokenizer, TokenRecorder
 
 
@@ -56,16 +62,16 @@ def using_sightline(model: nn.Module) -> Iterator[None]:
     able = [submodel for submodel in submodels(model) if _can_use_sightline(submodel)]
     with ExitStack() as exit_stack:
         for config in configurations:
-            exit_stack.enter_context(restore_on_exit(config, "_attn_implementation_internal"))
+            exit_stack.enter_context(restore_on_exit(config, STORED_IMPLEMENTATION))
         for submodel in able:
             if read_implementation(submodel.config) != NAME:
                 submodel.set_attn_implementation(NAME)
-        chosen = [(config, config._attn_implementation_internal) for config in configurations]
+        chosen = [(config, getattr(config, STORED_IMPLEMENTATION)) for config in configurations]
 
         def set_again(*_: Any) -> None:
             for config, implementation in chosen:
-                if config._attn_implementation_internal != implementation:
-                    config._attn_implementation_internal = implementation
+                if getattr(config, STORED_IMPLEMENTATION) != implementation:
+                    setattr(config, STORED_IMPLEMENTATION, implementation)
 
         for submodel in able:
             exit_stack.callback(submodel.register_forward_pre_hook(set_again, prepend=True).remove)

@@ -1,6 +1,6 @@
 """Position biases of T5 and similar models as a table of distances, without H × n × m arrays.
 
-The first attention layer of such a model computes a bias for each head, query and key, `layer.compute_bias(n, m)`, and
+The first attention layer of such a model computes a bias for each head, query and key, `compute_bias` of T5, and
 all later layers add the same bias. The bias depends on the distance j − i alone. Distances beyond
 `relative_attention_max_distance` have the bias of that largest distance (Raffel et al., "Exploring the limits of
 transfer learning with a unified text-to-text transformer", 2020, section 2.1).
@@ -8,19 +8,17 @@ transfer learning with a unified text-to-text transformer", 2020, section 2.1).
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..formula.expression import Expression
 from ..formula.library import relative_bias
-from .compatibility import read_implementation
+from .compatibility import change_position_biases, read_implementation
 from .mask_interface import position_formulas
 
 
@@ -82,17 +80,7 @@ def serve_position_biases(configuration: str, implementation: str) -> None:
     configuration : the module of the family's configuration, such as "transformers.models.t5.configuration_t5"
     implementation : the `attn_implementation` of models that get a `PositionBias`
     """
-    module = sys.modules.get(configuration.replace(".configuration_", ".modeling_"))
-    for layer in _layers_with_bias(module):
-        layer.compute_bias = _return_formulas(layer.compute_bias, implementation)
-
-
-def _layers_with_bias(module: Any) -> Iterator[Any]:
-    for found in vars(module).values() if module is not None else ():
-        if isinstance(found, type) and issubclass(found, nn.Module) and hasattr(found, "compute_bias"):
-            names = list(inspect.signature(found.compute_bias).parameters)
-            if names == ["self", "query_length", "key_length", "device", "past_seen_tokens"]:
-                yield found
+    change_position_biases(configuration, lambda compute_bias: _return_formulas(compute_bias, implementation))
 
 
 def _return_formulas(compute_bias: Callable[..., Tensor], implementation: str) -> Callable[..., Tensor]:

@@ -7,7 +7,7 @@ each window of 30 seconds, only its tokens, times and probabilities are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
 from ..errors import ParameterError
-from ..torch.hooks import registering, restore_on_exit
+from ..torch.hooks import registering
 from .attention_interface import NAME, RETURNED_HEADS
-from .compatibility import LANGUAGES, combine_tokens_into_words
+from .compatibility import LANGUAGES, combine_tokens_into_words, generating_windows
 from .model_layers import find_attention_layers
 
 Audio = NDArray[Any] | Tensor
@@ -264,22 +264,15 @@ def _returning(model: Any, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
     returned: dict[nn.Module, tuple[int, ...]] = dict.fromkeys(find_attention_layers(model).values(), ())
     returned |= {model.model.decoder.layers[layer].encoder_attn: tuple(some) for layer, some in of_layer.items()}
 
-    def generate_with_fallback(*args: Any, **options: Any) -> Any:
+    def generate_windows(generate: Callable[..., Any], *args: Any, **options: Any) -> Any:
         options["generation_config"].alignment_heads = [[layer, of_layer[layer].index(head)] for layer, head in heads]
-        results = type(model).generate_with_fallback(model, *args, **options)
+        results = generate(*args, **options)
         for output in results[1]:
             _reduce(output, options["decoder_input_ids"].shape[-1])
         return results
 
-    # `generate` sets "eager" to get times of tokens. The property of a changed configuration class ignores the setting.
-    kept = property(lambda config: NAME, lambda config, value: None)
     with ExitStack() as exit_stack:
-        exit_stack.enter_context(restore_on_exit(model.config, "__class__"))
-        model.config.__class__ = type(
-            type(model.config).__name__, (type(model.config),), {"_attn_implementation": kept}
-        )
-        exit_stack.enter_context(restore_on_exit(model, "generate_with_fallback"))
-        model.generate_with_fallback = generate_with_fallback
+        exit_stack.enter_context(generating_windows(model, NAME, generate_windows))
         exit_stack.enter_context(registering(RETURNED_HEADS, returned, returned))
         yield
 
