@@ -96,7 +96,7 @@ def run_both_ways(model, press):
             hook.remove()
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Phi 3"])
 @pytest.mark.parametrize("press", [ObservedAttentionPress(), SnapKVPress(), TOVAPress(), Composed(TOVAPress())])
 def test_a_press_keeps_the_keys_that_it_keeps_with_eager_attention(name, press):
     model, caches = make_model(name).double(), []

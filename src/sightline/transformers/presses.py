@@ -83,7 +83,7 @@ def pressing(model: PreTrainedModel, press: Any) -> Generator[None]:
             'attn_implementation="sightline"',
             'model.set_attn_implementation("sightline")',
         )
-    layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "q_proj")]
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "o_proj")]
     OBSERVED.update(dict.fromkeys(layers, partial(STATISTICS[name], inner)))
     try:
         with ExitStack() as hooks, press(model):
