@@ -8,7 +8,7 @@ import pytest
 import sightline
 from gradient_checks import by_cpu
 from gradient_checks import check as check_gradients
-from sightline import dense, i, j, s
+from sightline import dense, i, j, s, table
 from sightline.call import call_cache
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
@@ -16,6 +16,7 @@ from sightline.cpu.kernels import shared_tiles
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.runtime.machine import CPU_VARIABLE, machine_names, missing_features, named_machine, native_machine
 from sightline.testing import assert_conforms
+from statistic_definitions import check as check_statistics
 from strategies import Case
 
 RUNNABLE = [name for name in machine_names() if not missing_features(native_machine(), named_machine(name))]
@@ -61,6 +62,18 @@ def test_outputs(layout, machine, monkeypatch):
     for dtype in (np.float32, np.float16):
         for options in FORMULAS.values():
             assert_conforms(Cpu().run, make_problem(*draw(layout, dtype), **options))
+
+
+@pytest.mark.parametrize("machine", RUNNABLE)
+def test_statistics_beside_integers_of_64_bits(machine, monkeypatch):
+    """The key of the largest score, which is kept of each block, then takes more room than a score."""
+    monkeypatch.setenv(CPU_VARIABLE, machine)
+    numbers = np.arange(M) % 5
+    numbers[0] = 2**40
+    see = [sightline.max_score(), sightline.entropy(), sightline.top_k(3), sightline.received()]
+    problem = make_problem(*draw("contiguous"), mask=j > 0, score=s + table(numbers)[j], see=see)
+    assert_conforms(Cpu().run, problem)
+    check_statistics(Cpu().run, problem)
 
 
 @pytest.mark.parametrize("machine", RUNNABLE)

@@ -14,7 +14,7 @@ from ..codegen.builder import Variable
 from ..codegen.operand_tiles import OperandTile
 from ..codegen.values import BYTE, INT64, Value
 from .block import Block
-from .kernel_spec import KEY_BLOCK
+from .kernel_spec import KEY_BLOCK, round_up
 
 NO_TILE = 2**62
 MIN_BLOCKS_FOR_COPY, MIN_QUERIES_FOR_COPY = 4, 96  # fewer do not repay a copy of rows of K and V that are far apart
@@ -48,7 +48,10 @@ class SharedTiles(Block):
         for name, rows in matrices.items():
             self.kept_matrices[name] = self.kept_offset
             self.kept_offset += rows * self.tiles.row_bytes
-        self.block_bytes = self.kept_offset + len(self.kept_variables) * self.tiles.align
+        # all variables have the size of the largest: integers may be wider than the floats of the kernel
+        size = max(variable.kind.lanes * variable.kind.itemsize for variable in self.kept_variables)
+        self.kept_size = round_up(size, self.tiles.align)
+        self.block_bytes = self.kept_offset + len(self.kept_variables) * self.kept_size
         self.blocks = self.tiles.scratch(count * self.block_bytes)
 
     def select_blocks(self, first: Value, count: Value) -> None:
@@ -70,7 +73,7 @@ class SharedTiles(Block):
             kept, self.block_number = self.blocks.at(k * self.block_bytes), k
             for name, offset in self.kept_matrices.items():
                 setattr(self, name, kept.at(offset))
-            places = [kept.at(self.kept_offset + index * align) for index in range(len(self.kept_variables))]
+            places = [kept.at(self.kept_offset + index * self.kept_size) for index in range(len(self.kept_variables))]
             variables = list(zip(self.kept_variables, places, strict=True))
             for variable, place in [] if is_new else variables if loads else variables[:3]:
                 variable.set(place.load(variable.kind, align))
