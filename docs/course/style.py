@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 
 from sightline.view import plotting
 from sightline.view.palette import LIGHT, SERIES, SIGNED
-from sightline.view.plotting import STYLE
+from sightline.view.styled_figure import STYLE
 
 BLUE, ORANGE, GREEN, PURPLE = SERIES[:4]
 INK, GREY = LIGHT.ink, LIGHT.muted
