@@ -135,6 +135,26 @@ def test_vmap_over_some_arguments(name, mapped, calls):
     assert calls == ["attention"]
 
 
+@pytest.mark.parametrize("axes", ["heads", "batch"])
+def test_a_mean_of_lse_under_vmap(axes):
+    """lse alone has no array of its own among the results. Sinks that are mapped join heads and elements."""
+    x = [torch.randn(3, 1, 2, 5, 4, dtype=torch.float64) for _ in range(3)]
+    sinks = torch.randn(3, 2, dtype=torch.float64)
+
+    def loss(query, key, value, sinks):
+        see = [sightline.lse().mean(axes), sightline.entropy()]
+        output, (mean, entropy) = sightline.attention(query, key, value, sinks=sinks, see=see)
+        return output.sin().sum() + mean.cos().sum() + entropy.sum()
+
+    differentiate = torch.func.grad_and_value(loss, (0, 1, 2, 3))
+    found, values = torch.func.vmap(differentiate)(*x, sinks)
+    for element in range(3):
+        expected, value = differentiate(*[y[element] for y in (*x, sinks)])
+        torch.testing.assert_close(values[element], value)
+        for gradient, own in zip(found, expected, strict=True):
+            torch.testing.assert_close(gradient[element], own)
+
+
 def test_a_fault_in_the_batching_rule_is_found(monkeypatch):
     monkeypatch.setattr(batching, "_join_spec", lambda spec, *_: spec)
     with pytest.raises(TableError):

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..call.join import join_spec
 from ..call.problem import NUM_OPERANDS
 from ..call.spec import CallSpec, count_arrays
-from ..statistics import Mean, Statistic, multiply_heads, unwrap_mean
+from ..statistics import Lse, Mean, Statistic, multiply_heads, unwrap_mean
 
 if TYPE_CHECKING:
     from .derivatives import Derivative
@@ -218,6 +218,9 @@ def _join_spec(
         if not isinstance(statistic, Mean):
             return statistic
         over_heads = statistic.over_heads and not has_joined_heads
-        return replace(statistic, over_batch=False) if over_heads else unwrap_mean(statistic)
+        if over_heads or isinstance(statistic.of, Lse):  # lse without a mean has no array of its own
+            factors = statistic.factors if over_heads else None
+            return replace(statistic, over_batch=False, over_heads=over_heads, factors=factors)
+        return unwrap_mean(statistic)
 
     return join_spec(spec, old, new, is_mapped, has_joined_heads=has_joined_heads, change=change)
