@@ -121,7 +121,7 @@ class Measurement:
         return self.error is not None and not self.error <= 1
 
     def ratio(self, other: Measurement) -> float:
-        """Return the median, over the rounds, of the other contender's seconds divided by this contender's.
+        """Return the median over the rounds of a ratio: seconds of the other contender, divided by those of this one.
 
         A disturbance of a whole round affects both contenders, and cancels.
         """

@@ -66,7 +66,7 @@ def test_outputs(layout, machine, monkeypatch):
 
 @pytest.mark.parametrize("machine", RUNNABLE)
 def test_statistics_beside_integers_of_64_bits(machine, monkeypatch):
-    """The key of the largest score, which is kept of each block, then takes more room than a score."""
+    """The kernel keeps the key of the largest score for each block. A key of 64 bits is larger than a score."""
     monkeypatch.setenv(CPU_VARIABLE, machine)
     numbers = np.arange(M) % 5
     numbers[0] = 2**40

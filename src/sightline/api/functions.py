@@ -28,7 +28,8 @@ from ..statistics import Statistic, StatisticBase, Tile
 from .kernels import KERNELS, solve, to_caller_layout
 from .shared_prefix import attend_in_parts, can_merge
 
-OBSERVERS: list[Callable[..., Any]] = []  # while a watch lasts, they answer calls of `attend`, or return NotImplemented
+# While a watch lasts, these functions get the calls of `attend`. One that returns NotImplemented gives no answer.
+OBSERVERS: list[Callable[..., Any]] = []
 
 
 def attention(

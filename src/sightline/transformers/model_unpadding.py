@@ -156,8 +156,8 @@ class PaddingCache:
     def update(self, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Store the keys and values (1, H, tokens, d) of a prompt. Return the keys and values that attention reads.
 
-        The cache gets them with padding, whose entries are 0. Attention reads the given keys and values, or what a
-        `sightline.transformers.Cache` stores if it evicts keys or stores another dtype.
+        The cache gets padded rows, with 0 at the padding. Attention reads the given keys and values. If the cache is a
+        `sightline.transformers.Cache` that evicts keys or stores another dtype, attention reads what the cache stores.
         """
         padded = self.unpadding.pad(key), self.unpadding.pad(value)
         stored: tuple[Tensor, Tensor] = self.cache.update(*padded, *inputs, **options)
