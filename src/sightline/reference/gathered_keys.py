@@ -281,7 +281,7 @@ class Gather(Kernel):
     def cost(self, problem: Problem) -> float:
         """Return a low cost if the tiles of the mask have many more pairs than the lists, else a high cost.
 
-        The low cost is below that of every other kernel, and the high cost above it.
+        The low cost is below those of the CPU's kernels and of `streaming`, and the high cost is above them.
 
         A kernel that works by tiles computes `PAIRS_PER_KEY` pairs in the time in which this kernel copies a key and
         adds its gradient, and `PAIRS_PER_CALL` pairs while this kernel prepares a call. A table may list any keys, so
