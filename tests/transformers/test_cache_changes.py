@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from sightline.transformers import Cache
-from sightline.transformers.stored_tensor import StoredTensor
+from sightline.transformers.wrapper_tensors import StoredTensor
 from tiny_models import make_model
 
 

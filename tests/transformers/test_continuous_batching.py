@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from sightline.transformers import masking, paged_cache
+from sightline.transformers import attention_interface, masking
 from tiny_models import VOCABULARY, make_model
 
 NEW = 8
@@ -50,14 +50,14 @@ def test_batches_generate_as_alone(name):
 @pytest.mark.filterwarnings("ignore:The `paged|` prefix:FutureWarning")  # transformers removes the prefix
 def test_requests_with_one_new_token_each_become_the_batch(monkeypatch):
     """Its entries share one array of keys, so that a query computes no tile of another request's keys."""
-    shapes, model = [], make_model("Llama")
+    shapes, model, read = [], make_model("Llama"), attention_interface.read_paged_cache
 
     def record(*inputs):
-        query, key, value, mask = paged_cache.read_paged_cache(*inputs)
+        query, key, value, mask = read(*inputs)
         shapes.append((len(query), query.shape[2], key.stride(0) == 0))
         return query, key, value, mask
 
-    monkeypatch.setattr("sightline.transformers.attention_interface.read_paged_cache", record)
+    monkeypatch.setattr(attention_interface, "read_paged_cache", record)
     model.set_attn_implementation("paged|sightline")
     assert model.config._attn_implementation == "sightline"
     model.generate_batch(make_prompts(), generation_config=GREEDY, continuous_batching_config=CONFIG)

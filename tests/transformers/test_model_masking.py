@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from sightline import watch
 from sightline.transformers import masking, unpadded
-from sightline.transformers.attention_interface import ADDED_MASKS
+from sightline.transformers.added_masks import ADDED_MASKS
 from tiny_models import BATCH, LENGTH, make_inputs, make_model, run, to_float64
 
 ALLOWED = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.manual_seed(0)) < 0.7

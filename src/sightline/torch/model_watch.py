@@ -131,9 +131,8 @@ def _read_inputs(exit_stack: ExitStack, model: nn.Module, tokenizer: Any) -> Any
     package = sys.modules.get("transformers")
     if package is not None and any(isinstance(module, package.PreTrainedModel) for module in model.modules()):
         with suppress(MissingExtraError):
-            own = import_module("sightline.transformers.model_layers")
-            exit_stack.enter_context(own.using_sightline(model))
-            return exit_stack.enter_context(own.recording_tokens(model, tokenizer))
+            labels = import_module("sightline.transformers.token_labels")
+            return exit_stack.enter_context(labels.recording_tokens(model, tokenizer))
     if tokenizer is not None:
         raise ParameterError(
             f"tokenizer= for a {type(model).__name__}, which is not a model of transformers 4.57 or later",

@@ -18,9 +18,10 @@ except ImportError as error:
         f"sightline.transformers: {error}", "transformers 4.57 or later", 'pip install -U "transformers<6" torch'
     ) from error
 
-from .attention_interface import NAME, register
+from .added_masks import masking
+from .attention_interface import register
+from .compatibility import NAME
 from .decoding_cache import Cache
-from .model_masking import masking
 from .model_unpadding import unpadded
 from .monitor_callback import MonitorCallback
 from .presses import pressing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..call.validation import read_mask
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import bias
@@ -19,15 +17,22 @@ from ..formula.tables import Table
 from ..statistics import weights
 from ..torch.attention_finder import is_watched
 from ..torch.hooks import LayerCall, attend
-from .compatibility import PAGED_WINDOW, allow_continuous_batching, check_mask, collects, mask_arguments
-from .mask_interface import FormulaMask, position_formulas, sightline_mask
-from .paged_cache import read_paged_cache
+from .added_masks import ADDED_MASKS, add_masks
+from .compatibility import (
+    NAME,
+    PAGED_WINDOW,
+    allow_continuous_batching,
+    check_mask,
+    collects,
+    mask_arguments,
+    update_paged_cache,
+)
+from .mask_interface import FormulaMask, sightline_mask
 from .position_bias import PositionBias, serve_position_biases
 from .presses import OBSERVED, as_rows
-from .stored_tensor import StoredTensor
+from .wrapper_tensors import StoredTensor
 
 b, h, i, j = (SYMBOLS[name] for name in "bhij")
-NAME = "sightline"
 UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, with their meaning
     "indices": "keys that an indexer selects",
     "block_indices": "blocks of keys that an indexer selects",
@@ -35,15 +40,6 @@ UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, w
 }
 
 
-@dataclass
-class AddedMask:
-    """A mask that `masking` adds to layers: a formula of positions in the sequence, and how many calls have read it."""
-
-    rule: Expression
-    calls: int = 0
-
-
-ADDED_MASKS: WeakKeyDictionary[nn.Module, tuple[AddedMask, ...]] = WeakKeyDictionary()
 # by layer that returns the weights of only some heads: dicts from layers to these heads, of which the last one counts
 RETURNED_HEADS: WeakKeyDictionary[nn.Module, tuple[dict[nn.Module, tuple[int, ...]], ...]] = WeakKeyDictionary()
 
@@ -60,7 +56,7 @@ def register() -> None:
 
 def _make_mask(config: Any = None, **options: Any) -> Tensor | None:
     """Return the mask of a model's layers, which run after this call, and let these layers make `PositionBias`es."""
-    serve_position_biases(type(config).__module__, NAME)
+    serve_position_biases(type(config).__module__)
     return sightline_mask(**mask_arguments(**options))
 
 
@@ -166,7 +162,8 @@ def sightline_attention(
     else:
         unpadding = None
     n = query.shape[-2]
-    of_press = OBSERVED[module](n) if n > 1 and module in OBSERVED else None  # kvpress evicts after the prompt alone
+    presses = OBSERVED.get(module, ()) if n > 1 else ()  # kvpress evicts after the prompt alone
+    of_press = [statistic(n) for statistic in presses[-1:]]
     evicting = key.evicting if isinstance(key, StoredTensor) else None
     has_padding = unpadding is not None or getattr(attention_mask, "is_real", None) is not None
     observed = [] if evicting is None else evicting.observed(n, has_padding)
@@ -175,16 +172,12 @@ def sightline_attention(
     output, seen = attend(
         *_read_cache(query, key, value),
         call=LayerCall("self", getattr(attention_mask, "query_start", None), getattr(attention_mask, "key_start", 0)),
-        mask=_add_masks(module, attention_mask, query, key),
+        mask=add_masks(module, attention_mask, query, key),
         score=score,
         scale=scaling,
         sinks=s_aux,
         dropout=dropout if module.training else 0.0,
-        see=[
-            *([weights()] if needs_weights else []),
-            *([] if of_press is None else [of_press]),
-            *observed,
-        ],
+        see=[*([weights()] if needs_weights else []), *of_press, *observed],
     )
     if evicting is not None:
         evicting.evict(n, *seen[len(seen) - len(observed) :])
@@ -193,7 +186,7 @@ def sightline_attention(
     output = output.transpose(1, 2).contiguous().to(query.dtype)
     if is_paged:
         output = output.flatten(0, 1)[None]
-    if of_press is not None and not needs_weights:
+    if of_press and not needs_weights:
         return output, as_rows(seen[0])
     if heads is None:
         return output, seen[0] if seen else None
@@ -222,23 +215,6 @@ def _at_positions(mask: Tensor) -> Expression:
     return Table(mask)[entry, head, i, j]
 
 
-def _add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tensor) -> Any:
-    """Return the mask of a layer's call: the model's mask, joined with the masks that `masking` adds to the layer."""
-    mask = attention_mask.formula if isinstance(attention_mask, FormulaMask) else attention_mask
-    if not ADDED_MASKS or torch.compiler.is_compiling():
-        return mask
-    for added in ADDED_MASKS.get(module, ()):
-        if isinstance(attention_mask, FormulaMask):
-            formula = attention_mask.translate(added.rule, query.shape[1])
-            mask = formula if mask is None else mask & formula
-        else:
-            cached = key.shape[-2] - query.shape[-2]
-            formula = added.rule.rewrite(position_formulas(cached, 0, cached))
-            mask = formula if mask is None else read_mask(mask) & formula
-        added.calls += 1
-    return mask
-
-
 def _add_to_score(array: Tensor, score: Any) -> Any:
     """Return the score plus `array` as a formula. Without a score, return `array`, or a `PositionBias`'s formula."""
     added: Any = array.formula if isinstance(array, PositionBias) else array
@@ -260,3 +236,39 @@ def _needs_weights(module: nn.Module, options: dict[str, Any]) -> bool:
     if getattr(getattr(module, "config", None), "output_attentions", False):
         return True
     return bool(options.get("output_attentions")) if torch.compiler.is_compiling() else collects("attentions", options)
+
+
+def read_paged_cache(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, cache: Any, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Expression]:
+    """Store the new keys and values of a layer; return query, key, value and mask of the call for all requests.
+
+    A query attends to the keys first ≤ j ≤ last: the keys of its own request up to its position, in the layer's window.
+    If each request has one new token, the axis of tokens becomes the batch axis, and all batch entries share one array
+    of keys. Then no query computes scores with the keys of another request.
+
+    Parameters
+    ----------
+    module : the attention layer
+    query : (1, H, n, d_k), the new tokens of one request after the other
+    key, value : (1, G, n, d)
+    cache : PagedAttentionCache, or None if it stores the new keys already
+    options
+        `cu_seq_lens_q` and `cu_seq_lens_k`, the places where the queries and keys of each request start and end, and
+        `read_index` and `write_index`, the places in the cache.
+    """
+    n = query.shape[2]
+    if cache is not None:
+        key, value = update_paged_cache(cache, module.layer_idx, key, value, options)
+    ends, key_ends = (options[name].long() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    lengths = ends.diff()
+    request = torch.repeat_interleave(lengths)
+    last = torch.arange(len(request), device=query.device) + (key_ends - ends)[1:][request]
+    start = key_ends[:-1][request]
+    width = options[PAGED_WINDOW]
+    first = start if width is None else torch.maximum(start, last - width + 1)
+    row: Expression = i
+    if n == len(lengths) == len(request):
+        row, query = b, query.transpose(0, 2)
+        key, value = key.expand(n, -1, -1, -1), value.expand(n, -1, -1, -1)
+    return query, key, value, (j >= Table(first)[row]) & (j <= Table(last)[row])

@@ -27,6 +27,7 @@ from ..torch.hooks import restore_on_exit
 
 __all__ = ["LANGUAGES", "DynamicLayer", "DynamicSlidingWindowLayer"]
 
+NAME = "sightline"  # the attention implementation of this library
 TRIED = tried_versions()["transformers"]
 PAGED_PREFIX = "paged|"  # before 5.23, `generate_batch` puts it in front of the name of an attention implementation
 STORED_IMPLEMENTATION = "_attn_implementation_internal"  # the attribute of a configuration that stores its choice
@@ -85,17 +86,10 @@ def change_position_biases(
 
 
 @contextmanager
-def generating_windows(model: Any, implementation: str, generate: Callable[..., Any]) -> Iterator[None]:
-    """Let `generate` of a Whisper model compute each window of the audio by `generate(own function, *arguments)`.
-
-    The model keeps this `attn_implementation`: its `generate` sets "eager" to get times of tokens, and the property of
-    a changed configuration class ignores that.
-    """
-    kept = property(lambda config: implementation, lambda config, value: None)
-    config, kind = model.config, type(model.config)
-    with restore_on_exit(config, "__class__"), restore_on_exit(model, "generate_with_fallback"):
-        config.__class__ = type(kind.__name__, (kind,), {"_attn_implementation": kept})
-        model.generate_with_fallback = partial(generate, partial(type(model).generate_with_fallback, model))
+def generating_windows(model: Any, generate: Callable[..., Any]) -> Iterator[None]:
+    """Let `generate` of a Whisper model compute each window of the audio by `generate(own function, *arguments)`."""
+    with restore_on_exit(model, "generate_with_fallback"):
+        model.generate_with_fallback = partial(generate, model.generate_with_fallback)
         yield
 
 

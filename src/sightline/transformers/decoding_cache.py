@@ -19,7 +19,7 @@ from ..kv_cache import KVCache
 from ..kv_cache.argument_checks import read_owners
 from ..statistics import Statistic
 from .compatibility import CACHE, DynamicLayer, DynamicSlidingWindowLayer, positions_to_remove
-from .stored_tensor import StoredTensor
+from .wrapper_tensors import StoredTensor
 
 SLACK = 4  # a sliding layer stores up to 1 / SLACK of its window more than it needs, so it rarely copies positions
 
@@ -106,9 +106,14 @@ class Cache(DynamicCache):  # type: ignore[misc]
         if not (config is None or hasattr(config, "get_text_config")):
             raise _needs_config(f"config= of type {type(config).__name__}")
         super().__init__(config=config)
-        self.layers = [_with_kv_cache(layer, dtype, evict) for layer in self.layers]
+        make = partial(FullLayer, dtype) if evict is None else partial(EvictingLayer, dtype, evict)
+        for place, layer in enumerate(self.layers):  # layers of other kinds stay
+            if type(layer) is DynamicLayer:
+                self.layers[place] = make()
+            elif type(layer) is DynamicSlidingWindowLayer:
+                self.layers[place] = SlidingLayer(dtype, sliding_window=layer.sliding_window)
         if self.layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = partial(_full_layer, dtype=dtype, evict=evict)
+            self.layer_class_to_replicate = make
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
@@ -175,19 +180,6 @@ def _owners(batch: int, counts: int | Sequence[int]) -> Tensor:
     return torch.from_numpy(read_owners(counts, batch))
 
 
-def _full_layer(dtype: str | tuple[str, str] | None, evict: Policy | None) -> FullLayer:
-    return FullLayer(dtype=dtype) if evict is None else EvictingLayer(evict, dtype=dtype)
-
-
-def _with_kv_cache(layer: Any, dtype: str | tuple[str, str] | None, evict: Policy | None) -> Any:
-    """Return a layer with a `KVCache` in place of a full or sliding layer of transformers, else the layer itself."""
-    if type(layer) is DynamicLayer:
-        return _full_layer(dtype, evict)
-    if type(layer) is DynamicSlidingWindowLayer:
-        return SlidingLayer(dtype=dtype, sliding_window=layer.sliding_window)
-    return layer
-
-
 class FullLayer(DynamicLayer):  # type: ignore[misc]
     """The keys and values of a layer, in a `KVCache`.
 
@@ -229,7 +221,8 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
         """Note dtype, device and widths of the model's keys and values."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         self.keys, self.values = self._views = key_states.new_empty(0), value_states.new_empty(0)
-        self._has_own_dtype = self._stored_dtype in (None, str(self.dtype).removeprefix("torch."))
+        is_own = self._stored_dtype in (None, str(self.dtype).removeprefix("torch."))
+        self._has_views = is_own and not isinstance(self, EvictingLayer)
         self._heads, self._widths = key_states.shape[1], (key_states.shape[3], value_states.shape[3])
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -267,7 +260,7 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
     def fork(self, counts: int | Sequence[int]) -> None:
         """Replace sequence b by counts[b] sequences that share what is stored."""
         self.cache.fork(counts)
-        self._has_own_dtype &= self.cache.prefix is None  # attention of this library reads the parts
+        self._has_views &= self.cache.prefix is None  # attention of this library reads the parts
         self._set_views()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -286,12 +279,13 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
     def _read(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the last `count` stored keys and values, or all if fewer are stored."""
         first = max(self.cache.max_length - count, 0)
-        if self._has_own_dtype:
+        if self._has_views:
             keys, values = self.cache.key, self.cache.value
             return (keys[:, :, first:], values[:, :, first:]) if first else (keys, values)
         cache = self.cache.last(count) if first else self.cache
         shape = self.cache.lengths.size, self._heads, cache.max_length
-        key, value = (StoredTensor(cache, (*shape, width), self.dtype, self.device) for width in self._widths)
+        stored = {"cache": cache, "evicting": self if isinstance(self, EvictingLayer) else None}
+        key, value = (StoredTensor((*shape, width), self.device, self.dtype, **stored) for width in self._widths)
         return key, value
 
 
@@ -303,15 +297,10 @@ class EvictingLayer(FullLayer):
     policy : Policy
     """
 
-    def __init__(self, policy: Policy, dtype: str | tuple[str, str] | None = None) -> None:
-        super().__init__(dtype=dtype)
+    def __init__(self, dtype: str | tuple[str, str] | None, policy: Policy) -> None:
+        super().__init__(dtype)
         self.policy = policy
         self._sum: Any = None  # the statistic's sum over all calls, a number for each row, if `policy.adds`
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note dtype, device and widths of the model's keys and values."""
-        super().lazy_initialization(key_states, value_states)
-        self._has_own_dtype = False  # so that attention gets this layer, by `StoredTensor.evicting`
 
     def observed(self, count: int, has_padding: bool) -> list[Statistic]:
         """Return the statistics, none or one, that attention of `count` queries has to record for the policy."""
@@ -374,12 +363,6 @@ class EvictingLayer(FullLayer):
         """Remove every position, and the storage."""
         super().reset()
         self._sum = None
-
-    def _read(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return tensors whose shapes count all positions, for any `count`. Attention reads the rows that are left."""
-        shape = self.cache.lengths.size, self._heads, self.cache.max_length
-        key, value = (StoredTensor(self.cache, (*shape, w), self.dtype, self.device, self) for w in self._widths)
-        return key, value
 
 
 class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]

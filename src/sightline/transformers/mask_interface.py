@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from ..arrays.operations import to_numpy
 from ..caching import cached_property
@@ -22,11 +21,12 @@ from ..formula.tables import Table
 from ..kv_cache.query_positions import without_later_keys
 from .compatibility import bidirectional_mask_function, causal_mask_function, make_dense_mask
 from .unpadding import Unpadding
+from .wrapper_tensors import WrapperTensor
 
 b, i, j, n, m = (SYMBOLS[name] for name in "bijnm")
 
 
-class FormulaMask(Tensor):
+class FormulaMask(WrapperTensor):
     """A bool mask (B, 1, n, m) that stores its formula and no entries; an entry is True where the query attends.
 
     A model passes the mask unchanged from the mask function to the attention layers. If the model uses the mask in any
@@ -36,9 +36,6 @@ class FormulaMask(Tensor):
     ----------
     formula : Expression, optional
         The mask as a formula of the rows i and j of the call. None if it hides nothing.
-    positions : dict
-        For the symbols i, j, n and m of the sequence, formulas of the rows of the call: the positions of query and key
-        in the sequence, and the length of the sequence.
     query_start : int
         The position of the first query, counted from the first key.
     key_start : int
@@ -54,37 +51,13 @@ class FormulaMask(Tensor):
     """
 
     formula: Expression | None
-    positions: Mapping[str, Expression]
-    query_start: int
-    key_start: int
-    rule: Expression | None
-    is_real: Tensor | None
-    unpadding: Unpadding | None
-    padded: FormulaMask | None
-    _make_dense: Callable[[], Tensor]
-    has_checked: bool
-
-    @staticmethod
-    def __new__(
-        cls,
-        formula: Expression | None,
-        shape: tuple[int, ...],
-        device: Any,
-        make_dense: Callable[[], Tensor],
-        positions: Mapping[str, Expression],
-        *,
-        query_start: int = 0,
-        key_start: int = 0,
-        rule: Expression | None = None,
-        is_real: Tensor | None = None,
-        unpadding: Unpadding | None = None,
-        padded: FormulaMask | None = None,
-    ) -> FormulaMask:
-        mask: FormulaMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.formula, mask._make_dense, mask.positions = formula, make_dense, positions
-        mask.query_start, mask.key_start = query_start, key_start
-        mask.rule, mask.is_real, mask.unpadding, mask.padded = rule, is_real, unpadding, padded
-        return mask
+    query_start: int = 0
+    key_start: int = 0
+    rule: Expression | None = None
+    is_real: Tensor | None = None
+    unpadding: Unpadding | None = None
+    padded: FormulaMask | None = None
+    has_checked: bool = False
 
     @cached_property
     def unpadded(self) -> FormulaMask:
@@ -96,7 +69,7 @@ class FormulaMask(Tensor):
             formula = formula & unpadding.translate(self.rule, heads=1)
         real_queries = cast(Expression, padding_formula(real)).rewrite({"j": i})
         masked = cast(Expression, self.formula) & real_queries
-        padded = FormulaMask(masked, self.shape, self.device, self.dense, self.positions)
+        padded = FormulaMask(self.shape, self.device, formula=masked, dense=self.dense)
 
         def make_dense() -> Tensor:
             entry, column = unpadding.entries, unpadding.columns
@@ -104,11 +77,13 @@ class FormulaMask(Tensor):
             return (dense & (entry[:, None] == entry))[None, None]
 
         shape = (1, 1, count, count)
-        return FormulaMask(formula, shape, self.device, make_dense, {}, unpadding=unpadding, padded=padded)
+        return FormulaMask(shape, self.device, formula=formula, dense=make_dense, unpadding=unpadding, padded=padded)
 
     def translate(self, rule: Expression, heads: int) -> Expression:
         """Return `rule`, a formula of positions in the sequence, as a formula of the rows of the call."""
-        return rule.rewrite(self.positions) if self.unpadding is None else self.unpadding.translate(rule, heads)
+        if self.unpadding is not None:
+            return self.unpadding.translate(rule, heads)
+        return rule.rewrite(position_formulas(self.query_start, self.key_start, self.shape[3] - self.shape[2]))
 
     def warn_of_restarts(self, positions: Any) -> None:
         """Warn if the positions (B, n) of a prompt restart, and the mask lets tokens attend to earlier documents.
@@ -117,7 +92,7 @@ class FormulaMask(Tensor):
         """
         formula, count = self.formula, self.shape[2]
         is_plain = formula is not None and not formula.tables and self.shape[3] == count and not self.query_start
-        if not is_plain or vars(self).setdefault("has_checked", False):
+        if not is_plain or self.has_checked:
             return
         self.has_checked = True
         if isinstance(positions, Tensor) and positions.ndim == 2 and bool((positions.diff() < 0).any()):
@@ -128,10 +103,6 @@ class FormulaMask(Tensor):
                 UserWarning,
                 stacklevel=3,
             )
-
-    def dense(self) -> Tensor:
-        """Return the bool array that transformers' own code computes."""
-        return self._make_dense()
 
     @cached_property
     def array(self) -> Tensor:
@@ -146,24 +117,10 @@ class FormulaMask(Tensor):
     @staticmethod
     def __tensor_unflatten__(arrays: Mapping[str, Tensor], _: None, shape: Any, strides: Any) -> FormulaMask:
         array = arrays["array"]
-        mask = FormulaMask(None, shape, array.device, lambda: array, {})
-        vars(mask)["array"] = array
-        return mask
+        return FormulaMask(shape, array.device, formula=None, dense=lambda: array, array=array)
 
     def _stable_hash_for_caching(self) -> str:
         return type(self).__name__  # compiled code depends on no attribute
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, inputs: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        def dense(value: Any) -> Any:
-            return value.dense() if isinstance(value, FormulaMask) else value
-
-        return function(*tree_map(dense, inputs), **tree_map(dense, kwargs or {}))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"FormulaMask({self.formula}, {tuple(self.shape)})"
 
 
 def sightline_mask(
@@ -223,7 +180,6 @@ def sightline_mask(
     padding = None if real is None else padding_formula(real)
     query_start = int(q_offset) - kv_offset
     rule = None
-    positions = position_formulas(query_start, kv_offset, kv_length - q_length)
     if mask_function is bidirectional_mask_function:
         formula = padding
         if formula is None:
@@ -240,16 +196,15 @@ def sightline_mask(
         remaining = without_later_keys(rule) if is_newest else rule
         formula = padding
         if remaining is not None:
-            formula = remaining.rewrite(positions)
+            formula = remaining.rewrite(position_formulas(query_start, kv_offset, kv_length - q_length))
             formula = formula if padding is None else formula & padding
     is_prompt = q_length == kv_length and query_start == kv_offset == 0
     has_padding = real is not None and padding is not None and bool(real.any())
     return FormulaMask(
-        formula,
         (batch_size, 1, q_length, kv_length),
         device,
-        make_dense,
-        positions,
+        formula=formula,
+        dense=make_dense,
         query_start=query_start,
         key_start=kv_offset,
         rule=rule,

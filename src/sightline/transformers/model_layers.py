@@ -11,15 +11,14 @@ from transformers import PreTrainedModel
 
 from ..errors import ParameterError
 from ..torch.hooks import check_module, restore_on_exit
-from .attention_interface import NAME
 from .compatibility import (
+    NAME,
     STORED_IMPLEMENTATION,
     PreTrainedConfig,
     can_set_implementation,
     read_implementation,
     uses_attention_interface,
 )
-from .token_labels import Tokenizer, TokenRecorder
 
 
 def find_attention_layers(model: Any) -> dict[str, nn.Module]:
@@ -59,7 +58,11 @@ def using_sightline(model: nn.Module) -> Iterator[None]:
     before the model runs.
     """
     configurations = collect_configurations(model)
-    able = [submodel for submodel in submodels(model) if _can_use_sightline(submodel)]
+    able = [
+        submodel
+        for submodel in submodels(model)
+        if can_set_implementation(submodel) and any(map(uses_attention_interface, map(type, submodel.modules())))
+    ]
     with ExitStack() as exit_stack:
         for config in configurations:
             exit_stack.enter_context(restore_on_exit(config, STORED_IMPLEMENTATION))
@@ -76,25 +79,6 @@ def using_sightline(model: nn.Module) -> Iterator[None]:
         for submodel in able:
             exit_stack.callback(submodel.register_forward_pre_hook(set_again, prepend=True).remove)
         yield
-
-
-def _can_use_sightline(model: PreTrainedModel) -> bool:
-    """True if the model lets its users set `attn_implementation`, and one of its layers reads that choice."""
-    return can_set_implementation(model) and any(map(uses_attention_interface, map(type, model.modules())))
-
-
-@contextmanager
-def recording_tokens(model: nn.Module, tokenizer: Any) -> Iterator[TokenRecorder | None]:
-    """Record the tokens of the model in `model` that contains all others; yield None if several are outermost."""
-    models = submodels(model)
-    inner = {id(module) for one in models for module in one.modules() if module is not one}
-    outermost = [one for one in models if id(one) not in inner]
-    source = Tokenizer(tokenizer, outermost[0].config.name_or_path)
-    if len(outermost) > 1:
-        yield None
-    else:
-        with TokenRecorder(outermost[0], source).record() as recorder:
-            yield recorder
 
 
 def collect_configurations(model: nn.Module) -> list[Any]:

@@ -19,8 +19,8 @@ from ..torch.watcher import is_cross_attention
 from .compatibility import collects
 from .mask_interface import FormulaMask
 from .model_layers import find_attention_layers, using_sightline
-from .stored_tensor import StoredTensor
 from .unpadding import Unpadding
+from .wrapper_tensors import StoredTensor
 
 
 @context

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from ..errors import ParameterError, context
 from ..statistics import Statistic, received, weights
-from ..torch.hooks import restore_on_exit
+from ..torch.hooks import registering, restore_on_exit
 from .compatibility import CACHE, cache_of, read_implementation
 
-# by layer: a function from the number of queries to the statistic that its press reads
-OBSERVED: WeakKeyDictionary[nn.Module, Callable[[int], Statistic]] = WeakKeyDictionary()
+# by layer: functions from the number of queries to the statistic that a press reads, of which the last one counts
+OBSERVED: WeakKeyDictionary[nn.Module, tuple[Callable[[int], Statistic], ...]] = WeakKeyDictionary()
 
 
 def _last_rows(press: Any, n: int) -> Statistic:
@@ -84,17 +84,12 @@ def pressing(model: PreTrainedModel, press: Any) -> Generator[None]:
             'model.set_attn_implementation("sightline")',
         )
     layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "o_proj")]
-    OBSERVED.update(dict.fromkeys(layers, partial(STATISTICS[name], inner)))
-    try:
-        with ExitStack() as hooks, press(model):
-            for layer in layers:
-                hooks.callback(layer.register_forward_pre_hook(add_arguments, with_kwargs=True).remove)
-                hooks.enter_context(restore_on_exit(layer, "forward"))
-                layer.forward = _without_cache_alias(layer.forward)
-            yield
-    finally:
+    with ExitStack() as hooks, press(model), registering(OBSERVED, layers, partial(STATISTICS[name], inner)):
         for layer in layers:
-            OBSERVED.pop(layer, None)
+            hooks.callback(layer.register_forward_pre_hook(add_arguments, with_kwargs=True).remove)
+            hooks.enter_context(restore_on_exit(layer, "forward"))
+            layer.forward = _without_cache_alias(layer.forward)
+        yield
 
 
 def add_arguments(layer: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -8,13 +8,12 @@ encoder are frames of audio, and their labels are times.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -24,8 +23,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 from ..caching import cached_property
 from ..errors import ParameterError
 from ..recording import Tokens
+from ..torch.hooks import restore_on_exit
 from ..torch.position_labels import frame_labels, patch_labels
 from .compatibility import cache_of
+from .model_layers import submodels, using_sightline
 
 PREPARE = "prepare_inputs_for_generation"
 PADDING = -1  # replaces the id of a padding token at the end of a text
@@ -115,22 +116,6 @@ class InputIds:
         return labels.get("", labels) or None
 
 
-_RECORDERS: WeakKeyDictionary[PreTrainedModel, list[TokenRecorder]] = WeakKeyDictionary()  # the active ones
-
-
-def _read_generated(model: PreTrainedModel) -> Any:
-    """Return a method in place of the one that `generate` calls with all ids. It also gives the ids to recorders."""
-    prepare = getattr(model, PREPARE)
-
-    @wraps(prepare)
-    def prepare_and_read(input_ids: Any, *inputs: Any, **options: Any) -> Any:
-        for recorder in _RECORDERS.get(model, ()):
-            recorder.generated = input_ids
-        return prepare(input_ids, *inputs, **options)
-
-    return prepare_and_read
-
-
 def _length_without_padding(is_real: Tensor) -> int:
     """Return the number of positions up to the last one that is not padding."""
     places = is_real.nonzero()
@@ -154,25 +139,27 @@ class TokenRecorder:
     @contextmanager
     def record(self) -> Iterator[TokenRecorder]:
         """Read the ids while the context lasts."""
-        model, handles = self.model, []
+        model = self.model
         if model.config.is_encoder_decoder:
             sides = [("encoder", model.get_encoder()), ("decoder", model.get_decoder())]
         else:
-            sides = [("", module) for module in model.modules() if isinstance(module, PreTrainedModel)]
-        for side, module in sides:
-            handles.append(module.register_forward_pre_hook(self._hook(side, module), with_kwargs=True))
-        recorders = _RECORDERS.setdefault(model, [])
-        if not recorders and hasattr(model, PREPARE):
-            setattr(model, PREPARE, _read_generated(model))
-        recorders.append(self)
-        try:
+            sides = [("", module) for module in submodels(model)]
+        with ExitStack() as exit_stack:
+            for side, module in sides:
+                hook = module.register_forward_pre_hook(self._hook(side, module), with_kwargs=True)
+                exit_stack.callback(hook.remove)
+            if hasattr(model, PREPARE):  # `generate` calls it with all ids
+                exit_stack.enter_context(restore_on_exit(model, PREPARE))
+                setattr(model, PREPARE, self._reading(getattr(model, PREPARE)))
             yield self
-        finally:
-            recorders.remove(self)
-            if not recorders:
-                vars(model).pop(PREPARE, None)
-            for handle in handles:
-                handle.remove()
+
+    def _reading(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(prepare)
+        def prepare_and_read(input_ids: Any, *inputs: Any, **options: Any) -> Any:
+            self.generated = input_ids
+            return prepare(input_ids, *inputs, **options)
+
+        return prepare_and_read
 
     def _hook(self, side: str, module: nn.Module) -> Any:
         signature = inspect.signature(module.forward)
@@ -215,3 +202,21 @@ class TokenRecorder:
         known_start = self.current.start if side == "encoder" else start
         by_side = {**self.current.by_side, side: rows}
         self.current = InputIds(by_side, self.tokenizer, known_start, self.current.frames)
+
+
+@contextmanager
+def recording_tokens(model: nn.Module, tokenizer: Any) -> Iterator[TokenRecorder | None]:
+    """Let a model use "sightline", and record the tokens of the model in it that contains all others.
+
+    If several models are outermost, None is yielded.
+    """
+    models = submodels(model)
+    inner = {id(module) for one in models for module in one.modules() if module is not one}
+    outermost = [one for one in models if id(one) not in inner]
+    source = Tokenizer(tokenizer, outermost[0].config.name_or_path)
+    with using_sightline(model):
+        if len(outermost) > 1:
+            yield None
+        else:
+            with TokenRecorder(outermost[0], source).record() as recorder:
+                yield recorder

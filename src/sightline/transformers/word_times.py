@@ -20,9 +20,9 @@ from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
 from ..errors import ParameterError
 from ..torch.hooks import registering
-from .attention_interface import NAME, RETURNED_HEADS
+from .attention_interface import RETURNED_HEADS
 from .compatibility import LANGUAGES, combine_tokens_into_words, generating_windows
-from .model_layers import find_attention_layers
+from .model_layers import find_attention_layers, using_sightline
 
 Audio = NDArray[Any] | Tensor
 RESERVED = ("return_dict_in_generate", "return_segments", "return_token_timestamps", "num_return_sequences")
@@ -272,7 +272,8 @@ def _returning(model: Any, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
         return results
 
     with ExitStack() as exit_stack:
-        exit_stack.enter_context(generating_windows(model, NAME, generate_windows))
+        exit_stack.enter_context(using_sightline(model))
+        exit_stack.enter_context(generating_windows(model, generate_windows))
         exit_stack.enter_context(registering(RETURNED_HEADS, returned, returned))
         yield
 

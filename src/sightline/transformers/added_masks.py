@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..call.validation import read_mask
 from ..errors import ParameterError, context
+from ..formula.expression import Expression
 from ..recording import select_names
 from ..torch.hooks import registering
 from ..torch.watcher import is_cross_attention
-from .attention_interface import ADDED_MASKS, AddedMask
+from .mask_interface import FormulaMask, position_formulas
 from .model_layers import find_attention_layers, using_sightline
+
+
+@dataclass
+class AddedMask:
+    """A mask that `masking` adds to layers: a formula of positions in the sequence, and how many calls have read it."""
+
+    rule: Expression
+    calls: int = 0
+
+
+ADDED_MASKS: WeakKeyDictionary[nn.Module, tuple[AddedMask, ...]] = WeakKeyDictionary()
 
 
 @context
@@ -80,3 +95,20 @@ def _explain_missing_calls(model: nn.Module) -> tuple[str, str]:
             'call the model in `with torch.compiler.set_stance("force_eager"):`, or compile it in `masking`',
         )
     return "none of them ran", "run the model inside the `with` block; layers= selects layers that run"
+
+
+def add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tensor) -> Any:
+    """Return the mask of a layer's call: the model's mask, joined with the masks that `masking` adds to the layer."""
+    mask = attention_mask.formula if isinstance(attention_mask, FormulaMask) else attention_mask
+    if not ADDED_MASKS or torch.compiler.is_compiling():
+        return mask
+    for added in ADDED_MASKS.get(module, ()):
+        if isinstance(attention_mask, FormulaMask):
+            formula = attention_mask.translate(added.rule, query.shape[1])
+            mask = formula if mask is None else mask & formula
+        else:
+            cached = key.shape[-2] - query.shape[-2]
+            formula = added.rule.rewrite(position_formulas(cached, 0, cached))
+            mask = formula if mask is None else read_mask(mask) & formula
+        added.calls += 1
+    return mask
