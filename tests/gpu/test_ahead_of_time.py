@@ -8,6 +8,7 @@ thread, and bytes of shared memory. A kernel that needs more of a resource is sl
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from triton.runtime.errors import OutOfResources
 
 from ahead_of_time import SHARED_MEMORY_BYTES, TARGETS, compile_kernels
 from sightline.gpu import Triton
-from sightline.gpu.configurations import Configuration, try_sizes
+from sightline.gpu.configurations import Configuration
 from sightline.gpu.launch.backward import backward
 from sightline.gpu.launch.forward import attention_launches, forward_launches, run
 
@@ -146,7 +147,7 @@ def forward_launch(stages):
     """Return a forward launch of small tiles for sm_80."""
     x = torch.ones(1, 1, 20, 128, dtype=torch.float16).expand(64, 64, 20, 128)
     lse, sizes = torch.zeros(x.shape[:-1], dtype=torch.float64), Configuration(16, 16, warps=1, stages=stages)
-    with try_sizes({"forward": sizes}):
+    with mock.patch("sightline.gpu.configurations.find_configuration", return_value=sizes):
         return next(forward_launches(make_problem(x, x, x), x, lse, "sm_80"))
 
 

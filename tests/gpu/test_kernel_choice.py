@@ -162,10 +162,10 @@ def test_every_kernel_gets_its_own_sizes(monkeypatch):
 
 def test_large_strides_of_any_array_need_64_bit_offsets():
     tl = pytest.importorskip("triton.language")
-    from sightline.gpu.configurations import default_configuration
+    from sightline.gpu.configurations import find_configuration
     from sightline.gpu.launch.arguments import Operands, to_operand
 
-    sizes = default_configuration("sm_90", "backward_queries", "float32", 8)
+    sizes = find_configuration("sm_90", "backward_queries", "float32", 8)
     far = to_operand(torch.empty_strided((1, 2, 16, 8), (2**33, 2**32, 1, 2**28), device="meta"))
     assert Operands(posed(), sizes).meta().index_type == tl.int32
     assert Operands(posed(), sizes, arrays=[far]).meta().index_type == tl.int64

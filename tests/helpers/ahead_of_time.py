@@ -20,6 +20,7 @@ from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -27,7 +28,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
 from sightline.errors import ParameterError
-from sightline.gpu.configurations import shared_memory_of, try_sizes
+from sightline.gpu import configurations
 from sightline.gpu.launch.launches import REDUCED_STAGES
 
 TARGETS = {
@@ -35,7 +36,7 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
     "gfx942": GPUTarget("hip", "gfx942", 64),  # MI300
 }
-SHARED_MEMORY_BYTES = {name: shared_memory_of(name) for name in TARGETS}  # for one block of threads
+SHARED_MEMORY_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}  # for one block of threads
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,12 @@ def compile_kernels(call: Callable[[], object], target: str) -> tuple[CompiledKe
     if target not in TARGETS:
         raise ParameterError(f"target={target!r}", f"one of {', '.join(map(repr, TARGETS))}", "target='sm_90'")
     kernels: list[CompiledKernel] = []
-    log = StringIO()
+    architectures: set[str] = set()
+    find_configuration, log = configurations.find_configuration, StringIO()
+
+    def record(architecture: str, *given: Any) -> configurations.Configuration:
+        architectures.add(architecture)
+        return find_configuration(architecture, *given)
 
     def listen(*, metadata: dict[str, Any], metadata_group: dict[str, str], **_: object) -> None:
         files = {Path(path).suffix: Path(path) for path in metadata_group.values()}
@@ -88,10 +94,10 @@ def compile_kernels(call: Callable[[], object], target: str) -> tuple[CompiledKe
         knobs.cache.dir = scope.enter_context(TemporaryDirectory())  # a kernel from Triton's cache has no ptxas log
         scope.enter_context(_active_driver(_OfflineDriver(target)))
         scope.enter_context(redirect_stdout(log))
-        trial = scope.enter_context(try_sizes())
+        scope.enter_context(mock.patch.object(configurations, "find_configuration", record))
         REDUCED_STAGES.clear()  # its numbers of stages may have been reduced for another target
         call()
-    if other_architectures := trial.architectures - {target}:
+    if other_architectures := architectures - {target}:
         raise ParameterError(
             f"kernels with the tile sizes of {', '.join(sorted(other_architectures))}, compiled for {target}",
             f"kernels with the tile sizes of {target}",

@@ -1,21 +1,11 @@
-"""The configurations of the kernels: tile sizes, warps and stages.
-
-`select` takes a kernel's configuration from the current trial (`try_sizes`) if it has one, else the default for the
-architecture, the kernel, the dtype and the head width.
-"""
+"""The configurations of the kernels: tile sizes, warps and stages, from a table by architecture, dtype and width."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..call.problem import Problem
-
-# KiB of shared memory for a block of threads, by the prefix of the architecture's name
-SHARED_MEMORY_KIB = {"sm_80": 163, "sm_8": 99, "sm_90": 227, "sm_10": 227, "sm_12": 99, "gfx": 64}
 
 
 @dataclass(frozen=True)
@@ -30,49 +20,9 @@ class Configuration:
     widens_operands: bool = False
 
 
-@dataclass
-class Trial:
-    """Configurations that take precedence over all others, and a record of what `select` returned during the trial."""
-
-    sizes: Mapping[str, Configuration]  # the configurations on trial, by the name of the kernel
-    requested: dict[str, Configuration] = field(default_factory=dict)  # the first selected configuration of each kernel
-    architectures: set[str] = field(default_factory=set)  # every architecture that `select` was called with
-
-
-_trial: ContextVar[Trial | None] = ContextVar("trial", default=None)
-
-
 def select(kernel: str, problem: Problem, architecture: str) -> Configuration:
     """Return the configuration of a kernel ("forward", "backward_keys", ...) for a problem on an architecture."""
-    trial = _trial.get()
-    found = None if trial is None else trial.sizes.get(kernel)
-    if found is None:
-        found = default_configuration(architecture, kernel, problem.dtype, max(problem.d_k, problem.d_v))
-    if trial is not None:
-        trial.requested.setdefault(kernel, found)
-        trial.architectures.add(architecture)
-    return found
-
-
-def is_trial() -> bool:
-    """Return True during a trial, whose launches must not be stored."""
-    return _trial.get() is not None
-
-
-@contextmanager
-def try_sizes(sizes: Mapping[str, Configuration] | None = None) -> Iterator[Trial]:
-    """Make `select` return the configurations `sizes` while the context lasts.
-
-    For kernels that `sizes` lacks, `select` returns the default table's configurations. If `sizes` is None, the
-    configurations of the surrounding trial apply, if there is a surrounding trial.
-    """
-    outer_trial = _trial.get()
-    trial = Trial(sizes if sizes is not None else outer_trial.sizes if outer_trial is not None else {})
-    token = _trial.set(trial)
-    try:
-        yield trial
-    finally:
-        _trial.reset(token)
+    return find_configuration(architecture, kernel, problem.dtype, max(problem.d_k, problem.d_v))
 
 
 def architecture_of(device: Any) -> str:
@@ -91,10 +41,7 @@ def architecture_of(device: Any) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
-# -- the default table -------------------------------------------------------------------------------------------------
-
-
-def default_configuration(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
+def find_configuration(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
     """Return the configuration for an architecture ("sm_90", "gfx942", "interpreter"), a kernel and a dtype.
 
     `width` is the larger of d_k and d_v.
@@ -123,15 +70,6 @@ def default_configuration(architecture: str, kernel: str, dtype: str, width: int
     if width <= 64:
         return Configuration(128, 64, 4, 3)
     return Configuration(128, 64, 8, 2) if width <= 128 else Configuration(64, 32, 4, 2)
-
-
-def shared_memory_of(architecture: str) -> int:
-    """Return the bytes of shared memory for a block of threads.
-
-    For an unknown architecture the result is the largest known amount.
-    """
-    known = (kib for prefix, kib in SHARED_MEMORY_KIB.items() if architecture.startswith(prefix))
-    return next(known, max(SHARED_MEMORY_KIB.values())) << 10
 
 
 def _backward_configuration(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:

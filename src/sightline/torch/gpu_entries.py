@@ -25,7 +25,6 @@ from ..call.lookup import LOOKUP, store
 from ..call.problem import NUM_OPERANDS, Problem
 from ..call.request import Request
 from ..formula.expression import Expression
-from ..gpu.configurations import is_trial
 from .autograd import needs_gradients
 from .graph_attacher import CachedGraphCall, GraphAttacher
 
@@ -69,7 +68,7 @@ class EntriesByNumbers(_PythonEntry):
     def run(self, request: Request, query: Tensor, key: Tensor, value: Tensor, threads: int | None) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
         call = self.calls.get(request.numbers)
-        return None if call is None or is_trial() else call.run(request, query, key, value)
+        return None if call is None else call.run(request, query, key, value)
 
 
 @dataclass
@@ -108,7 +107,7 @@ class _GpuGraphCall(CachedGraphCall):
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
         arrays, read = self.read_arrays(gradients, inputs, results)
-        call = None if read is None or is_trial() else self.attacher.backward.entries.get(read[0])
+        call = None if read is None else self.attacher.backward.entries.get(read[0])
         given = None if call is None else call.read_inputs(arrays, read[1:], self.request.tables, None)
         return None if call is None or given is None else call.run(given, self.seed or 0)
 
@@ -123,7 +122,7 @@ class _GpuGraphCall(CachedGraphCall):
 
         recorded = found.recorded_call
         _, read = self.read_arrays(gradients, inputs, results)
-        if read is None or is_trial():
+        if read is None:
             return
         addresses = [recorded.inputs[name].data_ptr() for name in BACKWARD_OPERANDS]
         call = BoundLaunches.of(recorded, self.formulas, self.request.tables)
@@ -166,7 +165,7 @@ def insert(
     from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
     operands = problem.query, problem.key, problem.value
-    if is_trial() or any(x.data_ptr() != y for x, y in zip(operands, request.addresses, strict=False)):
+    if any(x.data_ptr() != y for x, y in zip(operands, request.addresses, strict=False)):
         return
     attach = None
     if needs_gradients(problem):

@@ -17,7 +17,6 @@ from sightline.call.problem import make_problem
 from sightline.errors import ChangedArrayError, FormulaError, TableError
 from sightline.formula.tables import Table
 from sightline.formula.tile_ranges import find_tile_ranges
-from sightline.gpu.configurations import Configuration, try_sizes
 from sightline.gpu.kernels.backward_keys import backward_keys
 from sightline.gpu.kernels.backward_queries import backward_queries
 from sightline.gpu.kernels.forward import forward
@@ -262,18 +261,6 @@ def test_hooks_may_change_the_strides_of_saved_tensors(repeated):
         found.append(torch.autograd.grad(output.square().sum(), inputs))
     for one in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(one, found[0], strict=True))
-
-
-def test_a_trial_of_other_tile_sizes_is_not_answered_by_the_cache(repeated):
-    inputs = tensors()
-    results(inputs, {})
-    with try_sizes({"forward": Configuration(16, 16, 1, 1)}) as trial:
-        results(inputs, {})
-        results(inputs, {})
-    assert "forward" in trial.requested
-    assert repeated == []
-    results(inputs, {})
-    assert len(repeated) == 1
 
 
 def test_a_large_problem_whose_tables_decide_its_plan_is_not_stored(repeated, monkeypatch):
