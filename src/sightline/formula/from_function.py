@@ -1,7 +1,9 @@
 """Conversion of Python functions to formulas, so that a FlexAttention mask_mod or score_mod works unchanged.
 
-The function is called once with the symbols. It may index any array that it can reach, as in `document_id[q_idx]`;
-see `tensor_reads`.
+The function is called once with the symbols, in the context `table_reads`. It may index any array that it can reach, as
+in `document_id[q_idx]`. A TorchFunctionMode turns the read of a tensor at a formula into a lookup of a table, and
+changes no other operation. So the tensor may come from a closure, an attribute or a list. NumPy has no modes, so arrays
+of NumPy that the function reaches are replaced by `ReadableArray`s.
 """
 
 from __future__ import annotations
@@ -14,23 +16,25 @@ import random
 import sys
 import traceback
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from ..arrays.operations import framework
 from ..errors import FormulaError, SightlineError
 from .expression import SYMBOLS, Expression, as_expression, is_compiling
-from .numpy_functions import accepts
+from .numpy_functions import IS_READING, accepts
 from .tables import Table
-from .tensor_reads import ReadableArray, refuse_draw, table_reads
 from .torch_masks import block_formula, is_block_mask
 
 MAX_FUNCTION_DEPTH = 4  # levels that are searched for arrays: the function, the functions that it calls, and so on
 MAX_CONTAINER_LENGTH = 64  # arrays are not searched for in longer lists, tuples and dicts
 NUM_TRIES = 3  # calls of a function that seems to draw random numbers
+RANDOM_FUNCTIONS = {"bernoulli", "dropout", "multinomial", "normal", "rand", "randint", "randn", "random", "uniform"}
 LIBRARIES = ("numpy", "torch", "jax", "sightline")  # modules whose functions are no user's code
 ROLES = {  # argument → FlexAttention's name of such a function, and the parameters that the function has there
     "mask": ("mask_mod", "b, h, q_idx, kv_idx"),
@@ -79,6 +83,15 @@ def to_formula(value: Any, argument: str, symbols: str) -> Expression:
     if result is None:
         raise FormulaError(f"{argument}={_name(value)} returned None", "a formula", "end the function with return ...")
     return as_expression(result)
+
+
+def refuse_draw(draw: str) -> NoReturn:
+    """Raise the error for a function that draws a random number. `draw` says what it calls."""
+    raise FormulaError(
+        f"{draw} in a mask or score function, which is called once for all pairs",
+        "functions of the positions and the score",
+        "draw the numbers before the call, in an array that the function indexes: noise[q_idx]",
+    )
 
 
 def refuse_draws(mask: Any, score: Any) -> None:
@@ -146,6 +159,67 @@ def _check_parameters(function: Any, argument: str, names: list[str]) -> None:
         f"a function of {len(names)} arguments ({listed})",
         f"lambda {listed}: f(...) with the arguments that the function needs",
     )
+
+
+# -- reads of arrays at formulas -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def table_reads() -> Iterator[None]:
+    """Return a context in which a formula can be the index of a torch tensor, as in `document_id[q_idx]`."""
+    token = IS_READING.set(True)
+    try:
+        if "torch" in sys.modules:
+            with torch_mode()():
+                yield
+        else:
+            yield
+    finally:
+        IS_READING.reset(token)
+
+
+def _has_formula(index: Any) -> bool:
+    return any(isinstance(part, Expression) for part in (index if isinstance(index, tuple) else (index,)))
+
+
+@cache
+def torch_mode() -> Any:
+    """Return the subclass of TorchFunctionMode for `table_reads`. A mode makes one table for each tensor that is read.
+
+    While torch.compile traces, every read makes a new table.
+    """
+    torch = sys.modules["torch"]
+
+    class TableReads(torch.overrides.TorchFunctionMode):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables: dict[int, Table] = {}  # by the id of the tensor, which its table refers to
+
+        def __torch_function__(self, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.Tensor.__getitem__ and _has_formula(inputs[1]):
+                tensor = inputs[0]
+                if is_compiling():
+                    return Table(tensor)[inputs[1]]
+                if id(tensor) not in self.tables:
+                    self.tables[id(tensor)] = Table(tensor)
+                return self.tables[id(tensor)][inputs[1]]
+            if not is_compiling() and function.__name__.removesuffix("_").removesuffix("_like") in RANDOM_FUNCTIONS:
+                refuse_draw(f"torch.{function.__name__}")
+            return function(*inputs, **(kwargs or {}))
+
+    return TableReads
+
+
+class ReadableArray(np.ndarray[Any, Any]):
+    """A view of an array whose entries can be read at formulas."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if not _has_formula(index):
+            return super().__getitem__(index)
+        if "table" not in vars(self):
+            vars(self)["table"] = Table(np.asarray(self))
+        table: Table = vars(self)["table"]
+        return table[index]
 
 
 # -- arrays of NumPy and JAX, which torch's mode does not change ------------------------------------------------------

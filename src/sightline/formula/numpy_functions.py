@@ -6,6 +6,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from ..errors import FormulaError
@@ -13,8 +14,8 @@ from .composed_functions import COMPOSED
 from .expression import Expression, apply, is_compiling
 from .operators import OPERATOR_ALIASES, OPERATORS
 from .tensor_casts import CASTS
-from .tensor_reads import IS_READING
 
+IS_READING = ContextVar("IS_READING", default=False)  # True while a mask or score function is called
 FUNCTIONS: dict[str, Callable[..., Expression]] = {**COMPOSED, **CASTS}
 METHODS = {*OPERATORS, *OPERATOR_ALIASES, *FUNCTIONS}
 # The namespaces of torch's own operators, and that of the attention gym, whose approx::tanh is an instruction for tanh.

@@ -19,7 +19,7 @@ from ..call.request import Request
 from ..call.validation import fold_scale
 from ..errors import KernelRefusedError, SightlineError
 from ..formula.expression import SYMBOLS, Expression
-from ..formula.tensor_reads import torch_mode
+from ..formula.from_function import torch_mode
 from ..kv_cache import unpack_cache
 from ..statistics import Statistic, solve_selections_separately
 from ..statistics.computation import conditions_of
