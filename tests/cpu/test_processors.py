@@ -5,7 +5,6 @@ Machines whose features this processor has run on this processor. ARM is emulate
 
 import os
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -36,9 +35,10 @@ from sightline.cpu.runtime.machine import (
 )
 from sightline.cpu.runtime.processor import Processor
 from sightline.errors import ParameterError
+from sightline.statistics import Mean, Pooled, Received, TopK, Weights
 from sightline.testing import assert_conforms
 from strategies import DTYPES, cases
-from weights_pass_checks import check_everything, pooled, received, top_k, weight_sums, weights
+from weights_pass_checks import check_everything, compute
 
 SERVED = [dtype for dtype in DTYPES if serves(Cpu(), dtype)]
 EXAMPLES = {True: 8, False: 16}  # problems for an emulated machine and for a real one, over all dtypes
@@ -174,7 +174,7 @@ def assembly(machine, dtype, **options):
 def weights_pass_assembly(statistic, machine):
     problem = make_problem(*arrays((1, 1, 70, 64), "float32"), mask=i >= j)
     with pytest.raises(PrintedError) as found:
-        statistic(problem, np.zeros((1, 1, 70)), processor=Printer(machine))
+        compute(problem, np.zeros((1, 1, 70)), statistic, processor=Printer(machine))
     return str(found.value)
 
 
@@ -200,7 +200,7 @@ def test_kernels_keep_to_their_machine(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "statistic", [received, partial(pooled, rows=2, columns=2), partial(top_k, k=5), weights, weight_sums]
+    "statistic", [Received(), Pooled(2, 2), TopK(5), Weights(), Mean(True, False, Weights(), (0.5,))], ids=repr
 )
 @pytest.mark.parametrize("name", machine_names())
 def test_kernels_of_the_weights_pass_keep_to_their_machine(name, statistic):

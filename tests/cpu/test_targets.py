@@ -4,7 +4,6 @@ All of it is compiled here and linked by LLVM's loader, and its format and undef
 x86-64 as llvmlite asks for it also runs here (`foreign_systems`). Nothing runs on Windows or macOS.
 """
 
-from functools import partial
 from types import SimpleNamespace
 
 import llvmlite.binding as llvm
@@ -26,8 +25,9 @@ from sightline.cpu.codegen.python_function import PYTHON_API
 from sightline.cpu.runtime.compile import _compile_object, _load_objects
 from sightline.cpu.runtime.machine import CPU_VARIABLE, Machine, missing_features, named_machine, native_machine
 from sightline.cpu.runtime.processor import Processor
+from sightline.statistics import Received, TopK
 from sightline.testing import assert_conforms
-from weights_pass_checks import check_everything, received, top_k
+from weights_pass_checks import check_everything, compute
 
 SYSTEMS = {  # triple: format, architecture
     "x86_64-unknown-linux-gnu": ("ELF", X86_64),
@@ -98,8 +98,8 @@ def kernels(machine):
     kernel.run(make_problem(*arrays((2, 4, 1, 64), "float32", groups=1, m=513), mask=padding([513, 130])), 1)
     kernel.run(make_problem(*arrays((1, 1, 20, 1024), "float32")), 1)
     weighed = make_problem(*arrays((1, 2, 70, 16), "float32"))
-    for statistic in (received, partial(top_k, k=3)):
-        statistic(weighed, np.zeros((1, 2, 70)), processor=collector)
+    for statistic in (Received(), TopK(3)):
+        compute(weighed, np.zeros((1, 2, 70)), statistic, processor=collector)
     return [(name, text) for (name, _), text in collector.modules.items()]
 
 

@@ -18,22 +18,7 @@ from sightline.reference.definition import compute_stages
 from sightline.statistics import Pooled, Received, TopK, Weights
 from sightline.testing import with_guards
 from strategies import DTYPES, Case, cases
-from weights_pass_checks import (
-    check,
-    check_everything,
-    check_pooled,
-    check_together,
-    compute_together,
-    dense_received,
-    largest,
-    narrow,
-    pooled,
-    received,
-    several,
-    top_k,
-    weight_sums,
-    weights,
-)
+from weights_pass_checks import check, check_everything, compute, several, weight_sums
 
 # -- problems --------------------------------------------------------------------------------------------------------
 
@@ -54,18 +39,15 @@ def drawn(dtype, examples):
             return first, data.draw(st.integers(min(first + 1, length), length))
 
         if statistic == "received":
-            how = data.draw(st.sampled_from(["sum", "max"]))
-            check(problem, received, partial(dense_received, how=how), how=how)
+            chosen = Received(data.draw(st.sampled_from(["sum", "max"])))
         elif statistic == "pooled":
             within = data.draw(st.sampled_from([None, (part(n), part(m))]))
             (i0, i1), (j0, j1) = within or ((0, n), (0, m))
             rows, columns = (data.draw(st.integers(min(1, length), length)) for length in (i1 - i0, j1 - j0))
-            check_pooled(problem, min(rows, 40), min(columns, 40), data.draw(st.sampled_from(["mean", "max"])), within)
-        elif statistic == "top_k":
-            k = data.draw(st.integers(1, 12))
-            check(problem, top_k, partial(largest, k=k), k=k)
+            chosen = Pooled(min(rows, 40), min(columns, 40), data.draw(st.sampled_from(["mean", "max"])), within)
         else:
-            check(problem, weights, lambda p: p, dtype=narrow)
+            chosen = TopK(data.draw(st.integers(1, 12))) if statistic == "top_k" else Weights()
+        check(problem, chosen)
 
     conforms()
 
@@ -90,7 +72,7 @@ def drawn_together(dtype, examples):
     def conforms(case, data):
         problem = case.make_problem()
         if 0 not in problem.extent:
-            check_together(problem, data.draw(requests(problem)))
+            check(problem, data.draw(requests(problem)))
 
     conforms()
 
@@ -143,13 +125,11 @@ def test_any_number_of_threads_gives_the_same_bits():
     problem = make_problem(*arrays((1, 2, 1217, 20), "float32", m=700), mask=i + 90 >= j)
     lse = Cpu().run(problem).lse
     calls = [
-        partial(received, problem, lse),
-        partial(received, problem, lse, how="max"),
-        partial(pooled, problem, lse, 1217, 200, how="max"),
-        partial(pooled, problem, lse, 1, 3),
-        partial(top_k, problem, lse, 6),
-        partial(weights, problem, lse),
-        lambda threads: compute_together(problem, lse, several(problem), threads),
+        partial(compute, problem, lse, *group)
+        for group in (
+            *([Received()], [Received("max")], [Pooled(1217, 200, "max")], [Pooled(1, 3)], [TopK(6)], [Weights()]),
+            several(problem),
+        )
     ]
     for call in calls:
         once = call(threads=1)
@@ -175,9 +155,9 @@ def test_statistics_share_passes():
 def test_torch_gets_the_same_bits_as_tensors():
     case = Case(*arrays((2, 70, 16), "float32", m=90), {"mask": causal()})
     lse = compute_stages(case.make_problem()).lse
-    together = partial(compute_together, statistics=several(case.make_problem()))
-    for call in (received, partial(pooled, rows=3, columns=4), partial(top_k, k=95), weights, weight_sums, together):
-        ours, theirs = call(case.make_problem(), lse), call(case.as_torch().make_problem(), lse)
+    problem = case.make_problem()
+    for group in ([Received()], [Pooled(3, 4)], [TopK(95)], [Weights()], [weight_sums(problem)], several(problem)):
+        ours, theirs = compute(problem, lse, *group), compute(case.as_torch().make_problem(), lse, *group)
         for array, tensor in zip(flat(ours), flat(theirs), strict=True):
             assert framework(tensor) == "torch"
             assert dtype_name(array) == dtype_name(tensor)
@@ -195,7 +175,8 @@ def test_of_equal_scores_the_smaller_key_comes_first(dtype, rng):
         problem = make_problem(q, k, k, scale=scale, mask=(i + j) % 5 != 0)
         truth = compute_stages(problem)
         order = np.argsort(-truth.masked, axis=-1, kind="stable")[..., :40]
-        np.testing.assert_array_equal(top_k(problem, truth.lse, 40)[1], order)
+        ((_, where),) = compute(problem, truth.lse, TopK(40))
+        np.testing.assert_array_equal(where, order)
 
 
 def test_a_score_of_minus_infinity_is_not_listed(rng):
@@ -203,8 +184,8 @@ def test_a_score_of_minus_infinity_is_not_listed(rng):
     q, k = (rng.normal(size=(1, 1, rows, 3)) for rows in (40, 70))
     problem = make_problem(q, k, k, score=where(j % 9 == 0, s, -math.inf))
     lse = compute_stages(problem).lse
-    alone = top_k(problem, lse, 10)
-    together, _ = compute_together(problem, lse, [TopK(10), Received()])
+    (alone,) = compute(problem, lse, TopK(10))
+    together, _ = compute(problem, lse, TopK(10), Received())
     assert (alone[1] >= 0).sum(-1).tolist() == [[[8] * 40]]
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -218,7 +199,7 @@ def test_weights_do_not_take_on_the_rounding_of_lse(rng):
     q, k = (rng.integers(-2, 3, (1, 1, rows, 3)).astype(np.float32) for rows in (40, 150))
     plain, moved = make_problem(q, k, k, scale=1.0, score=s + 0), make_problem(q, k, k, scale=1.0, score=s + 4096)
     truth = compute_stages(plain)
-    one, other = weights(plain, truth.lse), weights(moved, truth.lse + 4096)
+    (one,), (other,) = compute(plain, truth.lse, Weights()), compute(moved, truth.lse + 4096, Weights())
     unit = np.spacing(np.abs(truth.masked - truth.lse[..., None]).astype(np.float32)) + 2 * np.finfo(np.float32).eps
     assert (abs(one - truth.weights) <= unit * truth.weights).all()
     assert (abs(other - truth.weights) <= unit * truth.weights).all()
@@ -229,16 +210,16 @@ def test_the_error_of_sums_does_not_grow_with_their_length():
     n, m = 1 << 16, 3
     problem = make_problem(np.zeros((32, n, 1), np.float32), *(np.zeros((32, m, 1), np.float32) for _ in range(2)))
     lse = np.full((32, 1, n), np.log(m))
-    one = weights(problem, lse)[:, :, 0].astype(np.float64)
-    np.testing.assert_array_equal(received(problem, lse), (one * n).astype(np.float32))
-    together, mean = compute_together(problem, lse, [Received(), Pooled(1, m)])
+    one = compute(problem, lse, Weights())[0][:, :, 0].astype(np.float64)
+    np.testing.assert_array_equal(compute(problem, lse, Received())[0], (one * n).astype(np.float32))
+    together, mean = compute(problem, lse, Received(), Pooled(1, m))
     np.testing.assert_array_equal(together, (one * n).astype(np.float32))
     np.testing.assert_array_equal(mean, one[..., None, :].astype(np.float32))
 
 
 def test_more_keys_requested_than_there_are(rng):
     problem = make_problem(*(rng.normal(size=(1, 9, 4)) for _ in range(3)), mask=i >= j + 2)
-    found, where = top_k(problem, compute_stages(problem).lse, 11)
+    ((found, where),) = compute(problem, compute_stages(problem).lse, TopK(11))
     assert found.shape == where.shape == (1, 1, 9, 11)
     seen = np.arange(11) < np.maximum(np.arange(9)[:, None] - 1, 0)
     np.testing.assert_array_equal(where[0, 0] >= 0, seen)
@@ -248,10 +229,10 @@ def test_more_keys_requested_than_there_are(rng):
 
 def test_lists_too_long_for_the_stack_return_none(rng):
     problem = make_problem(*(rng.normal(size=(1, 3, 4)) for _ in range(3)))
-    assert top_k(problem, compute_stages(problem).lse, MAX_TOP_K + 1) is not None  # there are only three keys
+    assert compute(problem, compute_stages(problem).lse, TopK(MAX_TOP_K + 1)) is not None  # there are only three keys
     x = rng.normal(size=(1, MAX_TOP_K + 1, 4))
     problem = make_problem(x[:, :3], x, x)
-    assert top_k(problem, compute_stages(problem).lse, MAX_TOP_K + 1) is None
+    assert compute(problem, compute_stages(problem).lse, TopK(MAX_TOP_K + 1)) is None
 
 
 # -- inputs the weights pass does not serve --------------------------------------------------------------------------
@@ -272,8 +253,8 @@ def test_visible_nonfinite_scores_return_none(bad):
                 np.testing.assert_array_equal(one, other)
     unmasked = make_problem(q, k, v)
     lse = compute_stages(unmasked).lse
-    for call in (received, partial(pooled, rows=1, columns=1), partial(top_k, k=1), weights):
-        assert call(unmasked, lse) is None
+    for statistic in (Received(), Pooled(1, 1), TopK(1), Weights()):
+        assert compute(unmasked, lse, statistic) is None
 
 
 @pytest.mark.parametrize("extent", [(0, 2, 5, 5), (1, 0, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)])

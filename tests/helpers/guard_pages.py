@@ -27,8 +27,8 @@ from sightline.call import call_cache
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.launch import backward as launch_backward
-from sightline.statistics import Pooled, Received, TopK
-from weights_pass_checks import compute_together, pooled, received, top_k, weights
+from sightline.statistics import Pooled, Received, TopK, Weights
+from weights_pass_checks import compute
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 NONE, BOTH, PRIVATE = 0, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -102,13 +102,14 @@ def statistic(rng, problem, lse):
     rows, columns = rng.integers(1, n - i0 + 1), rng.integers(1, m - j0 + 1)
     how = ["mean", "max"][rng.integers(2)]
     together = Received(how), Pooled(int(rng.integers(1, n + 1)), int(rng.integers(1, m + 1)), how), TopK(5)
-    return [
-        lambda: received(problem, lse, how, 2),
-        lambda: pooled(problem, lse, int(rows), int(columns), how, ((i0, n), (j0, m)), 2),
-        lambda: top_k(problem, lse, int(rng.integers(1, 12)), 2),
-        lambda: weights(problem, lse, 2),
-        lambda: compute_together(problem, lse, [together[k] for k in rng.permutation(3)[: rng.integers(2, 4)]]),
+    group = [
+        lambda: [Received(how)],
+        lambda: [Pooled(int(rows), int(columns), how, ((int(i0), n), (int(j0), m)))],
+        lambda: [TopK(int(rng.integers(1, 12)))],
+        lambda: [Weights()],
+        lambda: [together[k] for k in rng.permutation(3)[: rng.integers(2, 4)]],
     ][rng.integers(5)]()
+    return compute(problem, lse, *group)
 
 
 def main(seed, count, past=0):
