@@ -29,11 +29,11 @@ from ..formula.from_function import to_formula
 from ..formula.torch_masks import block_formula
 from ..kv_cache import KVCache
 from ..statistics import Statistic, StatisticBase, lse, max_score
-from .derivatives import is_transformed
 from .functional import convert_arguments
 from .handwritten import WeightsMark, find_handwritten, forget_tensors
 from .hooks import LayerCall, has_modes
 from .hooks import attend as attend_for_layer
+from .interception import is_transformed
 from .nested import is_nested
 from .operator import autocast_disabled
 from .replacement import _attend as replacing_attend

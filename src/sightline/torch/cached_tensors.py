@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from ..arrays.layouts import ADAPTERS, BOOLEANS, MAX_GPUS, ArrayAdapter, Layout, Tensors, make_kind
 from ..arrays.operations import empty
 from ..call.lookup import LOOKUP
-from .autograd import INTERCEPTIONS
+from .interception import INTERCEPTIONS
 from .operator_schema import make_seed
 
 _DLPACK_CODES = {  # the code of each dtype in the struct DLDataType of DLPack

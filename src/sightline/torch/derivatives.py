@@ -21,9 +21,8 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import _C, Tensor
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..call.problem import NUM_OPERANDS
@@ -32,47 +31,6 @@ from ..errors import KernelRefusedError
 from . import batching, operator
 from .operator_schema import find_float_tables, read_arguments
 from .tangents import tangents as compute_tangents
-
-
-def is_transformed() -> bool:
-    """True if a transform of torch.func is active in this thread, or a forward derivative in any thread.
-
-    The function returns False while torch.compile traces, which does not read these states reliably.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return _C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def refuse_tangents() -> None:
-    """Raise KernelRefusedError if torch.compile traces a forward derivative, which would be lost without an error."""
-    if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        raise KernelRefusedError(
-            "forward derivatives of attention inside a compiled function",
-            "forward derivatives in eager mode",
-            "torch.func.jvp outside of torch.compile",
-        )
-
-
-def refuse_functionalize() -> None:
-    """Raise KernelRefusedError inside torch.func.functionalize: torch has no rule for autograd functions there."""
-    levels = _C._functorch.get_interpreter_stack() or ()
-    if any(level.key() == _C._functorch.TransformType.Functionalize for level in levels):
-        raise KernelRefusedError(
-            "attention inside torch.func.functionalize",
-            "the other transforms of torch.func, such as vmap, grad and jvp",
-            "call attention outside of torch.func.functionalize, or in a function for torch.compile",
-        )
-
-
-def refuse_old_vmap(gradients: Sequence[Tensor | None]) -> None:
-    """Raise KernelRefusedError for gradients of torch.autograd's older vmap, which takes no batching rule in Python."""
-    if any(gradient is not None and _C._functorch.is_legacy_batchedtensor(gradient) for gradient in gradients):
-        raise KernelRefusedError(
-            "gradients of attention with is_grads_batched=True or vectorize=True of torch.autograd",
-            "the transforms of torch.func",
-            "torch.func.jacrev, or torch.vmap of torch.func.vjp",
-        )
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,12 @@ from ..kv_cache import unpack_cache
 from ..statistics import Statistic, solve_selections_separately
 from ..statistics.computation import conditions_of
 from . import gpu_entries, operator
-from .autograd import attach_to_graph, is_intercepted, needs_gradients
+from .autograd import needs_gradients
 from .cached_tensors import register_tensors
-from .derivatives import Derivative, apply, is_transformed, refuse_functionalize, refuse_tangents
+from .derivatives import Derivative, apply
 from .fused import Fused
-from .graph_attacher import GraphAttacher
+from .graph_attacher import GraphAttacher, attach_to_graph
+from .interception import is_intercepted, is_transformed, refuse_functionalize, refuse_tangents
 from .nested import is_nested, pack, unpack
 from .operator_schema import build_result, make_seed, to_arguments
 
@@ -180,8 +181,8 @@ def _run_eager(
         elif not needs_gradients(problem):
             call_cache.insert(request, formulas, caller_inputs, problem, result)
         else:
-            attach = GraphAttacher.of(request, formulas, caller_inputs, problem, kernel, threads)
-            if attach is not None:
+            attach = GraphAttacher.of(problem, formulas, kernel, threads)
+            if attach.reads(request, caller_inputs, problem):
                 call_cache.insert(request, formulas, caller_inputs, problem, result, attach)
     return to_caller_layout(problem, result)
 

@@ -30,7 +30,7 @@ from ..formula.tables import Table
 from ..formula.tile_ranges import find_blocks
 from ..formula.torch_masks import is_block_mask
 from ..statistics import lse, max_score
-from .derivatives import is_transformed
+from .interception import is_transformed
 
 __all__ = ["BlockMask", "create_block_mask", "flex_attention"]
 

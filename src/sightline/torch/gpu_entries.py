@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from ..call.problem import NUM_OPERANDS, Problem
 from ..call.request import Request
 from ..formula.expression import Expression
 from .autograd import needs_gradients
-from .graph_attacher import CachedGraphCall, GraphAttacher
+from .graph_attacher import GraphAttacher, GraphCall
 
 if TYPE_CHECKING:
     from ..gpu.launch.bound_launches import BoundLaunches
@@ -100,48 +100,50 @@ class GpuEntry(ResultBuilder):
         return self.join(request, query, key, value, EntryResult(output, lse, arrays, False, seed))
 
 
-class _GpuGraphCall(CachedGraphCall):
-    """A cached call on a GPU in torch's graph."""
+class GpuAttacher(GraphAttacher):
+    """The attacher of calls on a GPU, whose backward passes are launches of Triton kernels."""
 
     def repeat(
-        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
+        self, call: GraphCall, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
-        arrays, read = self.read_arrays(gradients, inputs, results)
-        call = None if read is None else self.attacher.backward.entries.get(read[0])
-        given = None if call is None else call.read_inputs(arrays, read[1:], self.request.tables, None)
-        return None if call is None or given is None else call.run(given, self.seed or 0)
+        arrays, read = _read_arrays(call, gradients, inputs, results)
+        launches = None if read is None else self.backward.entries.get(read[0])
+        given = None if launches is None else launches.read_inputs(arrays, read[1:], call.source.tables, None)
+        return None if launches is None or given is None else launches.run(given, call.seed or 0)
 
     def keep(
         self,
         found: Gradients,
+        call: GraphCall,
         gradients: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
         from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
-        recorded = found.recorded_call
-        _, read = self.read_arrays(gradients, inputs, results)
+        recorded, request = found.recorded_call, cast(Request, call.source)
+        _, read = _read_arrays(call, gradients, inputs, results)
         if read is None:
             return
         addresses = [recorded.inputs[name].data_ptr() for name in BACKWARD_OPERANDS]
-        call = BoundLaunches.of(recorded, self.formulas, self.request.tables)
-        if call is not None and addresses == [*read[1 : 1 + len(addresses)]]:
-            store(self.attacher.backward.entries, read[0], call, MAX_BACKWARD_ENTRIES)
+        launches = BoundLaunches.of(recorded, request.formulas()[:2], request.tables)
+        if launches is not None and addresses == [*read[1 : 1 + len(addresses)]]:
+            store(self.backward.entries, read[0], launches, MAX_BACKWARD_ENTRIES)
 
-    def read_arrays(
-        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> tuple[tuple[Any, ...], Any]:
-        """Return the arrays that the backward kernels read besides tables, and (layouts, addresses) with the tables.
 
-        The second result is None if the gradients need the full dispatch.
-        """
-        d_output, *others = gradients
-        arrays = (*inputs[:NUM_OPERANDS], results[0], d_output, self.lse(results))
-        is_bound = d_output is not None and d_output.dtype is results[0].dtype and len(inputs) == NUM_OPERANDS
-        if not is_bound or any(gradient is not None for gradient in others):
-            return arrays, None
-        return arrays, LOOKUP.read_arrays(*arrays, *self.request.tables)
+def _read_arrays(
+    call: GraphCall, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
+) -> tuple[tuple[Any, ...], Any]:
+    """Return the arrays that the backward kernels read besides tables, and (layouts, addresses) with the tables.
+
+    The second result is None if the gradients need the full dispatch.
+    """
+    d_output, *others = gradients
+    arrays = (*inputs[:NUM_OPERANDS], results[0], d_output, call.find_lse(results))
+    is_bound = d_output is not None and d_output.dtype is results[0].dtype and len(inputs) == NUM_OPERANDS
+    if not is_bound or any(gradient is not None for gradient in others):
+        return arrays, None
+    return arrays, LOOKUP.read_arrays(*arrays, *call.source.tables)
 
 
 def insert(
@@ -169,8 +171,8 @@ def insert(
         return
     attach = None
     if needs_gradients(problem):
-        attach = GraphAttacher.of(request, formulas, inputs, problem, kernel, threads, _GpuGraphCall)
-        if attach is None:
+        attach = GpuAttacher.of(problem, formulas, kernel, threads)
+        if not attach.reads(request, inputs, problem):
             return
     launches = BoundLaunches.of(result.recorded_call, formulas, request.tables)
     if launches is None:

@@ -1,186 +1,212 @@
-"""Join the results of repeated calls, which the call cache runs, to torch's graph, and repeat their backward passes."""
+"""Join the results of calls to torch's graph, and repeat the backward passes of calls that the call cache runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 from torch import Tensor
 
-from ..api.kernels import make_plan
-from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, read_inputs
+from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs
 from ..call.call_cache import EntryResult
-from ..call.kernel import Gradients, Plan
+from ..call.kernel import Gradients, Plan, Result
 from ..call.problem import NUM_OPERANDS, Problem, make_problem
 from ..call.request import Request
+from ..call.spec import flatten_result
 from ..statistics import Statistic, unwrap_mean
-from .autograd import GraphCall, connect, trainable_inputs, with_saved_tables
+from .autograd import connect, needs_gradients, tables_of, trainable_inputs
+from .operator_schema import build_result
 
 
-class CachedGraphCall(GraphCall):
-    """A call that the call cache ran."""
+@dataclass(eq=False)
+class GraphCall:
+    """The data of a call that its backward pass needs, besides the tensors that torch saves.
 
-    def __init__(self, attacher: GraphAttacher, request: Request, result: EntryResult, lse: Any) -> None:
-        if isinstance(request.sinks, np.ndarray):
-            # the caller may change them before the backward pass
-            request = request._replace(sinks=request.sinks.copy())
-        self.wanted_tables, self.num_inputs = attacher.backward.slots, attacher.num_inputs
-        self.attacher, self.request = attacher, request
-        self.seed = result.seed if attacher.options["dropout"] else None
-        self.own_lse = None if attacher.has_statistics else lse
-        self.is_lse_imprecise = result.is_lse_imprecise
-        self.kernel, self.threads = attacher.kernel, attacher.threads
+    Parameters
+    ----------
+    attacher : what this call shares with calls that differ only in arrays and numbers
+    source : the request of a call that the call cache ran; for another call the problem, without what torch saves
+    seed : the seed of dropout; None without dropout
+    own_lse : lse, a tensor or a NumPy array, if it is no result
+    is_lse_imprecise : see `EntryResult`
+    plan : the plan of the forward pass, if `source` is a problem
+    """
 
-    def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
+    attacher: GraphAttacher
+    source: Request | Problem
+    seed: int | None
+    own_lse: Any
+    is_lse_imprecise: bool = False
+    plan: Plan | None = None
+
+    def make_problem(self, inputs: Sequence[Tensor]) -> Problem:
+        """Return the problem with the saved tensors as query, key, value, the learned tables and the learned sinks."""
         query, key, value, *rest = inputs
-        mask, score = self.formulas = self.request.formulas()[:2]
-        options = {"mask": mask, "score": score, "see": self.statistics, "sinks": self.sinks(inputs), "seed": self.seed}
-        problem = make_problem(query, key, value, **options, **self.attacher.options)
-        return with_saved_tables(problem, dict(zip(self.wanted_tables, rest, strict=False)))
-
-    def with_seed(self, seed: int) -> GraphCall:
-        other = copy(self)
-        other.seed = seed
-        return other
-
-    def plan(self, problem: Problem) -> Plan:
-        return make_plan(problem, self.kernel)
+        sinks, shared = self.sinks(inputs), self.attacher.backward
+        if isinstance(self.source, Problem):
+            seed = self.source.seed if self.seed is None else self.seed
+            problem = replace(self.source, query=query, key=key, value=value, sinks=sinks, seed=seed)
+        else:
+            mask, score = self.source.formulas()[:2]
+            formulas = {"mask": mask, "score": score, "see": self.statistics}
+            options = {name: getattr(shared.problem, name) for name in ("scale", "dropout", "row_formats")}
+            problem = make_problem(query, key, value, sinks=sinks, seed=self.seed, **formulas, **options)
+        tables, saved = [table.array for table in problem.tables], dict(zip(shared.slots, rest, strict=False))
+        if all(tables[slot] is tensor for slot, tensor in saved.items()):
+            return problem
+        return problem.with_tables([saved.get(slot, array) for slot, array in enumerate(tables)])  # hooks replaced them
 
     def tables(self) -> Sequence[Any]:
-        tables, sinks = self.request.tables, self.request.sinks
-        return tables if sinks is None else (*tables, sinks)
+        """Return the arrays that the formulas read, and the sinks."""
+        source = self.source
+        return [*tables_of(source), source.sinks] if isinstance(source, Problem) else source.arrays
 
     @property
     def statistics(self) -> Sequence[Statistic]:
-        return [unwrap_mean(statistic) for statistic in self.request.see]
+        """The statistics whose arrays are results. In cached calls, a mean is replaced by the statistic it averages."""
+        see = self.source.see
+        return see if isinstance(self.source, Problem) else [unwrap_mean(statistic) for statistic in see]
 
-    def lse(self, results: Sequence[Tensor]) -> Any:
+    def results_to_save(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the results that the backward pass reads: output, lse if it is a result, and arrays of statistics."""
+        return results if len(results) <= 2 else (*results[:2], *arrays_to_save(self.statistics, results))
+
+    def find_lse(self, results: Sequence[Tensor]) -> Any:
+        """Return lse. `results` are what `results_to_save` returned."""
         return results[1] if self.own_lse is None else self.own_lse
 
     def sinks(self, inputs: Sequence[Tensor]) -> Any:
-        """Return the sinks: the saved tensor if they are learned, else the array of the request."""
-        return inputs[-1] if self.attacher.backward.wants_sinks else self.request.sinks
+        """Return the sinks: the saved tensor if they are learned, else the array of the call."""
+        return inputs[-1] if self.attacher.backward.wants_sinks else self.source.sinks
 
 
-class _CpuGraphCall(CachedGraphCall):
-    """A call whose arrays are in the processor's memory."""
-
-    def repeat(
-        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> Sequence[Tensor] | None:
-        given, forward = self.read_inputs(gradients, inputs, results)
-        return self.attacher.backward.repeat(None if self.is_lse_imprecise else given, forward)
-
-    def read_inputs(
-        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> tuple[BackwardInputs | None, ForwardPass]:
-        """Return (the inputs to repeat a backward call, the forward pass). Saved tensors replace the learned tables.
-
-        The inputs are None if no kept call can serve. For example, hooks may have changed layouts of saved tensors.
-        """
-        backward, lse, sinks = self.attacher.backward, self.lse(results), self.sinks(inputs)
-        forward = ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, self.seed or 0, self.threads)
-        given = read_inputs(self.request, backward.problem, gradients, forward, results)
-        if given is not None and backward.places:
-            tables = list(given.tables)
-            for place, tensor in zip(backward.places, inputs[NUM_OPERANDS:], strict=False):
-                tables[place] = tensor
-            given = given._replace(tables=tuple(tables))
-        return given, forward
-
-    def keep(
-        self,
-        found: Gradients,
-        gradients: Sequence[Tensor | None],
-        inputs: Sequence[Tensor],
-        results: Sequence[Tensor],
-    ) -> None:
-        given, forward = self.read_inputs(gradients, inputs, results)
-        self.attacher.backward.keep(found, given, self.formulas, forward)
-
-
+@dataclass(eq=False)
 class GraphAttacher:
     """The function that joins the results of a cached call to torch's graph; see `call_cache.ForwardEntry`.
 
-    Attributes
+    Parameters
     ----------
-    options : the arguments of `make_problem` that are the same in every call
     backward : the kept backward passes; its `slots` and `places` are the positions of the learned tables
     num_inputs : how many inputs the graph has: query, key, value, the learned tables and the learned sinks
+    kernel, threads : as in `attention`
+    has_statistics : True if the call has statistics; otherwise lse is no result
     squeezed_axis : the axis of the heads in the graph's results if the caller's arrays have no such axis; else None
-    graph_call : the class of the calls in the graph
     """
 
-    @classmethod
-    def of(
-        cls,
-        request: Request,
-        formulas: Sequence[Any],
-        caller_inputs: Sequence[Tensor],
-        problem: Problem,
-        kernel: str | None,
-        threads: int | None,
-        graph_call: type[CachedGraphCall] | None = None,
-    ) -> GraphAttacher | None:
-        """Return the attacher of a call with gradients; None if the problem's inputs are not the caller's tensors.
+    backward: BackwardPasses
+    num_inputs: int
+    kernel: str | None
+    threads: int | None
+    has_statistics: bool
+    squeezed_axis: int | None
 
-        `formulas` are the formulas of the call, from `Request.formulas`. `graph_call` is the class of the calls in the
-        graph, by default the class for arrays in the processor's memory.
+    @classmethod
+    def of(cls, problem: Problem, formulas: Sequence[Any], kernel: str | None, threads: int | None) -> Self:
+        """Return the attacher of a call with gradients.
+
+        `formulas` are the formulas of the call, from `Request.formulas`; empty for a call that is not repeated.
         """
         inputs, wanted = trainable_inputs(problem)
-        has_learned_sinks = problem.sinks is not None and bool(problem.sinks.requires_grad)
+        has_learned_sinks = len(inputs) > NUM_OPERANDS + len(wanted)
         backward = BackwardPasses.of(problem, formulas, wanted, has_learned_sinks)
-        own = [*caller_inputs, *[request.tables[place] for place in backward.places]]
-        if has_learned_sinks:
-            own.append(request.sinks)
-        pairs = list(zip(own, inputs, strict=False))
+        axis = len(problem.batch_shape) if problem.heads_squeezed else None
+        return cls(backward, len(inputs), kernel, threads, bool(problem.see), axis)
+
+    def __copy__(self) -> Self:
+        """Return an attacher for calls with other lengths: with the same options, but without kept backward passes."""
+        return replace(self, backward=replace(self.backward))
+
+    def reads(self, request: Request, caller_inputs: Sequence[Tensor], problem: Problem) -> bool:
+        """True if the problem's inputs are the caller's tensors, so that a repeated call has the same graph."""
+        own = [*caller_inputs, *[request.tables[place] for place in self.backward.places]]
+        own += [request.sinks] * self.backward.wants_sinks
+        pairs = list(zip(own, trainable_inputs(problem)[0], strict=True))
         if problem.heads_squeezed and all(_adds_head_axis(x, y) for x, y in pairs[:NUM_OPERANDS]):
             pairs = pairs[NUM_OPERANDS:]
-        if not all(x is y for x, y in pairs):
-            return None
-        return cls(problem, backward, kernel, threads, len(own), graph_call or _CpuGraphCall)
-
-    def __init__(
-        self,
-        problem: Problem,
-        backward: BackwardPasses,
-        kernel: str | None,
-        threads: int | None,
-        num_inputs: int,
-        graph_call: type[CachedGraphCall],
-    ) -> None:
-        self.options = {"scale": problem.scale, "dropout": problem.dropout, "row_formats": problem.row_formats}
-        self.backward, self.num_inputs, self.graph_call = backward, num_inputs, graph_call
-        self.has_statistics = bool(problem.see)  # if there are none, lse is no result
-        self.squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
-        self.kernel, self.threads = kernel, threads
-
-    def __copy__(self) -> GraphAttacher:
-        """Return an attacher for calls with other lengths: with the same options, but without kept backward passes."""
-        other = object.__new__(GraphAttacher)
-        other.__dict__ |= self.__dict__ | {"backward": replace(self.backward)}
-        return other
+        return all(x is y for x, y in pairs)
 
     def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: EntryResult) -> EntryResult:
-        axis, lse = self.squeezed_axis, result.lse
+        axis, lse, backward = self.squeezed_axis, result.lse, self.backward
         inputs: tuple[Any, ...] = query, key, value
         results = (result.output, lse, *result.arrays) if self.has_statistics else (result.output,)
         if axis is not None:  # the graph has the head axis
             inputs = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
             results, lse = tuple([x.unsqueeze(axis) for x in results]), lse[..., None, :]
-        call, backward = self.graph_call(self, request, result, lse), self.backward
         if backward.places:
             inputs += tuple([request.tables[place] for place in backward.places])
         if backward.wants_sinks:
             inputs += (request.sinks,)
-        results = connect(call, results, inputs)
+        elif isinstance(request.sinks, np.ndarray):  # the caller may change them before the backward pass
+            request = request._replace(sinks=request.sinks.copy())
+        seed, own_lse = result.seed if backward.problem.dropout else None, None if self.has_statistics else lse
+        results = connect(GraphCall(self, request, seed, own_lse, result.is_lse_imprecise), results, inputs)
         if axis is not None:
             results = tuple([x.squeeze(axis) for x in results])
         lse = results[1] if self.has_statistics else None
         return EntryResult(results[0], lse, results[2:], result.is_lse_imprecise, result.seed)
+
+    # -- the backward passes of cached calls ---------------------------------------------------------------------------
+    def repeat(
+        self, call: GraphCall, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> Sequence[Tensor] | None:
+        """Return the gradients of the inputs by a kernel call that `keep` has kept; None if no such call can serve."""
+        if isinstance(call.source, Problem) or call.is_lse_imprecise:
+            return None
+        return self.backward.repeat(*self._read_inputs(call, call.source, gradients, inputs, results))
+
+    def keep(
+        self,
+        found: Gradients,
+        call: GraphCall,
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+    ) -> None:
+        """Keep the kernel call that computed `found` for later backward passes with the same layouts."""
+        if not isinstance(call.source, Problem):
+            given, forward = self._read_inputs(call, call.source, gradients, inputs, results)
+            self.backward.keep(found, given, call.source.formulas()[:2], forward)
+
+    def _read_inputs(
+        self,
+        call: GraphCall,
+        request: Request,
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+    ) -> tuple[BackwardInputs | None, ForwardPass]:
+        """Return (the inputs to repeat a backward call, the forward pass). Saved tensors replace the learned tables.
+
+        The inputs are None if no kept call can serve. For example, hooks may have changed layouts of saved tensors.
+        """
+        lse, sinks = call.find_lse(results), call.sinks(inputs)
+        forward = ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, call.seed or 0, self.threads)
+        given = read_inputs(request, self.backward.problem, gradients, forward, results)
+        if given is not None and self.backward.places:
+            tables = list(given.tables)
+            for place, tensor in zip(self.backward.places, inputs[NUM_OPERANDS:], strict=False):
+                tables[place] = tensor
+            given = given._replace(tables=tuple(tables))
+        return given, forward
+
+
+def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: int | None, result: Result) -> Result:
+    """Return the result with its arrays in torch's graph. If no input needs a gradient, return it unchanged."""
+    if not needs_gradients(problem):
+        return result
+    attacher = GraphAttacher.of(problem, (), kernel, threads)
+    sinks = () if attacher.backward.wants_sinks else problem.sinks
+    constants = replace(problem, query=None, key=None, value=None, sinks=sinks)  # it keeps no saved tensor alive
+    results, own_lse = tuple(flatten_result(problem.see, result)), None
+    if not problem.see:  # a checkpoint may repeat this call as a cached one, which must save as many tensors
+        results, own_lse = results[:1], results[1]
+    seed = problem.seed if problem.dropout else None
+    call = GraphCall(attacher, constants, seed, own_lse, plan=plan)
+    attached = connect(call, results, trainable_inputs(problem)[0])
+    joined = build_result(problem.see, attached if own_lse is None else (*attached, own_lse))
+    return replace(result, output=joined.output, lse=joined.lse, seen=joined.seen)
 
 
 def _adds_head_axis(array: Tensor, operand: Tensor) -> bool:

@@ -15,8 +15,8 @@ from ..errors import DtypeError, MaskError, SightlineError
 from ..formula.expression import Expression
 from ..formula.library import dense
 from ..formula.torch_masks import is_causal_bias
-from .autograd import is_intercepted
 from .functional import align_mask, read_causal_bias
+from .interception import is_intercepted
 
 Projected = TypeVar("Projected")
 
