@@ -30,7 +30,7 @@ from ..call.spec import Arrays, CallSpec, find_differentiable_results
 from ..errors import KernelRefusedError
 from . import batching, operator
 from .operator_schema import find_float_tables, read_arguments
-from .tangents import tangents as compute_tangents
+from .tangents import Tangents
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,11 @@ class Derivative:
             return self.spec.find_places(self.float_tables)
         below = self.previous.differentiable_places
         return [*range(self.num_gradients), *[self.num_own_tensors + place for place in below]]
+
+    @property
+    def num_saved_outputs(self) -> int:
+        """How many outputs, from the first, `differentiate` and `push_forward` need: output and lse at order 0."""
+        return 2 if self.order == 0 else 0
 
     def differentiable_results(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return the indices of the outputs of order 0 that have gradients."""
@@ -189,12 +194,28 @@ class Derivative:
         outputs: Sequence[Tensor],
         tangents: Sequence[Tensor | None],
         types: Sequence[Any],
-    ) -> list[Tensor | None]:
+    ) -> Sequence[Tensor | None]:
+        """Return the tangents of the outputs, by a kernel if the order is 0 and only output and lse have tangents.
+
+        `tangents` are those of the tensors, None for 0. `types` are the shapes and dtypes of the outputs. The other
+        arguments are as in `differentiate`.
+        """
+        if self.order > 0 or self.differentiable_results(tensors) != [0, 1]:
+            return self.push_by_operations(tensors, outputs, tangents, types)
+        given = {place: x for place in self.differentiable_places if (x := tangents[place]) is not None}
+        return apply(Tangents(self, tuple(given)), *tensors, *outputs, *given.values())
+
+    def push_by_operations(
+        self,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        tangents: Sequence[Tensor | None],
+        types: Sequence[Any],
+    ) -> list[Any]:
         """Return the tangents of the outputs: the forward derivative J t for the tangents t of the tensors.
 
         The backward pass gives Jᵀ u for gradients u of the outputs. So its own backward pass, two orders above, gives
-        J t as the gradient of u. The result does not depend on u, which is 0. `types` are the shapes and dtypes of the
-        outputs. The other arguments are as in `differentiate`.
+        J t as the gradient of u. The result does not depend on u, which is 0.
         """
         if self.order == 0:
             results = self.differentiable_results(tensors)
@@ -210,6 +231,10 @@ class Derivative:
         tangent_of = dict(zip(results, found, strict=False))
         return [tangent_of.get(k) for k in range(len(types))]
 
+    def batch(self, tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) -> Sequence[Tensor]:
+        """Return the outputs under torch.vmap of `size` elements, mapped over their first axis."""
+        return batching.batch(apply, self, tensors, dims, size)
+
 
 def _fill_zeros(given: Sequence[Tensor | None], tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
     """Return the tensors `given`, with zeros in place of None. The zeros have the shape of `tensors[place]`."""
@@ -218,17 +243,17 @@ def _fill_zeros(given: Sequence[Tensor | None], tensors: Sequence[Tensor], place
 
 
 class _Differentiable(torch.autograd.Function):
-    """A derivative in torch's graph and under torch's transforms."""
+    """A derivative, or tangents, in torch's graph and under torch's transforms."""
 
     @staticmethod
-    def forward(derivative: Derivative, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(derivative: Derivative | Tangents, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(derivative.compute(*tensors))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
         ctx.derivative, *tensors = inputs
         ctx.num_tensors, ctx.types = len(tensors), [(x.shape, x.dtype) for x in output]
-        saved = [*tensors, *output[: 2 if ctx.derivative.order == 0 else 0]]
+        saved = [*tensors, *output[: ctx.derivative.num_saved_outputs]]
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
         ctx.set_materialize_grads(False)
@@ -242,88 +267,78 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Any, ...]:
-        """Return the tangents of the outputs, by a kernel if the order is 0 and only output and lse have tangents."""
-        derivative = ctx.derivative
         tensors, outputs = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
-        if derivative.order == 0 and derivative.differentiable_results(tensors) == [0, 1]:
-            found: Sequence[Tensor | None] = compute_tangents(derivative, tensors, outputs, tangents)
-        else:
-            found = derivative.push_forward(tensors, outputs, tangents, ctx.types)
+        found = ctx.derivative.push_forward(tensors, outputs, tangents, ctx.types)
         # torch fails on None as the tangent of floats, such as the weights of `top_k`
         zeros = tensors[0].new_zeros
         pairs = zip_longest(found, ctx.types)
         return tuple([zeros(t[0], dtype=t[1]) if x is None and t[1].is_floating_point else x for x, t in pairs])
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], derivative: Derivative, *tensors: Tensor) -> tuple[Any, Any]:
-        outputs = batching.batch(apply, derivative, tensors, in_dims[1:], info.batch_size)
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], derivative: Derivative | Tangents, *tensors: Tensor
+    ) -> tuple[Any, Any]:
+        outputs = derivative.batch(tensors, in_dims[1:], info.batch_size)
         return tuple(outputs), (0,) * len(outputs)
 
 
-def apply(derivative: Derivative, *tensors: Tensor) -> tuple[Tensor, ...]:
+def apply(derivative: Derivative | Tangents, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the outputs of the derivative. torch records the call in its graph of gradients."""
     outputs: tuple[Tensor, ...] = _Differentiable.apply(derivative, *tensors)  # type: ignore[no-untyped-call]
     return outputs
 
 
 # -- the registered operators, in programs of torch.compile ------------------------------------------------------------
+# The tensors among the arguments of an operator are those of its derivative, in the same order.
+
+NUM_ARGUMENTS = len(Arrays._fields) + len(
+    CallSpec._fields
+)  # of `attention`; those of `attention_backward` end with them
 
 
-def _map_forward(info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[list[Tensor], list[int]]:
-    return _map_operator(info.batch_size, (), arguments, [], in_dims)
+def _read_derivative(arguments: Sequence[Any]) -> Derivative:
+    """Return the derivative that the operator with these arguments computes."""
+    order = (1, tuple(arguments[1]), tuple(arguments[2])) if len(arguments) > NUM_ARGUMENTS else ()
+    return Derivative.of(*read_arguments(arguments[-NUM_ARGUMENTS:]), *order)
 
 
-def _map_backward(
-    info: Any, in_dims: Sequence[Any], gradients: Any, indices: Any, tables: Any, *rest: Any
-) -> tuple[list[Tensor], list[int]]:
-    output, lse, *arguments = rest
-    of_gradients, _, _, *dims = in_dims
-    order = 1, tuple(indices), tuple(tables)
-    own, own_dims = [*gradients, output, lse], [*of_gradients, *dims[:2]]
-    return _map_operator(info.batch_size, order, arguments, own_dims, dims[2:], own)
+def _mark_tensors(argument: Any) -> Any:
+    """Return True for a tensor, a list of True for a list of tensors, and None for another argument.
 
-
-def _map_operator(
-    size: int,
-    order: Sequence[Any],
-    arguments: Sequence[Any],
-    own_dims: Sequence[Any],
-    in_dims: Sequence[Any],
-    own: Sequence[Tensor] = (),
-) -> tuple[list[Tensor], list[int]]:
-    """Return the outputs of an operator under torch.vmap, and their mapped axes.
-
-    `order` has the last three fields of `Derivative`. `arguments` are the operator's arguments from the query on, and
-    `in_dims` their mapped axes. `own` are the tensors before the query, and `own_dims` their mapped axes.
+    An empty list is a list of tensors: torch takes every empty list for one.
     """
-    arrays, spec = read_arguments(arguments)
-    query, key, value, tables, sinks, seed = in_dims[: len(arrays)]
-    dims = [*own_dims, query, key, value, *tables] + [sinks] * spec.has_sinks + [seed] * spec.has_seed
-    derivative = Derivative.of(arrays, spec, *order)
-    outputs = batching.batch(Derivative.compute, derivative, [*own, *arrays.flatten()], dims, size)
+    if isinstance(argument, list) and all(isinstance(x, Tensor) for x in argument):
+        return [True] * len(argument)
+    return True if isinstance(argument, Tensor) else None
+
+
+def _flatten(marks: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Return the values of the marked tensors. `values` has lists where `marks` has lists."""
+    pairs = [pair for pair in zip(marks, values, strict=True) if pair[0] is not None]
+    return [one for mark, value in pairs for one in (value if isinstance(mark, list) else [value])]
+
+
+def _map_operator(info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[Sequence[Tensor], list[int]]:
+    """Return the outputs of an operator under torch.vmap, and their mapped axes."""
+    derivative, marks = _read_derivative(arguments), [*map(_mark_tensors, arguments)]
+    tensors, dims = _flatten(marks, arguments), _flatten(marks, in_dims)
+    outputs = batching.batch(Derivative.compute, derivative, tensors, dims, info.batch_size)
     return outputs, [0] * len(outputs)
 
 
-operator.attention.register_vmap(_map_forward)
-operator.attention_backward.register_vmap(_map_backward)
+def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    ctx.marks = [*map(_mark_tensors, inputs)]
+    _Differentiable.setup_context(ctx, (_read_derivative(inputs), *_flatten(ctx.marks, inputs)), output)
 
 
-def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    gradients, indices, tables, output, lse, *arguments = inputs
-    arrays, spec = read_arguments(arguments)
-    ctx.derivative = Derivative.of(arrays, spec, 1, tuple(indices), tuple(tables))
-    ctx.save_for_backward(*gradients, output, lse, *arrays.flatten())
-    ctx.set_materialize_grads(False)
+def _differentiate_operator(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return the gradients of the arguments."""
+    tensors, outputs = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
+    wanted = _flatten(ctx.marks, ctx.needs_input_grad)
+    rest = iter(ctx.derivative.differentiate(tensors, outputs, gradients, wanted))
+    return tuple([[next(rest) for _ in x] if isinstance(x, list) else next(rest) if x else None for x in ctx.marks])
 
 
-def _differentiate_backward(ctx: Any, directions: list[Tensor | None]) -> tuple[Any, ...]:
-    """Return the gradients of the arguments. Output and lse get none, because the forward pass is repeated."""
-    derivative, tensors = ctx.derivative, ctx.saved_tensors
-    found = derivative.differentiate(tensors, (), directions, [True] * len(tensors))
-    gradients, own = found[: derivative.num_gradients], found[derivative.num_own_tensors :]
-    nothing: Any = None if derivative.wanted_tables else []  # torch would take an empty list for a list of tensors
-    spec = derivative.spec
-    return gradients, None, nothing, None, None, *spec.unflatten(own), *[None] * len(spec)
-
-
-operator.attention_backward.register_autograd(_differentiate_backward, setup_context=_setup_backward)
+for _operator in (operator.attention, operator.attention_backward):
+    _operator.register_vmap(_map_operator)
+    _operator.register_autograd(_differentiate_operator, setup_context=_save_tensors)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -121,12 +121,12 @@ class GpuAttacher(GraphAttacher):
     ) -> None:
         from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
-        recorded, request = found.recorded_call, cast(Request, call.source)
+        recorded = found.recorded_call
         _, read = _read_arrays(call, gradients, inputs, results)
         if read is None:
             return
         addresses = [recorded.inputs[name].data_ptr() for name in BACKWARD_OPERANDS]
-        launches = BoundLaunches.of(recorded, request.formulas()[:2], request.tables)
+        launches = BoundLaunches.of(recorded, call.formulas, call.source.tables)
         if launches is not None and addresses == [*read[1 : 1 + len(addresses)]]:
             store(self.backward.entries, read[0], launches, MAX_BACKWARD_ENTRIES)
 

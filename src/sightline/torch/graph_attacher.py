@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from torch import Tensor
 
+from ..caching import cached_property
 from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs
 from ..call.call_cache import EntryResult
 from ..call.kernel import Gradients, Plan, Result
@@ -49,7 +50,7 @@ class GraphCall:
             seed = self.source.seed if self.seed is None else self.seed
             problem = replace(self.source, query=query, key=key, value=value, sinks=sinks, seed=seed)
         else:
-            mask, score = self.source.formulas()[:2]
+            mask, score = self.formulas
             formulas = {"mask": mask, "score": score, "see": self.statistics}
             options = {name: getattr(shared.problem, name) for name in ("scale", "dropout", "row_formats")}
             problem = make_problem(query, key, value, sinks=sinks, seed=self.seed, **formulas, **options)
@@ -57,6 +58,11 @@ class GraphCall:
         if all(tables[slot] is tensor for slot, tensor in saved.items()):
             return problem
         return problem.with_tables([saved.get(slot, array) for slot, array in enumerate(tables)])  # hooks replaced them
+
+    @cached_property
+    def formulas(self) -> Sequence[Any]:
+        """Mask and score of a call that the call cache ran, as `make_problem` reads them."""
+        return cast(Request, self.source).formulas()[:2]
 
     def tables(self) -> Sequence[Any]:
         """Return the arrays that the formulas read, and the sinks."""
@@ -167,7 +173,7 @@ class GraphAttacher:
         """Keep the kernel call that computed `found` for later backward passes with the same layouts."""
         if not isinstance(call.source, Problem):
             given, forward = self._read_inputs(call, call.source, gradients, inputs, results)
-            self.backward.keep(found, given, call.source.formulas()[:2], forward)
+            self.backward.keep(found, given, call.formulas, forward)
 
     def _read_inputs(
         self,

@@ -1,8 +1,7 @@
 """The registered operators `torch.ops.sightline.attention`, `attention_backward` and `attention_tangent`.
 
 Each operator has a function that computes, and one that makes empty results of the right shapes while torch traces. The
-gradient of `attention` is the operator `attention_backward`. The module `derivatives` registers the gradient of
-`attention_backward`, and the module `tangents` differentiates `attention_tangent`.
+module `derivatives` registers the gradients of `attention` and `attention_backward`, and their rules of `torch.vmap`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..call.kernel import Gradients, Plan
 from ..call.problem import Problem
 from ..call.spec import Arrays, CallSpec, count_arrays, flatten_result, split_arrays
 from ..reference import streaming
-from .operator_schema import SCHEMA, find_float_tables, make_problem, read_arguments
+from .operator_schema import SCHEMA, make_problem, read_arguments
 
 
 def autocast_disabled(tensor: Tensor) -> Any:
@@ -180,27 +179,3 @@ def flatten_gradients(problem: Problem, found: Gradients, table_indices: Sequenc
     """Return the gradients of query, key, value, the tables at `table_indices`, and the sinks."""
     tables = [found.tables[index] for index in table_indices]
     return [found.query, found.key, found.value, *tables, *([] if problem.sinks is None else [found.sinks])]
-
-
-# -- autograd of the operators -------------------------------------------------------------------------------------
-
-
-def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    arrays, ctx.spec = read_arguments(inputs)
-    ctx.save_for_backward(*arrays.flatten(), output[0], output[1])
-
-
-def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
-    spec: CallSpec = ctx.spec
-    *given, output, lse = ctx.saved_tensors
-    arrays = spec.unflatten(given)
-    gradient_indices = [k for k, gradient in enumerate(gradients) if gradient is not None]
-    wanted_tables = [k for k in find_float_tables(arrays, spec) if ctx.needs_input_grad[3][k]]
-    found = attention_backward(
-        [g for g in gradients if g is not None], gradient_indices, wanted_tables, output, lse, *arrays, *spec
-    )
-    return *spec.place(spec.find_places(wanted_tables), found), *[None] * len(spec)
-
-
-attention.register_autograd(_backward, setup_context=_setup_forward)
