@@ -30,7 +30,7 @@ from ..call.spec import Arrays, CallSpec, find_differentiable_results
 from ..errors import KernelRefusedError
 from . import batching, operator
 from .operator_schema import find_float_tables, read_arguments
-from .tangents import Tangents
+from .tangents import ForwardDerivative
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Derivative:
         if self.order > 0 or self.differentiable_results(tensors) != [0, 1]:
             return self.push_by_operations(tensors, outputs, tangents, types)
         given = {place: x for place in self.differentiable_places if (x := tangents[place]) is not None}
-        return apply(Tangents(self, tuple(given)), *tensors, *outputs, *given.values())
+        return apply(ForwardDerivative(self, tuple(given)), *tensors, *outputs, *given.values())
 
     def push_by_operations(
         self,
@@ -246,7 +246,7 @@ class _Differentiable(torch.autograd.Function):
     """A derivative, or tangents, in torch's graph and under torch's transforms."""
 
     @staticmethod
-    def forward(derivative: Derivative | Tangents, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(derivative: Derivative | ForwardDerivative, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(derivative.compute(*tensors))
 
     @staticmethod
@@ -276,13 +276,13 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], derivative: Derivative | Tangents, *tensors: Tensor
+        info: Any, in_dims: tuple[Any, ...], derivative: Derivative | ForwardDerivative, *tensors: Tensor
     ) -> tuple[Any, Any]:
         outputs = derivative.batch(tensors, in_dims[1:], info.batch_size)
         return tuple(outputs), (0,) * len(outputs)
 
 
-def apply(derivative: Derivative | Tangents, *tensors: Tensor) -> tuple[Tensor, ...]:
+def apply(derivative: Derivative | ForwardDerivative, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the outputs of the derivative. torch records the call in its graph of gradients."""
     outputs: tuple[Tensor, ...] = _Differentiable.apply(derivative, *tensors)  # type: ignore[no-untyped-call]
     return outputs

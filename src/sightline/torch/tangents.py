@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Tangents:
+class ForwardDerivative:
     """The tangents of output and lse, which `derivatives.apply` computes as it computes a `Derivative`.
 
     Its tensors are those of attention, output, lse, and the tangents of the tensors `places` of attention.
