@@ -4,6 +4,7 @@ import gc
 import os
 import zlib
 from collections import OrderedDict
+from importlib.util import find_spec
 
 import numpy.ma  # its first import fails in a test that has changed NumPy's functions
 import pytest
@@ -22,6 +23,8 @@ pytest.register_assert_rewrite(
 )  # a failed assertion in these modules shows its values, as in a test
 
 collect_ignore = ["helpers"]
+if find_spec("transformers") is None:
+    collect_ignore += ["transformers"]
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     collect_ignore += ["gpu/interpreted"]
 

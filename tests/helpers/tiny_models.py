@@ -161,6 +161,11 @@ def make_inputs(model, padding):
     return Inputs(inputs, mask.bool())
 
 
+def prompt_of(batch):
+    """Return the arguments of `generate`: the inputs without those of the decoder."""
+    return {name: x for name, x in batch.inputs.items() if not name.startswith(("decoder", "use"))}
+
+
 def definition(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
     """Return attention as the papers define it, computed in the dtype of the inputs."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -183,6 +188,12 @@ def run(model, implementation, inputs):
     model.set_attn_implementation(implementation)
     with torch.no_grad():
         return model(**inputs, output_attentions=True)
+
+
+def references(model, inputs, plain="eager"):
+    """Return the outputs with attention by its definition in float64, and with another implementation in float32."""
+    wide, floats = to_float64(model, inputs)
+    return run(wide, "definition", floats), run(model, plain, inputs)
 
 
 def final_output(output):

@@ -4,16 +4,12 @@ import itertools
 
 import pytest
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 import sightline
 from sightline.errors import ParameterError
 from sightline.reference.accuracy import budget_used
 from sightline.testing import assert_within_budget
-
-pytest.importorskip("transformers")
-
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-
 from sightline.transformers import attention_interface as interface
 from tiny_models import (
     BATCH,
@@ -24,6 +20,8 @@ from tiny_models import (
     final_output,
     make_inputs,
     make_model,
+    prompt_of,
+    references,
     run,
     to_float64,
 )
@@ -35,9 +33,7 @@ def assert_equals_the_model(name, padding):
     """Assert that the output and weights with "sightline" are within the budget of the "eager" implementation."""
     model = make_model(name)
     batch = make_inputs(model, padding)
-    output, eager = (run(model, implementation, batch.inputs) for implementation in ("sightline", "eager"))
-    model64, inputs = to_float64(model, batch.inputs)
-    truth = run(model64, "definition", inputs)
+    output, (truth, eager) = run(model, "sightline", batch.inputs), references(model, batch.inputs)
     assert_within_budget(*[final_output(each)[batch.real] for each in (output, truth, eager)], "output")
     found, oracle, plain = attentions(output), attentions(truth), attentions(eager)
     assert found.keys() == oracle.keys() == plain.keys()
@@ -90,39 +86,27 @@ def test_a_compiled_model_generates_with_a_static_cache(name):
 def test_a_compiled_model_computes_the_same():
     model = make_model("Llama")
     batch = make_inputs(model, "left")
-    model64, inputs = to_float64(model, batch.inputs)
-    references = [run(model64, "definition", inputs), run(model, "eager", batch.inputs)]
+    expected = references(model, batch.inputs)
     model.set_attn_implementation("sightline")
     with torch.no_grad():
         compiled = torch.compile(model, backend="eager")(**batch.inputs)
-    assert_within_budget(*[answer.logits[batch.real] for answer in (compiled, *references)])
+    assert_within_budget(*[answer.logits[batch.real] for answer in (compiled, *expected)])
 
 
-def generated(model, inputs, **options):
-    """Yield the tokens that a model generates with "sightline" and with "eager"."""
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {"max_new_tokens": 8}) for name in GENERATIVE_MODELS),
+        ("Mistral", {"max_new_tokens": 4, "cache_implementation": "static"}),
+        ("Llama", {"max_new_tokens": 4, "num_beams": 3}),
+    ],
+)
+def test_generation_is_that_of_the_model(name, options):
+    model, found = make_model(name), []
     for implementation in ("sightline", "eager"):
         model.set_attn_implementation(implementation)
-        yield model.generate(**inputs, do_sample=False, **options)
-
-
-@pytest.mark.parametrize("name", GENERATIVE_MODELS)
-def test_greedy_generation_is_that_of_the_model(name):
-    model = make_model(name)
-    inputs = make_inputs(model, "left").inputs
-    inputs = {key: inputs[key] for key in inputs if not key.startswith(("decoder", "use"))}
-    assert torch.equal(*generated(model, inputs, max_new_tokens=8))
-
-
-def test_a_static_cache_generates_the_same():
-    model = make_model("Mistral")
-    assert torch.equal(
-        *generated(model, make_inputs(model, "left").inputs, max_new_tokens=4, cache_implementation="static")
-    )
-
-
-def test_beams_generate_the_same():
-    model = make_model("Llama")
-    assert torch.equal(*generated(model, make_inputs(model, "left").inputs, max_new_tokens=4, num_beams=3))
+        found.append(model.generate(**prompt_of(make_inputs(model, "left")), do_sample=False, **options))
+    assert torch.equal(*found)
 
 
 @pytest.mark.usefixtures("by_definition")
@@ -131,13 +115,10 @@ def test_a_missing_mask_is_detected(monkeypatch, padding):
     """Without a mask function for an attention implementation, transformers silently makes no mask."""
     model = make_model("BERT")
     batch = make_inputs(model, padding)
-    eager = run(model, "eager", batch.inputs)
-    model64, inputs = to_float64(model, batch.inputs)
-    truth = run(model64, "definition", inputs)
-    references = [x.logits[batch.real] for x in (truth, eager)]
-    assert budget_used(run(model, "sightline", batch.inputs).logits[batch.real], *references) <= 1
+    expected = [output.logits[batch.real] for output in references(model, batch.inputs)]
+    assert budget_used(run(model, "sightline", batch.inputs).logits[batch.real], *expected) <= 1
     monkeypatch.delitem(AttentionMaskInterface._global_mapping, "sightline")
-    assert budget_used(run(model, "sightline", batch.inputs).logits[batch.real], *references) > 1
+    assert budget_used(run(model, "sightline", batch.inputs).logits[batch.real], *expected) > 1
 
 
 @pytest.mark.usefixtures("by_definition")
@@ -147,9 +128,7 @@ def test_a_missing_mask_is_detected(monkeypatch, padding):
 def test_an_ignored_argument_is_detected(monkeypatch, name, part):
     model = make_model(name)
     batch = make_inputs(model, "no")
-    eager = run(model, "eager", batch.inputs)
-    model64, inputs = to_float64(model, batch.inputs)
-    truth = run(model64, "definition", inputs)
+    truth, eager = references(model, batch.inputs)
     attention = AttentionInterface._global_mapping["sightline"]
 
     def ignore_argument(*arguments, **options):

@@ -5,13 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-
-from sightline.errors import ParameterError, ShapeError
-
-pytest.importorskip("transformers")
-
 from transformers import DynamicCache
 
+from sightline.errors import ParameterError, ShapeError
 from sightline.transformers import Cache
 from sightline.transformers.wrapper_tensors import StoredTensor
 from tiny_models import make_model

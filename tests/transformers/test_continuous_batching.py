@@ -2,14 +2,10 @@
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import sightline
 from sightline.errors import ParameterError
-
-pytest.importorskip("transformers")
-
-from transformers import ContinuousBatchingConfig, GenerationConfig
-
 from sightline.transformers import attention_interface, masking
 from tiny_models import VOCABULARY, make_model
 

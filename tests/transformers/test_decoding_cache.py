@@ -5,19 +5,15 @@ import threading
 
 import pytest
 import torch
-
-import sightline
-from sightline.errors import DtypeError, ParameterError
-
-pytest.importorskip("transformers")
-
 import transformers
 from transformers import DynamicCache, EncoderDecoderCache
 
+import sightline
+from sightline.errors import DtypeError, ParameterError
 from sightline.transformers import Cache
 from sightline.transformers.compatibility import CACHE
 from sightline.transformers.mask_interface import FormulaMask, sightline_mask
-from tiny_models import MODELS, MORE_MODELS, SIZES, make_inputs, make_model
+from tiny_models import MODELS, MORE_MODELS, SIZES, make_inputs, make_model, prompt_of
 
 DECODERS = [name for name, (kind, _) in (MODELS | MORE_MODELS).items() if kind.split()[1][-2:] in ("LM", "on")]
 DECODERS = [name for name in DECODERS if not name.endswith(("BERT", "ELECTRA", "BERTa", "ViT"))]
@@ -34,8 +30,7 @@ def make_decoder(name, implementation="sightline", padding="left"):
     """Return a model in float64 and the inputs of a generation."""
     model = make_model(name).double()
     model.set_attn_implementation(implementation)
-    inputs = make_inputs(model, padding).inputs
-    inputs = {key: x for key, x in inputs.items() if not key.startswith(("decoder", "use"))}
+    inputs = prompt_of(make_inputs(model, padding))
     return model, {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
 
 

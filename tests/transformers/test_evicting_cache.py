@@ -13,9 +13,8 @@ from sightline import eviction
 from sightline.errors import ParameterError
 from sightline.transformers import Cache
 from sightline.transformers.compatibility import CACHE
+from tiny_models import VOCABULARY, make_model
 
-SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 32, "pad_token_id": 0, "eos_token_id": None}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 BUDGET, PROMPT, STEPS = 8, 14, 6
 POLICIES = {
     "SnapKV": eviction.SnapKV(BUDGET, last=3, pool=3),
@@ -25,18 +24,14 @@ POLICIES = {
 }
 
 
-def make_model(implementation, layers=1, **options):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(num_hidden_layers=layers, **SIZES, **HEADS, **options)
-    model = transformers.LlamaForCausalLM(config).eval()
-    for layer in model.model.layers:  # weights that differ clearly between keys
-        layer.self_attn.q_proj.weight.data *= 30
+def make_llama(implementation, layers=1):
+    model = make_model("Llama", num_hidden_layers=layers)
     model.set_attn_implementation(implementation)
     return model
 
 
 def prompts(batch=2):
-    return torch.from_numpy(np.random.default_rng(0).integers(1, 60, (batch, PROMPT)))
+    return torch.from_numpy(np.random.default_rng(0).integers(1, VOCABULARY, (batch, PROMPT)))
 
 
 def hidden_mask(positions, count, length):
@@ -53,7 +48,7 @@ def hidden_mask(positions, count, length):
 @pytest.mark.parametrize("dtype", [None, "float64"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_steps_are_those_of_hidden_keys(name, dtype):
-    ours, dense, ids = make_model("sightline"), make_model("eager"), prompts()
+    ours, dense, ids = make_llama("sightline"), make_llama("eager"), prompts()
     cache, whole = Cache(evict=POLICIES[name], dtype=dtype), transformers.DynamicCache()
     sizes = []
     with torch.no_grad():
@@ -75,7 +70,7 @@ def test_steps_are_those_of_hidden_keys(name, dtype):
 @pytest.mark.parametrize("options", [{"evict": POLICIES["SnapKV"]}, {"dtype": "int8"}], ids=["evict", "int8"])
 def test_a_compiled_layer_gives_the_tokens_of_one_that_is_not_compiled(options):
     """A compiled model has dense masks, whose columns are the positions of the text."""
-    model, ids, real = make_model("sightline"), prompts(), torch.ones(2, PROMPT)
+    model, ids, real = make_llama("sightline"), prompts(), torch.ones(2, PROMPT)
     real[1, :3] = 0
     layer, found = model.model.layers[0].self_attn, []
     for compiled in (False, True):
@@ -88,7 +83,7 @@ def test_a_compiled_layer_gives_the_tokens_of_one_that_is_not_compiled(options):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_generate(name):
-    model, ids = make_model("sightline", layers=2), prompts()
+    model, ids = make_llama("sightline", layers=2), prompts()
     options = {"max_new_tokens": STEPS, "do_sample": False}
     cache = Cache(config=model.config, evict=POLICIES[name])
     text = model.generate(ids, **{CACHE: cache}, **options)
@@ -103,7 +98,7 @@ def test_generate(name):
 
 
 def test_decisions_are_those_of_dense_weights():
-    ours, dense, ids = make_model("sightline"), make_model("eager"), prompts()
+    ours, dense, ids = make_llama("sightline"), make_llama("eager"), prompts()
     cache = Cache(evict=POLICIES["SnapKV"])
     with torch.no_grad():
         ours(ids, **{CACHE: cache})
@@ -116,7 +111,7 @@ def test_decisions_are_those_of_dense_weights():
 
 
 def test_padding_on_the_left():
-    model, ids = make_model("sightline", layers=2), prompts()
+    model, ids = make_llama("sightline", layers=2), prompts()
     padded, mask = ids.clone(), torch.ones_like(ids)
     padded[1, :3], mask[1, :3] = 0, 0
     options = {"max_new_tokens": STEPS, "do_sample": False}
@@ -128,17 +123,15 @@ def test_padding_on_the_left():
 
 
 def test_a_saved_prompt_and_windows():
-    model, ids = make_model("sightline", layers=2), prompts(1)
+    model, ids = make_llama("sightline", layers=2), prompts(1)
     saved = Cache(evict=POLICIES["H2O"])
     with torch.no_grad():
         model(ids, **{CACHE: saved})
         first = model(ids[:, :1], **{CACHE: copy.deepcopy(saved)}).logits
         model(ids[:, 1:2], **{CACHE: copy.deepcopy(saved)})
         assert torch.equal(model(ids[:, :1], **{CACHE: copy.deepcopy(saved)}).logits, first)
-    config = transformers.MistralConfig(num_hidden_layers=1, sliding_window=5, **SIZES, **HEADS)
-    mistral = transformers.MistralForCausalLM(config).eval()
-    mistral.set_attn_implementation("sightline")
-    cache = Cache(config=config, evict=POLICIES["TOVA"])
+    mistral = make_model("Mistral", num_hidden_layers=1, attn_implementation="sightline")
+    cache = Cache(config=mistral.config, evict=POLICIES["TOVA"])
     options = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(mistral.generate(ids, **{CACHE: cache}, **options), mistral.generate(ids, **options))
 
@@ -147,7 +140,7 @@ def test_a_saved_prompt_and_windows():
 def test_branches_of_a_fork_evict_as_texts_alone(name):
     """The prompt has enough tokens to be shared. The later steps evict some of its keys."""
     policy = dataclasses.replace(POLICIES[name], budget=80)
-    model, ids = make_model("sightline"), torch.arange(90)[None] % 59 + 1
+    model, ids = make_llama("sightline"), torch.arange(90)[None] % (VOCABULARY - 1) + 1
     steps = torch.arange(9).reshape(3, 3) + 1
     forked = Cache(evict=policy)
     with torch.no_grad():
@@ -168,15 +161,15 @@ def test_what_is_refused():
         Cache(evict=1024)
     ids = prompts(1)
     with torch.no_grad(), pytest.raises(ParameterError, match="evicts keys"):
-        make_model("sdpa")(ids, **{CACHE: Cache(evict=POLICIES["TOVA"])})
-    model = make_model("sightline")
+        make_llama("sdpa")(ids, **{CACHE: Cache(evict=POLICIES["TOVA"])})
+    model = make_llama("sightline")
     repeated, cache = torch.arange(1, 8).repeat(2)[None], Cache(evict=POLICIES["TOVA"])
     with pytest.raises(ParameterError, match="without drafts"):
         model.generate(repeated, **{CACHE: cache}, prompt_lookup_num_tokens=2, max_new_tokens=5)
 
 
 def test_the_watch_records_the_rows_that_are_left():
-    model, ids = make_model("sightline"), prompts(1)
+    model, ids = make_llama("sightline"), prompts(1)
     cache = Cache(evict=POLICIES["TOVA"])
     with torch.no_grad(), sightline.watch(model, see=[sightline.lse()]) as seen:
         model(ids, **{CACHE: cache})

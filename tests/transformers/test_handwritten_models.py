@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-
-import sightline
-from sightline.errors import ParameterError
-from sightline.testing import assert_within_budget
-
-pytest.importorskip("transformers")
-
 import transformers
 
+import sightline
 from sightline import watch
+from sightline.errors import ParameterError
+from sightline.testing import assert_within_budget
 from softmax_capture import Softmaxes
 
 TEXT = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "pad_token_id": 0}

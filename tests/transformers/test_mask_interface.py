@@ -3,13 +3,9 @@
 import numpy as np
 import pytest
 import torch
-
-import sightline
-
-pytest.importorskip("transformers")
-
 from transformers import masking_utils
 
+import sightline
 from sightline.api import functions
 from sightline.transformers.mask_interface import FormulaMask, sightline_mask
 from tiny_models import VOCABULARY, make_model

@@ -7,16 +7,12 @@ import pytest
 import torch
 
 import sightline
-from sightline import b, h, i, j
+from sightline import b, h, i, j, watch
 from sightline.errors import MaskError, ParameterError, ShapeError
 from sightline.testing import assert_within_budget
-
-pytest.importorskip("transformers")
-
-from sightline import watch
 from sightline.transformers import masking, unpadded
 from sightline.transformers.added_masks import ADDED_MASKS
-from tiny_models import BATCH, LENGTH, make_inputs, make_model, run, to_float64
+from tiny_models import BATCH, LENGTH, make_inputs, make_model, references
 
 ALLOWED = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.manual_seed(0)) < 0.7
 MASKS = {
@@ -48,7 +44,7 @@ def test_a_formula_restricts_the_masks_of_the_model(name, mask, padding, unpad):
     batch = make_inputs(model, padding)
     real = batch.inputs["attention_mask"].bool()
     dense = {**batch.inputs, "attention_mask": dense_mask(model, MASKS[mask], batch)}
-    truth, plain = run(to_float64(model, {})[0], "definition", dense), run(model, "definition", dense)
+    truth, plain = references(model, dense, "definition")
     model.set_attn_implementation("sdpa")
     with torch.no_grad(), masking(model, MASKS[mask]), unpadded(model) if unpad else nullcontext():
         seen = model(**batch.inputs, output_attentions=True)

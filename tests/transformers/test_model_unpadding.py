@@ -6,17 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-
-import sightline
-from sightline.errors import ParameterError
-from sightline.testing import assert_within_budget
-
-pytest.importorskip("transformers")
-
 import transformers
 
+import sightline
 from sightline import watch
+from sightline.errors import ParameterError
 from sightline.eviction import SnapKV
+from sightline.testing import assert_within_budget
 from sightline.transformers import Cache, unpadded
 from sightline.transformers.compatibility import CACHE
 from tiny_models import (
@@ -28,17 +24,12 @@ from tiny_models import (
     final_output,
     make_inputs,
     make_model,
-    run,
+    references,
     to_float64,
 )
 
 ENCODERS = ["BERT", "RoBERTa", "ModernBERT", "DistilBERT", "ELECTRA"]
 DECODERS = [name for name, (head, _) in (MODELS | MORE_MODELS).items() if head.endswith(("CausalLM", "LMHeadModel"))]
-
-
-def real_positions(batch):
-    """Return the index of the real tokens in an array (B, n, ...)."""
-    return batch.inputs["attention_mask"].bool()
 
 
 def tokens_per_linear(model, inputs):
@@ -72,10 +63,8 @@ def test_more_models_have_the_results_of_the_padded_batch(name, padding):
 def assert_equals_the_padded_batch(name, padding):
     model = make_model(name)
     batch = make_inputs(model, padding)
-    real = real_positions(batch)
-    eager = run(model, "eager", batch.inputs)
-    model64, inputs = to_float64(model, batch.inputs)
-    truth = run(model64, "definition", inputs)
+    real = batch.inputs["attention_mask"].bool()
+    truth, eager = references(model, batch.inputs)
     with torch.no_grad(), unpadded(model):
         plain = model(**batch.inputs)
         output = model(**batch.inputs, output_attentions=True, output_hidden_states=True)
@@ -124,7 +113,7 @@ def test_the_last_layer_has_zeros_at_padding():
 def test_masks_of_any_form(name, mask):
     model = make_model(name)
     inputs = {"input_ids": torch.arange(3, 9).expand(len(mask), -1), "attention_mask": mask}
-    truth, eager = run(to_float64(model, {})[0], "definition", inputs), run(model, "eager", inputs)
+    truth, eager = references(model, inputs)
     with torch.no_grad(), unpadded(model):
         found = model(**inputs)
     assert_within_budget(*[each.logits[mask.bool()] for each in (found, truth, eager)])
@@ -175,7 +164,7 @@ def test_a_prompt_fills_the_cache_of_the_padded_batch(name):
 def test_a_watch_records_the_entries_of_the_batch():
     model = make_model("BERT")
     batch = make_inputs(model, "right")
-    truth, eager = run(to_float64(model, {})[0], "definition", batch.inputs), run(model, "eager", batch.inputs)
+    truth, eager = references(model, batch.inputs)
     with torch.no_grad(), unpadded(model), watch(model, [sightline.weights(), sightline.received()]) as seen:
         model(**batch.inputs)
     real = batch.real[:, None, :, None]
@@ -190,7 +179,7 @@ def test_the_layers_of_an_encoder_are_unpadded_and_those_with_cross_attention_ar
     model = make_model("BART")
     batch = make_inputs(model, "right")
     inputs = batch.inputs | {"attention_mask": batch.real.long()}
-    truth, eager = run(to_float64(model, {})[0], "definition", inputs), run(model, "eager", inputs)
+    truth, eager = references(model, inputs)
     with torch.no_grad(), unpadded(model):
         logits = model(**inputs).logits
         source = {name: inputs[name] for name in ("input_ids", "attention_mask")}

@@ -8,9 +8,6 @@ import importlib.util
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import DynamicCache
 
 from sightline.errors import ParameterError

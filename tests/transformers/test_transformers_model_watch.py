@@ -6,23 +6,19 @@ from importlib import import_module
 
 import pytest
 import torch
-
-import sightline
-from sightline.errors import MissingExtraError, ParameterError
-from sightline.testing import assert_within_budget
-
-pytest.importorskip("transformers")
-
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+import sightline
 import sightline.transformers
 from sightline import watch
+from sightline.errors import MissingExtraError, ParameterError
+from sightline.testing import assert_within_budget
 from sightline.torch.attention_finder import FINDER
 from sightline.transformers.compatibility import CACHE
 from sightline.view import explorer
-from tiny_models import BATCH, LENGTH, VOCABULARY, make_inputs, make_model, run, to_float64
+from tiny_models import BATCH, LENGTH, VOCABULARY, make_inputs, make_model, references, run, to_float64
 
 
 def state(model):
@@ -37,9 +33,7 @@ def state(model):
 def test_watched_weights_are_those_the_model_returns(name):
     model = make_model(name)
     batch = make_inputs(model, "right")
-    eager = run(model, "eager", batch.inputs)
-    model64, inputs = to_float64(model, batch.inputs)
-    truth = run(model64, "definition", inputs)
+    truth, eager = references(model, batch.inputs)
     with torch.no_grad(), watch(model, [sightline.weights()]) as seen:
         model(**batch.inputs)
     for part in [part for part in truth if part.endswith("attentions")]:

@@ -11,23 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-
-import sightline
-
-pytest.importorskip("transformers")
-
-import transformers
 from transformers.generation import continuous_batching
 
+import sightline
 from sightline.errors import ParameterError
 from sightline.eviction import SnapKV
 from sightline.transformers import Cache, masking, unpadded, word_timestamps
 from sightline.transformers.attention_interface import sightline_attention
 from sightline.transformers.compatibility import CACHE
 from speech import make_tiny_whisper
-from tiny_models import VOCABULARY, make_inputs, make_model
+from tiny_models import VOCABULARY, make_inputs, make_model, prompt_of
 
 NEW = 8
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": VOCABULARY}
@@ -93,8 +89,7 @@ def test_eviction_keeps_the_budget():
 @pytest.mark.parametrize("name", ["T5", "Whisper"])
 def test_encoders_and_decoders(name):
     model = make_model(name)
-    inputs = {key: x for key, x in make_inputs(model, "no").inputs.items() if not key.startswith(("decoder", "use"))}
-    found = []
+    inputs, found = prompt_of(make_inputs(model, "no")), []
     for implementation, kind in (("eager", transformers.DynamicCache), ("sightline", Cache)):
         model.set_attn_implementation(implementation)
         cache = {CACHE: transformers.EncoderDecoderCache(kind(), kind())}

@@ -85,11 +85,10 @@ def sightline_attention(
     Parameters
     ----------
     module : the attention layer
-    query : (B, H, n, d_k)
-    key : (B, G, m, d_k); heads that query heads share are not repeated
-        If a `sightline.transformers.Cache` stores floats of another dtype than the query's, attention is computed in
-        the cache's dtype. If the cache is quantised, the dtype is the query's, or float32 for a query in float64.
-    value : (B, G, m, d_v)
+    query, key, value : (B, H, n, d_k), (B, G, m, d_k), (B, G, m, d_v)
+        Heads that query heads share are not repeated. If a `sightline.transformers.Cache` stores floats of another
+        dtype than the query's, attention is computed in the cache's dtype. If the cache is quantised, the dtype is the
+        query's, or float32 for a query in float64.
     attention_mask : `FormulaMask`, or tensor broadcastable to (B, H, n, m), optional
         A bool entry is True where the query attends to the key. Float entries are logits, added to the scaled scores.
         None hides nothing. A causal layer always has a mask.
@@ -98,10 +97,8 @@ def sightline_attention(
     scaling : float, default 1/√d_k
     softcap : float, optional
         The cap t: a scaled score s becomes t tanh(s / t), before biases are added.
-    s_aux : (H,) floats, optional
-        The sinks, in logits.
-    position_bias : floats broadcastable to (B, H, n, m), optional
-        Logits, added to the scaled scores.
+    s_aux, position_bias : (H,) floats, and floats broadcastable to (B, H, n, m), optional
+        The sinks, and what is added to the scaled scores, both in logits.
     cache : transformers.PagedAttentionCache, optional
         In continuous batching, the cache that does not store the new keys yet. Transformers 5.24 and later store them
         before this call. B is then 1, and n is the number of new tokens of all requests.
@@ -123,13 +120,7 @@ def sightline_attention(
     SightlineError
         Any other error that `sightline.attention` raises.
     """
-    for name, meaning in UNSUPPORTED_ARGUMENTS.items():
-        if options.get(name) is not None:
-            raise ParameterError(
-                f"{name}= of {type(module).__name__}: {meaning}",
-                "masks, biases, soft caps and one sink for each head",
-                'attn_implementation="eager" for this model',
-            )
+    _refuse_unsupported(module, options, attention_mask, position_bias)
     is_paged = cache is not None or PAGED_WINDOW in options
     if is_paged:
         if module in ADDED_MASKS:
@@ -140,20 +131,10 @@ def sightline_attention(
         attention_mask = attention_mask.clone()  # the dense array
     if isinstance(attention_mask, FormulaMask) and module not in ADDED_MASKS:
         attention_mask.warn_of_restarts(options.get("position_ids"))
-    score: Any = None if softcap is None else softcap_score(float(softcap))
-    if position_bias is not None and not _is_zero(position_bias):
-        score = _add_to_score(position_bias, score)
-    if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
-        score, attention_mask = _add_to_score(attention_mask, score), None
+    score, attention_mask = _read_scores(softcap, position_bias, attention_mask)
     heads = RETURNED_HEADS[module][-1][module] if module in RETURNED_HEADS else None
     needs_weights = heads != () and _needs_weights(module, options)
-    unpadding = attention_mask.unpadding if isinstance(attention_mask, FormulaMask) else None
-    if unpadding is not None and position_bias is not None:
-        raise ParameterError(
-            f"position_bias= of {type(module).__name__} in `unpadded`, where the bias does not fit the real tokens",
-            "layers without position biases in `unpadded`",
-            "call the model without `unpadded`",
-        )
+    unpadding = getattr(attention_mask, "unpadding", None)
     is_stored = isinstance(key, StoredTensor)
     if unpadding is not None and (needs_weights or is_watched() or is_stored):  # what has the padded shape
         query = unpadding.pad(query)
@@ -213,6 +194,33 @@ def _at_positions(mask: Tensor) -> Expression:
     """Return a dense mask (B or 1, H or 1, n, m) as a formula, which also reads it at the keys that a cache kept."""
     entry, head = (symbol if length > 1 else 0 for symbol, length in zip((b, h), mask.shape, strict=False))
     return Table(mask)[entry, head, i, j]
+
+
+def _refuse_unsupported(module: nn.Module, options: dict[str, Any], attention_mask: Any, position_bias: Any) -> None:
+    """Raise ParameterError for an argument that changes the result and is not supported."""
+    for name, meaning in UNSUPPORTED_ARGUMENTS.items():
+        if options.get(name) is not None:
+            raise ParameterError(
+                f"{name}= of {type(module).__name__}: {meaning}",
+                "masks, biases, soft caps and one sink for each head",
+                'attn_implementation="eager" for this model',
+            )
+    if position_bias is not None and getattr(attention_mask, "unpadding", None) is not None:
+        raise ParameterError(
+            f"position_bias= of {type(module).__name__} in `unpadded`, where the bias does not fit the real tokens",
+            "layers without position biases in `unpadded`",
+            "call the model without `unpadded`",
+        )
+
+
+def _read_scores(softcap: float | None, position_bias: Tensor | None, attention_mask: Any) -> tuple[Any, Any]:
+    """Return the score of attention, or None, and the mask, which is None if its logits became part of the score."""
+    score: Any = None if softcap is None else softcap_score(float(softcap))
+    if position_bias is not None and not _is_zero(position_bias):
+        score = _add_to_score(position_bias, score)
+    if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+        score, attention_mask = _add_to_score(attention_mask, score), None
+    return score, attention_mask
 
 
 def _add_to_score(array: Tensor, score: Any) -> Any:
