@@ -12,7 +12,7 @@ import torch
 
 import sightline
 from sightline.cli import main
-from sightline.cli.view_command import _statistics, view
+from sightline.cli.view_command import _statistics
 
 TEXTS = ["the cat ate", "a rat"]
 
@@ -73,7 +73,8 @@ def fake(monkeypatch):
 
 
 def test_two_texts_become_a_page(fake, tmp_path, capsys):
-    path = view(str(tmp_path), TEXTS, output=str(tmp_path / "page.html"))
+    path = tmp_path / "page.html"
+    assert main(["view", "--model", str(tmp_path), *TEXTS, "--output", str(path)]) == 0
     assert fake["tokens"] == [["the", "cat", "ate"], ["a", "rat"]]
     assert [statistic.name for statistic in fake["see"]] == ["weights"]
     assert "attention_mask" in fake["model"].given
@@ -96,7 +97,8 @@ def test_long_texts_request_statistics_of_linear_memory(monkeypatch):
 def test_the_page_is_opened_in_the_browser(fake, tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
-    path = view(str(tmp_path), TEXTS[:1], output=str(tmp_path / "page.html"), open_browser=True)
+    path = tmp_path / "page.html"
+    assert main(["view", "--model", str(tmp_path), TEXTS[0], "--output", str(path), "--open"]) == 0
     assert opened == [path.as_uri()]
 
 
@@ -140,7 +142,7 @@ def test_a_real_model(tmp_path, capsys, monkeypatch):
     tokenizer.pad_token = None  # and there is no eos_token
     with monkeypatch.context() as change:
         change.setattr("sightline.cli.view_command.load_model", lambda path: (model, tokenizer))
-        view(str(tmp_path), TEXTS, output=str(page))
+        assert main(["view", "--model", str(tmp_path), *TEXTS, "--output", str(page)]) == 0
     assert '["[CLS]","a","rat","[SEP]"]' in page.read_text(encoding="utf-8")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:4])

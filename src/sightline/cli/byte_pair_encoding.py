@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -31,7 +31,7 @@ class Merge:
 
     parts: tuple[str, ...]
     count: int  # number of places of the text at which the parts are adjacent, before the step
-    length: int  # number of tokens of the text after the step
+    pieces: tuple[str, ...]  # the tokens of the text after the step
 
     @property
     def piece(self) -> str:
@@ -69,37 +69,33 @@ def learn_merges(text: str, max_merges: int) -> Tokenization:
     >>> found.pieces
     (' low', ' lowe', 'r', ' lowe', 's', 't')
     """
-    words, merges = _split_words(text), list[Merge]()
-    while len(merges) < max_merges:
+
+    def most_frequent(words: list[Word], step: int) -> tuple[str, ...] | None:
         pairs = Counter(chain.from_iterable(map(pairwise, words)))
-        if not pairs or max(pairs.values()) < 2:
-            break
-        pair = max(pairs, key=pairs.__getitem__)  # the first of the largest, in the order of the text
-        words = [_merge_word(word, pair) for word in words]
-        merges.append(Merge(pair, pairs[pair], sum(map(len, words))))
-    return _collect(words, merges)
+        parts, count = max(pairs.items(), key=lambda item: item[1], default=((), 0))  # of the largest, the first
+        return parts if count >= 2 and step < max_merges else None
+
+    return _merge(text, most_frequent)
 
 
 def apply_merges(text: str, merges: Sequence[tuple[str, ...]]) -> Tokenization:
     """Return the tokens of the text after the given merges, in their order. A merge may join more than two tokens."""
-    words, steps = _split_words(text), list[Merge]()
-    for parts in merges:
+    return _merge(text, lambda _, step: merges[step] if step < len(merges) else None)
+
+
+def _merge(text: str, choose: Callable[[list[Word], int], tuple[str, ...] | None]) -> Tokenization:
+    """Return the tokens of the text after the steps. `choose` returns the parts that a step joins, None after the last.
+
+    Characters get the first numbers, in the order of Unicode, then every merge gets one.
+    """
+    words, merges = [tuple(word) for word in WORD.findall(" " + text)], list[Merge]()
+    while (parts := choose(words, len(merges))) is not None:
         count = sum(word[start : start + len(parts)] == parts for word in words for start in range(len(word)))
         words = [_merge_word(word, parts) for word in words]
-        steps.append(Merge(parts, count, sum(map(len, words))))
-    return _collect(words, steps)
-
-
-def _collect(words: Sequence[Word], merges: Sequence[Merge]) -> Tokenization:
-    """Return the tokenization. Characters get the first numbers, in the order of Unicode, then every merge gets one."""
+        merges.append(Merge(parts, count, tuple(chain.from_iterable(words))))
     pieces = tuple(chain.from_iterable(words))
     entries = dict.fromkeys([*sorted(set("".join(pieces))), *(merge.piece for merge in merges)])
     return Tokenization(pieces, tuple(merges), {piece: number for number, piece in enumerate(entries)})
-
-
-def _split_words(text: str) -> list[Word]:
-    """Return the words of the text, with a space put before the text, as tuples of characters."""
-    return [tuple(word) for word in WORD.findall(" " + text)]
 
 
 def _merge_word(word: Word, parts: tuple[str, ...]) -> Word:

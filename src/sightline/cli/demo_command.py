@@ -51,29 +51,19 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--output",
         metavar="PATH",
         help="file of the picture: .png, .svg or .pdf; the picture of all heads and the explorer page are written to "
-        "the same folder (default: sightline-demo.png)",
+        f"the same folder (default: {PICTURE_PATH})",
     )
     add("--layer", type=int, default=3, choices=(0, 3), help="layer of the model (default: 3)")
     add("--head", type=int, default=1, choices=range(12), metavar="0-11", help="head to draw (default: 1)")
     add("--repeats", type=int, default=7, help="timed runs; their median is shown (default: 7)")
-    add("--sentence", metavar="TEXT", help="sentence for the encoder, if the encoder is installed")
-    command.set_defaults(run=_run)
+    sentence = "sentence for the encoder, if the encoder is installed"
+    add("--sentence", metavar="TEXT", default=head_patterns.SENTENCE, help=sentence)
+    command.set_defaults(run=demo)
 
 
-def _run(options: argparse.Namespace) -> None:
-    given = {} if options.sentence is None else {"sentence": options.sentence}
-    demo(options.output, options.layer, options.head, options.repeats, **given)
-
-
-def demo(
-    output: str | None = None, layer: int = 3, head: int = 1, repeats: int = 7, sentence: str = head_patterns.SENTENCE
-) -> None:
-    """Run the demo and print its results.
-
-    The picture of one head is written to `output`, by default `PICTURE_PATH`. The picture of all heads and the explorer
-    page are written to the same folder. Pictures need matplotlib.
-    """
-    console, repeats = make_console(), max(repeats, 1)
+def demo(options: argparse.Namespace) -> None:
+    """Run the demo, print its results, and write its pictures, which need matplotlib, and the explorer page."""
+    console, layer, output = make_console(), options.layer, options.output
     cat, moby = load("minilm_cat"), load("minilm_moby")
     activations, mask = cat.layers[layer], padding(cat.lengths)
     console.print(Text("softmax(Q Kᵀ / √d_k + M) V   on activations of a trained model", style="bold"))
@@ -89,10 +79,10 @@ def demo(
     lines = [(line[:14].strip(), line[14:]) for line in page.splitlines()]
     console.print(key_value_table([*lines, ("first call", f"{first:.2f} s, including the generation of the kernel")]))
     _print_errors(console, activations, mask, out, seen)
-    _print_times(console, cat, moby, layer, repeats)
-    _print_weights(console, cat, seen, layer, head, output)
+    _print_times(console, cat, moby, layer, max(options.repeats, 1))
+    _print_weights(console, cat, seen, layer, options.head, output)
     path = Path(output or PICTURE_PATH)
-    head_patterns.print_heads(console, sentence, path.with_name(f"{path.stem}-heads{path.suffix}"))
+    head_patterns.print_heads(console, options.sentence, path.with_name(f"{path.stem}-heads{path.suffix}"))
 
 
 def _print_errors(console: Console, layer: Layer, mask: Expression, out: Array, seen: Array) -> None:

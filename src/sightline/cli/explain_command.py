@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..formula.expression import Expression
 from ..view.formula_pictures import formula_picture
-from .byte_pair_encoding import apply_merges, learn_merges
+from .byte_pair_encoding import learn_merges
 from .console import (
     ELLIPSIS,
     make_console,
@@ -132,11 +132,9 @@ def _print_merges(console: Console, walk: Walkthrough) -> None:
     that were learned, a note below says whether more could be learned.
     """
     merges = walk.tokenization.merges
-    found = _merge_table(walk, [])
-    if len(merges) <= MAX_PRINTED_MERGES:
-        with_texts = _merge_table(walk, _texts_after_merges(walk))
-        needed = console.measure(with_texts, options=console.options.update(max_width=10_000)).maximum
-        found = with_texts if needed <= console.width else found
+    found = _merge_table(walk, with_texts=len(merges) <= MAX_PRINTED_MERGES)
+    if console.measure(found, options=console.options.update(max_width=10_000)).maximum > console.width:
+        found = _merge_table(walk, with_texts=False)
     console.print(found)
     if walk.is_published:
         return
@@ -146,33 +144,25 @@ def _print_merges(console: Console, walk: Walkthrough) -> None:
         note(console, f"No {'further ' if merges else ''}pair of tokens occurs twice within the words of the text.")
 
 
-def _merge_table(walk: Walkthrough, texts: Sequence[str]) -> Table:
-    """Return the table of the merges, with the text after each merge.
-
-    `texts` are the texts in the order of the rows. If `texts` is empty, the last column has the new tokens instead.
-    """
-    tokens = walk.tokenization
-    rows: list[tuple[str, ...]] = [("characters", "", "", str(len(walk.text) + 1), texts[0] if texts else "")]
+def _merge_table(walk: Walkthrough, with_texts: bool) -> Table:
+    """Return the table of the merges. The last column has the text after each merge, or else the new token."""
+    tokens, characters = walk.tokenization, " " + walk.text
+    first = " ".join(map(walk.label, characters)) if with_texts else ""
+    rows: list[tuple[str, ...]] = [("characters", "", "", str(len(characters)), first)]
     for index in visible_indices(len(tokens.merges), MAX_PRINTED_MERGES):
         if index is None:
             rows.append((ELLIPSIS,) * 5)
             continue
         merge = tokens.merges[index]
         joined = " + ".join(shorten(walk.label(part), MAX_TOKEN) for part in merge.parts)
-        last = texts[index + 1] if texts else shorten(walk.label(merge.piece), MAX_TOKEN)
-        rows.append((joined, f"{merge.count:,}", str(tokens.vocabulary[merge.piece]), f"{merge.length:,}", last))
-    result = table("joined", "places", "number", "tokens", "text" if texts else "new token", rows=rows)
+        new = shorten(walk.label(merge.piece), MAX_TOKEN)
+        last = " ".join(map(walk.label, merge.pieces)) if with_texts else new
+        rows.append((joined, f"{merge.count:,}", str(tokens.vocabulary[merge.piece]), f"{len(merge.pieces):,}", last))
+    result = table("joined", "places", "number", "tokens", "text" if with_texts else "new token", rows=rows)
     result.columns[-1].justify = "left"
     for column in result.columns:
         column.no_wrap = True
     return result
-
-
-def _texts_after_merges(walk: Walkthrough) -> list[str]:
-    """Return the text in characters, and the text after each merge, with a blank between the tokens."""
-    parts = [merge.parts for merge in walk.tokenization.merges]
-    splits = (apply_merges(walk.text, parts[:steps]).pieces for steps in range(len(parts) + 1))
-    return [" ".join(map(walk.label, pieces)) for pieces in splits]
 
 
 def _print_blocks(console: Console, walk: Walkthrough) -> None:

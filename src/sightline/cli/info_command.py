@@ -67,11 +67,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command `info` and its options to the command line."""
     command = commands.add_parser("info", help="show this machine, the libraries, and what each kernel supports")
-    command.set_defaults(run=_run)
-
-
-def _run(_: argparse.Namespace) -> None:
-    info()
+    command.set_defaults(run=info)
 
 
 def _make_sample(device: str | None = None, dtype: str = "float32", **options: Any) -> Problem:
@@ -108,7 +104,7 @@ def support(kernels: tuple[Kernel, ...] = KERNELS, device: str | None = None) ->
     }
 
 
-def info() -> None:
+def info(_: argparse.Namespace) -> None:
     """Print all sections of `sightline info`."""
     console = make_console()
     console.print(Text(f"sightline {__version__}", style="bold"))

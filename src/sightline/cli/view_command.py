@@ -18,6 +18,7 @@ from ..view.explorer.storage import BASE64_RATIO
 from .console import make_console, progress
 
 EXAMPLE = 'sightline view --model ./my-model "the cat ate the rat"'
+PAGE = "sightline-view.html"
 MODEL_FOLDER = "a directory that save_pretrained wrote"
 STEPS = ("loading the model", "running the model", "writing the page")
 ROUNDED_BYTES = 0.375  # bytes on the page for one weight of a trained model, rounded to 8 bits and compressed
@@ -36,46 +37,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("text", nargs="*", help="one text, or several, which are padded to one length")
     add("--model", required=True, metavar="DIR", help="directory that save_pretrained wrote, with tokenizer")
     add("--text-file", metavar="PATH", help="file that holds one more text")
-    add("--output", metavar="PATH", help="file of the page (default: sightline-view.html)")
+    add("--output", metavar="PATH", default=PAGE, help=f"file of the page (default: {PAGE})")
     add("--open", action="store_true", help="open the page in the browser")
-    command.set_defaults(run=_run)
+    command.set_defaults(run=view)
 
 
-def _run(options: argparse.Namespace) -> None:
+def view(options: argparse.Namespace) -> None:
+    """Run the model in the folder on the texts, write the explorer page, and print what it has."""
     texts = collect_texts(options.text, options.text_file)
-    view(options.model, texts, output=options.output, open_browser=options.open)
-
-
-def view(
-    folder: str,
-    texts: Sequence[str],
-    *,
-    output: str | None = None,
-    open_browser: bool = False,
-) -> Path:
-    """Run the model in the folder on the texts, write the explorer page and return the path of the page.
-
-    Parameters
-    ----------
-    folder : str
-        A directory that `save_pretrained` wrote: configuration, weights and tokenizer. Nothing is downloaded.
-    texts : list of str
-        The texts. Several texts are padded to one length, and the page lets the reader choose a text.
-    output : str, default "sightline-view.html"
-        The path of the page.
-    open_browser : bool
-        If True, the browser opens the page.
-
-    Raises
-    ------
-    ParameterError
-        The folder does not exist, has no model, or has a model whose attention cannot be recorded.
-    MissingExtraError
-        transformers or torch is not installed.
-    """
-    console, path = make_console(), Path(folder).expanduser()
+    console, path = make_console(), Path(options.model).expanduser()
     if not path.is_dir():
-        raise ParameterError(f"a model in {folder!r}, which is no directory", MODEL_FOLDER, EXAMPLE)
+        raise ParameterError(f"a model in {options.model!r}, which is no directory", MODEL_FOLDER, EXAMPLE)
     import_module("sightline.transformers")
     with progress(console) as bar:
         task = bar.add_task(STEPS[0], total=len(STEPS))
@@ -84,12 +56,11 @@ def view(
         seen = _run_model(model, tokenizer, texts)
         bar.update(task, advance=1, description=STEPS[2])
         data = from_seen(seen, title=path.resolve().name)
-        written = save_html(data, output or "sightline-view.html")
+        written = save_html(data, options.output)
         bar.update(task, advance=1)
     console.print(_summary(written, data))
-    if open_browser:
+    if options.open:
         webbrowser.open(written.resolve().as_uri())
-    return written
 
 
 def collect_texts(given: Sequence[str], file: str | None) -> list[str]:
