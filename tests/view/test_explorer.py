@@ -11,7 +11,7 @@ import browser
 import sightline
 from sightline.data import load
 from sightline.view import explorer
-from sightline.view.explorer import html_page, notebook
+from sightline.view.explorer import html_page
 from sightline.view.explorer.data import Exploration, Links, ShownLayer, Text
 
 needs_browser = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: apt-get install chromium")
@@ -474,7 +474,7 @@ def test_two_texts_and_two_sequences(tab, tmp_path, rng):
 @needs_browser
 def test_the_widget_draws_into_a_cell(tab, tmp_path):
     """The module that a notebook imports, with a model that implements anywidget's interface."""
-    shown = notebook.widget(explorer.from_weights(["a", "b"], np.array([[[1.0, 0.0], [0.25, 0.75]]])))
+    shown = html_page.widget(explorer.from_weights(["a", "b"], np.array([[[1.0, 0.0], [0.25, 0.75]]])))
     values = json.dumps({name: getattr(shown, name) for name in ("manifest", "arrays", "height")})
     module = str(shown._esm).replace("export default", "const widget =")
     cell_of = f"{module}\nconst values = {values}; const el = document.body;"
@@ -491,5 +491,5 @@ def test_the_widget_draws_into_a_cell(tab, tmp_path):
     x, y = (json.loads(box)[side] + 4 for side in "xy")
     tab.mouse(x, y, click=True)
     assert listed(tab, "looks") == ([1, 0], [0.75, 0.25])
-    assert tab.js("document.querySelector('.sl').clientHeight") == notebook.HEIGHT
+    assert tab.js("document.querySelector('.sl').clientHeight") == html_page.HEIGHT
     assert tab.complaints() == []

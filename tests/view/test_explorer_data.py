@@ -9,7 +9,7 @@ import pytest
 
 from sightline.errors import DtypeError, MissingExtraError, ParameterError, ShapeError
 from sightline.view import explorer
-from sightline.view.explorer import html_page, notebook
+from sightline.view.explorer import html_page
 from sightline.view.explorer.data import top_links
 
 HOSTILE = "</script><script>window.hacked=1</script>"
@@ -256,14 +256,14 @@ def test_short_sequences_beside_long_ones_have_every_weight(rng):
 
 def test_a_notebook_gets_the_same_page(monkeypatch):
     data = explorer.from_weights(["a", "b"], np.full((1, 2, 2), 0.5))
-    shown = notebook.widget(data)
+    shown = html_page.widget(data)
     assert json.loads(shown.manifest)["tokens"] == [["a", "b"]]
     assert html_page.program() in shown._esm
     opened = []
-    monkeypatch.setattr(notebook.webbrowser, "open", opened.append)
+    monkeypatch.setattr(html_page.webbrowser, "open", opened.append)
     path = explorer.explore(data)
     assert opened == [path.as_uri()]
     assert path.read_text(encoding="utf-8") == explorer.html(data)
     monkeypatch.setitem(__import__("sys").modules, "anywidget", None)
     with pytest.raises(MissingExtraError, match=r"sightline-attention\[notebook\]"):
-        notebook.widget(data)
+        html_page.widget(data)

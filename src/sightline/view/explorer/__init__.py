@@ -13,7 +13,6 @@ browser. `html`, `save_html` and `explore` also accept the `Seen` that `sightlin
 
 from .data import Exploration, Links, ShownLayer, Text, from_weights
 from .from_recording import from_seen
-from .html_page import html, save_html
-from .notebook import explore
+from .html_page import explore, html, save_html
 
 __all__ = ["Exploration", "Links", "ShownLayer", "Text", "explore", "from_seen", "from_weights", "html", "save_html"]

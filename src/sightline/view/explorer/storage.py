@@ -25,7 +25,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 BASE64_RATIO = 4 / 3  # number of base64 characters that encode one byte
 # numbers of levels from the finest to the coarsest: 16 bits, 12 bits, 8 bits, then fewer levels
 LEVELS: tuple[int, ...] = (65535, 4095, 255, *range(240, 63, -16))
-MAP_LEVELS = 255  # number of levels of a pooled map
 SAMPLED_WEIGHTS = 1 << 19  # about this number of weights is compressed to estimate the size of all weights
 
 
