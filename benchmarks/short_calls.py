@@ -86,7 +86,7 @@ def set_seed(state: int) -> int:
     """Set torch's generator, and return the seed of dropout that Sightline's next call draws."""
     import torch
 
-    from sightline.torch.operator_schema import make_seed
+    from sightline.torch.operator import make_seed
 
     torch.manual_seed(state)
     seed = int(make_seed(None))

@@ -13,7 +13,7 @@ from sightline import i, j, s, table
 from sightline.call import backward_calls, call_cache
 from sightline.statistics import per_query
 from sightline.torch import autograd
-from sightline.torch.operator_schema import make_seed
+from sightline.torch.operator import make_seed
 
 SHAPE = 2, 3, 9, 16
 CONDITION = j < 4

@@ -26,8 +26,7 @@ from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
 from sightline.torch import kernels, scaled_dot_product_attention
 from sightline.torch.operator import attention as attention_operator
-from sightline.torch.operator import attention_backward
-from sightline.torch.operator_schema import find_float_tables, read_arguments, to_arguments
+from sightline.torch.operator import attention_backward, find_float_tables, read_arguments, to_arguments
 
 SHAPES = ((4, 4, 3), (2, 5, 3), (2, 5, 2))  # two query heads share a key head, and d_v differs from d_k
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 2])

@@ -22,7 +22,7 @@ from ..statistics.computation import conditions_of
 from . import operator
 from .derivatives import Derivative, apply
 from .interception import is_intercepted, is_transformed, refuse_old_vmap
-from .operator_schema import make_seed, to_arguments
+from .operator import make_seed, to_arguments
 
 if TYPE_CHECKING:
     from .graph_attacher import GraphCall

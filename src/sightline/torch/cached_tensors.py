@@ -13,7 +13,7 @@ from ..arrays.layouts import ADAPTERS, BOOLEANS, MAX_GPUS, ArrayAdapter, Layout,
 from ..arrays.operations import empty
 from ..call.lookup import LOOKUP
 from .interception import INTERCEPTIONS
-from .operator_schema import make_seed
+from .operator import make_seed
 
 _DLPACK_CODES = {  # the code of each dtype in the struct DLDataType of DLPack
     **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64), 0),

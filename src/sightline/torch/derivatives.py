@@ -29,7 +29,7 @@ from ..call.problem import NUM_OPERANDS
 from ..call.spec import Arrays, CallSpec, find_differentiable_results
 from ..errors import KernelRefusedError
 from . import batching, operator
-from .operator_schema import find_float_tables, read_arguments
+from .operator import find_float_tables, read_arguments
 from .tangents import ForwardDerivative
 
 

@@ -31,7 +31,7 @@ from .fused import Fused
 from .graph_attacher import GraphAttacher, attach_to_graph
 from .interception import is_intercepted, is_transformed, refuse_functionalize, refuse_tangents
 from .nested import is_nested, pack, unpack
-from .operator_schema import build_result, make_seed, to_arguments
+from .operator import build_result, make_seed, to_arguments
 
 FUSED = Fused()
 TABLE_READS = torch_mode()

@@ -18,7 +18,7 @@ from ..call.request import Request
 from ..call.spec import flatten_result
 from ..statistics import Statistic, unwrap_mean
 from .autograd import connect, needs_gradients, tables_of, trainable_inputs
-from .operator_schema import build_result
+from .operator import build_result
 
 
 @dataclass(eq=False)

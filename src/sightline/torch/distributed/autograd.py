@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ...arrays.operations import itemsize
 from ...call.problem import Problem
+from ...call.spec import split_arrays
 from ...errors import ParameterError
 from ...partition.schedule import find_schedule, key_block_length
 from ...partition.shards import Shards
 from ...statistics import Lse, Statistic
-from ..autograd import check_versions, table_versions, tables_of
+from ..autograd import check_versions, table_versions, tables_of, trainable_inputs
 from ..operator import autocast_disabled
 from .collectives import cut_spans
 from .group import Group
@@ -26,17 +27,18 @@ QUERY_BYTES, MIN_ROWS = 4 << 20, 256  # the approximate size of a piece of the q
 
 def attention_by_ring(
     group: Group, problem: Problem, shards: list[Shards], local: list[Tensor], threads: int | None
-) -> tuple[Tensor, list[list[Tensor]]]:
+) -> tuple[Tensor, list[Sequence[Tensor]]]:
     """Return the output of this rank's queries, and the arrays of each statistic."""
     per_query = tuple([one for one in problem.see if one.is_mergeable and not isinstance(one, Lse)])
     over_queries = tuple([one for one in problem.see if not one.is_mergeable])
     ring = _make_ring(group, replace(problem, see=per_query), shards, threads)
-    tables = _learned_tables(problem)
-    inputs = [*local, *([] if problem.sinks is None else [problem.sinks]), *tables.values()]
+    wanted_tables = trainable_inputs(problem)[1]
+    tables = [problem.tables[index].array for index in wanted_tables]
+    inputs = [*local, *([] if problem.sinks is None else [problem.sinks]), *tables]
     _check_gradients(over_queries, inputs)
-    output, lse, *arrays = _RingAttention.apply(ring, tuple(tables), *inputs)  # type: ignore[no-untyped-call]
+    output, lse, *arrays = _RingAttention.apply(ring, wanted_tables, *inputs)  # type: ignore[no-untyped-call]
     rounded = [array.to(ring.dtype) if array.is_floating_point() else array for array in arrays]
-    found = dict(zip(per_query, _split(rounded, per_query), strict=True))
+    found: dict[Statistic, Sequence[Tensor]] = dict(zip(per_query, split_arrays(per_query, rounded, 0), strict=True))
     found |= {one: [lse.to(ring.dtype)] for one in problem.see if isinstance(one, Lse)}
     found |= zip(over_queries, [[x] for x in _statistics_of_keys(ring, local, lse, over_queries)], strict=True)
     return output, [found[statistic] for statistic in problem.see]
@@ -70,18 +72,6 @@ def _statistics_of_keys(ring: Ring, local: list[Tensor], lse: Tensor, see: tuple
         cut_spans(x, spans, -1) if statistic.name == "received" else x
         for statistic, x in zip(see, ring.statistics_of_keys(local[0], local[1], lse.double(), see), strict=True)
     ]
-
-
-def _split(arrays: Sequence[Any], see: tuple[Statistic, ...]) -> list[list[Any]]:
-    """Return a list of arrays for each per-query statistic, from one flat sequence of all arrays."""
-    rest = iter(arrays)
-    return [[next(rest) for _ in each.fill_values] for each in see]
-
-
-def _learned_tables(problem: Problem) -> dict[int, Tensor]:
-    """Return the tables of the score that require a gradient, by their indices in `Problem.tables`."""
-    arrays = [table.array for table in problem.tables]
-    return {k: arrays[k] for k in problem.score_table_indices if getattr(arrays[k], "requires_grad", False)}
 
 
 class _RingAttention(torch.autograd.Function):
@@ -121,8 +111,8 @@ class _RingAttention(torch.autograd.Function):
         inputs, (output, lse, *arrays) = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
         query, key, value, *rest = inputs
         sinks = None if ring.problem.sinks is None else rest.pop(0)
-        saved = Saved(query, key, value, sinks, output, lse, _split(arrays, ring.problem.see))
-        d_seen = [own[0] for own in _split(d_arrays, ring.problem.see)]
+        saved = Saved(query, key, value, sinks, output, lse, split_arrays(ring.problem.see, arrays, 0))
+        d_seen = [own[0] for own in split_arrays(ring.problem.see, d_arrays, 0)]
         d_output = torch.zeros_like(output) if d_output is None else d_output.contiguous()
         found = ring.backward(saved, ResultGradients(d_output, d_lse, d_seen), ctx.wanted_tables)
         gradients = [found.query, found.key, found.value, *([] if sinks is None else [found.sinks])]

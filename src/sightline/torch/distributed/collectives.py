@@ -77,7 +77,7 @@ def unshard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous",
 
     numbers = agree(own, describe, x)
     shards = check_shards("shards", [row[0] for row in numbers], layout)
-    whole: Tensor = _Unshard.apply(x, own, shards, axis % x.ndim)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Gather.apply(x, own, shards, axis % x.ndim, True)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -93,30 +93,17 @@ def check_axis(x: Any, axis: int) -> None:
         )
 
 
-class _Unshard(torch.autograd.Function):
-    """Gathers all shards. The gradient sends each rank its part, and the rank adds the parts in the order of ranks."""
+class _Gather(torch.autograd.Function):
+    """Gathers all shards, or else scatters whole tensors and adds the parts. Each is the gradient of the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
-        ctx.arguments = group, shards, axis
-        return gather(x, group, shards, axis)
+    def forward(ctx: Any, x: Tensor, group: Group, shards: Shards, axis: int, gathers: bool) -> Tensor:
+        ctx.arguments = group, shards, axis, not gathers
+        return (gather if gathers else scatter)(x, group, shards, axis)
 
     @staticmethod
-    def backward(ctx: Any, d_whole: Tensor) -> tuple[Any, ...]:
-        return _Scatter.apply(d_whole, *ctx.arguments), None, None, None  # type: ignore[no-untyped-call]
-
-
-class _Scatter(torch.autograd.Function):
-    """The gradient of `_Unshard`. The gradient of `_Scatter` is `_Unshard`."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
-        ctx.arguments = group, shards, axis
-        return scatter(whole, group, shards, axis)
-
-    @staticmethod
-    def backward(ctx: Any, d_shard: Tensor) -> tuple[Any, ...]:
-        return _Unshard.apply(d_shard, *ctx.arguments), None, None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _Gather.apply(gradient, *ctx.arguments), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 def gather(x: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:

@@ -28,8 +28,7 @@ from ...errors import ParameterError
 from ...partition.shards import Method, ShardLayout, Shards, check_method, check_shards
 from ...statistics import Mean, Pooled, Received, Statistic, unwrap_mean
 from ..dispatch import apply_autocast
-from ..operator import autocast_disabled
-from ..operator_schema import make_seed
+from ..operator import autocast_disabled, make_seed
 from .agreement import agree, describe_array, describe_formula, describe_number, describe_shard, needs_gradient
 from .autograd import attention_by_ring
 from .dtensor import check_tensors, local_tensors, to_dtensor

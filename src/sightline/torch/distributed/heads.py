@@ -26,7 +26,7 @@ from .group import Group
 
 def attention_by_heads(
     group: Group, problem: Problem, shards: Sequence[Shards], local: Sequence[Tensor], threads: int | None
-) -> tuple[Tensor, list[list[Tensor]]]:
+) -> tuple[Tensor, list[Sequence[Tensor]]]:
     """Return the output of this rank's queries, and the arrays of each statistic.
 
     Rank r computes the key heads from ⌊r G / R⌋ to before ⌊(r + 1) G / R⌋, with their query heads.

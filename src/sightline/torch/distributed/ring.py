@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...api import kernels as dispatch
-from ...call.kernel import Gradients
+from ...call.kernel import Gradients, sink_weights, sum_sink_gradients
 from ...call.problem import Problem
 from ...partition.lse_merge import Sums, combine, read_part, start
 from ...partition.part import part_of
@@ -44,7 +44,7 @@ class Saved:
     sinks: Tensor | None
     output: Tensor  # in the dtype of the query
     lse: Tensor
-    statistics: list[list[Tensor]]  # the arrays of each per-query statistic
+    statistics: Sequence[Sequence[Tensor]]  # the arrays of each per-query statistic
 
     def rows(self, span: Span) -> Saved:
         """Return the inputs and results of the queries of a span; key, value and sinks stay whole."""
@@ -183,8 +183,8 @@ class Ring:
         for term, sign in ((added.lse, -1.0), (added.weights_sum, 1.0)):
             if term is not None:
                 delta = delta + sign * term
-        sums = -(sink_weights(sinks, saved.lse) * delta).sum(dim=-1)
-        return sums.reshape(-1, sums.shape[-1]).sum(dim=0)
+        found: Tensor = sum_sink_gradients(sinks, saved.lse, delta)
+        return found
 
     def _part(self, span: Span, block: KeyBlock, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """Return the problem of the queries of a span on a block of keys."""
@@ -226,8 +226,3 @@ def part_gradients(
             # the weights of the keys and of the sink sum to 1, and `weights_sum` counts the keys alone
             found = replace(found, weights_sum=found.weights_sum + gradient * sink_weights(sinks, lse))
     return found
-
-
-def sink_weights(sinks: Tensor, lse: Tensor) -> Tensor:
-    """Return the weight exp(sink − lse) of each head's sink, (..., H, n)."""
-    return torch.exp(sinks.double()[:, None] - lse)
