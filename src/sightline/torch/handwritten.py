@@ -20,14 +20,14 @@ from torch.nn import Parameter, functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .weight_axes import MOVES, PRODUCTS, RESHAPES, call_with, find_axis, find_operands, order_axes
+from .weight_axes import MOVES, PRODUCTS, RESHAPES, call_with, find_axis, find_functions, find_operands, order_axes
 
-SOFTMAXES = {torch.softmax, torch.special.softmax, functional.softmax, Tensor.softmax, torch._softmax}
-SAME_WEIGHTS = {functional.dropout, torch.dropout, torch.clone, Tensor.clone, torch.detach, Tensor.detach}
-SAME_WEIGHTS |= {Tensor.contiguous, Tensor.to, Tensor.type, Tensor.type_as, Tensor.cpu, Tensor.cuda}
-SAME_WEIGHTS |= {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.requires_grad_}
+SOFTMAXES = find_functions("softmax _softmax")
+SAME_WEIGHTS = find_functions(
+    "dropout clone detach contiguous to type type_as cpu cuda float double half bfloat16 requires_grad_"
+)
 SAME_WEIGHTS |= {Tensor.data.__get__}  # type: ignore[attr-defined]
-FILLS = {torch.where, Tensor.where, torch.masked_fill, Tensor.masked_fill, torch.nan_to_num, Tensor.nan_to_num}
+FILLS = find_functions("where masked_fill nan_to_num")
 OF_FIRST = SAME_WEIGHTS | RESHAPES | MOVES  # only the values of the first argument matter
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 CHANGED = "the {} are changed in place after the softmax"

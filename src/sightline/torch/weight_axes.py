@@ -7,17 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-PRODUCTS = {torch.matmul, torch.bmm, torch.baddbmm, torch.einsum}
-PRODUCTS |= {Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.bmm, Tensor.baddbmm}
-PRODUCTS |= {torch.mm, Tensor.mm, torch.linalg.matmul, torch.addmm, Tensor.addmm, torch.tensordot}
-WITH_SUMMAND = {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm}  # the first argument is added to the product
-RESHAPES = {torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze}
-RESHAPES |= {Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.squeeze, Tensor.unsqueeze}
-RESHAPES |= {Tensor.view_as, Tensor.reshape_as}
-MOVES = {torch.transpose, torch.permute, torch.swapaxes, torch.swapdims, torch.movedim, torch.moveaxis}
-MOVES |= {Tensor.transpose, Tensor.permute, Tensor.swapaxes, Tensor.swapdims, Tensor.movedim, Tensor.moveaxis}
-MOVES |= {torch.t, Tensor.t, torch.adjoint, Tensor.adjoint}
+
+def find_functions(names: str) -> set[Any]:
+    """Return the functions with these names, those of torch and its modules and the methods of tensors."""
+    owners = torch, Tensor, functional, torch.linalg, torch.special
+    found = [getattr(owner, name, None) for owner in owners for name in names.split()]
+    return {one for one in found if callable(one)}
+
+
+PRODUCTS = find_functions("matmul __matmul__ __rmatmul__ mm bmm baddbmm addmm einsum tensordot")
+WITH_SUMMAND = find_functions("baddbmm addmm")  # the first argument is added to the product
+RESHAPES = find_functions("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as")
+MOVES = find_functions("transpose permute swapaxes swapdims movedim moveaxis t adjoint")
 MOVES |= {x.__get__ for x in (Tensor.mT, Tensor.T, Tensor.mH, Tensor.H)}  # type: ignore[attr-defined]
 DIGITS = "0123456789"  # the axes of "..." in an equation
 
