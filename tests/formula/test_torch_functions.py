@@ -85,6 +85,8 @@ ROW_SCORES = {  # scores that read rows of tensors
     "products": lambda s, b, h, q, k: s + torch.dot(U[q], V[k]) + (U[q] * V[0]) @ V[k] + (V[0] * U[k]).sum(dim=-1),
     "conditions": lambda s, b, h, q, k: torch.where((U[q] > 1).any() | (U[q] < V[k]).all(), s, s - 1),
     "shapes": lambda s, b, h, q, k: s + (GRID[q].reshape(-1, 1) == GRID[k].reshape(6).unsqueeze(0)).any(-1).sum(),
+    "flat": lambda s, b, h, q, k: s + (GRID[q].flatten() * torch.ravel(GRID[k])).sum() + GRID[q].view(3, 2)[2][0],
+    "products of methods": lambda s, b, h, q, k: s + U[q].inner(V[k]) + U[q].matmul(V[k]) + torch.flatten(GRID[q])[4],
     "functions": lambda s, b, h, q, k: s + torch.tanh(U[q]).sum() + (2.0 - torch.maximum(U[q], U[k])).amin(-1),
     "entries": lambda s, b, h, q, k: s + (U[q] - V[k])[2] + GRID[q][1, 2] + (GRID[q, 0] != GRID[k, 1]).sum(),
 }

@@ -79,7 +79,7 @@ class Row:
         return _call(ufunc.__name__, inputs, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in {*OPERATORS, *OPERATOR_ALIASES, *PASSES.composed, *ROW_FUNCTIONS}:
+        if name in {*OPERATORS, *OPERATOR_ALIASES, *PASSES.composed, *ROW_FUNCTIONS, *ROW_ALIASES}:
             return lambda *inputs, **kwargs: _call(name, (self, *inputs), kwargs)
         raise AttributeError(f"rows of formulas have no attribute {name!r}")
 
@@ -161,6 +161,10 @@ def _reshape(row: Row, *shape: Any) -> Any:
     return _as_row(tuple(lengths), row.entries)
 
 
+def _ravel(row: Row) -> Any:
+    return _reshape(row, -1)
+
+
 def _unsqueeze(row: Row, dim: int) -> Any:
     at = dim % (row.ndim + 1)
     return _as_row((*row.shape[:at], 1, *row.shape[at:]), row.entries)
@@ -170,7 +174,8 @@ _SUM = _reduce("add", 0)
 ROW_ALIASES = {
     **dict.fromkeys(("inner", "vdot", "matmul", "__matmul__", "__rmatmul__"), "dot"),
     **dict.fromkeys(("vector_norm", "linalg_vector_norm", "linalg_norm"), "norm"),
-    **dict.fromkeys(("view", "flatten", "ravel"), "reshape"),
+    "view": "reshape",
+    "flatten": "ravel",
 }
 ROW_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "dot": _dot,
@@ -181,6 +186,7 @@ ROW_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "amax": _reduce("maximum", -math.inf),
     "amin": _reduce("minimum", math.inf),
     "reshape": _reshape,
+    "ravel": _ravel,
     "unsqueeze": _unsqueeze,
 }
 
