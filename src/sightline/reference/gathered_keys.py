@@ -207,27 +207,23 @@ class Gathering:
             self.rows_of(arrays[1], part.rows)[...] = xp.reshape(keys, found[1].shape)
 
     def _add_to_cells(self, statistic: Received | Pooled, array: Any, part: GatheredPart, weights: Any) -> None:
-        """Add weights (B, queries, H, c), or take their maximum, to the cells of the statistic: keys, or parts of P."""
+        """Add weights (B, queries, H, c), or take their maximum, to the cells of P: for `received`, a cell is a key."""
         xp, problem, keys = self.xp, self.problem, part.keys
-        cells, count = keys, problem.m
-        if isinstance(statistic, Pooled):
-            (i0, i1), (j0, j1) = statistic.rectangle(problem.n, problem.m)
-            rows, columns = statistic.grid(problem.n, problem.m)
-            i, count = self.arange(part.rows.start, part.rows.stop)[:, None, None], rows * columns
-            is_inside = (i >= i0) & (i < i1) & (keys >= j0) & (keys < j1)
-            cells = cell_of(i - i0, max(i1 - i0, 1), rows) * columns + cell_of(keys - j0, max(j1 - j0, 1), columns)
-            weights, cells = xp.where(is_inside, weights, xp.zeros_like(weights)), cells * is_inside
-        if count:
-            heads = self.arange(problem.B)[:, None, None, None] * problem.H + self.arange(problem.H)[:, None]
-            index = xp.reshape(xp.broadcast_to(heads * count + cells, weights.shape), (-1,))
-            add = maximize_rows if statistic.how == "max" else add_rows
-            add(index, (xp.reshape(array, (-1, 1)), xp.reshape(weights, (-1, 1))))
-
-
-def maximize_rows(index: Any, *pairs: tuple[Any, Any]) -> None:
-    """For each (target, values), replace target[index] by its maximum with `values`. An index may occur repeatedly."""
-    for target, values in pairs:
-        np.maximum.at(to_numpy(target), to_numpy(index), to_numpy(values))
+        pooled = statistic if isinstance(statistic, Pooled) else Pooled(1, problem.m)
+        (i0, i1), (j0, j1) = pooled.rectangle(problem.n, problem.m)
+        rows, columns = pooled.grid(problem.n, problem.m)
+        if not rows * columns:
+            return
+        i = self.arange(part.rows.start, part.rows.stop)[:, None, None]
+        is_inside = (i >= i0) & (i < i1) & (keys >= j0) & (keys < j1)
+        cells = cell_of(i - i0, i1 - i0, rows) * columns + cell_of(keys - j0, j1 - j0, columns)
+        heads = self.arange(problem.B)[:, None, None, None] * problem.H + self.arange(problem.H)[:, None]
+        index = xp.broadcast_to(heads * rows * columns + cells * is_inside, weights.shape)
+        weights = xp.where(is_inside, weights, xp.zeros_like(weights))
+        if statistic.how == "max":
+            np.maximum.at(to_numpy(array).reshape(-1), to_numpy(index), to_numpy(weights))
+        else:
+            add_rows(xp.reshape(index, (-1,)), (xp.reshape(array, (-1, 1)), xp.reshape(weights, (-1, 1))))
 
 
 def add_rows(index: Any, *pairs: tuple[Any, Any]) -> None:
