@@ -418,6 +418,14 @@ FILLED = {  # by name: a function of the library, and a function that builds the
         lambda x: sightline.bias(x(4, 5).astype(np.int32)),
         lambda x: s + Table(x(4, 5).astype(np.int32), axes=("i", "j"))[i, j],
     ),
+    "dense": (
+        lambda x: sightline.dense(x(1, 4, 5) > 1),
+        lambda x: Table(x(1, 4, 5) > 1, axes=("h", "i", "j"))[0, i, j],
+    ),
+    "documents": (
+        lambda x: sightline.documents(x(2, 9).astype(int)),
+        lambda x: (lambda ids: ids[b, i] == ids[b, j])(Table(x(2, 9).astype(int), axes=("b", None))),
+    ),
 }
 
 

@@ -199,8 +199,12 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
     table = Table(ids, axes=(None,) if _ndim(ids) == 1 else ("b", None))
     if table.ndim not in (1, 2) or table.kind != "int":
         raise ShapeError(f"document ids {table}", "(n,) or (B, n) integers", "documents(ids) or documents(lengths=...)")
-    batch = () if table.ndim == 1 else (_first_index(table, b),)
-    return apply("equal", table[(*batch, i)], table[(*batch, j)])
+    return from_template(_documents_by, table)
+
+
+def _documents_by(ids: Table) -> Expression:
+    batch = () if ids.ndim == 1 else (_first_index(ids, b),)
+    return apply("equal", ids[(*batch, i)], ids[(*batch, j)])
 
 
 def _document_ids(name: str, lengths: Any) -> Any:
@@ -266,7 +270,7 @@ def dense(array: Any) -> Expression:
             "a boolean array, True where the query attends",
             "dense(array != 0) for integers; score=sightline.bias(array) for numbers to be added to the scores",
         )
-    return read_densely(table)
+    return from_template(read_densely, table)
 
 
 def bias(array: Any) -> Expression:
@@ -302,7 +306,7 @@ def bias(array: Any) -> Expression:
             f"a gradient of at most {MAX_GRADIENT_BYTES:,} bytes",
             "pass the array without expand, because axes of length 1 broadcast",
         )
-    return _bias_by(table) if table.batch_axes is not None else from_template(_bias_by, table)
+    return from_template(_bias_by, table)
 
 
 def _bias_by(array: Table) -> Expression:

@@ -98,9 +98,10 @@ def structure_of(*formulas: Expression | None) -> Structure:
 def from_template(write: Callable[[Table], Expression], table: Table) -> Expression:
     """Return the formula `write(table)` with its attribute `template`, whose structure `structure_of` looks up.
 
-    `write` may depend on which axes of the table have length 1, and on no other length. `library` calls this function.
+    `write` may depend on which axes of the table have length 1, and on no other length. So a table with `batch_axes`
+    has no template. `library` calls this function.
     """
-    if is_compiling():
+    if is_compiling() or table.batch_axes is not None:
         return write(table)
     template = _template(write, table.kind, table.axes, tuple([min(length, 2) for length in table.shape]))
     filled = _replace_table(template, table)
