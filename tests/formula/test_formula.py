@@ -1,7 +1,6 @@
 """The formula language: printing, values, NumPy's and torch's functions, derivatives, and formulas as text."""
 
 import json
-import math
 import time
 
 import numpy as np
@@ -404,28 +403,16 @@ def test_deep_formulas_do_not_hit_the_recursion_limit():
 
 # -- formulas from templates -------------------------------------------------------------------------------------------
 
-FILLED = {  # by name: a function of the library, and a function that builds the same formula from a table
-    "padding": (lambda x: sightline.padding(x(3).astype(int)), lambda x: j < Table(x(3).astype(int), axes=("b",))[b]),
-    "alibi": (lambda x: sightline.alibi(x(2)), lambda x: s - Table(x(2), axes=("h",))[h] * (i - j)),
-    "one length": (
-        lambda x: sightline.padding(x(1).astype(int)),
-        lambda x: j < Table(x(1).astype(int), axes=("b",))[0],
-    ),
-    "one slope": (lambda x: sightline.alibi(x(1)), lambda x: s - Table(x(1), axes=("h",))[0] * (i - j)),
-    "bias": (lambda x: sightline.bias(x(2, 4, 5)), lambda x: s + Table(x(2, 4, 5), axes=("h", "i", "j"))[h, i, j]),
-    "bias of one row": (lambda x: sightline.bias(x(1, 5)), lambda x: s + Table(x(1, 5), axes=("i", "j"))[0, j]),
-    "bias of integers": (
-        lambda x: sightline.bias(x(4, 5).astype(np.int32)),
-        lambda x: s + Table(x(4, 5).astype(np.int32), axes=("i", "j"))[i, j],
-    ),
-    "dense": (
-        lambda x: sightline.dense(x(1, 4, 5) > 1),
-        lambda x: Table(x(1, 4, 5) > 1, axes=("h", "i", "j"))[0, i, j],
-    ),
-    "documents": (
-        lambda x: sightline.documents(x(2, 9).astype(int)),
-        lambda x: (lambda ids: ids[b, i] == ids[b, j])(Table(x(2, 9).astype(int), axes=("b", None))),
-    ),
+FILLED = {  # by name: shape and dtype of an array, a function of the library, the axes of its table, and its formula
+    "padding": ((3,), int, sightline.padding, ("b",), lambda t: j < t[b]),
+    "alibi": ((2,), float, sightline.alibi, ("h",), lambda t: s - t[h] * (i - j)),
+    "one length": ((1,), int, sightline.padding, ("b",), lambda t: j < t[0]),
+    "one slope": ((1,), float, sightline.alibi, ("h",), lambda t: s - t[0] * (i - j)),
+    "bias": ((2, 4, 5), float, sightline.bias, ("h", "i", "j"), lambda t: s + t[h, i, j]),
+    "bias of one row": ((1, 5), float, sightline.bias, ("i", "j"), lambda t: s + t[0, j]),
+    "bias of integers": ((4, 5), np.int32, sightline.bias, ("i", "j"), lambda t: s + t[i, j]),
+    "dense": ((1, 4, 5), bool, sightline.dense, ("h", "i", "j"), lambda t: t[0, i, j]),
+    "documents": ((2, 9), int, sightline.documents, ("b", None), lambda t: t[b, i] == t[b, j]),
 }
 
 
@@ -454,8 +441,9 @@ PLACES = (  # the formulas of a call, one of which is x
 @pytest.mark.parametrize("name", FILLED)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_filled_template_is_the_formula_written_out(name, seed):
-    contents = np.abs(np.random.default_rng(seed).normal(size=40)) * 4
-    filled, written = (make(lambda *shape: contents[: math.prod(shape)].reshape(shape)) for make in FILLED[name])
+    shape, dtype, function, axes, write = FILLED[name]
+    array = np.abs(np.random.default_rng(seed).normal(size=shape) * 4).astype(dtype)
+    filled, written = function(array), write(Table(array, axes))
     assert (filled.text, filled.free_symbols) == (written.text, written.free_symbols)
     for place in PLACES:
         assert same_structure(structure_of(*place(filled)), structure_of(*place(written)))

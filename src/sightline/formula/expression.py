@@ -73,11 +73,6 @@ class Expression(ExpressionMethods):
         return {name: value for name, value in vars(self).items() if name != "rewritten"}
 
     @cached_property
-    def has_parameters(self) -> bool:
-        """True if the formula contains a `Parameter`."""
-        return any(isinstance(node, Parameter) for node in walk(self))
-
-    @cached_property
     def free_symbols(self) -> frozenset[str]:
         """The names of the symbols that the formula contains."""
         return frozenset(node.name for node in walk(self) if isinstance(node, Symbol))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .batch_axes import BatchAxes
 
 _TABLE_BOUNDS = TensorCache(256)
-ENTRY_LIMITS = {"bool": (0.0, 1.0), "float": (-math.inf, math.inf)}  # the least and the greatest entry of a kind
+ENTRY_LIMITS = {"bool": (0.0, 1.0), "float": (-math.inf, math.inf)}
 
 
 class Table:
@@ -145,8 +145,11 @@ class Table:
 
         The object keeps what it has computed, so the array must not change after the first access.
         """
+        if self.has_unknown_entries and self.kind == "int":
+            limits = np.iinfo(dtype_name(self.array))
+            return UnknownBounds(float(limits.min), float(limits.max))
         if self.has_unknown_entries:
-            return UnknownBounds(*ENTRY_LIMITS.get(self.kind) or _integer_limits(self.array))
+            return UnknownBounds(*ENTRY_LIMITS[self.kind])
         return _TABLE_BOUNDS.get("bounds", [self.array], lambda: TableBounds(map_entries(to_host, self.array)))
 
     def with_array(self, array: Any) -> Table:
@@ -238,12 +241,6 @@ def bounds_key(tables: Sequence[Table]) -> tuple[tuple[Any, ...], list[Any]]:
 def learned_number(number: Any) -> Expression:
     """Return a tensor of one number as a read of a one-entry table, so that the number receives its gradient."""
     return Table(number.reshape(1))[0]
-
-
-def _integer_limits(array: Any) -> tuple[float, float]:
-    """Return the least and the greatest integer of the array's dtype."""
-    limits = np.iinfo(dtype_name(array))
-    return float(limits.min), float(limits.max)
 
 
 def _table_kind(array: Any) -> Kind:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -263,21 +264,16 @@ def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Ex
         if isinstance(node, Lookup) and node.kind == "float":
             may_hide = device(node.table.array) == "cpu" or bool((bounds[id(node)][0] == -math.inf).any())
             return node == -math.inf if may_hide else None
+        known = [condition for condition in hidden if condition is not None]
         if operator in ("add", "minimum"):
-            return _either(*hidden)
+            return reduce(or_, known) if known else None
         if operator == "subtract":
             return hidden[0]
-        if operator == "maximum" and hidden[0] is not None and hidden[1] is not None:
-            return hidden[0] & hidden[1]
-        if operator == "where" and any(part is not None for part in hidden[1:]):
+        if operator == "maximum" and len(known) == 2:
+            return known[0] & known[1]
+        if operator == "where" and known and "s" not in node.arguments[0].free_symbols:
             yes, no = (as_expression(False) if part is None else part for part in hidden[1:])
-            return where(node.arguments[0], yes, no) if "s" not in node.arguments[0].free_symbols else None
+            return where(node.arguments[0], yes, no)
         return None
 
     return fold(visit, score)
-
-
-def _either(x: Expression | None, y: Expression | None) -> Expression | None:
-    if x is None or y is None:
-        return y if x is None else x
-    return x | y

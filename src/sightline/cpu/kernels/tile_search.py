@@ -14,7 +14,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, cast
 
-from ...formula.expression import SYMBOLS, Apply, Constant, Expression, Lookup, walk
+from ...formula.expression import SYMBOLS, Apply, Constant, Expression, Lookup, Parameter, walk
 from ...formula.interval_arithmetic import Interval
 from ...formula.parameters import TableParameter
 from ..codegen.abi import LoadedArguments
@@ -228,7 +228,7 @@ def checked_nodes(formulas: Sequence[Expression]) -> list[Expression]:
 
 def has_arguments(formula: Expression) -> bool:
     """True if the formula reads a table or a number of the call, so that its bounds are not known before the call."""
-    return bool(formula.tables) or formula.has_parameters
+    return any(isinstance(node, Lookup | Parameter) for node in walk(formula))
 
 
 def tables_with_extremes(formulas: Sequence[Expression]) -> set[int]:
