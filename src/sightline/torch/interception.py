@@ -29,7 +29,7 @@ INTERCEPTIONS = (  # functions whose results are true if a mode, a transform, a 
 
 def is_intercepted() -> bool:
     """True if a mode, a transform or a tracer is active in this thread, or a forward derivative in any thread."""
-    return any(function() for function in INTERCEPTIONS)
+    return torch.compiler.is_compiling() or any(function() for function in INTERCEPTIONS)
 
 
 def is_transformed() -> bool:

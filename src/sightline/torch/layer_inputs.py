@@ -50,7 +50,7 @@ def project(projections: Callable[..., Projected], **inputs: Tensor) -> Projecte
 
 def read_tensors(function: Callable[..., Projected], **tensors: Any) -> Projected:
     """Return function(*tensors). Raise DtypeError if a tensor has no memory, or if its class explains an error."""
-    is_read = not torch.compiler.is_compiling() and not is_intercepted()
+    is_read = not is_intercepted()
     for name, tensor in tensors.items() if is_read else ():
         if type(tensor) is Tensor:
             check_memory(name, tensor)  # torch itself would read at the address 0
