@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sample_problems import arrays
 from sightline import alibi, causal, i, j, padding, s, softcap, table, where, window
-from sightline.arrays.operations import dtype_name, framework, to_numpy
+from sightline.arrays.operations import TORCH, dtype_name, framework, to_numpy
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.launch.weights_pass import MAX_TOP_K, bind_passes
@@ -159,7 +159,7 @@ def test_torch_gets_the_same_bits_as_tensors():
     for group in ([Received()], [Pooled(3, 4)], [TopK(95)], [Weights()], [weight_sums(problem)], several(problem)):
         ours, theirs = compute(problem, lse, *group), compute(case.as_torch().make_problem(), lse, *group)
         for array, tensor in zip(flat(ours), flat(theirs), strict=True):
-            assert framework(tensor) == "torch"
+            assert framework(tensor) is TORCH
             assert dtype_name(array) == dtype_name(tensor)
             np.testing.assert_array_equal(to_numpy(tensor), array)
 

@@ -123,7 +123,7 @@ def test_arrays_read_by_another_stream_are_recorded_on_it(monkeypatch):
     stream, recorded = object(), []
     array = SimpleNamespace(record_stream=recorded.append)
     cuda = SimpleNamespace(current_stream=lambda device: stream, is_current_stream_capturing=lambda: False)
-    monkeypatch.setattr(tensor_cache, "_framework_of", lambda like: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch, "cuda", cuda)
     like = SimpleNamespace(is_cuda=True, device="cuda:0")
     assert tensor_cache.retain((array, 3), like) == (array, 3)
     assert tensor_cache.retain(array, like) is array

@@ -14,7 +14,7 @@ import sightline
 from cached_calls import cache_problem
 from fault_planting import Fault, plant
 from sightline import KVCache, i, j
-from sightline.arrays.operations import framework, to_numpy
+from sightline.arrays.operations import to_numpy
 from sightline.call.problem import make_problem
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
 from sightline.kv_cache.storage import _grow, _write, _write_all
@@ -36,7 +36,7 @@ def arrays(rng, dtype="float32", kind="numpy", batch=B, length=T):
 
 
 def numpy_of(array):
-    return array if framework(array) == "numpy" else to_numpy(array)
+    return array if isinstance(array, np.ndarray) else to_numpy(array)
 
 
 def assert_attends(output, query, key, value, mask, rows=slice(None)):
@@ -54,7 +54,7 @@ def decode(cache, query, key, value, steps=STEPS, **options):
         rows = slice(at, at := at + t)
         cache.append(key[..., rows, :], value[..., rows, :])
         outputs.append(sightline.attention(query[..., rows, :], cache, mask=sightline.causal(), **options))
-    return (torch.cat if framework(query) == "torch" else np.concatenate)(outputs, -2)
+    return (torch.cat if isinstance(query, torch.Tensor) else np.concatenate)(outputs, -2)
 
 
 # -- decoding loops ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import operations as arrays
+from ..arrays.kinds import is_array
 from ..call.kernel import Result
 from ..call.problem import Problem, make_problem
 from ..call.validation import broadcast_inputs, check_choice, split_names
@@ -229,7 +230,7 @@ def _choose_sizes(problem: Problem, sources: dict[str, Any], limit: int) -> tupl
 
 def _stand_in(name: str, array: Any) -> Any:
     """Return an array that has the shape and dtype of the given array, and that takes no memory."""
-    if not (hasattr(array, "shape") and hasattr(array, "dtype")) or arrays.framework(array) in ("torch", "jax"):
+    if not is_array(array) or (arrays.framework(array).is_native and not isinstance(array, np.ndarray)):
         raise DtypeError(
             f"{name} is a {type(array).__module__}.{type(array).__name__}",
             "numpy.memmap, or an array whose slices numpy.asarray accepts",

@@ -9,7 +9,6 @@ from typing import Any, Never
 
 from ..arrays import operations as arrays
 from ..arrays.kinds import is_array
-from ..arrays.operations import swap_heads
 from ..call import call_cache
 from ..call.explanation import Explanation
 from ..call.foreign_arguments import refuse_arguments
@@ -17,7 +16,7 @@ from ..call.kernel import choose
 from ..call.problem import make_problem
 from ..call.request import describe, with_row_formats
 from ..call.validation import AxisOrder, check_choice, fold_scale, read_score, split_names, to_heads_first
-from ..formula.expression import Expression, is_compiling
+from ..formula.expression import Expression
 from ..formula.from_function import refuse_draws
 from ..formula.library import bias
 from ..kv_cache import KVCache, as_arrays, unpack_cache
@@ -131,7 +130,7 @@ def attention(
         query, key, value, mask, score, scale, sinks, dropout, seed, statistics, kernel, threads, by_position
     )
     output, seen = (answer, ()) if see is None else answer
-    output = swap_heads(output) if by_position else output
+    output = arrays.swap_heads(output) if by_position else output
     if see is None:
         return output
     return output, seen if names is None else dict(zip(names, seen, strict=True))
@@ -165,30 +164,32 @@ def attend(
     if isinstance(see, StatisticBase):
         see = (see,)
     is_plain = scale is None or type(scale) is float
-    if not is_plain and not is_compiling() and getattr(scale, "requires_grad", False):
+    if not is_plain and not arrays.is_compiling() and getattr(scale, "requires_grad", False):
         score, scale = fold_scale(score, scale)
-    if value is None and type(key) is KVCache and not is_compiling():
-        key = key.snapshot()
-    if value is None and type(key) is KVCache and key.prefix is not None:
-        formulas = Formulas.read(mask, score, see)
-        if can_merge(query, key, formulas, dropout):
+    row_formats = None
+    if value is None and type(key) is KVCache:
+        is_eager = not arrays.is_compiling()
+        key = key.snapshot() if is_eager else key
+        if key.prefix is not None:
+            formulas = Formulas.read(mask, score, see)
+            if is_eager and can_merge(query, key, formulas, dropout):
 
-            def run(query: Any, cache: KVCache, keys: Any, values: Any, on_rows: Formulas) -> Any:
-                return _attend(
-                    query,
-                    keys,
-                    values,
-                    *on_rows,
-                    kernel=kernel,
-                    threads=threads,
-                    scale=scale,
-                    row_formats=cache.row_formats,
-                )
+                def run(query: Any, cache: KVCache, keys: Any, values: Any, on_rows: Formulas) -> Any:
+                    return _attend(
+                        query,
+                        keys,
+                        values,
+                        *on_rows,
+                        kernel=kernel,
+                        threads=threads,
+                        scale=scale,
+                        row_formats=cache.row_formats,
+                    )
 
-            output, seen = attend_in_parts(query, key, formulas, sinks, run)
-            return output if see is None else (output, seen)
-        key = key.joined()
-    row_formats = key.row_formats if value is None and type(key) is KVCache else None
+                output, seen = attend_in_parts(query, key, formulas, sinks, run)
+                return output if see is None else (output, seen)
+            key = key.joined()
+        row_formats = key.row_formats
     rest = scale, sinks, dropout, seed, kernel, threads, by_position, row_formats
     return _attend(query, key, value, mask, score, see, *rest)
 
@@ -210,18 +211,20 @@ def _attend(
     row_formats: Any = None,
 ) -> Any:
     """Do what `attend` does for arrays, or for a cache without a prefix. `row_formats` say how rows are quantised."""
-    on_arrays = key, value, mask, score, see
-    if value is None and type(key) is KVCache:
-        on_arrays = as_arrays(query, key, mask, score, see) or on_arrays
-    keys, values, row_mask, row_score, row_see = on_arrays
-    request = describe(query, row_mask, row_score, scale, sinks, dropout, seed, row_see, kernel, threads)
-    if request is not None:
-        if row_formats is not None:
-            request = with_row_formats(request, row_formats)
-        answer, request = call_cache.answer(request, query, keys, values, threads)
-        if answer is not None:
-            return answer[0] if see is None else answer
-    refuse_draws(mask, score)
+    request, is_eager = None, not arrays.is_compiling()
+    if is_eager:  # the first trace adds torch's types to those that `describe` reads, and every trace takes one path
+        on_arrays = key, value, mask, score, see
+        if value is None and type(key) is KVCache:
+            on_arrays = as_arrays(query, key, mask, score, see) or on_arrays
+        keys, values, row_mask, row_score, row_see = on_arrays
+        request = describe(query, row_mask, row_score, scale, sinks, dropout, seed, row_see, kernel, threads)
+        if request is not None:
+            if row_formats is not None:
+                request = with_row_formats(request, row_formats)
+            answer, request = call_cache.answer(request, query, keys, values, threads)
+            if answer is not None:
+                return answer[0] if see is None else answer
+        refuse_draws(mask, score)
     if request is not None:
         key, value, see = keys, values, row_see
         formulas = mask, score, *_ = request.formulas()
@@ -232,16 +235,16 @@ def _attend(
     options |= {"see": () if see is None else [see] if isinstance(see, Statistic) else see}
     if row_formats is not None:
         options["row_formats"] = row_formats
-    framework = arrays.framework(query)
-    if framework == "torch":
-        is_first = not is_compiling() and "sightline.torch.dispatch" not in sys.modules
+    library = arrays.framework(query)
+    if library is arrays.TORCH:
+        is_first = is_eager and "sightline.torch.dispatch" not in sys.modules
         from ..torch.dispatch import run  # an import statement, because torch.compile can trace it
 
         if is_first:  # the call cache reads tensors from now on
             rest = scale, sinks, dropout, seed, kernel, threads, by_position, row_formats
             return _attend(query, key, value, mask, score, see, *rest)
         answer = run(query, key, value, options, kernel, threads, request)
-    elif framework == "jax":
+    elif library is arrays.JAX:
         from ..jax import dispatch as jax_dispatch
 
         answer = jax_dispatch.run(query, key, value, options, kernel, threads, by_position)
@@ -306,20 +309,20 @@ def explain(
         refuse_arguments("explain", positional, unknown)
     check_choice(kernel, threads)
     query, key, value = to_heads_first(layout, query, key, value)
-    given = query
+    given, is_jax = query, arrays.framework(query) is arrays.JAX
     shared_keys = int(key.prefix.lengths.max()) if isinstance(key, KVCache) and key.prefix is not None else 0
-    if arrays.framework(query) == "jax":  # compiled programs run the kernel for NumPy arrays
-        query, key, value = (arrays.to_example(x) for x in (query, key, value))
+    if is_jax:  # compiled programs run the kernel for NumPy arrays
+        query, key, value = (arrays.empty(x.shape, arrays.dtype_name(x), x) for x in (query, key, value))
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed or 0}
     options["see"] = split_names(see)[1] or ()
     key, value, options = unpack_cache(query, key, value, options)
     problem = make_problem(query, key, value, **options)
-    if arrays.framework(given) == "jax":
+    if is_jax:
         from ..jax.dispatch import explain as explain_jax
 
         return explain_jax(given, problem, kernel, source)
     kernels = KERNELS
-    if problem.framework == "torch":
+    if problem.framework is arrays.TORCH:
         from ..torch.dispatch import kernels as with_torch
 
         kernels = with_torch()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import accumulator, dtype_name, framework, namespace, resolve_dtype
+from ..arrays.operations import accumulator, device_option, dtype_name, namespace, resolve_dtype
 from ..formula.expression import Expression, Lookup, walk
 from ..kv_cache import KVCache, can_serve
 from ..kv_cache.query_positions import Formulas, rewrite_for_prefix
@@ -109,11 +109,10 @@ def _read(output: Any, seen: Any, first_rows: Any) -> Sums:
     """Return the `Sums` of a part, whose row 0 is row first_rows[b] of sequence b. `seen` begins with the lse."""
     lse, *others = seen
     xp = namespace(output)
-    place = {"device": output.device} if framework(output) == "torch" else {}
 
     def shift(result: Any) -> Any:
         array, *keys = arrays_of(result)
-        first = [xp.asarray(first_rows.reshape(-1, *[1] * (key.ndim - 1)), **place) for key in keys]
+        first = [xp.asarray(first_rows.reshape(-1, *[1] * (key.ndim - 1)), **device_option(output)) for key in keys]
         return array, *[xp.where(key < 0, key, key + rows) for key, rows in zip(keys, first, strict=True)]
 
     wide = xp.astype(output, resolve_dtype(xp, accumulator(dtype_name(output))))

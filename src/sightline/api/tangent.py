@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.kinds import check_kind
-from ..arrays.operations import check_float_dtype, framework
+from ..arrays.operations import NUMPY, check_float_dtype, framework
 from ..call.kernel import Tangents
 from ..call.problem import OPERANDS, Problem, make_problem
 from ..call.validation import broadcast_inputs, check_choice, read_scale, read_score
@@ -106,9 +106,9 @@ def check_numpy(name: str, query: Any) -> None:
     """Raise DtypeError unless the query of the function with this name is a NumPy array."""
     check_kind("query", query)
     library = framework(query)
-    if library != "numpy":
-        cure = TRANSFORMS[name].get(library, "numpy.asarray(query)")
-        raise DtypeError(f"{name} of a query of {library}", "NumPy arrays", cure)
+    if library is not NUMPY:
+        cure = TRANSFORMS[name].get(library.name, "numpy.asarray(query)")
+        raise DtypeError(f"{name} of a query of {library.name}", "NumPy arrays", cure)
 
 
 def include_scale(query: Any, score: Expression | None, scale: Any) -> tuple[Expression, float, Table]:

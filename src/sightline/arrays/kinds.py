@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DtypeError
-from .operations import framework
+from ..errors import DeviceError, DtypeError
+from .operations import JAX, TORCH, device, framework, is_compiling
 
 
 class Kind(NamedTuple):
@@ -53,10 +53,8 @@ READABLE = ("__array__", "__array_interface__", "__dlpack__")  # NumPy reads an 
 
 def is_array(value: Any) -> bool:
     """True for tensors of torch, and for other objects with shape and dtype."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):  # to read the shape of some tensors raises an error
-        return True
-    return hasattr(value, "dtype") and hasattr(value, "shape")
+    # to read the shape of some tensors raises an error
+    return framework(value) is TORCH or (hasattr(value, "dtype") and hasattr(value, "shape"))
 
 
 def check_kind(name: str, array: Any) -> None:
@@ -68,9 +66,13 @@ def check_kind(name: str, array: Any) -> None:
 
 def check_class(name: str, array: Any) -> None:
     """Raise DtypeError if the array is a tensor of torch whose class cannot be read, whatever its layout."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor) and type(array) not in (torch.Tensor, torch.nn.Parameter):
-        _refuse(name, _find_class(array, torch.compiler.is_compiling()))
+    if framework(array) is TORCH and not _is_plain(array):
+        _refuse(name, _find_class(array))
+
+
+def _is_plain(tensor: Any) -> bool:
+    torch = sys.modules["torch"]
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _refuse(name: str, kind: Kind | None) -> None:
@@ -83,9 +85,9 @@ def _argument(name: str) -> str:
     return name if name.isidentifier() else "array"
 
 
-def _find_class(tensor: Any, is_compiling: bool) -> Kind | None:
+def _find_class(tensor: Any) -> Kind | None:
     """Return the kind of a tensor whose class cannot be read; None for all others."""
-    if is_compiling:  # torch.compile cannot trace the bases of some classes
+    if is_compiling():  # torch.compile cannot trace the bases of some classes
         return TORCH_CLASSES.get(type(tensor).__name__)
     for base in type(tensor).__mro__:
         if base.__name__ in TORCH_CLASSES and base.__module__.startswith("torch."):
@@ -99,9 +101,8 @@ def _find_class(tensor: Any, is_compiling: bool) -> Kind | None:
 
 def _find_kind(array: Any) -> Kind | None:
     """Return the kind of an array that cannot be read; None for all others. `_find_class` checks classes of torch."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
-        return _find_layout(torch, array)
+    if framework(array) is TORCH:
+        return _find_layout(array)
     if not is_array(array):
         name = type(array).__name__
         has_entries = False
@@ -109,20 +110,19 @@ def _find_kind(array: Any) -> Kind | None:
             has_entries = np.asarray(array).dtype.kind in "biuf"
         cure = "{x}=numpy.asarray({x})" if has_entries else CURES.get(name, "pass an array as {x}")
         return Kind("None" if array is None else f"a {name}", cure)
-    source = framework(array)
-    if source == "numpy":  # a masked array has loaded `numpy.ma`; an import here could be the first one, in a fork
-        is_masked = isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ()))
-        return MASKED_ARRAY if is_masked else None
-    if source == "jax":
+    # a masked array has loaded `numpy.ma`; an import here could be the first one, in a fork
+    if isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
+        return MASKED_ARRAY
+    if framework(array) is JAX:
         return None if isinstance(array, sys.modules["jax"].Array) else SPARSE_JAX
     if any(hasattr(array, method) for method in READABLE):
         return None
     return Kind(f"a {type(array).__name__}, which NumPy cannot read", "pass a plain array of its entries")
 
 
-def _find_layout(torch: Any, tensor: Any) -> Kind | None:
+def _find_layout(tensor: Any) -> Kind | None:
     """Return the kind of a tensor that is nested, quantized or not strided; None for all others."""
-    if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
+    if str(tensor.layout) == "torch.strided" and not (tensor.is_nested or tensor.is_quantized):
         return None
     layout = str(tensor.layout)
     if tensor.is_nested:
@@ -138,11 +138,9 @@ def _find_layout(torch: Any, tensor: Any) -> Kind | None:
 
 def check_memory(name: str, array: Any) -> None:
     """Raise DtypeError if an array is a meta tensor, or a torch tensor on the CPU without memory of its own."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(array, torch.Tensor) or not array.numel():
+    if framework(array) is not TORCH or not array.numel() or not (array.is_cpu or array.is_meta):
         return
-    if not (array.is_cpu or array.is_meta):
-        return
+    torch = sys.modules["torch"]
     with suppress(Exception):  # tensors that wrap others have no storage; their classes raise errors of every kind
         if array.is_cpu and array.detach().data_ptr():
             return
@@ -153,13 +151,26 @@ def check_memory(name: str, array: Any) -> None:
         what += ", because it is a meta tensor"
     elif torch._is_functional_tensor(array):
         what += ", because it is a functional tensor, which wraps another one"
-    elif type(array) not in (torch.Tensor, torch.nn.Parameter):
+    elif not _is_plain(array):
         what += f", because it is a {type(array).__name__}, which wraps other tensors"
     raise DtypeError(
         what,
         "tensors whose entries are in memory",
         f"restore the storage of {_argument(name)}, or pass a plain copy of its entries",
     )
+
+
+def check_device(what: str, array: Any, query: Any) -> None:
+    """Raise DeviceError if the array has the query's framework but lies on another device than the query.
+
+    An array of another framework is later converted to the query's device. If the entries of such an array are not in
+    memory, raise DtypeError.
+    """
+    if framework(array) is not framework(query):
+        check_memory(what, array)
+    elif device(array) != device(query):
+        own, other = device(array), device(query)
+        raise DeviceError(f"{what} on {own}, query on {other}", "one device", f"move the {what} to {other}")
 
 
 def refuse_subclass(named: Sequence[tuple[str, Any]], error: Exception) -> None:
@@ -170,9 +181,8 @@ def refuse_subclass(named: Sequence[tuple[str, Any]], error: Exception) -> None:
     named : pairs (name, tensor); the tensor may be None
     error : the error that torch, or the class of a tensor, raised
     """
-    torch = sys.modules["torch"]
     for name, tensor in named:
-        if tensor is not None and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if tensor is not None and not _is_plain(tensor):
             kind = type(tensor).__name__
             reason = str(error).strip().partition("\n")[0]
             cure = CLASS_CURES.get(kind, "pass the plain tensors that {x} holds")

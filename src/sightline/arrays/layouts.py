@@ -1,4 +1,4 @@
-"""Layouts, addresses and allocation of arrays, for the call cache. Layouts are part of the keys of the cache.
+"""Layouts and addresses of arrays, for the call cache. Layouts are part of the keys of the cache.
 
     read_arrays(tensors, query, key, value, ...)  →  (layouts, address of query, address of key, address of value, ...)
 
@@ -22,15 +22,14 @@ In three cases the result is None. The call then needs the full dispatch: the ch
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from .operations import NUMPY, Framework, numpy_address
 
 MAX_ARRAYS, MAX_AXES = 16, 8  # the most arrays, and the most axes of an array
 TENSOR_BIT, GRADIENT_BIT, GPU_SHIFT = 1, 2, 2
@@ -128,27 +127,6 @@ def _read_ndarray(array: Any) -> tuple[Layout, int]:
     return Layout(kind, array.shape, array.strides), numpy_address(array)
 
 
-_pointer_at = ctypes.c_void_p.from_address
-_HEAD = object.__basicsize__
-
-
-def _header_address(array: Any) -> int:
-    """Return the address of a NumPy array's first entry: the field `data` of PyArrayObject in NumPy's C API.
-
-    The field follows the head of the Python object. This read takes a quarter of the time that `__array_interface__`
-    takes.
-    """
-    return _pointer_at(id(array) + _HEAD).value or 0
-
-
-def _interface_address(array: Any) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-_probe = np.zeros(1)
-numpy_address = _header_address if _header_address(_probe) == _interface_address(_probe) else _interface_address
-
-
 class NoTensor:
     """The type of tensors before torch's are served. No array has this type."""
 
@@ -156,47 +134,11 @@ class NoTensor:
 NO_TENSORS = Tensors((NoTensor, NoTensor), lambda _: None, (), lambda: False, None)
 
 
-# -- how the call cache allocates arrays: one adapter for each type of array -------------------------------------------
-
-
-@dataclass(frozen=True)
-class ArrayAdapter:
-    """What the call cache does with arrays of one type, as functions; `sightline.torch` adds the adapter of tensors.
-
-    Parameters
-    ----------
-    address : array → address of the array's first entry
-    make_empty : (shape, dtype or its name, heads_in_rows=False) → function () that allocates an array, like
-        `arrays.operations.empty`
-    finish_lse : (lse float64, output) → lse as users receive it: float64 if the output is float64, else float32
-    draw_seed : () → a seed of dropout; the field is None if the caller must give the seed, as with NumPy
-    """
-
-    address: Callable[[Any], int]
-    make_empty: Callable[..., Callable[[], Any]]
-    finish_lse: Callable[[Any, Any], Any]
-    draw_seed: Callable[[], int] | None
-
-
-ADAPTERS: dict[type, ArrayAdapter] = {}
+# the libraries whose arrays the call cache reads, by the types of their arrays; `sightline.torch` adds those of torch
+FRAMEWORKS: dict[type, Framework] = {np.ndarray: NUMPY}
 BOOLEANS: set[Any] = {np.dtype(bool)}  # the dtypes of boolean arrays
 
 
 def addresses_of(arrays: Sequence[Any]) -> list[int]:
-    """Return the addresses of arrays whose types are in `ADAPTERS`."""
-    return [ADAPTERS[type(array)].address(array) for array in arrays]
-
-
-def _finish_lse(lse: Any, output: Any) -> Any:
-    return lse.astype(np.float64 if output.dtype == np.float64 else np.float32)
-
-
-def _make_empty(shape: tuple[int, ...], dtype: Any, heads_in_rows: bool = False) -> Callable[[], Any]:
-    if heads_in_rows:
-        *lead, heads, positions, width = shape
-        memory_shape = *lead, positions, heads, width
-        return lambda: np.empty(memory_shape, dtype).swapaxes(-3, -2)
-    return partial(np.empty, shape, dtype)
-
-
-ADAPTERS[np.ndarray] = ArrayAdapter(numpy_address, _make_empty, _finish_lse, None)
+    """Return the addresses of arrays whose types are in `FRAMEWORKS`."""
+    return [FRAMEWORKS[type(array)].address(array) for array in arrays]

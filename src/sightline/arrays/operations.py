@@ -1,14 +1,18 @@
-"""Functions for arrays of any library: namespace, dtype, device, memory layout, conversion, copy to the host.
+"""Functions for arrays of any library, and one object for each library, which knows what its arrays can do.
 
-`framework` recognises an array's library by the module that defines the array's type, without importing the library.
+    framework(array)  →  NUMPY, TORCH, JAX, or the object of another library with the array API
+
+The module that defines an array's type names the library, so this module imports no library.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import zlib
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -21,43 +25,179 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 MAX_COMPARED_BYTES = 1 << 10  # the entries of a larger array are compared by a checksum of 32 bits
 
 
-def framework(array: Array) -> str:
-    """Return the name of the package that defines the array's type: "numpy", "torch", ..."""
+def _header_address(array: Array) -> int:
+    """Return the address of a NumPy array's first entry: the field `data` of PyArrayObject in NumPy's C API.
+
+    The field follows the head of the Python object. This read takes a quarter of the time that `__array_interface__`
+    takes.
+    """
+    return _pointer_at(id(array) + _HEAD).value or 0
+
+
+_pointer_at, _HEAD, _probe = ctypes.c_void_p.from_address, object.__basicsize__, np.zeros(1)
+numpy_address = _header_address if _header_address(_probe) == _probe.ctypes.data else lambda array: array.ctypes.data
+
+
+@dataclass(frozen=True, eq=False)
+class Framework:
+    """A library of arrays: NumPy, JAX, or another one with the array API. `Torch` is the subclass for torch.
+
+    Kernels read the arrays of these libraries as NumPy arrays. The functions below with the names of methods say
+    what the methods return.
+
+    Parameters
+    ----------
+    name : the name of the package
+    is_native : True for NumPy, torch and JAX, whose arrays can be indexed by lists and by arrays
+    has_device : True if a new array needs a device; NumPy has none, and JAX chooses it
+    has_memory : True if kernels of the CPU read and write the memory of its arrays
+    draw_seed : () → a seed of dropout; the field is None if the caller must give the seed, as with NumPy
+    """
+
+    name: str
+    is_native: bool = False
+    has_device: bool = True
+    has_memory: bool = False
+    draw_seed: Callable[[], int] | None = None
+
+    def namespace(self, array: Array) -> Any:
+        from array_api_compat import array_namespace
+
+        return array_namespace(array)
+
+    def to_numpy(self, array: Array) -> Any:
+        return np.asarray(array)
+
+    detach = to_numpy
+
+    def min_max(self, array: Array) -> tuple[float, float]:
+        """Return (smallest, largest) of the array's entries, (NaN, NaN) if any entry is NaN."""
+        array = self.to_numpy(array)
+        return float(array.min()), float(array.max())
+
+    address = staticmethod(numpy_address)  # of the first entry
+
+    def strides(self, array: Array) -> tuple[int, ...] | None:
+        """Return the strides of the array in bytes; None if the array has no strides."""
+        return getattr(array, "strides", None)
+
+    def make_empty(self, shape: tuple[int, ...], dtype: Any, heads_in_rows: bool = False) -> Callable[[], Array]:
+        """Return a function without arguments that allocates an array in host memory as `operations.empty` does.
+
+        `dtype` is a dtype of the library or its name.
+        """
+        dtype = resolve_dtype(np, dtype) if isinstance(dtype, str) else dtype
+        if heads_in_rows:
+            *lead, heads, positions, width = shape
+            memory_shape = *lead, positions, heads, width
+            return lambda: np.empty(memory_shape, dtype).swapaxes(-3, -2)
+        return partial(np.empty, shape, dtype)
+
+    def finish_lse(self, lse: Array, output: Array) -> Array:
+        """Return lse, which is float64, as users receive it: float64 if the output is float64, else float32."""
+        return lse.astype(np.float64 if output.dtype == np.float64 else np.float32)
+
+
+class Torch(Framework):
+    """torch, whose tensors have a device and a history."""
+
+    def namespace(self, array: Array) -> Any:
+        from array_api_compat import torch  # torch.compile warns about the caches in array_namespace
+
+        return torch
+
+    def to_numpy(self, array: Array) -> Any:
+        array = self.detach(array)
+        return (array.float() if str(array.dtype) == "torch.bfloat16" else array).cpu().numpy()
+
+    def detach(self, array: Array) -> Array:
+        return array.detach().resolve_conj().resolve_neg()
+
+    def min_max(self, array: Array) -> tuple[float, float]:
+        if str(array.dtype) in ("torch.uint16", "torch.uint32"):  # torch's aminmax lacks these dtypes
+            return super().min_max(array)
+        smallest, largest = array.detach().aminmax()  # without a copy to the host, and with all threads
+        return float(smallest), float(largest)
+
+    def address(self, array: Array) -> int:
+        return array.data_ptr()  # type: ignore[no-any-return]
+
+    def strides(self, array: Array) -> tuple[int, ...] | None:
+        if hasattr(array, "mask") or "strided" not in str(array.layout):
+            return None
+        size = array.element_size()
+        return tuple([size * stride for stride in array.stride()])
+
+    def make_empty(self, shape: tuple[int, ...], dtype: Any, heads_in_rows: bool = False) -> Callable[[], Array]:
+        torch = sys.modules["torch"]
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        if heads_in_rows:
+            *lead, heads, positions, width = shape
+            strides = torch.empty((*lead, positions, heads, width), device="meta").swapaxes(-3, -2).stride()
+            return partial(torch.empty_strided, shape, strides, dtype=dtype, device="cpu")
+        example = torch.empty((), dtype=dtype, device="cpu").expand(shape)  # it has the memory of one number
+        return partial(torch.empty_like, example)  # half the time of `torch.empty` with a dtype
+
+    def finish_lse(self, lse: Array, output: Array) -> Array:
+        return lse if output.dtype == lse.dtype else lse.float()
+
+
+NUMPY = Framework("numpy", is_native=True, has_device=False, has_memory=True)
+JAX = Framework("jax", is_native=True, has_device=False)
+TORCH = Torch(
+    "torch",
+    is_native=True,
+    has_memory=True,
+    draw_seed=lambda: int(sys.modules["torch"].randint(2**63 - 1, (), device="cpu")),
+)
+_BY_PACKAGE = {"numpy": NUMPY, "jax": JAX, "jaxlib": JAX}
+_OTHERS: dict[str, Framework] = {}
+
+
+def framework(array: Array) -> Framework:
+    """Return the library that defines the array's type. Each library has one object, so objects compare by `is`."""
+    if isinstance(array, np.ndarray):
+        return NUMPY
     torch = sys.modules.get("torch")  # torch.compile cannot trace the bases of torch.nn.Parameter
     if torch is not None and isinstance(array, torch.Tensor):
-        return "torch"
+        return TORCH
     for base in type(array).__mro__:
         package = base.__module__.partition(".")[0]
-        if package in ("numpy", "jax", "jaxlib"):
-            return "jax" if package == "jaxlib" else package
-    return type(array).__module__.partition(".")[0]
+        if package in _BY_PACKAGE:
+            return _BY_PACKAGE[package]
+    package = type(array).__module__.partition(".")[0]
+    return _OTHERS.setdefault(package, Framework(package))
+
+
+def is_compiling() -> bool:
+    """True while torch.compile traces."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
+
+
+def is_traced(array: Array) -> bool:
+    """True if the entries of the array are unknown, because torch.compile or JAX traces."""
+    return is_compiling() or (framework(array) is JAX and isinstance(array, sys.modules["jax"].core.Tracer))
 
 
 def namespace(array: Array) -> Any:
     """Return the array-API namespace of the array."""
-    if framework(array) == "torch":  # torch.compile warns about the caches in array_namespace
-        from array_api_compat import torch
-
-        return torch
-    from array_api_compat import array_namespace
-
-    return array_namespace(array)
-
-
-def is_known(array: Array) -> bool:
-    """True if the array comes from NumPy, torch, JAX or another library whose array API array-api-compat knows."""
-    if framework(array) in ("numpy", "torch", "jax"):
-        return True
-    from array_api_compat import is_array_api_obj
-
-    return bool(is_array_api_obj(array))
+    return framework(array).namespace(array)
 
 
 def device(array: Array) -> str:
     """Return the device of the array as text: "cpu", "cuda:0"; "cpu" for JAX, which places its arrays itself."""
-    if framework(array) == "jax":
-        return "cpu"
-    return str(getattr(array, "device", "cpu"))
+    return str(getattr(array, "device", "cpu")) if framework(array).has_device else "cpu"
+
+
+def device_option(like: Array) -> dict[str, Any]:
+    """Return the option `device` of a new array in `like`'s library and on its device; {} if there is none to give."""
+    return {"device": like.device} if framework(like).has_device else {}
+
+
+def place(array: Array) -> str:
+    """Return library and device of the array as text, such as "torch on cuda:0"."""
+    return f"{framework(array).name} on {device(array)}"
 
 
 def dtype_name(array: Array) -> str:
@@ -100,12 +240,7 @@ def resolve_dtype(xp: Any, name: str) -> Any:
 
 def to_numpy(array: Array) -> Any:
     """Return the array as a NumPy array, without a copy if memory can be shared; torch's bfloat16 becomes float32."""
-    if framework(array) != "torch":
-        return np.asarray(array)
-    array = array.detach()
-    if dtype_name(array) == "bfloat16":
-        array = array.float()
-    return array.cpu().resolve_conj().resolve_neg().numpy()
+    return framework(array).to_numpy(array)
 
 
 def to_host(array: Array) -> Array:
@@ -113,32 +248,19 @@ def to_host(array: Array) -> Array:
     return array if device(array) == "cpu" else to_numpy(array)
 
 
-def min_max(array: Array) -> tuple[float, float]:
-    """Return (smallest, largest) of the array's entries, (NaN, NaN) if any entry is NaN.
-
-    torch computes both numbers of a tensor, without a copy to the host and with all threads.
-    """
-    if framework(array) != "torch" or dtype_name(array) in ("uint16", "uint32"):  # torch's aminmax lacks these dtypes
-        array = to_numpy(array)
-        smallest, largest = array.min(), array.max()
-    else:
-        smallest, largest = array.detach().aminmax()
-    return float(smallest), float(largest)
-
-
 def convert(array: Array, like: Array) -> Array:
     """Return the array converted to the library and the device of `like`, without a copy if both are on the CPU.
 
     If `array` and `like` come from the same library, `array` itself is returned, even if their devices differ.
     """
-    if framework(array) == framework(like):
+    if framework(array) is framework(like):
         return array
     return map_entries(lambda entries: _convert(entries, like), array)
 
 
 def _convert(array: Array, like: Array) -> Array:
     host = to_numpy(array)
-    if framework(like) in ("numpy", "jax"):
+    if not framework(like).has_device:
         return host
     # torch cannot share memory that is read-only, or whose strides are negative or not whole numbers of entries
     if not host.flags.writeable or any(stride < 0 or stride % host.itemsize for stride in host.strides):
@@ -147,11 +269,6 @@ def _convert(array: Array, like: Array) -> Array:
     if dtype_name(host) == "bfloat16":
         return xp.asarray(host.view(np.int16), device=like.device).view(xp.bfloat16)
     return xp.asarray(host, device=like.device)
-
-
-def to_example(array: Array) -> Array:
-    """Return NumPy zeros in the shape and dtype of an array whose entries may be unknown, such as a tracer of JAX."""
-    return np.zeros(array.shape, resolve_dtype(np, dtype_name(array)))
 
 
 def broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
@@ -173,11 +290,8 @@ def drop_repeats(array: Array) -> Array:
 
     Entries repeat along an axis of stride 0. `broadcast_to` makes such axes.
     """
-    if isinstance(array, np.ndarray):
-        strides: tuple[int, ...] = array.strides
-    elif framework(array) == "torch" and not hasattr(array, "mask") and "strided" in str(array.layout):
-        strides = array.stride()
-    else:
+    strides = framework(array).strides(array)
+    if strides is None:
         return array
     repeats = [stride == 0 and length > 1 for stride, length in zip(strides, array.shape, strict=True)]
     return array[tuple([slice(0, 1) if one else slice(None) for one in repeats])] if any(repeats) else array
@@ -193,25 +307,14 @@ def map_entries(function: Callable[[Array], Array], array: Array) -> Array:
     return function(array) if entries is array else broadcast_to(function(entries), tuple(array.shape))
 
 
-def take(array: Array, indices: Any, axis: int) -> Array:
-    """Return the entries at these indices (a list or an array) along an axis, which is given as a negative number."""
-    if framework(array) in ("numpy", "torch", "jax"):
-        return array[(..., indices, *[slice(None)] * (-1 - axis))]
-    xp = namespace(array)
-    return xp.take(array, xp.asarray(indices, device=array.device), axis=axis)
-
-
 def detach(array: Array) -> Array:
     """Return the array without its autograd history. A conjugate or negative view of torch is copied to new memory."""
-    return array.detach().resolve_conj().resolve_neg() if framework(array) == "torch" else np.asarray(array)
+    return framework(array).detach(array)
 
 
 def layout(array: Array) -> tuple[int, tuple[int, ...]]:
     """Return (address of the first entry, strides in bytes) of an array in CPU memory that `detach` returned."""
-    if framework(array) == "torch":
-        size = array.element_size()
-        return array.data_ptr(), tuple(size * stride for stride in array.stride())
-    return array.__array_interface__["data"][0], array.strides
+    return framework(array).address(array), framework(array).strides(array) or ()
 
 
 def memory_layout(array: Array) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -219,7 +322,7 @@ def memory_layout(array: Array) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
 
     Code that was made for the memory layout of one array can read another array only if both layouts are equal.
     """
-    return dtype_name(array), tuple(array.shape), layout(array)[1]
+    return dtype_name(array), tuple(array.shape), framework(array).strides(array) or ()
 
 
 def checksum(array: Array) -> bytes | int:
@@ -231,16 +334,11 @@ def checksum(array: Array) -> bytes | int:
 
 
 def empty(shape: tuple[int, ...], name: str, like: Array, heads_in_rows: bool = False) -> Array:
-    """Return a new array of that shape and dtype with undefined entries, in `like`'s library and on its device.
+    """Return a new array of that shape and dtype with undefined entries, in `like`'s library and in host memory.
 
     With `heads_in_rows` the axes −3 and −2 are swapped in memory; see `has_heads_in_rows`.
     """
-    if heads_in_rows:
-        *lead, heads, positions, width = shape
-        return empty((*lead, positions, heads, width), name, like).swapaxes(-3, -2)
-    if framework(like) == "torch":
-        return like.new_empty(shape, dtype=resolve_dtype(namespace(like), name))
-    return np.empty(shape, resolve_dtype(np, name))
+    return framework(like).make_empty(shape, name, heads_in_rows)()
 
 
 def is_one(length: Any) -> bool:
@@ -263,7 +361,7 @@ def has_heads_in_rows(query: Array) -> bool:
     """
     if query.ndim < 4 or is_one(query.shape[-3]) or is_one(query.shape[-2]) or device(query) != "cpu":
         return False
-    head_stride, row_stride = (query.stride() if framework(query) == "torch" else query.strides)[-3:-1]
+    *_, head_stride, row_stride, _ = framework(query).strides(query) or ()
     return bool(abs(head_stride) < abs(row_stride))
 
 

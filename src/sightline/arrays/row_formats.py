@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .operations import framework, namespace, resolve_dtype
+from .operations import namespace, resolve_dtype
 
 QUANTIZED = ("int8", "int4", "float8_e4m3fn")
 GROUP = {"int8": 128, "int4": 32, "float8_e4m3fn": 128}  # numbers with one scale
@@ -77,5 +77,5 @@ class RowFormat:
 
 def _view(xp: Any, array: Any, dtype: str) -> Any:
     """Return the bytes of an array as numbers of another dtype."""
-    array = array.contiguous() if framework(array) == "torch" else array.copy()
+    array = array.contiguous() if hasattr(array, "contiguous") else array.copy()
     return array.view(resolve_dtype(xp, dtype))

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.layouts import ADAPTERS, numpy_address
-from ..arrays.operations import accumulator, convert, detach, dtype_name, has_heads_in_rows, namespace, to_numpy
+from ..arrays.layouts import FRAMEWORKS
+from ..arrays.operations import accumulator, convert, dtype_name, has_heads_in_rows, namespace, numpy_address, to_numpy
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
@@ -88,7 +88,7 @@ def read_inputs(
         return None
     d_lse = added.add_to_d_lse(gradients[1]) if has_others else None
     if d_lse is not None:
-        rows = np.broadcast_to(to_numpy(detach(d_lse)), results[0].shape[:-1])
+        rows = np.broadcast_to(to_numpy(d_lse), results[0].shape[:-1])
         d_lse = np.ascontiguousarray(rows, np.float64)
     structure = structure_of(*request.formulas()[:2], *added.formulas.values())
     tables = tuple([table.array for table in structure.tables])
@@ -285,7 +285,7 @@ class BackwardPasses:
         read = LOOKUP.read_arrays(*operands, output, given.d_output, lse, *given.tables)
         if read is None or read[1:][: len(call.first_operands)] != call.first_operands:
             return
-        make_empty, dtype = ADAPTERS[type(output)].make_empty, accumulator(dtype_name(output))
+        make_empty, dtype = FRAMEWORKS[type(output)].make_empty, accumulator(dtype_name(output))
         num_keys, rows, in_rows = operands[1].shape[-2], output.shape[:-1], has_heads_in_rows(operands[0])
         weights_sum = exact = None
         if given.needs_weights_sum:
@@ -338,7 +338,7 @@ def _correct_d_lse(
     wide = widen(*operands)
     own_sinks = None if sinks is None else prepared.call.convert_sinks(sinks)
     address = 0 if own_sinks is None else numpy_address(own_sinks)
-    used = *map(ADAPTERS[type(output)].address, wide), *addresses[len(BACKWARD_OPERANDS) :]
+    used = *map(FRAMEWORKS[type(output)].address, wide), *addresses[len(BACKWARD_OPERANDS) :]
     status, exact = prepared.run(
         used, given.tables, given.numbers, threads, (wide, own_sinks, given), address, seed=seed
     )

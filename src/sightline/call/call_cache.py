@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..arrays.layouts import ADAPTERS, ArrayAdapter, numpy_address
-from ..arrays.operations import has_heads_in_rows
+from ..arrays.operations import Framework, framework, has_heads_in_rows, numpy_address
 from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
@@ -177,13 +176,13 @@ class ResultBuilder:
 
     Parameters
     ----------
-    adapter : the adapter of query, key, value and output
+    framework : the library of query, key, value and output
     statistics : the statistics
     attach : function that joins the results to a graph of gradients; None for arrays without gradients
         It takes the request, query, key, value and an `EntryResult`, and returns the result with joined arrays.
     """
 
-    adapter: ArrayAdapter
+    framework: Framework
     statistics: tuple[CachedStatistic, ...]
     attach: Attacher | None
 
@@ -198,7 +197,7 @@ class ResultBuilder:
         seen, start = [], 0
         for statistic, _, mean_axes in self.statistics:
             if isinstance(statistic, Lse):
-                own: Sequence[Any] = [self.adapter.finish_lse(result.lse, result.output)]
+                own: Sequence[Any] = [self.framework.finish_lse(result.lse, result.output)]
             else:
                 first, start = start, start + len(statistic.fill_values)
                 own = result.arrays[first:start]
@@ -259,7 +258,7 @@ class ForwardEntry(ResultBuilder):
         `shape` is the shape of the output. `heads_in_rows` says whether the output's memory holds the heads of a
         position side by side; see `has_heads_in_rows`.
         """
-        make_empty, rows = self.adapter.make_empty, shape[:-1]
+        make_empty, rows = self.framework.make_empty, shape[:-1]
         makers = [make_empty(shape, self.dtype, heads_in_rows)]
         if self.needs_lse:  # without statistics the caller does not get the lse, so a NumPy array suffices
             makers.append(make_empty(rows, "float64") if self.statistics else partial(np.empty, rows))
@@ -267,9 +266,9 @@ class ForwardEntry(ResultBuilder):
 
     def run(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
-        adapter, seed, sinks, address = self.adapter, request.seed, None, 0
-        if self.has_dropout:
-            seed = adapter.draw_seed() if seed is None and adapter.draw_seed is not None else seed or 0
+        seed, sinks, address = request.seed, None, 0
+        if self.has_dropout and seed is None and self.framework.draw_seed is not None:
+            seed = self.framework.draw_seed()
         if request.sinks is not None:
             sinks = self.prepared.call.convert_sinks(request.sinks)
             address = numpy_address(sinks)
@@ -303,7 +302,7 @@ class ForwardEntry(ResultBuilder):
         output, lse, outputs = (*results[:2], results[2:]) if self.needs_lse else (results[0], None, results[1:])
         found = [outputs[statistic.outputs] for statistic in self.statistics] if self.statistics else []
         for prepared, bound in self.passes:
-            addresses = *request.addresses[:2], self.adapter.address(lse), *request.addresses[NUM_OPERANDS:]
+            addresses = *request.addresses[:2], self.framework.address(lse), *request.addresses[NUM_OPERANDS:]
             keep_alive = query, key, lse
             status, arrays = prepared.run(addresses, request.tables, request.numbers, threads, keep_alive)
             if status is None:
@@ -365,7 +364,7 @@ def insert(
     attach : see `ResultBuilder`
     kind : the class of the stored call
     """
-    bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
+    bound_call, own_framework = result.bound_call, framework(arrays[0])
     if bound_call is None or bound_call.first_operands != request.addresses[:NUM_OPERANDS]:
         return
     structure = structure_of(*formulas)
@@ -374,7 +373,7 @@ def insert(
         return
     passes, own = [], structure.first(2)  # mask and score
     for bound in result.bound_passes:
-        makers = bound.make_makers(adapter)
+        makers = bound.make_makers(own_framework)
         call = bound.call.prepare(request.tables, own, ("query", "key", "lse"), (), makers, problem.m)
         if call is None:
             return
@@ -391,7 +390,7 @@ def insert(
     prepared = bound_call.prepare(request.tables, structure, OPERANDS, results, (), problem.m, can_be_direct)
     if prepared is None:
         return
-    entry = kind(adapter, statistics, attach, prepared, *rest)
+    entry = kind(own_framework, statistics, attach, prepared, *rest)
     makers = entry.make_makers(tuple(output.shape), has_heads_in_rows(arrays[0]))
     entry.prepared = prepared.rebind(bound_call, makers, problem.m)
     store(calls, request.key if passes else _cache_key(request, bound_call), entry)

@@ -24,6 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..arrays import operations as arrays
+from ..arrays.kinds import check_device
 from ..arrays.row_formats import RowFormat
 from ..caching import cached_property
 from ..errors import DeviceError
@@ -35,7 +36,7 @@ from ..formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
 from ..formula.tile_ranges import hidden_condition
 from ..statistics import Statistic
 from . import validation
-from .validation import Formula, check_device
+from .validation import Formula
 
 OPERANDS = ("query", "key", "value")  # the first arrays of every list of arguments
 NUM_OPERANDS = len(OPERANDS)
@@ -128,7 +129,7 @@ class Problem:
         return arrays.accumulator(self.dtype)
 
     @cached_property
-    def framework(self) -> str:
+    def framework(self) -> arrays.Framework:
         return arrays.framework(self.query)
 
     @cached_property
@@ -153,9 +154,7 @@ class Problem:
 
     def positions(self, xp: Any, rows: slice, columns: slice) -> tuple[Any, Any, Any, Any]:
         """Return b, h, i, j of a tile as int64 arrays that broadcast to (*batch_shape, H, rows, columns)."""
-        options = {"dtype": xp.int64}
-        if "torch" in xp.__name__:
-            options["device"] = self.query.device
+        options = {"dtype": xp.int64} | ({} if xp is np else arrays.device_option(self.query))
         b = xp.reshape(xp.arange(self.B, **options), (*self.batch_shape, 1, 1, 1))
         h = xp.reshape(xp.arange(self.H, **options), (self.H, 1, 1))
         i = xp.reshape(xp.arange(rows.start, rows.stop, **options), (-1, 1))

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ..arrays import layouts as array_layouts
-from ..arrays.layouts import ADAPTERS, BOOLEANS
+from ..arrays.layouts import BOOLEANS, FRAMEWORKS
 from ..formula import from_function, library
-from ..formula.expression import Expression, is_compiling
+from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights
 from ..statistics.computation import computed_statistic, conditions_of
@@ -93,8 +93,8 @@ class Request(NamedTuple):
 
     def formulas(self) -> tuple[Expression | None, ...]:
         """Return mask, score and the conditions of `see` as formulas. Their tables are `tables`, in the same order."""
-        mask = library.dense(self.mask) if type(self.mask) in ADAPTERS else self.mask
-        score = library.bias(self.score) if type(self.score) in ADAPTERS else self.score
+        mask = library.dense(self.mask) if type(self.mask) in FRAMEWORKS else self.mask
+        score = library.bias(self.score) if type(self.score) in FRAMEWORKS else self.score
         return mask, score, *conditions_of(self.see)
 
 
@@ -119,12 +119,8 @@ def describe(
     threads: Any,
 ) -> Request | None:
     """Return the request of a call without its layouts and addresses; None if the call cannot be cached."""
-    # This check comes before `ADAPTERS` is read: the first trace adds torch's adapter, and torch.compile fails if a
-    # second trace of the call takes another path.
-    if is_compiling():
-        return None
-    adapter = ADAPTERS.get(type(query))
-    if adapter is None:
+    framework = FRAMEWORKS.get(type(query))
+    if framework is None:
         return None
     options: tuple[Any, ...]
     setting, has_formulas = machine_setting(), not (mask is None and score is None and sinks is None)
@@ -140,7 +136,7 @@ def describe(
         options = None, 0.0, None, None, setting, None
     else:
         described = (None, ()) if see is None else _describe_statistics(see)
-        draws_seed = adapter.draw_seed is not None
+        draws_seed = framework.draw_seed is not None
         if described is None or (has_options and not _are_valid(scale, dropout, seed, kernel, threads, draws_seed)):
             return None
         statistics_key, statistics = described
@@ -211,7 +207,7 @@ def _describe_formulas(
     options: tuple[Any, ...], mask: Any, score: Any, see: tuple[Statistic, ...], sinks: Any, seed: int | None
 ) -> Request | None:
     """Return the request of a call with formulas or sinks; None if the call cannot be cached."""
-    has_arrays = type(mask) in ADAPTERS, type(score) in ADAPTERS
+    has_arrays = type(mask) in FRAMEWORKS, type(score) in FRAMEWORKS
     tables: tuple[Any, ...] = ()
     key: tuple[Any, ...] | None = ()
     numbers: tuple[float, ...] = ()

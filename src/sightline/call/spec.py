@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..formula.expression import Expression, Lookup, is_compiling, node_record, parse_text, walk
+from ..arrays.operations import is_compiling
+from ..formula.expression import Expression, parse_text, write_text
 from ..formula.tables import Table
 from ..statistics import Lse, Statistic, arrays_of, deserialize
 from .kernel import Result, Tangents
@@ -171,20 +172,10 @@ class CallSpec(NamedTuple):
 
 
 def to_text(formula: Expression | None) -> tuple[str, list[Table]]:
-    """Return `formula.text` and `formula.tables`. If torch.compile traces the call, write the text by plain code."""
+    """Return `formula.text` and `formula.tables`; a formula that torch.compile traces does not store them."""
     if formula is None:
         return "", []
-    if not is_compiling():
-        return formula.text, list(formula.tables)
-    nodes = walk(formula)
-    number = {id(node): k for k, node in enumerate(nodes)}
-    tables = list({id(node.table): node.table for node in nodes if isinstance(node, Lookup)}.values())
-    slot = {id(table): k for k, table in enumerate(tables)}
-    lines = []
-    for node in nodes:
-        texts = [str(word) if isinstance(word, int) else f'"{word}"' for word in node_record(node, number, slot)]
-        lines.append("[" + ",".join(texts) + "]")
-    return "[" + ",".join(lines) + "]", tables
+    return write_text(formula) if is_compiling() else (formula.text, list(formula.tables))
 
 
 def _text_writer(tables: list[Table]) -> Callable[[Expression], str]:

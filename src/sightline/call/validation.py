@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..arrays import operations as arrays
-from ..arrays.kinds import check_kind, check_memory, is_array
+from ..arrays.kinds import check_device, check_kind, is_array
 from ..arrays.row_formats import RowFormat
 from ..errors import DeviceError, DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import from_function, library
@@ -137,8 +137,10 @@ def check_arrays(named: dict[str, Any], are_quantized: bool = False) -> None:
         check_kind(name, array)
         if name == "query" or not are_quantized:
             arrays.check_float_dtype(name, array)
-    kinds = {name: arrays.framework(array) for name, array in named.items()}
-    if len(set(kinds.values())) > 1 or not arrays.is_known(named["query"]):
+    from array_api_compat import is_array_api_obj
+
+    kinds, query = {name: arrays.framework(array).name for name, array in named.items()}, named["query"]
+    if len(set(kinds.values())) > 1 or not (arrays.framework(query).is_native or is_array_api_obj(query)):
         raise DeviceError(
             _format_items(kinds),
             "query, key and value all from NumPy, torch or JAX, or from one library with the array API",
@@ -219,7 +221,7 @@ def read_sinks(sinks: Any, query: Any) -> Any:
         )
     arrays.check_float_dtype("sinks", sinks)
     check_device("sinks", sinks, query)
-    if isinstance(sinks, np.ndarray) and arrays.framework(query) == "torch":
+    if isinstance(sinks, np.ndarray):
         sinks = sinks.copy()  # a backward pass reads them again, when the caller may have changed the array
     return arrays.convert(sinks, query)
 
@@ -339,19 +341,6 @@ def check_threads(name: str, number: Any) -> None:
     """Raise ParameterError unless the number of threads is a whole number from 1 to 2³¹ − 1."""
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
         raise ParameterError(f"{name}={number!r}", "a whole number from 1 to 2³¹ − 1", f"{name}=1")
-
-
-def check_device(what: str, array: Any, query: Any) -> None:
-    """Raise DeviceError if the array has the query's framework but lies on another device than the query.
-
-    An array of another framework is later converted to the query's device. If the entries of such an array are not in
-    memory, raise DtypeError.
-    """
-    if arrays.framework(array) != arrays.framework(query):
-        check_memory(what, array)
-    elif arrays.device(array) != arrays.device(query):
-        own, other = arrays.device(array), arrays.device(query)
-        raise DeviceError(f"{what} on {own}, query on {other}", "one device", f"move the {what} to {other}")
 
 
 def _format_items(found: dict[str, Any]) -> str:

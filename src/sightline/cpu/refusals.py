@@ -18,8 +18,8 @@ def refuse_forward(problem: Problem) -> Iterator[Refusal]:
     Arrays must be NumPy arrays, or torch tensors on the CPU. d_k, d_v and formulas must not be too large. llvmlite must
     be installed.
     """
-    if problem.framework not in ("numpy", "torch"):
-        yield Refusal(f"arrays of {problem.framework}", "convert them by numpy.asarray or torch.from_dlpack")
+    if not problem.framework.has_memory:
+        yield Refusal(f"arrays of {problem.framework.name}", "convert them by numpy.asarray or torch.from_dlpack")
     elif problem.device != "cpu":
         yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
     yield from refuse_sizes(

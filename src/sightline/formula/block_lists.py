@@ -8,15 +8,14 @@ single keys stay lists: the formula searches them, and the kernel `gather` of `r
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import numpy as np
 
+from ..arrays import operations as arrays
 from ..arrays.kinds import check_kind, is_array
-from ..arrays.operations import device, dtype_name, framework, is_one, is_true, min_max, namespace
 from ..errors import DtypeError, ParameterError, ShapeError, check_count
-from .expression import SYMBOLS, Expression, apply, is_compiling, specialize, where
+from .expression import SYMBOLS, Expression, apply, specialize, where
 from .tables import Table
 
 PAIRS_PER_KEY = 256  # a kernel that works by tiles computes so many pairs while the kernel `gather` copies one key
@@ -79,14 +78,14 @@ def blocks(indices: Any, size: int | tuple[int, int] = 64, keys: int | None = No
     indices = _read_indices(indices)
     count = None if keys is None else -(-check_count("blocks(..., keys={!r})", keys, 1, "keys=m") // columns)
     count = _check_entries(indices, columns, count)
-    first = [0 if is_one(length) else symbol for length, symbol in zip(indices.shape, (b, h), strict=False)]
+    first = [0 if arrays.is_one(length) else symbol for length, symbol in zip(indices.shape, (b, h), strict=False)]
     row, column = (x if one == 1 else x // one for x, one in ((i, rows), (j, columns)))
     axes = ("b", "h", f"i/{rows}", f"j/{columns}")
     pairs, entries = math.prod(indices.shape[:-1]) * count, math.prod(indices.shape)
-    least = PAIRS_PER_CALL if device(indices) == "cpu" else MAX_TABLE_BYTES
-    if columns == 1 and is_true((entries > 0) & (pairs > PAIRS_PER_KEY * entries + least)):
-        axes = axes if is_compiling() else (*axes[:-1], f"j/1<{count}")
-        xp = namespace(indices)
+    least = PAIRS_PER_CALL if arrays.device(indices) == "cpu" else MAX_TABLE_BYTES
+    if columns == 1 and arrays.is_true((entries > 0) & (pairs > PAIRS_PER_KEY * entries + least)):
+        axes = axes if arrays.is_traced(indices) else (*axes[:-1], f"j/1<{count}")
+        xp = arrays.namespace(indices)
         return _search(Table(xp.sort(xp.astype(indices, xp.int32), axis=-1), axes), (*first, row)) == j
     visible = Table(_mark(indices, count), axes=axes)
     return visible[(*first, row, apply("minimum", column, count))]
@@ -100,7 +99,7 @@ def _read_indices(indices: Any) -> Any:
         except ValueError as error:
             raise ShapeError("lists of unequal lengths", "a rectangular array", "fill shorter lists with -1") from error
     check_kind("indices", indices)
-    name = dtype_name(indices)
+    name = arrays.dtype_name(indices)
     if not name.startswith(("int", "uint")):
         cure = {"bool": "sightline.dense for a mask of booleans"}.get(
             name, "cast them to int64, and use -1 for no block"
@@ -120,7 +119,7 @@ def _check_entries(indices: Any, size: int, count: int | None) -> int:
 
     If `count` is given, indices that a compiler traces, or that lie on a GPU, are not read.
     """
-    if is_compiling() or _is_jax_tracer(indices) or (count is not None and device(indices) != "cpu"):
+    if arrays.is_traced(indices) or (count is not None and arrays.device(indices) != "cpu"):
         if count is None:
             raise ParameterError(
                 "blocks of indices that a compiler traces, without keys",
@@ -128,7 +127,7 @@ def _check_entries(indices: Any, size: int, count: int | None) -> int:
                 "blocks(indices, size, keys=key.shape[-2])",
             )
         return count
-    low, high = (-1, -1) if 0 in indices.shape else map(int, min_max(indices))
+    low, high = (-1, -1) if 0 in indices.shape else map(int, arrays.framework(indices).min_max(indices))
     if low < -1 or high >= (MAX_BLOCKS if count is None else count):
         raise ShapeError(
             f"the block index {low if low < -1 else high}",
@@ -136,10 +135,6 @@ def _check_entries(indices: Any, size: int, count: int | None) -> int:
             f"positions // {size} if the indices are positions of keys",
         )
     return max(high + 1, 1) if count is None else count
-
-
-def _is_jax_tracer(array: Any) -> bool:
-    return framework(array) == "jax" and isinstance(array, sys.modules["jax"].core.Tracer)
 
 
 def _search(lists: Table, row: tuple[Any, ...]) -> Expression:
@@ -158,15 +153,13 @@ def _mark(indices: Any, count: int) -> Any:
     The last column is False: the mask reads it for blocks past the largest index. Index −1 sets a column that is cut.
     """
     shape = *indices.shape[:3], count + 2
-    kind = framework(indices)
-    if kind == "torch":
-        places = indices.long()
-        visible = indices.new_zeros(shape, dtype=namespace(indices).bool)
-        return visible.scatter(-1, places.masked_fill(places < 0, count + 1), True)[..., :-1]
-    if kind == "jax":
-        visible = namespace(indices).zeros((math.prod(shape[:-1]), count + 2), bool)
-        rows = np.arange(len(visible))[:, None]
-        return visible.at[rows, indices.reshape(len(visible), -1)].set(True).reshape(shape)[..., :-1]
+    if arrays.framework(indices) is arrays.TORCH:
+        visible = indices.new_zeros(shape, dtype=arrays.namespace(indices).bool)
+        return visible.scatter(-1, indices.long() % (count + 2), True)[..., :-1]
+    if arrays.framework(indices) is arrays.JAX:
+        xp = arrays.namespace(indices)
+        places = indices.astype(int) % (count + 2)
+        return xp.put_along_axis(xp.zeros(shape, bool), places, True, -1, inplace=False)[..., :-1]
     visible = np.zeros(shape, np.bool_)
     np.put_along_axis(visible, np.asarray(indices).astype(np.intp), True, -1)
     return visible[..., :-1]

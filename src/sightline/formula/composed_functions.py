@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
-from ..arrays.operations import to_numpy
+from ..arrays.operations import is_traced, to_numpy
 from ..errors import FormulaError
-from .expression import Constant, Expression, apply, as_expression, is_compiling, where
+from .expression import Constant, Expression, apply, as_expression, where
 from .tables import Table
 
 TRUE, FALSE = as_expression(True), as_expression(False)
@@ -37,7 +37,7 @@ def power(input: Any, exponent: Any) -> Expression:
 
 def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Expression:
     """Return the condition that `elements` is one of the entries of `test_elements`, an array or a list of numbers."""
-    if is_compiling():  # the entries are not known
+    if is_traced(test_elements):
         members = Table(test_elements.reshape(-1))
         entries = [members[k] for k in range(members.shape[0])]
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import convert, framework, namespace, to_numpy
+from ..arrays.operations import convert, device_option, namespace, to_numpy
 from ..errors import FormulaError
 from .expression import Apply, Constant, Expression, Lookup, Symbol, fold
 from .operators import Kind, common_kind
@@ -27,7 +27,7 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
     float_dtype : the dtype of every node that is a float
     like : an array of the namespace `xp`; the computation runs on its device
     """
-    device_option = {} if framework(like) in ("numpy", "jax") else {"device": like.device}  # a tracer has no device
+    options = device_option(like)
     dtypes = {"bool": xp.bool, "int": xp.int64, "float": float_dtype}
 
     def cast(value: Any, kind: Kind) -> Any:
@@ -36,13 +36,13 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
     def visit(node: Expression, inputs: list[Any]) -> Any:
         if isinstance(node, Symbol):
             value = symbols[node.name]
-            return cast(value if hasattr(value, "dtype") else xp.asarray(value, **device_option), node.kind)
+            return cast(value if hasattr(value, "dtype") else xp.asarray(value, **options), node.kind)
         if isinstance(node, Constant):
-            return xp.asarray(node.value, dtype=dtypes[node.kind], **device_option)
+            return xp.asarray(node.value, dtype=dtypes[node.kind], **options)
         if isinstance(node, Lookup):
             source = convert(node.table.array, like)
             if 0 in source.shape:  # only hidden pairs read an empty table, and for a hidden pair any number is correct
-                source = xp.zeros([max(length, 1) for length in source.shape], dtype=source.dtype, **device_option)
+                source = xp.zeros([max(length, 1) for length in source.shape], dtype=source.dtype, **options)
             index = tuple(xp.clip(x, 0, length - 1) for x, length in zip(inputs, source.shape, strict=True))
             return cast(source[index], node.kind)
         assert isinstance(node, Apply)

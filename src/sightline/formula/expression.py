@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from ..arrays.operations import is_compiling, is_traced
 from ..caching import cached_property
 from ..errors import FormulaError
 from .expression_methods import PASSES, ExpressionMethods
@@ -80,10 +81,7 @@ class Expression(ExpressionMethods):
     @cached_property
     def text(self) -> str:
         """The graph as one line of JSON, without the contents of its tables. `parse_text` parses this line."""
-        nodes = walk(self)
-        number = {id(node): k for k, node in enumerate(nodes)}
-        slot = {id(t): k for k, t in enumerate(self.tables)}
-        return json.dumps([node_record(node, number, slot) for node in nodes], separators=(",", ":"))
+        return write_text(self)[0]
 
     def with_scores(self, scores: Expression) -> Expression:
         """Return the formula with `scores` in place of s."""
@@ -219,12 +217,6 @@ def intern(node: Expression) -> Expression:
     return existing
 
 
-def is_compiling() -> bool:
-    """True while torch.compile traces."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.compiler.is_compiling())
-
-
 def _symbol(name: str) -> Symbol:
     return SYMBOLS[name]
 
@@ -325,8 +317,7 @@ def _suggest_operand(value: Any) -> str:
 
 def _read_number(array: Any) -> Any:
     """Return the number of an array without axes. Raise FormulaError if JAX traces the array."""
-    jax = sys.modules.get("jax")
-    if jax is not None and not is_compiling() and isinstance(array, jax.core.Tracer):
+    if not is_compiling() and is_traced(array):
         raise FormulaError(
             f"a number that JAX traces, of dtype {array.dtype}, inside a formula",
             "formulas, numbers and tables; the contents of tables may be traced",
@@ -418,6 +409,19 @@ def node_record(node: Expression, number: dict[int, int], slot: dict[int, int]) 
     if isinstance(node, Parameter):
         return ["parameter", node.slot, node.kind]
     return [node.operator, *arguments] if isinstance(node, Apply) else [cast(Symbol, node).name]
+
+
+def write_text(formula: Expression) -> tuple[str, list[Table]]:
+    """Return `formula.text` and `formula.tables`, computed by plain code, which torch.compile can trace."""
+    nodes = walk(formula)
+    number = {id(node): k for k, node in enumerate(nodes)}
+    tables = list({id(node.table): node.table for node in nodes if isinstance(node, Lookup)}.values())
+    slot = {id(table): k for k, table in enumerate(tables)}
+    lines = []
+    for node in nodes:
+        words = [str(word) if isinstance(word, int) else f'"{word}"' for word in node_record(node, number, slot)]
+        lines.append("[" + ",".join(words) + "]")
+    return "[" + ",".join(lines) + "]", tables
 
 
 def parse_text(text: str, tables: Sequence[Table]) -> Expression:

@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..arrays.operations import framework
+from ..arrays.operations import JAX, NUMPY, framework, is_compiling
 from ..errors import FormulaError, SightlineError
-from .expression import SYMBOLS, Expression, as_expression, is_compiling
+from .expression import SYMBOLS, Expression, as_expression
 from .numpy_functions import IS_READING, accepts
 from .tables import Table
 from .torch_masks import block_formula, is_block_mask
@@ -101,7 +101,7 @@ def refuse_draws(mask: Any, score: Any) -> None:
     calls.
     """
     for function, *options in ((mask, "mask", "b h i j"), (score, "score", "s b h i j")):
-        if callable(function) and not is_compiling() and all(_draws(function, *options) for _ in range(NUM_TRIES)):
+        if callable(function) and all(_draws(function, *options) for _ in range(NUM_TRIES)):
             refuse_draw("random numbers of Python or NumPy")
 
 
@@ -275,7 +275,7 @@ def _as_readable(value: Any, depth: int) -> Any:
     """Return the value with its arrays readable at formulas; the value itself if it has none."""
     if type(value) is np.ndarray and value.ndim > 0:
         return value.view(ReadableArray)
-    if framework(value) in ("numpy", "jax") and getattr(value, "ndim", 0) > 0 and hasattr(value, "dtype"):
+    if framework(value) in (NUMPY, JAX) and getattr(value, "ndim", 0) > 0 and hasattr(value, "dtype"):
         return Table(value)
     if type(value) in (tuple, list) and depth > 0 and len(value) <= MAX_CONTAINER_LENGTH:
         items = [_as_readable(item, depth - 1) for item in value]

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from ..arrays.operations import is_compiling
 from ..errors import FormulaError
 from .composed_functions import COMPOSED
-from .expression import Expression, apply, is_compiling
+from .expression import Expression, apply
 from .operators import OPERATOR_ALIASES, OPERATORS
 from .tensor_casts import CASTS
 
@@ -81,8 +82,6 @@ def _translate(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library
         if keyword in kwargs and kwargs[keyword] is default:
             del kwargs[keyword]
     if name in FUNCTIONS:
-        if is_compiling():
-            return FUNCTIONS[name](*inputs, **kwargs)
         try:
             return FUNCTIONS[name](*inputs, **kwargs)
         except TypeError as error:  # the signature is read only after an error, because it takes longer than the call

@@ -17,8 +17,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..arrays.operations import is_compiling
 from ..caching import cached_property
-from .expression import Apply, Constant, Expression, Indices, Lookup, Offset, Parameter, intern, is_compiling, walk
+from .expression import Apply, Constant, Expression, Indices, Lookup, Offset, Parameter, intern, walk
 from .operators import Kind
 from .tables import Table
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import drop_repeats, min_max, to_numpy
+from ..arrays.operations import drop_repeats, framework, to_numpy
 from ..caching import cached_property
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -63,7 +63,7 @@ class TableBounds:
     @cached_property
     def over_all(self) -> tuple[float, float]:
         """The least and the greatest entry of the whole table."""
-        return min_max(self.array)
+        return framework(self.array).min_max(self.array)
 
     def _level(self, level: Level) -> tuple[Array, Array]:
         if not any(level):

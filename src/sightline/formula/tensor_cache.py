@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays.operations import convert, framework
+from ..arrays.operations import TORCH, convert, framework
 
 UNVERSIONED_DEVICES = ("cpu", "meta")  # host arrays can be written to without torch; meta arrays have no entries
 MAX_HASHED_BYTES = 1 << 18  # a host array of at most this many bytes is identified by a hash of its entries
@@ -67,8 +67,7 @@ class TensorCache:
 
 def to_device(array: Any, like: Any) -> Any:
     """Return `arrays.operations.convert(array, like)`. The copy of a small NumPy array on a device is cached."""
-    is_on_device = framework(like) == "torch" and like.device.type not in UNVERSIONED_DEVICES
-    if not is_on_device or not isinstance(array, np.ndarray) or array.nbytes > MAX_HASHED_BYTES:
+    if not _is_versioned(like) or not isinstance(array, np.ndarray) or array.nbytes > MAX_HASHED_BYTES:
         return convert(array, like)
     digest = hashlib.blake2b(np.ascontiguousarray(array).tobytes()).digest()
     tag = digest, array.shape, array.dtype.str, str(like.device)
@@ -82,7 +81,7 @@ def retain(value: Value, like: Any) -> Value:
     While a CUDA graph is captured, `value` is kept forever, because every replay of the graph reads it.
     """
     if like.is_cuda:
-        stream = _framework_of(like).cuda.current_stream(like.device)
+        stream = sys.modules["torch"].cuda.current_stream(like.device)
         for part in value if isinstance(value, tuple) else (value,):
             if hasattr(part, "record_stream"):
                 part.record_stream(stream)
@@ -92,7 +91,7 @@ def retain(value: Value, like: Any) -> Value:
 
 
 def _is_capturing(like: Any) -> bool:
-    return bool(like.is_cuda) and bool(_framework_of(like).cuda.is_current_stream_capturing())
+    return bool(like.is_cuda) and bool(sys.modules["torch"].cuda.is_current_stream_capturing())
 
 
 def identity(array: Any) -> Hashable:
@@ -100,20 +99,20 @@ def identity(array: Any) -> Hashable:
 
     The result is None if the array is no torch tensor, lies on the CPU or on meta, or is an inference tensor.
     """
-    if framework(array) != "torch" or array.device.type in UNVERSIONED_DEVICES or array.is_inference():
+    if not _is_versioned(array) or array.is_inference():
         return None
     return id(_base_tensor(array)), array.data_ptr(), array.shape, array.stride(), array.dtype, array._version
 
 
 def _convert_outside_inference(array: Any, like: Any) -> Any:
     """Convert as `arrays.operations.convert` does. The tensor may be used outside torch.inference_mode too."""
-    with _framework_of(like).inference_mode(False):
+    with sys.modules["torch"].inference_mode(False):
         return convert(array, like)
 
 
-def _framework_of(array: Any) -> Any:
-    """Return the package that made the array. The package is already loaded; formulas import no framework."""
-    return sys.modules[framework(array)]
+def _is_versioned(array: Any) -> bool:
+    """True for a tensor of torch on a device, whose writes torch counts."""
+    return framework(array) is TORCH and array.device.type not in UNVERSIONED_DEVICES
 
 
 def _base_tensor(array: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Any
 
+from ..arrays.operations import TORCH
 from ..call.kernel import Refusal, refuse_no_pairs, refuse_sizes
 from ..call.problem import Problem
 
@@ -23,9 +24,10 @@ def refuse_forward(problem: Problem, architecture: str | None) -> Iterator[Refus
     """
     device_type = problem.device.partition(":")[0]
     required = "cpu" if architecture == "interpreter" else "cuda"
-    if problem.framework != "torch" or device_type != required:
-        cure = _move_cure(required) if problem.framework == "torch" else f"torch tensors on {required}"
-        yield Refusal(f"{problem.framework} arrays on {problem.device}", cure)
+    is_torch = problem.framework is TORCH
+    if not is_torch or device_type != required:
+        cure = _move_cure(required) if is_torch else f"torch tensors on {required}"
+        yield Refusal(f"{problem.framework.name} arrays on {problem.device}", cure)
     elif device_type == "cuda" and _is_too_old(problem.query.device):
         cure = "use a GPU of compute capability 8.0 or later; the streaming kernel serves this GPU"
         yield Refusal("a GPU older than compute capability 8.0", cure)

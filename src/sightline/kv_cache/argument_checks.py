@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays.kinds import check_kind, is_array
-from ..arrays.operations import check_float_dtype, device, dtype_name, framework, to_numpy
+from ..arrays.operations import JAX, check_float_dtype, dtype_name, framework, place, to_numpy
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ def check_append(key: Any, value: Any, storage: Storage | None, ndim: int, casts
         )
     like = key if storage is None else storage.key
     for name, array in (("key", key), ("value", value)):
-        if (framework(array), device(array)) != (framework(like), device(like)):
+        if place(array) != place(like):
             raise DeviceError(
-                f"{name} is {framework(array)} on {device(array)}",
-                f"{framework(like)} on {device(like)}, as in the first append",
+                f"{name} is {place(array)}",
+                f"{place(like)}, as in the first append",
                 f"convert or move the {name} first, or make another KVCache",
             )
     if not casts_inputs and dtype_name(key) != dtype_name(like):
@@ -67,9 +67,9 @@ def _check_array(name: str, array: Any) -> None:
     """Raise an error unless the array is a plain float array of NumPy or torch that requires no gradient."""
     if is_array(array):
         check_kind(name, array)
-    if not is_array(array) or framework(array) not in ("numpy", "torch"):
+    if not is_array(array) or not framework(array).has_memory:
         cure = f"{name}=numpy.asarray({name})"
-        if framework(array) == "jax":
+        if framework(array) is JAX:
             cure += "; programs of JAX keep key and value in arrays of fixed length, and pass mask=j < length"
         raise DtypeError(f"{name} is a {type(array).__name__}", "plain arrays of NumPy or torch", cure)
     check_float_dtype(name, array)

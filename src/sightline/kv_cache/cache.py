@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
-from ..arrays.operations import device, dtype_name, framework
+from ..arrays.operations import dtype_name, place
 from ..errors import ParameterError, ShapeError, check_count
 from .argument_checks import check_append, check_lengths, read_owners, to_integers, unsqueeze_to_4d
 from .draft_tree import DraftTree
@@ -211,11 +211,10 @@ class KVCache(StoredRows):
         elif self._kept is not None:
             sequences += f", of which up to {self._num_rows:,} are kept"
         heads = "no head axis" if self._ndim < 4 else f"{G} head{'s' * (G != 1)}"
-        where = f"{framework(array)} on {device(array)}"
         stored = self._dtype if isinstance(self._dtype, str) else " and ".join(self._quantized or ())
         return (
             f"KVCache: {sequences}, capacity {self.capacity:,}\n"
-            f"  {heads}, d_k {d_k}, d_v {d_v}, {stored}, {where}, {_format_bytes(self.nbytes)}"
+            f"  {heads}, d_k {d_k}, d_v {d_v}, {stored}, {place(array)}, {_format_bytes(self.nbytes)}"
         )
 
     # -- changes ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from typing import Any
 
 from ..arrays.operations import dtype_name, framework
 from ..errors import ParameterError
-from ..formula.expression import is_compiling
 from .cache import KVCache
 from .quantization import NARROW_FLOATS, check_query
 from .query_positions import rewrite_formulas
@@ -18,7 +17,7 @@ def can_serve(query: Any, cache: KVCache) -> bool:
     The array types are equal. The dtypes are equal too, or the cache is quantised and serves the query's dtype.
     """
     storage = cache._storage
-    if storage is None or type(query) is not type(storage.key) or query.ndim < 2 or is_compiling():
+    if storage is None or type(query) is not type(storage.key) or query.ndim < 2:
         return False
     return bool(query.dtype == storage.key.dtype if storage.row_formats is None else dtype_name(query) in NARROW_FLOATS)
 
@@ -27,7 +26,7 @@ def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tu
     """Return (key, value, mask, score, see) of attention on a cache, as arrays and formulas of rows.
 
     The result is None where the slower `unpack_cache` is needed: if the query has another array type or dtype than the
-    cache, if the mask is an array and other rows must be hidden too, or if torch.compile traces the call.
+    cache, or if the mask is an array and other rows must be hidden too.
     """
     if not can_serve(query, cache):
         return None
@@ -61,7 +60,7 @@ def unpack_cache(query: Any, key: Any, value: Any, options: dict[str, Any]) -> t
         return key, value, options
     key = key.joined()
     keys, values = key.rows()
-    if framework(query) == framework(keys):
+    if framework(query) is framework(keys):
         check_query(query, key.dtype, key.row_formats is not None)
     names = "mask", "score", "see", "row_mask"
     found: tuple[Any, ...] = *[options.get(name) for name in names[:2]], options.get("see", ()), None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.operations import FLOATS, device, dtype_name, framework
+from ..arrays.operations import FLOATS, device, dtype_name
 from ..arrays.row_formats import QUANTIZED, RowFormat
 from ..errors import DeviceError, DtypeError, ParameterError
 
@@ -64,7 +64,7 @@ def check_query(query: Any, dtype: Any, is_quantized: bool) -> None:
     name = dtype_name(query)
     if name not in FLOATS or name == dtype or (is_quantized and name != "float64"):
         return
-    cast = "to(torch.float32)" if framework(query) == "torch" else "astype(numpy.float32)"
+    cast = "astype(numpy.float32)" if hasattr(query, "astype") else "to(torch.float32)"
     if is_quantized:
         raise DtypeError(
             f"query has dtype {name}, the cache stores {dtype}", "float32, bfloat16 or float16", f"query.{cast}"

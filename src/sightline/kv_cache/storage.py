@@ -186,7 +186,7 @@ class Storage:
 
 def is_part(value: Array, key: Array) -> bool:
     """True if the values are a view of the first numbers of the keys."""
-    if framework(value) != framework(key) or value.dtype != key.dtype or value.shape[:-1] != key.shape[:-1]:
+    if framework(value) is not framework(key) or value.dtype != key.dtype or value.shape[:-1] != key.shape[:-1]:
         return False
     if getattr(key, "layout", None) is not getattr(value, "layout", None) or value.shape[-1] > key.shape[-1]:
         return False
@@ -200,7 +200,7 @@ def _allocate(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
     of torch.inference_mode is switched off, because torch cannot write to a tensor of that mode after it has ended.
     """
     xp = namespace(like)
-    with xp.inference_mode(False) if framework(like) == "torch" else nullcontext():
+    with xp.inference_mode(False) if hasattr(xp, "inference_mode") else nullcontext():
         return xp.zeros(shape, dtype=resolve_dtype(xp, dtype), device=like.device)
 
 

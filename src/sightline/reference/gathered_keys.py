@@ -19,6 +19,7 @@ import numpy as np
 from ..arrays.operations import (
     FLOATS,
     convert,
+    device_option,
     dtype_name,
     empty,
     has_heads_in_rows,
@@ -183,8 +184,7 @@ class Gathering:
         return keys, is_visible
 
     def arange(self, *span: int) -> Any:
-        options = {} if self.problem.framework == "numpy" else {"device": self.problem.query.device}
-        return self.xp.arange(*span, dtype=self.xp.int64, **options)
+        return self.xp.arange(*span, dtype=self.xp.int64, **device_option(self.problem.query))
 
     def rows_of(self, array: Any, rows: slice) -> Any:
         """Return a view (B, queries, H, 1, ...) of rows of an array (*batch_shape, H, n, ...)."""
@@ -261,8 +261,8 @@ class Gather(Kernel):
         """Yield a refusal if no list names the keys, or if the copies do not suffice for what is asked."""
         if KeyLists.of(problem.mask) is None:
             yield Refusal("no list of keys for each query", "mask=sightline.blocks(indices, size=1)")
-        if problem.framework not in ("numpy", "torch") or problem.device != "cpu":
-            yield Refusal(f"{problem.framework} arrays on {problem.device}", "arrays of NumPy or torch on the CPU")
+        if not problem.framework.has_memory or problem.device != "cpu":
+            yield Refusal(f"{problem.framework.name} arrays on {problem.device}", "arrays of NumPy or torch on the CPU")
         if problem.dropout:
             yield Refusal("dropout, which depends on the positions of keys", "leave dropout=0")
         for statistic in problem.see:

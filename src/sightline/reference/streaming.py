@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..arrays.operations import convert, framework, namespace, resolve_dtype
+from ..arrays.operations import NUMPY, TORCH, convert, device_option, framework, namespace, resolve_dtype
 from ..caching import cached_property
 from ..call.kernel import MAX_LSE, MAX_LSE_DIFFERENCE, Gradients, Kernel, Refusal, Result, find_learned_lookups
 from ..call.problem import Problem
@@ -33,12 +33,11 @@ class TileOps:
     """The array operations by which the forward and backward passes compute the tiles of one problem."""
 
     def __init__(self, problem: Problem, *others: Any) -> None:
-        if problem.framework != "numpy":
+        if problem.framework is not NUMPY:
             problem = problem.map_tables(lambda array: convert(array, problem.query))
         self.problem = problem
         self.xp = xp = namespace(problem.query)
         self.dtype = resolve_dtype(xp, problem.accumulator)
-        self.device_options = {} if problem.framework == "numpy" else {"device": problem.query.device}
         formats = problem.row_formats or ()
         self.row_formats = dict(zip((id(problem.key), id(problem.value)), formats, strict=False))
         arrays = problem.query, problem.key, problem.value, *others
@@ -172,7 +171,7 @@ class TileOps:
         return array if self.is_finite else self.xp.where(self.xp.isfinite(array), array, self.full(0.0))
 
     def full(self, value: float, *shape: int) -> Any:
-        return self.xp.full(shape, value, dtype=self.dtype, **self.device_options)
+        return self.xp.full(shape, value, dtype=self.dtype, **device_option(self.problem.query))
 
     def sink(self, rows: int) -> Any:
         """Return the sinks as logits of shape (*batch_shape, H, rows); −∞ if the problem has no sinks."""
@@ -396,7 +395,7 @@ def _scatter_add(target: Any, index: tuple[Any, ...], values: Any) -> None:
     flat_index: Any = 0
     for part, length in zip(index, target.shape, strict=True):
         flat_index = flat_index * length + part
-    if framework(target) == "torch":
+    if framework(target) is TORCH:
         target.view(-1).index_add_(0, flat_index.reshape(-1), values.reshape(-1))
     else:
         np.add.at(target.reshape(-1), flat_index, values)

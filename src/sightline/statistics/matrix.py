@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..arrays.operations import convert, dtype_name, framework, itemsize, namespace
+from ..arrays.operations import TORCH, convert, dtype_name, framework, itemsize, namespace
 from ..errors import ParameterError, ShapeError, check_count
 from ..formula.expression import SYMBOLS, where
 from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, Outer, StatisticGradients, Tile
@@ -183,10 +183,10 @@ def reduce_segments(array: Any, segment_ids: Any, axis: int, how: str) -> Any:
 
     `segment_ids` has the segment of each index of the axis. The ids ascend from 0 without gaps.
     """
-    if framework(array) == "numpy":
+    if isinstance(array, np.ndarray):
         starts = np.flatnonzero(np.diff(segment_ids, prepend=-1))
         return (np.maximum if how == "max" else np.add).reduceat(array, starts, axis=axis)
-    if how == "max" or framework(array) != "torch":
+    if how == "max" or framework(array) is not TORCH:
         xp, ends = namespace(array), np.cumsum(np.unique(segment_ids, return_counts=True)[1]).tolist()
         after = [slice(None)] * (-1 - axis)
         segments = [array[(..., slice(*pair), *after)] for pair in itertools.pairwise([0, *ends])]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays.operations import framework, namespace, take
+from ..arrays.operations import JAX, device_option, framework, namespace
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Constant, Expression, intern, specialize, table_lookup
 from ..formula.tables import Table
@@ -26,14 +26,16 @@ def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | N
     """
     query, key, value, sinks = problem.query, problem.key, problem.value, problem.sinks
     symbols: dict[str, Expression] = {}
+    xp = namespace(query)
     if query_heads is not None:
-        selected, key_heads = resolve_heads(problem, query_heads)
-        query, key, value = take(query, selected, -3), take(key, key_heads, -3), take(value, key_heads, -3)
-        sinks = None if sinks is None else take(sinks, selected, -1)
-        symbols["h"] = Table(_index_array(tuple(selected), problem.H, query))[SYMBOLS["h"]]
+        heads, key_heads = (_index_array(tuple(x), problem.H, query) for x in resolve_heads(problem, query_heads))
+        query = xp.take(query, heads, axis=-3)
+        key, value = xp.take(key, key_heads, axis=-3), xp.take(value, key_heads, axis=-3)
+        sinks = None if sinks is None else xp.take(sinks, heads, axis=-1)
+        symbols["h"] = Table(heads)[SYMBOLS["h"]]
     if queries is not None:
         positions, span = _index_array(queries, problem.n, query), contiguous_span(queries, problem.n)
-        query = take(query, positions, -2) if span is None else query[..., span[0] : span[1], :]
+        query = xp.take(query, positions, axis=-2) if span is None else query[..., span[0] : span[1], :]
         symbols["i"] = Table(positions)[SYMBOLS["i"]]
         symbols["n"] = intern(Constant(problem.n, "int"))
     lookup = table_lookup(lambda table: table.without_axes(*symbols))
@@ -92,9 +94,8 @@ def _index_array(indices: Indices, count: int, like: Any) -> Any:
 
     For JAX, which may have no int64, the result is a NumPy array.
     """
-    is_jax = framework(like) == "jax"
-    xp = np if is_jax else namespace(like)
-    options = {"dtype": xp.int64} | ({} if is_jax else {"device": like.device})
+    xp = np if framework(like) is JAX else namespace(like)
+    options = {"dtype": xp.int64} | device_option(like)
     span = contiguous_span(indices, count)
     if span is not None:
         return xp.arange(*span, **options)

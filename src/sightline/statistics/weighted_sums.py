@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..arrays.kinds import check_kind
-from ..arrays.operations import broadcast_to, check_float_dtype, convert, device, dtype_name, framework, namespace
-from ..errors import DeviceError, ShapeError
+from ..arrays.kinds import check_device, check_kind
+from ..arrays.operations import broadcast_to, check_float_dtype, convert, dtype_name, namespace
+from ..errors import ShapeError
 from .base import Outer
 from .selection import Statistic
 
@@ -49,10 +49,7 @@ class WeightedSum(Statistic):
                 f"(m, r), (G, m, r) or (..., G, m, r), with m = {problem.m} keys, G = {problem.G} key heads and any r",
                 "give x one row for every key",
             )
-        if framework(self.x) == framework(problem.query) and device(self.x) != device(problem.query):
-            raise DeviceError(
-                f"weighted_sum(x) on {device(self.x)}, query on {device(problem.query)}", "one device", "move x"
-            )
+        check_device("x of weighted_sum", self.x, problem.query)
 
     def make_own_problem(self, problem: Problem) -> Problem:
         xp = namespace(problem.query)

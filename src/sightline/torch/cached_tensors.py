@@ -1,19 +1,15 @@
-"""How the call cache reads the layouts and addresses of tensors, and how it allocates tensors for results."""
+"""How the call cache reads the layouts and addresses of tensors."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import _C, Tensor
 from torch.nn import Parameter
 
-from ..arrays.layouts import ADAPTERS, BOOLEANS, MAX_GPUS, ArrayAdapter, Layout, Tensors, make_kind
-from ..arrays.operations import empty
+from ..arrays.layouts import BOOLEANS, FRAMEWORKS, MAX_GPUS, Layout, Tensors, make_kind
+from ..arrays.operations import TORCH
 from ..call.lookup import LOOKUP
 from .interception import INTERCEPTIONS
-from .operator import make_seed
 
 _DLPACK_CODES = {  # the code of each dtype in the struct DLDataType of DLPack
     **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64), 0),
@@ -22,16 +18,6 @@ _DLPACK_CODES = {  # the code of each dtype in the struct DLDataType of DLPack
     torch.bfloat16: 4,
     torch.bool: 6,
 }
-
-
-def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str, heads_in_rows: bool = False) -> Callable[[], Tensor]:
-    """Return a function without arguments that allocates a tensor as `arrays.operations.empty` does."""
-    dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-    if heads_in_rows:
-        strides = empty(shape, "float32", torch.empty((), device="meta"), heads_in_rows).stride()
-        return partial(torch.empty_strided, shape, strides, dtype=dtype, device="cpu")
-    example = torch.empty((), dtype=dtype, device="cpu").expand(shape)  # it has the memory of one number
-    return partial(torch.empty_like, example)  # half the time of `torch.empty` with a dtype
 
 
 def _read(tensor: Tensor) -> tuple[Layout, int] | None:
@@ -51,21 +37,10 @@ def _read(tensor: Tensor) -> tuple[Layout, int] | None:
         return None
 
 
-def _finish_lse(lse: Tensor, output: Tensor) -> Tensor:
-    return lse if output.dtype == torch.float64 else lse.float()
-
-
 def register_tensors() -> None:
     """Let the call cache serve tensors. The module `sightline.torch.dispatch` calls this function on import."""
     BOOLEANS.add(torch.bool)
-    adapter = ArrayAdapter(Tensor.data_ptr, make_empty, _finish_lse, lambda: int(make_seed(None)))
-    ADAPTERS.update({Tensor: adapter, Parameter: adapter})
-    LOOKUP.serve_tensors(
-        Tensors(
-            (Tensor, Parameter),
-            _read,
-            (*INTERCEPTIONS, _C._is_any_autocast_enabled),
-            torch.is_grad_enabled,
-            getattr(Tensor, "__dlpack_c_exchange_api__", None),
-        )
-    )
+    FRAMEWORKS.update({Tensor: TORCH, Parameter: TORCH})
+    conditions = *INTERCEPTIONS, _C._is_any_autocast_enabled
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    LOOKUP.serve_tensors(Tensors((Tensor, Parameter), _read, conditions, torch.is_grad_enabled, exchange))

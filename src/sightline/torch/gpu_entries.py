@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention  # bound before `replacing` replaces it
 
-from ..arrays.layouts import ADAPTERS, Tensors
+from ..arrays.layouts import Tensors
+from ..arrays.operations import TORCH
 from ..call import call_cache
 from ..call.backward_calls import MAX_BACKWARD_ENTRIES
 from ..call.call_cache import EntryResult, ResultBuilder, describe_statistics
@@ -27,6 +28,7 @@ from ..call.request import Request
 from ..formula.expression import Expression
 from .autograd import needs_gradients
 from .graph_attacher import GraphAttacher, GraphCall
+from .operator import make_seed
 
 if TYPE_CHECKING:
     from ..gpu.launch.bound_launches import BoundLaunches
@@ -91,8 +93,8 @@ class GpuEntry(ResultBuilder):
         if inputs is None:
             return None
         seed = request.seed or 0
-        if request.seed is None and self.launches.has_dropout and self.adapter.draw_seed is not None:
-            seed = self.adapter.draw_seed()
+        if request.seed is None and self.launches.has_dropout:
+            seed = int(make_seed(None))
         results = self.launches.run(inputs, seed)
         if self.squeezed_axis is not None:
             results = [array.squeeze(self.squeezed_axis) for array in results]
@@ -183,8 +185,7 @@ def insert(
     if not isinstance(variants, EntriesByNumbers) or len(variants.calls) >= MAX_CALLS_BY_NUMBERS:
         variants = EntriesByNumbers()
         store(call_cache.calls, request.key, variants)
-    adapter = ADAPTERS[type(inputs[0])]
-    variants.calls[request.numbers] = GpuEntry(adapter, statistics, attach, launches, squeezed_axis)
+    variants.calls[request.numbers] = GpuEntry(TORCH, statistics, attach, launches, squeezed_axis)
 
 
 def insert_fused(request: Request, inputs: tuple[Tensor, Tensor, Tensor], problem: Problem) -> None:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ..api.kernels import differentiate, make_plan, push_forward, solve
-from ..arrays.operations import empty, has_heads_in_rows
+from ..arrays.kinds import check_device
+from ..arrays.operations import has_heads_in_rows
 from ..call.kernel import Gradients, Plan, Result
 from ..call.problem import Problem, validate
 from ..call.spec import Arrays, CallSpec, count_arrays, flatten_result, split_arrays
-from ..call.validation import check_device
 from ..formula.tables import Table
 from ..formula.tensor_cache import to_device
 from ..reference import streaming
@@ -121,16 +121,21 @@ def _forward(*args: Any) -> list[Tensor]:
     arrays, spec = read_arguments(args)
     problem = make_problem(arrays, spec)
     output, *others = flatten_result(problem.see, solve(problem, spec.kernel, spec.threads))
-    if has_heads_in_rows(problem.query):  # as `_forward_shapes` says; only a kernel other than the CPU's needs a copy
-        return [output.swapaxes(-3, -2).contiguous().swapaxes(-3, -2), *others]
-    return [output.contiguous(), *others]
+    return [_order_heads(output, problem.query), *others]
+
+
+def _order_heads(output: Tensor, query: Tensor) -> Tensor:
+    """Return the output in the order of memory that the operator promises; only a kernel for GPUs needs a copy."""
+    if has_heads_in_rows(query):
+        return output.swapaxes(-3, -2).contiguous().swapaxes(-3, -2)
+    return output.contiguous()
 
 
 def _forward_shapes(*args: Any) -> list[Tensor]:
     arrays, spec = read_arguments(args)
     problem = spec.problem(arrays)
     query, rows = problem.query, problem.query.shape[:-1]
-    output = empty((*rows, problem.d_v), problem.dtype, query, has_heads_in_rows(query))
+    output = _order_heads(query.new_empty((*rows, problem.d_v)), query)
     outputs = [output, query.new_empty(rows, dtype=torch.float64)]
     for statistic in problem.see:
         if count_arrays(statistic):

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.layouts import ArrayAdapter
-from ...arrays.operations import convert, empty, layout, namespace, resolve_dtype, to_numpy
+from ...arrays.operations import Framework, convert, empty, layout, namespace, resolve_dtype, to_numpy
 from ...caching import cached_property
 from ...call.kernel import MAX_LSE
 from ...call.problem import Problem
@@ -94,9 +93,9 @@ class StatisticsPass:
     statistics: tuple[StatisticArrays, ...]
     indices: tuple[int, ...] = (0,)
 
-    def make_makers(self, adapter: ArrayAdapter) -> list[Callable[[], Any]]:
+    def make_makers(self, framework: Framework) -> list[Callable[[], Any]]:
         """Return the functions that allocate the arrays that the kernel fills."""
-        makers = [adapter.make_empty(shape, dtype) for shape, dtype, _ in self.outputs]
+        makers = [framework.make_empty(shape, dtype) for shape, dtype, _ in self.outputs]
         return [
             partial(_fill_with_zeros, make) if is_zeroed else make
             for make, (_, _, is_zeroed) in zip(makers, self.outputs, strict=True)
