@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, noop_mask, or_masks
 
 import sightline
-from flex_functions import MASKS, SHAPES, B, H, N, Tensors
+from flex_functions import MASKS, SHAPES, B, H, N
 from sightline import i, j, s, table
 from sightline.call.problem import make_problem
 from sightline.call.validation import read_mask, read_score
@@ -348,7 +348,7 @@ def test_an_error_names_the_line_of_the_user():
 @pytest.mark.parametrize("name", ["causal", "natten", "documents", "pages"])
 def test_a_block_mask_is_its_mask_mod(name):
     n, m = SHAPES.get(name, (N, N))
-    function = MASKS[name](Tensors())
+    function = MASKS[name]
     block_mask = create_block_mask(lambda b, h, q, kv: function(b, h, q, kv), B, H, n, m, device="cpu", BLOCK_SIZE=8)
     arrays = [read_mask(mask).array(n, m, batch=B, heads=H) for mask in (block_mask, function)]
     np.testing.assert_array_equal(*arrays)

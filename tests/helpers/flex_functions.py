@@ -4,8 +4,8 @@ Sources: the blog posts "FlexAttention: The Flexibility of PyTorch with the Perf
 "FlexAttention Part II: FlexAttention for Inference", the attention gym (github.com/meta-pytorch/attention-gym), torch's
 own tests of flex_attention, and the masks of torchtune, gpt-fast and Transformers.
 
-`MASKS` and `SCORES` have one maker for each function. A maker takes `Tensors`, which make the tensors that the function
-captures, and returns the function.
+`MASKS` has the functions of masks. `SCORES` has a maker for each function of scores: it takes `Tensors`, which make the
+tensors that the function captures, and returns the function.
 """
 
 import functools
@@ -61,14 +61,11 @@ def sliding_window(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) & (q_idx - kv_idx <= 5)
 
 
-def prefix_lm(tensors):
-    def in_prefix(b, h, q_idx, kv_idx):
-        return kv_idx < 6
-
-    return or_masks(in_prefix, causal)
+def in_prefix(b, h, q_idx, kv_idx):
+    return kv_idx < 6
 
 
-def prefix_of_each_sequence(tensors):
+def prefix_of_each_sequence():
     lengths = torch.tensor([3, 9])
     return or_masks(lambda b, h, q_idx, kv_idx: kv_idx < lengths[b], causal)
 
@@ -77,23 +74,23 @@ def ids_of(lengths):
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
 
-def same_document(tensors):
+def same_document():
     document = ids_of([5, 12, 7])
     return lambda b, h, q_idx, kv_idx: document[q_idx] == document[kv_idx]
 
 
-def stacked_documents(tensors, inner=causal):
+def stacked_documents():
     offsets = torch.tensor([0, 5, 17, 24])
     document = ids_of([5, 12, 7])
 
     def mask(b, h, q_idx, kv_idx):
         q_inner, kv_inner = (x - offsets[document[x]] for x in (q_idx, kv_idx))
-        return (document[q_idx] == document[kv_idx]) & inner(b, h, q_inner, kv_inner)
+        return (document[q_idx] == document[kv_idx]) & causal(b, h, q_inner, kv_inner)
 
     return mask
 
 
-def jagged(tensors):
+def jagged():
     """The adapter of nested tensors: one sequence number for each position, and each sequence's own positions."""
     offsets = torch.tensor([0, 9, 24], dtype=torch.int32)
     sequence = torch.searchsorted(offsets[1:], torch.arange(24), right=True)
@@ -109,12 +106,12 @@ def jagged(tensors):
     return mask
 
 
-def padded(tensors):
+def padded():
     lengths = torch.tensor([24, 10])
     return and_masks(causal, lambda b, h, q_idx, kv_idx: kv_idx < lengths[b])
 
 
-def offset_of_a_cache(tensors):
+def offset_of_a_cache():
     written = torch.tensor(13)  # a tensor without axes, which a decoding loop advances
     return lambda b, h, q_idx, kv_idx: causal(b, h, q_idx + written, kv_idx)
 
@@ -157,15 +154,12 @@ def dilated_window(b, h, q_idx, kv_idx):
     return (distance <= 9) & (distance % 3 == 0)
 
 
-def batchified(tensors):
-    def mask(b, h, q_idx, kv_idx):
-        inside = causal(b, h, q_idx % 8, kv_idx % 8)
-        return (q_idx // 8 == kv_idx // 8) & inside
-
-    return mask
+def batchified(b, h, q_idx, kv_idx):
+    inside = causal(b, h, q_idx % 8, kv_idx % 8)
+    return (q_idx // 8 == kv_idx // 8) & inside
 
 
-def window_with_sinks(tensors):
+def window_with_sinks():
     sinks = torch.tensor([0, 2])
 
     def is_sink(b, h, q_idx, kv_idx):
@@ -189,19 +183,11 @@ def neighbourhood(position, width, height, size):
     return mask
 
 
-def natten(tensors):
-    return neighbourhood(lambda idx: (idx % 6, idx // 6), 6, 6, 3)
-
-
 def tiled(idx, width=6, tile=2):
     """(x, y) of a position whose canvas is stored tile by tile."""
     number, inside = idx // (tile * tile), idx % (tile * tile)
     tiles = width // tile
     return number % tiles * tile + inside % tile, number // tiles * tile + inside // tile
-
-
-def tiled_natten(tensors):
-    return neighbourhood(tiled, 6, 6, 3)
 
 
 def even_bits(code):
@@ -210,10 +196,6 @@ def even_bits(code):
     for shift, keep in ((1, 0x33333333), (2, 0x0F0F0F0F), (4, 0x00FF00FF), (8, 0x0000FFFF)):
         code = (code | (code >> shift)) & keep
     return code
-
-
-def morton_natten(tensors):
-    return neighbourhood(lambda idx: (even_bits(idx), even_bits(idx >> 1)), 4, 4, 3)
 
 
 def sliding_tiles(canvas, kernel, tile, text):
@@ -242,7 +224,7 @@ def sliding_tiles(canvas, kernel, tile, text):
     return mask
 
 
-def flamingo(tensors):
+def flamingo():
     """Text attends to the image whose interval of text positions contains it; an interval is a row of a tensor."""
     image = torch.arange(3).repeat_interleave(3)
     intervals = torch.tensor([[0, 7], [1, 7], [7, 12]])
@@ -254,7 +236,7 @@ def flamingo(tensors):
     return mask
 
 
-def transfusion(tensors):
+def transfusion():
     """Causal text, and images whose tokens see all tokens of the same image."""
     spans = torch.tensor([[[2, 5], [12, 6]], [[0, 4], [9, 0]]])  # (B, images, (offset, length))
 
@@ -267,20 +249,14 @@ def transfusion(tensors):
     return or_masks(causal, *map(image, range(spans.shape[1])))
 
 
-def spatial_heads(tensors):
-    def mask(b, h, q_idx, kv_idx):
-        width = math.floor(2 * 7 / 4) * 4
-        return (kv_idx < 2 + 7) | (q_idx < 2) | (torch.abs(q_idx - kv_idx) < width)
-
-    return mask
+def spatial_heads(b, h, q_idx, kv_idx):
+    width = math.floor(2 * 7 / 4) * 4
+    return (kv_idx < 2 + 7) | (q_idx < 2) | (torch.abs(q_idx - kv_idx) < width)
 
 
-def temporal_heads(tensors):
-    def mask(b, h, q_idx, kv_idx):
-        q_token, kv_token = (q_idx - 2) % 7, (kv_idx - 2) % 7
-        return (kv_idx < 2) | (q_idx < 2) | (torch.abs(q_token - kv_token) < 2 * 7 // 4)
-
-    return mask
+def temporal_heads(b, h, q_idx, kv_idx):
+    q_token, kv_token = (q_idx - 2) % 7, (kv_idx - 2) % 7
+    return (kv_idx < 2) | (q_idx < 2) | (torch.abs(q_token - kv_token) < 2 * 7 // 4)
 
 
 def block_diffusion(b, h, q_idx, kv_idx):
@@ -291,7 +267,7 @@ def block_diffusion(b, h, q_idx, kv_idx):
     return own | clean
 
 
-def window_with_global_tokens(tensors):
+def window_with_global_tokens():
     is_global = torch.zeros(24, dtype=torch.bool)
     is_global[[0, 8]] = True
     return or_masks(
@@ -300,7 +276,7 @@ def window_with_global_tokens(tensors):
     )
 
 
-def draft_tree(tensors):
+def draft_tree():
     parents = [-1, 0, 1, 1, 3, 3, 0]
     ancestors = torch.eye(7, dtype=torch.bool)
     for node, parent in enumerate(parents[1:], 1):
@@ -319,7 +295,7 @@ def draft_training(b, h, q_idx, kv_idx):
     return (kv_idx < 5) | own
 
 
-def shared_prefix(tensors):
+def shared_prefix():
     offsets, prefix = torch.tensor([0, 6, 12, 18, 24]), torch.tensor([0, 0, 2, 2])
     document = ids_of([6, 6, 6, 6])
 
@@ -332,7 +308,7 @@ def shared_prefix(tensors):
     return mask
 
 
-def selected_tiles(tensors):
+def selected_tiles():
     """The fine pass of video sparse attention: each query tile sees some key tiles."""
     selected = torch.zeros(B, H, 3, 3, dtype=torch.bool).index_fill_(3, torch.tensor([0, 2]), True)
     return lambda b, h, q_idx, kv_idx: selected[b, h, q_idx // 8, kv_idx // 8]
@@ -341,7 +317,7 @@ def selected_tiles(tensors):
 # -- masks of libraries -----------------------------------------------------------------------------------------------
 
 
-def packed_samples(tensors):
+def packed_samples():
     document = torch.stack([ids_of([4, 20]), torch.cat([ids_of([9, 9]), torch.full((6,), -1)])])
 
     def mask(b, h, q_idx, kv_idx):
@@ -351,7 +327,7 @@ def packed_samples(tensors):
     return mask
 
 
-def left_padding(tensors):
+def left_padding():
     first, position = torch.tensor([0, 7]), torch.tensor([15])
 
     def mask(b, h, q, kv):
@@ -360,7 +336,7 @@ def left_padding(tensors):
     return mask
 
 
-def chunked_with_padding(tensors):
+def chunked_with_padding():
     attention_mask = torch.ones(B, 24, dtype=torch.int64)
     attention_mask[1, 20:] = 0
 
@@ -379,56 +355,56 @@ def chunked_with_padding(tensors):
     return joined
 
 
-def window_of_each_head(tensors, windows=torch.tensor([2, 4, 8, 24])):  # noqa: B008  a tensor as a default
+def window_of_each_head():
     def mask(windows, b, h, q_idx, kv_idx):
         return torch.logical_and(q_idx.ge(kv_idx), q_idx.sub(kv_idx).lt(windows[h]))
 
-    return functools.partial(mask, windows)
-
-
-def always(function):
-    return lambda tensors: function
+    return functools.partial(mask, torch.tensor([2, 4, 8, 24]))
 
 
 MASKS = {
-    "no mask": always(noop_mask),
-    "causal": always(causal),
-    "sliding window": always(sliding_window),
-    "prefix": prefix_lm,
-    "prefix of each sequence": prefix_of_each_sequence,
-    "documents": same_document,
-    "stacked documents": stacked_documents,
-    "jagged": jagged,
-    "padding": padded,
-    "offset of a cache": offset_of_a_cache,
-    "offset of each sequence": lambda tensors: OffsetOfEachSequence(),
-    "pages": lambda tensors: Pages().mask,
-    "dilated window": always(dilated_window),
+    "no mask": noop_mask,
+    "causal": causal,
+    "sliding window": sliding_window,
+    "prefix": or_masks(in_prefix, causal),
+    "prefix of each sequence": prefix_of_each_sequence(),
+    "documents": same_document(),
+    "stacked documents": stacked_documents(),
+    "jagged": jagged(),
+    "padding": padded(),
+    "offset of a cache": offset_of_a_cache(),
+    "offset of each sequence": OffsetOfEachSequence(),
+    "pages": Pages().mask,
+    "dilated window": dilated_window,
     "batchified": batchified,
-    "window with sinks": window_with_sinks,
-    "natten": natten,
-    "tiled natten": tiled_natten,
-    "morton natten": morton_natten,
-    "sliding tiles 2-D": lambda tensors: sliding_tiles((6, 6), (6, 2), (2, 2), 4),
-    "sliding tiles 3-D": lambda tensors: sliding_tiles((4, 4, 4), (2, 4, 2), (2, 2, 2), 0),
-    "flamingo": flamingo,
-    "transfusion": transfusion,
+    "window with sinks": window_with_sinks(),
+    "natten": neighbourhood(lambda idx: (idx % 6, idx // 6), 6, 6, 3),
+    "tiled natten": neighbourhood(tiled, 6, 6, 3),
+    "morton natten": neighbourhood(lambda idx: (even_bits(idx), even_bits(idx >> 1)), 4, 4, 3),
+    "sliding tiles 2-D": sliding_tiles((6, 6), (6, 2), (2, 2), 4),
+    "sliding tiles 3-D": sliding_tiles((4, 4, 4), (2, 4, 2), (2, 2, 2), 0),
+    "flamingo": flamingo(),
+    "transfusion": transfusion(),
     "spatial heads": spatial_heads,
     "temporal heads": temporal_heads,
-    "block diffusion": always(block_diffusion),
-    "window with global tokens": window_with_global_tokens,
-    "draft tree": draft_tree,
-    "draft training": always(draft_training),
-    "shared prefix": shared_prefix,
-    "selected tiles": selected_tiles,
-    "packed samples": packed_samples,
-    "left padding": left_padding,
-    "chunks with padding": chunked_with_padding,
-    "window of each head": window_of_each_head,
+    "block diffusion": block_diffusion,
+    "window with global tokens": window_with_global_tokens(),
+    "draft tree": draft_tree(),
+    "draft training": draft_training,
+    "shared prefix": shared_prefix(),
+    "selected tiles": selected_tiles(),
+    "packed samples": packed_samples(),
+    "left padding": left_padding(),
+    "chunks with padding": chunked_with_padding(),
+    "window of each head": window_of_each_head(),
 }
 
 
 # -- scores of the blog posts and of torch's tests --------------------------------------------------------------------
+
+
+def always(function):
+    return lambda tensors: function
 
 
 def identity(score, b, h, q_idx, kv_idx):

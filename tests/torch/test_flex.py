@@ -48,7 +48,7 @@ def drawn(seed, dtype):
     """Return ({role: function}, learned tensors, (n, m), key heads), the same functions for every dtype."""
     rng, tensors = np.random.default_rng(seed), Tensors(dtype)
     n, m = (N, N) if seed % 3 else rng.integers(1, 200, 2).tolist()
-    one, two = (MASKS[name](tensors) for name in rng.choice(OF_N if seed % 3 else OF_ANY_LENGTH, 2))
+    one, two = (MASKS[name] for name in rng.choice(OF_N if seed % 3 else OF_ANY_LENGTH, 2))
     functions = {"mask": [and_masks, or_masks][seed % 2](one, two)}
     if seed % 4:
         score = rng.choice(LEARNED if seed % 3 else ["alibi", "softcap", "head bias", "relative positions"])
@@ -117,7 +117,7 @@ def test_a_shared_prefix_is_computed_once():
 
 @pytest.mark.parametrize("name", ["causal", "dilated window", "documents", "padding", "spatial heads", "no mask"])
 def test_blocks_are_those_of_torch(name):
-    mask = MASKS[name](Tensors())
+    mask = MASKS[name]
     ours, theirs = (create(mask, B, H, N, N, "cpu", 4) for create in (create_block_mask, torch_flex.create_block_mask))
     assert (ours.shape, ours.BLOCK_SIZE, ours.seq_lengths) == (theirs.shape, theirs.BLOCK_SIZE, theirs.seq_lengths)
     assert torch.equal(ours.to_dense(), theirs.to_dense().to(torch.int32))
@@ -151,7 +151,7 @@ def test_a_mask_of_a_long_sequence_needs_no_memory_of_its_square():
 
 @pytest.mark.parametrize("name", ["causal", "documents", "padding"])
 def test_block_masks_of_torch_and_other_masks_are_taken(name):
-    mask = MASKS[name](Tensors())
+    mask = MASKS[name]
     query, key, value, _ = operands(N)
     expected = by_flex(query, key, value, mask)
     own = create_block_mask(mask, B, None, N, N)
@@ -163,7 +163,7 @@ def test_block_masks_of_torch_and_other_masks_are_taken(name):
 
 
 def test_layers_that_share_a_mask_repeat_a_cached_call(monkeypatch):
-    mask = create_block_mask(MASKS["documents"](Tensors()), None, None, N, N)
+    mask = create_block_mask(MASKS["documents"], None, None, N, N)
     query, key, value, _ = operands(N)
     first = flex_attention(query, key, value, block_mask=mask)
 

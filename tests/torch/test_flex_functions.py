@@ -27,7 +27,7 @@ def arrays(n, m):
 def made(role, name, dtype=torch.float32):
     """Return ({role: function}, the learned tensors that the function reads)."""
     tensors = Tensors(dtype)
-    return {role: (MASKS if role == "mask" else SCORES)[name](tensors)}, tensors.learned
+    return {role: MASKS[name] if role == "mask" else SCORES[name](tensors)}, tensors.learned
 
 
 @pytest.mark.parametrize(("role", "name"), CASES, ids=map(" ".join, CASES))
