@@ -17,6 +17,13 @@ import sightline.torch.distributed as distributed
 from sightline import h, i, j, s, table
 from sightline.errors import SightlineError
 
+NAMES = ("query", "key", "value")
+
+
+def linear_bias(slope: float = 1.0, **options: Any) -> Any:
+    """Return a score whose table has four equal slopes."""
+    return s - table(torch.full((4,), slope, **options))[h] * abs(i - j)
+
 
 def arguments() -> dict[str, Any]:
     """Return the arguments of a valid call on every rank."""
@@ -26,7 +33,7 @@ def arguments() -> dict[str, Any]:
         "key": key,
         "value": value,
         "mask": i >= j,
-        "score": s - table(torch.ones(4))[h] * abs(i - j),
+        "score": linear_bias(),
         "see": [sightline.entropy(), sightline.mass(i - j < 5)],
         "sinks": torch.zeros(4),
     }
@@ -49,59 +56,43 @@ def _raise_unreadable(*_: Any) -> None:
     raise _UnreadableError()
 
 
-def _as_dtensor(given: dict[str, Any], axis: int, *names: str) -> None:
-    """Replace arrays of the call by DTensors that are sharded along an axis."""
+def _as_dtensor(given: dict[str, Any], axis: int, *names: str) -> dict[str, Any]:
+    """Return arrays of the call as DTensors that are sharded along an axis."""
     mesh = DeviceMesh.from_group(given["group"], "cpu")
-    given.update({name: DTensor.from_local(given[name], mesh, [Shard(axis)], run_check=False) for name in names})
+    return {name: DTensor.from_local(given[name], mesh, [Shard(axis)], run_check=False) for name in names}
 
 
-MISTAKES: dict[
-    str, tuple[Callable[[dict[str, Any]], Any], str]
-] = {  # what the last rank changes, and what the error says
-    "mask": (lambda given: given.update(mask=i > j), "mask differs"),
-    "score": (lambda given: given.update(score=s * 2), "score differs"),
-    "contents of a table": (
-        lambda given: given.update(score=s - table(torch.full((4,), 2.0))[h] * abs(i - j)),
-        "score differs",
-    ),
-    "heads": (lambda given: given.update({k: given[k][:, :2] for k in ("query", "key", "value")}), "query differs"),
-    "heads that do not fit": (lambda given: given.update(query=given["query"][:, :2]), "raised"),
-    "batch": (lambda given: given.update(value=given["value"].expand(2, 4, 8, 8)), "value differs"),
-    "dtypes": (lambda given: given.update({k: given[k].double() for k in ("query", "key", "value")}), "differs"),
-    "statistics": (lambda given: given.update(see=[sightline.entropy()]), "see differs"),
-    "formula of a statistic": (
-        lambda given: given.update(see=[sightline.entropy(), sightline.mass(i - j < 6)]),
-        "see differs",
-    ),
+# What the last rank passes in place of its arguments, or a function of these that returns it; and what the error says
+MISTAKES: dict[str, tuple[dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "mask": ({"mask": i > j}, "mask differs"),
+    "score": ({"score": s * 2}, "score differs"),
+    "contents of a table": ({"score": linear_bias(2.0)}, "score differs"),
+    "heads": (lambda given: {name: given[name][:, :2] for name in NAMES}, "query differs"),
+    "heads that do not fit": (lambda given: {"query": given["query"][:, :2]}, "raised"),
+    "batch": (lambda given: {"value": given["value"].expand(2, 4, 8, 8)}, "value differs"),
+    "dtypes": (lambda given: {name: given[name].double() for name in NAMES}, "differs"),
+    "statistics": ({"see": [sightline.entropy()]}, "see differs"),
+    "formula of a statistic": ({"see": [sightline.entropy(), sightline.mass(i - j < 6)]}, "see differs"),
     "requires_grad": (
-        lambda given: given.update(query=given["query"].clone().requires_grad_()),
+        lambda given: {"query": given["query"].clone().requires_grad_()},
         "requires_grad of query differs",
     ),
-    "sinks": (lambda given: given.update(sinks=torch.ones(4)), "sinks differs"),
-    "no sinks": (lambda given: given.update(sinks=None), "sinks differs"),
-    "scale": (lambda given: given.update(scale=0.5), "scale differs"),
-    "method": (lambda given: given.update(method="heads"), "method differs"),
-    "layout": (lambda given: given.update(layout="zigzag"), "layout differs"),
-    "invalid dtype": (lambda given: given.update(value=given["value"].long()), "raised"),
-    "invalid mask": (lambda given: given.update(mask="causal"), "raised"),
-    "invalid method": (lambda given: given.update(method="tree"), "raised"),
-    "requires_grad of sinks": (
-        lambda given: given.update(sinks=torch.zeros(4, requires_grad=True)),
-        "requires_grad of sinks differs",
-    ),
-    "requires_grad of a table": (
-        lambda given: given.update(score=s - table(torch.ones(4, requires_grad=True))[h] * abs(i - j)),
-        "requires_grad of tables differs",
-    ),
-    "unknown argument": (lambda given: given.update(is_causal=True), "raised"),
-    "no statistic": (lambda given: given.update(see=5), "raised"),
+    "sinks": ({"sinks": torch.ones(4)}, "sinks differs"),
+    "no sinks": ({"sinks": None}, "sinks differs"),
+    "scale": ({"scale": 0.5}, "scale differs"),
+    "method": ({"method": "heads"}, "method differs"),
+    "layout": ({"layout": "zigzag"}, "layout differs"),
+    "invalid dtype": (lambda given: {"value": given["value"].long()}, "raised"),
+    "invalid mask": ({"mask": "causal"}, "raised"),
+    "invalid method": ({"method": "tree"}, "raised"),
+    "requires_grad of sinks": ({"sinks": torch.zeros(4, requires_grad=True)}, "requires_grad of sinks differs"),
+    "requires_grad of a table": ({"score": linear_bias(requires_grad=True)}, "requires_grad of tables differs"),
+    "unknown argument": ({"is_causal": True}, "raised"),
+    "no statistic": ({"see": 5}, "raised"),
     "a DTensor beside tensors": (lambda given: _as_dtensor(given, 2, "key"), "raised: DTensors and plain tensors"),
-    "DTensors divided by heads": (
-        lambda given: _as_dtensor(given, 1, "query", "key", "value"),
-        "raised: DTensors with the placements",
-    ),
-    "an error without a text": (lambda given: given.update(mask=_raise_unreadable), "raised: _UnreadableError"),
-    "seed out of range": (lambda given: given.update(dropout=0.1, seed=2**70), "raised"),
+    "DTensors divided by heads": (lambda given: _as_dtensor(given, 1, *NAMES), "raised: DTensors with the placements"),
+    "an error without a text": ({"mask": _raise_unreadable}, "raised: _UnreadableError"),
+    "seed out of range": ({"dropout": 0.1, "seed": 2**70}, "raised"),
 }
 
 
@@ -109,14 +100,14 @@ def make_mistake(group: Any, name: str) -> Any:
     """Make a call in which the last rank changes an argument; return the output."""
     given = arguments() | {"group": group}
     if torch.distributed.get_rank(group) == torch.distributed.get_world_size(group) - 1:
-        MISTAKES[name][0](given)
-    return distributed.attention(given.pop("query"), given.pop("key"), given.pop("value"), **given)
+        mistake, _ = MISTAKES[name]
+        given |= mistake(given) if callable(mistake) else mistake
+    return distributed.attention(**given)
 
 
 def make_valid_call(group: Any) -> None:
     """Make a valid call."""
-    given = arguments()
-    distributed.attention(given.pop("query"), given.pop("key"), given.pop("value"), group=group, **given)
+    distributed.attention(**arguments(), group=group)
 
 
 def call_in_first_rank(_: Any) -> None:
