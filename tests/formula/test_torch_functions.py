@@ -71,6 +71,7 @@ SAME = {  # functions of a float x, an integer y and a condition c, by the name 
     "bits of a tensor": lambda x, y, c: torch.tensor(6) & y | torch.tensor(9) ^ y,
     "multiples": lambda x, y, c: torch.add(x, y, alpha=2) - torch.sub(x, y, alpha=0.5) + torch.rsub(x, 1),
     "other orders": lambda x, y, c: TORCH_TENSOR - x + TORCH_TENSOR * y + 2.0 ** (TORCH_TENSOR / (y * y + 1)),
+    "remainders by infinity": lambda x, y, c: torch.fmod(x, 1 / (0 * x)) + torch.fmod(y, math.inf),
     "not finite": lambda x, y, c: torch.isfinite(1 / x) ^ torch.isinf(1 / x) ^ torch.isnan(x / x),
     "keywords": lambda x, y, c: torch.mul(input=x, other=y) + torch.where(c, input=x, other=y * 1.0),
 }

@@ -132,7 +132,8 @@ def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Expre
 
 def fmod(input: Any, other: Any) -> Expression:
     """Return the remainder with the sign of `input`, as in C."""
-    return apply("subtract", input, apply("multiply", truncated_quotient(input, other), other))
+    quotient = truncated_quotient(input, other)
+    return where(quotient == 0, input, apply("subtract", input, apply("multiply", quotient, other)))
 
 
 # -- rounding and signs ----------------------------------------------------------------------------------------------
