@@ -171,7 +171,7 @@ def test_a_mode_of_the_user_is_not_disturbed():
 
 
 FAULTS = {
-    "a call missed in a pool": Fault(running_modules._make_submit, "_hand_over(function)", "function"),
+    "a call missed in a pool": Fault(running_modules._submit, "_hand_over(task)", "task"),
     "calls missed by the operator": Fault(
         attention_finder.Finder.__torch_function__,
         "READERS.get(function)",

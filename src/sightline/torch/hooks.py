@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -92,6 +93,20 @@ def restore_on_exit(owner: Any, name: str) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+
+
+@contextmanager
+def wrapping(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """While the context lasts, calls of `owner.name` call `wrapper(that function, *inputs, **options)` instead."""
+    with restore_on_exit(owner, name):
+        own = getattr(owner, name)
+
+        @wraps(own)
+        def wrapped(*inputs: Any, **options: Any) -> Any:
+            return wrapper(own, *inputs, **options)
+
+        setattr(owner, name, wrapped)
+        yield
 
 
 def check_module(model: Any) -> None:

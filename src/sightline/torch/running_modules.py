@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from ..errors import ParameterError
-from .hooks import restore_on_exit
+from .hooks import wrapping
 
 
 class Running(NamedTuple):
@@ -181,19 +181,17 @@ def _process_wide_changes() -> Iterator[None]:
     with _lock:
         _count += 1
         if _count == 1:
-            for owner, name, make in (
-                (threading.Thread, "start", _make_start),
-                (ThreadPoolExecutor, "submit", _make_submit),
-                (checkpoint._CheckpointFrame, "__init__", _make_frame),
-                (nn.TransformerEncoder, "forward", _make_encode),
+            for owner, name, wrapper in (
+                (threading.Thread, "start", _start),
+                (ThreadPoolExecutor, "submit", _submit),
+                (checkpoint._CheckpointFrame, "__init__", _init_frame),
+                (nn.TransformerEncoder, "forward", _encode),
             ):
-                _changes.enter_context(restore_on_exit(owner, name))
-                setattr(owner, name, make(getattr(owner, name)))
+                _changes.enter_context(wrapping(owner, name, wrapper))
             if "torch._dynamo" in sys.modules:
                 _changes.enter_context(torch.compiler.set_stance("force_eager"))
             else:  # nothing is compiled yet, and torch's compiler takes a second to load
-                _changes.enter_context(restore_on_exit(torch, "compile"))
-                torch.compile = _make_compile(torch.compile)
+                _changes.enter_context(wrapping(torch, "compile", _compile))
     try:
         yield
     finally:
@@ -240,60 +238,48 @@ def without_hand_over() -> Iterator[None]:
         THREAD.hands_over = before
 
 
-def _make_start(start: Callable[..., None]) -> Callable[..., None]:
-    @wraps(start)
-    def start_with_modules(thread: threading.Thread) -> None:
-        if THREAD.hands_over and THREAD.stacks:
-            thread.run = _hand_over(thread.run)  # type: ignore[method-assign]
-        start(thread)
-
-    return start_with_modules
+# -- what runs in place of functions of other packages, which are the first parameters --------------------------------
 
 
-def _make_submit(submit: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(submit)
-    def submit_with_modules(pool: Any, function: Callable[..., Any], /, *inputs: Any, **options: Any) -> Any:
-        with without_hand_over():
-            return submit(pool, _hand_over(function), *inputs, **options)
-
-    return submit_with_modules
+def _start(start: Callable[..., None], thread: threading.Thread) -> None:
+    if THREAD.hands_over and THREAD.stacks:
+        thread.run = _hand_over(thread.run)  # type: ignore[method-assign]
+    start(thread)
 
 
-def _make_compile(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(compile_)
-    def compile_for_later(*inputs: Any, **options: Any) -> Any:
-        with _lock:
-            if _count:
-                _changes.enter_context(torch.compiler.set_stance("force_eager"))
-        return compile_(*inputs, **options)
-
-    return compile_for_later
+def _submit(submit: Callable[..., Any], pool: Any, task: Callable[..., Any], /, *inputs: Any, **options: Any) -> Any:
+    with without_hand_over():
+        return submit(pool, _hand_over(task), *inputs, **options)
 
 
-def _make_frame(start: Callable[..., None]) -> Callable[..., None]:
-    """Return the new `__init__` of torch's record of a checkpointed function.
+def _compile(compile_: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    with _lock:
+        if _count:
+            _changes.enter_context(torch.compiler.set_stance("force_eager"))
+    return compile_(*inputs, **options)
+
+
+def _init_frame(
+    start: Callable[..., None], frame: Any, function: Callable[..., Any], _: bool, on_error: Any, *others: Any
+) -> None:
+    """Make torch's record of a checkpointed function.
 
     torch raises an error if the second run saves other tensors than the first run, as after the end of the watch.
     """
+    watched = tuple(THREAD.stacks)
 
-    @wraps(start)
-    def start_with_modules(frame: Any, function: Callable[..., Any], _: bool, on_error: Any, *others: Any) -> None:
-        watched = tuple(THREAD.stacks)
+    def explain(error: Exception) -> None:
+        if any(modules.has_ended for modules in watched):
+            raise ParameterError(
+                "the backward pass of a checkpointed function, after the watch of its forward pass has ended",
+                "backward passes in the `with` block of the watch",
+                "call backward() in the `with` block, or watch a forward pass under torch.no_grad()",
+            ) from error
+        raise error
 
-        def explain(error: Exception) -> None:
-            if any(modules.has_ended for modules in watched):
-                raise ParameterError(
-                    "the backward pass of a checkpointed function, after the watch of its forward pass has ended",
-                    "backward passes in the `with` block of the watch",
-                    "call backward() in the `with` block, or watch a forward pass under torch.no_grad()",
-                ) from error
-            raise error
-
-        on_error = explain if watched and on_error is None else on_error
-        # an early stop inside of the attention would leave the second run unrecorded
-        start(frame, _hand_over(function, is_new_run=True), False, on_error, *others)
-
-    return start_with_modules
+    on_error = explain if watched and on_error is None else on_error
+    # an early stop inside of the attention would leave the second run unrecorded
+    start(frame, _hand_over(function, is_new_run=True), False, on_error, *others)
 
 
 class _FirstAlone(list[nn.Module]):
@@ -303,22 +289,22 @@ class _FirstAlone(list[nn.Module]):
         return iter(())
 
 
-def _make_encode(encode: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the new `forward` of torch's encoder: a watch switches the fast path off, which writes 0 at padding."""
-
-    @wraps(encode)
-    def encode_with_zeros(
-        encoder: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None
-    ) -> torch.Tensor:
-        inputs = src, mask, src_key_padding_mask, is_causal
-        if not THREAD.stacks or src_key_padding_mask is None:
+def _encode(
+    encode: Callable[..., torch.Tensor],
+    encoder: Any,
+    src: Any,
+    mask: Any = None,
+    src_key_padding_mask: Any = None,
+    is_causal: Any = None,
+) -> torch.Tensor:
+    """Run torch's encoder. A watch switches off its fast path, which writes 0 at padding."""
+    inputs = src, mask, src_key_padding_mask, is_causal
+    if not THREAD.stacks or src_key_padding_mask is None:
+        return encode(encoder, *inputs)
+    passing = SimpleNamespace(**{**vars(encoder), "layers": _FirstAlone(encoder.layers), "norm": None})
+    with torch._C.DisableTorchFunction():
+        if encode(passing, *inputs) is src:  # the fast path pads the results
             return encode(encoder, *inputs)
-        passing = SimpleNamespace(**{**vars(encoder), "layers": _FirstAlone(encoder.layers), "norm": None})
-        with torch._C.DisableTorchFunction():
-            if encode(passing, *inputs) is src:  # the fast path pads the results
-                return encode(encoder, *inputs)
-        output = encode(SimpleNamespace(layers=encoder.layers, norm=None), *inputs)
-        output = output.masked_fill(src_key_padding_mask.bool()[..., None], 0.0)
-        return output if encoder.norm is None else encoder.norm(output)
-
-    return encode_with_zeros
+    output = encode(SimpleNamespace(layers=encoder.layers, norm=None), *inputs)
+    output = output.masked_fill(src_key_padding_mask.bool()[..., None], 0.0)
+    return output if encoder.norm is None else encoder.norm(output)

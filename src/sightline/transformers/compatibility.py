@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, _combine
 
 from ..data import tried_versions
 from ..errors import ParameterError
-from ..torch.hooks import restore_on_exit
+from ..torch.hooks import wrapping
 
 __all__ = ["LANGUAGES", "DynamicLayer", "DynamicSlidingWindowLayer"]
 
@@ -88,8 +88,7 @@ def change_position_biases(
 @contextmanager
 def generating_windows(model: Any, generate: Callable[..., Any]) -> Iterator[None]:
     """Let `generate` of a Whisper model compute each window of the audio by `generate(own function, *arguments)`."""
-    with restore_on_exit(model, "generate_with_fallback"):
-        model.generate_with_fallback = partial(generate, model.generate_with_fallback)
+    with wrapping(model, "generate_with_fallback", generate):
         yield
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Generator
 from contextlib import ExitStack
-from functools import wraps
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from transformers import Cache
 
 from ..errors import ParameterError, context
-from ..torch.hooks import restore_on_exit
+from ..torch.hooks import wrapping
 from ..torch.watcher import is_cross_attention
 from .compatibility import collects
 from .mask_interface import FormulaMask
@@ -71,8 +70,7 @@ def unpadded(model: nn.Module) -> Generator[None]:
     with ExitStack() as exit_stack:
         exit_stack.enter_context(using_sightline(model))
         for layer in layers:
-            exit_stack.enter_context(restore_on_exit(layer, "forward"))
-            layer.forward = _forward_without_padding(layer.forward)  # inside the hooks of the layer
+            exit_stack.enter_context(wrapping(layer, "forward", _forward_without_padding))  # inside the layer's hooks
         yield
 
 
@@ -108,34 +106,29 @@ def _check_layer(layer: nn.Module) -> None:
         )
 
 
-def _forward_without_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method in place of a layer's `forward`, which computes only real tokens if a mask has `is_real`."""
+def _forward_without_padding(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Run a layer's `forward` on real tokens alone if a mask among the arguments has `is_real`."""
+    values = tree_flatten((inputs, options))[0]
+    masks = [value.unpadded for value in values if isinstance(value, FormulaMask) and value.is_real is not None]
+    unpadding = masks[0].unpadding if masks else None
+    if unpadding is None or torch.compiler.is_compiling():
+        return forward(*inputs, **options)
+    if collects("router_logits", options):
+        raise ParameterError(
+            "output_router_logits=True in `unpadded`, where routers see no padding and models expect it",
+            "output_router_logits=False",
+            "call the model without `unpadded`, or with output_router_logits=False",
+        )
 
-    @wraps(forward)
-    def forward_without_padding(*inputs: Any, **options: Any) -> Any:
-        values = tree_flatten((inputs, options))[0]
-        masks = [value.unpadded for value in values if isinstance(value, FormulaMask) and value.is_real is not None]
-        unpadding = masks[0].unpadding if masks else None
-        if unpadding is None or torch.compiler.is_compiling():
-            return forward(*inputs, **options)
-        if collects("router_logits", options):
-            raise ParameterError(
-                "output_router_logits=True in `unpadded`, where routers see no padding and models expect it",
-                "output_router_logits=False",
-                "call the model without `unpadded`, or with output_router_logits=False",
-            )
+    def flatten(value: Any) -> Any:
+        if isinstance(value, FormulaMask):
+            return value.unpadded if value.is_real is not None else value
+        if isinstance(value, Tensor):
+            return unpadding.flatten(value)
+        return PaddingCache(value, unpadding) if isinstance(value, Cache) else value
 
-        def flatten(value: Any) -> Any:
-            if isinstance(value, FormulaMask):
-                return value.unpadded if value.is_real is not None else value
-            if isinstance(value, Tensor):
-                return unpadding.flatten(value)
-            return PaddingCache(value, unpadding) if isinstance(value, Cache) else value
-
-        output = forward(*tree_map(flatten, inputs), **tree_map(flatten, options))
-        return tree_map(lambda value: unpadding.pad(value) if isinstance(value, Tensor) else value, output)
-
-    return forward_without_padding
+    output = forward(*tree_map(flatten, inputs), **tree_map(flatten, options))
+    return tree_map(lambda value: unpadding.pad(value) if isinstance(value, Tensor) else value, output)
 
 
 class PaddingCache:

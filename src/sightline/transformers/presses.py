@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ParameterError, context
 from ..statistics import Statistic, received, weights
-from ..torch.hooks import registering, restore_on_exit
+from ..torch.hooks import registering, wrapping
 from .compatibility import CACHE, cache_of, read_implementation
 
 # by layer: functions from the number of queries to the statistic that a press reads, of which the last one counts
@@ -87,8 +87,7 @@ def pressing(model: PreTrainedModel, press: Any) -> Generator[None]:
     with ExitStack() as hooks, press(model), registering(OBSERVED, layers, partial(STATISTICS[name], inner)):
         for layer in layers:
             hooks.callback(layer.register_forward_pre_hook(add_arguments, with_kwargs=True).remove)
-            hooks.enter_context(restore_on_exit(layer, "forward"))
-            layer.forward = _without_cache_alias(layer.forward)
+            hooks.enter_context(wrapping(layer, "forward", _forward_without_alias))
         yield
 
 
@@ -103,15 +102,10 @@ def add_arguments(layer: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any
     return inputs, options | {"cache_position": positions, "past_key_values": cache}
 
 
-def _without_cache_alias(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer's `forward` that drops the second name of the cache, against which transformers warns."""
-
-    @wraps(forward)
-    def forward_without_alias(*inputs: Any, **options: Any) -> Any:
-        alias = options.pop("past_key_values", None)
-        return forward(*inputs, **{CACHE: alias} | options if alias is not None else options)
-
-    return forward_without_alias
+def _forward_without_alias(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Run a layer's `forward` without the second name of the cache, against which transformers warns."""
+    alias = options.pop("past_key_values", None)
+    return forward(*inputs, **{CACHE: alias} | options if alias is not None else options)
 
 
 def as_rows(seen: Tensor) -> Tensor:

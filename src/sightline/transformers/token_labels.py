@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from ..caching import cached_property
 from ..errors import ParameterError
 from ..recording import Tokens
-from ..torch.hooks import restore_on_exit
+from ..torch.hooks import wrapping
 from ..torch.position_labels import frame_labels, patch_labels
 from .compatibility import cache_of
 from .model_layers import submodels, using_sightline
@@ -149,17 +148,12 @@ class TokenRecorder:
                 hook = module.register_forward_pre_hook(self._hook(side, module), with_kwargs=True)
                 exit_stack.callback(hook.remove)
             if hasattr(model, PREPARE):  # `generate` calls it with all ids
-                exit_stack.enter_context(restore_on_exit(model, PREPARE))
-                setattr(model, PREPARE, self._reading(getattr(model, PREPARE)))
+                exit_stack.enter_context(wrapping(model, PREPARE, self._prepare))
             yield self
 
-    def _reading(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(prepare)
-        def prepare_and_read(input_ids: Any, *inputs: Any, **options: Any) -> Any:
-            self.generated = input_ids
-            return prepare(input_ids, *inputs, **options)
-
-        return prepare_and_read
+    def _prepare(self, prepare: Callable[..., Any], input_ids: Any, *inputs: Any, **options: Any) -> Any:
+        self.generated = input_ids
+        return prepare(input_ids, *inputs, **options)
 
     def _hook(self, side: str, module: nn.Module) -> Any:
         signature = inspect.signature(module.forward)
