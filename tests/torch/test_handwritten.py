@@ -514,8 +514,8 @@ FAULTS = {  # the fault, and the spelling that shows it
     "scores not moved": (
         Fault(
             handwritten._follow_weights,
-            "scores = call_with(scores.reshape(x.shape), function, inputs, options, x)",
-            "call_with(scores, function, inputs, options, x)",
+            "scores = call.repeat(x, scores.reshape(x.shape))",
+            "call.repeat(x, scores)",
         ),
         "heads last",
     ),

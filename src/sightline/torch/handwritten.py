@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.nn import Parameter, functional
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .weight_axes import MOVES, PRODUCTS, RESHAPES, call_with, find_axis, find_functions, find_operands, order_axes
+from .weight_axes import MOVES, PRODUCTS, RESHAPES, TorchCall, find_functions
 
 SOFTMAXES = find_functions("softmax _softmax")
 SAME_WEIGHTS = find_functions(
@@ -46,14 +45,6 @@ class ScoresMark:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """The input of one softmax. `version` is how often it had been changed in place when the softmax read it."""
-
-    tensor: Tensor
-    version: int
-
-
-@dataclass(frozen=True)
 class WeightsMark:
     """What is known about a softmax of scores, or about a tensor that is computed from one.
 
@@ -65,7 +56,7 @@ class WeightsMark:
     keys : the axis of the keys, counted from 0; −1 for a part of the weights without this axis
     scores : the softmax's input, in the shape of the marked tensor or in one of four axes with the same last two axes;
         None if there is a `reason`, or if no watch records attention written by hand
-    source : the softmax's input itself; None in the same cases as `scores`
+    source, source_version : the softmax's input itself, None in the same cases as `scores`, and its version then
     reason : why the marked tensor is not known to hold the weights softmax(S), or ""
     softmax : one object for all marks that come from one call of a softmax
     """
@@ -75,7 +66,8 @@ class WeightsMark:
     version: int
     keys: int
     scores: Tensor | None = None
-    source: _Source | None = None
+    source: Tensor | None = None
+    source_version: int = 0
     reason: str = ""
     softmax: object = field(default_factory=object)
 
@@ -110,7 +102,7 @@ def find_handwritten(
     if not results and not _changes_inputs(function):
         return None
     with _lock:
-        return _follow(function, inputs, options, results, keeps_scores)
+        return _follow(TorchCall(function, inputs, options), results, keeps_scores)
 
 
 def _function_of(function: Any) -> Any:
@@ -128,12 +120,10 @@ def _changes_inputs(function: Any) -> bool:
     return function == SET_DATA or (name.startswith("_foreach") and name.endswith("_"))
 
 
-def _follow(
-    function: Any, inputs: tuple[Any, ...], options: dict[str, Any], results: list[Tensor], keeps_scores: bool
-) -> WeightsMark | None:
+def _follow(call: TorchCall, results: list[Tensor], keeps_scores: bool) -> WeightsMark | None:
     """Do what `find_handwritten` does, for the tensors among the results."""
-    tensors = [x for x in tree_leaves((inputs, options)) if isinstance(x, Tensor)]
-    marked = [(x, _marks[x]) for x in tensors if x in _marks]  # the last one decides: that of weights that are known
+    function, given = call.function, call.tensors
+    marked = [(x, _marks[x]) for x in given if x in _marks]  # the last one decides: that of weights that are known
     found = sorted(
         marked, key=lambda pair: (isinstance(pair[1], WeightsMark), getattr(pair[1], "scores", None) is not None)
     )
@@ -142,23 +132,24 @@ def _follow(
             if _changes_inputs(function) or any(result is x for result in results):
                 _refuse_changed(x)
     if function in PRODUCTS:
-        read = [(x, _marks[x]) for x, _ in found if x is not options.get("out")]
+        read = [(x, _marks[x]) for x, _ in found if x is not call.options.get("out")]
         weights = [(x, mark) for x, mark in read if isinstance(mark, WeightsMark) and mark.keys >= 0]
         if weights:
-            return _complete(function, inputs, tensors, weights)
-        if not _is_projection(function, find_operands(function, tensors)):
+            return _complete(call, weights)
+        if not _is_projection(function, call.operands):
             _marks[results[0]] = ScoresMark(_four_axes(results[0]))
         return None
+    first = call.inputs[0] if call.inputs else call.options.get("input")
     for x, mark in found:
-        if function in OF_FIRST and x is not (inputs[0] if inputs else options.get("input")):
+        if function in OF_FIRST and x is not first:
             continue
         for result in results:
             new: ScoresMark | WeightsMark | None = None
             if isinstance(mark, WeightsMark):
                 is_changed = result is x and function not in OF_FIRST
-                new = None if is_changed else _follow_weights(function, inputs, options, x, mark, result)
+                new = None if is_changed else _follow_weights(call, x, mark, result)
             elif function in SOFTMAXES:
-                new = _follow_softmax(inputs, options, x, mark, result, keeps_scores)
+                new = _follow_softmax(call, x, mark, result, keeps_scores)
             elif function is not functional.linear and _is_similar(x, result):  # a projection has no scores
                 new = ScoresMark(_four_axes(result) or _keep_shape(function, mark.shape, x, result))
             if new is not None:
@@ -199,11 +190,9 @@ def _keep_shape(function: Any, shape: tuple[int, ...], x: Tensor, result: Tensor
     return shape if is_kept else ()
 
 
-def _follow_softmax(
-    inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor, mark: ScoresMark, result: Tensor, keeps_scores: bool
-) -> WeightsMark:
+def _follow_softmax(call: TorchCall, x: Tensor, mark: ScoresMark, result: Tensor, keeps_scores: bool) -> WeightsMark:
     """Return the mark of a softmax of the scores x."""
-    last = x.ndim - 1
+    last, inputs, options = x.ndim - 1, call.inputs, call.options
     weights = WeightsMark(_place_of_caller(), result.dtype, _version(result), last)
     if options.get("dim", inputs[1] if len(inputs) > 1 else None) not in (-1, last):
         return weights.refuse("the softmax is not over the last axis")
@@ -217,14 +206,12 @@ def _follow_softmax(
     is_exact = torch.promote_types(x.dtype, result.dtype) == result.dtype
     scores = source if is_exact else source.to(result.dtype)  # as a softmax with dtype= does first
     scores = scores.reshape(mark.shape) if mark.shape else scores
-    return replace(weights, scores=scores, source=_Source(source, _version(source)))
+    return replace(weights, scores=scores, source=source, source_version=_version(source))
 
 
-def _follow_weights(
-    function: Any, inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor, mark: WeightsMark, result: Tensor
-) -> WeightsMark | None:
+def _follow_weights(call: TorchCall, x: Tensor, mark: WeightsMark, result: Tensor) -> WeightsMark | None:
     """Return the mark of the result of a function of the weights x; None if the result contains no weights."""
-    is_alias = _share_memory(x, result)
+    function, is_alias = call.function, _share_memory(x, result)
     if not _is_similar(x, result) or (mark.keys < 0 and not is_alias):
         return None
     mark = replace(_check_versions(x, mark), version=_version(result))
@@ -242,8 +229,8 @@ def _follow_weights(
             return replace(mark, keys=result.ndim - 1, scores=scores)
         if function in MOVES:
             if scores is not None:
-                scores = call_with(scores.reshape(x.shape), function, inputs, options, x)
-            return replace(mark, keys=find_axis(mark.keys, function, inputs, options, x), scores=scores)
+                scores = call.repeat(x, scores.reshape(x.shape))
+            return replace(mark, keys=call.find_axis(mark.keys, x), scores=scores)
     keys = result.ndim - x.ndim + mark.keys if mark.keys >= 0 else -1
     has_keys = keys >= 0 and (result.shape[keys] > 1 or x.shape[mark.keys] == 1)
     is_mixed = function is functional.linear and result.numel() != x.numel()
@@ -263,21 +250,20 @@ def _has_filled(x: Tensor, scores: Tensor | None, result: Tensor) -> bool:
     return bool((scores.reshape(x.shape)[x.isnan()] == -torch.inf).all())
 
 
-def _complete(
-    function: Any, inputs: tuple[Any, ...], tensors: list[Tensor], weights: list[tuple[Tensor, WeightsMark]]
-) -> WeightsMark:
+def _complete(call: TorchCall, weights: list[tuple[Tensor, WeightsMark]]) -> WeightsMark:
     """Return the mark of the weights of a product, with scores in the order (..., queries, keys).
 
     If the mark has scores, the tensors of its softmax are forgotten, so that one softmax is recorded once.
     """
     for x, given in weights:
-        mark, order = _check_versions(x, given), order_axes(given.keys, function, inputs, tensors, x)
+        mark, order = _check_versions(x, given), call.order_axes(given.keys, x)
         if mark.scores is None or order is None:
             continue
         if order != tuple(range(x.ndim)):
             mark = replace(mark, scores=mark.scores.reshape(x.shape).permute(order))
-        for other, _ in _of_softmax(mark):
-            del _marks[other]
+        for other, one in list(_marks.items()):
+            if isinstance(one, WeightsMark) and one.softmax is mark.softmax:
+                del _marks[other]
         return mark
     return _check_versions(*weights[0]).refuse("the product does not show which axes have its queries and keys")
 
@@ -288,21 +274,15 @@ def _refuse_changed(x: Tensor) -> None:
         if isinstance(mark, WeightsMark):
             if _share_memory(other, x):
                 _marks[other] = mark.refuse(CHANGED.format("weights"))
-            elif mark.source is not None and _share_memory(mark.source.tensor, x):
+            elif mark.source is not None and _share_memory(mark.source, x):
                 _marks[other] = mark.refuse(CHANGED.format("scores"))
-
-
-def _of_softmax(mark: WeightsMark) -> list[tuple[Tensor, WeightsMark]]:
-    """Return the tensors and marks that come from the softmax of this mark."""
-    marks = _marks.items()
-    return [(x, other) for x, other in marks if isinstance(other, WeightsMark) and other.softmax is mark.softmax]
 
 
 def _check_versions(x: Tensor, mark: WeightsMark) -> WeightsMark:
     """Return the mark of x, with a reason if weights or scores have been changed in place since they were marked."""
     if _version(x) != mark.version:
         return mark.refuse(CHANGED.format("weights"))
-    if mark.source is not None and _version(mark.source.tensor) != mark.source.version:
+    if mark.source is not None and _version(mark.source) != mark.source_version:
         return mark.refuse(CHANGED.format("scores"))
     return mark
 

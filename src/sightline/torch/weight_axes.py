@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
+
+from ..caching import cached_property
 
 
 def find_functions(names: str) -> set[Any]:
@@ -25,61 +28,60 @@ MOVES |= {x.__get__ for x in (Tensor.mT, Tensor.T, Tensor.mH, Tensor.H)}  # type
 DIGITS = "0123456789"  # the axes of "..." in an equation
 
 
-def call_with(
-    other: Tensor, function: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor
-) -> Any:
-    """Return `function(*inputs, **options)` with the tensor `other` in place of x."""
-    changed = {name: other if option is x else option for name, option in options.items()}
-    return function(*[other if given is x else given for given in inputs], **changed)
+@dataclass(frozen=True, eq=False)
+class TorchCall:
+    """A call of a function of torch, with its positional and its named arguments."""
 
+    function: Any
+    inputs: tuple[Any, ...]
+    options: dict[str, Any]
 
-def find_axis(
-    axis: int, function: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any], x: Tensor
-) -> int:
-    """Return the index of an axis of x after `function`, found by a call on a tensor whose lengths all differ."""
-    lengths = range(2, x.ndim + 2)
-    moved = call_with(torch.empty(*lengths, device="meta"), function, inputs, options, x)
-    return list(moved.shape).index(lengths[axis])
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [x for x in tree_leaves((self.inputs, self.options)) if isinstance(x, Tensor)]
 
+    def repeat(self, x: Tensor, other: Tensor) -> Any:
+        """Return the result of the call with the tensor `other` in place of x."""
+        options = {name: other if option is x else option for name, option in self.options.items()}
+        return self.function(*[other if given is x else given for given in self.inputs], **options)
 
-def find_operands(function: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of a call that `function`, one of PRODUCTS, multiplies, from left to right."""
-    if function is torch.einsum:
-        return tensors
-    operands = tensors[1:3] if function in WITH_SUMMAND else tensors[:2]
-    return operands[::-1] if function is Tensor.__rmatmul__ else operands
+    def find_axis(self, axis: int, x: Tensor) -> int:
+        """Return the index of an axis of x in the result, found by a call on a tensor whose lengths all differ."""
+        lengths = range(2, x.ndim + 2)
+        moved = self.repeat(x, torch.empty(*lengths, device="meta"))
+        return list(moved.shape).index(lengths[axis])
 
+    @property
+    def operands(self) -> list[Tensor]:
+        """The tensors that the function, one of PRODUCTS, multiplies, from left to right."""
+        if self.function is torch.einsum:
+            return self.tensors
+        operands = self.tensors[1:3] if self.function in WITH_SUMMAND else self.tensors[:2]
+        return operands[::-1] if self.function is Tensor.__rmatmul__ else operands
 
-def order_axes(
-    keys: int, function: Callable[..., Any], inputs: tuple[Any, ...], tensors: list[Tensor], x: Tensor
-) -> tuple[int, ...] | None:
-    """Return the axes of the weights x in the order (..., queries, keys), as one of PRODUCTS reads them.
+    def order_axes(self, keys: int, x: Tensor) -> tuple[int, ...] | None:
+        """Return the axes of the weights x in the order (..., queries, keys), as the function, a product, reads them.
 
-    The result is None if the product does not sum over the axis `keys` alone, or if several axes may be the queries.
-
-    Parameters
-    ----------
-    keys : the axis of the keys, from 0
-    function, inputs : the product and its positional arguments
-    tensors : the tensors among all arguments
-    x : the weights, one of these tensors
-    """
-    if function is torch.einsum:
-        return _read_equation(keys, inputs[0], tensors, x)
-    operands = find_operands(function, tensors)
-    if len(operands) < 2 or x.ndim < 2 or function is torch.tensordot:
+        `keys` is the axis of the keys, from 0. The result is None if the product does not sum over this axis alone, or
+        if several axes may be the queries.
+        """
+        if self.function is torch.einsum:
+            return _read_equation(keys, self.inputs[0], self.tensors, x)
+        operands = self.operands
+        if len(operands) < 2 or x.ndim < 2 or self.function is torch.tensordot:
+            return None
+        left, right = operands
+        axes = tuple(range(x.ndim))
+        if x is left and keys == axes[-1]:
+            return axes
+        if x is right and keys == axes[-2]:
+            return (*axes[:-2], axes[-1], axes[-2])
         return None
-    left, right = operands
-    axes = tuple(range(x.ndim))
-    if x is left and keys == axes[-1]:
-        return axes
-    if x is right and keys == axes[-2]:
-        return (*axes[:-2], axes[-1], axes[-2])
-    return None
 
 
 def _read_equation(keys: int, equation: Any, tensors: list[Tensor], x: Tensor) -> tuple[int, ...] | None:
-    """Return the result of `order_axes` for an equation of einsum such as "bhij,bhjd->bhid"."""
+    """Return the result of `TorchCall.order_axes` for an equation of einsum such as "bhij,bhjd->bhid"."""
     if not isinstance(equation, str) or "->" not in equation or len(tensors) != 2:
         return None
     terms, output = equation.replace(" ", "").split("->")
