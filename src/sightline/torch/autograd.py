@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ from .operator import make_seed, to_arguments
 
 if TYPE_CHECKING:
     from .graph_attacher import GraphCall
+
+
+class BackwardArrays(NamedTuple):
+    """The tensors of a backward pass: the gradients of the results, None for 0, and the saved inputs and results."""
+
+    gradients: Sequence[Tensor | None]
+    inputs: Sequence[Tensor]
+    results: Sequence[Tensor]
 
 
 class _Attention(torch.autograd.Function):
@@ -50,10 +58,10 @@ class _Attention(torch.autograd.Function):
             *saved, seed = saved
             call = replace(call, seed=int(seed) % 2**64)
         count: int = call.attacher.num_inputs
-        inputs, results = saved[:count], saved[count:]
         has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
         gradients = (_with_contiguous_rows(gradients[0]), *gradients[1:])
-        found = None if has_graph else call.attacher.repeat(call, gradients, inputs, results)
+        arrays = BackwardArrays(gradients, saved[:count], saved[count:])
+        found = None if has_graph else call.attacher.repeat(call, arrays)
         if found is None:
             refuse_old_vmap(gradients)
             given = [gradient for gradient in gradients if gradient is not None]
@@ -61,7 +69,7 @@ class _Attention(torch.autograd.Function):
                 return (None,) * (2 + count)
             needs_operator = has_graph or is_intercepted() or any(type(gradient) is not Tensor for gradient in given)
             differentiate = _differentiate_by_operator if needs_operator else _differentiate
-            found = differentiate(call, inputs, gradients, results)[:count]
+            found = differentiate(call, arrays)[:count]
         return (None, None, *found)
 
 
@@ -82,41 +90,42 @@ def _with_contiguous_rows(d_output: Tensor | None) -> Tensor | None:
     return d_output
 
 
-def _differentiate(
-    call: GraphCall, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], results: Sequence[Tensor]
-) -> list[Tensor]:
+def _differentiate(call: GraphCall, arrays: BackwardArrays) -> list[Tensor]:
     """Return the gradients of the inputs by the backward pass of the plan's kernel, or else by that of `streaming`."""
-    attacher, problem = call.attacher, call.make_problem(inputs)
+    attacher, problem = call.attacher, call.make_problem(arrays.inputs)
     plan, tables = call.plan or make_plan(problem, attacher.kernel), attacher.backward.slots
-    saved = results[0], torch.as_tensor(call.find_lse(results), device=results[0].device)
-    if gradients[0] is None:
-        gradients = torch.zeros_like(results[0]), *gradients[1:]
+    output, lse = _read_saved(call, arrays.results)
+    if arrays.gradients[0] is None:
+        arrays = arrays._replace(gradients=(torch.zeros_like(output), *arrays.gradients[1:]))
+    gradients = arrays.gradients
     d_results = [*gradients, None] if len(gradients) == 1 else gradients  # lse is a result only beside statistics
-    with operator.autocast_disabled(saved[0]):
-        arrays = split_saved(problem.see, results)
-        found = operator.differentiate_results(problem, plan, d_results, saved, tables, attacher.threads, arrays)
+    with operator.autocast_disabled(output):
+        own = split_saved(problem.see, arrays.results)
+        found = operator.differentiate_results(problem, plan, d_results, (output, lse), tables, attacher.threads, own)
     if found.bound_call is not None or found.recorded_call is not None:
-        attacher.keep(found, call, gradients, inputs, results)
+        attacher.keep(found, call, arrays)
     return operator.flatten_gradients(problem, found, tables)
 
 
-def _differentiate_by_operator(
-    call: GraphCall, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], results: Sequence[Tensor]
-) -> Sequence[Tensor]:
+def _differentiate_by_operator(call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor]:
     """Return the gradients of the inputs by the registered operator, which can be differentiated again."""
-    attacher, problem = call.attacher, call.make_problem(inputs)
+    attacher, problem = call.attacher, call.make_problem(arrays.inputs)
     seed = make_seed(problem.seed) if problem.dropout else None
-    arrays, spec = to_arguments(problem, seed, attacher.kernel, attacher.threads)
+    own, spec = to_arguments(problem, seed, attacher.kernel, attacher.threads)
     place = {slot: table for table, slot in spec.table_slots(problem).items()}
     wanted = [place[index] for index in attacher.backward.slots]
-    indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    given = [gradient for gradient in gradients if gradient is not None]
-    saved = results[0], torch.as_tensor(call.find_lse(results), device=results[0].device)
+    given = {index: gradient for index, gradient in enumerate(arrays.gradients) if gradient is not None}
+    saved = _read_saved(call, arrays.results)
     if is_transformed():
-        derivative = Derivative.of(arrays, spec, 1, tuple(indices), tuple(wanted))
-        return apply(derivative, *given, *saved, *arrays.flatten())
-    found: list[Tensor] = operator.attention_backward(given, indices, wanted, *saved, *arrays, *spec)
+        derivative = Derivative.of(own, spec, 1, tuple(given), tuple(wanted))
+        return apply(derivative, *given.values(), *saved, *own.flatten())
+    found: list[Tensor] = operator.attention_backward([*given.values()], [*given], wanted, *saved, *own, *spec)
     return found
+
+
+def _read_saved(call: GraphCall, results: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return output and lse as tensors."""
+    return results[0], torch.as_tensor(call.find_lse(results), device=results[0].device)
 
 
 def tables_of(problem: Problem) -> list[Any]:

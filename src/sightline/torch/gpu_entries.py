@@ -26,7 +26,7 @@ from ..call.lookup import LOOKUP, store
 from ..call.problem import NUM_OPERANDS, Problem
 from ..call.request import Request
 from ..formula.expression import Expression
-from .autograd import needs_gradients
+from .autograd import BackwardArrays, needs_gradients
 from .graph_attacher import GraphAttacher, GraphCall
 from .operator import make_seed
 
@@ -105,26 +105,17 @@ class GpuEntry(ResultBuilder):
 class GpuAttacher(GraphAttacher):
     """The attacher of calls on a GPU, whose backward passes are launches of Triton kernels."""
 
-    def repeat(
-        self, call: GraphCall, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> Sequence[Tensor] | None:
-        arrays, read = _read_arrays(call, gradients, inputs, results)
+    def repeat(self, call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor] | None:
+        given, read = _read_arrays(call, arrays)
         launches = None if read is None else self.backward.entries.get(read[0])
-        given = None if launches is None else launches.read_inputs(arrays, read[1:], call.source.tables, None)
-        return None if launches is None or given is None else launches.run(given, call.seed or 0)
+        inputs = None if launches is None else launches.read_inputs(given, read[1:], call.source.tables, None)
+        return None if launches is None or inputs is None else launches.run(inputs, call.seed or 0)
 
-    def keep(
-        self,
-        found: Gradients,
-        call: GraphCall,
-        gradients: Sequence[Tensor | None],
-        inputs: Sequence[Tensor],
-        results: Sequence[Tensor],
-    ) -> None:
+    def keep(self, found: Gradients, call: GraphCall, arrays: BackwardArrays) -> None:
         from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
         recorded = found.recorded_call
-        _, read = _read_arrays(call, gradients, inputs, results)
+        _, read = _read_arrays(call, arrays)
         if read is None:
             return
         addresses = [recorded.inputs[name].data_ptr() for name in BACKWARD_OPERANDS]
@@ -133,19 +124,17 @@ class GpuAttacher(GraphAttacher):
             store(self.backward.entries, read[0], launches, MAX_BACKWARD_ENTRIES)
 
 
-def _read_arrays(
-    call: GraphCall, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
-) -> tuple[tuple[Any, ...], Any]:
+def _read_arrays(call: GraphCall, arrays: BackwardArrays) -> tuple[tuple[Any, ...], Any]:
     """Return the arrays that the backward kernels read besides tables, and (layouts, addresses) with the tables.
 
     The second result is None if the gradients need the full dispatch.
     """
-    d_output, *others = gradients
-    arrays = (*inputs[:NUM_OPERANDS], results[0], d_output, call.find_lse(results))
+    (d_output, *others), inputs, results = arrays
+    given = (*inputs[:NUM_OPERANDS], results[0], d_output, call.find_lse(results))
     is_bound = d_output is not None and d_output.dtype is results[0].dtype and len(inputs) == NUM_OPERANDS
     if not is_bound or any(gradient is not None for gradient in others):
-        return arrays, None
-    return arrays, LOOKUP.read_arrays(*arrays, *call.source.tables)
+        return given, None
+    return given, LOOKUP.read_arrays(*given, *call.source.tables)
 
 
 def insert(

@@ -17,7 +17,7 @@ from ..call.problem import NUM_OPERANDS, Problem, make_problem
 from ..call.request import Request
 from ..call.spec import flatten_result
 from ..statistics import Statistic, unwrap_mean
-from .autograd import connect, needs_gradients, tables_of, trainable_inputs
+from .autograd import BackwardArrays, connect, needs_gradients, tables_of, trainable_inputs
 from .operator import build_result
 
 
@@ -154,39 +154,26 @@ class GraphAttacher:
         return EntryResult(results[0], lse, results[2:], result.is_lse_imprecise, result.seed)
 
     # -- the backward passes of cached calls ---------------------------------------------------------------------------
-    def repeat(
-        self, call: GraphCall, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> Sequence[Tensor] | None:
+    def repeat(self, call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor] | None:
         """Return the gradients of the inputs by a kernel call that `keep` has kept; None if no such call can serve."""
         if isinstance(call.source, Problem) or call.is_lse_imprecise:
             return None
-        return self.backward.repeat(*self._read_inputs(call, call.source, gradients, inputs, results))
+        return self.backward.repeat(*self._read_inputs(call, call.source, arrays))
 
-    def keep(
-        self,
-        found: Gradients,
-        call: GraphCall,
-        gradients: Sequence[Tensor | None],
-        inputs: Sequence[Tensor],
-        results: Sequence[Tensor],
-    ) -> None:
+    def keep(self, found: Gradients, call: GraphCall, arrays: BackwardArrays) -> None:
         """Keep the kernel call that computed `found` for later backward passes with the same layouts."""
         if not isinstance(call.source, Problem):
-            given, forward = self._read_inputs(call, call.source, gradients, inputs, results)
+            given, forward = self._read_inputs(call, call.source, arrays)
             self.backward.keep(found, given, call.formulas, forward)
 
     def _read_inputs(
-        self,
-        call: GraphCall,
-        request: Request,
-        gradients: Sequence[Tensor | None],
-        inputs: Sequence[Tensor],
-        results: Sequence[Tensor],
+        self, call: GraphCall, request: Request, arrays: BackwardArrays
     ) -> tuple[BackwardInputs | None, ForwardPass]:
         """Return (the inputs to repeat a backward call, the forward pass). Saved tensors replace the learned tables.
 
         The inputs are None if no kept call can serve. For example, hooks may have changed layouts of saved tensors.
         """
+        gradients, inputs, results = arrays
         lse, sinks = call.find_lse(results), call.sinks(inputs)
         forward = ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, call.seed or 0, self.threads)
         given = read_inputs(request, self.backward.problem, gradients, forward, results)
