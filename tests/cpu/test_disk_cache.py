@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import constant_kernels
-from constant_kernels import called, constant, kernel, number_of
+import minimal_kernels
+from minimal_kernels import called, constant, kernel, number_of
 from sightline.cpu.runtime import compile, disk_cache
 from sightline.cpu.runtime.cache_folder import CACHE_VARIABLE
 from sightline.cpu.runtime.machine import host
@@ -540,7 +540,7 @@ def test_old_files_of_a_read_only_disk_are_read(folder, monkeypatch):
 FORK = """
 import os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
-from constant_kernels import constant, kernel, number_of
+from minimal_kernels import constant, kernel, number_of
 from sightline.cpu.runtime import compile
 from sightline.cpu.runtime.machine import host
 many = "\\n".join(f"  %x{n} = load volatile i64, ptr %arguments" for n in range(1500))
@@ -574,6 +574,6 @@ print("forks", forks, "bad", bad)
 
 
 def test_a_fork_while_another_thread_compiles(tmp_path):
-    answer = said(started("off", os.path.dirname(constant_kernels.__file__), program=FORK)).split()
+    answer = said(started("off", os.path.dirname(minimal_kernels.__file__), program=FORK)).split()
     assert answer[3] == "0"
     assert int(answer[1]) >= 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from llvmlite.binding import ffi
 
-import constant_kernels
+import minimal_kernels
 from sightline.cpu.runtime.machine import native_machine
 
 HELPERS = Path(__file__).parent.parent / "helpers"
@@ -52,7 +52,7 @@ def test_calls_work_after_an_interrupt_before_any_instruction():
 
 def compile_for_this_processor():
     native_machine.cache_clear()
-    return constant_kernels.number_of(constant_kernels.kernel(1))
+    return minimal_kernels.number_of(minimal_kernels.kernel(1))
 
 
 @pytest.mark.parametrize("calls_before", [0, 3, 10])

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import sightline
-from sightline.cpu.runtime import compile, thread_count, thread_team
-from sightline.cpu.runtime.machine import host
+from minimal_kernels import count_calls
+from sightline.cpu.runtime import thread_count, thread_team
 from sightline.errors import ParameterError
 
 # -- number --------------------------------------------------------------------------------------------------------
@@ -107,37 +107,6 @@ def test_the_quota_of_a_container(line, number, tmp_path, monkeypatch, bare):
 
 
 # -- team ----------------------------------------------------------------------------------------------------------
-
-# arguments: number of threads that have called, number of threads to wait for
-MEETING = """
-define void @meet(ptr %arguments) {
-entry:
-  %second = getelementptr i8, ptr %arguments, i64 8
-  %wanted = load i64, ptr %second
-  %before = atomicrmw add ptr %arguments, i64 1 seq_cst
-  br label %wait
-wait:
-  %iteration = phi i64 [ 0, %entry ], [ %next, %again ]
-  %called = load atomic i64, ptr %arguments seq_cst, align 8
-  %all = icmp sge i64 %called, %wanted
-  br i1 %all, label %done, label %again
-again:
-  %next = add i64 %iteration, 1
-  %expired = icmp sgt i64 %next, 3000000000
-  br i1 %expired, label %done, label %wait
-done:
-  ret void
-}
-"""
-
-
-def count_calls(number, expected=None):
-    """Return how many threads called a kernel that waits for `expected` threads."""
-    address = compile.get_or_compile("meeting", "meet", lambda: MEETING, host())
-    arguments = np.array([0, number if expected is None else expected], np.int64)
-    thread_team.call(address, arguments, number, ())
-    return int(arguments[0])
-
 
 needs_openmp = pytest.mark.skipif(thread_team._openmp_team() is None, reason="torch has no OpenMP here")
 

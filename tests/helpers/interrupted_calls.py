@@ -18,29 +18,11 @@ import time
 import numpy as np
 
 import sightline
+from minimal_kernels import count_calls
 from sightline.cpu.launch import forward
-from sightline.cpu.runtime import compile, thread_team
-from sightline.cpu.runtime.machine import host
+from sightline.cpu.runtime import thread_team
 
 MAX_CALL_SECONDS = 20.0
-WAITING_KERNEL = """
-define void @wait_for_two(ptr %arguments) {
-entry:
-  %before = atomicrmw add ptr %arguments, i64 1 seq_cst
-  br label %wait
-wait:
-  %iteration = phi i64 [ 0, %entry ], [ %next, %again ]
-  %called = load atomic i64, ptr %arguments seq_cst, align 8
-  %all = icmp sge i64 %called, 2
-  br i1 %all, label %done, label %again
-again:
-  %next = add i64 %iteration, 1
-  %expired = icmp sgt i64 %next, 10000000000
-  br i1 %expired, label %done, label %wait
-done:
-  ret void
-}
-"""
 
 forward.MIN_PARALLEL_MULTIPLICATIONS = 0  # small calls use two threads too
 rng = np.random.default_rng(0)
@@ -62,19 +44,11 @@ def check_results():
     np.testing.assert_array_equal(attend(SHORT), EXPECTED)
 
 
-def check_two_threads():
-    """Check that a call still has two threads: the kernel returns when two threads have called it."""
-    address = compile.get_or_compile("two", "wait_for_two", lambda: WAITING_KERNEL, host())
-    arguments = np.zeros(1, np.int64)
-    thread_team.call(address, arguments, 2, ())
-    assert arguments[0] == 2
-
-
 def check_all():
     """Check calls of this thread and of a new thread. The program ends if they take too long."""
     faulthandler.dump_traceback_later(MAX_CALL_SECONDS, exit=True)
     check_results()
-    check_two_threads()
+    assert count_calls(2) == 2  # a call still has two threads
     finished = []
     thread = threading.Thread(target=lambda: finished.append(check_results()), daemon=True)
     thread.start()
