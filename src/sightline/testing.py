@@ -75,19 +75,18 @@ def _permute_storage(array: Any, source: int, target: int) -> Any:
 
 
 def _with_gaps(array: Any) -> Any:
-    """Return a view that equals the array: every second entry, along the last two axes, of an array of NaN."""
-    *batch_shape, rows, width = array.shape
-    whole = np.full((*batch_shape, 2 * rows, 2 * width), np.nan, array.dtype)
-    whole[..., ::2, ::2] = array
-    return whole[..., ::2, ::2]
+    """Return a view that equals the array: every second entry, along the last two axes, of an array of NaN or of 1."""
+    lengths = (*array.shape[:-2], *[2 * length for length in array.shape[-2:]])
+    whole: Any = np.full(lengths, 1 if array.dtype.kind in "biu" else np.nan, array.dtype)
+    inside = whole[(..., *[slice(None, None, 2)] * len(array.shape[-2:]))]
+    inside[...] = array
+    return inside
 
 
 def _to_odd_address(array: Any) -> Any:
     """Return a copy of the array that starts one byte past an aligned address."""
     buffer = np.empty(array.nbytes + 1, np.uint8)
-    inside = (
-        buffer[1:].view(array.dtype) if array.dtype.itemsize == 1 else np.ndarray(array.shape, array.dtype, buffer, 1)
-    )
+    inside: Any = np.ndarray(array.shape, array.dtype, buffer, 1)
     inside[...] = array
     return inside
 
@@ -97,7 +96,7 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "columns first": lambda x: _permute_storage(x, -1, -2),
     "Fortran": lambda x: np.asfortranarray(x),
     "positions before heads": lambda x: _permute_storage(x, -3, -2) if x.ndim > 2 else np.ascontiguousarray(x),
-    "backwards": lambda x: np.ascontiguousarray(x[..., ::-1, ::-1])[..., ::-1, ::-1],
+    "backwards": lambda x: np.flip(np.ascontiguousarray(np.flip(x))),
     "gaps": _with_gaps,
     "unaligned": _to_odd_address,
     "one row for all": lambda x: np.broadcast_to(x[..., :1, :], x.shape),  # stride 0; all rows equal the first

@@ -23,20 +23,10 @@ from sightline.cpu.launch import prepared_call
 from sightline.errors import SightlineError
 from sightline.reference.accuracy import NUM_ORDERS, compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.testing import LAYOUTS, assert_within_budget
 from strategies import Case, to_torch
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def _in_gaps(array):
-    """Every second entry, along each axis, of a larger array whose other entries are another array's."""
-    larger = np.repeat(array[::-1] if array.ndim else array, 2, axis=-1)
-    for axis in range(array.ndim - 1):
-        larger = np.repeat(larger, 2, axis=axis)
-    found = larger[(slice(None, None, 2),) * array.ndim]
-    found[...] = array
-    return found
 
 
 def _in_records(array):
@@ -44,12 +34,6 @@ def _in_records(array):
     records = np.zeros(array.shape, [("before", np.int8), ("entry", array.dtype), ("after", np.int16)])
     records["entry"] = array
     return records["entry"]
-
-
-def _unaligned(array):
-    found = np.ndarray(array.shape, array.dtype, np.empty(array.nbytes + 1, np.uint8), 1)
-    found[...] = array
-    return found
 
 
 def _in_file(array):
@@ -60,29 +44,20 @@ def _in_file(array):
         return np.asarray(np.memmap(file, array.dtype, "r", shape=array.shape)) if array.size else array
 
 
-def _reversed(array):
-    backwards = (slice(None, None, -1),) * array.ndim
-    return np.ascontiguousarray(array[backwards])[backwards]
-
-
 def _read_only(array):
     array.flags.writeable = False
     return array
 
 
 MEMORY = {  # by name: a function that returns an equal array in another memory; "repeated" ones have other contents
-    "contiguous": np.array,
-    "turned": lambda x: np.array(x.T, order="C").T,
+    **{name: LAYOUTS[name] for name in ("contiguous", "Fortran", "backwards", "gaps", "unaligned")},
     "one axis turned": lambda x: np.moveaxis(np.array(np.moveaxis(x, 0, -1)), -1, 0),
-    "reversed": _reversed,
-    "gaps": _in_gaps,
     "records": _in_records,
-    "unaligned": _unaligned,
     "file": _in_file,
     "read-only": lambda x: _read_only(np.array(x)),
     "read-only and turned": lambda x: _read_only(np.array(x.T).T),
-    "read-only with gaps": lambda x: _read_only(_in_gaps(x)),
-    "read-only and reversed": lambda x: _read_only(_reversed(x)),
+    "read-only with gaps": lambda x: _read_only(LAYOUTS["gaps"](x)),
+    "read-only and backwards": lambda x: _read_only(LAYOUTS["backwards"](x)),
     "repeated along the first axis": lambda x: np.broadcast_to(x[:1].copy(), x.shape),
     "repeated along the last axis": lambda x: np.broadcast_to(x[..., :1].copy(), x.shape),
 }
