@@ -1,6 +1,7 @@
 """`word_timestamps`: tokens and times of transformers' own eager path, with the weights of few heads."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,18 @@ def test_one_array_gives_a_transcript_and_a_list_a_list():
     assert [word.start for word in words[1:]] == [word.end for word in words[:-1]]
     assert words[0].start < words[-1].start
     assert (one.segments[0].start, one.segments[-1].end) == (one.words[0].start, one.words[-1].end)
+
+
+def test_threads_share_a_model():
+    model, processor = make_tiny_whisper(3, [(0, 1), (2, 3)])
+    waves = np.random.default_rng(0).normal(size=(3, 20_000)).astype(np.float32)
+
+    def transcribe(wave):
+        return word_timestamps(model, processor, wave, RATE, language="en")
+
+    expected = [transcribe(wave) for wave in waves]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(transcribe, [*waves, *waves])) == [*expected, *expected]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, _combine
 
 from ..data import tried_versions
 from ..errors import ParameterError
-from ..torch.hooks import wrapping
+from ..torch.hooks import restore_on_exit, wrapping
 
 __all__ = ["LANGUAGES", "DynamicLayer", "DynamicSlidingWindowLayer"]
 
@@ -87,8 +87,19 @@ def change_position_biases(
 
 @contextmanager
 def generating_windows(model: Any, generate: Callable[..., Any]) -> Iterator[None]:
-    """Let `generate` of a Whisper model compute each window of the audio by `generate(own function, *arguments)`."""
-    with wrapping(model, "generate_with_fallback", generate):
+    """Let `generate` of a Whisper model compute each window of the audio by `generate(own function, *arguments)`.
+
+    The model uses "sightline" all the time, also if several threads call it: its `generate` sets "eager" to get times
+    of tokens, and the property of a changed configuration class ignores that.
+    """
+    kept = property(lambda config: NAME, lambda config, value: None)
+    config, kind, own = model.config, type(model.config), partial(type(model).generate_with_fallback, model)
+
+    def generate_window(_: Any, *inputs: Any, **options: Any) -> Any:
+        return generate(own, *inputs, **options)  # not by the function of another thread
+
+    with restore_on_exit(config, "__class__"), wrapping(model, "generate_with_fallback", generate_window):
+        config.__class__ = type(kind.__name__, (kind,), {"_attn_implementation": kept})
         yield
 
 

@@ -22,7 +22,7 @@ from ..errors import ParameterError
 from ..torch.hooks import registering
 from .attention_interface import RETURNED_HEADS
 from .compatibility import LANGUAGES, combine_tokens_into_words, generating_windows
-from .model_layers import find_attention_layers, using_sightline
+from .model_contexts import find_attention_layers
 
 Audio = NDArray[Any] | Tensor
 RESERVED = ("return_dict_in_generate", "return_segments", "return_token_timestamps", "num_return_sequences")
@@ -272,7 +272,6 @@ def _returning(model: Any, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
         return results
 
     with ExitStack() as exit_stack:
-        exit_stack.enter_context(using_sightline(model))
         exit_stack.enter_context(generating_windows(model, generate_windows))
         exit_stack.enter_context(registering(RETURNED_HEADS, returned, returned))
         yield
