@@ -18,7 +18,7 @@ from sightline import __version__, attention, padding, weights
 from sightline.api.kernels import KERNELS
 from sightline.call.problem import make_problem
 from sightline.cli import bench_command, head_patterns, main
-from sightline.cli.demo_command import budget_shares, compare_times, describe_times, largest_differences
+from sightline.cli.demo_command import compare_times, describe_times, measure_errors
 from sightline.cli.explain_command import explain
 from sightline.cli.info_command import DRIVER_VERSION_FILES, PACKAGES, SAMPLES, TORCH_VARIABLES, support, torch_threads
 from sightline.cli.walkthrough import walk_through
@@ -283,11 +283,12 @@ def test_the_models_results_are_reproduced_within_rounding(layer):
     cat = load("minilm_cat")
     given, mask = cat.layers[layer], padding(cat.lengths)
     out, (seen,) = attention(given.query, given.key, given.value, mask=mask, see=[weights()])
-    assert max(budget_shares(given, mask, out, seen)) <= 1
+    differences, shares = measure_errors(given, mask, out, seen)
+    assert max(shares) <= 1
     rough = compute_baseline(make_problem(given.query, given.key, given.value, mask=mask))
     assert_within_budget(out, given.output.astype(float), rough.output)  # as near to the model as plain NumPy
     assert_within_budget(seen, given.weights.astype(float), rough.weights)
-    ours, models, mutual = largest_differences(given, mask, out, seen).values()
+    ours, models, mutual = differences.values()
     assert all(b <= o + m for o, m, b in zip(ours, models, mutual, strict=True))  # the triangle inequality
     assert not seen[0, :, :, cat.lengths[0] :].any()
 

@@ -87,41 +87,33 @@ def demo(options: argparse.Namespace) -> None:
 
 def _print_errors(console: Console, layer: Layer, mask: Expression, out: Array, seen: Array) -> None:
     section(console, "Error")
-    differences = largest_differences(layer, mask, out, seen).items()
-    rows = [(name, *(f"{error:.1e}" for error in errors)) for name, errors in differences]
+    differences, shares = measure_errors(layer, mask, out, seen)
+    rows = [(name, *(f"{error:.1e}" for error in errors)) for name, errors in differences.items()]
     console.print(table("largest difference", "output", "weights", rows=rows))
-    output_share, weights_share = budget_shares(layer, mask, out, seen)
-    used = f"The output uses {output_share:.2f} of its rounding-error budget, the weights use {weights_share:.2f}."
+    used = f"The output uses {shares[0]:.2f} of its rounding-error budget, the weights use {shares[1]:.2f}."
     note(console, f"{used}\nThe budget is twice the error of plain float32, plus 2 units in the last place.")
 
 
-def largest_differences(layer: Layer, mask: Expression, out: Array, seen: Array) -> dict[str, tuple[float, float]]:
-    """Return the largest differences between every two of Sightline, the float64 definition and the model.
+def measure_errors(
+    layer: Layer, mask: Expression, out: Array, seen: Array
+) -> tuple[dict[str, tuple[float, float]], tuple[float, float]]:
+    """Return the largest differences of outputs and of weights, and the shares of their rounding-error budgets.
 
-    The keys of the result name the two. The values are (difference of the outputs, difference of the weights).
+    The differences are those between every two of Sightline, the float64 definition and the model, by their names.
+    `sightline.testing` says what the budgets are.
     """
-    true, true_weights = _reference_outputs(layer, mask)
+    wide = [array.astype(np.float64) for array in (layer.query, layer.key, layer.value)]
+    true, (true_weights,) = attention(*wide, mask=mask, see=[weights()], kernel="reference")
     assert layer.weights is not None
     pairs = {
         "Sightline and the float64 definition": ((out, true), (seen, true_weights)),
         "the model and the float64 definition": ((layer.output, true), (layer.weights, true_weights)),
         "Sightline and the model": ((out, layer.output), (seen, layer.weights)),
     }
-    return {name: (_difference(*outputs), _difference(*matrices)) for name, (outputs, matrices) in pairs.items()}
-
-
-def budget_shares(layer: Layer, mask: Expression, out: Array, seen: Array) -> tuple[float, float]:
-    """Return the shares of the rounding-error budgets that the output and the weights use; see `sightline.testing`."""
-    true, true_weights = _reference_outputs(layer, mask)
+    differences = {name: (_difference(*outputs), _difference(*matrices)) for name, (outputs, matrices) in pairs.items()}
     problem = make_problem(layer.query, layer.key, layer.value, mask=mask)
     rough, terms = compute_baseline(problem), term_sizes(problem, true_weights)
-    return budget_used(out, true, rough.output, terms), budget_used(seen, true_weights, rough.weights)
-
-
-def _reference_outputs(layer: Layer, mask: Expression) -> tuple[Array, Array]:
-    wide = [array.astype(np.float64) for array in (layer.query, layer.key, layer.value)]
-    output, (true_weights,) = attention(*wide, mask=mask, see=[weights()], kernel="reference")
-    return output, true_weights
+    return differences, (budget_used(out, true, rough.output, terms), budget_used(seen, true_weights, rough.weights))
 
 
 def _difference(x: Array, y: Array) -> float:

@@ -14,7 +14,7 @@ import sightline
 from ..errors import ParameterError
 from ..view.explorer import Exploration, from_seen, save_html
 from ..view.explorer.data import PAGE_BYTES, TOP_ENTRIES
-from ..view.explorer.storage import BASE64_RATIO
+from ..view.explorer.page_parts import BASE64_RATIO
 from .console import make_console, progress
 
 EXAMPLE = 'sightline view --model ./my-model "the cat ate the rat"'
