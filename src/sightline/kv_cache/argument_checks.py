@@ -1,18 +1,21 @@
-"""Checks and conversions of the arguments of `KVCache`'s methods, such as the arrays of `append`."""
+"""Checks and conversions of the arguments of `KVCache` and of calls on it, such as the arrays of `append`."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arrays.kinds import check_kind, is_array
-from ..arrays.operations import JAX, check_float_dtype, dtype_name, framework, place, to_numpy
+from ..arrays.operations import FLOATS, JAX, check_float_dtype, device, dtype_name, framework, place, to_numpy
+from ..arrays.row_formats import QUANTIZED
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 
 if TYPE_CHECKING:
     from .storage import Storage
 
+NARROW_FLOATS = ("float32", "bfloat16", "float16")  # the dtypes of queries on a quantised cache
 ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
 
 
@@ -124,3 +127,49 @@ def read_owners(counts: Any, B: int) -> Any:
     if numbers is None or numbers.shape not in ((), (B,)) or (numbers < 0).any():
         raise ShapeError(f"fork({counts!r})", f"a whole number ≥ 0, or one for each of {B} sequences", "fork(4)")
     return np.repeat(np.arange(B), numbers)
+
+
+def read_cache_dtype(dtype: Any) -> tuple[str, str] | None:
+    """Return the dtypes of keys and values of a quantised cache; None for a cache of floats.
+
+    Raise DtypeError if `KVCache(dtype=...)` does not accept the dtype.
+    """
+    pair = dtype if isinstance(dtype, tuple | list) else (dtype, dtype)
+    if len(pair) == 2 and all(one in QUANTIZED for one in pair):
+        return pair[0], pair[1]
+    if dtype is None or (isinstance(dtype, str) and dtype in FLOATS):
+        return None
+    raise DtypeError(
+        f"KVCache(dtype={dtype!r})",
+        f"{', '.join(map(repr, (*FLOATS, *QUANTIZED)))}, or a pair of the last three",
+        'for example dtype="bfloat16", or dtype=("int8", "int4") for keys in int8 and values in int4',
+    )
+
+
+def check_can_quantize(dtype: Any, key: Any) -> None:
+    """Raise an error if the key is not in the processor's memory, or if llvmlite is missing."""
+    if device(key) != "cpu":
+        raise DeviceError(
+            f"KVCache(dtype={dtype!r}) and a key on {device(key)}",
+            "arrays in the processor's memory",
+            'KVCache(dtype="bfloat16") on a GPU',
+        )
+    if importlib.util.find_spec("llvmlite") is None:
+        raise ParameterError(f"KVCache(dtype={dtype!r}) without llvmlite", "float dtypes", "pip install llvmlite")
+
+
+def check_query(query: Any, dtype: Any, is_quantized: bool) -> None:
+    """Raise DtypeError if the query is an array of floats that cannot attend to a cache of this dtype."""
+    name = dtype_name(query)
+    if name not in FLOATS or name == dtype or (is_quantized and name != "float64"):
+        return
+    cast = "astype(numpy.float32)" if hasattr(query, "astype") else "to(torch.float32)"
+    if is_quantized:
+        raise DtypeError(
+            f"query has dtype {name}, the cache stores {dtype}", "float32, bfloat16 or float16", f"query.{cast}"
+        )
+    raise DtypeError(
+        f"query has dtype {name}, the cache stores {dtype}",
+        "one dtype; attention does not convert a cache at every token",
+        f"query.{cast.partition('(')[0]}(cache.key.dtype), or make the cache by KVCache(dtype={name!r})",
+    )

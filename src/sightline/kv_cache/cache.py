@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast
@@ -11,12 +12,19 @@ import numpy as np
 
 from ..arrays.operations import dtype_name, place
 from ..errors import ParameterError, ShapeError, check_count
-from .argument_checks import check_append, check_lengths, read_owners, to_integers, unsqueeze_to_4d
+from .argument_checks import (
+    check_append,
+    check_can_quantize,
+    check_lengths,
+    read_cache_dtype,
+    read_owners,
+    to_integers,
+    unsqueeze_to_4d,
+)
 from .draft_tree import DraftTree
 from .kept_rows import KeptRows, all_rows, find_rows, keep_rows
-from .quantization import QuantizationError, check_can_quantize, read_cache_dtype
 from .shared_prefix import MIN_SHARED_ROWS, SharedPrefix
-from .storage import Storage
+from .storage import QuantizationError, Storage
 from .stored_rows import StoredRows, nothing_appended
 
 Change = TypeVar("Change", bound=Callable[..., None])
@@ -159,7 +167,7 @@ class KVCache(StoredRows):
         """
         if self._quantized is None:
             return None
-        return QuantizationError.from_sums(self._squares)
+        return QuantizationError(*[math.sqrt(lost / total) if total else 0.0 for lost, total in self._squares.tolist()])
 
     @property
     def key_positions(self) -> Any:
@@ -172,8 +180,8 @@ class KVCache(StoredRows):
         heads = 0 if self._storage is None else self._storage.key.shape[1]
         kept = self._kept or all_rows(len(self._lengths), heads)
         found = kept.of_rows(self._num_rows, self._lengths)
-        if self._drafts is not None:
-            np.put_along_axis(found, self._drafts.rows[:, None], self._drafts.positions[:, None], axis=-1)
+        if self.drafts is not None:
+            np.put_along_axis(found, self.drafts.rows[:, None], self.drafts.positions[:, None], axis=-1)
         return found
 
     @property
@@ -310,7 +318,7 @@ class KVCache(StoredRows):
     def _append_drafts(self, storage: Storage, key: Any, value: Any, drafts: DraftTree) -> None:
         storage.reserve(int(drafts.rows.max(initial=-1)) + 1, self._num_rows)
         storage.write(key, value, drafts.rows)
-        self._drafts = drafts
+        self.drafts = drafts
         self._set_lengths(drafts.lengths + drafts.depths.max(1) + 1, drafts.positions)
 
     @at_once
@@ -330,7 +338,7 @@ class KVCache(StoredRows):
         ParameterError
             path is no path from a root, or there are no drafts.
         """
-        drafts, storage = self._drafts, self._storage
+        drafts, storage = self.drafts, self._storage
         if drafts is None or storage is None:
             raise ParameterError("accept without drafts", "a cache with drafts", "append(..., parents=[-1, 0]) first")
         found = drafts.read_path(path)
@@ -338,7 +346,7 @@ class KVCache(StoredRows):
         storage.reserve(self._num_rows, self._num_rows)
         first = drafts.first_rows[:, None]
         storage.move_rows(first + found, np.where(steps >= 0, first + steps, -1))
-        self._drafts = None
+        self.drafts = None
         self._set_lengths(
             drafts.lengths + (steps >= 0).sum(1), np.where(steps >= 0, drafts.lengths[:, None] + steps, -1)
         )
@@ -407,7 +415,7 @@ class KVCache(StoredRows):
             raise ShapeError(f"reorder({indices!r}) of arrays (t, d)", "one index", "append arrays (B, t, d)")
         self._storage.reorder(order, self._num_rows)
         self.prefix = self.prefix and self.prefix.reordered(order)
-        self._drafts = self._drafts and self._drafts.reordered(order)
+        self.drafts = self.drafts and self.drafts.reordered(order)
         self._set_kept(None if self._kept is None else self._kept.reordered(order))
         self._set_lengths(self._lengths[order], self._newest_positions[order])
 
@@ -516,7 +524,7 @@ class KVCache(StoredRows):
     @at_once
     def reset(self) -> None:
         """Remove every position, and free large storage beyond the cache's first `capacity`."""
-        self.prefix = self._drafts = None
+        self.prefix = self.drafts = None
         self._set_kept(None)
         self.truncate(0)
 
@@ -559,14 +567,14 @@ class KVCache(StoredRows):
         first = found.row_counts
         found._storage.append_rows(self._storage, first, self.row_counts, found._num_rows)
         found._storage.squares = found._storage.squares + self._storage.squares
-        found._drafts = self._drafts and self._drafts.after(first)
+        found.drafts = self.drafts and self.drafts.after(first)
         found._set_lengths(self._lengths, self._newest_positions)
         return found
 
     def _check_no_drafts(self, operation: str) -> None:
-        if self._drafts is not None:
+        if self.drafts is not None:
             raise ParameterError(
-                f"{operation} on a cache with {self._drafts.count} drafts",
+                f"{operation} on a cache with {self.drafts.count} drafts",
                 "a cache without drafts",
                 "cache.accept(path) first",
             )

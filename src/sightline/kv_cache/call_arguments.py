@@ -6,8 +6,8 @@ from typing import Any
 
 from ..arrays.operations import dtype_name, framework
 from ..errors import ParameterError
+from .argument_checks import NARROW_FLOATS, check_query
 from .cache import KVCache
-from .quantization import NARROW_FLOATS, check_query
 from .query_positions import rewrite_formulas
 
 

@@ -102,19 +102,12 @@ def all_rows(batch: int, heads: int) -> KeptRows:
 
 
 def find_rows(indices: Any, held: Any) -> tuple[Any, Any]:
-    """Return the rows that hold the positions `indices`, and the positions, both (B, G, c).
+    """Return the rows that hold the positions `indices`, and the positions, both (B, G, c). Raise as `KVCache.keep`.
 
     Parameters
     ----------
     indices : (B or 1, G or 1, c) integers, the argument of `KVCache.keep`; −1 stands for no position
     held : (B, G, m) int64, the position that each row holds, −1 for a row that holds none
-
-    Raises
-    ------
-    ShapeError
-        `indices` has another shape, or is not of whole numbers.
-    ParameterError
-        The positions of a head do not ascend, or one of them was evicted before or is outside the sequence.
     """
     B, G, _ = held.shape
     positions = to_integers(indices)

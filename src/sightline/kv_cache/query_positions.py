@@ -198,8 +198,8 @@ def _to_formula(given: Any, role: str, arguments: str) -> Any:
 def find_rewriting(cache: StoredRows, count: int, reads_rows: bool, group: int) -> Rewriting:
     """Return how the formulas of `count` queries are rewritten; see `StoredRows.rewriting` and `key_formulas`."""
     lengths, (key_position, condition) = cache.lengths, cache.key_formulas(group)
-    of_drafts = cache.draft_condition(count)
-    if of_drafts is not None:
+    if cache.drafts is not None:
+        of_drafts = cache.drafts.condition(count)
         condition = of_drafts if condition is None else condition & of_drafts
     symbols = {} if key_position is j else {"j": key_position}
     entry = b if lengths.size != 1 else 0

@@ -5,18 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.operations import FLOATS, dtype_name, framework, layout, namespace, resolve_dtype
 from ..arrays.row_formats import RowFormat
-from .quantization import write_quantized
 
 Array = Any
 
 DOUBLING = 256  # rows up to which the capacity of full storage is doubled
 LARGE_SHARE = 4  # large storage grows by a quarter, so a row is copied about 4 times in total
+
+
+class QuantizationError(NamedTuple):
+    """The relative error √(Σ (x − x̂)² / Σ x²) of a quantised cache, which stores x̂ in place of the appended x.
+
+    `key` is the error of all appended keys together, and `value` that of all appended values.
+    """
+
+    key: float
+    value: float
 
 
 class Storage:
@@ -148,7 +157,7 @@ class Storage:
         if isinstance(rows, int):
             rows = np.tile(np.arange(rows, rows + key.shape[2]), (len(key), 1))
         parts = zip(self._arrays, (key, value), self.row_formats, strict=True)
-        self.squares = self.squares + [write_quantized(*part[:2], rows, part[2]) for part in parts]  # not in place
+        self.squares = self.squares + [_write_quantized(*part[:2], rows, part[2]) for part in parts]  # not in place
 
     def move_rows(self, sources: Any, targets: Any) -> None:
         """Copy row sources[b, r] to row targets[b, r] of sequence b, unless the target is −1."""
@@ -219,6 +228,19 @@ def _write(target: Array, array: Array, rows: Any) -> None:
     b, row = np.nonzero(rows >= 0)
     if b.size:
         target[b, :, rows[b, row]] = namespace(array).astype(array[b, :, row], target.dtype)
+
+
+def _write_quantized(storage: Any, array: Any, rows: Any, row_format: RowFormat) -> Any:
+    """Set storage[b, :, rows[b, r]] to the codes and scales of array[b, :, r], unless rows[b, r] is −1.
+
+    Return Σ (x − x̂)² and Σ x² of the written numbers as an array.
+    """
+    from ..cpu.launch.quantize import quantize  # loads llvmlite
+
+    sums = np.zeros(2)
+    quantize(array, storage, rows, row_format, sums)
+    storage[:0] = 0  # changes no entry, but counts as a write of torch, which does not see that of generated code
+    return sums
 
 
 def _gather(array: Array, rows: Any) -> Array:

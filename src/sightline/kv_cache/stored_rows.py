@@ -29,7 +29,7 @@ class StoredRows:
         self._lengths: Any  # (B,) int64
         self.prefix: SharedPrefix | None = None  # after `fork`: where the first positions are stored
         self._kept: KeptRows | None  # after `keep` or `fork`: the positions that the first rows hold
-        self._drafts: DraftTree | None = None  # after `append(parents=...)`, until `accept`
+        self.drafts: DraftTree | None = None  # after `append(parents=...)`, until `accept`
         self._num_rows: int  # the rows of the sequence with most; without `keep`, row k holds position k
         self._rows_are_full: bool  # True if each of these rows holds a position, in every sequence and head
         self._rewritings: dict[tuple[int, bool, int], Rewriting]  # by the arguments of `rewriting`, until a change
@@ -112,8 +112,8 @@ class StoredRows:
         if self._kept is not None and not self._rows_are_full:  # a row without a position reads inside of tables
             last = Table(np.maximum(self._lengths - 1, 0))
             position = apply("minimum", position, last[b if self._lengths.size > 1 else 0])
-        if self._drafts is not None:
-            position = self._drafts.position(position)
+        if self.drafts is not None:
+            position = self.drafts.position(position)
         if not self._has_equal_rows:
             is_used = library.padding(self.row_counts)
             condition = is_used if condition is None else condition & is_used
@@ -122,13 +122,9 @@ class StoredRows:
     @property
     def row_counts(self) -> Any:
         """(B,) int64: the number of rows of each sequence, counted in the head that keeps the most keys."""
-        if self._drafts is not None:
-            return self._drafts.first_rows + self._drafts.count
+        if self.drafts is not None:
+            return self.drafts.first_rows + self.drafts.count
         return self._lengths if self._kept is None else self._lengths - self._kept.evicted
-
-    def draft_condition(self, count: int) -> Expression | None:
-        """Return the condition by which `count` queries see drafts and earlier rows; None without drafts."""
-        return None if self._drafts is None else self._drafts.condition(count)
 
     def rows(self) -> tuple[Any, Any]:
         """Return views of the rows of key and value, with the axes of the appended arrays; bytes if quantised."""
@@ -166,7 +162,7 @@ class StoredRows:
         self._num_rows = int(rows.max(initial=0))
         self._has_equal_rows = bool((rows == self._num_rows).all())
         is_uniform = self._kept is None or self._kept.is_uniform
-        self._rows_are_full = self._has_equal_rows and is_uniform and self._drafts is None
+        self._rows_are_full = self._has_equal_rows and is_uniform and self.drafts is None
 
     def _view(self, count: int) -> tuple[Any, Any]:
         """Return views of the first `count` rows of key and value, also while another thread appends."""
