@@ -26,7 +26,7 @@ from .formula.library import (
 )
 from .formula.tables import Table, table
 from .kv_cache import KVCache
-from .partition.lse_merge import merge
+from .partition.parts import merge
 from .recording import Seen
 from .statistics import OVERVIEW, entropy, lse, mass, max_score, pooled, received, scores, top_k, weighted_sum, weights
 

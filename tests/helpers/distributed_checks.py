@@ -17,8 +17,8 @@ import sightline.torch.distributed as distributed
 from distributed_calls import short_blocks
 from fault_planting import Fault, plant
 from sightline import h, i, j, s, table
-from sightline.partition import lse_merge, schedule
-from sightline.partition.part import part_of
+from sightline.partition import parts, schedule
+from sightline.partition.parts import part_of
 from sightline.torch.distributed import block_exchange
 
 
@@ -250,17 +250,17 @@ FAULTS = {
     "last shard dropped": Fault(schedule.Schedule.rounds, "range(1, self.size)", "range(1, self.size - 1)"),
     "tile skipped": Fault(schedule._find_schedule, "~ranges.full", "~ranges.full & (ranges.first != 1)"),
     "statistics without the factors of the parts": Fault(
-        lse_merge.combine,
+        parts.combine,
         "KeyPart(part.seen[k], part.keys, factor)",
         "KeyPart(part.seen[k], part.keys, xp.ones_like(factor))",
     ),
     "entropy without the logarithms of the factors": Fault(
-        lse_merge.combine, "KeyPart(part.seen[k], part.keys, factor)", "KeyPart(part.seen[k], 0.0, factor)"
+        parts.combine, "KeyPart(part.seen[k], part.keys, factor)", "KeyPart(part.seen[k], 0.0, factor)"
     ),
     "output not rescaled": Fault(
-        lse_merge.combine, "weigh(xp.astype(factor, dtype)[..., None], part.output)", "part.output"
+        parts.combine, "weigh(xp.astype(factor, dtype)[..., None], part.output)", "part.output"
     ),
-    "keys of a block": Fault(lse_merge.read_part, "key + first_key", "key"),
+    "keys of a block": Fault(parts.read_part, "key + first_key", "key"),
     "gradients returned to the wrong rows": Fault(
         block_exchange.BlockExchange._finish,
         "self._add(sent, returned)",

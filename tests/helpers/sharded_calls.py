@@ -28,7 +28,7 @@ from sightline import h, i, j, lse, s, table
 from sightline.call.kernel import Gradients, Result
 from sightline.errors import ParameterError, ShapeError, SightlineError
 from sightline.jax import distributed, sharded_problem
-from sightline.partition import lse_merge
+from sightline.partition import parts
 from sightline.testing import assert_conforms
 from strategies import Case
 
@@ -283,7 +283,7 @@ FAULTS = (
     Fault(distributed._Exchange.compute_parts, "self.rank - distance", "self.rank + distance"),
     Fault(distributed._Exchange.compute_parts, "_first(self.problem.queries, self.rank, span)", "first_key"),
     Fault(sharded_problem.ShardedProblem.transfers, "rank - distance", "rank + distance"),
-    Fault(lse_merge.combine, "factor * part.total", "part.total"),
+    Fault(parts.combine, "factor * part.total", "part.total"),
 )
 
 

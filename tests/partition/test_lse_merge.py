@@ -21,7 +21,7 @@ from sightline.arrays.operations import to_numpy
 from sightline.call.kernel import Result
 from sightline.call.problem import make_problem
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
-from sightline.partition.lse_merge import combine
+from sightline.partition.parts import combine
 from sightline.reference.accuracy import compute_baseline as plain_of
 from sightline.reference.accuracy import summation_orders
 from sightline.reference.definition import compute_stages

@@ -13,7 +13,7 @@ from sightline import causal, documents, h, i, j, m, n, s, table, where
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.formula.parameters import structure_of
-from sightline.partition.part import part_of
+from sightline.partition.parts import part_of
 from sightline.reference.streaming import Streaming
 from sightline.testing import assert_conforms
 from strategies import masks, scores

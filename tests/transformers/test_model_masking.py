@@ -11,7 +11,7 @@ from sightline import b, h, i, j, watch
 from sightline.errors import MaskError, ParameterError, ShapeError
 from sightline.testing import assert_within_budget
 from sightline.transformers import masking, unpadded
-from sightline.transformers.added_masks import ADDED_MASKS
+from sightline.transformers.model_contexts import ADDED_MASKS
 from tiny_models import BATCH, LENGTH, make_inputs, make_model, references
 
 ALLOWED = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.manual_seed(0)) < 0.7

@@ -8,7 +8,7 @@ import pytest
 import browser
 from sightline.data import load
 from sightline.view import explorer
-from sightline.view.explorer import html_page, storage
+from sightline.view.explorer import html_page, page_parts
 from sightline.view.explorer.data import ShownLayer
 
 pytestmark = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: apt-get install chromium")
@@ -163,7 +163,7 @@ def test_rounded_weights_are_written_with_their_error(tab, pages):
     assert pages[512].stat().st_size <= 10_000_000 // 12 + PROGRAM
     tab.open(pages[512])
     count = tab.js("sightline.layer.pairs.levels")
-    assert count in storage.LEVELS[1:]
+    assert count in page_parts.LEVELS[1:]
     assert f"a multiple of 1/{count};" in tab.js("document.querySelector('.sl-foot').textContent")
     assert f"roots rounded to 1/{count}" in tab.js("document.querySelector('.sl-scale').textContent")
     pairs = [(i, j) for i in (0, 100, 511) for j in (*range(max(i - 9, 0), min(i + 9, 512)), 0, 300, 511)]
@@ -197,9 +197,9 @@ def test_the_page_decompresses_what_python_compresses(tab, pages, rng):
         rng.integers(0, 70_000, 3000).astype(np.uint16),
     ):
         stored = {"at": 0, "type": f"{array.dtype.kind}{array.dtype.itemsize}", "shape": array.shape}
-        read = tab.js(f"[...decode({json.dumps(stored)}, () => '{storage.pack(array)}')]")
+        read = tab.js(f"[...decode({json.dumps(stored)}, () => '{page_parts.pack(array)}')]")
         assert np.array_equal(np.array(read, array.dtype), array.ravel())
-    packed = storage.pack((rng.random(50_000) ** 3 * 60).astype(np.uint8))
+    packed = page_parts.pack((rng.random(50_000) ** 3 * 60).astype(np.uint8))
     stored = {"at": 0, "type": "u1", "shape": [50_000]}
     for damaged in (packed[: len(packed) // 8 * 4], packed[:400] + "AAAA" * 9 + packed[436:], ""):
         message = tab.js(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sightline.view import explorer
-from sightline.view.explorer import html_page, storage
+from sightline.view.explorer import html_page, page_parts
 
 
 def from_levels(levels, count, scales):
@@ -16,15 +16,15 @@ def from_levels(levels, count, scales):
 
 
 @pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize("count", storage.LEVELS[::4])
+@pytest.mark.parametrize("count", page_parts.LEVELS[::4])
 def test_every_level_keeps_its_bound(count, relative, rng):
     """The bound is s (k + 1/4) / count²; float32 inputs are given, and the levels are read in float64."""
     weights = (rng.random((3, 40, 50)) ** 12).astype(np.float32)
     weights[1] *= np.float32(1e-3)
     weights[2, 3], weights[2, 4, 5] = 0, np.float32(1e-30)
     weights[0, 0, 0] = 1.5
-    scales = storage.compute_scales(weights, relative=relative)
-    levels = storage.to_levels(weights, count, scales)
+    scales = page_parts.compute_scales(weights, relative=relative)
+    levels = page_parts.to_levels(weights, count, scales)
     read = from_levels(levels, count, scales)
     bound = scales[:, None, None].astype(np.float64) * (levels + 0.25) / count**2
     rounding = 4 * np.finfo(np.float32).eps * weights  # the root and the quotient are computed in float32
@@ -36,14 +36,14 @@ def test_every_level_keeps_its_bound(count, relative, rng):
 
 def test_a_head_of_zeros():
     weights = np.zeros((1, 2, 3), np.float32)
-    scales = storage.compute_scales(weights, relative=True)
-    assert not from_levels(storage.to_levels(weights, 255, scales), 255, scales).any()
+    scales = page_parts.compute_scales(weights, relative=True)
+    assert not from_levels(page_parts.to_levels(weights, 255, scales), 255, scales).any()
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float16", "float32", "int32"])
 def test_packed_bytes_are_the_numbers(dtype, rng):
     array = rng.integers(0, 99, size=(2, 7, 5)).astype(dtype).swapaxes(1, 2)
-    planes = zlib.decompress(base64.b64decode(storage.pack(array)), -15)
+    planes = zlib.decompress(base64.b64decode(page_parts.pack(array)), -15)
     little = np.dtype(dtype).newbyteorder("<")
     numbers = np.frombuffer(planes, np.uint8).reshape(little.itemsize, -1).T.copy().view(little)
     assert np.array_equal(numbers.reshape(array.shape), array)

@@ -14,9 +14,9 @@ from sightline.data import load
 from sightline.errors import DtypeError, MaskError, MissingExtraError, ParameterError, ShapeError
 from sightline.recording import Seen
 from sightline.view import arcs, entropy_by_head, head_grid, heatmap, over_image, received_by_key, save, tile_map
-from sightline.view.arc_diagram import MAX_ARCS, MAX_POSITIONS
 from sightline.view.explorer.data import top_links
 from sightline.view.tile_maps import EMPTY, FULL, PARTIAL, tile_kinds
+from sightline.view.token_charts import MAX_ARCS, MAX_POSITIONS
 
 MANY = 100_000
 SIGNATURES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}

@@ -23,8 +23,7 @@ from ..call.validation import broadcast_inputs, check_choice, split_names
 from ..errors import DtypeError, ParameterError
 from ..formula.expression import Expression
 from ..formula.tile_ranges import find_runs, find_tile_ranges
-from ..partition.lse_merge import Sums, combine, read_part, start
-from ..partition.part import part_of
+from ..partition.parts import Sums, combine, part_of, read_part, start
 from ..statistics import Statistic
 from .kernels import solve, to_caller_layout
 

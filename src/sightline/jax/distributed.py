@@ -15,7 +15,7 @@ from ..call.foreign_arguments import refuse_arguments
 from ..call.problem import NUM_OPERANDS
 from ..call.validation import read_sinks, read_statistics, split_names
 from ..errors import ParameterError, ShapeError
-from ..partition.lse_merge import Sums, combine, read_part, start
+from ..partition.parts import Sums, combine, read_part, start
 from ..partition.shards import ShardLayout, Shards, check_layout
 from ..statistics import Lse, Statistic, StatisticBase
 from .dispatch import run

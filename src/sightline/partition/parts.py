@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.operations import accumulator, check_float_dtype, device, dtype_name, framework, namespace, resolve_dtype
+from ..arrays import operations as arrays
 from ..call.problem import Problem
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression, Offset, as_expression, intern
@@ -126,7 +126,7 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     True
     """
     outs, lses = _validate(parts)
-    if framework(outs[0]) == "torch":
+    if arrays.framework(outs[0]) is arrays.TORCH:
         return _merge(outs, lses)
     with np.errstate(all="ignore"):  # ∞ and NaN in the parts propagate without warnings
         return _merge(outs, lses)
@@ -134,8 +134,8 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
 
 def _merge(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
     """Merge parts by plain array operations, which torch can differentiate and compile."""
-    xp = namespace(outs[0])
-    dtype = resolve_dtype(xp, accumulator(dtype_name(outs[0])))
+    xp = arrays.namespace(outs[0])
+    dtype = arrays.resolve_dtype(xp, arrays.accumulator(arrays.dtype_name(outs[0])))
     detached = [lse.detach() if hasattr(lse, "detach") else lse for lse in lses]  # the shift cancels: no gradient
     parts = [Sums(lse, 1.0, 1.0, xp.astype(out, dtype), []) for out, lse in zip(outs, lses, strict=True)]
     merged = combine(parts, (), normalize=True, shift=reduce(xp.maximum, detached))
@@ -189,11 +189,10 @@ def start(problem: Problem, output: Any, sinks: Any, dtype: Any) -> Sums:
     sinks : array that broadcasts to (..., H, n), or None
     dtype : the dtype of all floats except the output
     """
-    xp, (*outer, n) = namespace(output), output.shape[:-1]
-    place = {} if framework(output) == "jax" else {"device": output.device}
+    xp, (*outer, n) = arrays.namespace(output), output.shape[:-1]
 
     def full(value: float, shape: tuple[int, ...] = output.shape[:-1]) -> Any:
-        return xp.full(shape, value, dtype=dtype if isinstance(value, float) else None, **place)
+        return xp.full(shape, value, dtype=dtype if isinstance(value, float) else None, **arrays.device_option(output))
 
     seen = [list(map(full, each.fill_values, each.shapes(problem, tuple(outer), n))) for each in problem.see]
     shift = full(-math.inf) if sinks is None else full(0.0) + xp.astype(sinks, dtype)
@@ -202,7 +201,7 @@ def start(problem: Problem, output: Any, sinks: Any, dtype: Any) -> Sums:
 
 def read_part(output: Any, lse: Any, results: Sequence[Any], first_key: Any) -> Sums:
     """Return output, lse and results of statistics as `Sums`. `first_key` is added to indices of keys in `results`."""
-    xp, seen = namespace(output), []
+    xp, seen = arrays.namespace(output), []
     for result in results:
         array, *keys = arrays_of(result)
         seen.append([xp.astype(array, lse.dtype), *[xp.where(key < 0, key, key + first_key) for key in keys]])
@@ -215,7 +214,7 @@ def combine(parts: Sequence[Sums], see: Sequence[Statistic], *, normalize: bool 
     `shift` is the shift of the sums before they are normalised, by default the largest shift of the parts. A normalised
     result has lse as its shift. A part whose factor exp(part.shift − shift) is 0 adds nothing, not even NaN or ∞.
     """
-    xp, dtype = namespace(parts[0].output), parts[0].output.dtype
+    xp, dtype = arrays.namespace(parts[0].output), parts[0].output.dtype
     shift = reduce(xp.maximum, [part.shift for part in parts]) if shift is None else shift
     is_empty = shift == -math.inf
     finite = xp.where(is_empty, 0.0, shift)
@@ -249,9 +248,9 @@ def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
         if isinstance(lse, tuple | list) and len(lse) == 1:
             lse = lse[0]
         for what, array in ((f"out of part {index}", out), (f"lse of part {index}", lse)):
-            if framework(array) not in ("numpy", "torch", "jax") or not hasattr(array, "dtype"):
+            if not arrays.framework(array).is_native or not hasattr(array, "dtype"):
                 raise DtypeError(f"{what} is a {type(array).__name__}", "arrays of NumPy, torch or JAX", CURE)
-            check_float_dtype(what, array)
+            arrays.check_float_dtype(what, array)
         if tuple(lse.shape) != tuple(out.shape[:-1]) or out.ndim < 2:
             raise ShapeError(
                 f"part {index} has out {tuple(out.shape)} and lse {tuple(lse.shape)}",
@@ -271,28 +270,23 @@ def _check_alike(outs: list[Any], lses: list[Any]) -> None:
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         for name, array, first in (("out", out, outs[0]), ("lse", lse, lses[0])):
             what = f"{name} of part {index}"
-            if (framework(array), device(array)) != (framework(outs[0]), device(outs[0])):
+            if arrays.place(array) != arrays.place(outs[0]):
                 raise DeviceError(
-                    f"{what} is {framework(array)} on {device(array)}",
-                    f"{framework(outs[0])} on {device(outs[0])}, as out of part 0 is",
+                    f"{what} is {arrays.place(array)}",
+                    f"{arrays.place(outs[0])}, as out of part 0 is",
                     "convert or move the array first",
                 )
-            if dtype_name(array) != dtype_name(first):
-                raise DtypeError(
-                    f"{what} has dtype {dtype_name(array)}, {name} of part 0 has {dtype_name(first)}",
-                    "one dtype for all parts",
-                    f"cast {name} of every part to one dtype",
-                )
-            if tuple(array.shape) != tuple(first.shape):
-                raise ShapeError(
-                    f"{what} has shape {tuple(array.shape)}, {name} of part 0 has {tuple(first.shape)}",
-                    "one shape for all parts",
-                    "use the same queries and heads in every part",
-                )
-    lse_dtype_name = accumulator(dtype_name(outs[0]))
-    if dtype_name(lses[0]) not in (lse_dtype_name, "float64"):
+            for noun, error, read, cure in (
+                ("dtype", DtypeError, arrays.dtype_name, f"cast {name} of every part to one dtype"),
+                ("shape", ShapeError, lambda x: tuple(x.shape), "use the same queries and heads in every part"),
+            ):
+                if read(array) != read(first):
+                    given = f"{what} has {noun} {read(array)}, {name} of part 0 has {read(first)}"
+                    raise error(given, f"one {noun} for all parts", cure)
+    lse_dtype_name = arrays.accumulator(arrays.dtype_name(outs[0]))
+    if arrays.dtype_name(lses[0]) not in (lse_dtype_name, "float64"):
         raise DtypeError(
-            f"lse has dtype {dtype_name(lses[0])}, out has dtype {dtype_name(outs[0])}",
+            f"lse has dtype {arrays.dtype_name(lses[0])}, out has dtype {arrays.dtype_name(outs[0])}",
             lse_dtype_name if lse_dtype_name == "float64" else f"{lse_dtype_name} or float64",
             "pass lse as attention(..., see=[sightline.lse()]) returns it",
         )

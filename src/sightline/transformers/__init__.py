@@ -18,11 +18,10 @@ except ImportError as error:
         f"sightline.transformers: {error}", "transformers 4.57 or later", 'pip install -U "transformers<6" torch'
     ) from error
 
-from .added_masks import masking
 from .attention_interface import register
 from .compatibility import NAME
 from .decoding_cache import Cache
-from .model_unpadding import unpadded
+from .model_contexts import masking, unpadded
 from .monitor_callback import MonitorCallback
 from .presses import pressing
 from .word_times import Segment, Transcript, Word, word_timestamps

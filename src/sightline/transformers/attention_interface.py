@@ -17,7 +17,6 @@ from ..formula.tables import Table
 from ..statistics import weights
 from ..torch.attention_finder import is_watched
 from ..torch.hooks import LayerCall, attend
-from .added_masks import ADDED_MASKS, add_masks
 from .compatibility import (
     NAME,
     PAGED_WINDOW,
@@ -27,8 +26,8 @@ from .compatibility import (
     mask_arguments,
     update_paged_cache,
 )
-from .mask_interface import FormulaMask, sightline_mask
-from .position_bias import PositionBias, serve_position_biases
+from .formula_tensors import FormulaMask, PositionBias, serve_position_biases, sightline_mask
+from .model_contexts import ADDED_MASKS, add_masks
 from .presses import OBSERVED, as_rows
 from .wrapper_tensors import StoredTensor
 

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +18,7 @@ from ..call.validation import read_mask
 from ..errors import ParameterError, context
 from ..formula.expression import Expression
 from ..recording import select_names
-from ..torch.hooks import check_module, registering, restore_on_exit
+from ..torch.hooks import check_module, registering, restore_on_exit, wrapping
 from ..torch.watcher import is_cross_attention
 from .compatibility import (
     NAME,
@@ -249,8 +248,7 @@ def unpadded(model: nn.Module) -> Generator[None]:
     with ExitStack() as exit_stack:
         exit_stack.enter_context(using_sightline(model))
         for layer in layers:
-            exit_stack.enter_context(restore_on_exit(layer, "forward"))
-            layer.forward = _forward_without_padding(layer.forward)  # inside the hooks of the layer
+            exit_stack.enter_context(wrapping(layer, "forward", _forward_without_padding))  # inside the layer's hooks
         yield
 
 
@@ -282,34 +280,29 @@ def _check_layer(layer: nn.Module) -> None:
         )
 
 
-def _forward_without_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method in place of a layer's `forward`, which computes only real tokens if a mask has `is_real`."""
+def _forward_without_padding(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Run a layer's `forward` on real tokens alone if a mask among the arguments has `is_real`."""
+    values = tree_flatten((inputs, options))[0]
+    masks = [value.unpadded for value in values if isinstance(value, FormulaMask) and value.is_real is not None]
+    unpadding = masks[0].unpadding if masks else None
+    if unpadding is None or torch.compiler.is_compiling():
+        return forward(*inputs, **options)
+    if collects("router_logits", options):
+        raise ParameterError(
+            "output_router_logits=True in `unpadded`, where routers see no padding and models expect it",
+            "output_router_logits=False",
+            "call the model without `unpadded`, or with output_router_logits=False",
+        )
 
-    @wraps(forward)
-    def forward_without_padding(*inputs: Any, **options: Any) -> Any:
-        values = tree_flatten((inputs, options))[0]
-        masks = [value.unpadded for value in values if isinstance(value, FormulaMask) and value.is_real is not None]
-        unpadding = masks[0].unpadding if masks else None
-        if unpadding is None or torch.compiler.is_compiling():
-            return forward(*inputs, **options)
-        if collects("router_logits", options):
-            raise ParameterError(
-                "output_router_logits=True in `unpadded`, where routers see no padding and models expect it",
-                "output_router_logits=False",
-                "call the model without `unpadded`, or with output_router_logits=False",
-            )
+    def flatten(value: Any) -> Any:
+        if isinstance(value, FormulaMask):
+            return value.unpadded if value.is_real is not None else value
+        if isinstance(value, Tensor):
+            return unpadding.flatten(value)
+        return PaddingCache(value, unpadding) if isinstance(value, Cache) else value
 
-        def flatten(value: Any) -> Any:
-            if isinstance(value, FormulaMask):
-                return value.unpadded if value.is_real is not None else value
-            if isinstance(value, Tensor):
-                return unpadding.flatten(value)
-            return PaddingCache(value, unpadding) if isinstance(value, Cache) else value
-
-        output = forward(*tree_map(flatten, inputs), **tree_map(flatten, options))
-        return tree_map(lambda value: unpadding.pad(value) if isinstance(value, Tensor) else value, output)
-
-    return forward_without_padding
+    output = forward(*tree_map(flatten, inputs), **tree_map(flatten, options))
+    return tree_map(lambda value: unpadding.pad(value) if isinstance(value, Tensor) else value, output)
 
 
 class PaddingCache:

@@ -25,7 +25,7 @@ from ..recording import Tokens
 from ..torch.hooks import wrapping
 from ..torch.position_labels import frame_labels, patch_labels
 from .compatibility import cache_of
-from .model_layers import submodels, using_sightline
+from .model_contexts import submodels, using_sightline
 
 PREPARE = "prepare_inputs_for_generation"
 PADDING = -1  # replaces the id of a padding token at the end of a text

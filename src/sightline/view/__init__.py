@@ -12,15 +12,12 @@ i ≥ j   4 queries × 4 keys, 10 of 16 pairs allowed (62.5%)
     0      3
 """
 
-from .arc_diagram import arcs
-from .by_head import entropy_by_head, head_grid
 from .formula_pictures import Picture, formula_picture
-from .heatmaps import heatmap
-from .image_maps import over_image
+from .heatmaps import entropy_by_head, head_grid, heatmap, over_image
 from .plotting import save
-from .received_chart import received_by_key
 from .scaling import ScalingEffect, effect_of_scaling, scaling_figure
 from .tile_maps import tile_map
+from .token_charts import arcs, received_by_key
 
 __all__ = [
     "Picture",

@@ -1,4 +1,4 @@
-"""Attention weights as a heat map, drawn with matplotlib."""
+"""Attention weights as matrices, drawn with matplotlib: of one head, on the patches of an image, of all heads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.operations import to_numpy
 from ..errors import ShapeError
+from ..recording import Seen
 from . import plotting
 from .palette import LIGHT
 
@@ -17,6 +19,13 @@ Labels = Sequence[str]
 MAX_ANNOTATED = 14  # largest number of tokens per side at which every cell shows its weight by default
 MAX_LABELS = 64  # largest number of tokens per side at which every token is labelled
 MAX_CELLS = 512  # largest number of cells per side; more queries or keys are pooled
+DARKEST = 0.82  # the part of the light that a patch of weight 0 loses; the image stays visible there
+MAX_COLUMNS = 6  # largest number of heads in a row
+IMAGE_GAP = 0.04  # between two images, in widths of an image
+CAPTION = 0.1  # height of a head's caption, as a share of the longer side of an image
+MAX_MAP_CELLS = 64  # largest number of cells per side of a small map; more queries or keys are pooled
+MAP_GAP = 0.08  # width of the gap between small maps, in units of the distance from one map to the next
+MAX_ANNOTATED_HEADS = 24  # largest number of layers and of heads at which every cell shows its number
 
 
 def heatmap(
@@ -150,3 +159,202 @@ def _draw_grid_lines(axis: Any, rows: int, columns: int) -> None:
     axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
     axis.grid(which="minor", color=LIGHT.ground, linewidth=0.8)
     axis.tick_params(which="minor", length=0)
+
+
+def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None = None) -> Any:
+    """Draw an image, darker where its patches have less weight, such as the weights of a class token on the patches.
+
+    Parameters
+    ----------
+    weights : (rows, columns) or (H, rows, columns) array; leading axes of length 1 are dropped
+        A number ≥ 0 for each patch. The light of a patch grows with the square root of its weight. A patch of weight 0
+        is dark. The patch with the largest weight of the head is unchanged, and this weight is written below the image.
+        Several heads are drawn as images side by side, at most six in a row.
+    image : (height, width), (height, width, 3) or (height, width, 4) array
+        Grey values or colours as matplotlib takes them: integers from 0 to 255, or floats from 0 to 1. The patches
+        divide the image into equal rectangles.
+    axis, title : as in `heatmap`
+
+    Returns
+    -------
+    matplotlib axis
+
+    Raises
+    ------
+    ShapeError
+        The weights or the image have another shape, or there are no patches.
+    ParameterError
+        A weight is negative.
+    MissingExtraError
+        matplotlib is not installed.
+    """
+    values = np.asarray(plotting.drop_leading_axes(weights, 2), np.float64)
+    if values.ndim not in (2, 3) or 0 in values.shape:
+        raise ShapeError(
+            f"weights of shape {np.shape(weights)}",
+            "(rows, columns) of patches, or (heads, rows, columns)",
+            "over_image(weights_of_one_query[..., num_prefix_tokens:].unflatten(-1, grid_size), image)",
+        )
+    plotting.check_weights(values)
+    pixels = plotting.drop_leading_axes(image, 3)
+    if not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))):
+        raise ShapeError(
+            f"an image of shape {np.shape(image)}",
+            "(height, width), (height, width, 3) or (height, width, 4)",
+            "over_image(weights, image[0].permute(1, 2, 0)) for a tensor (1, 3, height, width)",
+        )
+    height, width = pixels.shape[:2]
+    heads = values.reshape(-1, *values.shape[-2:])
+    is_one, columns = len(heads) == 1, min(len(heads), MAX_COLUMNS)
+    rows = -(-len(heads) // columns)
+    right, down = width * (1 + IMAGE_GAP), height * (1 + IMAGE_GAP) + (0 if is_one else max(height, width) * CAPTION)
+    scale = (4.2 if is_one else 2.2) / max(height, width)  # inches for each pixel
+    axis = plotting.new_axis(axis, columns * right * scale + 0.3, rows * down * scale + 0.5)
+    for number, head in enumerate(heads):
+        row, column = divmod(number, columns)
+        frame = (column * right, column * right + width, row * down + height, row * down)
+        largest = _draw(axis, pixels, head, frame)
+        if not is_one:
+            axis.text(frame[0], frame[2] + height * 0.02, f"head {number}: {largest:.2g}", va="top", fontsize=8)
+    axis.set(
+        xlim=(0, columns * right - width * IMAGE_GAP), ylim=(rows * down - height * IMAGE_GAP, 0), xticks=[], yticks=[]
+    )
+    brightest = f"brightest patch {largest:.3g}" if is_one else "number: brightest patch"
+    axis.set_xlabel(f"{brightest}, dark 0; light by the square root of the weight", fontsize=8)
+    return plotting.finish(axis, title)
+
+
+def _draw(axis: Any, pixels: Any, values: Any, frame: tuple[float, ...]) -> float:
+    """Draw the image with the shades of one head in a frame (left, right, bottom, top); return the largest weight."""
+    axis.imshow(pixels, cmap="gray", extent=frame)
+    largest = float(values.max())
+    shares = np.sqrt(np.maximum(values, 0) / largest) if largest > 0 else np.zeros_like(values)
+    shade = np.zeros((*values.shape, 4))  # black; the last number is its opacity
+    shade[..., 3] = DARKEST * (1 - shares)
+    axis.imshow(shade, extent=frame, interpolation="nearest")
+    return largest
+
+
+def head_grid(weights: Any, axis: Any = None, *, names: Sequence[str] | None = None, title: str | None = None) -> Any:
+    """Draw all heads of some layers as small maps: a row for each layer, a column for each head.
+
+    Parameters
+    ----------
+    weights : (H, n, m) or (L, H, n, m) array, or a list with one (H, n, m) array for each layer
+        The weights, or the cells of weights that the statistic `pooled(...)` returns. Leading axes of length 1 are
+        dropped. More than 64 queries or keys are pooled: a cell then shows the mean of the weights that it covers.
+    names : sequence of str, optional
+        The name of each layer; by default 0 to L − 1.
+    axis, title : as in `heatmap`
+
+    Returns
+    -------
+    matplotlib axis
+        The colours of a map follow the square root of the weight, and are scaled by the largest weight of the head.
+        Weights of 0 are grey.
+
+    Raises
+    ------
+    ShapeError
+        A layer is not (H, n, m), or the number of names differs from the number of layers.
+    MissingExtraError
+        matplotlib is not installed.
+    """
+    layers = _as_layers(weights)
+    heads = max(map(len, layers))
+    axis = plotting.new_axis(axis, min(1.2 + 0.62 * heads, 14), min(0.9 + 0.62 * len(layers), 14))
+    for row, layer in enumerate(layers):
+        for column, head in enumerate(layer):
+            frame = (column, column + 1 - MAP_GAP, row + 1 - MAP_GAP, row)
+            plotting.draw_weights(axis, pooled(head.astype(np.float64), MAX_MAP_CELLS), frame, "equal")
+    axis.set(xlim=(0, heads - MAP_GAP), ylim=(len(layers) - MAP_GAP, 0), aspect="equal")
+    _label_axes(axis, len(layers), heads, names, (1 - MAP_GAP) / 2)
+    return plotting.finish(axis, title)
+
+
+def entropy_by_head(
+    entropy: Any, axis: Any = None, *, names: Sequence[str] | None = None, title: str | None = None
+) -> Any:
+    """Draw the mean entropy over the queries of each head, in nats: a row for each layer, a column for each head.
+
+    Parameters
+    ----------
+    entropy : list of (..., H, n) arrays, one for each layer, or (L, H) array
+        Entropies in nats, as `seen["entropy"]` of a watched model returns them. The mean is taken over all axes except
+        the axis of heads. An (L, H) array holds means and is drawn as it is.
+    names : sequence of str, optional
+        The name of each layer; by default 0 to L − 1.
+    axis, title : as in `heatmap`
+
+    Returns
+    -------
+    matplotlib axis
+
+    Raises
+    ------
+    ShapeError
+        An array has no axis of heads, or the number of names differs from the number of layers.
+    MissingExtraError
+        matplotlib is not installed.
+    """
+    means = _mean_by_head(entropy)
+    heads = max(map(len, means))
+    values = np.full((len(means), heads), np.nan)
+    for row, layer in enumerate(means):
+        values[row, : len(layer)] = layer
+    axis = plotting.new_axis(axis, min(2.2 + 0.46 * heads, 14), min(1.2 + 0.4 * len(means), 14))
+    shown = np.ma.masked_invalid(values)
+    image = axis.imshow(shown, cmap=plotting.colour_map(), vmin=0, aspect="auto", interpolation="nearest")
+    plotting.add_colour_bar(axis, image, "mean entropy, nats")
+    if max(values.shape) <= MAX_ANNOTATED_HEADS:
+        for (row, column), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                colour = plotting.text_colour(image, value)
+                axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+    _label_axes(axis, len(means), heads, names, 0)
+    return plotting.finish(axis, title)
+
+
+def _mean_by_head(entropy: Any) -> list[Array]:
+    """Return for every layer an (H,) array with the mean entropy of each head."""
+    _refuse_recording(entropy, "entropy")
+    if hasattr(entropy, "ndim") and entropy.ndim == 2:
+        return list(np.asarray(to_numpy(entropy), np.float64))
+    found = []
+    for given in entropy:
+        layer = np.asarray(to_numpy(given), np.float64)
+        if layer.ndim < 2:
+            raise ShapeError(f"entropy of shape {layer.shape}", "(..., H, n) for each layer, or (L, H)", "[entropy]")
+        found.append(np.moveaxis(layer, -2, 0).reshape(layer.shape[-2], -1).mean(1))
+    return found
+
+
+def _as_layers(weights: Any) -> list[Array]:
+    """Return one (H, n, m) array for each layer."""
+    _refuse_recording(weights, "weights")
+    layers = [plotting.drop_leading_axes(x, 3) for x in ([weights] if getattr(weights, "ndim", None) == 3 else weights)]
+    for layer in layers:
+        if layer.ndim != 3 or 0 in layer.shape:
+            raise ShapeError(
+                f"an array of shape {layer.shape}",
+                "(H, n, m) for each layer",
+                "[array[None]] for one head (n, m), weights[0] for the first of several texts",
+            )
+    return layers
+
+
+def _refuse_recording(given: Any, name: str) -> None:
+    """Raise ShapeError if `given` is a whole recording instead of the results of one of its statistics."""
+    if isinstance(given, Seen):
+        raise ShapeError("a whole recording", "one of its statistics", f'seen["{name}"], after see=sightline.{name}()')
+
+
+def _label_axes(axis: Any, layers: int, heads: int, names: Sequence[str] | None, middle: float) -> None:
+    """Label heads below the picture and layers at its left, at index + `middle`, with at most 48 labels per side."""
+    if names is not None and len(names) != layers:
+        raise ShapeError(f"{len(names)} names for {layers} layers", "one name for each layer", "names=None")
+    labels = list(map(str, range(layers))) if names is None else list(names)
+    for set_ticks, tick_labels in ((axis.set_xticks, list(map(str, range(heads)))), (axis.set_yticks, labels)):
+        at = range(0, len(tick_labels), -(-len(tick_labels) // 48))
+        set_ticks([k + middle for k in at], [tick_labels[k] for k in at], fontsize=8, parse_math=False)
+    axis.set(xlabel="head", ylabel="layer" if names is None else "")

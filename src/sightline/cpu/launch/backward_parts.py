@@ -16,7 +16,7 @@ from ...arrays.operations import detach, empty, itemsize
 from ...call.kernel import Gradients, differentiate_sinks, is_lse_too_large
 from ...call.problem import Problem
 from ...formula.tile_ranges import find_runs, find_tile_ranges
-from ...partition.part import part_of
+from ...partition.parts import part_of
 from ...statistics import StatisticGradients
 from ..runtime.processor import Processor
 from .arguments import TARGET_ITEMS

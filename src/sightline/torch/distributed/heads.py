@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...api import kernels as dispatch
 from ...call.problem import Problem
-from ...partition.part import part_of
+from ...partition.parts import part_of
 from ...partition.shards import Shards, divide_heads
 from ...statistics import arrays_of
 from ..graph_attacher import attach_to_graph

@@ -15,8 +15,7 @@ from torch import Tensor
 from ...api import kernels as dispatch
 from ...call.kernel import Gradients, sink_weights, sum_sink_gradients
 from ...call.problem import Problem
-from ...partition.lse_merge import Sums, combine, read_part, start
-from ...partition.part import part_of
+from ...partition.parts import Sums, combine, part_of, read_part, start
 from ...partition.schedule import KeyBlock, Schedule
 from ...partition.shards import Span
 from ...reference import streaming

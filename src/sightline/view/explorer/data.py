@@ -18,8 +18,7 @@ from ...recording import labels_by_entry
 from ...statistics import entropy_of
 from ..heatmaps import pooled
 from .fitting import fit
-from .page_parts import count_bytes
-from .storage import BASE64_RATIO, choose_levels
+from .page_parts import BASE64_RATIO, choose_levels, count_bytes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tokens = Sequence[str] | Sequence[Sequence[str]]
@@ -41,8 +40,8 @@ class Links:
         The key position of each weight of a query, or the query position of each weight of a key. An unused place has
         position −1 and weight 0.
     levels : int, optional
-        The page stores the weights rounded to this number of levels above 0, as `storage.to_levels` does. If `levels`
-        is None, the page stores every weight exactly.
+        The page stores the weights rounded to this number of levels above 0, as `page_parts.to_levels` does. If
+        `levels` is None, the page stores every weight exactly.
     """
 
     weights: Array

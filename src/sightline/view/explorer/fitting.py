@@ -25,7 +25,7 @@ LEAST_LEVELS = 63  # levels of a layer with all its weights, on a page whose oth
 
 @dataclass(frozen=True)
 class Reduction:
-    """How much a page stores. Fields `..._levels` are the `count` of `storage.to_levels`, or None for floats."""
+    """How much a page stores. Fields `..._levels` are the `count` of `page_parts.to_levels`, or None for floats."""
 
     count: int  # number of links of each query, and of each key
     link_levels: int | None = None
