@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..arrays.operations import NUMPY, TORCH, convert, device_option, framework, namespace, resolve_dtype
+from ..arrays.operations import convert, device_option, namespace, resolve_dtype
 from ..caching import cached_property
 from ..call.kernel import MAX_LSE, MAX_LSE_DIFFERENCE, Gradients, Kernel, Refusal, Result, find_learned_lookups
 from ..call.problem import Problem
@@ -33,7 +33,7 @@ class TileOps:
     """The array operations by which the forward and backward passes compute the tiles of one problem."""
 
     def __init__(self, problem: Problem, *others: Any) -> None:
-        if problem.framework is not NUMPY:
+        if not isinstance(problem.query, np.ndarray):
             problem = problem.map_tables(lambda array: convert(array, problem.query))
         self.problem = problem
         self.xp = xp = namespace(problem.query)
@@ -395,10 +395,10 @@ def _scatter_add(target: Any, index: tuple[Any, ...], values: Any) -> None:
     flat_index: Any = 0
     for part, length in zip(index, target.shape, strict=True):
         flat_index = flat_index * length + part
-    if framework(target) is TORCH:
-        target.view(-1).index_add_(0, flat_index.reshape(-1), values.reshape(-1))
-    else:
+    if isinstance(target, np.ndarray):
         np.add.at(target.reshape(-1), flat_index, values)
+    else:
+        target.view(-1).index_add_(0, flat_index.reshape(-1), values.reshape(-1))
 
 
 class Streaming(Kernel):

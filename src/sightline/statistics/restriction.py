@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays.operations import JAX, device_option, framework, namespace
+from ..arrays.operations import device_option, framework, namespace
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Constant, Expression, intern, specialize, table_lookup
 from ..formula.tables import Table
@@ -94,7 +94,7 @@ def _index_array(indices: Indices, count: int, like: Any) -> Any:
 
     For JAX, which may have no int64, the result is a NumPy array.
     """
-    xp = np if framework(like) is JAX else namespace(like)
+    xp = namespace(like) if framework(like).has_device else np
     options = {"dtype": xp.int64} | device_option(like)
     span = contiguous_span(indices, count)
     if span is not None:
