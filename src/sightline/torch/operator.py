@@ -104,18 +104,24 @@ def autocast_disabled(tensor: Tensor) -> Any:
     return torch.autocast(device_type, enabled=False)
 
 
-def _without_autocast(computation: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Wrap the computation so that it runs with torch.autocast off. The module `dispatch` has already cast inputs."""
+def _define(name: str, arguments: str, compute: Callable[..., Any], make_empty: Callable[..., Any]) -> Any:
+    """Return the operator that computes with torch.autocast off. The module `dispatch` has already cast inputs.
 
-    @wraps(computation)
+    `arguments` are those before SCHEMA. `make_empty` returns results without entries, while torch traces.
+    """
+
+    @wraps(compute)
     def run(*args: Any) -> list[Tensor]:
         with autocast_disabled(next(x for x in args if isinstance(x, Tensor))):
-            return computation(*args)
+            found: list[Tensor] = compute(*args)
+            return found
 
-    return run
+    schema = f"({arguments}{SCHEMA}) -> Tensor[]"
+    operator = torch.library.custom_op(f"sightline::{name}", run, mutates_args=(), schema=schema)
+    operator.register_fake(make_empty)
+    return operator
 
 
-@_without_autocast
 def _forward(*args: Any) -> list[Tensor]:
     """Return output, lse and the arrays of the statistics, in the order of `flatten_result`."""
     arrays, spec = read_arguments(args)
@@ -144,11 +150,9 @@ def _forward_shapes(*args: Any) -> list[Tensor]:
     return outputs
 
 
-attention = torch.library.custom_op("sightline::attention", _forward, mutates_args=(), schema=f"({SCHEMA}) -> Tensor[]")
-attention.register_fake(_forward_shapes)
+attention = _define("attention", "", _forward, _forward_shapes)
 
 
-@_without_autocast
 def _compute_gradients(
     gradients: list[Tensor],
     gradient_indices: list[int],
@@ -172,17 +176,14 @@ def _backward_shapes(
     return [given[place].new_empty(given[place].shape) for place in spec.find_places(wanted_tables)]
 
 
-attention_backward = torch.library.custom_op(
-    "sightline::attention_backward",
+attention_backward = _define(
+    "attention_backward",
+    "Tensor[] gradients, int[] gradient_indices, int[] wanted_tables, Tensor output, Tensor lse, ",
     _compute_gradients,
-    mutates_args=(),
-    schema="(Tensor[] gradients, int[] gradient_indices, int[] wanted_tables, Tensor output, Tensor lse, "
-    f"{SCHEMA}) -> Tensor[]",
+    _backward_shapes,
 )
-attention_backward.register_fake(_backward_shapes)
 
 
-@_without_autocast
 def _compute_tangents(
     directions: list[Tensor], places: list[int], output: Tensor, lse: Tensor, *args: Any
 ) -> list[Tensor]:
@@ -196,14 +197,11 @@ def _compute_tangents(
     return list(push_forward(problem, make_plan(problem, spec.kernel), given, (output, lse), spec.threads))
 
 
-attention_tangent = torch.library.custom_op(
-    "sightline::attention_tangent",
+attention_tangent = _define(
+    "attention_tangent",
+    "Tensor[] directions, int[] places, Tensor output, Tensor lse, ",
     _compute_tangents,
-    mutates_args=(),
-    schema=f"(Tensor[] directions, int[] places, Tensor output, Tensor lse, {SCHEMA}) -> Tensor[]",
-)
-attention_tangent.register_fake(
-    lambda directions, places, output, lse, *args: [torch.empty_like(output), torch.empty_like(lse)]
+    lambda directions, places, output, lse, *args: [torch.empty_like(output), torch.empty_like(lse)],
 )
 
 
