@@ -289,11 +289,10 @@ def apply(derivative: Derivative | ForwardDerivative, *tensors: Tensor) -> tuple
 
 
 # -- the registered operators, in programs of torch.compile ------------------------------------------------------------
-# The tensors among the arguments of an operator are those of its derivative, in the same order.
+# The tensors among the arguments of an operator are those of its derivative, in the same order. The arguments of
+# `attention_backward` end with those of `attention`.
 
-NUM_ARGUMENTS = len(Arrays._fields) + len(
-    CallSpec._fields
-)  # of `attention`; those of `attention_backward` end with them
+NUM_ARGUMENTS = len(Arrays._fields) + len(CallSpec._fields)  # of `attention`
 
 
 def _read_derivative(arguments: Sequence[Any]) -> Derivative:
