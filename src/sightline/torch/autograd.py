@@ -117,7 +117,7 @@ def _differentiate_by_operator(call: GraphCall, arrays: BackwardArrays) -> Seque
     given = {index: gradient for index, gradient in enumerate(arrays.gradients) if gradient is not None}
     saved = _read_saved(call, arrays.results)
     if is_transformed():
-        derivative = Derivative.of(own, spec, 1, tuple(given), tuple(wanted))
+        derivative = Derivative.of(own, spec).above([*given], wanted)
         return apply(derivative, *given.values(), *saved, *own.flatten())
     found: list[Tensor] = operator.attention_backward([*given.values()], [*given], wanted, *saved, *own, *spec)
     return found

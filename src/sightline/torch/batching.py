@@ -117,7 +117,7 @@ class _Join:
         tables = first + spec.table_places.start
         is_mapped = tuple([dims[tables + k] is not None or k in learned for k in range(spec.num_tables)])
         joined = _join_spec(spec, types, is_mapped, size, self.has_joined_heads)
-        self.derivative, self.output_kinds = replace(derivative, spec=joined), output_kinds
+        self.derivative, self.output_kinds = derivative.with_spec(joined), output_kinds
         stays = {tables + k for k, one in enumerate(is_mapped) if not one}
         self.inputs = [
             x if place in stays else self.join(kind, x, dim)
@@ -174,11 +174,11 @@ class _Join:
 
 def _kinds(derivative: Derivative, results: list[_Kind]) -> tuple[list[_Kind], list[_Kind]]:
     """Return the kinds of a derivative's tensors and outputs; `results` are the kinds of the results of order 0."""
-    if derivative.order == 0:
+    if derivative.below is None:
         spec = derivative.spec
         tensors = [ROWS] * NUM_OPERANDS + [TABLE] * spec.num_tables + [SINKS] * spec.has_sinks + [SEED] * spec.has_seed
         return tensors, results
-    below, outputs = _kinds(derivative.previous, results)
+    below, outputs = _kinds(derivative.below, results)
     if derivative.order == 1:
         outputs = [outputs[k] for k in derivative.gradient_indices] + [ROWS, ROWS]
     kinds = outputs + below

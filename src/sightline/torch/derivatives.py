@@ -41,62 +41,54 @@ class Derivative:
     ----------
     spec : the call
     float_tables : the indices of the tables that may have gradients
+    differentiable_places : the indices of the tensors with respect to which the next order differentiates
     order : 0 for attention
-    gradient_indices : the outputs of order 0 whose gradients are the first tensors of order 1
-    wanted_tables : the indices of the tables whose gradients are outputs of order 1
+    below : the derivative of the order below
+    gradient_indices : at order 1, the outputs of order 0 whose gradients are the first tensors
+    learned_tables : the indices of the tables whose gradients are outputs
+    num_gradients : how many of the tensors, from the first, are gradients of the outputs of the order below
+    num_own_tensors : the number of tensors that this order adds: its gradients, and at order 1 also output and lse
+    output_places : for each output the index of the tensor whose gradient the output is
     """
 
     spec: CallSpec
     float_tables: tuple[int, ...]
+    differentiable_places: tuple[int, ...]
     order: int = 0
+    below: Derivative | None = None
     gradient_indices: tuple[int, ...] = ()
-    wanted_tables: tuple[int, ...] = ()
+    learned_tables: tuple[int, ...] = ()
+    num_gradients: int = 0
+    num_own_tensors: int = 0
+    output_places: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, arrays: Arrays, spec: CallSpec, *order: Any) -> Derivative:
-        """Return the derivative of a call. `order` has the values of the last three fields."""
-        return cls(spec, tuple(find_float_tables(arrays, spec)), *order)
+    def of(cls, arrays: Arrays, spec: CallSpec) -> Derivative:
+        """Return attention, the derivative of order 0."""
+        tables = find_float_tables(arrays, spec)
+        return cls(spec, tuple(tables), tuple(spec.find_places(tables)))
 
-    # -- the order of tensors and outputs -----------------------------------------------------------------------------
-    @property
-    def learned_tables(self) -> tuple[int, ...]:
-        """The indices of the tables whose gradients are outputs."""
-        return () if self.order == 0 else self.wanted_tables if self.order == 1 else self.float_tables
+    def above(self, gradient_indices: Sequence[int] = (), learned_tables: Sequence[int] | None = None) -> Derivative:
+        """Return the derivative of the next order. The parameters are fields of a derivative of order 1."""
+        learned = self.float_tables if learned_tables is None else learned_tables
+        count = len(self.output_places) if self.order else len(gradient_indices)
+        own = count if self.order else count + 2
+        places = self.differentiable_places if self.order else self.spec.find_places(learned)
+        return replace(
+            self,
+            differentiable_places=(*range(count), *[own + place for place in self.differentiable_places]),
+            order=self.order + 1,
+            below=self,
+            gradient_indices=tuple(gradient_indices),
+            learned_tables=tuple(learned),
+            num_gradients=count,
+            num_own_tensors=own,
+            output_places=tuple([own + place for place in places]),
+        )
 
-    @property
-    def previous(self) -> Derivative:
-        """The derivative of the order below."""
-        return replace(self, order=self.order - 1)
-
-    @property
-    def num_gradients(self) -> int:
-        """How many of the tensors, from the first, are gradients of the outputs of the order below."""
-        return 0 if self.order == 0 else len(self.gradient_indices) if self.order == 1 else self.previous.num_outputs
-
-    @property
-    def num_own_tensors(self) -> int:
-        """The number of tensors that this order adds: its gradients, and at order 1 also output and lse."""
-        return self.num_gradients + (2 if self.order == 1 else 0)
-
-    @property
-    def num_outputs(self) -> int:
-        """The number of outputs; the order is at least 1."""
-        return len(self.output_places)
-
-    @property
-    def output_places(self) -> list[int]:
-        """For each output the index of the tensor whose gradient the output is; the order is at least 1."""
-        below = self.previous
-        places = self.spec.find_places(self.wanted_tables) if self.order == 1 else below.differentiable_places
-        return [self.num_own_tensors + place for place in places]
-
-    @property
-    def differentiable_places(self) -> list[int]:
-        """The indices of the tensors with respect to which the next order differentiates."""
-        if self.order == 0:
-            return self.spec.find_places(self.float_tables)
-        below = self.previous.differentiable_places
-        return [*range(self.num_gradients), *[self.num_own_tensors + place for place in below]]
+    def with_spec(self, spec: CallSpec) -> Derivative:
+        """Return the derivative of another call with as many arrays of each kind."""
+        return replace(self, spec=spec, below=None if self.below is None else self.below.with_spec(spec))
 
     @property
     def num_saved_outputs(self) -> int:
@@ -120,12 +112,10 @@ class Derivative:
             results: list[Tensor] = operator.attention(*self.spec.unflatten(tensors), *self.spec)
             return results
         if self.order == 1:
-            count = self.num_gradients
-            output, lse, *rest = tensors[count:]
-            tables, indices = list(self.wanted_tables), list(self.gradient_indices)
-            gradients = list(tensors[:count])
+            gradients, (output, lse, *rest) = list(tensors[: self.num_gradients]), tensors[self.num_gradients :]
+            order = list(self.gradient_indices), list(self.learned_tables)
             found: list[Tensor] = operator.attention_backward(
-                gradients, indices, tables, output, lse, *self.spec.unflatten(rest), *self.spec
+                gradients, *order, output, lse, *self.spec.unflatten(rest), *self.spec
             )
             return found
         if get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in tensors):
@@ -143,15 +133,11 @@ class Derivative:
 
     def _differentiate(self, variables: Sequence[Tensor], create_graph: bool) -> list[Tensor]:
         """Return the outputs of an order of at least 1. The result is differentiable if `create_graph` is True."""
-        count = self.num_gradients
-        gradients = variables[:count]
-        below = variables[self.num_own_tensors :]
-        if self.order == 1:
-            arrays = self.spec.unflatten(below)
-            return operator.apply_chain_rule(
-                gradients, self.gradient_indices, self.wanted_tables, arrays, self.spec, None
-            )
-        outputs = self.previous._differentiate(below, create_graph=True)
+        gradients, given = variables[: self.num_gradients], variables[self.num_own_tensors :]
+        if self.below is None or self.below.below is None:
+            order = self.gradient_indices, self.learned_tables
+            return operator.apply_chain_rule(gradients, *order, self.spec.unflatten(given), self.spec, None)
+        outputs = self.below._differentiate(given, create_graph=True)
         pairs = [(y, gradient) for y, gradient in zip(outputs, gradients, strict=True) if y.requires_grad]
         inputs = [variables[place] for place in self.output_places]
         found: tuple[Tensor, ...] = torch.autograd.grad(
@@ -177,13 +163,11 @@ class Derivative:
         outputs, None for 0. `wanted` says of each tensor whether its gradient is needed.
         """
         if self.order == 0:
-            given = [k for k, gradient in enumerate(gradients) if gradient is not None]
-            tables = [k for k in self.float_tables if wanted[NUM_OPERANDS + k]]
-            above = replace(self, order=1, gradient_indices=tuple(given), wanted_tables=tuple(tables))
-            own = [*[gradient for gradient in gradients if gradient is not None], *outputs]
+            given = {k: gradient for k, gradient in enumerate(gradients) if gradient is not None}
+            above = self.above([*given], [k for k in self.float_tables if wanted[NUM_OPERANDS + k]])
+            own = [*given.values(), *outputs]
         else:
-            above = replace(self, order=self.order + 1)
-            own = _fill_zeros(gradients, tensors, self.output_places)
+            above, own = self.above(), _fill_zeros(gradients, tensors, self.output_places)
         places = [place - above.num_own_tensors for place in above.output_places]
         found = dict(zip(places, apply(above, *own, *tensors), strict=True))
         return [found.get(place) for place in range(len(tensors))]
@@ -219,15 +203,14 @@ class Derivative:
         """
         if self.order == 0:
             results = self.differentiable_results(tensors)
-            above = replace(self, order=1, gradient_indices=tuple(results), wanted_tables=self.float_tables)
+            above = self.above(results)
         else:
-            results = list(range(self.num_outputs))
-            above = replace(self, order=self.order + 1)
+            results, above = list(range(len(self.output_places))), self.above()
         zeros = [tensors[0].new_zeros(types[k][0], dtype=types[k][1]) for k in results]
         inputs = [*zeros, *outputs, *tensors]
         directions = [tangents[place - above.num_own_tensors] for place in above.output_places]
         own = _fill_zeros(directions, inputs, above.output_places)
-        found = apply(replace(above, order=above.order + 1), *own, *inputs)
+        found = apply(above.above(), *own, *inputs)
         tangent_of = dict(zip(results, found, strict=False))
         return [tangent_of.get(k) for k in range(len(types))]
 
@@ -297,8 +280,8 @@ NUM_ARGUMENTS = len(Arrays._fields) + len(CallSpec._fields)  # of `attention`
 
 def _read_derivative(arguments: Sequence[Any]) -> Derivative:
     """Return the derivative that the operator with these arguments computes."""
-    order = (1, tuple(arguments[1]), tuple(arguments[2])) if len(arguments) > NUM_ARGUMENTS else ()
-    return Derivative.of(*read_arguments(arguments[-NUM_ARGUMENTS:]), *order)
+    attention = Derivative.of(*read_arguments(arguments[-NUM_ARGUMENTS:]))
+    return attention.above(arguments[1], arguments[2]) if len(arguments) > NUM_ARGUMENTS else attention
 
 
 def _mark_tensors(argument: Any) -> Any:
