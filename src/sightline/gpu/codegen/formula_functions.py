@@ -97,12 +97,3 @@ def compile_function(source: str, name: str) -> Any:
     module: dict[str, Any] = {"__name__": f"sightline.gpu.generated.{name}"}
     exec(compile(source, filename, "exec"), module)
     return module[name]
-
-
-def combine_functions(sources: Sequence[str], expressions: Sequence[str], name: str) -> Any:
-    """Return a Triton function `name` that takes scores and returns the tuple of `expressions`.
-
-    The expressions call functions that the texts in `sources` define.
-    """
-    body = f"@triton.jit\ndef {name}(s, b, h, i, j, n, m, tables):\n    return ({', '.join(expressions)},)\n"
-    return compile_function("\n\n".join([*sources, body]), name)

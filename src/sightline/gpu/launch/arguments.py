@@ -20,7 +20,6 @@ from ..codegen.formula_functions import (
     FormulaFunctions,
     NamedFormula,
     collect_tables,
-    combine_functions,
     compile_function,
     render_sources,
 )
@@ -62,11 +61,14 @@ class Operands:
         return FormulaFunctions(**{name: compile_function(source, name) for name, source in sources.items()})
 
     def combine_functions(self, names: Sequence[str], expressions: Sequence[str], name: str) -> Any:
-        """Return a function `name` that returns the tuple of `expressions`; None if `names` is empty.
+        """Return a Triton function that takes scores and returns the tuple of `expressions`; None if `names` is empty.
 
         The expressions call the generated functions that `names` lists.
         """
-        return combine_functions([self.sources[each] for each in names], expressions, name) if names else None
+        if not names:
+            return None
+        body = f"@triton.jit\ndef {name}(s, b, h, i, j, n, m, tables):\n    return ({', '.join(expressions)},)\n"
+        return compile_function("\n\n".join([*[self.sources[each] for each in names], body]), name)
 
     def common_arguments(self) -> dict[str, Any]:
         """Return the arguments that are common to all kernels that loop over tiles."""

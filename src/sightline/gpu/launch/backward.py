@@ -21,7 +21,7 @@ from ..kernels.backward_keys import backward_keys
 from ..kernels.backward_queries import backward_queries
 from ..kernels.table_gradient import FIRST_SLOT_EXPONENT, MAX_ADDITIONS, SLOT_BITS, SLOTS
 from .arguments import Operands, to_operand
-from .forward import NAN_SAFE_ROWS, nan_safe_launch, small_sizes
+from .forward import nan_safe_launch, small_sizes
 from .launches import KernelLaunch, RecordedCall
 from .schedule import make_schedule
 
@@ -158,8 +158,7 @@ def _query_launches(
     arguments = common | {"formulas": formulas, "sums": arrays["sums"], "KINDS": kinds}
     yield KernelLaunch(backward_queries, batches * heads * blocks, arguments, sizes, operands.sources)
     if has_flags:
-        subblock_sizes = replace(sizes, rows=min(sizes.rows, NAN_SAFE_ROWS))
-        yield nan_safe_launch(backward_queries, common, operands, sizes, subblock_sizes)
+        yield nan_safe_launch(backward_queries, common, operands, sizes, "rows")
 
 
 def _key_launches(
@@ -174,8 +173,7 @@ def _key_launches(
     arguments |= {"schedule": schedule, "d_key": arrays["d_key"], "d_value": arrays["d_value"]}
     yield KernelLaunch(backward_keys, items, arguments, sizes, operands.sources)
     if not problem.is_small_on_gpu:
-        subblock_sizes = replace(sizes, keys=min(sizes.keys, NAN_SAFE_ROWS))
-        yield nan_safe_launch(backward_keys, arguments, operands, sizes, subblock_sizes)
+        yield nan_safe_launch(backward_keys, arguments, operands, sizes, "keys")
 
 
 # -- tables and sinks --------------------------------------------------------------------------------------------------

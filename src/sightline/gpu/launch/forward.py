@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -101,8 +101,7 @@ def forward_launches(
     first_arguments = fused_statistics.arguments(operands, arguments) if fused_statistics else arguments
     yield KernelLaunch(forward, items, first_arguments, sizes, operands.sources)
     if not problem.is_small_on_gpu:
-        subblock_sizes = replace(sizes, rows=min(sizes.rows, NAN_SAFE_ROWS))
-        yield nan_safe_launch(forward, arguments, operands, sizes, subblock_sizes)
+        yield nan_safe_launch(forward, arguments, operands, sizes, "rows")
 
 
 def small_sizes(sizes: Configuration, warps: int = NAN_SAFE_WARPS) -> Configuration:
@@ -112,17 +111,18 @@ def small_sizes(sizes: Configuration, warps: int = NAN_SAFE_WARPS) -> Configurat
 
 
 def nan_safe_launch(
-    kernel: Any, arguments: dict[str, Any], operands: Operands, sizes: Configuration, subblock_sizes: Configuration
+    kernel: Any, arguments: dict[str, Any], operands: Operands, sizes: Configuration, axis: Literal["rows", "keys"]
 ) -> KernelLaunch:
-    """Return the NaN-safe launch of a kernel, which recomputes each flagged block in smaller subblocks.
+    """Return the NaN-safe launch of a kernel, which recomputes each flagged block in subblocks of fewer rows or keys.
 
-    A flagged block has the tile sizes `sizes`, and a subblock the tile sizes `subblock_sizes`.
+    A flagged block has the tile sizes `sizes`.
     """
-    subblock_sizes = replace(subblock_sizes, warps=min(sizes.warps, NAN_SAFE_WARPS), stages=1)
-    subblocks = sizes.rows // subblock_sizes.rows * (sizes.keys // subblock_sizes.keys)
-    arguments = arguments | {"meta": operands.meta(subblock_sizes), "SUBBLOCKS": subblocks}
+    length = getattr(sizes, axis)
+    part = min(length, NAN_SAFE_ROWS)
+    sizes = replace(sizes, **{axis: part}, warps=min(sizes.warps, NAN_SAFE_WARPS), stages=1)
+    arguments = arguments | {"meta": operands.meta(sizes), "SUBBLOCKS": length // part}
     programs = min(arguments["items"], NAN_SAFE_PROGRAMS)
-    return KernelLaunch(kernel, programs, arguments, subblock_sizes, operands.sources)
+    return KernelLaunch(kernel, programs, arguments, sizes, operands.sources)
 
 
 def uses_decode(problem: Problem) -> bool:
