@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ class GpuTableGradient:
 
     node: Lookup
     slot: int  # the index of the table in Problem.tables
-    kind: str  # "pair", "query", "key", "head" or "any": see `kernels.table_gradient`
 
     @property
     def entry(self) -> Expression:
@@ -44,6 +43,14 @@ class GpuTableGradient:
         for index, length in zip(others, self.node.table.shape[1:], strict=True):
             found = found * length + index
         return found
+
+    @property
+    def kind(self) -> str:
+        """The kind of the lookup, "pair", "query", "key", "head" or "any": see `kernels.table_gradient`."""
+        if self.is_owned_by("i") and self.is_owned_by("j"):
+            return "pair"
+        reads = "".join(sorted(self.entry.free_symbols & {"i", "j"}))
+        return {"": "head", "i": "query", "j": "key"}.get(reads, "any")
 
     def is_owned_by(self, name: str) -> bool:
         """Return True if an index of the lookup is the symbol `name` itself, which is b, h, i or j.
@@ -67,7 +74,7 @@ def backward(
     `refuse_tables` has refused every table that these kernels do not support.
     """
     architecture = architecture or architecture_of(problem.query.device)
-    lookups = list(_table_gradients(problem, wanted_tables))
+    lookups = _table_gradients(problem, wanted_tables)
     query, batch_shape = problem.query, problem.batch_shape
     output, lse = map(detach, saved)
     d_lse_terms = [term for term in (d_lse, statistic_gradients.lse) if term is not None]
@@ -177,16 +184,9 @@ def _key_launches(
 
 
 # -- tables and sinks --------------------------------------------------------------------------------------------------
-def _table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterator[GpuTableGradient]:
-    """Yield every float lookup in the score whose table is one of `wanted_tables`, with its kind."""
-    for _, node, slot in find_learned_lookups(problem, wanted_tables):
-        lookup = GpuTableGradient(node, slot, "any")
-        reads = lookup.entry.free_symbols & {"i", "j"}
-        if lookup.is_owned_by("i") and lookup.is_owned_by("j"):
-            kind = "pair"
-        else:
-            kind = {"": "head", "i": "query", "j": "key"}.get("".join(sorted(reads)), "any")
-        yield replace(lookup, kind=kind)
+def _table_gradients(problem: Problem, wanted_tables: Collection[int]) -> list[GpuTableGradient]:
+    """Return every float lookup in the score whose table is one of `wanted_tables`."""
+    return [GpuTableGradient(node, slot) for _, node, slot in find_learned_lookups(problem, wanted_tables)]
 
 
 def refuse_tables(
@@ -218,10 +218,8 @@ def _is_supported(problem: Problem, lookup: GpuTableGradient, architecture: str)
         lengths = {"b": problem.B, "h": problem.H}
         is_shared = any(length > 1 and not lookup.is_owned_by(name) for name, length in lengths.items())
         return not (is_shared and architecture.startswith("gfx"))
-    pairs = math.prod(problem.extent)  # divided below until it is the most pairs that may read one entry
-    for name, length in zip("bhij", problem.extent, strict=True):
-        if lookup.is_owned_by(name):
-            pairs //= max(length, 1)
+    free = [length for name, length in zip("bhij", problem.extent, strict=True) if not lookup.is_owned_by(name)]
+    pairs = math.prod(free)  # the most pairs that may read one entry
     return math.prod(lookup.node.table.shape) <= MAX_SLOTTED_ENTRIES and pairs <= MAX_ADDITIONS
 
 
