@@ -10,29 +10,29 @@ from sightline.errors import ParameterError
 
 
 def test_the_published_tokens():
-    labels = {walk_through().label(piece): number for piece, number in VOCABULARY.items()}
+    labels = {walk_through().tokens.label(piece): number for piece, number in VOCABULARY.items()}
     assert labels == {"␣": 0, "a": 1, "c": 2, "e": 3, "h": 4, "t": 5, "r": 6, "at": 7, "th": 8, "the": 9}
     assert tokenize("the cat ate the rat").numbers == (9, 0, 2, 7, 0, 7, 3, 9, 0, 6, 7)
     assert tokenize(TEXT).text == TEXT
-    assert walk_through().labels == ["the", "␣", "c", "at", "␣", "at", "e", "the", "␣", "r", "at"]
+    assert walk_through().tokens.labels == ["the", "␣", "c", "at", "␣", "at", "e", "the", "␣", "r", "at"]
 
 
 def test_merges_of_another_text_are_learned_from_it():
     found = tokenize("the cat ate the bat")
     assert found.merges[0].parts == ("a", "t")
     assert len(found.merges) <= MAX_MERGES
-    assert walk_through("the cat ate the bat").labels[0] == "␣the"
+    assert walk_through("the cat ate the bat").tokens.labels[0] == "␣the"
     assert len(tokenize(TEXT, max_merges=2).merges) == 2  # learned, since the caller says how many
 
 
 @pytest.mark.parametrize("text", ["注意力", "Zürich ❤️ 👩‍💻", "\udcff", " ", "x", "\n\t"])
 def test_any_text_has_all_stages(text):
     walk = walk_through(text, d_model=8, d_k=4, mask="causal")
-    n = len(walk.tokens)
-    assert walk.text == text
+    n = len(walk.tokens.numbers)
+    assert walk.tokens.text == text
     assert walk.embedded.shape == (n, 8)
     assert walk.stages.weights.shape == (n, n)
-    assert len(walk.labels) == n
+    assert len(walk.tokens.labels) == n
     assert walk.pair == (n - 1, 0)
 
 
@@ -44,7 +44,7 @@ def test_lengths_of_the_text(text, named):
 
 def test_every_stage_equals_plain_numpy():
     walk = walk_through(seed=3, mask="causal")
-    n, d_k = len(walk.tokens), 64
+    n, d_k = len(walk.tokens.numbers), 64
     assert walk.embedded.shape == (11, 512)
     assert np.array_equal(walk.embedded[0], walk.embedded[7])  # the same token
     for projection, made in zip(walk.projections, (walk.query, walk.key, walk.value), strict=True):
@@ -66,7 +66,7 @@ def test_the_followed_pair():
     free, causal = walk_through(), walk_through(mask="causal")
     for walk in (free, causal):
         assert walk.pair == (2, 9)
-        assert [walk.labels[at] for at in walk.pair] == ["c", "r"]
+        assert [walk.tokens.labels[at] for at in walk.pair] == ["c", "r"]
         assert [step.name for step in walk.follow()][1:4] == ["score", "scaled", "masked"]
     values = {step.name: step.value for step in free.follow()}
     assert free.allowed

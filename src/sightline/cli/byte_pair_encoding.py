@@ -16,7 +16,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
 # A word may begin with one white-space character and has no other. All other white space forms words of its own.
@@ -40,11 +40,15 @@ class Merge:
 
 @dataclass(frozen=True)
 class Tokenization:
-    """The tokens of a text: their pieces of text, the merges that gave the tokens, and the number of every piece."""
+    """The tokens of a text: their pieces of text, the merges that gave the tokens, and the number of every piece.
+
+    `published` has the pieces that were published under another label, with this label.
+    """
 
     pieces: tuple[str, ...]
     merges: tuple[Merge, ...]
     vocabulary: dict[str, int]
+    published: dict[str, str] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -55,6 +59,15 @@ class Tokenization:
     def numbers(self) -> tuple[int, ...]:
         """The tokens as numbers."""
         return tuple(self.vocabulary[piece] for piece in self.pieces)
+
+    @property
+    def labels(self) -> list[str]:
+        """The tokens as text, with ␣ for a space."""
+        return list(map(self.label, self.pieces))
+
+    def label(self, piece: str) -> str:
+        """Return the piece of a token as text, with ␣ for a space."""
+        return self.published.get(piece) or printable(piece)
 
 
 def learn_merges(text: str, max_merges: int) -> Tokenization:

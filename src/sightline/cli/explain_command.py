@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..formula.expression import Expression
 from ..view.formula_pictures import formula_picture
-from .byte_pair_encoding import learn_merges
+from .byte_pair_encoding import Tokenization, learn_merges
 from .console import (
     ELLIPSIS,
     make_console,
@@ -80,12 +80,12 @@ def _run(options: argparse.Namespace) -> None:
 def explain(walk: Walkthrough, seed: int, console: Console | None = None) -> None:
     """Print every stage of the walkthrough."""
     console = console or make_console()
-    n, d_model, d_k = len(walk.tokens), walk.embedded.shape[1], walk.d_k
+    n, d_model, d_k = len(walk.tokens.numbers), walk.embedded.shape[1], walk.d_k
     formula = "softmax(Q Kᵀ / √d_k + M) V   over   "
-    text = shorten(repr(walk.text), max(console.width - len(formula), 20))
+    text = shorten(repr(walk.tokens.text), max(console.width - len(formula), 20))
     console.print(Text(formula + text, style="bold"))
     note(console, f"d_model {d_model}, d_k = d_v = {d_k}, seed {seed}, mask {_mask_name(walk.mask)}")
-    _print_tokens(console, walk)
+    _print_tokens(console, walk.tokens)
     _print_vectors(console, walk)
     _print_scores(console, walk)
     section(console, "10  Output: O = P V", f"({n}, {d_k})")
@@ -97,23 +97,23 @@ def _mask_name(mask: Expression | None) -> str:
     return "none" if mask is None else str(mask)
 
 
-def _print_tokens(console: Console, walk: Walkthrough) -> None:
+def _print_tokens(console: Console, tokens: Tokenization) -> None:
     """Print the merges, the tokens with their numbers, and the vocabulary."""
-    section(console, "1  Tokens", f"({len(walk.tokens)},)")
-    _print_merges(console, walk)
+    section(console, "1  Tokens", f"({len(tokens.numbers)},)")
+    _print_merges(console, tokens)
     console.print()
-    _print_blocks(console, walk)
-    for line in _vocabulary_lines(console.width, walk):
+    _print_blocks(console, tokens)
+    for line in _vocabulary_lines(console.width, tokens):
         note(console, line)
-    if walk.is_published:
+    if tokens.published:
         note(console, "These tokens are published: 'the' includes the space before it.")
     note(console, "One space is added before the text. ␣ is a space.")
 
 
-def _vocabulary_lines(width: int, walk: Walkthrough) -> list[str]:
+def _vocabulary_lines(width: int, tokens: Tokenization) -> list[str]:
     """Return lines of at most `width` characters that list the first entries of the vocabulary."""
-    vocabulary = walk.tokenization.vocabulary.items()
-    entries = [f"{shorten(walk.label(piece), MAX_TOKEN)} {number}" for piece, number in vocabulary]
+    vocabulary = tokens.vocabulary.items()
+    entries = [f"{shorten(tokens.label(piece), MAX_TOKEN)} {number}" for piece, number in vocabulary]
     if len(entries) > MAX_ENTRIES:
         entries[MAX_ENTRIES:] = [f"and {len(entries) - MAX_ENTRIES} more"]
     lines = [""]
@@ -125,38 +125,38 @@ def _vocabulary_lines(width: int, walk: Walkthrough) -> list[str]:
     return lines
 
 
-def _print_merges(console: Console, walk: Walkthrough) -> None:
+def _print_merges(console: Console, tokens: Tokenization) -> None:
     """Print a row for each merge. If there are more than `MAX_PRINTED_MERGES`, rows in the middle are left out.
 
     The rows have the text after each merge if every merge has a row and the rows then fit into the console. For merges
     that were learned, a note below says whether more could be learned.
     """
-    merges = walk.tokenization.merges
-    found = _merge_table(walk, with_texts=len(merges) <= MAX_PRINTED_MERGES)
+    merges = tokens.merges
+    found = _merge_table(tokens, with_texts=len(merges) <= MAX_PRINTED_MERGES)
     if console.measure(found, options=console.options.update(max_width=10_000)).maximum > console.width:
-        found = _merge_table(walk, with_texts=False)
+        found = _merge_table(tokens, with_texts=False)
     console.print(found)
-    if walk.is_published:
+    if tokens.published:
         return
-    if len(learn_merges(walk.text, len(merges) + 1).merges) > len(merges):
+    if len(learn_merges(tokens.text, len(merges) + 1).merges) > len(merges):
         note(console, "More pairs occur twice; --merges sets how many merges are learned.")
     else:
         note(console, f"No {'further ' if merges else ''}pair of tokens occurs twice within the words of the text.")
 
 
-def _merge_table(walk: Walkthrough, with_texts: bool) -> Table:
+def _merge_table(tokens: Tokenization, with_texts: bool) -> Table:
     """Return the table of the merges. The last column has the text after each merge, or else the new token."""
-    tokens, characters = walk.tokenization, " " + walk.text
-    first = " ".join(map(walk.label, characters)) if with_texts else ""
+    characters = " " + tokens.text
+    first = " ".join(map(tokens.label, characters)) if with_texts else ""
     rows: list[tuple[str, ...]] = [("characters", "", "", str(len(characters)), first)]
     for index in visible_indices(len(tokens.merges), MAX_PRINTED_MERGES):
         if index is None:
             rows.append((ELLIPSIS,) * 5)
             continue
         merge = tokens.merges[index]
-        joined = " + ".join(shorten(walk.label(part), MAX_TOKEN) for part in merge.parts)
-        new = shorten(walk.label(merge.piece), MAX_TOKEN)
-        last = " ".join(map(walk.label, merge.pieces)) if with_texts else new
+        joined = " + ".join(shorten(tokens.label(part), MAX_TOKEN) for part in merge.parts)
+        new = shorten(tokens.label(merge.piece), MAX_TOKEN)
+        last = " ".join(map(tokens.label, merge.pieces)) if with_texts else new
         rows.append((joined, f"{merge.count:,}", str(tokens.vocabulary[merge.piece]), f"{len(merge.pieces):,}", last))
     result = table("joined", "places", "number", "tokens", "text" if with_texts else "new token", rows=rows)
     result.columns[-1].justify = "left"
@@ -165,10 +165,10 @@ def _merge_table(walk: Walkthrough, with_texts: bool) -> Table:
     return result
 
 
-def _print_blocks(console: Console, walk: Walkthrough) -> None:
+def _print_blocks(console: Console, tokens: Tokenization) -> None:
     """Print positions, tokens and numbers in at most `MAX_BLOCKS` blocks as wide as the console, without the middle."""
-    labels = [shorten(label, MAX_TOKEN) for label in walk.labels]
-    blocks = _split_blocks(console.width, labels, walk.tokens)
+    labels = [shorten(label, MAX_TOKEN) for label in tokens.labels]
+    blocks = _split_blocks(console.width, labels, tokens.numbers)
     shown = visible_indices(len(blocks), MAX_BLOCKS)
     for index in shown:
         if index is None:
@@ -176,7 +176,7 @@ def _print_blocks(console: Console, walk: Walkthrough) -> None:
             note(console, f"{ELLIPSIS} {hidden:,} tokens")
             continue
         part = blocks[index]
-        rows = [("token", *(labels[i] for i in part)), ("number", *(walk.tokens[i] for i in part))]
+        rows = [("token", *(labels[i] for i in part)), ("number", *(tokens.numbers[i] for i in part))]
         console.print(table("position", *map(str, part), rows=rows))
 
 
@@ -194,7 +194,7 @@ def _split_blocks(width: int, labels: Sequence[str], numbers: Sequence[int]) -> 
 
 
 def _print_vectors(console: Console, walk: Walkthrough) -> None:
-    n, d_model, d_k = len(walk.tokens), walk.embedded.shape[1], walk.d_k
+    n, d_model, d_k = len(walk.tokens.numbers), walk.embedded.shape[1], walk.d_k
     query, key = walk.pair
     section(console, "2  Embeddings: X, one row of a random table per token", f"({n}, {d_model})")
     _print_rows(console, walk, {"": walk.embedded}, range(n))
@@ -214,7 +214,7 @@ def _print_vectors(console: Console, walk: Walkthrough) -> None:
 
 
 def _print_scores(console: Console, walk: Walkthrough) -> None:
-    n, stages, labels, width = len(walk.tokens), walk.stages, walk.labels, console.width
+    n, stages, labels, width = len(walk.tokens.numbers), walk.stages, walk.tokens.labels, console.width
     shape = f"({n}, {n})"
     section(console, "6  Scores: S = (R Q)(R K)ᵀ", shape)
     console.print(matrix(stages.scores, labels, labels, mark=walk.pair, width=width))
@@ -238,7 +238,7 @@ def _print_rows(console: Console, walk: Walkthrough, arrays: dict[str, Array], r
     if len(rows) > 4:
         rows = [*rows[:3], rows[-1]]
     max_components = min(MAX_COMPONENTS, (console.width - LABEL_WIDTH) // COMPONENT_WIDTH)
-    lines, labels = list[tuple[Text | str, ...]](), walk.labels
+    lines, labels = list[tuple[Text | str, ...]](), walk.tokens.labels
     for name, array in arrays.items():
         columns = visible_indices(array.shape[1], max_components, last=1)
         for before, i in zip([rows[0], *rows], rows, strict=False):
@@ -258,7 +258,7 @@ def _print_rows(console: Console, walk: Walkthrough, arrays: dict[str, Array], r
 
 def _print_pair(console: Console, walk: Walkthrough) -> None:
     query, key = walk.pair
-    names = f"query {query} ({walk.labels[query]}) and key {key} ({walk.labels[key]})"
+    names = f"query {query} ({walk.tokens.labels[query]}) and key {key} ({walk.tokens.labels[key]})"
     section(console, f"One pair in every stage: {names}, distance {abs(key - query)}")
     rows = [(step.name, step.formula, number(step.value) if step.value else "0") for step in walk.follow()]
     console.print(table("stage", "formula", "value", rows=rows, left=2))
@@ -274,8 +274,8 @@ def write_figures(walk: Walkthrough, path: str | Path) -> None:
     from ..view import heatmap, save, scaling_figure
 
     console, path = make_console(), Path(path)
-    title = f"weights of “{walk.text}”, mask {_mask_name(walk.mask)}"
-    written = [save(heatmap(walk.stages.weights, walk.labels, title=title).figure, path)]
+    title = f"weights of “{walk.tokens.text}”, mask {_mask_name(walk.mask)}"
+    written = [save(heatmap(walk.stages.weights, walk.tokens.labels, title=title).figure, path)]
     written.append(save(scaling_figure(), path.with_name(f"{path.stem}-scaling{path.suffix}")))
     console.print()
     console.print("Wrote " + " and ".join(map(str, written)))

@@ -28,14 +28,14 @@ from ..formula.expression import Expression
 from ..formula.library import causal, window
 from ..positions import rotary
 from ..reference.definition import Stages, forward
-from .byte_pair_encoding import Tokenization, apply_merges, learn_merges, printable
+from .byte_pair_encoding import Tokenization, apply_merges, learn_merges
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 TEXT = "the cat ate the rat"
 VOCABULARY = {" ": 0, "a": 1, "c": 2, "e": 3, "h": 4, "t": 5, "r": 6, "at": 7, "th": 8, " the": 9}  # of TEXT
 MERGES = (("a", "t"), ("t", "h"), (" ", "th", "e"))  # of TEXT
-WHOLE_WORD = " the"  # published as "the", without the space that it contains
+WHOLE_WORD = {" the": "the"}  # published without the space that it contains
 MAX_MERGES = 10  # default number of merges that are learned from a text
 MAX_CHARACTERS = 2_000  # the stages keep several float64 matrices of tokens × tokens
 MASKS = "none, causal or window:N"
@@ -74,7 +74,7 @@ def tokenize(text: str, max_merges: int | None = None) -> Tokenization:
     if max_merges is not None and max_merges < 0:
         raise ParameterError(f"{max_merges} merges", "a whole number of at least 0", f"--merges {MAX_MERGES}")
     if text == TEXT and max_merges is None:
-        return replace(apply_merges(TEXT, MERGES), vocabulary=VOCABULARY)
+        return replace(apply_merges(TEXT, MERGES), vocabulary=VOCABULARY, published=WHOLE_WORD)
     return learn_merges(text, MAX_MERGES if max_merges is None else max_merges)
 
 
@@ -111,7 +111,7 @@ class Step:
 class Walkthrough:
     """Every stage of attention on a text in float64: n tokens, embeddings of width d_model, one head with d_k = d_v."""
 
-    tokenization: Tokenization
+    tokens: Tokenization
     mask: Expression | None
     embedded: Array  # X (n, d_model)
     projections: tuple[Array, Array, Array]  # W_Q, W_K, W_V (d_model, d_k)
@@ -122,29 +122,6 @@ class Walkthrough:
     rotated_key: Array  # (n, d_k)
     stages: Stages  # the stages of the definition: scores, scaled, masked, weights, output, lse
     pair: tuple[int, int]  # the query and the key that `follow` reports
-
-    @property
-    def text(self) -> str:
-        return self.tokenization.text
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """The tokens as numbers of the vocabulary."""
-        return self.tokenization.numbers
-
-    @property
-    def is_published(self) -> bool:
-        """True if the tokens are the published tokens of `TEXT`."""
-        return self.tokenization.vocabulary is VOCABULARY
-
-    @property
-    def labels(self) -> list[str]:
-        """The tokens as text, with ␣ for a space."""
-        return [self.label(piece) for piece in self.tokenization.pieces]
-
-    def label(self, piece: str) -> str:
-        """Return the piece of a token as text, with ␣ for a space. The published piece " the" becomes "the"."""
-        return piece.strip() if self.is_published and piece == WHOLE_WORD else printable(piece)
 
     @property
     def d_k(self) -> int:
@@ -231,7 +208,7 @@ def walk_through(
 
 def _default_pair(tokenization: Tokenization) -> tuple[int, int]:
     pieces = tokenization.pieces
-    return (pieces.index("c"), pieces.index("r")) if tokenization.vocabulary is VOCABULARY else (len(pieces) - 1, 0)
+    return (pieces.index("c"), pieces.index("r")) if tokenization.published else (len(pieces) - 1, 0)
 
 
 def _validate(d_model: int, d_k: int, seed: int) -> None:
