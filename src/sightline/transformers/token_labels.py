@@ -91,27 +91,25 @@ class InputIds:
     """The ids of the tokens that were known when a layer ran, from which the labels of the positions are made.
 
     `by_side` has the ids of "encoder" and "decoder", or of "" for a model of one sequence. `start` positions were in
-    the cache before the run. `frames` is (number of audios, frames of each) for Whisper's encoder. `patches` is (number
-    of images, registers, rows, columns) for a model that reads only images.
+    the cache before the run. `positions` is (side, number of inputs, labels of each) for the frames of Whisper's
+    encoder, and for the patches of a model that reads only images.
     """
 
     by_side: dict[str, Ids]
     tokenizer: Tokenizer
     start: int = 0
-    frames: tuple[int, int] = (0, 0)
-    patches: tuple[int, int, int, int] = (0, 0, 0, 0)
+    positions: tuple[str, int, list[str]] | None = None
 
     @cached_property
     def tokens(self) -> Tokens | None:
         """The labels of the positions; None if there is no tokenizer, no audio and no image."""
-        images, *grid = self.patches
-        labels: Any = {"": [patch_labels(["class"], *grid)] * images} if images else {}
+        labels: Any = {}
         if self.by_side and self.tokenizer.loaded is not None:
             labels = {side: [self.tokenizer.tokens(row) for row in ids] for side, ids in self.by_side.items()}
-        audios, frames = self.frames
-        if audios:
-            count = max([audios, *map(len, self.by_side.values())])  # a beam search decodes an audio several times
-            labels["encoder"] = [frame_labels(frames)] * count
+        if self.positions is not None:
+            side, count, names = self.positions
+            count = max([count, *map(len, self.by_side.values())])  # a beam search decodes an audio several times
+            labels[side] = [names] * count
         return labels.get("", labels) or None
 
 
@@ -165,13 +163,13 @@ class TokenRecorder:
             given |= given.pop("kwargs", {})
             ids, spectrogram = given.get("input_ids"), given.get("input_features")
             if side == "encoder" and self.model.config.model_type == "whisper" and isinstance(spectrogram, Tensor):
-                frames = len(spectrogram), -(-spectrogram.shape[-1] // 2)
-                self.current = InputIds({}, self.tokenizer, frames=frames)
+                frames = frame_labels(-(-spectrogram.shape[-1] // 2))
+                self.current = InputIds({}, self.tokenizer, positions=(side, len(spectrogram), frames))
             image, size = given.get("pixel_values"), getattr(self.model.config, "patch_size", None)
             if not side and not self.current.by_side and isinstance(image, Tensor) and isinstance(size, int):
                 registers = getattr(self.model.config, "num_register_tokens", 0)
-                patches = len(image), registers, image.shape[-2] // size, image.shape[-1] // size
-                self.current = InputIds({}, self.tokenizer, patches=patches)
+                patches = patch_labels(["class"], registers, image.shape[-2] // size, image.shape[-1] // size)
+                self.current = InputIds({}, self.tokenizer, positions=(side, len(image), patches))
             if isinstance(ids, Tensor) and ids.ndim == 2:
                 self._add(side, ids, given.get("attention_mask"), cache_of(given))
 
@@ -182,20 +180,18 @@ class TokenRecorder:
         start = int(cache.get_seq_length()) if side != "encoder" and cache is not None else 0
         count, generated = start + ids.shape[1], None if side == "encoder" else self.generated
         known: Ids = self.current.by_side.get(side, [])
+        known = known if len(known) == len(ids) else [[]] * len(ids)
+        rows = [(row + [None] * start)[:start] + new for row, new in zip(known, ids.tolist(), strict=True)]
         if generated is not None and generated.shape == (len(ids), count):
-            rows: Ids = generated.tolist()  # a beam search reorders the sequences, so earlier ids are read again
-        elif start and len(known) == len(ids):
-            rows = [
-                (row[:start] + [None] * (start - len(row))) + new for row, new in zip(known, ids.tolist(), strict=True)
-            ]
-        else:
-            rows = [[None] * start + new for new in ids.tolist()]
+            rows = generated.tolist()  # a beam search reorders the sequences, so earlier ids are read again
         if isinstance(mask, Tensor) and mask.shape == (len(ids), count):
             lengths = map(_length_without_padding, mask)
             rows = [row[:length] + [PADDING] * (count - length) for row, length in zip(rows, lengths, strict=True)]
         known_start = self.current.start if side == "encoder" else start
         by_side = {**self.current.by_side, side: rows}
-        self.current = InputIds(by_side, self.tokenizer, known_start, self.current.frames)
+        positions = self.current.positions
+        kept = positions if positions is not None and positions[0] not in by_side else None
+        self.current = InputIds(by_side, self.tokenizer, known_start, kept)
 
 
 @contextmanager
