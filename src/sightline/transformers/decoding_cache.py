@@ -137,9 +137,10 @@ class Cache(DynamicCache):  # type: ignore[misc]
             raise ParameterError(
                 f"fork({counts!r}) of an empty Cache", "a Cache with keys", f"model(ids, {CACHE}=cache) first"
             )
-        owners = _owners(batch, counts)  # raises an error for wrong counts, before a layer has changed
+        owners = torch.from_numpy(read_owners(counts, batch))  # raises an error before a layer has changed
         for layer in self.layers:
-            if isinstance(layer, FullLayer) and layer.is_initialized:
+            shares = isinstance(layer, FullLayer) and not isinstance(layer, SlidingLayer)
+            if layer.is_initialized and shares:
                 layer.fork(counts)
             elif layer.is_initialized:
                 layer.reorder_cache(owners)
@@ -173,11 +174,6 @@ class Cache(DynamicCache):  # type: ignore[misc]
 
 def _needs_config(given: str) -> ParameterError:
     return ParameterError(given, "the configuration of the model that uses the cache", "Cache(config=model.config)")
-
-
-def _owners(batch: int, counts: int | Sequence[int]) -> Tensor:
-    """Return, for each sequence after `fork(counts)`, the index of the one of `batch` sequences that it continues."""
-    return torch.from_numpy(read_owners(counts, batch))
 
 
 class FullLayer(DynamicLayer):  # type: ignore[misc]
@@ -405,10 +401,6 @@ class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
         """Remove every position, and the storage."""
         super().reset()
         self.cumulative_length = 0
-
-    def fork(self, counts: int | Sequence[int]) -> None:
-        """Replace sequence b by counts[b] copies."""
-        self.reorder_cache(_owners(len(self.keys), counts))
 
     def _set_views(self) -> None:
         count = self.cache.max_length if self.record_past else self.sliding_window - 1
