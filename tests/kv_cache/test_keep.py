@@ -16,7 +16,7 @@ from sightline.call.problem import make_problem
 from sightline.errors import ParameterError, ShapeError
 from sightline.formula.expression import as_expression
 from sightline.kv_cache import cache as cache_module
-from sightline.kv_cache import kept_rows
+from sightline.kv_cache import row_contents
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
@@ -420,11 +420,11 @@ def test_keep_of_an_empty_cache():
 
 
 FAULTS = {
-    "a row for a position": Fault(kept_rows.KeptRows._make_formulas, "j < rows", "j < 0"),
-    "the wrong head": Fault(kept_rows.KeptRows._make_formulas, "h // group", "h % group"),
-    "later rows as before": Fault(kept_rows.keep_rows, "lengths - rows", "0 * rows"),
+    "a row for a position": Fault(row_contents.KeptRows._make_formulas, "j < rows", "j < 0"),
+    "the wrong head": Fault(row_contents.KeptRows._make_formulas, "h // group", "h % group"),
+    "later rows as before": Fault(row_contents.keep_rows, "lengths - rows", "0 * rows"),
     "a head's rows for another's": Fault(
-        kept_rows.find_rows, "np.where(is_real, rows, 0)", "np.where(is_real, rows[:, ::-1], 0)"
+        row_contents.find_rows, "np.where(is_real, rows, 0)", "np.where(is_real, rows[:, ::-1], 0)"
     ),
 }
 

@@ -21,12 +21,11 @@ from .argument_checks import (
     to_integers,
     unsqueeze_to_4d,
 )
-from .draft_tree import DraftTree
-from .kept_rows import KeptRows, all_rows, find_rows, keep_rows
-from .shared_prefix import MIN_SHARED_ROWS, SharedPrefix
+from .row_contents import DraftTree, KeptRows, SharedPrefix, all_rows, find_rows, keep_rows
 from .storage import QuantizationError, Storage
 from .stored_rows import StoredRows, nothing_appended
 
+MIN_SHARED_ROWS = 64  # `KVCache.fork` copies fewer rows, because each prefix adds a call to attention
 Change = TypeVar("Change", bound=Callable[..., None])
 
 

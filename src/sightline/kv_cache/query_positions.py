@@ -19,8 +19,7 @@ from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, apply, co
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
-    from .kept_rows import KeptRows
-    from .shared_prefix import SharedPrefix
+    from .row_contents import KeptRows, SharedPrefix
     from .stored_rows import StoredRows
 
 b, i, j, m, n = (SYMBOLS[name] for name in "bijmn")

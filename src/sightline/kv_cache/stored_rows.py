@@ -12,10 +12,8 @@ from ..errors import ParameterError, check_count
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, apply
 from ..formula.tables import Table
-from .draft_tree import DraftTree
-from .kept_rows import KeptRows
 from .query_positions import WITHOUT_EVICTION, Rewriting, find_rewriting, of_equal_lengths
-from .shared_prefix import SharedPrefix
+from .row_contents import DraftTree, KeptRows, SharedPrefix
 from .storage import Storage
 
 b, j = SYMBOLS["b"], SYMBOLS["j"]
