@@ -128,19 +128,22 @@ def attention(
     query, key, value = map(apply_autocast, arrays)
     ranks = Group(group)
     names, statistics = split_names(see)
-    given: Any = () if statistics is None else statistics
-    options = {"scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed, "layout": layout, "method": method}
+    options: dict[str, Any] = {"mask": mask, "score": score, "see": () if statistics is None else statistics}
+    options |= {"scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     named = {"query": query, "key": key, "value": value}
 
     def describe() -> tuple[tuple[int, ...], dict[str, str]]:
         if positional or unknown:
             refuse_arguments("torch.distributed.attention", positional, unknown)
         check_tensors(given_arrays)
-        return _describe(named, mask, score, given, options, threads)
+        check_choice(None, threads)
+        check_method(method)
+        numbers, description = _describe(named, options)
+        return numbers, description | {"layout": str(layout), "method": str(method)}
 
     numbers = agree(ranks, describe, query)
     shards = [check_shards(name, [row[k] for row in numbers], layout) for k, name in enumerate(("queries", "keys"))]
-    problem = _whole_problem(query, key, value, shards, mask, score, given, options | {"seed": numbers[0][2]})
+    problem = _whole_problem([query, key, value], shards, options | {"seed": numbers[0][2]})
     _check_statistics(problem)
     _check_dropout(problem, shards[1])
     computed = replace(problem, see=tuple(map(unwrap_mean, problem.see)))
@@ -155,27 +158,21 @@ def attention(
     return output, results if names is None else dict(zip(names, results, strict=True))
 
 
-def _describe(
-    named: dict[str, Any], mask: Any, score: Any, see: Any, options: dict[str, Any], threads: int | None
-) -> tuple[tuple[int, ...], dict[str, str]]:
+def _describe(named: dict[str, Any], options: dict[str, Any]) -> tuple[tuple[int, ...], dict[str, str]]:
     """Return the numbers and the description that `agree` compares, after the checks of this rank's arguments."""
     check_arrays(named)
     broadcast_inputs(named)
-    check_choice(None, threads)
-    check_method(options["method"])
-    formulas = {"mask": read_mask(mask), "score": read_score(score)}
+    formulas = {"mask": read_mask(options["mask"]), "score": read_score(options["score"])}
     description = {name: describe_formula(formula) for name, formula in formulas.items()}
     for name, array in named.items():
         description |= describe_shard(name, array, -2)
-    parsed = read_statistics(see)
-    description["see"] = "; ".join([_describe_statistic(statistic) for statistic in parsed])
+    description["see"] = "; ".join([_describe_statistic(statistic) for statistic in read_statistics(options["see"])])
     sinks = options["sinks"]
     description["sinks"] = "None" if sinks is None else describe_array(sinks)
     description |= {name: describe_number(options[name]) for name in ("scale", "dropout")}
     tables = [table.array for formula in formulas.values() if formula is not None for table in formula.tables]
     for name, arrays in {"sinks": [sinks], "scale": [options["scale"]], "tables": tables}.items():
         description[f"requires_grad of {name}"] = str([needs_gradient(array) for array in arrays])
-    description |= {name: str(options[name]) for name in ("layout", "method")}
     seed, dropout = options["seed"], read_dropout(options["dropout"])
     if seed is not None or not dropout:
         seed = read_seed(seed, dropout)
@@ -194,25 +191,13 @@ def _describe_statistic(statistic: Statistic) -> str:
     return f"{statistic.map_formulas(note)!r} {formulas}"
 
 
-def _whole_problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    shards: list[Shards],
-    mask: Any,
-    score: Any,
-    see: Any,
-    options: dict[str, Any],
-) -> Problem:
+def _whole_problem(arrays: list[Tensor], shards: list[Shards], options: dict[str, Any]) -> Problem:
     """Return the problem of the whole sequence. Its arrays have their full shapes, but one entry each in memory."""
-
-    def stand_in(array: Tensor, length: int) -> Tensor:
-        return array.new_zeros(1).expand(*array.shape[:-2], length, array.shape[-1])
-
-    whole = [stand_in(array, shards[k > 0].length) for k, array in enumerate((query, key, value))]
-    own = {name: options[name] for name in ("scale", "sinks", "dropout")}
-    seed = options["seed"] % 2**64 if options["dropout"] else None
-    return make_problem(*whole, mask=mask, score=score, see=see, seed=seed, **own)
+    lengths = [shards[k > 0].length for k in range(len(arrays))]
+    whole = [
+        x.new_zeros(1).expand(*x.shape[:-2], length, x.shape[-1]) for x, length in zip(arrays, lengths, strict=True)
+    ]
+    return make_problem(*whole, **options | {"seed": options["seed"] % 2**64 if options["dropout"] else None})
 
 
 def _check_statistics(problem: Problem) -> None:
