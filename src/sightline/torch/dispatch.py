@@ -175,13 +175,13 @@ def _run_eager(
 
     result = solve_selections_separately(problem, run_kernel)
     if request is not None:
-        if result.recorded_call is not None:
-            gpu_entries.insert(request, formulas, caller_inputs, problem, result, kernel, threads)
-        elif not needs_gradients(problem):
-            call_cache.insert(request, formulas, caller_inputs, problem, result)
-        else:
-            attach = GraphAttacher.of(problem, formulas, kernel, threads)
-            if attach.reads(request, caller_inputs, problem):
+        is_launched = result.recorded_call is not None  # by Triton
+        kind = gpu_entries.GpuAttacher if is_launched else GraphAttacher
+        attach = kind.of(problem, formulas, kernel, threads) if needs_gradients(problem) else None
+        if attach is None or attach.reads(request, caller_inputs, problem):
+            if is_launched:
+                gpu_entries.insert(request, formulas, problem, result, attach)
+            else:
                 call_cache.insert(request, formulas, caller_inputs, problem, result, attach)
     return to_caller_layout(problem, result)
 

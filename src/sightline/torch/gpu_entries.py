@@ -140,31 +140,16 @@ def _read_arrays(call: GraphCall, arrays: BackwardArrays) -> tuple[tuple[Any, ..
 def insert(
     request: Request,
     formulas: Sequence[Expression | None],
-    inputs: tuple[Tensor, Tensor, Tensor],
     problem: Problem,
     result: Result,
-    kernel: str | None,
-    threads: int | None,
+    attach: GraphAttacher | None,
 ) -> None:
-    """Store a call of Triton kernels, if its launches can be repeated for other arrays.
-
-    Parameters
-    ----------
-    formulas : the formulas of the call, from `Request.formulas`
-    inputs : the caller's query, key and value
-    problem, result : the problem that was made from the formulas, and its result
-    kernel, threads : as in `attention`
-    """
+    """Store a call of Triton kernels, if its launches can be repeated. The parameters are as in `call_cache.insert`."""
     from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
     operands = problem.query, problem.key, problem.value
     if any(x.data_ptr() != y for x, y in zip(operands, request.addresses, strict=False)):
         return
-    attach = None
-    if needs_gradients(problem):
-        attach = GpuAttacher.of(problem, formulas, kernel, threads)
-        if not attach.reads(request, inputs, problem):
-            return
     launches = BoundLaunches.of(result.recorded_call, formulas, request.tables)
     if launches is None:
         return
