@@ -33,6 +33,7 @@ def test_the_index_is_that_of_a_broadcast_array(batch_shape):
 
 def test_the_index_of_an_array_with_every_batch_axis_is_b():
     assert BatchAxes((2, 3), (2, 3)).index((2, 3)) is sightline.b
+    assert str(BatchAxes((1, 1), (1, 1)).index((1, 1))) == "0"
     assert str(BatchAxes((2, 1), (2, 1)).index((2, 3))) == "b // 3"
     assert str(BatchAxes((1, 3), (1, 3)).index((2, 3))) == "b mod 3"
 

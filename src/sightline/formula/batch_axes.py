@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -42,30 +42,19 @@ class BatchAxes:
     def index(self, batch_shape: tuple[int, ...]) -> Expression:
         """Return the index of the table's first axis as a formula of b, for batch axes that `fits` accepts.
 
-        Adjacent batch axes form a run if the table has all of them or none of them. The index is a mixed-radix number
-        with one digit for each run that the table has. `operator.index` makes a symbol of torch.compile a number.
+        The index is b if the table has all batch axes. Else it is a mixed-radix number, with one digit for each batch
+        axis that the table has. `operator.index` makes a symbol of torch.compile a number.
         """
+        b: Any = SYMBOLS["b"]
         lengths = ((1,) * len(batch_shape) + self.lengths)[len(self.lengths) :]
-        runs: list[tuple[bool, int]] = []  # (True if the table has the axes, product of their lengths)
-        for length, batch_length in zip(lengths, batch_shape, strict=True):
-            if batch_length == 1:
-                continue
-            is_in_table = True
-            if length == 1:  # an expression would be a symbol while torch.compile traces
-                is_in_table = False
-            if runs and runs[-1][0] == is_in_table:
-                runs[-1] = is_in_table, runs[-1][1] * batch_length
-            else:
-                runs.append((is_in_table, batch_length))
+        if lengths == batch_shape != (1,) * len(lengths):
+            return cast(Expression, b)
         index: Any = None
-        for k, (is_in_table, length) in enumerate(runs):
-            if is_in_table:
-                others = [size for _, size in runs[k + 1 :]]
-                digit: Any = SYMBOLS["b"]
-                if others:
-                    digit = digit // operator.index(math.prod(others))
-                if k:
-                    digit = digit % operator.index(length)
+        for axis, length in enumerate(lengths):
+            if length != 1:
+                outer, inner = (operator.index(math.prod(x)) for x in (batch_shape[:axis], batch_shape[axis + 1 :]))
+                digit = b if inner == 1 else b // inner
+                digit = digit if outer == 1 else digit % operator.index(length)
                 index = digit if index is None else index * operator.index(length) + digit
         return as_expression(0 if index is None else index)
 
