@@ -7,14 +7,14 @@ import torch
 import torch.utils.checkpoint
 
 import sightline
-from cached_calls import NEVER, uncached
+from cached_calls import run_in_python, uncached
 from sample_calls import arrays, bits, decoding_arrays
 from sightline import h, i, j, m, n
 from sightline.call import call_cache
 from sightline.call.kernel import min_decode_keys
 from sightline.call.problem import make_problem
-from sightline.cpu.launch import prepared_call
 from sightline.cpu.launch.decode import BoundDecode
+from sightline.cpu.launch.prepared_call import PreparedCall
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
@@ -45,16 +45,15 @@ def count_calls():
 
 def decoded(monkeypatch):
     """A list with the result of each cached call of the decoding kernel: True if it computed the output."""
-    monkeypatch.setattr(prepared_call, "RUNS_BEFORE_RECORD", NEVER)
-    found, run = [], BoundDecode.run
+    run_in_python(monkeypatch)
+    found, run = [], PreparedCall.run
 
-    def spy(*given, is_first=False):
-        status = run(*given, is_first=is_first)
-        if not is_first:
-            found.append(status is not None)
-        return status
+    def spy(self, *given, **named):
+        status, results = run(self, *given, **named)
+        found.extend([status is not None] * isinstance(self.call, BoundDecode))
+        return status, results
 
-    monkeypatch.setattr(BoundDecode, "run", spy)
+    monkeypatch.setattr(PreparedCall, "run", spy)
     return found
 
 

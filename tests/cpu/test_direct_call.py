@@ -16,7 +16,6 @@ from sightline import h, i, j, s, table
 from sightline.call import call_cache
 from sightline.call.lookup import LOOKUP
 from sightline.cpu.calls.launcher import FIRST_NUMBER
-from sightline.cpu.launch import prepared_call
 from sightline.cpu.launch.prepared_call import PreparedCall
 from sightline.errors import SightlineError
 from sightline.testing import with_guards
@@ -30,9 +29,6 @@ DIRECT_KINDS = [kind for kind in KINDS if kind not in (*PYTHON_KINDS, *CONVERTED
 @pytest.fixture(autouse=True)
 def clear_cache():
     call_cache.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared_call, "RUNS_BEFORE_RECORD", 1)
-        yield
 
 
 class Spy:
@@ -142,7 +138,7 @@ def test_growing_caches_and_layers(rng):
         for m, right in zip(lengths, expected, strict=True):
             for _ in range(4):
                 assert all_bits(sightline.attention(q, k[:, :, :m], v[:, :, :m])) == right
-    assert direct.count >= len(lengths)
+    assert direct.count >= 2 * len(lengths)  # the second of the layers runs in Python
 
 
 def test_eight_threads_share_a_record(rng):
@@ -163,11 +159,11 @@ def test_a_busy_record_is_left_to_its_user(rng):
     (expected,) = expect([(given, {})])
     make_direct(given, dict)
     (call,) = call_cache.calls.values()
-    record = call.prepared.direct[2].array
+    record = call.prepared.records[0].array
     record[0] = 1
     with Spy() as direct:
         assert all_bits(sightline.attention(*given)) == expected
-        assert (direct.count, record[0]) == (0, 1)
+        assert (direct.count, record[0], len(call.prepared.records)) == (0, 1, 2)
         record[0] = 0
         assert all_bits(sightline.attention(*given)) == expected
         assert (direct.count, record[0]) == (1, 0)
@@ -184,7 +180,7 @@ def test_more_tile_ranges_than_the_record_has_memory_for(rng):
     with Spy() as direct:
         found = [all_bits(sightline.attention(*given, **mask(2))) for _ in range(4)]
     assert found == expected * 4
-    assert direct.count == 3  # the first of the four made a larger record
+    assert direct.count == 4
 
 
 def test_contents_that_become_invalid_raise_the_error(rng):
@@ -223,13 +219,13 @@ def test_a_failed_allocation_is_an_error(rng):
         call_cache.clear()
         make_direct(given, lambda see=see: {"see": see})
         (call,) = call_cache.calls.values()
-        right = address, makers, record = call.prepared.direct
+        right, makers = call.prepared.direct, call.prepared.makers
         for place in range(len(makers)):
-            call.prepared.direct = address, (*makers[:place], fail, *makers[place + 1 :]), record
+            call.prepared.direct = right._replace(makers=(*makers[:place], fail, *makers[place + 1 :]))
             with pytest.raises(MemoryError, match="no memory"):
                 sightline.attention(*given, see=see)
             call.prepared.direct = right
-            assert record.array[0] == 0
+            assert call.prepared.records[0].array[0] == 0
             with Spy() as direct:
                 sightline.attention(*given, see=see)
             assert direct.count == 1

@@ -7,10 +7,9 @@ from sightline.call.call_cache import ForwardEntry
 from sightline.call.lookup import LOOKUP
 from sightline.call.problem import make_problem
 from sightline.call.request import describe
-from sightline.cpu.launch import prepared_call
+from sightline.cpu.calls.launch_record import LaunchRecord
 from sightline.kv_cache import unpack_cache
 
-NEVER = 10**9  # as RUNS_BEFORE_RECORD: no call becomes direct
 FORMULAS = {
     "none": dict,
     "causal, written anew": lambda: {"mask": i >= j},
@@ -30,9 +29,14 @@ def uncached(arrays, **options):
     return sightline.attention(*arrays, **options)
 
 
+def run_in_python(monkeypatch):
+    """Let no call become direct: each repetition computes its words in Python, and has a launch record of its own."""
+    monkeypatch.setattr(LaunchRecord, "can_be_kept", False)
+
+
 def record_hits(monkeypatch):
     """Return a list that grows by one with every call that the cache answers. No call becomes direct."""
-    monkeypatch.setattr(prepared_call, "RUNS_BEFORE_RECORD", NEVER)
+    run_in_python(monkeypatch)
     found, run = [], ForwardEntry.run
 
     def spy(*given):

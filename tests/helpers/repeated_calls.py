@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import sightline
+from cached_calls import run_in_python
 from gradient_checks import check as check_gradients
 from sightline import b, h, i, j, m, n, s, table, where
 from sightline.arrays.operations import to_numpy
 from sightline.call.kernel import Gradients
-from sightline.cpu.launch import prepared_call
 from sightline.errors import SightlineError
 from sightline.reference.accuracy import NUM_ORDERS, compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
@@ -204,7 +204,7 @@ class Repetition:
         self.queries = int(rng.integers(1, rng.choice([4, 40, 100])))
         self.index = int(rng.integers(0, 6))
         self.options = {"threads": 1} if rng.random() < 0.3 else {}
-        self.runs_before_record = int(rng.choice([1, 6]))
+        self.is_direct = bool(rng.choice([True, False]))
         self.dropout = float(rng.choice([0.1, 0.5])) if rng.random() < 0.2 else 0.0
         # for each call: the result, the definition's result, the sizes of its terms, the dense computation's results
         self.results = {"output": [], "lse": []}
@@ -232,12 +232,13 @@ class Repetition:
         """Run every call of the repetition. Return how many calls ran, and how many were refused, as they should be."""
         counts = [0, 0]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prepared_call, "RUNS_BEFORE_RECORD", self.runs_before_record)
+            if not self.is_direct:
+                run_in_python(patch)
             for extent in range(lengths):
                 size = self.draw_extent()
                 if self.rng.random() < 0.5:
                     self.draw_memory()
-                for _ in range(self.runs_before_record + 3 if extent == 0 else 3):
+                for _ in range(4 if extent == 0 else 3):
                     counts[self.check_call(*size)] += 1
                 if self.rng.random() < 0.5:  # other lengths of tables, the same of query, key and value
                     counts[self.check_call(*size[:2], int(self.rng.integers(1, 9)))] += 1

@@ -89,7 +89,7 @@ def _find_any_key_length(request: Request, key: Any) -> ForwardEntry | None:
     """Return an entry that was stored without its number of keys (see `without_key_length`); None if no entry fits.
 
     A copy of the entry is stored under the key of the request, because the layers of a model make the same call one
-    after another. The copy counts its own runs.
+    after another. The copy has the same launch records.
     """
     entry = _lookup(calls, without_key_length(request.key))
     if entry is not None:

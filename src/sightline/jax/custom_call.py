@@ -27,7 +27,7 @@ import numpy as np
 
 from ..call.kernel import CPU_VARIABLE
 from ..call.request import machine_setting
-from ..cpu.calls.launcher import FIRST_NUMBER, NUM_VALUES
+from ..cpu.calls.launcher import FIRST_COMPUTED, FIRST_NUMBER, NUM_VALUES
 from ..cpu.calls.xla_direct_call import ENTRY_FIELDS
 from ..cpu.calls.xla_handler import CALLBACK, CLOSE, INSTALL, build_module
 from ..cpu.codegen.abi import to_word
@@ -60,9 +60,10 @@ class DirectEntries:
         if not isinstance(call, XlaForward) or os.name != "posix":
             return
         prepared = call.find_prepared()
-        if prepared is None or prepared.direct is None:
+        direct = None if prepared is None else prepared.direct
+        if prepared is None or direct is None or direct.run_on_team is not None:
             return
-        key, record = (text, machine_setting()), prepared.direct[2]
+        key, record = (text, machine_setting()), prepared.records[0]
         entry = self.entries.get(key)
         if entry is None or entry.record is not record:
             if len(self.made) >= MAX_ENTRIES:
@@ -90,6 +91,8 @@ def _make_entry(
     texts = np.frombuffer(text, np.uint8), np.frombuffer((setting or b"") + b"\0", np.uint8)
     values = np.zeros(NUM_VALUES, np.int64)
     values[FIRST_NUMBER : FIRST_NUMBER + len(call.numbers)] = [to_word(number) for number in call.numbers]
+    computed = prepared.computed
+    values[FIRST_COMPUTED : FIRST_COMPUTED + len(computed)] = computed
     fields = {
         "text": texts[0].ctypes.data,
         "length": len(text),

@@ -84,10 +84,6 @@ class ArrayFunction(PythonFunction):
             self.call("PyTuple_SetItem", INT32, result, index + len(objects), number)
         return result
 
-    def type_of(self, array: Value) -> Value:
-        """Return the type of a Python object: the last field of the object's head."""
-        return array.at(self.context["head_size"] - 8).load(POINTER)
-
     # -- conditions ------------------------------------------------------------------------------------------------
     def check_types(self) -> None:
         """Let the function return None if an array is neither NumPy's nor torch's, or if a condition is true.

@@ -3,11 +3,10 @@
     find_or_run(entries, structure, numbers, operand, ..., table, ...)
 
 Python calls this function of C. `entries` has an entry for each known call. `call.lookup` says what the function
-returns. The operands are query, key and value; for the backward pass also output, d_output and lse. A call is
-direct if its entry has a record (`entry.prepared.direct`): the kernel's address and a buffer with its argument block.
-For a direct call, the function allocates the results, writes all addresses and numbers into the argument block, and
-runs the kernel. Python runs the call if another thread uses the record, if the search for tile ranges fails, or if the
-kernel sets a flag.
+returns. The operands are query, key and value; for the backward pass also output, d_output and lse. A call is direct if
+`entry.prepared.direct` is a tuple, which has the launch record of the call. For a direct call, the function allocates
+the results, writes all addresses and numbers into the argument block, and runs the kernel. Python runs the call if
+another thread uses the record, if the search for tile ranges fails, or if the kernel sets a flag.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..codegen.builder import Variable
-from ..codegen.values import BOOL, DOUBLE, INT32, INT64, POINTER, VOID, Value
+from ..codegen.values import INT32, INT64, POINTER, VOID, Value
 from .array_reader import CONTEXT_FIELDS, ArrayFunction
-from .launcher import FIRST_NUMBER, FIRST_RESULT, NUM_VALUES, RecordCode
+from .launcher import COMPUTED, FIRST_COMPUTED, FIRST_NUMBER, FIRST_RESULT, MAKERS, NUM_VALUES, PreparedCode
 
 DIRECT_CONTEXT = CONTEXT_FIELDS | {
     "prepared": POINTER,  # the names of attributes, as Python objects
@@ -41,8 +40,7 @@ class DirectCall(ArrayFunction):
         entry = self.find_entry(layouts)
         direct = self.direct_of(entry)
         with self.if_then(direct != self.context["none"]):
-            address = self.call("PyTuple_GetItem", POINTER, direct, self.value(0, INT64))
-            self.run(entry, layouts, direct, RecordCode(self, self.call("PyLong_AsVoidPtr", POINTER, address)))
+            self.run(entry, layouts, direct)
         self.release(direct)
         self.call("Py_IncRef", VOID, self.context["none"])
         self.finish(self.make_tuple(entry, self.context["none"], layouts))
@@ -72,62 +70,56 @@ class DirectCall(ArrayFunction):
                 self.release(prepared)
         return direct.get()
 
-    def run(self, entry: Value, layouts: Value, direct: Value, record: RecordCode) -> None:
+    def run(self, entry: Value, layouts: Value, direct: Value) -> None:
         """Write code that runs the call and returns its results. If the call cannot run, the code goes on after it."""
-        with self.if_then(record.exchange_busy(1) == 0):
-            makers = self.call("PyTuple_GetItem", POINTER, direct, self.value(1, INT64))
-            count = self.call("PyTuple_Size", INT64, makers)
-            results = self.call("PyTuple_New", POINTER, count)
-            self.find_values(record, makers, results, count, (entry, layouts, direct))
-            record.write_words(self.addresses)
-            record.clear_workspace()
-            succeeds = Variable(self, BOOL, record.find_tile_ranges())
-            with self.if_then(succeeds.get()):
-                succeeds.set(record.run_kernel() == 0)
-            record.exchange_busy(0)
-            with self.if_then(succeeds.get()):
+        results = Variable(self, POINTER, self.null())
+
+        def release() -> None:
+            self.release(entry, layouts, direct, results.get())
+
+        prepared = PreparedCode(self, direct, self.addresses, release)
+        with self.if_then(prepared.record.exchange_busy(1) == 0):
+            count = self.allocate_results(prepared, results)
+            prepared.store(self.argument(2), FIRST_NUMBER)
+            prepared.store(prepared.member(COMPUTED), FIRST_COMPUTED)
+            status = prepared.run(lambda: self.hold_arrays(results.get()))
+            with self.if_then(status == 0):
                 self.release(direct)
                 with self.if_then(count > 1):
-                    self.return_(self.make_tuple(entry, results, layouts))
-                only = self.call("PyTuple_GetItem", POINTER, results, self.value(0, INT64))
+                    self.return_(self.make_tuple(entry, results.get(), layouts))
+                only = self.call("PyTuple_GetItem", POINTER, results.get(), self.value(0, INT64))
                 self.call("Py_IncRef", VOID, only)
-                self.release(results, entry, layouts)
+                self.release(results.get(), entry, layouts)
                 self.return_(only)
-            self.release(results)
+            self.release(results.get())
 
-    def find_values(
-        self, record: RecordCode, makers: Value, results: Value, count: Value, owned: tuple[Value, ...]
-    ) -> None:
-        """Allocate the results, put them into the tuple `results`, and store their addresses and the numbers.
+    def allocate_results(self, prepared: PreparedCode, results: Variable) -> Value:
+        """Allocate the results, put them into the new tuple `results`, and store their addresses. Return their number.
 
-        `self.addresses` already has the addresses of the arguments. `owned` are the objects to release after an error.
+        If an allocation fails, the function returns with Python's error.
         """
+        makers = prepared.member(MAKERS)
+        count = self.call("PyTuple_Size", INT64, makers)
+        results.set(self.call("PyTuple_New", POINTER, count))
         with self.loop(0, count) as index:
-            maker = self.call("PyTuple_GetItem", POINTER, makers, index)
-            array = self.call("PyObject_CallNoArgs", POINTER, maker)
-            self.return_if_failed(array, record, (results, *owned))
-            self.call("PyTuple_SetItem", INT32, results, index, array)
-            self.addresses.at((index + FIRST_RESULT) * 8).store(self.address_of_new(array))
-        with self.loop(0, self.call("PyTuple_Size", INT64, self.argument(2))) as index:
-            number = self.call("PyTuple_GetItem", POINTER, self.argument(2), index)
-            place = self.addresses.at((index + FIRST_NUMBER) * 8)
-            with self.if_else(self.type_of(number) == self.context["float"]) as (yes, no):
-                with yes:
-                    place.store(self.call("PyFloat_AsDouble", DOUBLE, number))
-                with no:
-                    place.store(self.call("PyLong_AsLongLong", INT64, number))
-        error = self.call("PyErr_Occurred", POINTER)  # set if an integer needs more than 64 bits
-        with self.if_then(error != self.null()):
-            record.exchange_busy(0)
-            self.release(results, *owned)
-            self.return_(self.null())
+            array = self.call("PyObject_CallNoArgs", POINTER, self.call("PyTuple_GetItem", POINTER, makers, index))
+            with self.if_then(array == self.null()):
+                prepared.record.exchange_busy(0)
+                prepared.fail()
+            self.call("PyTuple_SetItem", INT32, results.get(), index, array)
+            prepared.values.at((index + FIRST_RESULT) * 8).store(self.address_of_new(array))
+        return count
 
-    def return_if_failed(self, result: Value, record: RecordCode, owned: tuple[Value, ...]) -> None:
-        """Return with Python's error if an allocation failed, after freeing `record` and releasing `owned`."""
-        with self.if_then(result == self.null()):
-            record.exchange_busy(0)
-            self.release(*owned)
-            self.return_(result)
+    def hold_arrays(self, results: Value) -> Value:
+        """Return a new tuple with the arguments and the results; null if there is no memory."""
+        held = self.call("PyTuple_New", POINTER, self.count + 1)
+        with self.if_then(held != self.null()):
+            with self.loop(0, self.count) as index:
+                self.call("Py_IncRef", VOID, self.argument(index))
+                self.call("PyTuple_SetItem", INT32, held, index, self.argument(index))
+            self.call("Py_IncRef", VOID, results)
+            self.call("PyTuple_SetItem", INT32, held, self.count, results)
+        return held
 
     def release(self, *objects: Value) -> None:
         for x in objects:

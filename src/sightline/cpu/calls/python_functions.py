@@ -65,7 +65,7 @@ def launcher() -> Any:
     """Return the function `launch` of `calls.launcher`; None if this Python cannot be served."""
     if not _is_supported():
         return None
-    context = np.array([id(None)], np.int64)
+    context = np.array([id(None), id(float), object.__basicsize__], np.int64)
     return make_function(_compile(Launcher, "sightline_launch", ""), "launch", context, ())
 
 

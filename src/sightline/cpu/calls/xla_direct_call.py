@@ -21,7 +21,7 @@ ENTRY_FIELDS: dict[str, Any] = {
     "setting": POINTER,  # the value of the environment variable when the entry was made; null if it was not set
     "record": POINTER,
     "num_arguments": INT64,
-    "values": POINTER,  # the argument `values` of `RecordCode.write_words`
+    "values": POINTER,  # the values of the call; see `launcher`
     "num_rows": INT64,  # queries of all heads and batches
     "is_lse_wide": INT64,  # 1 if the result lse is float64, 0 if it is float32
 }
@@ -57,8 +57,10 @@ class XlaDirectCall:
             with builder.if_then(record.exchange_busy(1) == 0):
                 self.write_words(record)
                 record.clear_workspace()
-                with builder.if_then(record.find_tile_ranges()):
-                    is_done.set(record.run_kernel(holds_lock=False) < 2)
+                succeeds, is_short = record.find_tile_ranges()
+                with builder.if_then(succeeds & ~is_short):
+                    record.run_kernel()
+                    is_done.set(record.status() < 2)
                 with builder.if_then(is_done.get()):
                     self.write_lse()
                 record.exchange_busy(0)

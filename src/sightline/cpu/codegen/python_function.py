@@ -19,7 +19,7 @@ PYTHON_API = frozenset(
     {
         *("PyBytes_FromStringAndSize", "PyCapsule_GetPointer", "PyDict_GetItem", "PyErr_Clear", "PyErr_Occurred"),
         *("PyEval_RestoreThread", "PyEval_SaveThread", "PyFloat_AsDouble", "PyLong_AsLongLong", "PyLong_AsVoidPtr"),
-        *("PyLong_FromLongLong", "PyLong_FromVoidPtr", "PyObject_CallNoArgs"),
+        *("PyLong_FromLongLong", "PyLong_FromVoidPtr", "PyObject_CallNoArgs", "PyObject_CallOneArg"),
         *("PyObject_GetAttr", "PyObject_IsTrue", "PyObject_VectorcallMethod", "PyTuple_GetItem", "PyTuple_New"),
         *("PyTuple_SetItem", "PyTuple_Size", "Py_DecRef", "Py_IncRef"),
     }
@@ -47,6 +47,10 @@ class PythonFunction(Builder):
     def argument(self, index: Any) -> Value:
         """Return the address of a Python object, one of the function's arguments."""
         return self.given.at(self.value(index, INT64) * 8).load(POINTER)
+
+    def type_of(self, object_: Value) -> Value:
+        """Return the type of a Python object: the last field of the object's head, whose size is in the context."""
+        return object_.at(self.context["head_size"] - 8).load(POINTER)
 
     def return_none_if(self, condition: Value) -> None:
         with self.if_then(condition):

@@ -144,13 +144,8 @@ def backward(
     sums = [empty(shape, problem.accumulator, problem.query) for shape in call.sum_shapes]
     rows = problem.query.shape[:-1]
     lse, d_lse_rows = _broadcast_rows(saved[1], rows), None if d_lse is None else _broadcast_rows(d_lse, rows)
-    arrays = arguments.arrays | {"output": output, "d_output": d_output, "lse": lse, "d_lse": d_lse_rows}
-    arrays |= dict(zip(BACKWARD_SUMS, sums, strict=True))
-    fields = {name: layout(array)[0] for name, array in arrays.items() if array is not None}
-    tables, outputs = ([x.ctypes.data for x in found] for found in (arguments.tables, table_sums))
-    words = call.make_words(fields, tables, arguments.numbers, outputs, problem.seed)
-    keep_alive = (*arguments.keep_alive, arrays, *table_sums, problem)
-    if call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True) is None:
+    arrays = {"output": output, "d_output": d_output, "lse": lse, "d_lse": d_lse_rows}
+    if call.run_first(threads, arguments, arrays | dict(zip(BACKWARD_SUMS, sums, strict=True)), table_sums) is None:
         return None
     d_query, d_key, d_value = (xp.astype(x, problem.query.dtype, copy=False) for x in call.combine(sums))
     tables_by_slot = {slot: table.array for slot, table in enumerate(problem.tables)}

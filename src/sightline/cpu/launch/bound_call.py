@@ -8,23 +8,17 @@ formulas have other numbers than in the first call. `call.call_cache` decides wh
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
 from ...arrays.operations import layout, memory_layout
-from ...caching import cached_property
 from ...formula.parameters import Structure
-from ..calls.launch_record import FLAGS, LaunchRecord
+from ..calls.launch_record import Buffer
+from ..calls.launcher import MAX_NUMBERS, MAX_RESULTS
 from ..calls.python_functions import launcher
 from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word
-from ..codegen.builder import CACHE_LINE_BYTES
 from ..kernels.block import Block
-from ..kernels.kernel_spec import KernelSpec, round_up
+from ..kernels.kernel_spec import KernelSpec
 from ..kernels.tile_search import SEARCH_FIELDS
 from ..runtime.processor import HOST, Processor
 from ..runtime.thread_count import thread_count
@@ -34,56 +28,8 @@ from .prepared_call import KernelInputs, PreparedCall
 from .tile_search import BoundSearch
 
 MAX_CACHED_BYTES = 1 << 20  # the most bytes of tile ranges and offsets that a cached call may keep alive
-MAX_POOLED_BYTES = 1 << 18  # a larger buffer is allocated for each call and not reused
-WORDS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8  # each field begins on its own line, because threads write the counter
 CAPACITY_INDEX = list(SEARCH_FIELDS).index("capacity")
 TILE_RANGE_FIELDS = ("tile_range_start", "tile_range_first", "tile_range_last", "tile_range_full")
-_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-Buffer = tuple[Any, Any, int]  # an array of 64-bit words, a view of it, and its address
-
-
-class Buffers:
-    """Buffers for one bound call: argument blocks, and the workspace that they point to. Unused buffers are kept.
-
-    Parameters
-    ----------
-    blocks : (argument block, its fields, its workspace) of each function: kernel, search for tile ranges. The workspace
-        has the fields that point into the buffer, and the length of each in 8-byte words.
-    """
-
-    def __init__(self, *blocks: tuple[Any, Mapping[str, Any], Mapping[str, int]]) -> None:
-        self.offsets: dict[str, int] = {}  # of each field of the workspace, in words from the start of a buffer
-        self.starts: list[int] = []  # of each argument block
-        self.size = 0
-        self.blocks = []
-        for packed, fields, workspace in blocks:
-            start, pointers = self.size, {}
-            self.size += round_up(packed.size, WORDS_PER_CACHE_LINE)
-            for name, length in workspace.items():
-                pointers[start + list(fields).index(name)] = self.offsets[name] = self.size
-                self.size += round_up(length, WORDS_PER_CACHE_LINE)
-            self.starts.append(start)
-            self.blocks.append((start, packed, pointers))
-        self.unused: list[Buffer] = []  # pop and append are atomic
-
-    def acquire(self) -> Buffer:
-        """Return a buffer with the bound arguments: the array, a view of it, and its address."""
-        try:
-            return self.unused.pop()
-        except IndexError:
-            array = np.empty(self.size, np.int64)
-        address = int(array.ctypes.data)
-        for start, packed, pointers in self.blocks:
-            array[start : start + packed.size] = packed
-            for index, offset in pointers.items():
-                array[index] = address + 8 * offset
-        return array, array.data, address
-
-    def release(self, buffer: Buffer) -> None:
-        """Keep the buffer for a later call, unless it is too large. No thread may use it any more."""
-        if 8 * self.size <= MAX_POOLED_BYTES:
-            self.unused.append(buffer)
 
 
 class BoundCall:
@@ -107,6 +53,7 @@ class BoundCall:
     """
 
     call_fields: tuple[str, ...] = FORWARD_CALL_FIELDS  # the last fields of the kernel, which each call gives
+    length_fields: tuple[str, ...] = ()  # those among them that follow from the number of keys
     has_dynamic_key_length = False  # True if the call serves any number of keys
     family: CallFamily | None = None  # binds the call again for other lengths
     convert_table, convert_sinks = staticmethod(convert_table), staticmethod(convert_sinks)
@@ -130,50 +77,22 @@ class BoundCall:
         self.table_layouts = tuple(map(memory_layout, arguments.tables))
         self.first_operands = tuple([layout(array)[0] for array in arguments.arrays.values()])
         self.kernel = compile_kernel(spec, arguments, writer, processor)
-        self.function: Any = _FUNCTION(self.kernel) if isinstance(self.kernel, int) else None  # None for an emulator
         self.block_fields, self.workspace = writer.fields, workspace
         self.zeroed = [(name, workspace[name]) for name in zeroed]
         bound = {**dict.fromkeys(writer.fields, 0), **arguments.fields(spec), **values}
         self.template = arguments.pack(writer.fields, bound, [(0, stride) for stride in outputs])
         names, num_tables = list(writer.fields), len(arguments.tables) + len(arguments.numbers)
-        self.range_words = [(index, int(self.template[index])) for index in map(names.index, TILE_RANGE_FIELDS)]
+        self.range_words = [names.index(name) for name in TILE_RANGE_FIELDS]
         self.search = BoundSearch.of(arguments, spec, processor)
         self.keep_alive = arguments.constant_arrays(*changing)
         if self.search is not None and self.search.runs_always:  # only the first call reads the bound tile ranges
-            ranges = {word for _, word in self.range_words}
+            ranges = {int(self.template[word]) for word in self.range_words}
             self.keep_alive = tuple(array for array in self.keep_alive if array.ctypes.data not in ranges)
-        self.buffers = self.make_buffers()
-        # the words that each call gives, as one run of the argument block, and those among them that the search takes
+        # the words that each call gives: its fields, tables, numbers and outputs
         self.num_outputs = len(outputs)
         self.num_words = len(self.call_fields) + num_tables + self.num_outputs
-        self.write_words = struct.Struct(f"{self.num_words}q").pack_into
-        self.words_at = 8 * (len(names) - len(self.call_fields))
-        self.search_words = slice(len(self.call_fields), len(self.call_fields) + num_tables)
-        self.write_search_words = struct.Struct(f"{num_tables}q").pack_into
-        self.no_fields, self.select_fields = dict.fromkeys(self.call_fields, 0), itemgetter(*self.call_fields)
-
-    def make_words(
-        self,
-        fields: dict[str, int],
-        tables: Sequence[int] = (),
-        numbers: Sequence[float] = (),
-        outputs: Sequence[int] = (),
-        seed: int = 0,
-    ) -> list[int]:
-        """Return the 64-bit words that each call gives, in the order of the argument block.
-
-        Parameters
-        ----------
-        fields : the addresses of arrays by their names in `call_fields`; a field that is left out is 0
-        tables, outputs : the addresses of the tables, and of the outputs that are not among the fields
-        numbers : the numbers of the formulas
-        seed : the seed of dropout
-        """
-        given = self.no_fields | fields
-        assert len(given) == len(self.no_fields), f"{fields.keys() - self.no_fields.keys()} are no fields"
-        if seed:
-            given["seed"] = signed_word(seed)
-        return [*self.select_fields(given), *(call_words(tables, numbers, outputs) if numbers else (*tables, *outputs))]
+        start = len(names) - len(self.call_fields)
+        self.call_words = slice(start, start + self.num_words)
 
     def prepare(
         self,
@@ -190,153 +109,82 @@ class BoundCall:
         `KernelInputs.bind` and `PreparedCall` describe the parameters.
         """
         inputs = KernelInputs.bind(self, tables, structure)
-        if inputs is None:
+        if inputs is None or inputs.num_numbers > MAX_NUMBERS or len(results) + self.num_outputs > MAX_RESULTS:
             return None
         return PreparedCall(self, inputs, operands, results, makers, num_keys, can_be_direct)
 
-    def make_buffers(self) -> Buffers:
+    def make_buffer(self, searches: bool = False) -> Buffer:
+        """Return a new buffer, with the tile ranges of the first call or memory for those of a search."""
         blocks = [(self.template, self.block_fields, self.workspace)]
-        if self.search is not None:
-            self.search.packed[CAPACITY_INDEX] = self.search.capacity
-            blocks.append((self.search.packed, SEARCH_FIELDS, self.search.workspace()))
-        return Buffers(*blocks)
+        if not searches or self.search is None:
+            return Buffer(*blocks)
+        self.search.packed[CAPACITY_INDEX] = self.search.capacity
+        buffer = Buffer(*blocks, (self.search.packed, SEARCH_FIELDS, self.search.workspace()))
+        for word, name in zip(self.range_words, ("start", "first", "last", "full"), strict=True):
+            buffer.array[word] = buffer.addresses[name]
+        return buffer
 
     @property
     def is_cacheable(self) -> bool:
         """True if later calls may use this call.
 
-        The call must run on the host's processor, and the memory that it keeps alive must be small.
+        The call must run on the host's processor, generated code must be able to run it, and the memory that it keeps
+        alive must be small.
         """
         return (
             self.processor is HOST
+            and launcher() is not None
             and sum(array.nbytes for array in self.keep_alive) <= MAX_CACHED_BYTES
             and (self.search is None or self.search.can_repeat)
         )
 
-    def run(
+    def find_length_words(self, num_keys: int) -> tuple[int, ...] | None:
+        """Return the words of `length_fields`; None if the call does not serve this number of keys."""
+        return ()
+
+    def find_max_threads(self, num_keys: int) -> int:
+        """Return the most threads that find work."""
+        return self.max_threads
+
+    def run_first(
         self,
         threads: int | None,
-        words: Sequence[int],
-        numbers: tuple[float, ...],
-        num_keys: int,
-        keep_alive: tuple[Any, ...],
-        is_first: bool = False,
+        arguments: KernelArguments,
+        arrays: Mapping[str, Any],
+        outputs: Sequence[Any] = (),
     ) -> int | None:
-        """Run the kernel. Return 1 if the kernel set `imprecise_lse_flag`, else 0; None if its outputs are not valid.
+        """Run the kernel for the problem that this object was made for.
 
-        If the outputs are not valid, the call needs the full dispatch: all checks and the choice of a kernel.
+        Return 1 if the kernel set `imprecise_lse_flag`, else 0; None if its outputs are not valid.
 
         Parameters
         ----------
-        words : the result of `make_words`
-        numbers : the numbers of the formulas
-        num_keys : the number of keys, which a decoding call divides into splits
-        keep_alive : the arrays at the addresses among the words, which must stay alive while threads work
-        is_first : True for the call that this object was made for, whose tile ranges are bound
+        arrays : the arrays by their names in `call_fields`, besides query, key and value; None or left out for no array
+        outputs : the arrays that are not among the fields
         """
-        searches = not is_first and self.search is not None and (self.search.runs_always or numbers != self.numbers)
-        if not is_first and (self.max_threads == 1 or threads == 1) and self.launch is not None:
-            record = self.searching_record if searches else self.record
-            status = self.launch(record.address, *words)
-            if status is not None:
-                return None if status >= 2 else status
-        buffers = self.buffers  # another thread may replace them
-        buffer = buffers.acquire()
-        if self.search is not None:
-            if searches:
-                found = self.find_tile_ranges(buffers, buffer, words)
-                if found is None:
-                    return None
-                buffers, buffer = found
-            else:
-                for index, word in self.range_words:
-                    buffer[1][index] = word
-        array, view, address = buffer
-        self.write_words(view, self.words_at, *words)
+        problem = arguments.problem
+        lengths = self.find_length_words(problem.m)
+        assert lengths is not None
+        assert arrays.keys() <= {*self.call_fields}, f"{arrays.keys() - {*self.call_fields}} are no fields"
+        given = {**arguments.arrays, **arrays}
+        words = {name: layout(array)[0] for name, array in given.items() if array is not None}
+        words |= dict(zip(self.length_fields, lengths, strict=True)) | {"seed": signed_word(problem.seed)}
+        tables, results = ([layout(array)[0] for array in own] for own in (arguments.tables, outputs))
+        buffer = self.make_buffer()
+        buffer.array[self.call_words] = [
+            *[words.get(name, 0) for name in self.call_fields],
+            *call_words(tables, arguments.numbers, results),
+        ]
         for name, length in self.zeroed:
-            start = buffers.offsets[name]
-            if length == 1:
-                view[start] = 0
-            else:
-                array[start : start + length] = 0
-        if self.max_threads == 1 and self.function is not None:
-            self.function(address)
-        else:
-            packed, keep_alive = array[: self.template.size], (keep_alive, self.keep_alive, array)
-            self.processor.call(self.kernel, packed, min(thread_count(threads), self.max_threads), keep_alive)
-        status = self.read_status(view, buffers.offsets)
-        buffers.release(buffer)
-        return status
-
-    def read_status(self, view: Any, offsets: Mapping[str, int]) -> int | None:
-        """Return the result of `run` from the workspace of a finished call."""
-        imprecise, nonfinite = (view[offsets[name]] if name in offsets else 0 for name in FLAGS)
-        return None if nonfinite else imprecise
-
-    @cached_property
-    def launch(self) -> Any:
-        """The generated function of `calls.launcher`, which runs the call; None if Python must run the call."""
-        return launcher() if self.processor is HOST else None
-
-    @cached_property
-    def record(self) -> LaunchRecord:
-        """The record with which generated code runs calls that have the tile ranges of the first call."""
-        return LaunchRecord(self, searches=False)
-
-    @cached_property
-    def searching_record(self) -> LaunchRecord:
-        """The record with which generated code runs calls that search for their tile ranges."""
-        return LaunchRecord(self, searches=True)
-
-    def make_direct_record(self, threads: int | None, num_keys: int, sources: Sequence[int]) -> LaunchRecord | None:
-        """Return a record for calls with `num_keys` keys that generated code runs as a whole (direct calls).
-
-        The result is None if more than one thread would work. `sources` are those of `LaunchRecord`.
-        """
-        words = self.constant_words(threads, num_keys)
-        if words is None or self.launch is None:
-            return None
-        searches = self.search is not None and (self.search.runs_always or len(self.numbers) > 0)
-        return LaunchRecord(self, searches, words, sources)
-
-    def constant_words(self, threads: int | None, num_keys: int) -> Sequence[int] | None:
-        """Return the words of a call, with 0 for each address and for the seed; None if several threads work."""
-        if self.max_threads > 1 and threads != 1:
-            return None
-        return self.make_words({}, (0,) * len(self.table_origins), self.numbers, (0,) * self.num_outputs)
-
-    def find_tile_ranges(self, buffers: Buffers, buffer: Buffer, words: Sequence[int]) -> tuple[Buffers, Buffer] | None:
-        """Write the call's tile ranges into the buffer. Return (buffers, buffer); None if a check of the search fails.
-
-        If the ranges need more memory than the buffer has, the result has a larger buffer and new `Buffers`.
-        """
-        search = self.search
-        assert search is not None
-        while True:
-            _, view, address = buffer
-            at, offsets = buffers.starts[1], buffers.offsets
-            self.write_search_words(view, 8 * (at + len(SEARCH_FIELDS)), *words[self.search_words])
-            search.function(address + 8 * at)
-            count = view[offsets["count"]]
-            if 0 <= count <= view[at + CAPACITY_INDEX]:
-                if view[self.range_words[0][0]] != address + 8 * offsets["start"]:  # else the ranges are used already
-                    self.use_found_ranges(view, {name: address + 8 * offset for name, offset in offsets.items()})
-                return buffers, buffer
-            buffers.release(buffer)
-            if count < 0:
-                return None
-            search.capacity = 2 * count
-            buffers = self.buffers = self.make_buffers()
-            vars(self).pop("searching_record", None)  # the next record has memory for as many tile ranges
-            buffer = buffers.acquire()
-
-    def use_found_ranges(self, view: Any, addresses: Mapping[str, int]) -> None:
-        """Let the kernel read the tile ranges that the search writes into the buffer's workspace."""
-        for (index, _), name in zip(self.range_words, ("start", "first", "last", "full"), strict=True):
-            view[index] = addresses[name]
+            start = (buffer.addresses[name] - buffer.address) // 8
+            buffer.array[start : start + length] = 0
+        count = min(thread_count(threads), self.find_max_threads(problem.m))
+        keep_alive = arguments.keep_alive, arrays, outputs, self.keep_alive, buffer
+        self.processor.call(self.kernel, buffer.array[: self.template.size], count, keep_alive)
+        return None if buffer.word("nonfinite_flag") else buffer.word("imprecise_lse_flag")
 
 
-def run_first(
+def run_forward(
     call: BoundCall,
     arguments: KernelArguments,
     output: Any,
@@ -344,13 +192,7 @@ def run_first(
     threads: int | None,
     outputs: Sequence[Any] = (),
 ) -> int | None:
-    """Run a forward or decoding call for the problem of `arguments`, and return the result of `BoundCall.run`."""
-    problem = arguments.problem
-    sinks = None if problem.sinks is None else convert_sinks(problem.sinks)
-    fields = {name: layout(array)[0] for name, array in (arguments.arrays | {"output": output}).items()}
-    fields |= {"lse": lse.ctypes.data, "sinks": 0 if sinks is None else sinks.ctypes.data}
-    tables, addresses = ([array.ctypes.data for array in arrays] for arrays in (arguments.tables, outputs))
-    words = call.make_words(fields, tables, arguments.numbers, addresses, problem.seed)
-    keep_alive = (*arguments.keep_alive, output, lse, sinks, *outputs)
-    thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices
-    return call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True)
+    """Run a forward or decoding call, and return the result of `BoundCall.run_first`."""
+    sinks = arguments.problem.sinks
+    arrays = {"output": output, "lse": lse, "sinks": None if sinks is None else convert_sinks(sinks)}
+    return call.run_first(threads, arguments, arrays, outputs)

@@ -5,7 +5,6 @@ Without formulas, a call can be repeated for any number of keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,13 +18,12 @@ from ..kernels.decode import MAX_ROWS_PER_ITEM, UNROLL, Decode
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
 from ..runtime.processor import Processor
 from .arguments import KernelArguments, has_unit_stride, make_spec, output_strides
-from .bound_call import BoundCall, run_first
+from .bound_call import BoundCall, run_forward
 from .call_family import CallFamily
 from .product_rates import machine_for
 from .statistics import CpuFusedStatistics
 
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 19  # with fewer multiplications a second thread costs more than it saves
-SPLIT_WORDS = slice(len(FORWARD_CALL_FIELDS), len(DECODE_CALL_FIELDS))  # among the words of a call
 TARGET_PARTS = 32  # about how many blocks of rows and splits of keys a call is divided into
 MIN_ITEMS = 8  # fewer items, each of more heads, would leave threads without work
 MAX_HEADS_PER_ITEM = 8  # of heads whose rows are neighbours in memory
@@ -64,7 +62,7 @@ def decode(
     spec = make_spec("decode", arguments, unroll=min(problem.group * problem.n, UNROLL), roles=fused.roles)
     bind = partial(BoundDecode, spec=spec, processor=processor)
     call = bind(arguments)
-    if run_first(call, arguments, output, lse, threads, fused.arrays) is None:
+    if run_forward(call, arguments, output, lse, threads, fused.arrays) is None:
         return None
     call.family = CallFamily.of(arguments, spec, bind)
     return call
@@ -77,10 +75,10 @@ class BoundDecode(BoundCall):
     """
 
     call_fields = DECODE_CALL_FIELDS
+    length_fields = DECODE_CALL_FIELDS[len(FORWARD_CALL_FIELDS) :]
 
     def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
         problem = arguments.problem
-        self.splits = 0, 0, 0, 0, 0  # the result of `make_splits` for the last number of keys
         self.min_keys = min_decode_keys(problem.n)
         self.work_per_key = problem.B * problem.H * problem.n * (problem.d_k + problem.d_v)  # multiplications
         self.has_dynamic_key_length = spec.mask is None and spec.score is None
@@ -122,42 +120,14 @@ class BoundDecode(BoundCall):
         split_size = -(-blocks // min(self.target_splits, -(-m // MIN_KEYS_PER_SPLIT)))
         return split_size, -(-blocks // split_size)
 
-    def make_splits(self, num_keys: int) -> tuple[int, int, int, int, int]:
-        """Return the words `SPLIT_WORDS`: m, items, num_splits, split_size, heads_per_item."""
+    def find_length_words(self, num_keys: int) -> tuple[int, ...] | None:
+        if num_keys < self.min_keys:
+            return None
         split_size, num_splits = self.split_keys(num_keys)
         heads = max(min(self.blocks * num_splits // MIN_ITEMS, self.max_heads_per_item), 1)
         items = self.batches * -(-self.key_heads // heads) * self.row_blocks * num_splits
         return num_keys, items, num_splits, split_size, heads
 
-    def has_little_work(self, num_keys: int) -> bool:
-        """True if a second thread costs more than it saves."""
-        return num_keys * self.work_per_key < MIN_PARALLEL_MULTIPLICATIONS
-
-    def constant_words(self, threads: int | None, num_keys: int) -> Sequence[int] | None:
-        words = super().constant_words(1 if self.has_little_work(num_keys) else threads, num_keys)
-        if words is None:
-            return None
-        return *words[: SPLIT_WORDS.start], *self.make_splits(num_keys), *words[SPLIT_WORDS.stop :]
-
-    def run(
-        self,
-        threads: int | None,
-        words: Sequence[int],
-        numbers: tuple[float, ...],
-        num_keys: int,
-        keep_alive: tuple[Any, ...],
-        is_first: bool = False,
-    ) -> int | None:
-        """Run the kernel as `BoundCall.run` does, with the splits for the number of keys.
-
-        The result is None too if there are too few keys.
-        """
-        splits = self.splits
-        if splits[0] != num_keys:
-            if num_keys < self.min_keys:
-                return None
-            splits = self.splits = self.make_splits(num_keys)
-        if self.has_little_work(num_keys):
-            threads = 1
-        words = [*words[: SPLIT_WORDS.start], *splits, *words[SPLIT_WORDS.stop :]]
-        return super().run(threads, words, numbers, num_keys, keep_alive, is_first)
+    def find_max_threads(self, num_keys: int) -> int:
+        is_small = num_keys * self.work_per_key < MIN_PARALLEL_MULTIPLICATIONS
+        return 1 if is_small else self.max_threads

@@ -15,7 +15,7 @@ from ..kernels.kernel_spec import KernelSpec, max_blocks_per_item
 from ..runtime.processor import Processor
 from ..runtime.thread_count import available_processors
 from .arguments import KernelArguments, output_strides, prepare, write_kernel
-from .bound_call import BoundCall, run_first
+from .bound_call import BoundCall, run_forward
 from .call_family import CallFamily
 from .decode import can_decode, decode
 from .statistics import CpuFusedStatistics, compute_statistics
@@ -67,7 +67,7 @@ def forward(
     arguments, spec = _prepare(problem, processor, fused)
     bind = partial(_bind, spec=spec, processor=processor, num_outputs=len(fused.arrays))
     call = bind(arguments)
-    run_first(call, arguments, output, lse, threads, fused.arrays)
+    run_forward(call, arguments, output, lse, threads, fused.arrays)
     call.family = None if spec.extra_formulas else CallFamily.of(arguments, spec, bind)
     return call
 

@@ -1,10 +1,9 @@
-"""A prepared call: a bound call with its inputs and results, and all that decides how the call is repeated.
+"""A prepared call: a bound call with its inputs and results, which generated code repeats.
 
-A bound call lacks only addresses, the numbers of formulas and the seed, which are 64-bit words of its argument block.
-The call is repeated in one of two ways. `PreparedCall.run` repeats it in Python. After `RUNS_BEFORE_RECORD` runs the
-call becomes direct: generated code repeats it (`calls.direct_call`, `calls.xla_direct_call`). For this, one thread must
-be enough for the work, and each word must be the address of an array of the caller, the address of a result, a number
-of a formula, or the same in every call.
+A bound call lacks only addresses, the numbers of formulas and words such as the seed. `PreparedCall.run` computes these
+words and calls the generated function `launch`. If every word is the address of an array of the caller, the address of
+a result, a number of a formula, or the same in every call, the call is direct: the generated function `find_or_run`
+does all this from the third call on (`calls.direct_call`, `calls.xla_direct_call`).
 
 The call cache, the backward passes, the weights passes and the custom call of XLA hold prepared calls.
 """
@@ -13,21 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...arrays.layouts import addresses_of
 from ...arrays.operations import memory_layout
 from ...formula.parameters import Structure
 from ..calls.launch_record import LaunchRecord
-from ..calls.launcher import FIRST_NUMBER, FIRST_RESULT, MAX_NUMBERS, MAX_RESULTS, UNCHANGED
-from ..calls.python_functions import make_array_functions
-from ..codegen.abi import signed_word, to_word
+from ..calls.launcher import FAILED, FIRST_COMPUTED, FIRST_NUMBER, FIRST_RESULT, UNCHANGED
+from ..calls.python_functions import launcher, make_array_functions
+from ..codegen.abi import signed_word
 
 if TYPE_CHECKING:
     from .bound_call import BoundCall
-
-RUNS_BEFORE_RECORD = 6  # after so many runs of a call, its record for direct calls is made
 
 
 @dataclass(frozen=True)
@@ -37,12 +34,12 @@ class KernelInputs:
     tables : for each table of the kernel, its index among the caller's tables
     converters : for each table of the kernel, a function that returns the copy that the kernel reads; None if the
         kernel reads the array itself
-    numbers : for each number of the kernel, its index among the caller's numbers
+    num_numbers : the kernel has the first of the caller's numbers
     """
 
     tables: tuple[int, ...]
     converters: tuple[Callable[[Any], Any] | None, ...]
-    numbers: tuple[int, ...]
+    num_numbers: int
 
     @classmethod
     def bind(cls, call: BoundCall, tables: Sequence[Any], structure: Structure) -> KernelInputs | None:
@@ -65,26 +62,36 @@ class KernelInputs:
             if not is_direct and memory_layout(call.convert_table(tables[table])) != bound:
                 return None
             converters.append(None if is_direct else call.convert_table)
-        return cls(own_tables, tuple(converters), tuple(range(len(structure.numbers))))
+        return cls(own_tables, tuple(converters), len(structure.numbers))
 
-    def of(
-        self, tables: Sequence[Any], addresses: Sequence[int], numbers: tuple[float, ...]
-    ) -> tuple[Sequence[Any], Sequence[int], tuple[float, ...]]:
-        """Return the arrays that the kernel reads as its tables, their addresses, and the numbers of the kernel.
-
-        `addresses` has the addresses of the caller's tables.
-        """
-        own_numbers = tuple([numbers[number] for number in self.numbers])
-        if not any(self.converters):
-            return tables, [addresses[table] for table in self.tables], own_numbers
-        arrays = [
-            tables[table] if convert is None else convert(tables[table])
-            for table, convert in zip(self.tables, self.converters, strict=True)
-        ]
-        return arrays, addresses_of(arrays), own_numbers
+    def convert(self, tables: Sequence[Any], addresses: Sequence[int]) -> tuple[list[Any], list[int]]:
+        """Return the converted tables, and the addresses of the caller's tables with those of the converted ones."""
+        converted, addresses = [], list(addresses)
+        for table, convert in zip(self.tables, self.converters, strict=True):
+            if convert is not None:
+                converted.append(convert(tables[table]))
+                (addresses[table],) = addresses_of(converted[-1:])
+        return converted, addresses
 
 
 COMPUTED = ("sinks", "d_lse", "seed")  # the fields whose words Python computes in each call
+
+
+class Direct(NamedTuple):
+    """What generated code reads of a prepared call.
+
+    record : the address of a launch record
+    makers : the functions that allocate the results
+    computed : the words of `COMPUTED`, which are 0, and of `BoundCall.length_fields`
+    run_on_team : the record's function that runs the kernel on several threads; None if one thread runs it
+    extend : `LaunchRecord.extend`
+    """
+
+    record: int
+    makers: tuple[Callable[[], Any], ...]
+    computed: tuple[int, ...]
+    run_on_team: Callable[[Any], None] | None
+    extend: Callable[[], None]
 
 
 class PreparedCall:
@@ -102,7 +109,8 @@ class PreparedCall:
 
     Attributes
     ----------
-    direct : for generated code: the address of the record, `makers`, and the record; None if the call is not direct
+    records : the launch records, one for each thread that ran the call at the same time as others
+    direct : what generated code reads; None if the call is not direct
         The tuple is never changed but replaced, because a thread may use it.
     """
 
@@ -117,18 +125,22 @@ class PreparedCall:
         can_be_direct: bool = True,
     ) -> None:
         self.call, self.inputs, self.operands, self.results = call, inputs, tuple(operands), tuple(results)
-        self.makers, self.num_keys, self.num_runs = tuple(makers), num_keys, 0
-        self.has_inputs = bool(inputs.tables or inputs.numbers)
-        self.select_words = itemgetter(*self.find_places())
-        self.direct: tuple[int, tuple[Callable[[], Any], ...], LaunchRecord] | None = None
-        fits = len(self.makers) <= MAX_RESULTS and len(inputs.numbers) <= MAX_NUMBERS
-        self.can_be_direct = can_be_direct and fits and not any(inputs.converters)
+        self.makers, self.num_keys = tuple(makers), num_keys
+        self.has_converters = any(inputs.converters)
+        self.lengths = call.find_length_words(num_keys)
+        self.sources = self.find_sources()
+        self.records: list[LaunchRecord] = []
+        self.direct: Direct | None = None
+        self.can_be_direct = can_be_direct and not self.has_converters
 
     make_functions = staticmethod(make_array_functions)  # the functions of `call.lookup`, which run direct calls
 
     def copy(self, num_keys: int) -> PreparedCall:
-        """Return a copy of the call for `num_keys` keys. The copy counts its own runs, and makes its own record."""
-        return self.rebind(self.call, self.makers, num_keys)
+        """Return a copy of the call for `num_keys` keys, which has the same records."""
+        other = object.__new__(PreparedCall)  # in a fifth of the time of `copy.copy`
+        lengths = self.call.find_length_words(num_keys)
+        vars(other).update(vars(self), num_keys=num_keys, lengths=lengths, direct=None)
+        return other
 
     def rebind(self, call: BoundCall, makers: Sequence[Callable[[], Any]], num_keys: int) -> PreparedCall:
         """Return the prepared call for another bound call of the same family; see `CallFamily`."""
@@ -145,7 +157,10 @@ class PreparedCall:
         d_lse: int = 0,
         seed: int = 0,
     ) -> tuple[int | None, list[Any]]:
-        """Return (result of `BoundCall.run`, arrays of the results).
+        """Return (status, arrays of the results).
+
+        The status is 1 if the kernel set `imprecise_lse_flag`, else 0. It is None if the results are not valid: the
+        call then needs the full dispatch.
 
         Parameters
         ----------
@@ -156,56 +171,53 @@ class PreparedCall:
         sinks, d_lse : the addresses of these arrays; 0 if there are none
         seed : the seed of dropout
         """
+        if self.lengths is None:
+            return None, []
         results = [make() for make in self.makers]
-        computed = (sinks, d_lse, signed_word(seed) if seed else 0, 0)  # the last is the word of a field without value
-        own_tables: Sequence[Any] = ()
-        own_numbers: tuple[float, ...] = ()
-        if self.has_inputs:
+        converted: Sequence[Any] = ()
+        if self.has_converters:
             count = len(self.operands)
-            own_tables, own_addresses, own_numbers = self.inputs.of(tables, addresses[count:], numbers)
-            inputs = (*addresses[:count], *own_addresses, *map(to_word, own_numbers))
-            words = self.select_words((*inputs, *addresses_of(results), *computed))
-        else:
-            words = self.select_words((*addresses[: len(self.operands)], *addresses_of(results), *computed))
-        status = self.call.run(threads, words, own_numbers, self.num_keys, (keep_alive, results, own_tables))
-        if self.can_be_direct and status is not None and (self.num_runs < RUNS_BEFORE_RECORD or self.is_outgrown):
-            self.prepare_direct(threads)
-        return status, results
+            converted, own_addresses = self.inputs.convert(tables, addresses[count:])
+            addresses = *addresses[:count], *own_addresses
+        numbers = numbers[: self.inputs.num_numbers]
+        computed = sinks, d_lse, signed_word(seed), *self.lengths
+        given = (keep_alive, results, converted), tuple(addresses), tuple(addresses_of(results)), numbers, computed
+        launch = launcher()
+        for record in (*self.records, None):  # another thread may use one of the records
+            used = record or self.make_record()
+            direct = self.describe(used, threads)
+            status = launch(direct, *given)
+            if status is not None:
+                break
+        if self.can_be_direct and used.can_be_kept:
+            self.direct = direct
+        return None if status == FAILED or status >= 2 else status, results
+
+    def make_record(self) -> LaunchRecord:
+        """Return a new record, and keep it for later calls if its memory is small."""
+        record = LaunchRecord(self.call, self.sources)
+        if record.can_be_kept:
+            self.records.append(record)
+        return record
+
+    def describe(self, record: LaunchRecord, threads: int | None) -> Direct:
+        """Return what generated code reads, for a record and the given number of threads."""
+        max_threads = self.call.find_max_threads(self.num_keys)
+        has_team = max_threads > 1 and threads != 1
+        team = partial(record.run_on_team, max_threads, threads) if has_team else None
+        return Direct(record.address, self.makers, self.computed, team, record.extend)
 
     @property
-    def is_outgrown(self) -> bool:
-        """True if the bound call now has memory for more tile ranges than the record has."""
-        search, direct = self.call.search, self.direct
-        return search is not None and direct is not None and 0 < direct[2].capacity < search.capacity
-
-    def prepare_direct(self, threads: int | None) -> None:
-        """Count one more run. If the call was run often enough, make the record for direct calls."""
-        self.num_runs += 1
-        if self.num_runs >= RUNS_BEFORE_RECORD:
-            record = self.call.make_direct_record(threads, self.num_keys, self.find_sources())
-            self.direct = None if record is None else (record.address, self.makers, record)
-
-    def find_places(self) -> list[int]:
-        """Return the index of each word in the tuple of `run`: operands, tables, numbers, results, computed fields."""
-        inputs, operands = self.inputs, len(self.operands)
-        first_number = operands + len(inputs.tables)
-        first_result = first_number + len(inputs.numbers)
-        first_computed = first_result + len(self.makers)
-        place = {name: first_computed + index for index, name in enumerate(COMPUTED)}
-        numbers, unset = range(first_number, first_result), first_computed + len(COMPUTED)
-        return self._place_words(place, first_result, range(operands, first_number), numbers, unset)
+    def computed(self) -> tuple[int, ...]:
+        """The computed words of a call that has neither sinks nor a seed nor a gradient of lse."""
+        return *(0,) * len(COMPUTED), *(self.lengths or ())
 
     def find_sources(self) -> list[int]:
-        """Return the source of each word in generated code; see `RecordCode.write_words`."""
+        """Return the source of each word of the call: its fields, then tables, numbers and other outputs."""
+        place = {name: index for index, name in enumerate(self.operands)}
+        place |= {name: FIRST_RESULT + index for index, name in enumerate(self.results)}
+        place |= {name: FIRST_COMPUTED + index for index, name in enumerate((*COMPUTED, *self.call.length_fields))}
         tables = [len(self.operands) + table for table in self.inputs.tables]
-        numbers = [FIRST_NUMBER + number for number in self.inputs.numbers]
-        return self._place_words({}, FIRST_RESULT, tables, numbers, UNCHANGED)
-
-    def _place_words(
-        self, place: dict[str, int], first_result: int, tables: Sequence[int], numbers: Sequence[int], unset: int
-    ) -> list[int]:
-        """Return the place of each word of the call: its fields by name, then tables, numbers and other outputs."""
-        place = place | {name: index for index, name in enumerate(self.operands)}
-        place |= {name: first_result + index for index, name in enumerate(self.results)}
-        outputs = range(first_result + len(self.results), first_result + len(self.makers))
-        return [*[place.get(name, unset) for name in self.call.call_fields], *tables, *numbers, *outputs]
+        numbers = range(FIRST_NUMBER, FIRST_NUMBER + self.inputs.num_numbers)
+        outputs = range(FIRST_RESULT + len(self.results), FIRST_RESULT + len(self.makers))
+        return [*[place.get(name, UNCHANGED) for name in self.call.call_fields], *tables, *numbers, *outputs]

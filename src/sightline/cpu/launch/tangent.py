@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.operations import convert, detach, empty, layout, to_numpy
+from ...arrays.operations import convert, detach, empty, to_numpy
 from ...call.kernel import Tangents, is_lse_too_large, sink_weights
 from ...call.problem import Problem
 from ...formula.derivative import score_tangent
@@ -44,7 +44,6 @@ def tangent(
     rows = (*problem.batch_shape, problem.H, problem.n)
     output_tangent, lse_tangent = empty((*rows, problem.d_v), problem.dtype, problem.query), np.empty(rows)
     arrays = {
-        **arguments.arrays,
         "output": output,
         **{f"{name}_tangent": array for name, array in operands.items()},
         "lse": np.ascontiguousarray(to_numpy(lse), np.float64),
@@ -52,12 +51,7 @@ def tangent(
         "output_tangent": output_tangent,
         "lse_tangent": lse_tangent,
     }
-    fields = {name: layout(array)[0] for name, array in arrays.items() if array is not None}
-    words = call.make_words(
-        fields, [table.ctypes.data for table in arguments.tables], arguments.numbers, seed=problem.seed
-    )
-    keep_alive = (*arguments.keep_alive, arrays, problem)
-    if call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True) is None:
+    if call.run_first(threads, arguments, arrays) is None:
         return None
     return output_tangent, convert(lse_tangent, problem.query)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.operations import Framework, convert, empty, layout, namespace, resolve_dtype, to_numpy
+from ...arrays.operations import Framework, convert, empty, namespace, resolve_dtype, to_numpy
 from ...caching import cached_property
 from ...call.kernel import MAX_LSE
 from ...call.problem import Problem
@@ -29,7 +29,6 @@ from ..kernels.weights_pass import WeightsPass
 from ..kernels.weights_statistics import WeightStatistics
 from ..kernels.weights_tiles import WeightSums, WeightTiles
 from ..runtime.processor import HOST, Processor
-from ..runtime.thread_count import thread_count
 from .arguments import TARGET_ITEMS, KernelArguments, prepare, zeros
 from .bound_call import BoundCall
 
@@ -266,15 +265,10 @@ def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> 
     """Return the arrays of each statistic of a pass, for the problem of `bind_passes`; None if the kernel failed."""
     arguments, bound_pass = bound
     call, query = bound_pass.call, problem.query
-    thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices
     lse = np.ascontiguousarray(to_numpy(lse), np.float64)
-    fields = {name: layout(arguments.arrays[name])[0] for name in ("query", "key")} | {"lse": lse.ctypes.data}
     outputs = bound_pass.outputs
     arrays = [(zeros if is_zeroed else empty)(shape, dtype, query) for shape, dtype, is_zeroed in outputs]
-    tables = [table.ctypes.data for table in arguments.tables]
-    words = call.make_words(fields, tables, arguments.numbers, [layout(array)[0] for array in arrays])
-    keep_alive = (*arguments.keep_alive, lse, arrays)
-    if call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True) is None:
+    if call.run_first(threads, arguments, {"lse": lse}, arrays) is None:
         return None
     return bound_pass.finish(arrays)
 
