@@ -1,9 +1,11 @@
 """Print the lines of Python in each folder beside its budget, and fail if a folder has more.
 
-The budgets are in budgets.toml. A commit that raises one says why. The name of a folder stands for all files below it,
-and a name that ends in /*.py for the files of that folder alone.
+The budgets are in budgets.toml. Their sum may only fall: a commit that gives a folder more lines takes them from
+another folder, and says why. The name of a folder stands for all files below it, and a name that ends in /*.py for the
+files of that folder alone.
 """
 
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -16,8 +18,22 @@ def count_lines(name: str) -> int:
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
 
 
+def read_budgets(text: str) -> dict[str, int]:
+    return dict(tomllib.loads(text)["lines"])
+
+
+def find_earlier_sums() -> list[int]:
+    """Return the sum of the budgets in this commit and in the one before it, as far as Git has them."""
+    found = []
+    for revision in ("HEAD", "HEAD~1"):
+        command = ["git", "show", f"{revision}:./budgets.toml"]
+        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        found += [sum(read_budgets(answer.stdout).values())] if answer.returncode == 0 else []
+    return found
+
+
 def main() -> int:
-    budgets = tomllib.loads((ROOT / "budgets.toml").read_text(encoding="utf-8"))["lines"]
+    budgets = read_budgets((ROOT / "budgets.toml").read_text(encoding="utf-8"))
     listed = {name: count_lines(name) for name in budgets}
     found = {"src/sightline/*.py", "tests/*.py"}
     for folder in ("src/sightline", "tests"):
@@ -28,8 +44,12 @@ def main() -> int:
         print(f"{name:32}{lines:8,} of {budgets[name]:7,}{mark}")
         failures += [f"{name} has {lines} lines"] if mark else []
     print(f"{'src':32}{count_lines('src'):8,}\n{'tests':32}{count_lines('tests'):8,}")
+    total = sum(budgets.values())
+    failures += [
+        f"the sum of the budgets rose from {earlier} to {total}" for earlier in find_earlier_sums() if total > earlier
+    ]
     for failure in failures:
-        print(f"{failure}: make room, or raise the budget in budgets.toml in a commit that says why", file=sys.stderr)
+        print(f"{failure}: make room, or take lines from another folder's budget in budgets.toml", file=sys.stderr)
     return bool(failures)
 
 
