@@ -213,12 +213,12 @@ def test_a_torch_without_exchange_functions_is_read_in_python(read):
 
 def test_a_python_without_a_function_is_not_served(monkeypatch):
     monkeypatch.setattr(python_functions, "PYTHON_API", {"PyLong_FromLongLong", "PyNothing_New"})
-    python_functions._is_supported.cache_clear()
+    python_functions.is_supported.cache_clear()
     try:
         assert make_array_functions(LOOKUP.tensors) is None
         assert python_functions.launcher.__wrapped__() is None
     finally:
-        python_functions._is_supported.cache_clear()
+        python_functions.is_supported.cache_clear()
 
 
 def test_references_are_balanced(read):
@@ -255,8 +255,8 @@ def test_arrays_of_another_numpy_are_read_in_python(name, monkeypatch):
 
 def test_arrays_are_read_in_python_without_a_global_lock(monkeypatch):
     monkeypatch.setattr("sysconfig.get_config_var", lambda name: 1)
-    python_functions._is_supported.cache_clear()
+    python_functions.is_supported.cache_clear()
     try:
         assert make_array_functions(LOOKUP.tensors) is None
     finally:
-        python_functions._is_supported.cache_clear()
+        python_functions.is_supported.cache_clear()

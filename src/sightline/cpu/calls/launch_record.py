@@ -145,6 +145,10 @@ class LaunchRecord:
 
     def run_on_team(self, max_threads: int, threads: int | None, keep_alive: Any) -> None:
         """Run the kernel on several threads. Generated code calls this function while it uses the record."""
+        try:
+            count = min(thread_count(threads), max_threads)
+        except BaseException:  # a setting is wrong; no thread uses the buffer
+            self.array[0] = 0
+            raise
         call = self.call
-        block = self.buffer.array[: call.template.size]
-        call.processor.call(call.kernel, block, min(thread_count(threads), max_threads), (keep_alive, self))
+        call.processor.call(call.kernel, self.buffer.array[: call.template.size], count, (keep_alive, self))

@@ -32,7 +32,7 @@ def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
     The methods `read_in_python` and `find_in_python` of `CallLookup` do the same in Python, but run no call.
     """
     read_tensor = None if tensors.exchange is None else _exchange_function(tensors.exchange)
-    if not (_is_supported() and _has_known_structs()) or (read_tensor is None and NoTensor not in tensors.types):
+    if not (is_supported() and _has_known_structs()) or (read_tensor is None and NoTensor not in tensors.types):
         return None
     conditions = list(tensors.conditions)
     names = ["requires_grad", "is_neg", "prepared", "direct"]
@@ -63,14 +63,14 @@ def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
 @cache
 def launcher() -> Any:
     """Return the function `launch` of `calls.launcher`; None if this Python cannot be served."""
-    if not _is_supported():
+    if not is_supported():
         return None
     context = np.array([id(None), id(float), object.__basicsize__], np.int64)
     return make_function(_compile(Launcher, "sightline_launch", ""), "launch", context, ())
 
 
 @cache
-def _is_supported() -> bool:
+def is_supported() -> bool:
     """True if this is CPython with a global lock, and its C API has every function that generated code calls."""
     is_known = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
     return is_known and all(hasattr(python_library(), name) for name in PYTHON_API)

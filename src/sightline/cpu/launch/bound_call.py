@@ -15,7 +15,7 @@ from ...arrays.operations import layout, memory_layout
 from ...formula.parameters import Structure
 from ..calls.launch_record import Buffer
 from ..calls.launcher import MAX_NUMBERS, MAX_RESULTS
-from ..calls.python_functions import launcher
+from ..calls.python_functions import is_supported
 from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word
 from ..kernels.block import Block
 from ..kernels.kernel_spec import KernelSpec
@@ -133,7 +133,7 @@ class BoundCall:
         """
         return (
             self.processor is HOST
-            and launcher() is not None
+            and is_supported()
             and sum(array.nbytes for array in self.keep_alive) <= MAX_CACHED_BYTES
             and (self.search is None or self.search.can_repeat)
         )
