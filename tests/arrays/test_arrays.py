@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sightline
-from sightline.arrays.operations import convert, drop_repeats, map_entries, to_numpy
+from sightline.arrays.operations import JAX, NUMPY, TORCH, convert, drop_repeats, framework, map_entries, to_numpy
 from sightline.cpu.launch.arguments import convert_table
 
 MILLION = 10**6
@@ -20,6 +20,13 @@ REPEATED = {  # by name: an array whose entries repeat, and the array without re
     "an axis of length 1": (np.broadcast_to(ROW, (1, 3)), ROW.reshape(1, 3)),
     "no entries": (np.broadcast_to(np.zeros((0, 1)), (0, MILLION)), np.zeros((0, 1))),
 }
+
+
+def test_the_class_of_an_array_names_its_library():
+    tracer, other = (type("Array", (), {"__module__": name})() for name in ("jaxlib.not_loaded", "other.arrays"))
+    arrays = torch.nn.Parameter(torch.zeros(1)), np.ma.zeros(1), np.float32(1), tracer
+    assert [framework(array) for array in arrays] == [TORCH, NUMPY, NUMPY, JAX]
+    assert framework(other) is framework(type(other)())
 
 
 @pytest.mark.parametrize("name", REPEATED)

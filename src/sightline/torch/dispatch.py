@@ -73,9 +73,7 @@ def run(
     if isinstance(options["scale"], Tensor) and is_transformed():
         formulas["score"], scale = fold_scale(formulas["score"], options["scale"])
         options = options | {"scale": scale}
-    see = options["see"]
-    if torch.compiler.is_compiling():
-        see = [_build_conditions(statistic) for statistic in see]
+    see = [_build_conditions(statistic) for statistic in options["see"]]
     given = options | formulas | {"seed": 0 if seed is None else seed, "see": see}
     key, value, given = unpack_cache(query, key, value, given)
     problem = parse(query, key, value, **given)
