@@ -152,7 +152,6 @@ WIDE = {
     "torch/test_transforms.py::test_derivatives_of_mapped_calls": 4,
     "torch/test_transforms.py::test_second_derivatives": 4,
     "torch/test_transforms.py::test_vmap_of_statistics": 2,
-    "transformers/test_attention_interface.py::test_output_and_weights_are_those_of_more_models": 4,
     "transformers/test_attention_interface.py::test_output_and_weights_are_those_of_the_model": 4,
     "transformers/test_mask_interface.py": 4,
     "transformers/test_word_times.py::test_long_audio_equals_the_eager_path": 0,

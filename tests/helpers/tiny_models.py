@@ -2,8 +2,10 @@
 
 import copy
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -159,6 +161,11 @@ def make_inputs(model, padding):
     if config.is_encoder_decoder:
         inputs |= {"decoder_input_ids": ids.flip(0), "decoder_attention_mask": mask, "use_cache": False}
     return Inputs(inputs, mask.bool())
+
+
+def soak(names, paddings):
+    """Return the parameters of long tests: every name with every padding."""
+    return [pytest.param(*case, marks=pytest.mark.soak) for case in product(names, paddings)]
 
 
 def prompt_of(batch):

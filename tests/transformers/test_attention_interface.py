@@ -23,14 +23,20 @@ from tiny_models import (
     prompt_of,
     references,
     run,
+    soak,
     to_float64,
 )
 
 GENERATIVE_MODELS = [name for name in MODELS if name != "BERT"]
 
 
-def assert_equals_the_model(name, padding):
-    """Assert that the output and weights with "sightline" are within the budget of the "eager" implementation."""
+@pytest.mark.usefixtures("by_definition")
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [*itertools.product(MODELS, ["no", "either"]), *soak([*MODELS, *MORE_MODELS], ["no", "left", "right"])],
+)
+def test_output_and_weights_are_those_of_the_model(name, padding):
+    """The output and weights with "sightline" are within the budget of the "eager" implementation."""
     model = make_model(name)
     batch = make_inputs(model, padding)
     output, (truth, eager) = run(model, "sightline", batch.inputs), references(model, batch.inputs)
@@ -41,21 +47,6 @@ def assert_equals_the_model(name, padding):
         assert weights.dtype == torch.float32
         real = ... if weights.shape[-2] != LENGTH else batch.real[:, None].expand(weights.shape[:-1])
         assert_within_budget(weights[real], oracle[name_in_model][real], plain[name_in_model][real], name_in_model)
-
-
-@pytest.mark.usefixtures("by_definition")
-@pytest.mark.parametrize("padding", ["no", "either"])
-@pytest.mark.parametrize("name", MODELS)
-def test_output_and_weights_are_those_of_the_model(name, padding):
-    assert_equals_the_model(name, padding)
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("by_definition")
-@pytest.mark.parametrize("padding", ["no", "left", "right"])
-@pytest.mark.parametrize("name", [*MODELS, *MORE_MODELS])
-def test_output_and_weights_are_those_of_more_models(name, padding):
-    assert_equals_the_model(name, padding)
 
 
 def test_a_model_can_be_built_with_sightline():

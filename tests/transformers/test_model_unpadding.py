@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tiny_models import (
     make_inputs,
     make_model,
     references,
+    soak,
     to_float64,
 )
 
@@ -46,21 +48,14 @@ def tokens_per_linear(model, inputs):
 
 
 @pytest.mark.usefixtures("by_definition")
-@pytest.mark.parametrize("padding", ["left", "right"])
-@pytest.mark.parametrize("name", ["BERT", "RoBERTa", "ModernBERT", "Llama", "Gemma 2", "GPT-2"])
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [
+        *product(["BERT", "RoBERTa", "ModernBERT", "Llama", "Gemma 2", "GPT-2"], ["left", "right"]),
+        *soak([*ENCODERS, *DECODERS], ["left", "right", "either"]),
+    ],
+)
 def test_real_tokens_have_the_results_of_the_padded_batch(name, padding):
-    assert_equals_the_padded_batch(name, padding)
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("by_definition")
-@pytest.mark.parametrize("padding", ["left", "right", "either"])
-@pytest.mark.parametrize("name", [*ENCODERS, *DECODERS])
-def test_more_models_have_the_results_of_the_padded_batch(name, padding):
-    assert_equals_the_padded_batch(name, padding)
-
-
-def assert_equals_the_padded_batch(name, padding):
     model = make_model(name)
     batch = make_inputs(model, padding)
     real = batch.inputs["attention_mask"].bool()
