@@ -123,10 +123,8 @@ class Torch(Framework):
         return array.data_ptr()  # type: ignore[no-any-return]
 
     def strides(self, array: Array) -> tuple[int, ...] | None:
-        if hasattr(array, "mask") or "strided" not in str(array.layout):
-            return None
-        size = array.element_size()
-        return tuple([size * stride for stride in array.stride()])
+        has_strides = "strided" in str(array.layout) and not hasattr(array, "mask")
+        return tuple([array.itemsize * stride for stride in array.stride()]) if has_strides else None
 
     def make_empty(self, shape: tuple[int, ...], dtype: Any, heads_in_rows: bool = False) -> Callable[[], Array]:
         torch = sys.modules["torch"]

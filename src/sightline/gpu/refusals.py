@@ -24,9 +24,8 @@ def refuse_forward(problem: Problem, architecture: str | None) -> Iterator[Refus
     """
     device_type = problem.device.partition(":")[0]
     required = "cpu" if architecture == "interpreter" else "cuda"
-    is_torch = problem.framework is TORCH
-    if not is_torch or device_type != required:
-        cure = _move_cure(required) if is_torch else f"torch tensors on {required}"
+    if problem.framework is not TORCH or device_type != required:
+        cure = _move_cure(required) if problem.framework is TORCH else f"torch tensors on {required}"
         yield Refusal(f"{problem.framework.name} arrays on {problem.device}", cure)
     elif device_type == "cuda" and _is_too_old(problem.query.device):
         cure = "use a GPU of compute capability 8.0 or later; the streaming kernel serves this GPU"

@@ -73,7 +73,10 @@ def run(
     if isinstance(options["scale"], Tensor) and is_transformed():
         formulas["score"], scale = fold_scale(formulas["score"], options["scale"])
         options = options | {"scale": scale}
-    see = [_build_conditions(statistic) for statistic in options["see"]]
+    see = [
+        each.map_formulas(lambda mask: _build_formula(mask, "bhij")) if isinstance(each, Statistic) else each
+        for each in options["see"]
+    ]
     given = options | formulas | {"seed": 0 if seed is None else seed, "see": see}
     key, value, given = unpack_cache(query, key, value, given)
     problem = parse(query, key, value, **given)
@@ -143,13 +146,6 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
         if not is_intercepted():
             refuse_subclass(_tensors(problem), error)
         raise
-
-
-def _build_conditions(statistic: Any) -> Any:
-    """Return the statistic with a formula in place of the function that is its condition, for torch.compile."""
-    if not isinstance(statistic, Statistic):
-        return statistic
-    return statistic.map_formulas(lambda mask: _build_formula(mask, "bhij"))
 
 
 def _run_eager(
