@@ -47,25 +47,13 @@ def batch(
     size : the number of elements
     """
     if derivative.spec.has_seed and dims[-1] is None:
-        return _compute_in_turn(apply, derivative, tensors, dims, size)
+        pairs = list(zip(tensors, dims, strict=True))
+        elements = [[x if dim is None else x.select(dim, k) for x, dim in pairs] for k in range(size)]
+        results = [apply(derivative, *element) for element in elements]
+        return [torch.stack(list(arrays)) for arrays in zip(*results, strict=True)]
     join = _Join(derivative, tensors, dims, size)
     outputs = apply(join.derivative, *join.inputs)
     return [join.split(kind, output) for kind, output in zip(join.output_kinds, outputs, strict=True)]
-
-
-def _compute_in_turn(
-    apply: Callable[..., Sequence[Tensor]],
-    derivative: Derivative,
-    tensors: Sequence[Tensor],
-    dims: Sequence[int | None],
-    size: int,
-) -> list[Tensor]:
-    """Return the outputs of all elements, by a call for each."""
-    pairs = list(zip(tensors, dims, strict=True))
-    results = [
-        apply(derivative, *[x if dim is None else x.select(dim, index) for x, dim in pairs]) for index in range(size)
-    ]
-    return [torch.stack(list(arrays)) for arrays in zip(*results, strict=True)]
 
 
 @dataclass(frozen=True)
