@@ -44,7 +44,7 @@ from .options import CallOptions
 BLOCK_ELEMENTS = 1 << 22  # the most scores of one block, over all batches and heads; one query may have more
 
 
-def attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
+def attend(*inputs: Any, options: CallOptions) -> list[Any]:
     """Return the results of the primitive `attention`. lse in float64 is 0, because the derivatives here ignore it."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as formulas need it
         return _attend(inputs, options)
@@ -91,7 +91,7 @@ def _restrict(
 
     def function(*chosen: Any) -> list[Any]:
         replaced = dict(zip(wanted, chosen, strict=True))
-        results = attend([replaced.get(k, x) for k, x in enumerate(primals)], options)
+        results = attend(*[replaced.get(k, x) for k, x in enumerate(primals)], options=options)
         return [results[k] for k in given]
 
     return function

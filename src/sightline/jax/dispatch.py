@@ -104,7 +104,7 @@ def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int
     seed = seed if problem.dropout else None  # a selection of a statistic is a problem without dropout
     arrays = Arrays(problem.query, problem.key, problem.value, [x for x, _ in converted], problem.sinks, seed)
     options = CallOptions(spec, tuple([dtype for _, dtype in converted]), by_position)
-    results = attention(arrays.flatten(), options)
+    results = attention(*arrays.flatten(), options=options)
     seen = []
     for statistic, own in zip(problem.see, split_arrays(problem.see, results, FIRST_ARRAY), strict=True):
         found = own or [results[LSE]]

@@ -33,10 +33,6 @@ MAX_COMPILED = 256  # programs of calls outside of `jit`; the least recently use
 MANUAL_AXES = "manual_axis_type" if hasattr(jax.core.ShapedArray((), "float32"), "manual_axis_type") else "vma"
 
 
-def _array_type(aval: Any, by_position: bool) -> ArrayType:
-    return ArrayType(tuple(aval.shape), str(aval.dtype), by_position)
-
-
 def _define(name: str) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -71,7 +67,7 @@ backward_p = _define("sightline_attention_backward")
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def attention(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
+def attention(*inputs: Any, options: CallOptions) -> list[Any]:
     """Return output, lse, lse in float64 as pairs of 32-bit words, and the arrays of all statistics but lse."""
     results: list[Any] = attention_p.bind(*vary_together(inputs), options=options)
     return results
@@ -136,7 +132,7 @@ def _lower(
     """
     places = find_operands(options.spec.num_arrays, **more) if options.by_position else (set(), set())
     arguments, results = (
-        tuple([_array_type(aval, k in own) for k, aval in enumerate(avals)])
+        tuple([ArrayType(tuple(aval.shape), str(aval.dtype), k in own) for k, aval in enumerate(avals)])
         for avals, own in zip((ctx.avals_in, ctx.avals_out), places, strict=True)
     )
     if len(arguments) + len(results) > MAX_BUFFERS:
@@ -185,7 +181,7 @@ def _lower_operations(function: Callable[..., list[Any]]) -> Any:
 
 
 mlir.register_lowering(attention_p, partial(_lower, XlaForward, _forward_operands), platform="cpu")
-mlir.register_lowering(attention_p, _lower_operations(lambda *inputs, options: attend(inputs, options)))
+mlir.register_lowering(attention_p, _lower_operations(attend))
 
 
 # -- derivatives -------------------------------------------------------------------------------------------------------
@@ -208,7 +204,7 @@ def _zero(primal: Any) -> Any:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
-ad.primitive_jvps[attention_p] = lambda primals, tangents, options: _differentiate(primals, tangents, options)
+ad.primitive_jvps[attention_p] = _differentiate
 
 
 def _tangent_types(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
