@@ -53,7 +53,7 @@ def search_of(mask, n, score=None, B=2, H=3):
 
 def run(search, tables=()):
     """(number of ranges, {field: array}) of a search; `tables` replace the tables of the call."""
-    arrays = {name: np.zeros(max(length, 1), np.int64) for name, length in search.workspace().items()}
+    arrays = {name: np.zeros(max(length, 1), np.int64) for name, length in search.workspace(search.capacity).items()}
     packed, names = search.packed.copy(), list(SEARCH_FIELDS)
     for name, array in arrays.items():
         packed[names.index(name)] = array.ctypes.data

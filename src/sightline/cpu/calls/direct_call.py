@@ -101,6 +101,9 @@ class DirectCall(ArrayFunction):
         makers = prepared.member(MAKERS)
         count = self.call("PyTuple_Size", INT64, makers)
         results.set(self.call("PyTuple_New", POINTER, count))
+        with self.if_then(results.get() == self.null()):
+            prepared.record.exchange_busy(0)
+            prepared.fail()
         with self.loop(0, count) as index:
             array = self.call("PyObject_CallNoArgs", POINTER, self.call("PyTuple_GetItem", POINTER, makers, index))
             with self.if_then(array == self.null()):

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from ..launch.bound_call import BoundCall
 
 FLAGS = ("imprecise_lse_flag", "nonfinite_flag")  # fields of a workspace
-CAPACITY_INDEX = list(SEARCH_FIELDS).index("capacity")
-MAX_KEPT_BYTES = 1 << 18  # a larger buffer is freed after each call
+MAX_KEPT_BYTES = 1 << 18  # a record with a larger buffer serves no later call
 WORDS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8  # each field begins on its own line, because threads write the counter
 
 
@@ -77,13 +76,15 @@ class LaunchRecord:
     Attributes
     ----------
     address : the address of the record
+    capacity : the number of tile ranges for which the buffer has memory; None without a search
     """
 
     def __init__(self, call: BoundCall, sources: Sequence[int]) -> None:
         assert len(call.zeroed) <= MAX_ZEROED
         assert len(sources) == call.num_words
         self.call, self.sources = call, np.array(sources, np.int64)
-        self.searches = call.search is not None and call.search.runs_always
+        search = call.search
+        self.capacity = search.capacity if search is not None and search.runs_always else None
         self.array = np.zeros(len(RECORD_FIELDS), np.int64)
         self.address = int(self.array.ctypes.data)
         self.use_new_buffer()
@@ -100,8 +101,8 @@ class LaunchRecord:
         """
         search, old = self.call.search, self.buffer
         assert search is not None
-        search.capacity = max(search.capacity, 2 * old.word("count") if self.searches else 0)
-        self.searches = True
+        self.capacity = search.capacity if self.capacity is None else 2 * old.word("count")
+        search.capacity = max(search.capacity, self.capacity)  # new records begin with as much memory
         self.use_new_buffer()
         words = self.call.call_words
         self.buffer.array[words] = old.array[words]
@@ -109,7 +110,7 @@ class LaunchRecord:
     def use_new_buffer(self) -> None:
         """Allocate a buffer, and write all fields of the record except `is_busy`."""
         call, search = self.call, self.call.search
-        self.buffer = buffer = call.make_buffer(self.searches)
+        self.buffer = buffer = call.make_buffer(self.capacity)
         buffer.array[call.call_words] = 0
         words, addresses = buffer.address + 8 * call.call_words.start, buffer.addresses
         fields: dict[str, Any] = {
@@ -124,7 +125,7 @@ class LaunchRecord:
         for k, (name, length) in enumerate(call.zeroed):
             fields |= {f"zeroed_{k}": addresses[name], f"zeroed_words_{k}": length}
         first = len(call.call_fields)  # the search takes tables and numbers
-        if self.searches and search is not None:
+        if self.capacity is not None and search is not None:
             search_block = buffer.address + 8 * buffer.starts[1]
             fields |= {
                 "search": search.address,
@@ -133,7 +134,7 @@ class LaunchRecord:
                 "first_search_word": first,
                 "num_search_words": len(call.table_origins) + len(call.numbers),
                 "count": addresses["count"],
-                "capacity": search.capacity,
+                "capacity": self.capacity,
             }
         elif search is not None:
             fields |= {

@@ -207,6 +207,7 @@ class PreparedCode:
                 with no:
                     held = keep_alive()
                     with function.if_then(held == function.null()):
+                        record.exchange_busy(0)
                         self.fail()
                     answer = function.call("PyObject_CallOneArg", POINTER, team, held)
                     function.call("Py_DecRef", VOID, held)

@@ -113,13 +113,13 @@ class BoundCall:
             return None
         return PreparedCall(self, inputs, operands, results, makers, num_keys, can_be_direct)
 
-    def make_buffer(self, searches: bool = False) -> Buffer:
-        """Return a new buffer, with the tile ranges of the first call or memory for those of a search."""
+    def make_buffer(self, capacity: int | None = None) -> Buffer:
+        """Return a new buffer, with memory for `capacity` tile ranges of a search; None for those of the first call."""
         blocks = [(self.template, self.block_fields, self.workspace)]
-        if not searches or self.search is None:
+        if capacity is None or self.search is None:
             return Buffer(*blocks)
-        self.search.packed[CAPACITY_INDEX] = self.search.capacity
-        buffer = Buffer(*blocks, (self.search.packed, SEARCH_FIELDS, self.search.workspace()))
+        buffer = Buffer(*blocks, (self.search.packed, SEARCH_FIELDS, self.search.workspace(capacity)))
+        buffer.array[buffer.starts[1] + CAPACITY_INDEX] = capacity
         for word, name in zip(self.range_words, ("start", "first", "last", "full"), strict=True):
             buffer.array[word] = buffer.addresses[name]
         return buffer

@@ -184,21 +184,17 @@ class PreparedCall:
         given = (keep_alive, results, converted), tuple(addresses), tuple(addresses_of(results)), numbers, computed
         launch = launcher()
         for record in (*self.records, None):  # another thread may use one of the records
-            used = record or self.make_record()
+            used = record or LaunchRecord(self.call, self.sources)
             direct = self.describe(used, threads)
             status = launch(direct, *given)
             if status is not None:
                 break
-        if self.can_be_direct and used.can_be_kept:
-            self.direct = direct
+        if not used.can_be_kept:  # the call may have extended a record that was kept
+            self.records[:] = [record for record in self.records if record is not used]
+        elif used not in self.records:
+            self.records.append(used)  # after its first use, so that no other thread has taken it
+        self.direct = direct if self.can_be_direct and used.can_be_kept else None
         return None if status == FAILED or status >= 2 else status, results
-
-    def make_record(self) -> LaunchRecord:
-        """Return a new record, and keep it for later calls if its memory is small."""
-        record = LaunchRecord(self.call, self.sources)
-        if record.can_be_kept:
-            self.records.append(record)
-        return record
 
     def describe(self, record: LaunchRecord, threads: int | None) -> Direct:
         """Return what generated code reads, for a record and the given number of threads."""

@@ -35,7 +35,7 @@ class BoundSearch:
     Attributes
     ----------
     packed : the argument block of the search
-    capacity : the number of tile ranges for which a buffer has memory
+    capacity : the number of tile ranges for which a new buffer has memory
     runs_always : True if the tile ranges or the checks of the search depend on tables, or no tile ranges are bound
     can_repeat : False if an index may leave its table at hidden pairs, and tables decide which pairs are hidden
         If numbers decide it, the search of a call with other numbers fails.
@@ -90,13 +90,13 @@ class BoundSearch:
         """The address of the search's code, which is compiled for the first repeated call."""
         return self._compile()
 
-    def workspace(self) -> dict[str, int]:
-        """Return the fields that point into a buffer of the call, and the length of each in 8-byte words."""
+    def workspace(self, capacity: int) -> dict[str, int]:
+        """Return the fields that point into a buffer for so many ranges, and the length of each in 8-byte words."""
         return {
             "start": self.rows + 1,
-            "first": self.capacity,
-            "last": self.capacity,
-            "full": -(-self.capacity // 8),
+            "first": capacity,
+            "last": capacity,
+            "full": -(-capacity // 8),
             "extremes": self.num_extremes * EXTREMES_BYTES // 8,
             "count": 1,
         }
