@@ -179,7 +179,7 @@ class BoundCall:
             start = (buffer.addresses[name] - buffer.address) // 8
             buffer.array[start : start + length] = 0
         count = min(thread_count(threads), self.find_max_threads(problem.m))
-        keep_alive = arguments.keep_alive, arrays, outputs, self.keep_alive, buffer
+        keep_alive = arguments.keep_alive, *given.values(), outputs, self.keep_alive, buffer.array
         self.processor.call(self.kernel, buffer.array[: self.template.size], count, keep_alive)
         return None if buffer.word("nonfinite_flag") else buffer.word("imprecise_lse_flag")
 
