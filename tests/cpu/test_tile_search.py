@@ -1,5 +1,7 @@
 """The search in generated code finds the tile ranges of `formula.tile_ranges`, and refuses contents that are wrong."""
 
+import ctypes
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -60,7 +62,7 @@ def run(search, tables=()):
     packed[names.index("capacity")] = search.capacity
     for slot, array in enumerate(tables):
         packed[len(names) + slot] = array.ctypes.data
-    search.function(packed.ctypes.data)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(search.address)(packed.ctypes.data)
     return int(arrays["count"][0]), arrays
 
 

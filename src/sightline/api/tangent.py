@@ -112,7 +112,7 @@ def check_numpy(name: str, query: Any) -> None:
 
 
 def include_scale(query: Any, score: Expression | None, scale: Any) -> tuple[Expression, float, Table]:
-    """Return (the score formula times the scale as an entry of a table, 1.0 as the scale of the call, that table)."""
+    """Return (the score formula with s · t[0] in place of s, 1.0 as the scale, the table t of the scale)."""
     own = Table(np.asarray([read_scale(scale, query)]))
     scaled = SYMBOLS["s"] * own[0]
     return scaled if score is None else score.with_scores(scaled), 1.0, own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,8 +24,6 @@ from ..kernels.tile_search import (
 )
 from ..runtime.processor import Processor
 from .arguments import KernelArguments
-
-_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class BoundSearch:
@@ -79,11 +76,6 @@ class BoundSearch:
         if arguments.has_tile_ranges and (mask is None or not has_arguments(mask)) and not checked_nodes(formulas):
             return None
         return cls(arguments, spec, processor)
-
-    @cached_property
-    def function(self) -> Any:
-        """The search as a function of the address of its argument block."""
-        return _FUNCTION(self.address)
 
     @cached_property
     def address(self) -> Any:
