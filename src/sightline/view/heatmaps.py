@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -297,12 +298,8 @@ def entropy_by_head(
     MissingExtraError
         matplotlib is not installed.
     """
-    means = _mean_by_head(entropy)
-    heads = max(map(len, means))
-    values = np.full((len(means), heads), np.nan)
-    for row, layer in enumerate(means):
-        values[row, : len(layer)] = layer
-    axis = plotting.new_axis(axis, min(2.2 + 0.46 * heads, 14), min(1.2 + 0.4 * len(means), 14))
+    values = np.array([*zip_longest(*_mean_by_head(entropy), fillvalue=np.nan)]).T  # layers may differ in heads
+    axis = plotting.new_axis(axis, min(2.2 + 0.46 * values.shape[1], 14), min(1.2 + 0.4 * len(values), 14))
     shown = np.ma.masked_invalid(values)
     image = axis.imshow(shown, cmap=plotting.colour_map(), vmin=0, aspect="auto", interpolation="nearest")
     plotting.add_colour_bar(axis, image, "mean entropy, nats")
@@ -311,7 +308,7 @@ def entropy_by_head(
             if np.isfinite(value):
                 colour = plotting.text_colour(image, value)
                 axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
-    _label_axes(axis, len(means), heads, names, 0)
+    _label_axes(axis, len(values), values.shape[1], names, 0)
     return plotting.finish(axis, title)
 
 
