@@ -573,23 +573,22 @@ def test_autocast_casts_the_query_to_the_cache(rng):
         decode(cache, *whole)
 
 
-def test_a_compiled_loop_gives_the_same_outputs(rng):
-    """Append and attention in a compiled function, whose graph breaks there."""
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_a_compiled_loop_gives_the_same_outputs(rng, dtype):
+    """Append and attention in a compiled function, whose graph breaks there, after calls that are direct."""
     torch.compiler.reset()
     query, key, value = arrays(rng, kind="torch")
-    outputs = {}
-    for name in ("eager", "compiled"):
-        cache = KVCache()
+    outputs = []
+    for wrap in (lambda step: step, lambda step: torch.compile(step, backend="eager")):
+        cache = KVCache(dtype=dtype)
 
         def step(query, key, value, cache=cache):
             cache.append(key, value)
             return sightline.attention(query, cache, mask=sightline.causal())
 
-        run = torch.compile(step, backend="eager") if name == "compiled" else step
-        outputs[name] = []
-        for t in range(2):
-            outputs[name].append(run(*(x[:, :, t : t + 1] for x in (query, key, value))))
-    assert torch.equal(torch.cat(outputs["compiled"]), torch.cat(outputs["eager"]))
+        run = wrap(step)
+        outputs.append(torch.cat([run(*(x[:, :, t : t + 1] for x in (query, key, value))) for t in range(4)]))
+    assert torch.equal(*outputs)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

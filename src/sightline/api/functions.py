@@ -161,37 +161,29 @@ def attend(
         answer = observer(*inputs)
         if answer is not NotImplemented:
             return answer
-    if isinstance(see, StatisticBase):
-        see = (see,)
-    is_plain = scale is None or type(scale) is float
-    if not is_plain and not arrays.is_compiling() and getattr(scale, "requires_grad", False):
+    see = (see,) if isinstance(see, StatisticBase) else see
+    if type(scale) is not float and getattr(scale, "requires_grad", False) and not arrays.is_compiling():
         score, scale = fold_scale(score, scale)
     row_formats = None
     if value is None and type(key) is KVCache:
-        is_eager = not arrays.is_compiling()
-        key = key.snapshot() if is_eager else key
+        if arrays.is_compiling():
+            inputs = query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads, by_position
+            return arrays.run_untraced(attend, *inputs)
+        key = key.snapshot()
         if key.prefix is not None:
             formulas = Formulas.read(mask, score, see)
-            if is_eager and can_merge(query, key, formulas, dropout):
+            if can_merge(query, key, formulas, dropout):
 
                 def run(query: Any, cache: KVCache, keys: Any, values: Any, on_rows: Formulas) -> Any:
-                    return _attend(
-                        query,
-                        keys,
-                        values,
-                        *on_rows,
-                        kernel=kernel,
-                        threads=threads,
-                        scale=scale,
-                        row_formats=cache.row_formats,
-                    )
+                    rest: tuple[Any, ...] = scale, None, 0.0, None, kernel, threads, False, cache.row_formats
+                    return _attend(query, keys, values, *on_rows, *rest)
 
                 output, seen = attend_in_parts(query, key, formulas, sinks, run)
                 return output if see is None else (output, seen)
             key = key.joined()
         row_formats = key.row_formats
-    rest = scale, sinks, dropout, seed, kernel, threads, by_position, row_formats
-    return _attend(query, key, value, mask, score, see, *rest)
+    rest = see, scale, sinks, dropout, seed, kernel, threads, by_position, row_formats
+    return _attend(query, key, value, mask, score, *rest)
 
 
 def _attend(

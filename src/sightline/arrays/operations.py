@@ -173,6 +173,16 @@ def is_compiling() -> bool:
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
+_RUNNER: list[Callable[..., Any]] = []  # at most one function: torch.compile traces what `functools.cache` wraps
+
+
+def run_untraced(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return the result of a function in eager mode: torch.compile, which traces the caller, breaks its graph here."""
+    if not _RUNNER:
+        _RUNNER.append(sys.modules["torch"].compiler.disable(lambda function, *rest, **named: function(*rest, **named)))
+    return _RUNNER[0](function, *arguments, **options)
+
+
 def is_traced(array: Array) -> bool:
     """True if the entries of the array are unknown, because torch.compile or JAX traces."""
     return is_compiling() or (framework(array) is JAX and isinstance(array, sys.modules["jax"].core.Tracer))

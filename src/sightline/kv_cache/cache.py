@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
-from ..arrays.operations import dtype_name, place
+from ..arrays.operations import dtype_name, is_compiling, place, run_untraced
 from ..errors import ParameterError, ShapeError, check_count
 from .argument_checks import (
     check_append,
@@ -34,9 +34,12 @@ def at_once(change: Change) -> Change:
 
     @wraps(change)
     def wrapped(cache: KVCache, *arguments: Any, **options: Any) -> None:
-        changed = cache.snapshot()
-        change(changed, *arguments, **options)
-        cache.__dict__.update(changed.__dict__)
+        if is_compiling():
+            run_untraced(wrapped, cache, *arguments, **options)
+        else:
+            changed = cache.snapshot()
+            change(changed, *arguments, **options)
+            cache.__dict__.update(changed.__dict__)
 
     return cast(Change, wrapped)
 
@@ -76,8 +79,7 @@ class KVCache(StoredRows):
     output is 0, also if all queries are padding. An array as mask or score has one row for each query. Positions beyond
     a sequence's end are hidden in every call.
 
-    torch.compile breaks its graph at a cache, and traces anew for every length until it reaches its recompile limit.
-    Put `torch.compiler.disable` on the function that appends and attends.
+    torch.compile breaks its graph at each change of a cache and at each attention over it, which run in eager mode.
 
     A quantised cache stores a code for each number x. It also stores a float16 scale for each group of 128 adjacent
     numbers of a row, or for int4 a scale and an offset for each 32. The code stands for a number x̂ in place of x:
@@ -88,7 +90,7 @@ class KVCache(StoredRows):
     Codes are rounded to the nearest, ties to even. Attention is computed with x̂, and its error is within the budget of
     the query's dtype. No copy of all x̂ is made. Queries are float32, bfloat16 or float16, and the output has their
     dtype. `quantization_error` measures how far x̂ is from x. A group with NaN or ∞, or whose scale or offset exceeds
-    65504, the largest float16, becomes NaN. A quantised cache needs the processor's memory, llvmlite and eager calls.
+    65504, the largest float16, becomes NaN. A quantised cache needs the processor's memory and llvmlite.
 
     The arrays `key` and `value` are views of the cache's storage. Growth does not change them. `reorder` may overwrite
     them, and so may an append after `truncate` or `reset`.

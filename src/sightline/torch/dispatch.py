@@ -128,9 +128,7 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
     """
     if problem.row_formats is not None:
         raise KernelRefusedError(
-            "a quantised KVCache in torch.compile, a transform or a mode of torch",
-            "eager calls",
-            "leave the mode, put torch.compiler.disable on the function that appends and attends, or store floats",
+            "a quantised KVCache in a transform or a mode of torch", "eager calls", "leave the mode, or store floats"
         )
     seed_tensor = make_seed(None if seed is None else problem.seed) if problem.dropout else None
     arrays, spec = to_arguments(problem, seed_tensor, kernel, threads)
