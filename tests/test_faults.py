@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import sightline
-from fault_planting import Fault, plant
+from fault_planting import Fault, assert_found, plant
 from gradient_checks import by_cpu, reference_gradients
 from gradient_checks import check as check_gradients
 from sharded_problems import assert_covers, needed_pairs, run_parts
@@ -337,63 +337,28 @@ def test_sound_gradients_pass(name):
 RED = r"budget|shape"
 
 
-@pytest.mark.parametrize("fault", FORWARD)
-def test_every_fault_is_seen(fault, monkeypatch, fresh_kernels):
-    plant(FORWARD[fault], monkeypatch)
-    with pytest.raises(AssertionError, match=RED):
-        check(Cpu().run)
+CHECKS = {  # planted faults, and a check that finds them
+    "forward": (FORWARD, lambda: check(Cpu().run)),
+    "streaming": (STREAMING, lambda: check(Streaming().run)),
+    "dropout": (DROPOUT, lambda: check_dropout(Cpu().run)),
+    "pairs": (PAIRS, lambda: check_pairs(Cpu().run)),
+    **{f"backward, {name}": (faults, partial(check_backward, name)) for name, faults in BACKWARD.items()},
+    "fused statistics": (FUSED_STATISTICS, check_fused_statistics),
+    "weights pass": (WEIGHTS_PASS, check_weights_pass),
+}
 
 
-@pytest.mark.parametrize("fault", STREAMING)
-def test_every_fault_in_streaming_is_seen(fault, monkeypatch):
-    plant(STREAMING[fault], monkeypatch)
-    with pytest.raises(AssertionError, match=RED):
-        check(Streaming().run)
-
-
-@pytest.mark.parametrize("fault", DROPOUT)
-def test_every_fault_in_dropout_is_seen(fault, monkeypatch, fresh_kernels):
-    plant(DROPOUT[fault], monkeypatch)
-    with pytest.raises(AssertionError, match=RED):
-        check_dropout(Cpu().run)
-
-
-@pytest.mark.parametrize("fault", PAIRS)
-def test_every_fault_in_pairs_is_seen(fault, monkeypatch, fresh_kernels):
-    if not machine_for(HOST, "bfloat16").has_bf16_dot:
+@pytest.mark.parametrize(("name", "fault"), [(name, fault) for name, (faults, _) in CHECKS.items() for fault in faults])
+def test_every_fault_is_seen(name, fault, monkeypatch, fresh_kernels):
+    if name == "pairs" and not machine_for(HOST, "bfloat16").has_bf16_dot:
         pytest.skip("kernels multiply no pairs of bfloat16 in this process")
-    plant(PAIRS[fault], monkeypatch)
-    with pytest.raises(AssertionError, match=RED):
-        check_pairs(Cpu().run)
+    faults, run = CHECKS[name]
+    assert_found(faults[fault], monkeypatch, run, f"{RED}|a key|not equal" if name == "weights pass" else RED)
 
 
-@pytest.mark.parametrize(("name", "fault"), [(name, fault) for name, faults in BACKWARD.items() for fault in faults])
-def test_every_fault_in_the_backward_kernel_is_seen(name, fault, monkeypatch, fresh_kernels):
-    plant(BACKWARD[name][fault], monkeypatch)
-    with pytest.raises(AssertionError, match=RED):
-        check_backward(name)
-
-
-def test_sound_fused_statistics_pass():
-    check_fused_statistics()
-
-
-@pytest.mark.parametrize("fault", FUSED_STATISTICS)
-def test_every_fault_in_the_fused_statistics_is_seen(fault, monkeypatch, fresh_kernels):
-    plant(FUSED_STATISTICS[fault], monkeypatch)
-    with pytest.raises(AssertionError, match=RED):
-        check_fused_statistics()
-
-
-def test_a_sound_weights_pass_passes():
-    check_weights_pass()
-
-
-@pytest.mark.parametrize("fault", WEIGHTS_PASS)
-def test_every_fault_in_the_weights_pass_is_seen(fault, monkeypatch, fresh_kernels):
-    plant(WEIGHTS_PASS[fault], monkeypatch)
-    with pytest.raises(AssertionError, match=f"{RED}|a key|not equal"):
-        check_weights_pass()
+@pytest.mark.parametrize("run", [check_fused_statistics, check_weights_pass])
+def test_sound_statistics_pass(run):
+    run()
 
 
 def test_a_wrong_interval_is_seen(monkeypatch):
@@ -459,9 +424,7 @@ def test_sound_parts_pass():
 
 @pytest.mark.parametrize("fault", PARTS)
 def test_every_fault_in_parts_is_seen(fault, monkeypatch):
-    plant(PARTS[fault], monkeypatch)
-    with pytest.raises(AssertionError, match=RED):
-        check_parts()
+    assert_found(PARTS[fault], monkeypatch, check_parts, RED)
 
 
 SCHEDULE = {

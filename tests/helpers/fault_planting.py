@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
 
+import pytest
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -78,3 +80,10 @@ def change_code(function, before, after):
     for wanted in ("enclosing", function.__name__):
         (code,) = (one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == wanted)
     return code
+
+
+def assert_found(fault, monkeypatch, check, match=None, kinds=AssertionError):
+    """Raise AssertionError unless the check, with the fault planted, raises an error of these kinds that matches."""
+    plant(fault, monkeypatch)
+    with pytest.raises(kinds, match=match):
+        check()

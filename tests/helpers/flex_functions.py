@@ -57,26 +57,13 @@ def causal(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
-def sliding_window(b, h, q_idx, kv_idx):
-    return (q_idx >= kv_idx) & (q_idx - kv_idx <= 5)
-
-
-def in_prefix(b, h, q_idx, kv_idx):
-    return kv_idx < 6
-
-
-def prefix_of_each_sequence():
-    lengths = torch.tensor([3, 9])
-    return or_masks(lambda b, h, q_idx, kv_idx: kv_idx < lengths[b], causal)
+def given(tensor, make):
+    """The function that `make` returns for the tensor that it captures."""
+    return make(tensor)
 
 
 def ids_of(lengths):
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-
-
-def same_document():
-    document = ids_of([5, 12, 7])
-    return lambda b, h, q_idx, kv_idx: document[q_idx] == document[kv_idx]
 
 
 def stacked_documents():
@@ -104,16 +91,6 @@ def jagged():
         return inside.logical_and(owner_q == owner_kv)
 
     return mask
-
-
-def padded():
-    lengths = torch.tensor([24, 10])
-    return and_masks(causal, lambda b, h, q_idx, kv_idx: kv_idx < lengths[b])
-
-
-def offset_of_a_cache():
-    written = torch.tensor(13)  # a tensor without axes, which a decoding loop advances
-    return lambda b, h, q_idx, kv_idx: causal(b, h, q_idx + written, kv_idx)
 
 
 class OffsetOfEachSequence:
@@ -365,14 +342,16 @@ def window_of_each_head():
 MASKS = {
     "no mask": noop_mask,
     "causal": causal,
-    "sliding window": sliding_window,
-    "prefix": or_masks(in_prefix, causal),
-    "prefix of each sequence": prefix_of_each_sequence(),
-    "documents": same_document(),
+    "sliding window": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx <= 5),
+    "prefix": or_masks(lambda b, h, q_idx, kv_idx: kv_idx < 6, causal),
+    "prefix of each sequence": given(
+        torch.tensor([3, 9]), lambda lengths: or_masks(lambda b, h, q, kv: kv < lengths[b], causal)
+    ),
+    "documents": given(ids_of([5, 12, 7]), lambda ids: lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx]),
     "stacked documents": stacked_documents(),
     "jagged": jagged(),
-    "padding": padded(),
-    "offset of a cache": offset_of_a_cache(),
+    "padding": given(torch.tensor([24, 10]), lambda lengths: and_masks(causal, lambda b, h, q, kv: kv < lengths[b])),
+    "offset of a cache": given(torch.tensor(13), lambda written: lambda b, h, q, kv: causal(b, h, q + written, kv)),
     "offset of each sequence": OffsetOfEachSequence(),
     "pages": Pages().mask,
     "dilated window": dilated_window,
@@ -407,25 +386,9 @@ def always(function):
     return lambda tensors: function
 
 
-def identity(score, b, h, q_idx, kv_idx):
-    return score
-
-
-def relative(score, b, h, q_idx, kv_idx):
-    return score + (q_idx - kv_idx)
-
-
-def causal_by_score(score, b, h, q_idx, kv_idx):
-    return torch.where(q_idx >= kv_idx, score, -float("inf"))
-
-
 def checkerboard(score, b, h, q_idx, kv_idx):
     score = torch.where(torch.abs(kv_idx - q_idx) % 2 == 1, score * 0.5, score)
     return torch.where(torch.abs(kv_idx - q_idx) % 2 == 0, score * 2.0, score)
-
-
-def trigonometric(score, b, h, q_idx, kv_idx):
-    return torch.sin(torch.cos(score)) + torch.tan(b * 0.5)
 
 
 def squared(score, b, h, q_idx, kv_idx):
@@ -437,10 +400,6 @@ def squared(score, b, h, q_idx, kv_idx):
 def alibi(tensors):
     slopes = torch.exp2(-torch.arange(1.0, H + 1)).to(tensors.dtype)
     return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
-
-
-def alibi_by_formula(score, b, h, q_idx, kv_idx):
-    return score + (kv_idx - q_idx) * torch.exp2(-((h + 1) * 8.0 / H))
 
 
 def softcap(tensors, cap=3.0, tanh=torch.tanh):
@@ -484,20 +443,11 @@ def gelu_attention(tensors):
     return lambda score, b, h, q_idx, kv_idx: torch.log(gelu(score) + 1.0)
 
 
-def relu_attention(score, b, h, q_idx, kv_idx):
-    return torch.log(functional.relu(score) + torch.full_like(score, 0.5))
-
-
-def sigmoid_attention(score, b, h, q_idx, kv_idx):
-    return torch.log(score.sigmoid() + score.new_full((), 1e-3))
-
-
 # -- learned scores ---------------------------------------------------------------------------------------------------
 
 
-def head_bias(tensors):
-    bias = tensors.learn(H)
-    return lambda score, b, h, q_idx, kv_idx: score + bias[h]
+def learned(shape, make):
+    return lambda tensors: make(tensors.learn(*shape))
 
 
 class Module(torch.nn.Module):
@@ -517,42 +467,6 @@ def local_window_bias(tensors):
     return layer.score_mod
 
 
-def distance_bias(tensors):
-    bias = tensors.learn(2 * N)
-    return lambda score, b, h, q_idx, kv_idx: score + bias[torch.abs(q_idx - kv_idx)]
-
-
-def pair_bias(tensors):
-    bias = tensors.learn(N, N)
-    return lambda score, b, h, q_idx, kv_idx: score + bias[q_idx, kv_idx]
-
-
-def head_pair_bias(tensors):
-    bias = tensors.learn(B, H, N, N)
-    return lambda score, b, h, q_idx, kv_idx: score + bias[b, h, q_idx, kv_idx]
-
-
-def query_factor(tensors):
-    bias = tensors.learn(N)
-    return lambda score, b, h, q_idx, kv_idx: score * bias[q_idx]
-
-
-def chosen_bias(tensors):
-    bias, which = tensors.learn(B, H, 4, N), torch.tensor(2)
-    return lambda score, b, h, q_idx, kv_idx: score + bias[b, h, which, q_idx]
-
-
-def moved_bias(tensors):
-    bias, moved = tensors.learn(N), torch.arange(N).flip(0)
-    return lambda score, b, h, q_idx, kv_idx: score + bias[moved[kv_idx]]
-
-
-def learned_temperature(tensors):
-    temperature = tensors.learn(1)
-    number = temperature.reshape(())  # a learned tensor without axes
-    return lambda score, b, h, q_idx, kv_idx: score * torch.exp(number)
-
-
 def bucketed_bias(tensors):
     """T5's relative positions: the bucket of every distance is computed before the call."""
     bias, distance = tensors.learn(8, H), torch.arange(1 - N, N)
@@ -563,11 +477,6 @@ def bucketed_bias(tensors):
         return score + bias[bucket[kv_idx - q_idx + N - 1], h]
 
     return score_mod
-
-
-def gates(tensors):
-    gate = tensors.learn(B, H, N)
-    return lambda score, b, h, q_idx, kv_idx: score + functional.logsigmoid(gate[b, h, kv_idx])
 
 
 def forgetting(tensors):
@@ -616,31 +525,37 @@ def latent_rotary(tensors):
 
 
 SCORES = {
-    "identity": always(identity),
-    "relative positions": always(relative),
-    "causal by score": always(causal_by_score),
+    "identity": always(lambda score, b, h, q_idx, kv_idx: score),
+    "relative positions": always(lambda score, b, h, q_idx, kv_idx: score + (q_idx - kv_idx)),
+    "causal by score": always(lambda score, b, h, q, kv: torch.where(q >= kv, score, -float("inf"))),
     "checkerboard": always(checkerboard),
-    "trigonometric": always(trigonometric),
+    "trigonometric": always(lambda score, b, h, q, kv: torch.sin(torch.cos(score)) + torch.tan(b * 0.5)),
     "squared": always(squared),
     "alibi": alibi,
-    "alibi by formula": always(alibi_by_formula),
+    "alibi by formula": always(lambda score, b, h, q, kv: score + (kv - q) * torch.exp2(-((h + 1) * 8.0 / H))),
     "softcap": softcap,
     "softcap by a custom operator": lambda tensors: softcap(tensors, tanh=ApproximateTanh.apply),
     "gelu": gelu_attention,
-    "relu": always(relu_attention),
-    "sigmoid": always(sigmoid_attention),
+    "relu": always(lambda score, b, h, q, kv: torch.log(functional.relu(score) + torch.full_like(score, 0.5))),
+    "sigmoid": always(lambda score, b, h, q_idx, kv_idx: torch.log(score.sigmoid() + score.new_full((), 1e-3))),
     "pages": lambda tensors: Pages().score,
-    "head bias": head_bias,
+    "head bias": learned((H,), lambda bias: lambda score, b, h, q_idx, kv_idx: score + bias[h]),
     "local window bias": local_window_bias,
-    "distance bias": distance_bias,
-    "pair bias": pair_bias,
-    "head pair bias": head_pair_bias,
-    "query factor": query_factor,
-    "chosen bias": chosen_bias,
-    "moved bias": moved_bias,
-    "learned temperature": learned_temperature,
+    "distance bias": learned((2 * N,), lambda bias: lambda score, b, h, q, kv: score + bias[torch.abs(q - kv)]),
+    "pair bias": learned((N, N), lambda bias: lambda score, b, h, q_idx, kv_idx: score + bias[q_idx, kv_idx]),
+    "head pair bias": learned((B, H, N, N), lambda bias: lambda score, b, h, q, kv: score + bias[b, h, q, kv]),
+    "query factor": learned((N,), lambda bias: lambda score, b, h, q_idx, kv_idx: score * bias[q_idx]),
+    "chosen bias": learned(
+        (B, H, 4, N), lambda bias: given(torch.tensor(2), lambda k: lambda s, b, h, q, kv: s + bias[b, h, k, q])
+    ),
+    "moved bias": learned(
+        (N,), lambda bias: given(torch.arange(N).flip(0), lambda m: lambda score, b, h, q, kv: score + bias[m[kv]])
+    ),
+    "learned temperature": learned(
+        (1,), lambda one: given(one.reshape(()), lambda t: lambda s, b, h, q, kv: s * torch.exp(t))
+    ),
     "bucketed bias": bucketed_bias,
-    "gates": gates,
+    "gates": learned((B, H, N), lambda gate: lambda score, b, h, q, kv: score + functional.logsigmoid(gate[b, h, kv])),
     "forgetting": forgetting,
     "sandwich": sandwich,
     "graph distances": graph_distances,

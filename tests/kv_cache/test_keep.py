@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import sightline
-from fault_planting import Fault, plant
+from fault_planting import Fault, assert_found
 from sightline import KVCache, i, j, s
 from sightline.call.problem import make_problem
 from sightline.errors import ParameterError, ShapeError
@@ -431,6 +431,4 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found(fault, monkeypatch):
-    plant(FAULTS[fault], monkeypatch)
-    with pytest.raises((AssertionError, ValueError)):
-        check_steps()
+    assert_found(FAULTS[fault], monkeypatch, check_steps, kinds=(AssertionError, ValueError))
