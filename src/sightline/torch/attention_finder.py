@@ -29,7 +29,7 @@ from ..formula.from_function import to_formula
 from ..formula.torch_masks import block_formula
 from ..kv_cache import KVCache
 from ..statistics import Statistic, StatisticBase, lse, max_score
-from .functional import convert_arguments
+from .functional import convert_arguments, scaled_dot_product_attention
 from .handwritten import WeightsMark, find_handwritten, forget_tensors
 from .hooks import LayerCall, has_modes
 from .hooks import attend as attend_for_layer
@@ -44,6 +44,7 @@ from .watcher import Recorder, Watcher
 OPERATOR = torch.ops.aten.scaled_dot_product_attention  # exported programs call it
 ATTEND = inspect.signature(attend)
 MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
+SCALED_DOT_PRODUCT = inspect.signature(scaled_dot_product_attention)
 
 
 class Finder(TorchFunctionMode):
@@ -201,24 +202,17 @@ def _read_layer(
 def _read_torch(
     function: Any,
     recorders: list[Recorder],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
+    *inputs: Any,
     call: LayerCall | None = None,
+    **options: Any,
 ) -> Tensor:
     """Record a call of torch's `scaled_dot_product_attention`, or of the operator that exported programs call."""
+    bound = SCALED_DOT_PRODUCT.bind(*inputs, **options)
+    bound.apply_defaults()
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = bound.args
     names = ("query", "key", "value", "mask", "score", "scale")
     *converted, without_batch = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    compute = None
-    if dropout_p > 0:
-        given = query, key, value, attn_mask, dropout_p, is_causal
-        compute = partial(function, *given, scale=scale, enable_gqa=enable_gqa)
+    compute = partial(function, *inputs, **options) if dropout_p > 0 else None
     call = call or (LayerCall("self", 0) if is_causal else LayerCall())
     output, _ = _compute(recorders, call, dict(zip(names, converted, strict=True)), compute=compute)
     return output[0] if without_batch and compute is None else output
