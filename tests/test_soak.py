@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sightline import h, i, j, s, table
+from sightline.call.kernel import GivenGradients
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.runtime import compile
@@ -67,7 +68,8 @@ def work(number, formulas):
     if number % 50 == 0:  # sometimes with another number of threads
         assert np.array_equal(kernel.run(problem, 1).output, answer.output)
     if number % 5 == 0:
-        kernel.backward(problem, answer.output, None, (answer.output, answer.lse), range(len(problem.tables)))
+        saved = answer.output, answer.lse
+        kernel.backward(problem, GivenGradients(answer.output, None, saved, range(len(problem.tables))))
     return np.isfinite(answer.output).all()
 
 

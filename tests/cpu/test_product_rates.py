@@ -6,6 +6,7 @@ import pytest
 
 from sample_calls import arrays
 from sightline import i, j
+from sightline.call.kernel import GivenGradients
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.kernels.block import Block
@@ -57,7 +58,8 @@ def test_problems_of_a_processor_with_slow_dot_products(queries, rng, monkeypatc
         problem = make_problem(*given, **options)
         assert_conforms(Cpu().run, problem)
     result = Cpu().run(problem, 1)
-    assert Cpu().backward(problem, result.output, None, (result.output, result.lse), [], 1).query.shape == shapes[0]
+    given = GivenGradients(result.output, None, (result.output, result.lse), [])
+    assert Cpu().backward(problem, given, 1).query.shape == shapes[0]
     assert not any(paired)
 
 

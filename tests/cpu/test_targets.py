@@ -14,6 +14,7 @@ from foreign_systems import LIBRARY, MACOS, WINDOWS, ForeignProcessor
 from object_files import ARM64, X86_64, read_object
 from sample_problems import arrays
 from sightline import causal, documents, h, i, j, lse, padding, s, softcap, table, window
+from sightline.call.kernel import GivenGradients
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.calls import xla_handler
@@ -94,7 +95,7 @@ def kernels(machine):
         kernel.run(problem, 1)
         if dtype == "float32":
             saved = np.zeros_like(problem.query), np.zeros(problem.query.shape[:-1])
-            kernel.backward(problem, saved[0], None, saved, [], 1)
+            kernel.backward(problem, GivenGradients(saved[0], None, saved, []), 1)
     kernel.run(make_problem(*arrays((2, 4, 1, 64), "float32", groups=1, m=513), mask=padding([513, 130])), 1)
     kernel.run(make_problem(*arrays((1, 1, 20, 1024), "float32")), 1)
     weighed = make_problem(*arrays((1, 2, 70, 16), "float32"))

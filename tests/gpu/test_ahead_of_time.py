@@ -24,6 +24,7 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from ahead_of_time import SHARED_MEMORY_BYTES, TARGETS, compile_kernels
+from sightline.call.kernel import GivenGradients
 from sightline.gpu import Triton
 from sightline.gpu.configurations import Configuration
 from sightline.gpu.launch.backward import backward
@@ -168,7 +169,9 @@ def test_stages_are_reduced_to_fit_shared_memory_and_only_the_last_kernel_is_ret
 def test_the_backward_kernels_are_compiled_for_tensors_in_host_memory():
     x = torch.ones(1, 1, 20, 16, dtype=torch.float16)
     saved = x, torch.zeros(1, 1, 20, dtype=torch.float64)
-    found = compile_kernels(lambda: Triton("sm_90").backward(make_problem(x, x, x), x, None, saved, ()), "sm_90")
+    found = compile_kernels(
+        lambda: Triton("sm_90").backward(make_problem(x, x, x), GivenGradients(x, None, saved, ())), "sm_90"
+    )
     assert {"backward_queries", "backward_keys"} <= {kernel.name for kernel in found}
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from triton.runtime.driver import driver
 
 import ahead_of_time
+from sightline.call.kernel import GivenGradients
 from sightline.formula.parameters import structure_of
 from sightline.gpu import Triton
 from sightline.gpu.launch.bound_launches import BoundLaunches
@@ -110,5 +111,5 @@ def test_a_bound_call_passes_what_the_first_call_passed(name, monkeypatch):
         check(recording, result.recorded_call, (query, key, value), options)
         if name == "causal":
             saved, d_output = (result.output, result.lse), torch.randn_like(value)
-            found = Triton(TARGET).backward(problem, d_output, None, saved, ())
+            found = Triton(TARGET).backward(problem, GivenGradients(d_output, None, saved, ()))
             check(recording, found.recorded_call, (query, key, value, saved[0], d_output, saved[1]), options)

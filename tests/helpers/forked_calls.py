@@ -17,6 +17,8 @@ from importlib import import_module
 
 import numpy as np
 
+from sightline.call.kernel import GivenGradients
+
 MAX_CHILD_SECONDS = 10
 WORKERS = 3
 
@@ -49,7 +51,7 @@ def main(seed, count, *packages):
         found.append(sightline.attention(x, x, x, mask=i >= j, kernel="cpu", threads=2))
         problem = make_problem(x, x, x, mask=masks[0], score=s - table(slopes)[h] * abs(i - j))
         result = Cpu().run(problem, 2)
-        gradients = Cpu().backward(problem, result.output, None, (result.output, result.lse), [0, 1], 2)
+        gradients = Cpu().backward(problem, GivenGradients(result.output, None, (result.output, result.lse), [0, 1]), 2)
         return [*found, gradients.query, gradients.key, gradients.value]
 
     expected = attend()

@@ -8,6 +8,7 @@ import torch
 
 from sightline import weights
 from sightline.arrays.operations import dtype_name, to_numpy
+from sightline.call.kernel import GivenGradients
 from sightline.cpu import Cpu
 from sightline.formula.derivative import derivative
 from sightline.formula.evaluate_array import evaluate_dense
@@ -65,8 +66,8 @@ def by_cpu(problem, d_output, d_lse, _, answer=None):
     """
     answer = Cpu().run(problem) if answer is None else answer
     wanted_tables = range(len(problem.tables))
-    options = (problem, d_output, d_lse, (answer.output, answer.lse), wanted_tables)
-    found, again = (Cpu().backward(*options, threads=threads) for threads in (2, 3))
+    given = GivenGradients(d_output, d_lse, (answer.output, answer.lse), wanted_tables)
+    found, again = (Cpu().backward(problem, given, threads) for threads in (2, 3))
     if found is not None:
         for one, other in zip(entries(found), entries(again), strict=True):
             assert one is other is None or np.array_equal(to_numpy(one), to_numpy(other))

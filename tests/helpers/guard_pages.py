@@ -24,6 +24,7 @@ import sightline
 from repeated_calls import MEMORY, Repetition
 from sightline import b, h, i, j, s, table
 from sightline.call import call_cache
+from sightline.call.kernel import GivenGradients
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.launch import backward as launch_backward
@@ -131,7 +132,8 @@ def main(seed, count, past=0):
                 memory.copy(rng.normal(size=x.shape).astype(x.dtype)) for x in (answer.output, answer.lse)
             )
             wanted_tables = [k for k, entry in enumerate(problem.tables) if entry.kind == "float"]
-            found = kernel.backward(problem, d_output, d_lse, (answer.output, answer.lse), wanted_tables, 2)
+            given = GivenGradients(d_output, d_lse, (answer.output, answer.lse), wanted_tables)
+            found = kernel.backward(problem, given, 2)
             assert found is not None
             seen = statistic(rng, problem, memory.copy(answer.lse))
             assert seen is not None

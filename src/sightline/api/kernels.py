@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..call.kernel import Gradients, Kernel, Plan, Result, Tangents, choose, is_lse_too_large
+from ..call.kernel import GivenGradients, Gradients, Kernel, Plan, Result, Tangents, choose, is_lse_too_large
 from ..call.problem import Problem
 from ..cpu import Cpu
 from ..gpu import Triton
@@ -68,7 +68,8 @@ def differentiate(
             lambda statistic: plan.kernel.run(problem.with_statistics(statistic), threads).seen[0],
             saved_arrays,
         )
-        gradients = plan.kernel.backward(problem, d_output, d_lse, saved, wanted_tables, threads, added)
+        given = GivenGradients(d_output, d_lse, saved, wanted_tables, added)
+        gradients = plan.kernel.backward(problem, given, threads)
         if gradients is not None:
             return gradients
         if is_lse_too_large(saved[1], problem.accumulator):

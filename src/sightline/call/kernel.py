@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -92,6 +92,22 @@ class Gradients:
     recorded_call: Any = None
 
 
+class GivenGradients(NamedTuple):
+    """The gradients of the results of a call, and what else `Kernel.backward` needs besides the problem.
+
+    d_output, d_lse : the gradients of output and lse, in their shapes; d_lse is None if the gradient of lse is 0
+    saved : (output, lse) of `Kernel.run`
+    wanted_tables : the indices in `Problem.tables` of the tables whose gradients are requested
+    statistics : the terms that the statistics' gradients add to the gradients of weights, scores and lse
+    """
+
+    d_output: Any
+    d_lse: Any
+    saved: tuple[Any, Any]
+    wanted_tables: Collection[int]
+    statistics: StatisticGradients = StatisticGradients()
+
+
 @dataclass(frozen=True)
 class Tangents:
     """The tangents of a problem's inputs. A tangent has the shape of its input; None stands for a tangent that is 0.
@@ -150,26 +166,10 @@ class Kernel(ABC):
         """
         yield Refusal(f"{self.name} has no backward pass", "leave kernel=None")
 
-    def backward(
-        self,
-        problem: Problem,
-        d_output: Any,
-        d_lse: Any,
-        saved: tuple[Any, Any],
-        wanted_tables: Collection[int],
-        threads: int | None = None,
-        statistic_gradients: StatisticGradients | None = None,
-    ) -> Gradients | None:
+    def backward(self, problem: Problem, given: GivenGradients, threads: int | None = None) -> Gradients | None:
         """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse, or None if the kernel cannot compute them.
 
         The kernel cannot compute them if `refuses_backward` yields a reason, or if a gradient turns out NaN or ∞.
-
-        Parameters
-        ----------
-        d_output, d_lse : the gradients of output and lse, in their shapes; d_lse is None if the gradient of lse is 0
-        saved : (output, lse) of `run`
-        wanted_tables : the indices in `Problem.tables` of the tables whose gradients are requested
-        statistic_gradients : the terms that the statistics' gradients add to the gradients of weights, scores and lse
         """
         return None
 

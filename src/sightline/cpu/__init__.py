@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ..call.kernel import Gradients, Kernel, Refusal, Result, Tangents
+from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result, Tangents
 from ..call.problem import Problem
-from ..statistics import StatisticGradients
 from .refusals import refuse_backward, refuse_forward
 from .runtime.processor import HOST, Processor
 
@@ -42,27 +41,17 @@ class Cpu(Kernel):
     def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
         return refuse_backward(problem)
 
-    def backward(
-        self,
-        problem: Problem,
-        d_output: Any,
-        d_lse: Any,
-        saved: tuple[Any, Any],
-        wanted_tables: Collection[int],
-        threads: int | None = None,
-        statistic_gradients: StatisticGradients | None = None,
-    ) -> Gradients | None:
-        if next(self.refuses_backward(problem, wanted_tables), None) is not None:
-            return None
-        statistic_gradients = statistic_gradients or StatisticGradients()
+    def backward(self, problem: Problem, given: GivenGradients, threads: int | None = None) -> Gradients | None:
         # the backward kernel cannot tell a visible pair whose weight is 0 from a hidden pair
-        if statistic_gradients.includes_zero_weights:
+        is_refused = next(self.refuses_backward(problem, given.wanted_tables), None) is not None
+        if is_refused or given.statistics.includes_zero_weights:
             return None
         from .launch.backward import backward
         from .launch.backward_parts import backward_in_parts, needs_parts
 
-        rest = threads, statistic_gradients, self.processor
-        if needs_parts(problem, wanted_tables, statistic_gradients):
+        d_output, d_lse, saved, wanted_tables, statistics = given
+        rest = threads, statistics, self.processor
+        if needs_parts(problem, wanted_tables, statistics):
             return backward_in_parts(problem, d_output, d_lse, saved, *rest)
         return backward(problem, d_output, d_lse, saved, wanted_tables, *rest)
 

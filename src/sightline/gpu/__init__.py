@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
 
-from ..call.kernel import Gradients, Kernel, Refusal, Result
+from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result
 from ..call.problem import Problem
 from ..errors import ParameterError
-from ..statistics import StatisticGradients
 from .refusals import refuse_backward, refuse_forward
 
 __all__ = ["Triton"]
@@ -52,23 +50,14 @@ class Triton(Kernel):
     def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
         return refuse_backward(problem, self.architecture, wanted_tables)
 
-    def backward(
-        self,
-        problem: Problem,
-        d_output: Any,
-        d_lse: Any,
-        saved: tuple[Any, Any],
-        wanted_tables: Collection[int],
-        threads: int | None = None,
-        statistic_gradients: StatisticGradients | None = None,
-    ) -> Gradients | None:
-        if next(self.refuses_backward(problem, wanted_tables), None) is not None:
+    def backward(self, problem: Problem, given: GivenGradients, threads: int | None = None) -> Gradients | None:
+        if next(self.refuses_backward(problem, given.wanted_tables), None) is not None:
             return None
         self._check_interpreter()
         from .launch.backward import backward
 
-        statistic_gradients = statistic_gradients or StatisticGradients()
-        return backward(problem, d_output, d_lse, saved, wanted_tables, statistic_gradients, self.architecture)
+        d_output, d_lse, saved, wanted_tables, statistics = given
+        return backward(problem, d_output, d_lse, saved, wanted_tables, statistics, self.architecture)
 
     def _check_interpreter(self) -> None:
         """Raise ParameterError for the architecture "interpreter" if triton was imported without TRITON_INTERPRET=1."""

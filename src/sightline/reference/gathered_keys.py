@@ -28,14 +28,14 @@ from ..arrays.operations import (
     to_numpy,
 )
 from ..call import kernel as kernels
-from ..call.kernel import Gradients, Kernel, Refusal, Result
+from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result
 from ..call.problem import OPERANDS, Problem
 from ..formula.block_lists import PAIRS_PER_CALL, PAIRS_PER_KEY
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Apply, Expression, Lookup, Offset, as_expression, conjuncts, intern
 from ..formula.tables import Table
 from ..formula.tile_ranges import find_tile_ranges
-from ..statistics import Entropy, Lse, Mass, MaxScore, Pooled, Received, Statistic, StatisticGradients, TopK, arrays_of
+from ..statistics import Entropy, Lse, Mass, MaxScore, Pooled, Received, Statistic, TopK, arrays_of
 from ..statistics.base import ForwardContext
 from ..statistics.computation import computed_statistic, dispatch_statistics
 from ..statistics.matrix import cell_of
@@ -313,22 +313,13 @@ class Gather(Kernel):
     def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
         return self.refuses(problem)
 
-    def backward(
-        self,
-        problem: Problem,
-        d_output: Any,
-        d_lse: Any,
-        saved: tuple[Any, Any],
-        wanted_tables: Collection[int],
-        threads: int | None = None,
-        statistic_gradients: StatisticGradients | None = None,
-    ) -> Gradients:
-        call, added = Gathering(_widen(problem)), statistic_gradients or StatisticGradients()
+    def backward(self, problem: Problem, given: GivenGradients, threads: int | None = None) -> Gradients:
+        call, wanted_tables = Gathering(_widen(problem)), given.wanted_tables
         xp, wide = call.xp, call.problem
         d_query, d_key, d_value = (xp.zeros_like(x) for x in (wide.query, call.key, call.value))
         learned: dict[Any, Any] = {}
         for part in call.parts():
-            found = self._differentiate(call, part, (d_output, d_lse, *saved), wanted_tables, threads, added)
+            found = self._differentiate(call, part, given, threads)
             call.rows_of(d_query, part.rows)[...] = found.query
             values = [xp.reshape(x, (-1, x.shape[-1])) for x in (found.key, found.value)]
             add_rows(part.places, (d_key, values[0]), (d_value, values[1]))
@@ -346,18 +337,13 @@ class Gather(Kernel):
         return Gradients(d_query, d_key, d_value, tuple(d_tables), d_sinks)
 
     def _differentiate(
-        self,
-        call: Gathering,
-        part: GatheredPart,
-        given: Sequence[Any],
-        wanted_tables: Collection[int],
-        threads: int | None,
-        added: StatisticGradients,
+        self, call: Gathering, part: GatheredPart, given: GivenGradients, threads: int | None
     ) -> Gradients:
-        """Return the gradients of a part. `given` are d_output, d_lse, output and lse of the whole problem."""
-        arrays: list[Any] = [None if x is None else call.rows_of(x, part.rows) for x in given]
+        """Return the gradients of a part. `given` are the inputs of the whole problem."""
+        whole, added = (given.d_output, given.d_lse, *given.saved), given.statistics
+        arrays: list[Any] = [None if x is None else call.rows_of(x, part.rows) for x in whole]
         d_output, d_lse, output, lse = arrays
-        wanted = {id(call.problem.tables[slot]) for slot in wanted_tables}
+        wanted = {id(call.problem.tables[slot]) for slot in given.wanted_tables}
         slots = [slot for slot, table in enumerate(part.problem.tables) if id(table) in wanted]
         kernel = kernels.choose(self.by_tiles, part.problem).kernel
         if output.dtype != part.problem.query.dtype:
@@ -367,13 +353,12 @@ class Gather(Kernel):
         own: dict[str, Any] = {name: formula.rewrite(part.symbols) for name, formula in added.formulas.items()}
         sums = {name: getattr(added, name) for name in ("lse", "weights_sum")}
         own |= {name: call.rows_of(array, part.rows) for name, array in sums.items() if array is not None}
-        arguments = part.problem, d_output, d_lse
         saved, added = (output, lse), replace(added, **own)
-        found = kernel.backward(*arguments, saved, slots, threads, added)
+        found = kernel.backward(part.problem, GivenGradients(d_output, d_lse, saved, slots, added), threads)
         if found is not None:
             return found
         is_imprecise = kernels.is_lse_too_large(lse, part.problem.accumulator)
-        return streaming.backward(*arguments, (), None if is_imprecise else saved, added)
+        return streaming.backward(part.problem, d_output, d_lse, (), None if is_imprecise else saved, added)
 
 
 def _widen(problem: Problem) -> Problem:

@@ -16,7 +16,16 @@ import numpy as np
 
 from ..arrays.operations import convert, device_option, namespace, resolve_dtype
 from ..caching import cached_property
-from ..call.kernel import MAX_LSE, MAX_LSE_DIFFERENCE, Gradients, Kernel, Refusal, Result, find_learned_lookups
+from ..call.kernel import (
+    MAX_LSE,
+    MAX_LSE_DIFFERENCE,
+    GivenGradients,
+    Gradients,
+    Kernel,
+    Refusal,
+    Result,
+    find_learned_lookups,
+)
 from ..call.problem import Problem
 from ..formula.derivative import derivative
 from ..formula.evaluate_array import evaluate
@@ -420,14 +429,5 @@ class Streaming(Kernel):
             output, lse = forward(ops)
         return Result(ops.xp.astype(output, problem.query.dtype), lse, seen=compute_statistics(ops, lse))
 
-    def backward(
-        self,
-        problem: Problem,
-        d_output: Any,
-        d_lse: Any,
-        saved: tuple[Any, Any],
-        wanted_tables: Collection[int],
-        threads: int | None = None,
-        statistic_gradients: StatisticGradients | None = None,
-    ) -> Gradients:
-        return backward(problem, d_output, d_lse, saved=saved, added=statistic_gradients or StatisticGradients())
+    def backward(self, problem: Problem, given: GivenGradients, threads: int | None = None) -> Gradients:
+        return backward(problem, given.d_output, given.d_lse, saved=given.saved, added=given.statistics)

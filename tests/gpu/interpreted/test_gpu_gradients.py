@@ -17,6 +17,7 @@ from gradient_checks import NAMES, check
 from sample_problems import arrays
 from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s, scores, softcap, table, weights, window
 from sightline.arrays.operations import to_numpy
+from sightline.call.kernel import GivenGradients
 from sightline.gpu.configurations import Configuration
 from sightline.gpu.kernels import backward, backward_keys, backward_queries, table_gradient, tile_loop
 from sightline.gpu.launch import schedule
@@ -56,7 +57,7 @@ def by(kernel):
     def differentiate(problem, d_output, d_lse, _):
         answer = kernel.run(problem)
         saved = answer.output, answer.lse
-        found = kernel.backward(problem, d_output, d_lse, saved, range(len(problem.tables)))
+        found = kernel.backward(problem, GivenGradients(d_output, d_lse, saved, range(len(problem.tables))))
         assert found is not None or 0 in problem.extent or problem.d_v == 0  # `Streaming` serves
         return found
 
@@ -161,7 +162,7 @@ def test_gradients_of_statistics(triton_kernel, rng):
     answer = triton_kernel.run(problem)
     tiles = lambda: streaming.tiles(streaming.TileOps(problem), answer.lse)  # noqa: E731
     added = statistic_gradients(problem, answer.lse, tiles, d_seen)
-    found = triton_kernel.backward(problem, d_output, d_lse, (answer.output, answer.lse), (), None, added)
+    found = triton_kernel.backward(problem, GivenGradients(d_output, d_lse, (answer.output, answer.lse), (), added))
     for name in NAMES:
         assert_within_budget(*(to_numpy(getattr(one, name)) for one in (found, truth, rough)), name)
 
@@ -184,7 +185,8 @@ def test_gradients_of_tables_with_statistics(triton_kernel, name, odd, rng):
     answer = triton_kernel.run(problem)
     tiles = lambda: streaming.tiles(streaming.TileOps(problem), answer.lse)  # noqa: E731
     added = statistic_gradients(problem, answer.lse, tiles, d_seen)
-    found = triton_kernel.backward(problem, d_output, d_lse, (answer.output, answer.lse), wanted_tables, None, added)
+    given = GivenGradients(d_output, d_lse, (answer.output, answer.lse), wanted_tables, added)
+    found = triton_kernel.backward(problem, given)
     rough, truth = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in problems.values())
     for each in zip(found.tables, truth.tables, rough.tables, strict=True):
         assert_within_budget(*map(to_numpy, each), name)

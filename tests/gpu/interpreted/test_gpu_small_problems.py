@@ -13,6 +13,7 @@ from on_device import DEVICE
 from sample_problems import arrays
 from sightline import bias, causal, dense, entropy, i, j, lse, mass, max_score, padding, s, softcap, table
 from sightline.call import call_cache
+from sightline.call.kernel import GivenGradients
 from sightline.call.problem import make_problem
 from sightline.errors import ChangedArrayError, FormulaError, TableError
 from sightline.formula.tables import Table
@@ -55,7 +56,7 @@ def hidden_value_reaches_nothing(kernel):
     mask = (j != 7) & (i != 3)
     problem = make_problem(query, key, value, mask=mask)
     answer = kernel.run(problem)
-    found = kernel.backward(problem, d_output, None, (answer.output, answer.lse), ())
+    found = kernel.backward(problem, GivenGradients(d_output, None, (answer.output, answer.lse), ()))
     for array in (answer.output, found.query, found.key, found.value):
         assert torch.isfinite(array).all()
 

@@ -9,6 +9,7 @@ import torch
 import sightline.call.problem
 from on_device import DEVICE, OnDevice
 from sightline import i, j
+from sightline.call.kernel import GivenGradients
 from sightline.call.problem import make_problem
 from sightline.gpu import Triton, configurations
 from sightline.gpu.configurations import Configuration
@@ -46,8 +47,8 @@ def test_results_through_on_device_are_the_same():
     problem = make_problem(query, key, value, see=[sightline.lse(), sightline.mass(order[j] < 9)], **options)
     answers = [kernel.run(problem) for kernel in (KERNEL, OnDevice(KERNEL, "cpu"))]
     assert all(torch.equal(x.cpu(), y) for x, y in zip(*(answer.seen for answer in answers), strict=True))
-    given = torch.ones_like(query), None, (answers[1].output, answers[1].lse), range(2)
-    found = [kernel.backward(problem, *given) for kernel in (KERNEL, OnDevice(KERNEL, "cpu"))]
+    given = GivenGradients(torch.ones_like(query), None, (answers[1].output, answers[1].lse), range(2))
+    found = [kernel.backward(problem, given) for kernel in (KERNEL, OnDevice(KERNEL, "cpu"))]
     assert torch.equal(found[0].key, found[1].key)
     assert torch.equal(found[0].tables[1], found[1].tables[1])
 

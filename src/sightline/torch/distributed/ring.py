@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...api import kernels as dispatch
-from ...call.kernel import Gradients, sink_weights, sum_sink_gradients
+from ...call.kernel import GivenGradients, Gradients, sink_weights, sum_sink_gradients
 from ...call.problem import Problem
 from ...partition.parts import Sums, combine, part_of, read_part, start
 from ...partition.schedule import KeyBlock, Schedule
@@ -170,7 +170,8 @@ class Ring:
         added = part_gradients(part, block.span.start, saved.lse, saved.sinks, d_results.statistics, saved.statistics)
         results, d_output, d_lse = (saved.output, saved.lse), d_results.output, d_results.lse
         kernel = dispatch.make_plan(part).kernel
-        found = kernel.backward(part, d_output, d_lse, results, wanted_tables, self.threads, added)
+        given = GivenGradients(d_output, d_lse, results, wanted_tables, added)
+        found = kernel.backward(part, given, self.threads)
         return streaming.backward(part, d_output, d_lse, (), results, added) if found is None else found
 
     def _differentiate_sinks(self, sinks: Tensor, saved: Saved, d_results: ResultGradients) -> Tensor:
