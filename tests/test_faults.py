@@ -329,11 +329,6 @@ def test_sound_kernels_pass(kernel, check):
     check(kernel.run)
 
 
-@pytest.mark.parametrize("name", DIFFERENTIATED)
-def test_sound_gradients_pass(name):
-    check_backward(name)
-
-
 RED = r"budget|shape"
 
 
@@ -356,8 +351,11 @@ def test_every_fault_is_seen(name, fault, monkeypatch, fresh_kernels):
     assert_found(faults[fault], monkeypatch, run, f"{RED}|a key|not equal" if name == "weights pass" else RED)
 
 
-@pytest.mark.parametrize("run", [check_fused_statistics, check_weights_pass])
-def test_sound_statistics_pass(run):
+SOUND = [check_fused_statistics, check_weights_pass, *(partial(check_backward, name) for name in DIFFERENTIATED)]
+
+
+@pytest.mark.parametrize("run", SOUND)
+def test_sound_gradients_and_statistics_pass(run):
     run()
 
 

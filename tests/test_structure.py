@@ -206,8 +206,8 @@ def test_dir_shows_the_public_names_and_the_submodules():
     functions = """
         AttentionMonitor alibi alibi_slopes attention attention_from_disk attention_tangent attention_vjp bias blocks
         causal dense documents entropy explain lse mass max_score merge padding pooled prefix received relative_bias
-        scores softcap table threads tiles top_k watch weighted_sum weights where window
+        scores softcap sum table threads tiles top_k watch weighted_sum weights where window
     """
     modules = "data equinox eviction flax jax keras positions torch transformers view"
-    expected = [*"bhijsnm", "OVERVIEW", "Expression", "KVCache", "Table", *functions.split(), *modules.split()]
+    expected = [*"bhijspnm", "OVERVIEW", "Expression", "KVCache", "Table", *functions.split(), *modules.split()]
     assert dir(sightline) == sorted(expected)

@@ -28,7 +28,8 @@ from .formula.tables import Table, table
 from .kv_cache import KVCache
 from .partition.parts import merge
 from .recording import Seen
-from .statistics import OVERVIEW, entropy, lse, mass, max_score, pooled, received, scores, top_k, weighted_sum, weights
+from .statistics import OVERVIEW, entropy, lse, max_score, pooled, received, scores, top_k, weights
+from .statistics.sums import mass, sum, weighted_sum
 
 __all__ = [
     "OVERVIEW",
@@ -58,6 +59,7 @@ __all__ = [
     "max_score",
     "merge",
     "n",
+    "p",
     "padding",
     "pooled",
     "prefix",
@@ -66,6 +68,7 @@ __all__ = [
     "s",
     "scores",
     "softcap",
+    "sum",
     "table",
     "threads",
     "tiles",
@@ -81,7 +84,7 @@ __version__ = "0.1.0"
 SUBMODULES = ("data", "equinox", "eviction", "flax", "jax", "keras", "positions", "torch", "transformers", "view")
 MODULES_OF_MODELS = {"AttentionMonitor": "torch.model_monitor", "watch": "torch.model_watch"}  # names that need torch
 
-b, h, i, j, s, n, m = (SYMBOLS[name] for name in "bhijsnm")
+b, h, i, j, s, p, n, m = (SYMBOLS[name] for name in "bhijspnm")
 
 
 def _formula_picture(*arguments: Any, **options: Any) -> Any:

@@ -41,6 +41,7 @@ SEEN = {
     "nothing": [],
     "entropy and lse": [sightline.entropy(), sightline.lse()],
     "mass": [sightline.mass(i - j < 3), sightline.max_score()],
+    "sum": [sightline.sum(sightline.p * (i - j), over=j)],
     "means": [sightline.entropy().mean("heads"), sightline.lse().mean("batch")],
     "weighted heads": [
         sightline.weights().sum("heads", weights=[0.5, -2.0, 0.0, 1.0]),

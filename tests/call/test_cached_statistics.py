@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 import sightline
 from cached_calls import record_hits, uncached
 from sample_calls import all_bits, arrays, bits, decoding_arrays, tensors
-from sightline import i, j, table
+from sightline import i, j, p, s, table
 from sightline.call import call_cache
 from sightline.testing import assert_within_budget
 
@@ -22,6 +22,7 @@ SEE = {
     "received": ([sightline.top_k(2), sightline.entropy(), sightline.received()], lambda seen: seen[2]),
     "entropy after top_k": ([sightline.top_k(2), sightline.entropy()], lambda seen: seen[1]),
     "pooled": ([sightline.max_score(), sightline.pooled(2, 3), sightline.lse()], lambda seen: seen[1]),
+    "sum": ([sightline.sum(p * abs(i - j), over=j), sightline.sum(p * s, over=j)], lambda seen: seen[1]),
     "mass": ([sightline.entropy(), sightline.mass(j < 3), sightline.mass(i > j)], lambda seen: seen[2]),
 }
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import sightline
-from sightline import causal, documents, i, j, padding, prefix, s, table, where, window
+from sightline import causal, documents, i, j, p, padding, prefix, s, table, where, window
 from sightline.arrays.operations import namespace
 from sightline.call.problem import make_problem
 from sightline.errors import MaskError
@@ -292,6 +292,7 @@ GUARDED = {  # masks, scores and conditions of `mass` in which no value that cou
     "by a read": {"mask": table(np.arange(9) < 5)[j] & (ROW[j] > 0)},
     "by a condition beside one of s": {"score": where((s > 0) & (j < 5), s + ROW[j], s)},
     "inside a condition of s": {"score": where(s > 0, where(j < 5, s + ROW[j], s), s)},
+    "in a sum": {"see": [sightline.sum(where(j < 5, p * ROW[j], 0), over=j)]},
     "in mass": {"see": [sightline.mass((j < 5) & (ROW[j] > 0))]},
     "in mass, by the mask": {"mask": j < 5, "see": [sightline.mass(ROW[j] > 2)]},
     "in mass, by the score": {"score": where(j < 5, s, -np.inf), "see": [sightline.mass(ROW[j] > 2)]},
@@ -305,9 +306,9 @@ def test_reads_that_are_guarded_raise_no_error(rng, name):
     longer = table_lookup(lambda old: old.with_array(np.resize(old.array, 9)))
     problem = make_problem(x, x, x, **GUARDED[name]).map_formulas(lambda formula: formula.rewrite(lookup=longer))
     exact, rough = compute_stages(problem), compute_baseline(problem)
-    counted = [statistic.mask.array(9) for statistic in problem.see]
+    factors = [statistic.factor.array(9) for statistic in problem.see]
     for _ in range(2):
         output, seen = sightline.attention(x, x, x, **({"see": ()} | GUARDED[name]))
         assert_within_budget(output, exact.output, rough.output)
-        for mass, where_true in zip(seen, counted, strict=True):
-            assert_within_budget(mass, *((each * where_true).sum(-1) for each in (exact.weights, rough.weights)))
+        for found, factor in zip(seen, factors, strict=True):
+            assert_within_budget(found, *((each * factor).sum(-1) for each in (exact.weights, rough.weights)))

@@ -131,6 +131,7 @@ def check_results():
 
 def check_statistics():
     see = [lse(), sightline.entropy(), sightline.max_score(), sightline.mass(i - j < 5), sightline.top_k(3)]
+    see += [sightline.sum(sightline.p * (i - j) / 64, over=j)]
     for ranks, layout in ((3, "zigzag"),):
         case = draw_case(np.random.default_rng(ranks), "sinks", ranks)
         problem = case.make_problem(see=see, mask=(i >= j + 3) | (j == 1))

@@ -17,7 +17,7 @@ from sightline.reference.accuracy import dense_attention, summation_orders
 from sightline.reference.definition import compute_stages
 from sightline.statistics import arrays_of, solve_selections_separately
 from sightline.testing import assert_within_budget
-from strategies import Case, generators, masks
+from strategies import Case, generators, masks, scores
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Dense:
     def positions(self, formula: Any) -> Any:
         """Return a formula's values at these rows and heads."""
         problem = self.problem
-        values = np.array(evaluate_dense(formula, problem.extent))
+        reads_s = "s" in formula.free_symbols
+        scores = np.nan_to_num(self.scores, neginf=0.0).reshape(problem.extent) if reads_s else None
+        values = np.array(evaluate_dense(formula, problem.extent, scores))
         values = values.reshape(*problem.batch_shape, problem.H, problem.n, problem.m)
         return np.broadcast_to(values[..., self.heads, :, :][..., self.rows, :], tuple(self.weights.shape))
 
@@ -70,9 +72,12 @@ def _top_k(statistic: Any, of: Dense) -> tuple[Any, ...]:
     return np.maximum(found, 0.0).astype(of.weights.dtype), np.where(found < 0, -1, order)
 
 
-def _mass(statistic: Any, of: Dense) -> tuple[Any, ...]:
-    xp = namespace(of.weights)
-    return (of.sum(xp.where(xp.asarray(of.positions(statistic.mask).copy()), of.weights, 0.0 * of.weights), -1),)
+def _sum(statistic: Any, of: Dense) -> tuple[Any, ...]:
+    xp, zeros = namespace(of.weights), 0.0 * of.weights
+    factor = xp.asarray(of.positions(statistic.factor).copy())
+    if statistic.factor.kind == "bool":
+        return (of.sum(xp.where(factor, of.weights, zeros), -1),)
+    return (of.sum(of.weights * xp.where(of.weights == 0, zeros, xp.astype(factor, of.weights.dtype)), -1),)
 
 
 def _received(statistic: Any, of: Dense) -> tuple[Any, ...]:
@@ -148,7 +153,8 @@ DEFINITIONS = {
     "max_score": _max_score,
     "entropy": _entropy,
     "top_k": _top_k,
-    "mass": _mass,
+    "mass": _sum,
+    "sum": _sum,
     "received": _received,
     "pooled": _pooled,
     "weights": lambda _, of: (of.weights,),
@@ -237,7 +243,8 @@ def check_results(problem: Problem, see: Any, seen: Any, has_exact_lse: bool = F
         if dtype not in plain:
             plain[dtype] = roughs(problem, dtype)
         rough = [defined(statistic, one)[0] for one in plain[dtype]]
-        may_cancel = kind(statistic) == "weighted_sum" or isinstance(getattr(statistic, "factors", None), tuple)
+        has_factors = isinstance(getattr(statistic, "factors", None), tuple)
+        may_cancel = has_factors or kind(statistic) in ("weighted_sum", "sum")
         terms = defined(of_sizes(statistic), sizes)[0] if may_cancel or has_exact_lse else None
         judge(statistic, found[0], expected[0], rough, terms)
         if len(found) > 1:
@@ -245,11 +252,13 @@ def check_results(problem: Problem, see: Any, seen: Any, has_exact_lse: bool = F
 
 
 def of_sizes(statistic: Any) -> Any:
-    """Return a statistic with |x| and |w| in place of x and weights of heads: the sizes of terms, which may cancel."""
+    """Return a statistic with |x|, |f| and |w| in place of x, f and weights of heads: the sizes of terms."""
     if isinstance(getattr(statistic, "factors", None), tuple):
         statistic = replace(statistic, factors=tuple(map(abs, statistic.factors)))
     if hasattr(statistic, "of"):
         return replace(statistic, of=of_sizes(statistic.of))
+    if statistic.name == "sum":
+        return replace(statistic, factor=abs(statistic.factor))
     return replace(statistic, x=abs(statistic.x)) if statistic.name == "weighted_sum" else statistic
 
 
@@ -323,6 +332,7 @@ def statistics(draw: Any, problem: Problem) -> list[Any]:
         sightline.entropy(),
         sightline.top_k(draw(st.integers(1, 6))),
         sightline.mass(draw(masks(problem.extent))),
+        sightline.sum(sightline.p * draw(scores(problem.extent, hides=False)), over=sightline.j),
         sightline.received(draw(st.sampled_from(["sum", "mean", "max"]))),
         sightline.weights(),
         sightline.scores(),

@@ -25,6 +25,7 @@ B, H, N, D = 2, 3, 9, 8
 STATISTICS = {
     "entropy": sightline.entropy(),
     "mass": sightline.mass(j < 4),
+    "sum": sightline.sum(sightline.p * s * abs(i - j), over=j),
     "lse": sightline.lse(),
     "max_score": sightline.max_score(),
     "top_k": sightline.top_k(3),

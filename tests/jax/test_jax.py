@@ -32,6 +32,7 @@ B, H, N, D = 2, 4, 20, 8
 SHAPE = (B, H, N, D)
 FAILED = jax.errors.JaxRuntimeError, ValueError  # what JAX raises for an error of a custom call
 SEE = [sightline.entropy(), sightline.lse(), sightline.mass(j < 3), sightline.received().mean("heads")]
+SEE += [sightline.sum(sightline.p * (i - j) * s, over=j)]
 
 
 @pytest.fixture
@@ -628,3 +629,9 @@ def test_traced_numbers_enter_formulas_through_tables():
     by_table = jax.jit(lambda width: sightline.attention(x, x, x, mask=i - j < table(width[None])[0]))
     for width in (2, 3):
         assert np.array_equal(by_table(jnp.int32(width)), sightline.attention(x, x, x, mask=i - j < width))
+
+
+def test_a_learned_table_of_a_sum_is_refused():
+    x, distance = jnp.ones((1, 5, 8)), lambda t: sightline.sum(sightline.p * table(t)[j], over=j)
+    with pytest.raises(ParameterError, match="a table with a gradient"):
+        jax.grad(lambda t: sightline.attention(x, x, x, see=[distance(t)])[1][0].sum())(jnp.ones(5))

@@ -68,7 +68,7 @@ def test_each_sequence_is_computed_alone(name, cross):
     given = (KEY_LENGTHS, G) if cross else ()
     values, nested = operands(*given)
     leaves = [*values, *([ADDED] if name == "tables" else [])]
-    see = [sightline.lse(), sightline.entropy(), sightline.mass(i >= j)]
+    see = [sightline.lse(), sightline.entropy(), sightline.mass(i >= j), sightline.sum(sightline.p * (i - j), over=j)]
     output, seen = sightline.attention(*nested, **PROBLEMS[name](b), see=see)
     assert output.shape == (*nested[0].shape[:3], D - 1)
     assert all(x.shape == nested[0].shape[:3] for x in seen)

@@ -211,6 +211,7 @@ def test_vmap_of_statistics(name):
         sightline.weights().mean("batch").mean("heads"),
         sightline.entropy().mean("batch").sum("heads", weights=[0.5, -2.0, 0.0, 1.0]),
         sightline.mass(j == b).rows([0, 2]),
+        sightline.sum(sightline.p * (j - b), over=j),
     ]
     *arrays, more = problem(name)[2]
 

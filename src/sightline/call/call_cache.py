@@ -38,7 +38,8 @@ from ..arrays.operations import Framework, framework, has_heads_in_rows, numpy_a
 from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Statistic, average_over, unwrap_mean
+from ..statistics import Lse, Mean, Statistic, average_over, unwrap_mean
+from ..statistics.computation import FusedStatistics
 from .kernel import Result
 from .lookup import LOOKUP, store
 from .problem import NUM_OPERANDS, OPERANDS, Problem
@@ -315,31 +316,24 @@ class ForwardEntry(ResultBuilder):
 
 
 def describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], tuple[str, ...]]:
-    """Return the statistics of a problem, and the names of the dtypes of the forward kernel's outputs for them.
+    """Return the statistics of a problem, and the names of the dtypes of the forward kernel's outputs for them."""
+    dtypes: list[str] = []
 
-    The forward kernel has two outputs for max_score, one for entropy, and one for each mass.
-    """
-    statistics = [unwrap_mean(statistic) for statistic in problem.see]
-    kinds = [type(statistic) for statistic in statistics]
-    first_entropy = 2 * (MaxScore in kinds)
-    first_mass = next_mass = first_entropy + (Entropy in kinds)
+    def next_index(shape: tuple[int, ...], dtype: str) -> int:
+        dtypes.append(dtype)
+        return len(dtypes) - 1
+
+    fused = FusedStatistics(problem, next_index)
     batch_axes, head_axes = range(len(problem.batch_shape)), (len(problem.batch_shape),) * (not problem.heads_squeezed)
     described = []
-    for given, statistic in zip(problem.see, statistics, strict=True):
-        outputs, mean_axes = slice(0, 0), None
-        if isinstance(statistic, MaxScore):
-            outputs = slice(0, first_entropy)
-        elif isinstance(statistic, Entropy):
-            outputs = slice(first_entropy, first_mass)
-        elif isinstance(statistic, Mass):
-            outputs = slice(next_mass, next_mass + 1)
-            next_mass += 1
+    for given in problem.see:
+        statistic, mean_axes = unwrap_mean(given), None
+        indices = fused.arrays_of(statistic) or [0, -1]
         if isinstance(given, Mean):
             mean_axes = (*batch_axes,) * given.over_batch + head_axes * given.over_heads
+        outputs = slice(indices[0], indices[-1] + 1)
         described.append(CachedStatistic(statistic.map_formulas(lambda _: None), outputs, mean_axes))
-    accumulator = problem.accumulator
-    dtypes = (accumulator, "int64") * (MaxScore in kinds) + (accumulator,) * (next_mass - first_entropy)
-    return tuple(described), dtypes
+    return tuple(described), tuple(dtypes)
 
 
 def insert(

@@ -24,12 +24,12 @@ from ..arrays.layouts import BOOLEANS, FRAMEWORKS
 from ..formula import from_function, library
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights
-from ..statistics.computation import computed_statistic, conditions_of
+from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, Sum, TopK, Weights
+from ..statistics.computation import computed_statistic, factors_of
 from .kernel import CPU_VARIABLE, min_decode_keys
 
 # the statistics of cached calls: the forward kernel computes those of the first tuple, weights passes the others
-FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Mass), (Received, Pooled, TopK, Weights)
+FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Sum, Mass), (Received, Pooled, TopK, Weights)
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
 MAX_MASK_AXES = 4  # b, h, i and j
 Named = TypeVar("Named", bound=tuple[Any, ...])
@@ -95,7 +95,7 @@ class Request(NamedTuple):
         """Return mask, score and the conditions of `see` as formulas. Their tables are `tables`, in the same order."""
         mask = library.dense(self.mask) if type(self.mask) in FRAMEWORKS else self.mask
         score = library.bias(self.score) if type(self.score) in FRAMEWORKS else self.score
-        return mask, score, *conditions_of(self.see)
+        return mask, score, *factors_of(self.see)
 
 
 _plain_requests: dict[Any, Request] = {}  # calls without formulas, sinks and options, by `machine_setting`
@@ -141,7 +141,7 @@ def describe(
             return None
         statistics_key, statistics = described
         options = scale, dropout, kernel, threads, setting, statistics_key
-        if not has_formulas and not (statistics_key and Mass in statistics_key):
+        if not has_formulas and not (statistics_key and factors_of(statistics)):
             structure = make_tuple(CallStructure, options, (False, False), False, (), None)
             return make_tuple(Request, structure, None, None, statistics, (), (), None, seed, b"", ())
     return _describe_formulas(options, mask, score, statistics, sinks, seed)
@@ -193,7 +193,7 @@ def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ..
             except TypeError:  # a list as a parameter; the full dispatch raises an error
                 return None
             key += *map(type, parameters), *parameters
-        elif kind not in FORWARD_STATISTICS or (kind is Mass and not isinstance(statistic.mask, Expression)):
+        elif kind not in FORWARD_STATISTICS or (issubclass(kind, Sum) and not isinstance(statistic.factor, Expression)):
             return None
     return tuple(key), tuple(see)
 
@@ -226,7 +226,7 @@ def _describe_formulas(
         if not callable(score):
             return None
         score = from_function.to_formula(score, "score", "s b h i j")
-    conditions = conditions_of(see) if see else []
+    conditions = factors_of(see) if see else []
     formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score, *conditions
     if conditions or formulas[0] is not None or formulas[1] is not None:
         found = structure_of(*formulas)

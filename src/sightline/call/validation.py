@@ -18,7 +18,7 @@ from ..arrays.kinds import check_device, check_kind, is_array
 from ..arrays.row_formats import RowFormat
 from ..errors import DeviceError, DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import from_function, library
-from ..formula.expression import SYMBOLS, Expression, walk
+from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import learned_number
 from ..formula.torch_masks import causal_bias_formula, is_block_mask, is_causal_bias
 from ..statistics import STATISTICS, Statistic, StatisticBase
@@ -64,11 +64,17 @@ def read_mask(mask: Formula, lengths: tuple[int, int] | None = None) -> Expressi
             "a condition, True where a query attends",
             f"compare the number, as in ({expression}) != 0; to add a number to the scores, write score=s + ...",
         )
-    if any(node is SYMBOLS["s"] for node in walk(expression)):
+    _refuse_weights("mask", expression)
+    if "s" in expression.free_symbols:
         raise MaskError(
             f"mask {expression} reads the score s", "conditions on b, h, i and j", "score=where(condition, s, -inf)"
         )
     return expression
+
+
+def _refuse_weights(name: str, formula: Expression) -> None:
+    if "p" in formula.free_symbols:
+        raise MaskError(f"{name} {formula} reads the weight p", "p in sightline.sum only", "see=[sum(p * ..., over=j)]")
 
 
 def read_score(score: Formula) -> Expression | None:
@@ -86,6 +92,7 @@ def read_score(score: Formula) -> Expression | None:
     expression = from_function.to_formula(score, "score", "s b h i j")
     if expression.kind == "bool":
         raise MaskError(f"score is {expression}, a condition", "a number", "pass conditions as mask=")
+    _refuse_weights("score", expression)
     return expression
 
 
@@ -312,7 +319,7 @@ def read_statistics(see: Any, lengths: tuple[int, int] | None = None) -> tuple[S
         if not isinstance(entry, StatisticBase):
             allowed = "a list of statistics, or a dict from names to statistics"
             raise ParameterError(f"see={see!r}", allowed, suggest_statistic(entry))
-    return tuple([statistic.map_formulas(lambda condition: read_mask(condition, lengths)) for statistic in listed])
+    return tuple([x.map_formulas(lambda f: f if isinstance(f, Expression) else read_mask(f, lengths)) for x in listed])
 
 
 def suggest_statistic(entry: Any) -> str:

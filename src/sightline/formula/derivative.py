@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any, cast
 
-from .expression import SYMBOLS, Apply, Expression, Lookup, apply, as_expression, fold, intern, walk, where
+from .expression import SYMBOLS, Apply, Constant, Expression, Lookup, apply, as_expression, fold, intern, walk, where
 from .tables import Table
 
 ZERO, ONE = as_expression(0.0), as_expression(1.0)
@@ -24,6 +24,24 @@ def derivative(formula: Expression, variable: Expression = SYMBOLS["s"]) -> Expr
         if isinstance(node, Apply) and node.kind == "float" and any(term is not ZERO for term in inner):
             return DERIVATIVE_RULES[node.operator](node, *inner)
         return ONE if node is variable else ZERO
+
+    return fold(visit, formula)
+
+
+def vanishes_with(formula: Expression, variable: Expression) -> bool:
+    """True if the form of the formula shows that it is 0 where the variable is 0."""
+
+    def visit(node: Expression, inner: list[bool]) -> bool:
+        if not isinstance(node, Apply):
+            return node is variable or (isinstance(node, Constant) and node.value == 0)
+        match node.operator:
+            case "multiply":
+                return any(inner)
+            case "divide" | "negative":
+                return inner[0]
+            case "add" | "subtract" | "where":
+                return all(inner[-2:])
+        return False
 
     return fold(visit, formula)
 

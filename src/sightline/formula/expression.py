@@ -450,4 +450,4 @@ _CONSTANTS: dict[str, Callable[[str], bool | int | float]] = {
     "float": float,
 }
 
-SYMBOLS: dict[str, Symbol] = {name: Symbol(name, "int") for name in "bhijnm"} | {"s": Symbol("s", "float")}
+SYMBOLS: dict[str, Symbol] = {name: Symbol(name, "float" if name in "sp" else "int") for name in "bhijnmsp"}

@@ -23,22 +23,11 @@ from ..errors import DtypeError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..reference.dropout import philox_rounds, threshold
-from ..statistics import (
-    Entropy,
-    Lse,
-    Mass,
-    MaxScore,
-    Mean,
-    Pooled,
-    Received,
-    Scores,
-    Statistic,
-    TopK,
-    Weights,
-    entropy_of,
-    unwrap_mean,
-)
+from ..statistics import Entropy, Lse, MaxScore, Mean, Pooled, Received, Scores, Sum, TopK, Weights, unwrap_mean
 from ..statistics.matrix import cell_of
+from ..statistics.per_query import entropy_of
+from ..statistics.selection import Statistic
+from ..statistics.sums import multiply
 from .options import CallOptions
 
 BLOCK_ELEMENTS = 1 << 22  # the most scores of one block, over all batches and heads; one query may have more
@@ -230,9 +219,9 @@ class _Blocks:
                 return [lse]
             case Entropy():
                 return [entropy_of(weights)]
-            case Mass():
-                counted = self.evaluate(statistic.mask, self.xp.float64)
-                return [jnp.sum(jnp.where(counted, weights, 0), axis=-1)]
+            case Sum():
+                factor = self.evaluate(statistic.factor, self.xp.float64, s=jnp.where(weights == 0, 0, scores))
+                return [jnp.sum(multiply(weights, factor), axis=-1)]
             case MaxScore():
                 first, largest = _first_maximum(scores, -1)
                 return [largest, jnp.where(largest == -jnp.inf, -1, first)]

@@ -35,7 +35,7 @@ from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Apply, Expression, Lookup, Offset, as_expression, conjuncts, intern
 from ..formula.tables import Table
 from ..formula.tile_ranges import find_tile_ranges
-from ..statistics import Entropy, Lse, Mass, MaxScore, Pooled, Received, Statistic, TopK, arrays_of
+from ..statistics import Entropy, Lse, MaxScore, Pooled, Received, Statistic, Sum, TopK, arrays_of
 from ..statistics.base import ForwardContext
 from ..statistics.computation import computed_statistic, dispatch_statistics
 from ..statistics.matrix import cell_of
@@ -44,7 +44,7 @@ from . import streaming
 PART_BYTES = 32 << 20  # the size of the copies of keys and values in one part
 TILE = 256
 SUMS = (Received, Pooled)
-STATISTICS = (Lse, MaxScore, Entropy, TopK, Mass, *SUMS)
+STATISTICS = (Lse, MaxScore, Entropy, TopK, Sum, *SUMS)
 
 
 @dataclass(frozen=True)

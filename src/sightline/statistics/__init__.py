@@ -19,9 +19,9 @@ from .base import (
 from .head_factors import average_over, multiply_heads
 from .matrix import Pooled, Scores, Weights, pooled, scores, weights
 from .per_key import Received, received
-from .per_query import Entropy, Lse, Mass, MaxScore, TopK, entropy, entropy_of, lse, mass, max_score, top_k
+from .per_query import Entropy, Lse, MaxScore, TopK, entropy, lse, max_score, top_k
 from .selection import Mean, OverLayers, Statistic, places_in, solve_selections_separately, spread_mean, unwrap_mean
-from .weighted_sums import weighted_sum
+from .sums import Mass, Sum, mass, sum, weighted_sum
 
 __all__ = [
     "OVERVIEW",
@@ -39,6 +39,7 @@ __all__ = [
     "Statistic",
     "StatisticBase",
     "StatisticGradients",
+    "Sum",
     "Tile",
     "TopK",
     "Weights",
@@ -47,7 +48,6 @@ __all__ = [
     "average_over",
     "deserialize",
     "entropy",
-    "entropy_of",
     "lse",
     "mass",
     "max_score",
@@ -59,6 +59,7 @@ __all__ = [
     "solve_selections_separately",
     "spread_mean",
     "statistic_gradients",
+    "sum",
     "top_k",
     "unwrap_mean",
     "weigh",
@@ -67,7 +68,7 @@ __all__ = [
 ]
 
 STATISTICS: dict[str, type[Statistic]] = {
-    kind.name: kind for kind in (Lse, MaxScore, Entropy, TopK, Mass, Received, Pooled, Weights, Scores)
+    kind.name: kind for kind in (Lse, MaxScore, Entropy, TopK, Sum, Mass, Received, Pooled, Weights, Scores)
 }
 """The statistics that kernels compute, by name. Every other statistic is computed by a separate call of attention."""
 
@@ -85,6 +86,6 @@ def deserialize(tokens: Sequence[str], formula: Callable[[str], Expression]) -> 
     if name == Mean.name:
         over_heads, over_batch, factors = map(literal_eval, rest[:3])
         return Mean(over_heads, over_batch, deserialize(rest[3:], formula), factors)
-    if name == Mass.name:
-        return Mass(formula(rest[0]))
+    if name in (Sum.name, Mass.name):
+        return (Sum if name == Sum.name else Mass)(formula(rest[0]))
     return STATISTICS[name](*[literal_eval(word) for word in rest])

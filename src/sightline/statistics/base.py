@@ -81,6 +81,11 @@ class BackwardContext:
     def xp(self) -> Any:
         return namespace(self.problem.query)
 
+    @property
+    def finite_lse(self) -> Any:
+        """lse, with 0 in place of −∞."""
+        return self.xp.where(self.lse == -np.inf, self.xp.zeros_like(self.lse), self.lse)
+
     def lookup(self, array: Any, *index: Expression, remaining_axes: str = "bh") -> Expression:
         """Return the formula that reads an array (*batch_shape, H, ...) at b, h and the index.
 

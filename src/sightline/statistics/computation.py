@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from .base import accumulate_statistics
 from .matrix import Matrix
-from .per_query import Entropy, Mass, MaxScore
+from .per_query import Entropy, MaxScore
 from .selection import Mean, Statistic, unwrap_mean
+from .sums import Sum
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
     from ..formula.expression import Expression
 
 
-FUSED = (MaxScore, Entropy, Mass)
+FUSED = (MaxScore, Entropy, Sum)
 
 
 class FusedStatistics:
@@ -29,13 +30,13 @@ class FusedStatistics:
     ----------
     max_score : the arrays of the largest scores and of their keys; empty if `max_score` is not requested
     entropy : the array in a list; empty if `entropy` is not requested
-    masses : the array of each `mass`, by `id(statistic)`
-    conditions : the formula of the condition of each `mass`
+    sums : the array of each `Sum`, by `id(statistic)`
+    factors : the formula of each `Sum`
     """
 
     def __init__(self, problem: Problem, empty: Callable[[tuple[int, ...], str], Any]) -> None:
         requested = [unwrap_mean(statistic) for statistic in problem.see]
-        masses = {id(statistic): statistic.mask for statistic in requested if isinstance(statistic, Mass)}
+        factors = {id(statistic): statistic.factor for statistic in requested if isinstance(statistic, Sum)}
         shape, accumulator = (*problem.batch_shape, problem.H, problem.n), problem.accumulator
 
         def allocate(kind: type[Statistic], *dtypes: str) -> list[Any]:
@@ -43,24 +44,23 @@ class FusedStatistics:
             return [empty(shape, dtype) for dtype in dtypes] if is_requested else []
 
         self.max_score, self.entropy = allocate(MaxScore, accumulator, "int64"), allocate(Entropy, accumulator)
-        self.masses, self.conditions = {key: empty(shape, accumulator) for key in masses}, tuple(masses.values())
+        self.sums, self.factors = {key: empty(shape, accumulator) for key in factors}, tuple(factors.values())
 
     @property
     def arrays(self) -> list[Any]:
         """The output arrays in the order of a kernel's arguments."""
-        return [*self.max_score, *self.entropy, *self.masses.values()]
+        return [*self.max_score, *self.entropy, *self.sums.values()]
 
     def arrays_of(self, statistic: Statistic) -> list[Any] | None:
         """Return the arrays of a requested statistic; None if the forward kernel does not compute it."""
-        if isinstance(statistic, Mass):
-            return [self.masses[id(statistic)]]
+        if isinstance(statistic, Sum):
+            return [self.sums[id(statistic)]]
         return {MaxScore: self.max_score, Entropy: self.entropy}.get(type(statistic))
 
 
-def conditions_of(see: Sequence[Statistic]) -> list[Expression]:
-    """Return the formula of each `mass` in `see`, also within a mean."""
-    statistics = map(unwrap_mean, see)
-    return [statistic.mask for statistic in statistics if type(statistic) is Mass]
+def factors_of(see: Sequence[Statistic]) -> list[Expression]:
+    """Return the formula of each `Sum` in `see`, also within a mean."""
+    return [statistic.factor for statistic in map(unwrap_mean, see) if isinstance(statistic, Sum)]
 
 
 def computed_statistic(statistic: Statistic) -> Statistic:

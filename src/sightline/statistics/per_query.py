@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..arrays.operations import itemsize, namespace, resolve_dtype
-from ..errors import MaskError, ParameterError, check_count
-from ..formula.evaluate_array import evaluate
-from ..formula.expression import SYMBOLS, Expression, where
+from ..errors import ParameterError, check_count
+from ..formula.expression import SYMBOLS, where
 from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, KeyPart, Outer, StatisticGradients, Tile, weigh
 from .selection import Statistic
 
@@ -126,9 +125,7 @@ class Entropy(Statistic):
         return [sum(terms)]
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
-        xp, lse = namespace(context.lse), context.lse
-        finite_lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)
-        weights = -(s - context.lookup(finite_lse, i) + 1.0) * context.gradient_at(i)
+        weights = -(s - context.lookup(context.finite_lse, i) + 1.0) * context.gradient_at(i)
         # Σⱼ P ∘ weights is gradient · (H − Σⱼ P), and Σⱼ P is 1 without sinks
         is_known = context.arrays and context.problem.sinks is None
         return StatisticGradients(weights, weights_sum=context.gradient * (context.arrays[0] - 1) if is_known else None)
@@ -199,38 +196,6 @@ class TopK(Statistic):
 
     def build_result(self, arrays: Sequence[Any]) -> TopKResult:
         return TopKResult(*arrays)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Mass(Statistic):
-    """The weight of every query on the pairs that satisfy a condition; see `mass`."""
-
-    mask: Any  # the condition as the user gave it; an Expression once the statistic is part of a problem
-
-    name = "mass"
-    backward_reads_arrays = True
-    is_mergeable = True
-
-    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        xp, problem = context.xp, context.problem
-        b, h, rows, columns = problem.positions(xp, tile.rows, tile.columns)
-        symbols = {"b": b, "h": h, "i": rows, "j": columns, "n": problem.n, "m": problem.m}
-        counted = evaluate(self.mask, symbols, xp=xp, float_dtype=xp.float64, like=problem.query)
-        p = xp.where(counted, tile.weights, xp.zeros_like(tile.weights))
-        arrays[0][..., tile.rows] += xp.astype(xp.sum(p, axis=-1), arrays[0].dtype)
-
-    def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
-        return [sum([weigh(part.factor, part.arrays[0]) for part in parts])]
-
-    def backward(self, context: BackwardContext) -> StatisticGradients:
-        weights = where(self.mask, context.gradient_at(i), 0.0)
-        return StatisticGradients(weights, weights_sum=context.gradient * context.arrays[0] if context.arrays else None)
-
-    def map_formulas(self, change: Callable[[Any], Any]) -> Mass:
-        return Mass(change(self.mask))
-
-    def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
-        return [self.name, to_text(self.mask)]
 
 
 def lse() -> Statistic:
@@ -316,35 +281,3 @@ def top_k(k: int) -> Statistic:
     ['[CLS]', '[CLS]', 'the', 'cat', 'ate', 'the', 'rat']
     """
     return TopK(check_count("top_k(k={!r})", k, 1, "top_k(8)"))
-
-
-def mass(mask: Any) -> Statistic:
-    """Request Σⱼ P_ij over the keys that satisfy a condition, such as the weight on a document or on a prefix.
-
-    The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), from 0 to 1; 0 for
-    a query without keys. The mass has a gradient.
-
-    Parameters
-    ----------
-    mask : formula, function (b, h, i, j) or boolean array
-        The condition. The weights of pairs for which it is True are summed. The condition hides no pair.
-
-    Raises
-    ------
-    MaskError
-        mask is None. Also raised by attention if mask is not a condition.
-    FormulaError, TableError
-        Raised by attention if the formula has no meaning or reads outside its table.
-
-    Examples
-    --------
-    >>> import sightline
-    >>> from sightline import i, j
-    >>> a, see = sightline.data.load("minilm_cat").layers[0], [sightline.mass(j == i - 1)]
-    >>> _, (before,) = sightline.attention(a.query, a.key, a.value, see=see)
-    >>> before[1, :4, 1:].mean(-1).round(2)  # of four heads, head 2 attends to the token before
-    array([0.06, 0.06, 1.  , 0.06], dtype=float32)
-    """
-    if mask is None:
-        raise MaskError("mass(None)", "a condition of b, h, i and j. True pairs are summed", "mass(i == j)")
-    return Mass(mask)

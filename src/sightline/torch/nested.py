@@ -19,9 +19,9 @@ from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression, apply, table_lookup
 from ..formula.tables import Table
 from ..formula.torch_masks import is_causal_bias
-from ..statistics import Entropy, Lse, Mass, Statistic
+from ..statistics import Entropy, Lse, Statistic, Sum
 
-STATISTICS = Lse, Entropy, Mass  # one number for each query
+STATISTICS = Lse, Entropy, Sum  # one number for each query
 
 
 def is_nested(*arrays: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..statistics import entropy_of
+from ..statistics.per_query import entropy_of
 from . import plotting
 from .palette import LIGHT
 

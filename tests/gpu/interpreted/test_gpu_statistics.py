@@ -41,6 +41,7 @@ def every(n, m):
         sightline.max_score(),
         sightline.entropy(),
         sightline.mass(i >= j),
+        sightline.sum(sightline.p * (i - j) * s, over=j),
         sightline.mass(table(np.arange(m) % 3 == 0)[j] & (h != 1)),
         sightline.top_k(5),
         *(sightline.received(how) for how in ("sum", "mean", "max")),

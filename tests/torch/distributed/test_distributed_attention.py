@@ -101,6 +101,7 @@ SEE = [
     sightline.entropy(),
     sightline.max_score(),
     sightline.mass(i - j < 5),
+    sightline.sum(sightline.p * (i - j), over=j),
     sightline.top_k(3),
     sightline.received(),
     sightline.received("max"),

@@ -57,7 +57,7 @@ def source(problem: Problem, processor: Processor) -> str:
 
 
 def _prepare(problem: Problem, processor: Processor, fused: CpuFusedStatistics) -> tuple[KernelArguments, KernelSpec]:
-    return prepare("forward", problem, processor, fused.conditions, fused.unread, roles=fused.roles)
+    return prepare("forward", problem, processor, fused.factors, fused.unread, roles=fused.roles)
 
 
 def forward(

@@ -26,7 +26,7 @@ class CpuFusedStatistics(FusedStatistics):
     def __init__(self, problem: Problem, unread: Sequence[Expression] = ()) -> None:
         super().__init__(problem, np.empty)
         self.unread = unread
-        roles = {"max_score": self.max_score[:1], "entropy": self.entropy, "sum": self.masses}
+        roles = {"max_score": self.max_score[:1], "entropy": self.entropy, "sum": self.sums}
         self.roles = tuple([role for role, arrays in roles.items() for _ in arrays])
 
 

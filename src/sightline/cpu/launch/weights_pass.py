@@ -21,7 +21,7 @@ from ...caching import cached_property
 from ...call.kernel import MAX_LSE
 from ...call.problem import Problem
 from ...statistics import Mean, Pooled, Received, Statistic, TopK, Weights
-from ...statistics.computation import conditions_of
+from ...statistics.computation import factors_of
 from ...statistics.matrix import cell_lengths
 from ..codegen.abi import WEIGHTS_CALL_FIELDS
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, round_up
@@ -182,7 +182,7 @@ def _prepare(kernel: str, problem: Problem, processor: Processor, **more: Any) -
     The kernel does not read V, the given lse includes the sinks, and the weights are those before dropout. So problems
     that differ only in V, sinks or dropout share one kernel.
     """
-    arguments, spec = prepare(kernel, problem, processor, unread=conditions_of(problem.see), **more)
+    arguments, spec = prepare(kernel, problem, processor, unread=factors_of(problem.see), **more)
     unit_stride = *spec.unit_stride[:2], True
     return arguments, replace(spec, d_v=1, unit_stride=unit_stride, has_sinks=False, has_dropout=False)
 

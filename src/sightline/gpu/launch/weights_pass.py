@@ -37,7 +37,7 @@ class GpuFusedStatistics(FusedStatistics):
     def __init__(self, problem: Problem) -> None:
         query = problem.query
         super().__init__(problem, lambda shape, dtype: query.new_empty(shape, dtype=getattr(torch, dtype)))
-        self.formulas = [(f"sum_{k}", condition, True) for k, condition in enumerate(self.conditions)]
+        self.formulas = [(f"sum_{k}", factor, True) for k, factor in enumerate(self.factors)]
 
     def __bool__(self) -> bool:
         return bool(self.arrays)
@@ -53,7 +53,7 @@ class GpuFusedStatistics(FusedStatistics):
         flags = {"max_score": bool(self.max_score), "entropy": bool(self.entropy)}
         max_score, (entropy,) = self.max_score or (None, None), self.entropy or (None,)
         return base_arguments | {
-            "seen": (*max_score, entropy, tuple(self.masses.values())),
+            "seen": (*max_score, entropy, tuple(self.sums.values())),
             "formulas": base_arguments["formulas"]._replace(summands_at=summands_at),
             "meta": replace(base_arguments["meta"], **flags),
         }

@@ -74,7 +74,7 @@ def attention(
         makes one from shards. The same seed drops the same weights for any number of ranks. Without a seed, rank 0
         draws one from torch's generator.
     see : list of statistics, dict from names to statistics, or one statistic, optional
-        lse, entropy, max_score, mass and top_k are returned for this rank's queries, and received for this rank's keys.
+        lse, entropy, max_score, mass, sum and top_k are returned for this rank's queries, received for its keys.
         pooled is returned for the whole sequence, equal on every rank. The means of these statistics are allowed too.
     group : ProcessGroup or DeviceMesh of one axis, optional
         The ranks. The default is all processes.
@@ -184,9 +184,8 @@ def _describe_statistic(statistic: Statistic) -> str:
     formulas: list[str] = []
 
     def note(formula: Any) -> Any:
-        expression = read_mask(formula)
-        formulas.append(describe_formula(expression))
-        return expression
+        formulas.append(describe_formula(formula))
+        return formula
 
     return f"{statistic.map_formulas(note)!r} {formulas}"
 
@@ -207,7 +206,7 @@ def _check_statistics(problem: Problem) -> None:
         if not one.is_mergeable and not isinstance(one, Received | Pooled):
             raise ParameterError(
                 f"see={statistic!r} across ranks",
-                "lse, entropy, max_score, mass, top_k, received and pooled, and their means",
+                "lse, entropy, max_score, mass, sum, top_k, received and pooled, and their means",
                 "select queries and heads from the result, or call sightline.attention on one rank",
             )
 

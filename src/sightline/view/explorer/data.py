@@ -15,7 +15,7 @@ import numpy as np
 from ...arrays.operations import to_numpy
 from ...errors import DtypeError, ParameterError, ShapeError
 from ...recording import labels_by_entry
-from ...statistics import entropy_of
+from ...statistics.per_query import entropy_of
 from ..heatmaps import pooled
 from .fitting import fit
 from .page_parts import BASE64_RATIO, choose_levels, count_bytes
