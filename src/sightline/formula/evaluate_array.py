@@ -56,8 +56,8 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
 def evaluate_dense(formula: Expression, extent: tuple[int, int, int, int], s: Any = None) -> Any:
     """Return the formula's result at every pair, as a (B, H, n, m) NumPy array of bool, int64 or float64."""
     B, H, n, m = extent
-    if s is None and "s" in formula.free_symbols:
-        raise FormulaError(f"{formula}, evaluated without scores", "scores if the formula reads s", "pass s=scores")
+    if formula.free_symbols & ({"s", "p"} if s is None else {"p"}):
+        raise FormulaError(f"{formula}, evaluated without scores", "s with scores, p in sum only", "pass s=scores")
     b, h, i = (np.arange(length).reshape(-1, *axes) for length, axes in ((B, (1, 1, 1)), (H, (1, 1)), (n, (1,))))
     scores = {} if s is None else {"s": np.broadcast_to(to_numpy(s), extent)}
     return np.broadcast_to(evaluate_at(formula, b=b, h=h, i=i, j=np.arange(m), n=n, m=m, **scores), extent)

@@ -219,7 +219,7 @@ class ExpressionMethods:
         >>> sightline.padding([4, 2]).sparsity(4)
         0.25
         """
-        if self.kind != "bool" or "s" in self.free_symbols:
+        if self.kind != "bool" or self.free_symbols & {"s", "p"}:
             raise MaskError(f"sparsity of {self}", "a condition on b, h, i and j", "(i >= j).sparsity(1000)")
         spans = [span for table in self.tables for span in table.span_lengths]
         batch, heads = (

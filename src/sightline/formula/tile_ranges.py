@@ -168,7 +168,7 @@ def _merge_adjacent(pieces: Array) -> Array:
 def make_box(extent: tuple[int, int, int, int], **symbols: tuple[Any, Any]) -> dict[str, Interval]:
     """Return the interval of every symbol: its whole range, unless `symbols` has a narrower one."""
     B, H, n, m = extent
-    whole = {"b": (0, B - 1), "h": (0, H - 1), "i": (0, n - 1), "j": (0, m - 1), "n": (n, n), "m": (m, m)}
+    whole = {"b": (0, B - 1), "h": (0, H - 1), "i": (0, n - 1), "j": (0, m - 1), "n": (n, n), "m": (m, m), "p": (0, 1)}
     box = {name: (np.asarray(a, np.float64), np.asarray(z, np.float64)) for name, (a, z) in (whole | symbols).items()}
     box["s"] = (np.asarray(-MAX_SCORE), np.asarray(MAX_SCORE))
     return box
