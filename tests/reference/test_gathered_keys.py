@@ -182,7 +182,7 @@ def test_numpy_torch_and_jax_give_the_bits_of_the_kernel(rng):
     problem = make_problem(*arrays, mask=sightline.blocks(lists, size=1), see=[sightline.received()])
     expected = GATHER.run(problem)
     saved = expected.output, expected.lse
-    gradients = GATHER.backward(replace(problem, see=()), d_output, None, saved, ())
+    gradients = GATHER.backward(replace(problem, see=()), GivenGradients(d_output, None, saved, ()))
     expected = [expected.output, expected.seen[0], gradients.query, gradients.key, gradients.value]
 
     def call(query, key, value, lists):

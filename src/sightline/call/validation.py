@@ -18,7 +18,7 @@ from ..arrays.kinds import check_device, check_kind, is_array
 from ..arrays.row_formats import RowFormat
 from ..errors import DeviceError, DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import from_function, library
-from ..formula.expression import SYMBOLS, Expression
+from ..formula.expression import SYMBOLS, Expression, walk
 from ..formula.tables import learned_number
 from ..formula.torch_masks import causal_bias_formula, is_block_mask, is_causal_bias
 from ..statistics import STATISTICS, Statistic, StatisticBase
@@ -65,7 +65,7 @@ def read_mask(mask: Formula, lengths: tuple[int, int] | None = None) -> Expressi
             f"compare the number, as in ({expression}) != 0; to add a number to the scores, write score=s + ...",
         )
     _refuse_weights("mask", expression)
-    if "s" in expression.free_symbols:
+    if any(node is SYMBOLS["s"] for node in walk(expression)):
         raise MaskError(
             f"mask {expression} reads the score s", "conditions on b, h, i and j", "score=where(condition, s, -inf)"
         )
@@ -73,7 +73,7 @@ def read_mask(mask: Formula, lengths: tuple[int, int] | None = None) -> Expressi
 
 
 def _refuse_weights(name: str, formula: Expression) -> None:
-    if "p" in formula.free_symbols:
+    if any(node is SYMBOLS["p"] for node in walk(formula)):
         raise MaskError(f"{name} {formula} reads the weight p", "p in sightline.sum only", "see=[sum(p * ..., over=j)]")
 
 

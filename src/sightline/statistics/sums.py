@@ -13,7 +13,7 @@ from ..arrays.operations import broadcast_to, check_float_dtype, convert, dtype_
 from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.derivative import ONE, ZERO, derivative, vanishes_with
 from ..formula.evaluate_array import evaluate
-from ..formula.expression import SYMBOLS, Apply, Expression, apply, where
+from ..formula.expression import SYMBOLS, Apply, Expression, apply, walk, where
 from .base import BackwardContext, ForwardContext, KeyPart, Outer, StatisticGradients, Tile, weigh
 from .selection import Statistic
 
@@ -184,7 +184,7 @@ def sum(formula: Any, over: Any) -> Statistic:
         )
     is_proportional = isinstance(formula, Expression) and vanishes_with(formula, p)
     factor = derivative(formula, p) if is_proportional else ZERO
-    if factor is ZERO or "p" in factor.free_symbols:
+    if factor is ZERO or any(node is p for node in walk(factor)):
         raise ParameterError(
             f"sum({formula!r}, over=j)",
             "p times a formula without p",
@@ -220,7 +220,7 @@ def mass(mask: Any) -> Statistic:
     >>> before[1, :4, 1:].mean(-1).round(2)  # of four heads, head 2 attends to the token before
     array([0.06, 0.06, 1.  , 0.06], dtype=float32)
     """
-    if mask is None or (isinstance(mask, Expression) and (mask.kind != "bool" or "p" in mask.free_symbols)):
+    if mask is None or (isinstance(mask, Expression) and (mask.kind != "bool" or any(x is p for x in walk(mask)))):
         cure = "mass(i == j)" if mask is None else f"sum(p * ({mask}), over=j)"
         raise MaskError(f"mass({mask})", "a condition of b, h, i and j. True pairs are summed", cure)
     return Mass(mask)
