@@ -126,16 +126,6 @@ class Pages:
 # -- masks of the attention gym ---------------------------------------------------------------------------------------
 
 
-def dilated_window(b, h, q_idx, kv_idx):
-    distance = torch.abs(q_idx - kv_idx)
-    return (distance <= 9) & (distance % 3 == 0)
-
-
-def batchified(b, h, q_idx, kv_idx):
-    inside = causal(b, h, q_idx % 8, kv_idx % 8)
-    return (q_idx // 8 == kv_idx // 8) & inside
-
-
 def window_with_sinks():
     sinks = torch.tensor([0, 2])
 
@@ -226,16 +216,6 @@ def transfusion():
     return or_masks(causal, *map(image, range(spans.shape[1])))
 
 
-def spatial_heads(b, h, q_idx, kv_idx):
-    width = math.floor(2 * 7 / 4) * 4
-    return (kv_idx < 2 + 7) | (q_idx < 2) | (torch.abs(q_idx - kv_idx) < width)
-
-
-def temporal_heads(b, h, q_idx, kv_idx):
-    q_token, kv_token = (q_idx - 2) % 7, (kv_idx - 2) % 7
-    return (kv_idx < 2) | (q_idx < 2) | (torch.abs(q_token - kv_token) < 2 * 7 // 4)
-
-
 def block_diffusion(b, h, q_idx, kv_idx):
     q_noised, kv_noised = q_idx < 12, kv_idx < 12
     q_block, kv_block = q_idx % 12 // 4, kv_idx % 12 // 4
@@ -266,12 +246,6 @@ def draft_tree():
     return mask
 
 
-def draft_training(b, h, q_idx, kv_idx):
-    place = kv_idx - 5
-    own = (kv_idx >= 5) & (q_idx // 4 == place // 4) & (place % 4 <= q_idx % 4)
-    return (kv_idx < 5) | own
-
-
 def shared_prefix():
     offsets, prefix = torch.tensor([0, 6, 12, 18, 24]), torch.tensor([0, 0, 2, 2])
     document = ids_of([6, 6, 6, 6])
@@ -285,12 +259,6 @@ def shared_prefix():
     return mask
 
 
-def selected_tiles():
-    """The fine pass of video sparse attention: each query tile sees some key tiles."""
-    selected = torch.zeros(B, H, 3, 3, dtype=torch.bool).index_fill_(3, torch.tensor([0, 2]), True)
-    return lambda b, h, q_idx, kv_idx: selected[b, h, q_idx // 8, kv_idx // 8]
-
-
 # -- masks of libraries -----------------------------------------------------------------------------------------------
 
 
@@ -300,15 +268,6 @@ def packed_samples():
     def mask(b, h, q_idx, kv_idx):
         real = (document[b, q_idx] != -1) & (document[b, kv_idx] != -1)
         return causal(b, h, q_idx, kv_idx) & (document[b, q_idx] == document[b, kv_idx]) & real
-
-    return mask
-
-
-def left_padding():
-    first, position = torch.tensor([0, 7]), torch.tensor([15])
-
-    def mask(b, h, q, kv):
-        return (kv >= first[b]) & ((q + position[0]) >= kv)
 
     return mask
 
@@ -332,13 +291,6 @@ def chunked_with_padding():
     return joined
 
 
-def window_of_each_head():
-    def mask(windows, b, h, q_idx, kv_idx):
-        return torch.logical_and(q_idx.ge(kv_idx), q_idx.sub(kv_idx).lt(windows[h]))
-
-    return functools.partial(mask, torch.tensor([2, 4, 8, 24]))
-
-
 MASKS = {
     "no mask": noop_mask,
     "causal": causal,
@@ -354,8 +306,8 @@ MASKS = {
     "offset of a cache": given(torch.tensor(13), lambda written: lambda b, h, q, kv: causal(b, h, q + written, kv)),
     "offset of each sequence": OffsetOfEachSequence(),
     "pages": Pages().mask,
-    "dilated window": dilated_window,
-    "batchified": batchified,
+    "dilated window": lambda b, h, q, kv: (torch.abs(q - kv) <= 9) & (torch.abs(q - kv) % 3 == 0),
+    "batchified": lambda b, h, q, kv: (q // 8 == kv // 8) & causal(b, h, q % 8, kv % 8),
     "window with sinks": window_with_sinks(),
     "natten": neighbourhood(lambda idx: (idx % 6, idx // 6), 6, 6, 3),
     "tiled natten": neighbourhood(tiled, 6, 6, 3),
@@ -364,18 +316,26 @@ MASKS = {
     "sliding tiles 3-D": sliding_tiles((4, 4, 4), (2, 4, 2), (2, 2, 2), 0),
     "flamingo": flamingo(),
     "transfusion": transfusion(),
-    "spatial heads": spatial_heads,
-    "temporal heads": temporal_heads,
+    "spatial heads": lambda b, h, q, kv: (kv < 2 + 7) | (q < 2) | (torch.abs(q - kv) < math.floor(2 * 7 / 4) * 4),
+    "temporal heads": lambda b, h, q, kv: (kv < 2) | (q < 2) | (torch.abs((q - 2) % 7 - (kv - 2) % 7) < 2 * 7 // 4),
     "block diffusion": block_diffusion,
     "window with global tokens": window_with_global_tokens(),
     "draft tree": draft_tree(),
-    "draft training": draft_training,
+    "draft training": lambda b, h, q, kv: (kv < 5) | ((kv >= 5) & (q // 4 == (kv - 5) // 4) & ((kv - 5) % 4 <= q % 4)),
     "shared prefix": shared_prefix(),
-    "selected tiles": selected_tiles(),
+    "selected tiles": given(
+        torch.zeros(B, H, 3, 3, dtype=torch.bool).index_fill_(3, torch.tensor([0, 2]), True),
+        lambda tiles: lambda b, h, q, kv: tiles[b, h, q // 8, kv // 8],
+    ),
     "packed samples": packed_samples(),
-    "left padding": left_padding(),
+    "left padding": given(
+        torch.tensor([0, 7]),
+        lambda first: given(torch.tensor([15]), lambda at: lambda b, h, q, kv: (kv >= first[b]) & (q + at[0] >= kv)),
+    ),
     "chunks with padding": chunked_with_padding(),
-    "window of each head": window_of_each_head(),
+    "window of each head": functools.partial(
+        lambda windows, b, h, q, kv: torch.logical_and(q.ge(kv), q.sub(kv).lt(windows[h])), torch.tensor([2, 4, 8, 24])
+    ),
 }
 
 
@@ -395,11 +355,6 @@ def squared(score, b, h, q_idx, kv_idx):
     score = score * score
     score += h.float().rsqrt().clamp(max=1.0)
     return score
-
-
-def alibi(tensors):
-    slopes = torch.exp2(-torch.arange(1.0, H + 1)).to(tensors.dtype)
-    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
 
 
 def softcap(tensors, cap=3.0, tanh=torch.tanh):
@@ -531,7 +486,10 @@ SCORES = {
     "checkerboard": always(checkerboard),
     "trigonometric": always(lambda score, b, h, q, kv: torch.sin(torch.cos(score)) + torch.tan(b * 0.5)),
     "squared": always(squared),
-    "alibi": alibi,
+    "alibi": lambda tensors: given(
+        torch.exp2(-torch.arange(1.0, H + 1)).to(tensors.dtype),
+        lambda slopes: lambda score, b, h, q, kv: score + slopes[h] * (kv - q),
+    ),
     "alibi by formula": always(lambda score, b, h, q, kv: score + (kv - q) * torch.exp2(-((h + 1) * 8.0 / H))),
     "softcap": softcap,
     "softcap by a custom operator": lambda tensors: softcap(tensors, tanh=ApproximateTanh.apply),

@@ -633,5 +633,5 @@ def test_traced_numbers_enter_formulas_through_tables():
 
 def test_a_learned_table_of_a_sum_is_refused():
     x, distance = jnp.ones((1, 5, 8)), lambda t: sightline.sum(sightline.p * table(t)[j], over=j)
-    with pytest.raises(ParameterError, match="a table with a gradient"):
+    with pytest.raises(ParameterError, match="a table that requires a gradient"):
         jax.grad(lambda t: sightline.attention(x, x, x, see=[distance(t)])[1][0].sum())(jnp.ones(5))

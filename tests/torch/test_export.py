@@ -53,6 +53,17 @@ def test_a_module_with_tables_and_changing_lengths(strict):
             assert torch.equal(found, expected)
 
 
+def test_a_module_that_reads_a_cache():
+    cache, x = sightline.KVCache(), drawn(2, 4, 9, 8)
+    cache.append(x, x)
+
+    class Reader(torch.nn.Module):
+        def forward(self, query):
+            return sightline.attention(query, cache)
+
+    assert torch.equal(torch.export.export(Reader(), (x,), strict=False).module()(x), Reader()(x))
+
+
 def test_a_layer():
     layer = MultiHeadAttention(8, 2, batch_first=True)
     x, padding = drawn(2, 9, 8), torch.arange(9) > torch.tensor([[3], [8]])

@@ -166,9 +166,9 @@ def attend(
         score, scale = fold_scale(score, scale)
     row_formats = None
     if value is None and type(key) is KVCache:
-        if arrays.is_compiling():
+        if arrays.may_break_graph():
             inputs = query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads, by_position
-            return arrays.run_untraced(attend, *inputs)
+            return arrays.untraced()(attend, *inputs)
         key = key.snapshot()
         if key.prefix is not None:
             formulas = Formulas.read(mask, score, see)

@@ -24,6 +24,7 @@ from ..formula.expression import Expression
 from ..formula.from_function import refuse_draws
 from ..formula.tables import Table
 from ..statistics import Lse, Statistic, StatisticBase, arrays_of, places_in, spread_mean, unwrap_mean
+from ..statistics.sums import refuse_learned
 from .kernels import differentiate, make_plan, solve, to_caller_layout
 from .tangent import check_numpy, include_scale, read_floats
 
@@ -123,6 +124,7 @@ def attention_vjp(
     if any(isinstance(name, str) and name == "scale" for name in wrt):
         formula, scale, scale_table = include_scale(query, formula, scale)
     tables = _read_wrt(wrt, {"query": query, "key": key, "value": value, "sinks": sinks}, formula, scale_table)
+    refuse_learned(statistics, lambda table: table.origin in [learned.origin for learned in tables.values()])
     options = {"mask": mask, "score": formula, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     call = _Call((query, key, value), options, statistics, [*tables.values()], kernel, threads)
     if call.forward is None:

@@ -173,14 +173,28 @@ def is_compiling() -> bool:
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
-_RUNNER: list[Callable[..., Any]] = []  # at most one function: torch.compile traces what `functools.cache` wraps
+def records_gradients() -> bool:
+    """True if torch records operations for gradients in this thread."""
+    return bool(sys.modules["torch"].is_grad_enabled())
 
 
-def run_untraced(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return the result of a function in eager mode: torch.compile, which traces the caller, breaks its graph here."""
-    if not _RUNNER:
-        _RUNNER.append(sys.modules["torch"].compiler.disable(lambda function, *rest, **named: function(*rest, **named)))
-    return _RUNNER[0](function, *arguments, **options)
+_untraced: Callable[..., Any] | None = None
+
+
+def may_break_graph() -> bool:
+    """True while torch.compile traces, which may run a part of a function in eager mode; False in torch.export."""
+    if not is_compiling():
+        return False
+    compiler = sys.modules["torch"].compiler  # torch 2.6 has no `is_exporting`
+    return bool(compiler.is_dynamo_compiling()) and not getattr(compiler, "is_exporting", bool)()
+
+
+def untraced() -> Callable[..., Any]:
+    """Return a function (function, *arguments) that runs in eager mode: torch.compile breaks its graph at the call."""
+    global _untraced
+    if _untraced is None:
+        _untraced = sys.modules["torch"].compiler.disable(lambda function, *rest, **named: function(*rest, **named))
+    return _untraced
 
 
 def is_traced(array: Array) -> bool:

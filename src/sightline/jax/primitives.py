@@ -22,8 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from ..call.problem import NUM_OPERANDS
 from ..cpu.calls.xla_handler import MAX_BUFFERS
 from ..errors import KernelRefusedError
-from ..statistics.computation import factors_of
-from ..statistics.sums import refuse_table_gradients
+from ..statistics.sums import refuse_learned
 from .array_operations import attend, gradients, tangents
 from .batching import batch
 from .custom_call import register
@@ -193,9 +192,8 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], options: Cal
     """Return the results of `attention` and their tangents."""
     results = attention_p.bind(*primals, options=options)
     learned = [id(x) for x, tangent in zip(primals, tangents, strict=True) if type(tangent) is not ad.Zero]
-    factors = factors_of(options.spec.statistics(options.spec.unflatten(primals).tables))
-    if any(id(x.array) in learned for factor in factors if factor.kind != "bool" for x in factor.tables):
-        refuse_table_gradients()
+    see = options.spec.statistics(options.spec.unflatten(primals).tables)
+    refuse_learned(see, lambda table: id(table.array) in learned)
     wanted = tuple(k for k in options.spec.find_places(options.spec.score_tables) if type(tangents[k]) is not ad.Zero)
     if not wanted:  # only masks read the arrays with tangents
         return results, [_zero(result) for result in results]

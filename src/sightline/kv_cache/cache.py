@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
-from ..arrays.operations import dtype_name, is_compiling, place, run_untraced
+from ..arrays.operations import dtype_name, may_break_graph, place, untraced
 from ..errors import ParameterError, ShapeError, check_count
 from .argument_checks import (
     check_append,
@@ -34,8 +34,8 @@ def at_once(change: Change) -> Change:
 
     @wraps(change)
     def wrapped(cache: KVCache, *arguments: Any, **options: Any) -> None:
-        if is_compiling():
-            run_untraced(wrapped, cache, *arguments, **options)
+        if may_break_graph():
+            untraced()(wrapped, cache, *arguments, **options)
         else:
             changed = cache.snapshot()
             change(changed, *arguments, **options)
@@ -79,7 +79,7 @@ class KVCache(StoredRows):
     output is 0, also if all queries are padding. An array as mask or score has one row for each query. Positions beyond
     a sequence's end are hidden in every call.
 
-    torch.compile breaks its graph at each change of a cache and at each attention over it, which run in eager mode.
+    torch.compile runs each change of a cache, and each attention over it, in eager mode. It breaks its graph there.
 
     A quantised cache stores a code for each number x. It also stores a float16 scale for each group of 128 adjacent
     numbers of a row, or for int4 a scale and an offset for each 32. The code stands for a number x̂ in place of x:
@@ -445,7 +445,7 @@ class KVCache(StoredRows):
         Notes
         -----
         If fewer than 64 rows are stored, `fork` copies them, as `reorder` does. Some calls need the rows of a sequence
-        in one array, so they copy them first: calls with an array as mask or score, with dropout, under torch.compile,
+        in one array, so they copy them first: calls with an array as mask or score, with dropout,
         or with statistics of single keys such as `received()`; also `keep`, `last`, `key` and `value`. Repeated forks
         join earlier prefixes that are not shared any more, so that attention reads few parts.
         """

@@ -32,6 +32,7 @@ from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..formula.tile_ranges import TileRanges, find_tile_ranges
 from ..statistics import StatisticGradients, Tile, accumulate_statistics, statistic_gradients
+from ..statistics.sums import multiply
 from .dropout import keep_factor
 
 TILE_ELEMENTS = 1 << 20  # the most scores of one tile, over all batches and heads; a tile of one row may have more
@@ -323,7 +324,7 @@ def backward(
     for rows in ops.query_blocks():
         d_o, d_row = d_output[..., rows, :], row[..., rows]
         for columns, _, masked, p in row_tiles(ops, rows, lse) if added.weights is not None else ():
-            d_row = d_row + xp.sum(p * ops.evaluate_on_scores(added.weights, rows, columns, masked), axis=-1)
+            d_row = d_row + xp.sum(multiply(p, ops.evaluate_on_scores(added.weights, rows, columns, masked)), axis=-1)
         for columns, scaled, masked, p in row_tiles(ops, rows, lse):
             keep = keep_factor(problem, xp, rows, columns)
             d_p = ops.dot_products(d_o, ops.widen(problem.value, columns))
@@ -333,7 +334,8 @@ def backward(
                 d_p = d_p + ops.evaluate_on_scores(added.weights, rows, columns, masked)
             d_masked = xp.where(p == 0, ops.full(0.0), xp.astype(p * (d_p - d_row[..., None]), ops.dtype))
             if added.scores is not None:
-                d_masked = d_masked + ops.evaluate_on_scores(added.scores, rows, columns, masked)
+                own = ops.evaluate_on_scores(added.scores, rows, columns, masked)
+                d_masked = d_masked + (own if added.includes_zero_weights else xp.where(p == 0, ops.full(0.0), own))
             score_gradients.add(d_masked, scaled, rows, columns)
             d_s = ops.multiply_nan_safe(d_masked, score_gradients.slope(scaled, rows, columns)) * problem.scale
             d_query[..., rows, :] += ops.sum_over_keys(d_s, ops.zero_nonfinite(ops.widen(problem.key, columns)))

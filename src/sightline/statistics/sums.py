@@ -9,11 +9,12 @@ from operator import add
 from typing import TYPE_CHECKING, Any
 
 from ..arrays.kinds import check_device, check_kind
-from ..arrays.operations import broadcast_to, check_float_dtype, convert, dtype_name, namespace
+from ..arrays.operations import broadcast_to, check_float_dtype, convert, dtype_name, namespace, records_gradients
 from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.derivative import ONE, ZERO, derivative, vanishes_with
 from ..formula.evaluate_array import evaluate
-from ..formula.expression import SYMBOLS, Apply, Expression, apply, walk, where
+from ..formula.expression import SYMBOLS, Apply, Expression, Lookup, apply, walk, where
+from ..formula.tables import Table
 from .base import BackwardContext, ForwardContext, KeyPart, Outer, StatisticGradients, Tile, weigh
 from .selection import Statistic
 
@@ -40,8 +41,7 @@ class Sum(Statistic):
         return f"sum({product}, over=j)"
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
-        if self.factor.kind != "bool" and any(getattr(x.array, "requires_grad", False) for x in self.factor.tables):
-            refuse_table_gradients()
+        refuse_learned([self], lambda table: getattr(table.array, "requires_grad", False) and records_gradients())
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         xp, problem = context.xp, context.problem
@@ -133,11 +133,21 @@ def multiply(weights: Any, factor: Any) -> Any:
     return weights * xp.where(weights == 0, xp.zeros_like(weights), xp.astype(factor, weights.dtype))
 
 
-def refuse_table_gradients() -> None:
-    """Raise ParameterError for a learned table in the formula of a `Sum`, whose gradient is not computed."""
-    raise ParameterError(
-        "sum(f) that reads a table with a gradient", "tables without gradients", "t.detach() or stop_gradient(t)"
-    )
+def refuse_learned(see: Sequence[Statistic], is_learned: Callable[[Table], bool]) -> None:
+    """Raise ParameterError if the formula of a statistic has a derivative with respect to a learned table.
+
+    Only scores have gradients of tables.
+    """
+
+    def check(formula: Any) -> Any:
+        for node in walk(formula) if isinstance(formula, Expression) else ():
+            if isinstance(node, Lookup) and is_learned(node.table) and derivative(formula, node) is not ZERO:
+                given = f"sum(p * ({formula}), over=j), with a table that requires a gradient"
+                raise ParameterError(given, "tables without gradients", "t.detach() or jax.lax.stop_gradient(t)")
+        return formula
+
+    for statistic in see:
+        statistic.map_formulas(check)
 
 
 def sum(formula: Any, over: Any) -> Statistic:
@@ -147,8 +157,8 @@ def sum(formula: Any, over: Any) -> Statistic:
     beside the output, in the same pass.
 
     The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32); 0 for a query
-    without keys. p is the weight after softmax and before dropout; s is the final score. Hidden pairs and weights that
-    underflow to 0 add nothing, even if f is NaN or ∞ there. The sum has a gradient with respect to query, key, sinks
+    without keys. p is the weight after softmax and before dropout; s is the final score. Hidden pairs add nothing,
+    even if f is NaN or ∞ there. The sum has a gradient with respect to query, key, sinks
     and the learned tables of the score, but not to the tables that f reads.
 
     Parameters
@@ -183,8 +193,8 @@ def sum(formula: Any, over: Any) -> Statistic:
             'received() sums weights over queries, pooled(rows, columns) over cells, .sum("heads") over heads',
         )
     is_proportional = isinstance(formula, Expression) and vanishes_with(formula, p)
-    factor = derivative(formula, p) if is_proportional else ZERO
-    if factor is ZERO or any(node is p for node in walk(factor)):
+    factor = derivative(formula, p) if is_proportional else p
+    if any(node is p for node in walk(factor)):
         raise ParameterError(
             f"sum({formula!r}, over=j)",
             "p times a formula without p",
@@ -209,7 +219,7 @@ def mass(mask: Any) -> Statistic:
     Raises
     ------
     MaskError
-        mask is None or a number. Also raised by attention if mask is not a condition.
+        mask is None, a formula of a number, or reads p. Also raised by attention if mask is not a condition.
 
     Examples
     --------
@@ -220,8 +230,9 @@ def mass(mask: Any) -> Statistic:
     >>> before[1, :4, 1:].mean(-1).round(2)  # of four heads, head 2 attends to the token before
     array([0.06, 0.06, 1.  , 0.06], dtype=float32)
     """
-    if mask is None or (isinstance(mask, Expression) and (mask.kind != "bool" or any(x is p for x in walk(mask)))):
-        cure = "mass(i == j)" if mask is None else f"sum(p * ({mask}), over=j)"
+    reads_p = isinstance(mask, Expression) and any(node is p for node in walk(mask))
+    if mask is None or reads_p or (isinstance(mask, Expression) and mask.kind != "bool"):
+        cure = "mass(i == j)" if mask is None else "sightline.tiles" if reads_p else f"sum(p * ({mask}), over=j)"
         raise MaskError(f"mass({mask})", "a condition of b, h, i and j. True pairs are summed", cure)
     return Mass(mask)
 

@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ..call.problem import NUM_OPERANDS
 from ..call.spec import Arrays, CallSpec, find_differentiable_results
 from ..errors import KernelRefusedError
+from ..statistics.sums import refuse_learned
 from . import batching, operator
 from .operator import find_float_tables, read_arguments
 from .tangents import ForwardDerivative
@@ -184,6 +185,10 @@ class Derivative:
         `tangents` are those of the tensors, None for 0. `types` are the shapes and dtypes of the outputs. The other
         arguments are as in `differentiate`.
         """
+        if self.order == 0:
+            learned = [id(x) for x, tangent in zip(tensors, tangents, strict=False) if tangent is not None]
+            see = self.spec.statistics(self.spec.unflatten(tensors[: self.spec.num_arrays]).tables)
+            refuse_learned(see, lambda table: id(table.array) in learned)
         if self.order > 0 or self.differentiable_results(tensors) != [0, 1]:
             return self.push_by_operations(tensors, outputs, tangents, types)
         given = {place: x for place in self.differentiable_places if (x := tangents[place]) is not None}
