@@ -128,7 +128,7 @@ def test_parameters_of_statistics_are_parts_of_the_key(rng):
         *([sightline.top_k(2)], [sightline.top_k(3)], [sightline.received()], [sightline.received(how="max")]),
         *([sightline.received().mean(axis)] for axis in ("heads", "batch")),
         *([sightline.mass(condition)] for condition in (j < 3, j < 4, j > 3)),
-        *([sightline.sum(sightline.p * x, over=j)] for x in (j, j * 2, j < 3)),
+        *([sightline.sum(sightline.p * x, over=j)] for x in (j, j * 2, j < 3, 0.0)),
     ):
         sightline.attention(*given, see=see)
         assert all_bits(sightline.attention(*given, see=see)) == all_bits(uncached(given, see=see))

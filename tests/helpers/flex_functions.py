@@ -58,7 +58,7 @@ def causal(b, h, q_idx, kv_idx):
 
 
 def given(tensor, make):
-    """The function that `make` returns for the tensor that it captures."""
+    """Return make(tensor), a function that captures the tensor."""
     return make(tensor)
 
 
@@ -124,18 +124,6 @@ class Pages:
 
 
 # -- masks of the attention gym ---------------------------------------------------------------------------------------
-
-
-def window_with_sinks():
-    sinks = torch.tensor([0, 2])
-
-    def is_sink(b, h, q_idx, kv_idx):
-        return torch.isin(kv_idx, sinks)
-
-    def near(b, h, q_idx, kv_idx):
-        return q_idx - kv_idx <= 4
-
-    return and_masks(or_masks(near, is_sink), causal)
 
 
 def neighbourhood(position, width, height, size):
@@ -224,15 +212,6 @@ def block_diffusion(b, h, q_idx, kv_idx):
     return own | clean
 
 
-def window_with_global_tokens():
-    is_global = torch.zeros(24, dtype=torch.bool)
-    is_global[[0, 8]] = True
-    return or_masks(
-        lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= 3,
-        lambda b, h, q_idx, kv_idx: is_global[q_idx] | is_global[kv_idx],
-    )
-
-
 def draft_tree():
     parents = [-1, 0, 1, 1, 3, 3, 0]
     ancestors = torch.eye(7, dtype=torch.bool)
@@ -308,7 +287,12 @@ MASKS = {
     "pages": Pages().mask,
     "dilated window": lambda b, h, q, kv: (torch.abs(q - kv) <= 9) & (torch.abs(q - kv) % 3 == 0),
     "batchified": lambda b, h, q, kv: (q // 8 == kv // 8) & causal(b, h, q % 8, kv % 8),
-    "window with sinks": window_with_sinks(),
+    "window with sinks": given(
+        torch.tensor([0, 2]),
+        lambda sinks: and_masks(
+            or_masks(lambda b, h, q, kv: q - kv <= 4, lambda b, h, q, kv: torch.isin(kv, sinks)), causal
+        ),
+    ),
     "natten": neighbourhood(lambda idx: (idx % 6, idx // 6), 6, 6, 3),
     "tiled natten": neighbourhood(tiled, 6, 6, 3),
     "morton natten": neighbourhood(lambda idx: (even_bits(idx), even_bits(idx >> 1)), 4, 4, 3),
@@ -319,7 +303,12 @@ MASKS = {
     "spatial heads": lambda b, h, q, kv: (kv < 2 + 7) | (q < 2) | (torch.abs(q - kv) < math.floor(2 * 7 / 4) * 4),
     "temporal heads": lambda b, h, q, kv: (kv < 2) | (q < 2) | (torch.abs((q - 2) % 7 - (kv - 2) % 7) < 2 * 7 // 4),
     "block diffusion": block_diffusion,
-    "window with global tokens": window_with_global_tokens(),
+    "window with global tokens": given(
+        torch.isin(torch.arange(24), torch.tensor([0, 8])),
+        lambda sees_all: or_masks(
+            lambda b, h, q, kv: (q - kv).abs() <= 3, lambda b, h, q, kv: sees_all[q] | sees_all[kv]
+        ),
+    ),
     "draft tree": draft_tree(),
     "draft training": lambda b, h, q, kv: (kv < 5) | ((kv >= 5) & (q // 4 == (kv - 5) // 4) & ((kv - 5) % 4 <= q % 4)),
     "shared prefix": shared_prefix(),
@@ -390,12 +379,6 @@ class ApproximateTanh(torch.autograd.Function):
 LIBRARY = torch.library.Library("approx", "DEF")
 LIBRARY.define("tanh(Tensor x) -> Tensor")
 LIBRARY.impl("tanh", torch.tanh, "CompositeExplicitAutograd")
-
-
-def gelu_attention(tensors):
-    """The gym's activation in place of the exponential, as the logarithm of its value."""
-    gelu = functools.partial(functional.gelu, approximate="tanh")
-    return lambda score, b, h, q_idx, kv_idx: torch.log(gelu(score) + 1.0)
 
 
 # -- learned scores ---------------------------------------------------------------------------------------------------
@@ -493,7 +476,10 @@ SCORES = {
     "alibi by formula": always(lambda score, b, h, q, kv: score + (kv - q) * torch.exp2(-((h + 1) * 8.0 / H))),
     "softcap": softcap,
     "softcap by a custom operator": lambda tensors: softcap(tensors, tanh=ApproximateTanh.apply),
-    "gelu": gelu_attention,
+    "gelu": given(
+        functools.partial(functional.gelu, approximate="tanh"),
+        lambda gelu: always(lambda score, b, h, q, kv: torch.log(gelu(score) + 1.0)),
+    ),
     "relu": always(lambda score, b, h, q, kv: torch.log(functional.relu(score) + torch.full_like(score, 0.5))),
     "sigmoid": always(lambda score, b, h, q_idx, kv_idx: torch.log(score.sigmoid() + score.new_full((), 1e-3))),
     "pages": lambda tensors: Pages().score,

@@ -11,7 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import sightline
 from fault_planting import Fault, assert_found, plant
-from sightline import h, i, j, p, s, table
+from sightline import h, i, j, p, s, table, where
 from sightline.arrays.operations import to_numpy
 from sightline.call.problem import make_problem
 from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
@@ -423,6 +423,10 @@ X = np.ones((1, 2, 4, 3), np.float32)
 LEARNED = table(torch.ones(4, requires_grad=True))
 
 
+def wanted(t):
+    return sightline.attention_vjp(X, X, X, wrt=[t], score=s + t[j], see=sightline.sum(p * t[j], over=j))
+
+
 def attend(*see, arrays=(X, X, X)):
     return sightline.attention(*arrays, see=list(see))
 
@@ -459,6 +463,7 @@ ERRORS = {
     "a sum beside p": (lambda: sightline.sum(p + j, over=j), ParameterError, "p times a formula"),
     "a square of p": (lambda: sightline.sum(p * p, over=j), ParameterError, "sightline.tiles"),
     "a sum over queries": (lambda: sightline.sum(p, over=i), ParameterError, "received()"),
+    "a wanted table in a sum": (lambda: wanted(table(np.ones(4))), ParameterError, "requires a gradient"),
     "a learned table in a sum": (lambda: attend(sightline.sum(p * LEARNED[j], over=j)), ParameterError, "detach"),
     "a mask outside its table": (lambda: attend(sightline.mass(table([True])[i])), TableError, "reads outside", "i=1"),
     "no cells": (lambda: sightline.pooled(0, 3), ParameterError, "rows=0", "pooled(64, 64)"),
@@ -562,6 +567,14 @@ def test_errors_have_three_parts(name):
         assert fragment in str(raised.value)
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "streaming", "reference"])
+def test_a_weight_of_0_has_no_gradient_where_the_formula_overflows(kernel):
+    x = drawn(1, 1, 5, 3, dtype=torch.float32)
+    options = {"score": where(j <= i, s, -1e30), "kernel": kernel}
+    _, (found,) = sightline.attention(x, x, x, see=sightline.sum(p * s * s + 0.0 * p * j, over=j), **options)
+    assert torch.isfinite(torch.autograd.grad(found.sum(), x)[0]).all()
+
+
 def test_explain_shows_the_memory_of_statistics(long_problem):
     *arrays, options = long_problem
     totals = [sightline.explain(*arrays, **options, see=see).memory for see in (every_statistic(700), None)]
@@ -657,7 +670,7 @@ GRADIENTS = {
         "entropy",
     ),
     "mass of every key": (
-        Fault(sums.Sum.backward, "where(self.factor, gradient, 0.0)", "gradient"),
+        Fault(sums.Sum.backward, "times_factor(gradient, self.factor)", "gradient"),
         "mass",
     ),
     "a mean that is a sum": (Fault(per_key.Received.backward, "1 / max(context.problem.n, 1)", "1.0"), "received"),

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import sightline
 from sightline import b, h, i, j, s, table
-from sightline.errors import KernelRefusedError, TableError
+from sightline.errors import KernelRefusedError, ParameterError, TableError
 from sightline.torch import MultiHeadAttention, batching, operator, scaled_dot_product_attention
 
 # torch's own jvp uses it
@@ -402,6 +402,13 @@ def test_second_derivatives_in_inference_mode():
     with torch.inference_mode():
         found = product(ours)
     torch.testing.assert_close(found, expected)
+
+
+def test_a_tangent_of_a_table_of_a_sum_is_refused():
+    x, t = torch.ones(1, 2, 4, 3), torch.ones(4)
+    call = lambda t: sightline.attention(x, x, x, see=sightline.sum(sightline.p * table(t)[j], over=j))[1][0]  # noqa: E731
+    with pytest.raises(ParameterError, match="requires a gradient"):
+        func.jvp(call, (t,), (t,))
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # torch's own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Never
 
 from ..arrays import operations as arrays
@@ -173,10 +174,10 @@ def attend(
         if key.prefix is not None:
             formulas = Formulas.read(mask, score, see)
             if can_merge(query, key, formulas, dropout):
+                compute = partial(_attend, scale=scale, kernel=kernel, threads=threads)
 
                 def run(query: Any, cache: KVCache, keys: Any, values: Any, on_rows: Formulas) -> Any:
-                    rest: tuple[Any, ...] = scale, None, 0.0, None, kernel, threads, False, cache.row_formats
-                    return _attend(query, keys, values, *on_rows, *rest)
+                    return compute(query, keys, values, *on_rows, row_formats=cache.row_formats)
 
                 output, seen = attend_in_parts(query, key, formulas, sinks, run)
                 return output if see is None else (output, seen)

@@ -68,8 +68,7 @@ def differentiate(
             lambda statistic: plan.kernel.run(problem.with_statistics(statistic), threads).seen[0],
             saved_arrays,
         )
-        given = GivenGradients(d_output, d_lse, saved, wanted_tables, added)
-        gradients = plan.kernel.backward(problem, given, threads)
+        gradients = plan.kernel.backward(problem, GivenGradients(d_output, d_lse, saved, wanted_tables, added), threads)
         if gradients is not None:
             return gradients
         if is_lse_too_large(saved[1], problem.accumulator):

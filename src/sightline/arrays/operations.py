@@ -173,16 +173,16 @@ def is_compiling() -> bool:
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
-def records_gradients() -> bool:
-    """True if torch records operations for gradients in this thread."""
-    return bool(sys.modules["torch"].is_grad_enabled())
+def needs_gradient(array: Any) -> bool:
+    """True if torch records a graph and the array requires a gradient."""
+    return bool(getattr(array, "requires_grad", False)) and bool(sys.modules["torch"].is_grad_enabled())
 
 
 _untraced: Callable[..., Any] | None = None
 
 
 def may_break_graph() -> bool:
-    """True while torch.compile traces, which may run a part of a function in eager mode; False in torch.export."""
+    """True while torch.compile traces a function and may break its graph. False in torch.export: it needs one graph."""
     if not is_compiling():
         return False
     compiler = sys.modules["torch"].compiler  # torch 2.6 has no `is_exporting`

@@ -316,10 +316,10 @@ class ForwardEntry(ResultBuilder):
 
 
 def describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], tuple[str, ...]]:
-    """Return the statistics of a problem, and the names of the dtypes of the forward kernel's outputs for them."""
+    """Return two tuples: the statistics of a problem, and the dtypes of the forward kernel's outputs for them."""
     dtypes: list[str] = []
 
-    def next_index(shape: tuple[int, ...], dtype: str) -> int:
+    def next_index(_: tuple[int, ...], dtype: str) -> int:  # in place of a new array
         dtypes.append(dtype)
         return len(dtypes) - 1
 

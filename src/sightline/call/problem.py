@@ -181,7 +181,7 @@ class Problem:
         return self.map_formulas(lambda formula: formula.rewrite(lookup=lookup) if formula.tables else formula)
 
     def map_formulas(self, change: Callable[[Expression], Expression]) -> Problem:
-        """Return the problem with `change` applied to mask, score and the conditions of the statistics."""
+        """Return the problem with `change` applied to mask, score and the formulas of the statistics."""
         mask = None if self.mask is None else change(self.mask)
         score = None if self.score is None else change(self.score)
         return replace(self, mask=mask, score=score, see=tuple([each.map_formulas(change) for each in self.see]))
@@ -280,12 +280,12 @@ def validate(problem: Problem) -> Problem:
     normalize = _normalize_with_tables if checked.tables else _normalize_without_tables
     mask = normalize(checked.mask, checked.score, problem.extent)
 
-    def check_condition(condition: Expression) -> Expression:
-        """Return a statistic's condition; raise TableError if it reads outside of a table at a visible pair."""
-        check_formula(condition, problem.extent, mask)
-        return condition
+    def check_factor(factor: Expression) -> Expression:
+        """Return a statistic's formula; raise TableError if it reads outside of a table at a visible pair."""
+        check_formula(factor, problem.extent, mask)
+        return factor
 
-    return replace(checked, mask=mask, see=tuple(each.map_formulas(check_condition) for each in checked.see))
+    return replace(checked, mask=mask, see=tuple(each.map_formulas(check_factor) for each in checked.see))
 
 
 def _move_tables(problem: Problem) -> Problem:

@@ -45,7 +45,7 @@ class CallStructure(NamedTuple):
     options : scale, dropout, kernel, threads, `machine_setting`, and the classes and parameters of the statistics
     has_arrays : two booleans: whether the mask is a boolean array, and whether the score is an array of biases
     has_sinks : True if the call has sinks
-    formulas : `Structure.key` of mask, score and conditions, () if there are none; the `CallSpec` in programs of JAX
+    formulas : `Structure.key` of mask, score and statistics, () if there are none; the `CallSpec` in programs of JAX
     wanted_tables : for `attention_vjp`, the indices of the score's tables with gradients; None for all other callers
     """
 
@@ -63,7 +63,7 @@ class Request(NamedTuple):
     mask, score : the formulas; `mask` may be a boolean array, and `score` an array of biases
     see : the statistics
     tables : the arrays of the tables in the order of `Structure.tables`: those of the mask first, then those of the
-        score, then those of the conditions of `see`
+        score, then those of the formulas of `see`
     numbers : the numbers of the formulas
     sinks, seed : as in `attention`
     layouts, addresses : those of query, key, value, the tables, and the sinks if there are any; `call_cache.answer`
@@ -92,7 +92,7 @@ class Request(NamedTuple):
         return self.tables if self.sinks is None else (*self.tables, self.sinks)
 
     def formulas(self) -> tuple[Expression | None, ...]:
-        """Return mask, score and the conditions of `see` as formulas. Their tables are `tables`, in the same order."""
+        """Return mask, score and the formulas of `see`. Their tables are `tables`, in the same order."""
         mask = library.dense(self.mask) if type(self.mask) in FRAMEWORKS else self.mask
         score = library.bias(self.score) if type(self.score) in FRAMEWORKS else self.score
         return mask, score, *factors_of(self.see)
@@ -226,9 +226,9 @@ def _describe_formulas(
         if not callable(score):
             return None
         score = from_function.to_formula(score, "score", "s b h i j")
-    conditions = factors_of(see) if see else []
-    formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score, *conditions
-    if conditions or formulas[0] is not None or formulas[1] is not None:
+    factors = factors_of(see) if see else []
+    formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score, *factors
+    if factors or formulas[0] is not None or formulas[1] is not None:
         found = structure_of(*formulas)
         key, numbers = found.key, found.numbers
         if key is None:
@@ -237,7 +237,7 @@ def _describe_formulas(
             tables += tuple([table.array for table in found.tables])
     if has_arrays[1]:
         place = len(tables)
-        if conditions:
+        if factors:
             place = has_arrays[0] + (0 if formulas[0] is None else len(structure_of(formulas[0]).tables))
         tables = (*tables[:place], score, *tables[place:])
     structure = make_tuple(CallStructure, options, has_arrays, sinks is not None, key, None)

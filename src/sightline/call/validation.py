@@ -313,7 +313,7 @@ def _to_whole_number(number: Any) -> int:
 
 
 def read_statistics(see: Any, lengths: tuple[int, int] | None = None) -> tuple[Statistic, ...]:
-    """Return the statistics of `see`, with their conditions as expressions. `lengths` is as in `read_mask`."""
+    """Return the statistics of `see`, with their masks as expressions. `lengths` is as in `read_mask`."""
     listed = tuple(see) if isinstance(see, Sequence) and not isinstance(see, str) else (see,)
     for entry in listed:
         if not isinstance(entry, StatisticBase):

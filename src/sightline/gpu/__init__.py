@@ -56,8 +56,7 @@ class Triton(Kernel):
         self._check_interpreter()
         from .launch.backward import backward
 
-        d_output, d_lse, saved, wanted_tables, statistics = given
-        return backward(problem, d_output, d_lse, saved, wanted_tables, statistics, self.architecture)
+        return backward(problem, *given[:4], given.statistics, self.architecture)
 
     def _check_interpreter(self) -> None:
         """Raise ParameterError for the architecture "interpreter" if triton was imported without TRITON_INTERPRET=1."""

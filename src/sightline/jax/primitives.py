@@ -192,8 +192,7 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], options: Cal
     """Return the results of `attention` and their tangents."""
     results = attention_p.bind(*primals, options=options)
     learned = [id(x) for x, tangent in zip(primals, tangents, strict=True) if type(tangent) is not ad.Zero]
-    see = options.spec.statistics(options.spec.unflatten(primals).tables)
-    refuse_learned(see, lambda table: id(table.array) in learned)
+    refuse_learned(options.spec.statistics(options.spec.unflatten(primals).tables), lambda x: id(x.array) in learned)
     wanted = tuple(k for k in options.spec.find_places(options.spec.score_tables) if type(tangents[k]) is not ad.Zero)
     if not wanted:  # only masks read the arrays with tangents
         return results, [_zero(result) for result in results]

@@ -161,7 +161,7 @@ class XlaForward(XlaCall):
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """The numbers in mask, score and conditions of statistics, in the order of `structure_of`."""
+        """The numbers in mask, score and formulas of statistics, in the order of `structure_of`."""
         return structure_of(*self.spec.formulas(self.example_tables), *factors_of(self.see)).numbers
 
     @cached_property
@@ -171,7 +171,7 @@ class XlaForward(XlaCall):
 
     @cached_property
     def see(self) -> tuple[Statistic, ...]:
-        """The statistics. Their conditions read the zeros of `example_tables`."""
+        """The statistics. Their formulas read the zeros of `example_tables`."""
         return self.spec.statistics(self.example_tables)
 
 

@@ -53,7 +53,7 @@ class Rewriting:
         return cast(Expression, self._rewrite(formula, False))
 
     def statistic(self, statistic: Any) -> Any:
-        """Return the statistic with its conditions as formulas of rows."""
+        """Return the statistic with its formula as formulas of rows."""
         return statistic.map_formulas(self.formula) if self.symbols else statistic
 
     def _rewrite(self, formula: Expression, is_mask_of_last: bool) -> Expression | None:

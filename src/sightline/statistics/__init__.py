@@ -87,5 +87,5 @@ def deserialize(tokens: Sequence[str], formula: Callable[[str], Expression]) -> 
         over_heads, over_batch, factors = map(literal_eval, rest[:3])
         return Mean(over_heads, over_batch, deserialize(rest[3:], formula), factors)
     if name in (Sum.name, Mass.name):
-        return (Sum if name == Sum.name else Mass)(formula(rest[0]))
+        return STATISTICS[name](formula(rest[0]))  # type: ignore[call-arg]
     return STATISTICS[name](*[literal_eval(word) for word in rest])

@@ -9,7 +9,7 @@ from operator import add
 from typing import TYPE_CHECKING, Any
 
 from ..arrays.kinds import check_device, check_kind
-from ..arrays.operations import broadcast_to, check_float_dtype, convert, dtype_name, namespace, records_gradients
+from ..arrays.operations import broadcast_to, check_float_dtype, convert, dtype_name, namespace, needs_gradient
 from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.derivative import ONE, ZERO, derivative, vanishes_with
 from ..formula.evaluate_array import evaluate
@@ -37,11 +37,10 @@ class Sum(Statistic):
     is_mergeable = True
 
     def __repr__(self) -> str:
-        product = where(self.factor, p, 0.0) if self.factor.kind == "bool" else p * self.factor
-        return f"sum({product}, over=j)"
+        return f"sum({times_factor(p, self.factor)}, over=j)"
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
-        refuse_learned([self], lambda table: getattr(table.array, "requires_grad", False) and records_gradients())
+        refuse_learned([self], lambda table: needs_gradient(table.array))
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         xp, problem = context.xp, context.problem
@@ -55,7 +54,7 @@ class Sum(Statistic):
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         gradient, slope, scores = context.gradient_at(i), derivative(self.factor), None
-        weights = where(self.factor, gradient, 0.0) if self.factor.kind == "bool" else gradient * self.factor
+        weights = times_factor(gradient, self.factor)
         if slope is not ZERO:
             scores = gradient * slope * apply("exp", s - context.lookup(context.finite_lse, i))
         weights_sum = context.gradient * context.arrays[0] if context.arrays else None
@@ -125,6 +124,11 @@ class WeightedSum(Statistic):
         return namespace(result.output).astype(result.output, problem.query.dtype, copy=False)
 
 
+def times_factor(x: Expression, factor: Expression) -> Expression:
+    """Return x · f as a formula. A condition f counts as 1 and 0."""
+    return where(factor, x, 0.0) if factor.kind == "bool" else x if factor is ONE else x * factor
+
+
 def multiply(weights: Any, factor: Any) -> Any:
     """Return P ∘ f. The product is 0 where P is 0, whatever f is there. A condition f counts as 1 and 0."""
     xp = namespace(weights)
@@ -134,10 +138,7 @@ def multiply(weights: Any, factor: Any) -> Any:
 
 
 def refuse_learned(see: Sequence[Statistic], is_learned: Callable[[Table], bool]) -> None:
-    """Raise ParameterError if the formula of a statistic has a derivative with respect to a learned table.
-
-    Only scores have gradients of tables.
-    """
+    """Raise ParameterError if the formula of a statistic needs the gradient of a learned table."""
 
     def check(formula: Any) -> Any:
         for node in walk(formula) if isinstance(formula, Expression) else ():
@@ -153,13 +154,12 @@ def refuse_learned(see: Sequence[Statistic], is_learned: Callable[[Table], bool]
 def sum(formula: Any, over: Any) -> Statistic:
     """Request Σⱼ p f over the keys of every query, where p is the weight P_ij and f is any formula of the pair.
 
-    `sum(p * abs(i - j), over=j)` is the mean distance to the keys that a query attends to. Kernels compute the sum
-    beside the output, in the same pass.
+    `sum(p * abs(i - j), over=j)` is the mean distance between a query and the keys that it attends to. The forward
+    kernels compute the sum together with the output.
 
     The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32); 0 for a query
     without keys. p is the weight after softmax and before dropout; s is the final score. Hidden pairs add nothing,
-    even if f is NaN or ∞ there. The sum has a gradient with respect to query, key, sinks
-    and the learned tables of the score, but not to the tables that f reads.
+    even if f is NaN or ∞ there. Query, key, sinks and the tables of the score get gradients; the tables of f get none.
 
     Parameters
     ----------
@@ -209,7 +209,8 @@ def sum(formula: Any, over: Any) -> Statistic:
 def mass(mask: Any) -> Statistic:
     """Request Σⱼ P_ij over the keys that satisfy a condition, such as the weight on a document or on a prefix.
 
-    It is `sum(where(mask, p, 0), over=j)`, from 0 to 1, with the result, the gradient and the errors of `sum`.
+    It is `sum(where(mask, p, 0), over=j)`, with the same gradient and errors. The result is (..., H, n) in the
+    accumulator's dtype (float64 for float64 arrays, else float32), from 0 to 1; 0 for a query without keys.
 
     Parameters
     ----------

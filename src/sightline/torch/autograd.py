@@ -130,7 +130,7 @@ def _read_saved(call: GraphCall, results: Sequence[Tensor]) -> tuple[Tensor, Ten
 
 def tables_of(problem: Problem) -> list[Any]:
     """Return the arrays that the formulas of a problem and of its statistics read."""
-    own = [table for condition in factors_of(problem.see) for table in condition.tables]
+    own = [table for factor in factors_of(problem.see) for table in factor.tables]
     return [table.array for table in (*problem.tables, *own)]
 
 

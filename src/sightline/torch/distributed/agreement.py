@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arrays.operations import dtype_name, to_numpy
+from ...arrays.operations import dtype_name, needs_gradient, to_numpy
 from ...call.validation import to_float
 from ...errors import RankError
 from ...formula.expression import Expression
@@ -35,11 +35,6 @@ def describe_shard(name: str, x: Tensor, axis: int) -> dict[str, str]:
     shape[axis] = "positions"
     kind = f"{dtype_name(x)}{shape} on {x.device.type}"
     return {name: kind, f"requires_grad of {name}": str(needs_gradient(x))}
-
-
-def needs_gradient(array: Any) -> bool:
-    """True if torch records a graph and the array requires a gradient."""
-    return torch.is_grad_enabled() and bool(getattr(array, "requires_grad", False))
 
 
 def describe_number(number: Any) -> str:

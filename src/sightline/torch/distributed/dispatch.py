@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...api.kernels import to_caller_layout
+from ...arrays.operations import needs_gradient
 from ...call.foreign_arguments import refuse_arguments
 from ...call.kernel import Result
 from ...call.problem import Problem, make_problem
@@ -29,7 +30,7 @@ from ...partition.shards import Method, ShardLayout, Shards, check_method, check
 from ...statistics import Mean, Pooled, Received, Statistic, unwrap_mean
 from ..dispatch import apply_autocast
 from ..operator import autocast_disabled, make_seed
-from .agreement import agree, describe_array, describe_formula, describe_number, describe_shard, needs_gradient
+from .agreement import agree, describe_array, describe_formula, describe_number, describe_shard
 from .autograd import attention_by_ring
 from .dtensor import check_tensors, local_tensors, to_dtensor
 from .group import Group
