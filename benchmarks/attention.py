@@ -23,7 +23,7 @@ from sightline.caching import cached_property
 from sightline.formula.expression import SYMBOLS, Expression
 from sightline.formula.tables import Table
 from sightline.formula.tile_ranges import count_pairs
-from sightline.statistics import Pooled, Statistic, pooled
+from sightline.statistics import Statistic, pooled
 
 from . import check
 from .core import SEED, Call, Problem
@@ -180,7 +180,7 @@ class Attention(Problem):
         heads = min(self.H, 4)
         group = self.H // self.G
         n, m = min(self.n, SMALL_LENGTH), min(self.m, SMALL_LENGTH)
-        see = tuple(pooled(SMALL_CELLS, SMALL_CELLS) if isinstance(each, Pooled) else each for each in self.see)
+        see = tuple(pooled(SMALL_CELLS, SMALL_CELLS) if each.name == "pooled" else each for each in self.see)
         return replace(self, B=min(self.B, 2), H=heads, G=max(heads // group, 1), n=n, m=m, see=see)
 
 

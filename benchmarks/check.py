@@ -21,7 +21,7 @@ from sightline.formula.library import bias
 from sightline.partition.parts import part_of
 from sightline.reference.accuracy import budget_used, compute_baseline, dense_attention, gradient_term_sizes, term_sizes
 from sightline.reference.definition import compute_stages
-from sightline.statistics import Pooled, Received, Tile, accumulate_statistics, arrays_of
+from sightline.statistics import Tile, accumulate_statistics, arrays_of
 
 from .core import SEED, Results
 
@@ -146,11 +146,14 @@ def _error_of_statistic(whole: Problem, statistic: Any, found: Sequence[Array]) 
     If the statistic names keys, the true scores or weights at these keys are compared in place of the keys.
     """
     last = whole.H - 1
-    if isinstance(statistic, Received):
+    if statistic.name == "received":
         parts = [part(whole, last, slice(0, whole.n), see=(statistic,))]
         places = [parts[0].columns]
-    elif isinstance(statistic, Pooled):  # the last row of cells
-        rows, of_row = slice(whole.n - whole.n // statistic.down, whole.n), (replace(statistic, down=1),)
+    elif statistic.name == "pooled":  # the last row of cells
+        rows, of_row = (
+            slice(whole.n - whole.n // statistic.cells[0], whole.n),
+            (replace(statistic, cells=(1, statistic.cells[1])),),
+        )
         parts, places = [part(whole, last, rows, slice(0, whole.m), of_row)], [slice(-1, None)]
     else:
         parts = checked_parts(whole, (statistic,))

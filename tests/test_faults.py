@@ -23,8 +23,8 @@ from sightline.cpu.kernels.forward import Forward
 from sightline.cpu.kernels.fused_statistics import FusedStatisticsCode
 from sightline.cpu.kernels.shared_tiles import SharedTiles
 from sightline.cpu.kernels.tables import TableGradientCode
-from sightline.cpu.kernels.weights_by_key import PooledCode, ReceivedCode
-from sightline.cpu.kernels.weights_by_query import TopKCode
+from sightline.cpu.kernels.weights_by_key import CellSums, KeyExtrema, KeySums
+from sightline.cpu.kernels.weights_by_query import RowExtrema, RowSums, TopKCode
 from sightline.cpu.kernels.weights_pass import WeightsPass
 from sightline.cpu.kernels.weights_statistics import WeightStatistics
 from sightline.cpu.kernels.weights_tiles import WeightSums, WeightTiles
@@ -169,28 +169,36 @@ WEIGHTS_PASS = {
         WeightStatistics.locate_span, "(split + 1) * args.split_size", "(split + 1) * args.split_size - 1"
     ),
     "sums of all ranges together": Fault(
-        ReceivedCode.init_item, "kernel.range_index * heads + kernel.head_index", "kernel.head_index"
+        KeySums.init_item, "kernel.range_index * heads + kernel.head_index", "kernel.head_index"
     ),
-    "sums of the first keys of a tile": Fault(ReceivedCode.finish_tile, "j0 + first", "j0"),
+    "sums of the first keys of a tile": Fault(KeySums.finish_tile, "j0 + first", "j0"),
     "sums of hidden pairs": Fault(
-        ReceivedCode.add_key, "self.kernel.hide(pairs.weights, pairs.conditions, 0.0)", "pairs.weights"
+        WeightsPass.compute_entries, "self.hide(pairs.weights, pairs.conditions, 0.0)", "pairs.weights"
     ),
+    "a hidden pair in a maximum": Fault(WeightsPass.find_visible, "visible & allowed", "visible"),
+    "scores in base 2": Fault(WeightsPass.compute_entries, "self.factor * nats", "self.factor"),
+    "logarithms in base 2": Fault(WeightsPass.compute_entries, "x * nats", "x"),
+    "the last tile alone": Fault(RowSums.finish_tile, "total.get() + part.get()", "part.get()"),
+    "a maximum that is a minimum": Fault(RowExtrema.add_key, "self.exceeds(entry, best.get())", "(entry < best.get())"),
+    "the first maximum of many": Fault(KeyExtrema.add_key, "best == largest.broadcast(kernel.lanes)", "best == best"),
+    "another query of the block": Fault(KeyExtrema.add_key, "builder.where(is_new, i, query)", "query"),
+    "cells that begin at 0": Fault(CellSums.clear_from, "self.role.hidden", "0.0"),
     "cells of all ranges together": Fault(
-        PooledCode.reduce_lanes,
+        CellSums.reduce_lanes,
         "kernel.head_index * head_rows + row.get() + kernel.range_index",
         "kernel.head_index * head_rows + row.get()",
     ),
-    "columns cleared before they are stored": Fault(PooledCode.init_tile, "self.reduce_lanes()", "pass"),
+    "columns cleared before they are stored": Fault(CellSums.init_tile, "self.reduce_lanes()", "pass"),
     "a hidden key in a list": Fault(
         TopKCode.add_key,
         "self.kernel.hide(pairs.weights, pairs.conditions, -math.inf)",
         "self.kernel.hide(pairs.weights, pairs.conditions, 0.0)",
     ),
-    "missed last key of a cell": Fault(PooledCode.loop_keys, "end - j0", "end - j0 - 1"),
+    "missed last key of a cell": Fault(CellSums.loop_keys, "end - j0", "end - j0 - 1"),
     "cells of the first column": Fault(
-        PooledCode.loop_keys, "self.cell_address(column.get(), v)", "self.cell_address(self.first_column.get(), v)"
+        CellSums.loop_keys, "self.cell_address(column.get(), v)", "self.cell_address(self.first_column.get(), v)"
     ),
-    "lanes of all cells": Fault(PooledCode.reduce_lanes, "lanes < end.to(integer)", "lanes >= 0"),
+    "lanes of all cells": Fault(CellSums.reduce_lanes, "lanes < end.to(integer)", "lanes >= 0"),
     "a list moved down by the wrong weight": Fault(TopKCode.insert, "old.set(above)", "old.set(p)"),
     "keys left where they were": Fault(
         TopKCode.insert,

@@ -205,8 +205,8 @@ def test_dir_shows_the_public_names_and_the_submodules():
     """The submodules are loaded when they are accessed; completion offers them all the same."""
     functions = """
         AttentionMonitor alibi alibi_slopes attention attention_from_disk attention_tangent attention_vjp bias blocks
-        causal dense documents entropy explain lse mass max_score merge padding pooled prefix received relative_bias
-        scores softcap sum table threads tiles top_k watch weighted_sum weights where window
+        causal dense documents entropy explain lse mass max max_score merge min padding pooled prefix received
+        relative_bias scores softcap sum table threads tiles top_k watch weighted_sum weights where window
     """
     modules = "data equinox eviction flax jax keras positions torch transformers view"
     expected = [*"bhijspnm", "OVERVIEW", "Expression", "KVCache", "Table", *functions.split(), *modules.split()]

@@ -28,8 +28,22 @@ from .formula.tables import Table, table
 from .kv_cache import KVCache
 from .partition.parts import merge
 from .recording import Seen
-from .statistics import OVERVIEW, entropy, lse, max_score, pooled, received, scores, top_k, weights
-from .statistics.sums import mass, sum, weighted_sum
+from .statistics import (
+    OVERVIEW,
+    entropy,
+    lse,
+    mass,
+    max,
+    max_score,
+    min,
+    pooled,
+    received,
+    scores,
+    sum,
+    top_k,
+    weighted_sum,
+    weights,
+)
 
 __all__ = [
     "OVERVIEW",
@@ -56,8 +70,10 @@ __all__ = [
     "lse",
     "m",
     "mass",
+    "max",
     "max_score",
     "merge",
+    "min",
     "n",
     "p",
     "padding",

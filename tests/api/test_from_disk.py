@@ -189,7 +189,7 @@ def test_other_statistics_frameworks_and_progress_are_refused():
     torch = pytest.importorskip("torch")
     query, key, value = drawn()
     for other in (sightline.received(), sightline.entropy().mean("heads"), sightline.mass(i < j).rows([0])):
-        with pytest.raises(ParameterError, match=r"(?s)for keys on disk.*without selections and means"):
+        with pytest.raises(ParameterError, match=r"(?s)for keys on disk.*no selections or means"):
             sightline.attention_from_disk(query, key, value, see=[other])
     with pytest.raises(DtypeError, match="torch"):
         sightline.attention_from_disk(query, torch.from_numpy(key), value)

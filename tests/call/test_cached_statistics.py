@@ -23,6 +23,10 @@ SEE = {
     "entropy after top_k": ([sightline.top_k(2), sightline.entropy()], lambda seen: seen[1]),
     "pooled": ([sightline.max_score(), sightline.pooled(2, 3), sightline.lse()], lambda seen: seen[1]),
     "sum": ([sightline.sum(p * abs(i - j), over=j), sightline.sum(p * s, over=j)], lambda seen: seen[1]),
+    "formulas": (
+        [sightline.sum(p * p, over=i), sightline.entropy(), sightline.sum(p**3, over=j)],
+        lambda seen: seen[2],
+    ),
     "mass": ([sightline.entropy(), sightline.mass(j < 3), sightline.mass(i > j)], lambda seen: seen[2]),
 }
 

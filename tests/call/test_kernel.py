@@ -85,6 +85,25 @@ def test_explain_prints_every_part():
         assert (f"not {kernel}" in page) == bool(reasons)
 
 
+def test_explain_says_how_each_statistic_is_computed():
+    p, j = sightline.p, sightline.j
+    see = [
+        sightline.lse(),
+        sightline.sum(p * j, over=j),
+        sightline.sum(p * p, over=j).mean("heads"),
+        sightline.top_k(8),
+        sightline.weights().rows([-1]),
+        sightline.scores().mean("heads"),
+    ]
+    explanation = sightline.explain(X, X, X, see=see)
+    ways = ["computed with the output"] * 2 + ["a second pass over the tiles"] * 2
+    ways += ["a call of its own", "array operations on tiles of weights: slow"]
+    assert [*explanation.statistics.values()] == ways
+    assert "statistic     sum(p·j, over=j): computed with the output\n" in str(explanation)
+    by_streaming = sightline.explain(X, X, X, see=see[1], kernel="streaming")
+    assert [*by_streaming.statistics.values()] == ways[-1:]
+
+
 def test_explain_names_the_requested_kernel():
     explanation = sightline.explain(X, X, X, kernel="reference")
     assert explanation.forced

@@ -345,7 +345,7 @@ ACCEPTED = {
     "division by zero": {"mask": (i // 0 == 0) & (j % 0 == 0), "score": s + np.minimum(1 / (i - j), 1.0)},
     "True": {"mask": True},
     "NumPy's True": {"mask": np.True_},
-    "a constant score": {"score": 3},
+    "a constant score": {"score": 0 * s + 3},
     "a mask over keys": {"mask": np.array([True, False, True, True])},
     "a mask of lists": {"mask": dense([[True] * 4] * 4)},
     "a table of a table": {"score": s + table(table(np.ones(4)))[i]},
@@ -366,6 +366,23 @@ def test_valid_arguments(given):
     output = output[0] if "see" in ACCEPTED[given] else output
     assert output.shape == X.shape
     assert np.isfinite(output).all()
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (-abs(i - j), r"does not read s.*\n  cure: score=s \+ \(−\|i − j\|\)"),
+        (3, "does not read s"),
+        (s + s, "adds s twice"),
+        (sightline.alibi(2) + sightline.softcap(30), "adds s twice.*\n  cure: one.with_scores"),
+    ],
+)
+def test_a_score_that_loses_or_doubles_the_products_is_noticed(score, message):
+    with pytest.warns(UserWarning, match=message):
+        sightline.attention(X, X, X, score=score)
+    plain = s * table(np.ones(2))[h] + s * i, sightline.alibi(2).with_scores(sightline.softcap(30)), s + abs(i - j)
+    for score in plain:
+        sightline.attention(X, X, X, score=score)
 
 
 EMPTY = {

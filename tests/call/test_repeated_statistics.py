@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import sightline
 from sample_calls import all_bits, arrays
-from sightline import b, h, i, j, s, table
+from sightline import b, h, i, j, p, s, table
 from sightline.arrays.operations import to_numpy
 from sightline.call import call_cache
 from sightline.call.kernel import Result
@@ -67,12 +67,17 @@ def test_first_and_repeated_calls(name, data, rng, dtype):
     score, shared = data.draw(st.integers(0, 3)), data.draw(st.integers(2, 5))
     order = data.draw(st.permutations([*masses, *data.draw(st.sets(st.sampled_from(OTHERS), min_size=2, max_size=5))]))
 
+    has_formula = data.draw(st.booleans())
+
     def draw_case():
         operands = arrays(rng, ((B, H, N, 8),) * 3, dtype)
         if rng.random() < 0.4:
             operands[0][0, 0, 3, 2] = rng.choice([np.nan, np.inf])
         of = conditions(rng, shared)
         see = [sightline.mass(reduce(or_, [of[k] for k in x])) if isinstance(x, list) else x for x in order]
+        if has_formula:
+            numbers = table(rng.normal(size=(N,)))
+            see = [sightline.sum(p * p * float(rng.normal()) + numbers[i], over=i), *see]
         return Case(*operands, {"mask": reduce(or_, [of[k] for k in mask]), "score": scores(rng, shared)[score]}), see
 
     def attend(case, see):

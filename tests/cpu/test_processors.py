@@ -35,7 +35,7 @@ from sightline.cpu.runtime.machine import (
 )
 from sightline.cpu.runtime.processor import Processor
 from sightline.errors import ParameterError
-from sightline.statistics import Mean, Pooled, Received, TopK, Weights
+from sightline.statistics import Mean, TopK, pooled, received, weights
 from sightline.testing import assert_conforms
 from strategies import DTYPES, cases
 from weights_pass_checks import check_everything, compute
@@ -200,7 +200,7 @@ def test_kernels_keep_to_their_machine(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "statistic", [Received(), Pooled(2, 2), TopK(5), Weights(), Mean(True, False, Weights(), (0.5,))], ids=repr
+    "statistic", [received(), pooled(2, 2), TopK(5), weights(), Mean(True, False, weights(), (0.5,))], ids=repr
 )
 @pytest.mark.parametrize("name", machine_names())
 def test_kernels_of_the_weights_pass_keep_to_their_machine(name, statistic):

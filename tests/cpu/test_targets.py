@@ -26,7 +26,7 @@ from sightline.cpu.codegen.python_function import PYTHON_API
 from sightline.cpu.runtime.compile import _compile_object, _load_objects
 from sightline.cpu.runtime.machine import CPU_VARIABLE, Machine, missing_features, named_machine, native_machine
 from sightline.cpu.runtime.processor import Processor
-from sightline.statistics import Received, TopK
+from sightline.statistics import TopK, received
 from sightline.testing import assert_conforms
 from weights_pass_checks import check_everything, compute
 
@@ -99,7 +99,7 @@ def kernels(machine):
     kernel.run(make_problem(*arrays((2, 4, 1, 64), "float32", groups=1, m=513), mask=padding([513, 130])), 1)
     kernel.run(make_problem(*arrays((1, 1, 20, 1024), "float32")), 1)
     weighed = make_problem(*arrays((1, 2, 70, 16), "float32"))
-    for statistic in (Received(), TopK(3)):
+    for statistic in (received(), TopK(3)):
         compute(weighed, np.zeros((1, 2, 70)), statistic, processor=collector)
     return [(name, text) for (name, _), text in collector.modules.items()]
 

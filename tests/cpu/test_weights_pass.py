@@ -15,7 +15,7 @@ from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.launch.weights_pass import MAX_TOP_K, bind_passes
 from sightline.reference.definition import compute_stages
-from sightline.statistics import Pooled, Received, TopK, Weights
+from sightline.statistics import TopK, pooled, received, weights
 from sightline.testing import with_guards
 from strategies import DTYPES, Case, cases
 from weights_pass_checks import check, check_everything, compute, several, weight_sums
@@ -39,14 +39,14 @@ def drawn(dtype, examples):
             return first, data.draw(st.integers(min(first + 1, length), length))
 
         if statistic == "received":
-            chosen = Received(data.draw(st.sampled_from(["sum", "max"])))
+            chosen = received(data.draw(st.sampled_from(["sum", "max"])))
         elif statistic == "pooled":
             within = data.draw(st.sampled_from([None, (part(n), part(m))]))
             (i0, i1), (j0, j1) = within or ((0, n), (0, m))
-            rows, columns = (data.draw(st.integers(min(1, length), length)) for length in (i1 - i0, j1 - j0))
-            chosen = Pooled(min(rows, 40), min(columns, 40), data.draw(st.sampled_from(["mean", "max"])), within)
+            rows, columns = (data.draw(st.integers(1, max(length, 1))) for length in (i1 - i0, j1 - j0))
+            chosen = pooled(min(rows, 40), min(columns, 40), data.draw(st.sampled_from(["mean", "max"])), within)
         else:
-            chosen = TopK(data.draw(st.integers(1, 12))) if statistic == "top_k" else Weights()
+            chosen = TopK(data.draw(st.integers(1, 12))) if statistic == "top_k" else weights()
         check(problem, chosen)
 
     conforms()
@@ -55,10 +55,10 @@ def drawn(dtype, examples):
 @st.composite
 def requests(draw, problem):
     """Statistics of a problem that can share passes."""
-    down, across = (st.integers(1, min(length, 40)) for length in (problem.n, problem.m))
+    down, across = (st.integers(1, max(min(length, 40), 1)) for length in (problem.n, problem.m))
     kinds = [
-        st.builds(Received, st.sampled_from(["sum", "mean", "max"])),
-        st.builds(Pooled, down, across | st.just(problem.m), st.sampled_from(["mean", "max"])),
+        st.builds(received, st.sampled_from(["sum", "mean", "max"])),
+        st.builds(pooled, down, across | st.just(problem.m), st.sampled_from(["mean", "max"])),
         st.builds(TopK, st.integers(1, 12)),
     ]
     return draw(st.lists(st.one_of(kinds), min_size=2, max_size=4))
@@ -127,7 +127,7 @@ def test_any_number_of_threads_gives_the_same_bits():
     calls = [
         partial(compute, problem, lse, *group)
         for group in (
-            *([Received()], [Received("max")], [Pooled(1217, 200, "max")], [Pooled(1, 3)], [TopK(6)], [Weights()]),
+            *([received()], [received("max")], [pooled(1217, 200, "max")], [pooled(1, 3)], [TopK(6)], [weights()]),
             several(problem),
         )
     ]
@@ -146,7 +146,7 @@ def flat(result):
 def test_statistics_share_passes():
     """Each pass computes received, pooled and top_k at most once; weights and a pooled rectangle are computed alone."""
     problem = make_problem(*arrays((1, 2, 70, 8), "float32"))
-    statistics = [TopK(2), Pooled(2, 2, "mean", ((0, 9), (0, 9))), Weights(), Received("max"), Pooled(3, 3), TopK(3)]
+    statistics = [TopK(2), pooled(2, 2, "mean", ((0, 9), (0, 9))), weights(), received("max"), pooled(3, 3), TopK(3)]
     passes = [bound_pass for _, bound_pass in bind_passes(problem, statistics)]
     assert [bound_pass.indices for bound_pass in passes] == [(0, 3, 4), (1,), (2,), (5,)]
     assert bind_passes(problem, [TopK(MAX_TOP_K + 1)]) != []  # there are only 70 keys
@@ -156,7 +156,7 @@ def test_torch_gets_the_same_bits_as_tensors():
     case = Case(*arrays((2, 70, 16), "float32", m=90), {"mask": causal()})
     lse = compute_stages(case.make_problem()).lse
     problem = case.make_problem()
-    for group in ([Received()], [Pooled(3, 4)], [TopK(95)], [Weights()], [weight_sums(problem)], several(problem)):
+    for group in ([received()], [pooled(3, 4)], [TopK(95)], [weights()], [weight_sums(problem)], several(problem)):
         ours, theirs = compute(problem, lse, *group), compute(case.as_torch().make_problem(), lse, *group)
         for array, tensor in zip(flat(ours), flat(theirs), strict=True):
             assert framework(tensor) is TORCH
@@ -185,7 +185,7 @@ def test_a_score_of_minus_infinity_is_not_listed(rng):
     problem = make_problem(q, k, k, score=where(j % 9 == 0, s, -math.inf))
     lse = compute_stages(problem).lse
     (alone,) = compute(problem, lse, TopK(10))
-    together, _ = compute(problem, lse, TopK(10), Received())
+    together, _ = compute(problem, lse, TopK(10), received())
     assert (alone[1] >= 0).sum(-1).tolist() == [[[8] * 40]]
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -199,7 +199,7 @@ def test_weights_do_not_take_on_the_rounding_of_lse(rng):
     q, k = (rng.integers(-2, 3, (1, 1, rows, 3)).astype(np.float32) for rows in (40, 150))
     plain, moved = make_problem(q, k, k, scale=1.0, score=s + 0), make_problem(q, k, k, scale=1.0, score=s + 4096)
     truth = compute_stages(plain)
-    (one,), (other,) = compute(plain, truth.lse, Weights()), compute(moved, truth.lse + 4096, Weights())
+    (one,), (other,) = compute(plain, truth.lse, weights()), compute(moved, truth.lse + 4096, weights())
     unit = np.spacing(np.abs(truth.masked - truth.lse[..., None]).astype(np.float32)) + 2 * np.finfo(np.float32).eps
     assert (abs(one - truth.weights) <= unit * truth.weights).all()
     assert (abs(other - truth.weights) <= unit * truth.weights).all()
@@ -210,9 +210,9 @@ def test_the_error_of_sums_does_not_grow_with_their_length():
     n, m = 1 << 16, 3
     problem = make_problem(np.zeros((32, n, 1), np.float32), *(np.zeros((32, m, 1), np.float32) for _ in range(2)))
     lse = np.full((32, 1, n), np.log(m))
-    one = compute(problem, lse, Weights())[0][:, :, 0].astype(np.float64)
-    np.testing.assert_array_equal(compute(problem, lse, Received())[0], (one * n).astype(np.float32))
-    together, mean = compute(problem, lse, Received(), Pooled(1, m))
+    one = compute(problem, lse, weights())[0][:, :, 0].astype(np.float64)
+    np.testing.assert_array_equal(compute(problem, lse, received())[0], (one * n).astype(np.float32))
+    together, mean = compute(problem, lse, received(), pooled(1, m))
     np.testing.assert_array_equal(together, (one * n).astype(np.float32))
     np.testing.assert_array_equal(mean, one[..., None, :].astype(np.float32))
 
@@ -253,7 +253,7 @@ def test_visible_nonfinite_scores_return_none(bad):
                 np.testing.assert_array_equal(one, other)
     unmasked = make_problem(q, k, v)
     lse = compute_stages(unmasked).lse
-    for statistic in (Received(), Pooled(1, 1), TopK(1), Weights()):
+    for statistic in (received(), pooled(1, 1), TopK(1), weights()):
         assert compute(unmasked, lse, statistic) is None
 
 
@@ -261,13 +261,13 @@ def test_visible_nonfinite_scores_return_none(bad):
 def test_no_pairs(extent):
     B, H, n, m = extent
     q, k = (np.zeros((B, H, rows, 3), np.float32) for rows in (n, m))
-    see = [Received(), TopK(2), Weights(), Pooled(0, 0)]
+    see = [received(), TopK(2), weights(), pooled(1, 1)]
     sums, (found, where), matrix, cells = Cpu().run(make_problem(q, k, k, see=see)).seen
     assert sums.tolist() == np.zeros((B, H, m)).tolist()
     assert found.tolist() == np.zeros((B, H, n, 2)).tolist()
     assert where.tolist() == np.full((B, H, n, 2), -1).tolist()
     assert matrix.shape == (B, H, n, m)
-    assert cells.shape == (B, H, 0, 0)
+    assert cells.shape == (B, H, min(n, 1), min(m, 1))
 
 
 def test_no_byte_outside_an_array_is_written(monkeypatch):

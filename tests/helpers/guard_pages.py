@@ -28,7 +28,7 @@ from sightline.call.kernel import GivenGradients
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.launch import backward as launch_backward
-from sightline.statistics import Pooled, Received, TopK, Weights
+from sightline.statistics import TopK, pooled, received, weights
 from weights_pass_checks import compute
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
@@ -102,12 +102,12 @@ def statistic(rng, problem, lse):
     i0, j0 = rng.integers(0, n), rng.integers(0, m)
     rows, columns = rng.integers(1, n - i0 + 1), rng.integers(1, m - j0 + 1)
     how = ["mean", "max"][rng.integers(2)]
-    together = Received(how), Pooled(int(rng.integers(1, n + 1)), int(rng.integers(1, m + 1)), how), TopK(5)
+    together = received(how), pooled(int(rng.integers(1, n + 1)), int(rng.integers(1, m + 1)), how), TopK(5)
     group = [
-        lambda: [Received(how)],
-        lambda: [Pooled(int(rows), int(columns), how, ((int(i0), n), (int(j0), m)))],
+        lambda: [received(how)],
+        lambda: [pooled(int(rows), int(columns), how, ((int(i0), n), (int(j0), m)))],
         lambda: [TopK(int(rng.integers(1, 12)))],
-        lambda: [Weights()],
+        lambda: [weights()],
         lambda: [together[k] for k in rng.permutation(3)[: rng.integers(2, 4)]],
     ][rng.integers(5)]()
     return compute(problem, lse, *group)

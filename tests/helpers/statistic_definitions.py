@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import sightline
 from sightline.arrays.operations import dtype_name, namespace, to_numpy
 from sightline.call.problem import Problem
-from sightline.formula.evaluate_array import evaluate_dense
+from sightline.formula.evaluate_array import evaluate_at, evaluate_dense
 from sightline.reference.accuracy import dense_attention, summation_orders
 from sightline.reference.definition import compute_stages
 from sightline.statistics import arrays_of, solve_selections_separately
@@ -39,17 +39,22 @@ class Dense:
 
     def positions(self, formula: Any) -> Any:
         """Return a formula's values at these rows and heads."""
-        problem = self.problem
-        reads_s = "s" in formula.free_symbols
-        scores = np.nan_to_num(self.scores, neginf=0.0).reshape(problem.extent) if reads_s else None
-        values = np.array(evaluate_dense(formula, problem.extent, scores))
-        values = values.reshape(*problem.batch_shape, problem.H, problem.n, problem.m)
-        return np.broadcast_to(values[..., self.heads, :, :][..., self.rows, :], tuple(self.weights.shape))
+        problem, shape = self.problem, tuple(self.weights.shape)
+        B, H, n, m = problem.extent
+        b, h, i = (
+            np.arange(count).reshape(-1, *[1] * (3 - axis))[own]
+            for axis, (count, own) in enumerate(((B, slice(None)), (H, self.heads), (n, self.rows)))
+        )
+        b = b.reshape(*problem.batch_shape, 1, 1, 1)
+        read = {"s": lambda: np.where(np.isneginf(self.scores), 0.0, self.scores), "p": lambda: self.weights}
+        given = {name: read[name]() for name in formula.free_symbols & {"s", "p"}}
+        return np.broadcast_to(evaluate_at(formula, b=b, h=h, i=i, j=np.arange(m), n=n, m=m, **given), shape)
 
 
 def defined(statistic: Any, of: Dense) -> tuple[Any, ...]:
     """Return the arrays of a statistic by its definition."""
-    return DEFINITIONS[statistic.name](statistic, of)
+    name = "reduction" if statistic.name in REDUCTIONS else statistic.name
+    return DEFINITIONS[name](statistic, of)
 
 
 def _max_score(_: Any, of: Dense) -> tuple[Any, ...]:
@@ -72,12 +77,9 @@ def _top_k(statistic: Any, of: Dense) -> tuple[Any, ...]:
     return np.maximum(found, 0.0).astype(of.weights.dtype), np.where(found < 0, -1, order)
 
 
-def _sum(statistic: Any, of: Dense) -> tuple[Any, ...]:
-    xp, zeros = namespace(of.weights), 0.0 * of.weights
-    factor = xp.asarray(of.positions(statistic.factor).copy())
-    if statistic.factor.kind == "bool":
-        return (of.sum(xp.where(factor, of.weights, zeros), -1),)
-    return (of.sum(of.weights * xp.where(of.weights == 0, zeros, xp.astype(factor, of.weights.dtype)), -1),)
+def _mass(statistic: Any, of: Dense) -> tuple[Any, ...]:
+    xp = namespace(of.weights)
+    return (of.sum(xp.where(xp.asarray(of.positions(statistic.formula).copy()), of.weights, 0.0 * of.weights), -1),)
 
 
 def _received(statistic: Any, of: Dense) -> tuple[Any, ...]:
@@ -90,7 +92,7 @@ def _received(statistic: Any, of: Dense) -> tuple[Any, ...]:
 def _pooled(statistic: Any, of: Dense) -> tuple[Any, ...]:
     xp, (n, m) = namespace(of.weights), of.weights.shape[-2:]
     (i0, i1), (j0, j1) = statistic.within or ((0, n), (0, m))
-    down, across = min(statistic.down, i1 - i0), min(statistic.across, j1 - j0)
+    down, across = min(statistic.cells[0], i1 - i0), min(statistic.cells[1], j1 - j0)
     rows = [i0 + r * (i1 - i0) // down for r in range(down + 1)]
     columns = [j0 + c * (j1 - j0) // across for c in range(across + 1)]
     lines = []
@@ -99,9 +101,36 @@ def _pooled(statistic: Any, of: Dense) -> tuple[Any, ...]:
         for left, right in itertools.pairwise(columns):
             cell = of.weights[..., top:bottom, left:right]
             cell = xp.reshape(cell, (*cell.shape[:-2], (bottom - top) * (right - left)))
-            line.append(xp.max(cell, axis=-1) if statistic.how == "max" else of.sum(cell, -1) / cell.shape[-1])
+            count = cell.shape[-1] if statistic.how == "mean" else 1
+            line.append(EXTREMA[statistic.how](cell, axis=-1) if statistic.how in EXTREMA else of.sum(cell, -1) / count)
         lines.append(xp.stack(line, axis=-1))
     return (xp.stack(lines, axis=-2),)
+
+
+def _reduction(statistic: Any, of: Dense) -> tuple[Any, ...]:
+    """Return the sum, maximum or minimum of a formula of p, s and positions; hidden pairs take no part.
+
+    If a query has a score that is NaN, its weights are NaN, also at hidden pairs.
+    """
+    how, is_hidden = statistic.name, np.isneginf(of.scores) & ~np.isnan(of.weights)
+    empty = {"sum": 0.0, "max": -np.inf, "min": np.inf}[how]
+    entries = np.where(is_hidden, empty, of.positions(statistic.formula)).astype(of.weights.dtype)
+    if statistic.axes == "ij":
+        if statistic.cells:
+            return _pooled(replace(statistic, how=how), replace(of, weights=entries))
+        entries, axis = entries.reshape(*entries.shape[:-2], -1), -1
+    elif statistic.axes:
+        axis = {"i": -2, "j": -1}[statistic.axes]
+    else:
+        return (entries,)
+    if how == "sum":
+        return (of.sum(entries, axis),)
+    found = EXTREMA[how](entries, axis=axis, initial=empty)
+    if statistic.axes == "ij":
+        return (found,)
+    sign = 1 if how == "max" else -1
+    where = (sign * entries).argmax(axis) if entries.shape[axis] else np.zeros(found.shape, int)
+    return found, np.where(is_hidden.all(axis), -1, where)
 
 
 def _weighted_sum(statistic: Any, of: Dense) -> tuple[Any, ...]:
@@ -148,18 +177,20 @@ def _mean(statistic: Any, of: Dense) -> tuple[Any, ...]:
     return (found / count,)
 
 
+EXTREMA: dict[str, Any] = {"max": np.max, "min": np.min}
+REDUCTIONS = ("sum", *EXTREMA)
 DEFINITIONS = {
     "lse": lambda _, of: (of.lse,),
     "max_score": _max_score,
     "entropy": _entropy,
     "top_k": _top_k,
-    "mass": _sum,
-    "sum": _sum,
+    "mass": _mass,
     "received": _received,
     "pooled": _pooled,
     "weights": lambda _, of: (of.weights,),
     "scores": lambda _, of: (of.scores,),
     "weighted_sum": _weighted_sum,
+    "reduction": _reduction,
     "selection": _part,
     "mean": _mean,
 }
@@ -243,7 +274,9 @@ def check_results(problem: Problem, see: Any, seen: Any, has_exact_lse: bool = F
         if dtype not in plain:
             plain[dtype] = roughs(problem, dtype)
         rough = [defined(statistic, one)[0] for one in plain[dtype]]
-        may_cancel = kind(statistic) in ("weighted_sum", "sum") or isinstance(getattr(statistic, "factors", 0), tuple)
+        may_cancel = kind(statistic) in ("weighted_sum", *REDUCTIONS) or isinstance(
+            getattr(statistic, "factors", 0), tuple
+        )
         terms = defined(of_sizes(statistic), sizes)[0] if may_cancel or has_exact_lse else None
         judge(statistic, found[0], expected[0], rough, terms)
         if len(found) > 1:
@@ -256,8 +289,8 @@ def of_sizes(statistic: Any) -> Any:
         statistic = replace(statistic, factors=tuple(map(abs, statistic.factors)))
     if hasattr(statistic, "of"):
         return replace(statistic, of=of_sizes(statistic.of))
-    if statistic.name == "sum":
-        return replace(statistic, factor=abs(statistic.factor))
+    if statistic.name in REDUCTIONS:
+        return replace(statistic, formula=abs(statistic.formula))
     return replace(statistic, x=abs(statistic.x)) if statistic.name == "weighted_sum" else statistic
 
 
@@ -274,9 +307,12 @@ def check_places(statistic: Any, found: Any, expected: Any, rough: Any, truth: D
     if statistic.name == "selection":
         return
     index, matrix = np.maximum(where, 0), truth.scores if statistic.name == "max_score" else truth.weights
-    if matrix.shape[-1]:
-        wide = index[..., None] if statistic.name == "max_score" else index
-        there = np.take_along_axis(matrix, wide, axis=-1).reshape(index.shape)
+    axis = -2 if getattr(statistic, "axes", "j") == "i" else -1
+    if statistic.name in REDUCTIONS:
+        matrix = np.broadcast_to(truth.positions(statistic.formula), truth.weights.shape)
+    if matrix.shape[axis]:
+        wide = index if statistic.name == "top_k" else np.expand_dims(index, axis)
+        there = np.take_along_axis(matrix, wide, axis=axis).reshape(index.shape)
         there = np.where(where < 0, expected[0], there).astype(dtype_name(found[0]))
         judge(statistic, there, expected[0], rough, terms)
     if statistic.name == "top_k":
@@ -336,6 +372,7 @@ def statistics(draw: Any, problem: Problem) -> list[Any]:
         sightline.weights(),
         sightline.scores(),
     ]
+    see += [draw(reductions(problem)) for _ in range(2)]
     if n and m:
         (i0, i1), (j0, j1) = (sorted(rng.integers(0, count + 1, 2).tolist()) for count in (n, m))
         within = ((i0, i1), (j0, j1)) if i0 < i1 and j0 < j1 else None
@@ -348,6 +385,19 @@ def statistics(draw: Any, problem: Problem) -> list[Any]:
         of = of.mean("batch") if draw(st.booleans()) else of
         see.append(of.sum("heads", weights=draw(st.sampled_from([None, rng.normal(size=problem.H)]))))
     return see
+
+
+@st.composite
+def reductions(draw: Any, problem: Problem) -> Any:
+    """A sum, maximum or minimum of a drawn formula of the weight, the score and the pair, over drawn axes."""
+    p, i, j, rng = sightline.p, sightline.i, sightline.j, draw(generators())
+    factor = draw(scores(problem.extent, hides=False))
+    chosen = [p, p * p, p * factor, factor, sightline.where(abs(i - j) > 1, p, 0.5), p + sightline.h, np.sqrt(p), i * j]
+    how = draw(st.sampled_from(REDUCTIONS))
+    over = draw(st.sampled_from(["j", "i", "ij", ""]))
+    cells = {"cells": tuple(rng.integers(1, 9, 2).tolist())} if over == "ij" and draw(st.booleans()) else {}
+    axes = tuple([{"i": i, "j": j}[name] for name in over])
+    return getattr(sightline, how)(draw(st.sampled_from(chosen)), over=axes, **cells)
 
 
 @st.composite

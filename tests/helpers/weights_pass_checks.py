@@ -1,12 +1,16 @@
 """Statistics by weights passes, and their check against the definitions of `statistic_definitions`."""
 
+from dataclasses import replace
+
 import numpy as np
 
+import sightline
+from sightline import i, j, p, s, where
 from sightline.cpu import Cpu
 from sightline.cpu.launch.weights_pass import bind_passes, is_lse_imprecise, run_first
 from sightline.cpu.runtime.processor import HOST
 from sightline.reference.definition import compute_stages
-from sightline.statistics import Mean, Pooled, Received, TopK, Weights
+from sightline.statistics import Mean, TopK, pooled, received, weights
 from statistic_definitions import check_results
 
 
@@ -16,10 +20,11 @@ def compute(problem, lse, *statistics, threads=2, processor=HOST):
         return None
     if 0 in problem.extent:  # there is no pass if there is nothing to compute
         return list(Cpu().run(problem.with_statistics(*statistics)).seen)
-    passes, found = bind_passes(problem, statistics, processor), {}
+    passes, found = bind_passes(replace(problem, see=statistics), statistics, processor), {}
     if not passes:
         return None
-    assert len(passes) == max(sum(type(x) is kind for x in statistics) for kind in map(type, statistics))
+    kinds = [getattr(x, "axes", "") for x in statistics]  # one pass computes one grid of cells and one top_k
+    assert len(passes) == max(kinds.count("ij"), kinds.count(""), 1)
     for bound in passes:
         found |= zip(bound[1].indices, run_first(problem, lse, bound, threads), strict=True)
     return [tuple(arrays) if len(arrays) > 1 else arrays[0] for _, arrays in sorted(found.items())]
@@ -46,19 +51,33 @@ def check(problem, *groups, lse=None, **options):
 def check_everything(problem, maxima=False, **options):
     """Check every statistic of a problem with uneven parameters, and return the results as a list of arrays."""
     n, m = problem.n, problem.m
-    alone = [Received(), Pooled(5, 7), TopK(5), Weights(), weight_sums(problem)]
+    alone = [received(), pooled(5, 7), TopK(5), weights(), weight_sums(problem)]
     if maxima:
-        alone += [Received("max"), Pooled(2, 3, "max", ((n // 3, n), (m // 2, m)))]
-    results = check(problem, *alone, several(problem), **options)
+        alone += [received("max"), pooled(2, 3, "max", ((n // 3, n), (m // 2, m)))]
+    results = check(problem, *alone, several(problem), formulas(problem), sightline.sum(p * s, over=()), **options)
     return [array for one in results for array in (one if isinstance(one, tuple) else (one,))]
 
 
 def several(problem):
     """Return statistics for one pass, and for a second pass the same ones with other parameters."""
-    sums = Received(), Pooled(5, problem.m + 1), TopK(6)
-    return [*sums, TopK(problem.m + 1), Received("max"), Pooled(5, 7, "max")]
+    sums = received(), pooled(5, problem.m + 1), TopK(6)
+    return [*sums, TopK(problem.m + 1), received("max"), pooled(5, 7, "max")]
+
+
+def formulas(problem):
+    """Return sums and maxima of formulas, which one pass computes."""
+    entropies = p * np.log(p)
+    return [
+        sightline.sum(p * p, over=j),
+        sightline.sum(s * j, over=j),
+        sightline.max(where(j % 3 > 0, p, -1.0), over=j),
+        sightline.sum(p * p + i, over=i),
+        sightline.max(entropies + i * 1e-3, over=i),
+        sightline.min(s * p, over=i),
+        sightline.min(s + j, over=(i, j), cells=(3, problem.m // 2 + 1)),
+    ]
 
 
 def weight_sums(problem):
     """Return the sum over heads of the weights times factors."""
-    return Mean(True, False, Weights(), tuple(np.linspace(0.5, 2, problem.H).tolist()))
+    return Mean(True, False, weights(), tuple(np.linspace(0.5, 2, problem.H).tolist()))

@@ -32,6 +32,11 @@ SEE = [
     *[sightline.received(how) for how in ("sum", "mean", "max")],
     *[sightline.lse(), sightline.max_score(), sightline.entropy(), sightline.top_k(2), sightline.mass(i >= j + b)],
     sightline.sum(sightline.p * (i - j), over=j),
+    sightline.sum(sightline.p**2 * j, over=j),
+    sightline.max(sightline.p * j, over=j),
+    sightline.sum(sightline.p**2 + i, over=i),
+    sightline.min(s - j, over=(i, j), cells=(5, 3)),
+    sightline.sum(sightline.p * i, over=(i, j)),
     *[sightline.pooled(5, 7), sightline.pooled(3, 4, "max", ((2, 20), (5, 37))), sightline.pooled(4, 4).mean("heads")],
     *[sightline.received().mean("heads"), sightline.received("max").mean("batch"), sightline.entropy().mean("batch")],
 ]

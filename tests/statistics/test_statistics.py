@@ -14,9 +14,9 @@ from fault_planting import Fault, assert_found, plant
 from sightline import h, i, j, p, s, table, where
 from sightline.arrays.operations import to_numpy
 from sightline.call.problem import make_problem
-from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
+from sightline.errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError, TableError
 from sightline.reference.accuracy import dense_attention, gradient_term_sizes, summation_orders
-from sightline.statistics import arrays_of, head_factors, matrix, per_key, per_query, restriction, selection, sums
+from sightline.statistics import arrays_of, head_factors, per_query, reduction, restriction, selection
 from sightline.testing import assert_within_budget
 from statistic_definitions import EQUAL_WEIGHTS, Dense, check, check_equal_weights, defined, parts, statistics, usable
 from strategies import DTYPES, ON_HOST, cases
@@ -225,7 +225,6 @@ def test_compiled_once_for_all_lengths():
 OF_WEIGHTS = {
     "entropy": sightline.entropy(),
     "mass": sightline.mass(i % 3 == j % 3),
-    "sum": sightline.sum(p * (i * 20 - j) / 600, over=j),
     "received": sightline.received("mean", last=9),
     "pooled": sightline.pooled(4, 3).mean("batch"),
     "weights": sightline.weights().mean("heads"),
@@ -459,10 +458,20 @@ ERRORS = {
     "a mask that reads p": (lambda: sightline.mass(p > 0.1), MaskError, "mass(p > 0.1)"),
     "p in a mask": (lambda: sightline.attention(X, X, X, mask=p > 0), MaskError, "reads the weight p"),
     "p in a score": (lambda: sightline.attention(X, X, X, score=s + p), MaskError, "reads the weight p"),
-    "a sum without p": (lambda: sightline.sum(abs(i - j), over=j), ParameterError, "p times a formula"),
-    "a sum beside p": (lambda: sightline.sum(p + j, over=j), ParameterError, "p times a formula"),
-    "a square of p": (lambda: sightline.sum(p * p, over=j), ParameterError, "sightline.tiles"),
-    "a sum over queries": (lambda: sightline.sum(p, over=i), ParameterError, "received()"),
+    "a sum over a length": (lambda: sightline.sum(p, over=sightline.n), ParameterError, "over=n", "over=j"),
+    "a sum over one axis twice": (lambda: sightline.sum(p, over=(j, j)), ParameterError, "over=(j, j)"),
+    "a maximum over heads": (lambda: sightline.max(p, over=(sightline.h, j)), ParameterError, "i, j or both"),
+    "cells of queries": (lambda: sightline.sum(p, over=j, cells=(2, 2)), ParameterError, "over=(i, j)"),
+    "one number of cells": (lambda: sightline.sum(p, over=(i, j), cells=4), ParameterError, "(rows, columns)"),
+    "no rows of cells": (lambda: sightline.max(p, over=(i, j), cells=(0, 4)), ParameterError, "at least 1"),
+    "a sum of words": (lambda: sightline.sum("p", over=j), FormulaError, "a str inside a formula"),
+    "a learned table in a maximum": (lambda: attend(sightline.max(p + LEARNED[j], over=j)), ParameterError, "detach"),
+    "every pair of a long text": (
+        lambda: attend(sightline.sum(p * p, over=()), arrays=(LARGE,) * 3),
+        ParameterError,
+        "sum(p·p, over=()) of 1 × 1 × 32768 × 32768, 4,294,967,296 bytes",
+        "a sum over i or j",
+    ),
     "a wanted table in a sum": (lambda: wanted(table(np.ones(4))), ParameterError, "requires a gradient"),
     "a learned table in a sum": (lambda: attend(sightline.sum(p * LEARNED[j], over=j)), ParameterError, "detach"),
     "a mask outside its table": (lambda: attend(sightline.mass(table([True])[i])), TableError, "reads outside", "i=1"),
@@ -534,7 +543,12 @@ ERRORS = {
         ParameterError,
         "one sum or mean over heads",
     ),
-    "a sum over the batch": (lambda: sightline.weights().sum("batch"), ParameterError, "sum('batch')", '"layers"'),
+    "a sum over keys": (lambda: sightline.weights().sum("keys"), ParameterError, "sum('keys')", '"layers"'),
+    "a sum and a mean over the batch": (
+        lambda: sightline.weights().mean("batch").sum("batch"),
+        ParameterError,
+        "one sum or mean over the batch",
+    ),
     "layers of one call": (
         lambda: attend(sightline.received().mean("layers")),
         ParameterError,
@@ -618,22 +632,29 @@ STATISTICS = {
         sightline.top_k(3),
     ),
     "hidden keys found": (Fault(per_query.TopK.add, "-math.inf", "0"), sightline.top_k(20)),
-    "a mask one key on": (Fault(sums.Sum.add, "columns", "columns + 1"), sightline.mass(i * 20 == j)),
+    "a mask one key on": (
+        Fault(
+            reduction.Reduction.entries,
+            "problem.positions(xp, tile.rows, tile.columns)",
+            "problem.positions(xp, tile.rows, slice(tile.columns.start + 1, tile.columns.stop + 1))",
+        ),
+        sightline.mass(i * 20 == j),
+    ),
     "a mean over the keys": (
-        Fault(per_key.Received.finish, "max(context.problem.n, 1)", "context.problem.m"),
+        Fault(reduction.Reduction.divide, "max(n, 1)", "array.shape[-1]"),
         sightline.received("mean"),
     ),
     "a row left out": (
-        Fault(per_key.Received.add, "xp.sum(tile.weights, axis=-2)", "xp.sum(tile.weights[..., 1:, :], axis=-2)"),
+        Fault(reduction.Reduction.add_entries, "self.reduce(entries, axis)", "self.reduce(entries[..., 1:, :], axis)"),
         sightline.received(),
     ),
     "an off-by-one cell": (
-        Fault(matrix.cell_of, "(position + 1) * cells - 1", "position * cells"),
+        Fault(reduction.cell_of, "(position + 1) * cells - 1", "position * cells"),
         sightline.pooled(6, 11),
     ),
     "cells of equal size": (
         Fault(
-            matrix.Pooled.cell_sizes,
+            reduction.Reduction.cell_sizes,
             "np.outer(cell_lengths(*down, rows), cell_lengths(*across, columns)).astype(np.float64)",
             "np.full((rows, columns), cell_lengths(*down, rows).mean() * cell_lengths(*across, columns).mean())",
         ),
@@ -652,7 +673,7 @@ STATISTICS = {
         sightline.weights().rows([-1]),
     ),
     "a mean of the wrong count": (
-        Fault(head_factors.average_over, "math.prod([array.shape[axis] for axis in axes])", "array.shape[-1]"),
+        Fault(selection.Mean.average, "math.prod([array.shape[axis] for axis in averaged])", "array.shape[-1]"),
         sightline.weights().mean("heads"),
     ),
     "a factor of another head": (
@@ -670,11 +691,11 @@ GRADIENTS = {
         "entropy",
     ),
     "mass of every key": (
-        Fault(sums.Sum.backward, "times_factor(gradient, self.factor)", "gradient"),
+        Fault(reduction.Reduction.backward, "times_factor(gradient, term.rewrite(values))", "gradient"),
         "mass",
     ),
-    "a mean that is a sum": (Fault(per_key.Received.backward, "1 / max(context.problem.n, 1)", "1.0"), "received"),
-    "cells from the other end": (Fault(matrix.Pooled.backward, "j - j0", "j1 - 1 - j"), "pooled"),
+    "a mean that is a sum": (Fault(reduction.Reduction._gradient_of_pair, "1 / max(n, 1)", "1.0"), "received"),
+    "cells from the other end": (Fault(reduction.Reduction._gradient_of_pair, "j - j0", "j1 - 1 - j"), "pooled"),
     "a gradient of another head": (
         Fault(selection.Mean.backward, "np.asarray(self.factors)", "np.asarray(self.factors[::-1])"),
         "weighted heads",
@@ -710,7 +731,7 @@ def test_every_fault_in_a_gradient_is_found(fault, monkeypatch):
 
 
 def test_a_row_sum_without_the_statistics_share_is_found(monkeypatch):
-    share = "xp.sum(multiply(p, ops.evaluate_on_scores(added.weights, rows, columns, masked)), axis=-1)"
+    share = "xp.sum(p * xp.where(p == 0, ops.full(0.0), added_weights), axis=-1)"
     plant(Fault(streaming.backward, share, f"0 * {share}"), monkeypatch)
     with pytest.raises(AssertionError, match=RED):
         check_gradients(OF_WEIGHTS["mass"])

@@ -11,7 +11,7 @@ import sightline
 from fault_planting import Fault, assert_found, plant
 from sightline import i, j, s, table
 from sightline.call import backward_calls, call_cache
-from sightline.statistics import per_query, sums
+from sightline.statistics import per_query, reduction
 from sightline.torch import autograd
 from sightline.torch.operator import make_seed
 
@@ -188,7 +188,7 @@ FAULTS = {
         "entropy",
     ),
     "a mass without its row sum": (
-        Fault(sums.Sum.backward, "context.gradient * context.arrays[0]", "0 * context.gradient"),
+        Fault(reduction.Reduction.backward, "context.gradient * context.arrays[0]", "0 * context.gradient"),
         "mass",
     ),
 }

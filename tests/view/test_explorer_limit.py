@@ -36,7 +36,7 @@ def recorded():
 def test_a_smaller_limit_stores_less_and_is_kept(recorded):
     """Each further reduction makes the page smaller, and a page is never larger than its limit."""
     data = recorded[1]
-    options = list(fitting.reductions(8))
+    options = list(fitting.details(8))
     sizes = [fitting.count_bytes(fitting._reduced(data, option)) for option in options]
     assert sizes == sorted(sizes, reverse=True)
     assert [option.count for option in options] == sorted((option.count for option in options), reverse=True)
@@ -76,7 +76,7 @@ def test_halved_maps_are_means_and_maxima_of_their_pairs(recorded):
 def test_the_page_reads_reduced_data(chromium, recorded, place, tmp_path):
     """Every number that the page writes is within the error that it writes; queries of a key follow from the keys."""
     weights, data = recorded
-    option = list(fitting.reductions(8))[place]
+    option = list(fitting.details(8))[place]
     made = replace(fitting._reduced(data, option), notes=("Told.",))
     chromium.open(explorer.save_html(made, tmp_path / "page.html"))
     p = weights[1][2].astype(np.float64)

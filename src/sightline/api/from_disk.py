@@ -116,7 +116,7 @@ def attention_from_disk(
     if not all(statistic.is_mergeable for statistic in problem.see):
         raise ParameterError(
             f"see={list(problem.see)!r}, for keys on disk",
-            "lse(), entropy(), max_score(), mass(condition) and top_k(k), without selections and means",
+            "lse(), entropy(), max_score(), mass(condition), sum(p * f, over=j), top_k(k); no selections or means",
             "select or average the result, or call sightline.attention if the keys fit in memory",
         )
     sizes = _choose_sizes(problem, sources, _parse_bytes(memory_limit))

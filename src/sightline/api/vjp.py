@@ -24,7 +24,7 @@ from ..formula.expression import Expression
 from ..formula.from_function import refuse_draws
 from ..formula.tables import Table
 from ..statistics import Lse, Statistic, StatisticBase, arrays_of, places_in, spread_mean, unwrap_mean
-from ..statistics.sums import refuse_learned
+from ..statistics.reduction import refuse_learned
 from .kernels import differentiate, make_plan, solve, to_caller_layout
 from .tangent import check_numpy, include_scale, read_floats
 
@@ -119,7 +119,7 @@ def attention_vjp(
     statistics = [statistics] if isinstance(statistics, StatisticBase) else list(statistics or ())
     formula, scale_table = read_score(score), None
     if isinstance(wrt, str | Table) or not isinstance(wrt, Iterable):
-        raise ParameterError(f"wrt is {wrt!r}", "a sequence of names and tables", 'wrt=["query"]')
+        raise ParameterError(f"wrt is {wrt!r}", "a list of names and tables", _suggest_wrt(wrt))
     wrt = [*wrt]
     if any(isinstance(name, str) and name == "scale" for name in wrt):
         formula, scale, scale_table = include_scale(query, formula, scale)
@@ -372,9 +372,18 @@ def _read_wrt(
             raise ParameterError(
                 f"wrt has {name!r}",
                 '"query", "key", "value", "scale", "sinks" if given, or a table (of floats, up to 4 axes) of the score',
-                'wrt=("query", "key", "value"); masks have no gradients',
+                _suggest_wrt(name),
             )
     return tables
+
+
+def _suggest_wrt(given: Any) -> str:
+    """Return the cure for an entry of `wrt`, or for a `wrt` that is no list."""
+    if isinstance(given, Table):
+        return "wrt=[t] with a table t of floats that the score reads; masks have no gradients"
+    if isinstance(given, Expression) or hasattr(given, "shape"):
+        return "t = sightline.table(array), then t in the score, relative_bias(t) for example, and wrt=[t]"
+    return 'wrt=["query", "key", "value"]'
 
 
 def _read_gradients(d_seen: Any, names: Sequence[str] | None, see: Sequence[Statistic], seen: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from ..arrays.operations import accumulator, convert, dtype_name, has_heads_in_r
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
-from ..statistics.computation import factors_of
+from ..statistics.computation import formulas_of
 from .kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients, differentiate_sinks, subtract_rounding, widen
 from .lookup import LOOKUP, store
 from .problem import NUM_OPERANDS, OPERANDS, Problem
@@ -78,7 +78,7 @@ def read_inputs(
         if not has_others:
             return None
         d_output = namespace(results[0]).zeros_like(results[0])
-    if not has_others and not (request.see and factors_of(request.see)):
+    if not has_others and not (request.see and formulas_of(request.see)):
         return BackwardInputs(d_output, None, request.tables, request.numbers, ())
     added: StatisticGradients | None = StatisticGradients()
     if has_others:

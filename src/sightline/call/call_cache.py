@@ -39,11 +39,11 @@ from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Lse, Mean, Statistic, average_over, unwrap_mean
-from ..statistics.computation import FusedStatistics
+from ..statistics.computation import FusedStatistics, has_factor, is_in_weights_pass
 from .kernel import Result
 from .lookup import LOOKUP, store
 from .problem import NUM_OPERANDS, OPERANDS, Problem
-from .request import WEIGHTS_STATISTICS, Request, family_key, make_tuple, without_key_length
+from .request import Request, family_key, make_tuple, without_key_length
 
 if TYPE_CHECKING:
     from ..cpu.launch.bound_call import BoundCall
@@ -362,12 +362,13 @@ def insert(
     if bound_call is None or bound_call.first_operands != request.addresses[:NUM_OPERANDS]:
         return
     structure = structure_of(*formulas)
-    has_passes = sum(isinstance(statistic, WEIGHTS_STATISTICS) for statistic in map(unwrap_mean, problem.see))
+    has_passes = sum(is_in_weights_pass(statistic) for statistic in map(unwrap_mean, problem.see))
     if has_passes != sum(len(bound.indices) for bound in result.bound_passes):
         return
-    passes, own = [], structure.first(2)  # mask and score
+    passes = []
     for bound in result.bound_passes:
         makers = bound.make_makers(own_framework)
+        own = structure if bound.call.reads_formulas else structure.first(2)  # mask and score
         call = bound.call.prepare(request.tables, own, ("query", "key", "lse"), (), makers, problem.m)
         if call is None:
             return
@@ -381,7 +382,9 @@ def insert(
     results = ("output", "lse") if needs_lse else ("output",)
     squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
     rest = tuple(passes), output.dtype, statistic_dtypes, needs_lse, squeezed_axis, has_dropout
-    prepared = bound_call.prepare(request.tables, structure, OPERANDS, results, (), problem.m, can_be_direct)
+    num_fused = sum(map(has_factor, map(unwrap_mean, problem.see)))
+    own = structure.first(2 + num_fused)
+    prepared = bound_call.prepare(request.tables, own, OPERANDS, results, (), problem.m, can_be_direct)
     if prepared is None:
         return
     entry = kind(own_framework, statistics, attach, prepared, *rest)

@@ -30,6 +30,7 @@ class Explanation:
     reasons: dict[str, str]  # for every kernel that can serve the problem and explains its cost, the explanation
     backward_refusals: tuple[str, ...]  # why streaming computes the gradients; () if no input requires a gradient
     forced: bool  # True if the caller named the kernel
+    statistics: dict[str, str]  # for every requested statistic, how it is computed
     tiles: dict[str, int]  # the numbers of empty, full and partial tiles; {} for a kernel that gathers keys
     flops: int
     dense_flops: int
@@ -72,6 +73,7 @@ class Explanation:
             },
             backward_refusals=tuple(map(str, plan.backward_refusals)),
             forced=plan.forced,
+            statistics={repr(one): plan.kernel.describe_statistic(problem, one) for one in problem.see},
             tiles=tiles,
             flops=round(dense * share) if pairs is None else 2 * pairs * (problem.d_k + problem.d_v),
             dense_flops=dense,
@@ -96,6 +98,7 @@ class Explanation:
             *([] if self.forced else [("", f"{name}: {reason}") for name, reason in self.reasons.items()]),
             *((f"not {name}", "; ".join(reasons)) for name, reasons in self.refusals.items() if reasons),
             *([("gradients", f"by streaming: {'; '.join(self.backward_refusals)}")] if self.backward_refusals else []),
+            *(("statistic", f"{statistic}: {how}") for statistic, how in self.statistics.items()),
             *([("shared", f"up to {self.shared_keys:,} keys: {SHARED}")] if self.shared_keys else []),
             *([("tiles", f"{share}, each {TILE[0]} × {TILE[1]}")] if self.tiles else []),
             ("FLOPs", f"{_format(self.flops, 1000, '')} of the dense form's {_format(self.dense_flops, 1000, '')}"),

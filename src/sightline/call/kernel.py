@@ -18,7 +18,7 @@ import numpy as np
 from ..arrays.operations import convert, detach, dtype_name, namespace, resolve_dtype, to_numpy
 from ..errors import KernelRefusedError, ParameterError
 from ..formula.expression import Expression, Lookup, walk
-from ..statistics import StatisticGradients
+from ..statistics import Statistic, StatisticGradients
 from .problem import OPERANDS, Problem
 
 CPU_VARIABLE = (
@@ -152,6 +152,10 @@ class Kernel(ABC):
     @abstractmethod
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         """Compute the output, the lse and the statistics of the problem."""
+
+    def describe_statistic(self, problem: Problem, statistic: Statistic) -> str:
+        """Return how the kernel computes a statistic, as text."""
+        return "a call of its own" if statistic.has_own_problem else "array operations on tiles of weights: slow"
 
     def sources(self, problem: Problem) -> dict[str, str]:
         """Return the code that this kernel generates for the problem, by name; {} if the kernel generates no code."""

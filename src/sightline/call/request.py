@@ -24,12 +24,10 @@ from ..arrays.layouts import BOOLEANS, FRAMEWORKS
 from ..formula import from_function, library
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, Sum, TopK, Weights
-from ..statistics.computation import computed_statistic, factors_of
+from ..statistics import Mean, Reduction, Statistic
+from ..statistics.computation import computed_statistic, formulas_of, is_fused, is_in_weights_pass
 from .kernel import CPU_VARIABLE, min_decode_keys
 
-# the statistics of cached calls: the forward kernel computes those of the first tuple, weights passes the others
-FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Sum, Mass), (Received, Pooled, TopK, Weights)
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
 MAX_MASK_AXES = 4  # b, h, i and j
 Named = TypeVar("Named", bound=tuple[Any, ...])
@@ -95,7 +93,7 @@ class Request(NamedTuple):
         """Return mask, score and the formulas of `see`. Their tables are `tables`, in the same order."""
         mask = library.dense(self.mask) if type(self.mask) in FRAMEWORKS else self.mask
         score = library.bias(self.score) if type(self.score) in FRAMEWORKS else self.score
-        return mask, score, *factors_of(self.see)
+        return mask, score, *formulas_of(self.see)
 
 
 _plain_requests: dict[Any, Request] = {}  # calls without formulas, sinks and options, by `machine_setting`
@@ -141,7 +139,7 @@ def describe(
             return None
         statistics_key, statistics = described
         options = scale, dropout, kernel, threads, setting, statistics_key
-        if not has_formulas and not (statistics_key and factors_of(statistics)):
+        if not has_formulas and not (statistics_key and formulas_of(statistics)):
             structure = make_tuple(CallStructure, options, (False, False), False, (), None)
             return make_tuple(Request, structure, None, None, statistics, (), (), None, seed, b"", ())
     return _describe_formulas(options, mask, score, statistics, sinks, seed)
@@ -181,20 +179,20 @@ def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ..
     key: list[Any] = []
     for statistic in see:
         kind = type(statistic)
-        if kind is Mean and statistic.factors is None and computed_statistic(statistic) is not statistic:
+        is_mean = kind is Mean and statistic.factors is None and not statistic.sums_batch
+        if is_mean and computed_statistic(statistic) is not statistic:
             key += kind, statistic.over_heads, statistic.over_batch
             statistic = statistic.of
             kind = type(statistic)
         key.append(kind)
-        if kind in WEIGHTS_STATISTICS:
-            parameters = tuple([getattr(statistic, name) for name in kind.__match_args__])
-            try:
-                hash(parameters)
-            except TypeError:  # a list as a parameter; the full dispatch raises an error
+        parameters = [getattr(statistic, name) for name in getattr(kind, "__match_args__", ())]
+        if kind is Reduction:
+            if not isinstance(statistic.formula, Expression):
                 return None
-            key += *map(type, parameters), *parameters
-        elif kind not in FORWARD_STATISTICS or (issubclass(kind, Sum) and not isinstance(statistic.factor, Expression)):
+            parameters[0] = statistic.is_plain, statistic.factor is None
+        elif not (is_fused(statistic) or is_in_weights_pass(statistic)):
             return None
+        key += parameters
     return tuple(key), tuple(see)
 
 
@@ -226,9 +224,9 @@ def _describe_formulas(
         if not callable(score):
             return None
         score = from_function.to_formula(score, "score", "s b h i j")
-    factors = factors_of(see) if see else []
-    formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score, *factors
-    if factors or formulas[0] is not None or formulas[1] is not None:
+    own = formulas_of(see) if see else []
+    formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score, *own
+    if own or formulas[0] is not None or formulas[1] is not None:
         found = structure_of(*formulas)
         key, numbers = found.key, found.numbers
         if key is None:
@@ -237,7 +235,7 @@ def _describe_formulas(
             tables += tuple([table.array for table in found.tables])
     if has_arrays[1]:
         place = len(tables)
-        if factors:
+        if own:
             place = has_arrays[0] + (0 if formulas[0] is None else len(structure_of(formulas[0]).tables))
         tables = (*tables[:place], score, *tables[place:])
     structure = make_tuple(CallStructure, options, has_arrays, sinks is not None, key, None)

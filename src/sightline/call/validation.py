@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any, Literal
@@ -18,7 +19,9 @@ from ..arrays.kinds import check_device, check_kind, is_array
 from ..arrays.row_formats import RowFormat
 from ..errors import DeviceError, DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import from_function, library
-from ..formula.expression import SYMBOLS, Expression, walk
+from ..formula.derivative import derivative
+from ..formula.evaluate_array import evaluate_at
+from ..formula.expression import SYMBOLS, Expression, conjuncts, walk
 from ..formula.tables import learned_number
 from ..formula.torch_masks import causal_bias_formula, is_block_mask, is_causal_bias
 from ..statistics import STATISTICS, Statistic, StatisticBase
@@ -74,7 +77,9 @@ def read_mask(mask: Formula, lengths: tuple[int, int] | None = None) -> Expressi
 
 def _refuse_weights(name: str, formula: Expression) -> None:
     if any(node is SYMBOLS["p"] for node in walk(formula)):
-        raise MaskError(f"{name} {formula} reads the weight p", "p in sightline.sum only", "see=[sum(p * ..., over=j)]")
+        raise MaskError(
+            f"{name} {formula} reads the weight p", "p in sum, max and min of see", "see=[sum(p * ..., over=j)]"
+        )
 
 
 def read_score(score: Formula) -> Expression | None:
@@ -93,7 +98,29 @@ def read_score(score: Formula) -> Expression | None:
     if expression.kind == "bool":
         raise MaskError(f"score is {expression}, a condition", "a number", "pass conditions as mask=")
     _refuse_weights("score", expression)
+    if not arrays.is_compiling():
+        _warn_of_products(expression)
     return expression
+
+
+def _warn_of_products(score: Expression) -> None:
+    """Warn of a score that leaves out the products of query and key, or adds them twice."""
+    if "s" not in score.free_symbols:
+        given, cure = f"score {score} does not read s, so query and key have no effect", f"score=s + ({score})"
+    elif sum(map(_adds_product, conjuncts(score, "add"))) > 1:
+        given, cure = f"score {score} adds s twice", "one.with_scores(two) puts the score two in place of s in one"
+    else:
+        return
+    warnings.warn(f"{given}\n  cure: {cure}", UserWarning, stacklevel=2)
+
+
+def _adds_product(term: Expression) -> bool:
+    """True if a term of a score is s, or about s where s is small, as 30 · tanh(s / 30) is."""
+    slope = derivative(term)
+    if not slope.free_symbols <= {"s"} or slope.tables or "s" not in term.free_symbols:
+        return False
+    zero = np.zeros(1, np.int64)
+    return bool(evaluate_at(slope, b=zero, h=zero, i=zero, j=zero, n=1, m=1, s=np.zeros(1)) == 1)
 
 
 def to_heads_first(layout: Any, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:

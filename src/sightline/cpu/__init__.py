@@ -7,6 +7,8 @@ from typing import Any
 
 from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result, Tangents
 from ..call.problem import Problem
+from ..statistics import Statistic, TopK, unwrap_mean
+from ..statistics.computation import computed_statistic, is_fused
 from .refusals import refuse_backward, refuse_forward
 from .runtime.processor import HOST, Processor
 
@@ -27,6 +29,16 @@ class Cpu(Kernel):
 
     def cost(self, problem: Problem) -> float:
         return 1.0
+
+    def describe_statistic(self, problem: Problem, statistic: Statistic) -> str:
+        from .launch.weights_pass import MAX_TOP_K, can_serve
+
+        if not statistic.has_own_problem and is_fused(unwrap_mean(statistic)):
+            return "computed with the output"
+        if can_serve(problem, computed_statistic(statistic)):
+            return "a second pass over the tiles"
+        reason = f" (up to k = {MAX_TOP_K}, a second pass)" if isinstance(statistic, TopK) else ""
+        return super().describe_statistic(problem, statistic) + reason
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         from .launch.forward import run

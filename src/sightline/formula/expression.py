@@ -451,3 +451,5 @@ _CONSTANTS: dict[str, Callable[[str], bool | int | float]] = {
 }
 
 SYMBOLS: dict[str, Symbol] = {name: Symbol(name, "float" if name in "sp" else "int") for name in "bhijnmsp"}
+SYMBOLS["ln p"] = Symbol("ln p", "float")  # the logarithm of p; see `statistics.reduction`
+OF_SCORES = frozenset(("s", "p", "ln p"))  # the symbols whose values are known only when a pair's score is computed

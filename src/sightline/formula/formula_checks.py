@@ -16,7 +16,7 @@ from ..arrays.operations import to_numpy
 from ..errors import FormulaError, ShapeError, TableError
 from .composed_functions import FALSE, TRUE
 from .evaluate_array import evaluate_at
-from .expression import MAX_EXACT_INTEGER, Apply, Expression, Lookup, conjuncts, walk
+from .expression import MAX_EXACT_INTEGER, OF_SCORES, Apply, Expression, Lookup, conjuncts, walk
 from .interval_arithmetic import Interval, compute_intervals
 from .tables import bounds_key
 from .tensor_cache import TensorCache
@@ -235,7 +235,7 @@ class Reads:
             self.certainty[id(part)] = self.find_certainty(part, [self.certainty[id(a)] for a in part.arguments])
 
     def is_fixed(self, node: Expression) -> bool:
-        return "s" not in node.free_symbols and not (self.for_all_entries and node.tables)
+        return node.free_symbols.isdisjoint(OF_SCORES) and not (self.for_all_entries and node.tables)
 
     def is_outside(self, node: Lookup, axis: int) -> Expression:
         index = node.arguments[axis]

@@ -19,7 +19,7 @@ import numpy as np
 from ..arrays.operations import device
 from ..caching import cached_property
 from .evaluate_array import evaluate_at
-from .expression import Apply, Constant, Expression, Lookup, as_expression, fold, where
+from .expression import OF_SCORES, Apply, Constant, Expression, Lookup, as_expression, fold, where
 from .interval_arithmetic import Interval, compute_intervals
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -171,6 +171,7 @@ def make_box(extent: tuple[int, int, int, int], **symbols: tuple[Any, Any]) -> d
     whole = {"b": (0, B - 1), "h": (0, H - 1), "i": (0, n - 1), "j": (0, m - 1), "n": (n, n), "m": (m, m), "p": (0, 1)}
     box = {name: (np.asarray(a, np.float64), np.asarray(z, np.float64)) for name, (a, z) in (whole | symbols).items()}
     box["s"] = (np.asarray(-MAX_SCORE), np.asarray(MAX_SCORE))
+    box["ln p"] = (np.asarray(-2 * MAX_SCORE), np.asarray(0.0))
     return box
 
 
@@ -271,7 +272,7 @@ def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Ex
             return hidden[0]
         if operator == "maximum" and len(known) == 2:
             return known[0] & known[1]
-        if operator == "where" and known and "s" not in node.arguments[0].free_symbols:
+        if operator == "where" and known and node.arguments[0].free_symbols.isdisjoint(OF_SCORES):
             yes, no = (as_expression(False) if part is None else part for part in hidden[1:])
             return where(node.arguments[0], yes, no)
         return None

@@ -7,6 +7,9 @@ from collections.abc import Collection, Iterator
 from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result
 from ..call.problem import Problem
 from ..errors import ParameterError
+from ..statistics import Statistic, unwrap_mean
+from ..statistics.computation import computed_statistic, is_fused
+from .configurations import can_serve
 from .refusals import refuse_backward, refuse_forward
 
 __all__ = ["Triton"]
@@ -40,6 +43,12 @@ class Triton(Kernel):
         from .codegen.formula_functions import render_sources
 
         return render_sources(problem)
+
+    def describe_statistic(self, problem: Problem, statistic: Statistic) -> str:
+        if not statistic.has_own_problem and is_fused(unwrap_mean(statistic)):
+            return "computed with the output"
+        is_served = can_serve(problem, computed_statistic(statistic))
+        return "a second pass over the tiles" if is_served else super().describe_statistic(problem, statistic)
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         self._check_interpreter()

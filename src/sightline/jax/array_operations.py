@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import chain, islice
 from typing import Any
 
 import jax
@@ -23,11 +24,9 @@ from ..errors import DtypeError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..reference.dropout import philox_rounds, threshold
-from ..statistics import Entropy, Lse, MaxScore, Mean, Pooled, Received, Scores, Sum, TopK, Weights, unwrap_mean
-from ..statistics.matrix import cell_of
+from ..statistics import Entropy, Lse, MaxScore, Mean, Reduction, Statistic, TopK, unwrap_mean
 from ..statistics.per_query import entropy_of
-from ..statistics.selection import Statistic
-from ..statistics.sums import multiply
+from ..statistics.reduction import cell_of
 from .options import CallOptions
 
 BLOCK_ELEMENTS = 1 << 22  # the most scores of one block, over all batches and heads; one query may have more
@@ -50,8 +49,9 @@ def _attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
     starts = jnp.arange(count) * rows
     found = jax.lax.map(jax.checkpoint(lambda block: copy(blocks).compute(*block)), (starts, query))
     axis = len(problem.batch_shape) + 1  # of the queries in an array of one block
-    joined = [_JOIN[join](array, axis, problem.n) for array, join in zip(found, blocks.joins, strict=True)]
-    output, lse, *arrays = joined
+    rest = iter(found)
+    joined = [_JOIN[join](list(islice(rest, count)), axis, problem.n) for join, count in blocks.joins]
+    output, lse, *arrays = chain.from_iterable(joined)
     words = jnp.zeros((*lse.shape, 2), jnp.uint32)
     types = options.result_types(inputs)
     results = [output, lse, words, *_finish_statistics(problem, arrays)]
@@ -132,7 +132,8 @@ class _Namespace:
 class _Blocks:
     """The computation of a problem by blocks of queries.
 
-    joins : for each array that `compute` returns, the key of `_JOIN` that tells how the arrays of all blocks become one
+    joins : for output, lse and each statistic, the key of `_JOIN` that tells how the arrays of all blocks become one,
+        and the number of arrays
     """
 
     def __init__(self, problem: Problem, seed: Any) -> None:
@@ -142,8 +143,8 @@ class _Blocks:
         self.is_finite = jnp.all(jnp.isfinite(self.value))
         given = [statistic for statistic in problem.see if count_arrays(statistic)]
         self.statistics = [unwrap_mean(statistic) for statistic in given]
-        joins = [[_join_of(unwrap_mean(statistic))] * count_arrays(statistic) for statistic in given]
-        self.joins = ["concatenate"] * 2 + [join for own in joins for join in own]
+        joins = [(_join_of(unwrap_mean(statistic)), count_arrays(statistic)) for statistic in given]
+        self.joins = [("concatenate", 1)] * 2 + joins
 
     def compute(self, start: Any, query: Any) -> list[Any]:
         """Return output, lse and the statistics' arrays of the block `query`, whose first query is number `start`."""
@@ -219,9 +220,6 @@ class _Blocks:
                 return [lse]
             case Entropy():
                 return [entropy_of(weights)]
-            case Sum():
-                factor = self.evaluate(statistic.factor, self.xp.float64, s=jnp.where(weights == 0, 0, scores))
-                return [jnp.sum(multiply(weights, factor), axis=-1)]
             case MaxScore():
                 first, largest = _first_maximum(scores, -1)
                 return [largest, jnp.where(largest == -jnp.inf, -1, first)]
@@ -231,20 +229,43 @@ class _Blocks:
                 marked = jnp.pad(jnp.where(visible, weights, -1), padding, constant_values=-1)
                 largest, keys = jax.lax.top_k(marked, statistic.k)
                 return [jnp.where(largest < 0, 0, largest), jnp.where(largest < 0, -1, keys)]
-            case Weights():
-                return [weights]
-            case Scores():
-                return [scores]
-            case Received():
-                return [_first_maximum(weights, -2)[1] if statistic.how == "max" else jnp.sum(weights, axis=-2)]
-            case Pooled():
-                return [self.pool(statistic, weights)]
+            case Reduction():
+                return self.reduce(statistic, self.entries(statistic, scores, weights, lse))
         raise NotImplementedError(f"the statistic {statistic!r} in operations of JAX")
 
-    def pool(self, statistic: Pooled, weights: Any) -> Any:
-        """Return the sum or the maximum of the weights in each cell, (*batch_shape, H, rows, columns)."""
-        reduce = jax.ops.segment_max if statistic.how == "max" else jax.ops.segment_sum
-        lengths = self.problem.n, self.problem.m
+    def entries(self, statistic: Reduction, scores: Any, weights: Any, lse: Any) -> Any:
+        """Return f of every pair of the block, as `Reduction.entries` does."""
+        if statistic.is_plain:
+            return weights
+        is_hidden = (scores == -jnp.inf) | (self.symbols["i"] >= self.problem.n)
+        is_ignored = is_hidden | ((weights == 0) & statistic.vanishes)
+        # where f is ignored, its arguments are replaced, so that its derivative there is finite
+        s, p = jnp.where(is_ignored, 0, scores), jnp.where(is_ignored, 1, weights)
+        logarithm = s - jnp.where(is_ignored, 0, lse[..., None])
+        found = self.evaluate(statistic.pair_formula, self.xp.float64, s=s, p=p, **{"ln p": logarithm})
+        return statistic.hide(jnp.broadcast_to(found, weights.shape).astype(self.dtype), weights, is_hidden)
+
+    def reduce(self, statistic: Reduction, entries: Any) -> list[Any]:
+        """Return the arrays of the sum, maximum or minimum of the entries of the block."""
+        if not statistic.axes:
+            return [entries]
+        if statistic.cells is not None:
+            return [self.pool(statistic, entries)]
+        if statistic.axes == "ij":
+            return [_REDUCE[statistic.how](entries, axis=(-2, -1), initial=statistic.hidden)]
+        axis = -2 if statistic.axes == "i" else -1
+        if not statistic.is_extremum:
+            return [jnp.sum(entries, axis=axis)]
+        sign = 1 if statistic.how == "max" else -1
+        first, found = _first_maximum(sign * entries, axis)
+        start = self.symbols["i"][0, 0] if statistic.axes == "i" else 0
+        where = jnp.where(found == -jnp.inf, -1, first + start)
+        return [sign * found, where][: len(statistic.fill_values)]
+
+    def pool(self, statistic: Reduction, weights: Any) -> Any:
+        """Return the sum or the maximum of the entries in each cell, (*batch_shape, H, rows, columns)."""
+        how = {"max": jax.ops.segment_max, "min": jax.ops.segment_min}
+        reduce, lengths = how.get(statistic.how, jax.ops.segment_sum), (self.problem.n, self.problem.m)
         positions = self.symbols["i"][:, 0], self.symbols["j"]
         spans = zip(statistic.rectangle(*lengths), statistic.grid(*lengths), strict=True)
         for axis, at, ((start, stop), cells) in zip((-2, -1), positions, spans, strict=True):
@@ -252,7 +273,7 @@ class _Blocks:
             ids = jnp.where(inside, cell_of(at - start, max(stop - start, 1), cells), cells)  # the last cell is dropped
             pooled = reduce(jnp.moveaxis(weights, axis, 0), ids, num_segments=cells + 1)[:cells]
             weights = jnp.moveaxis(pooled, 0, axis)
-        return jnp.maximum(weights, 0)  # the maximum of a cell without queries of this block is −∞
+        return jnp.maximum(weights, 0) if statistic.how == "max" and statistic.hidden == 0 else weights
 
 
 def _first_maximum(array: Any, axis: int) -> tuple[Any, Any]:
@@ -286,8 +307,8 @@ def _zero_nonfinite(array: Any) -> Any:
 
 def _join_of(statistic: Statistic) -> str:
     """Return the key of `_JOIN` that tells how the arrays of a statistic over blocks become one array."""
-    if isinstance(statistic, Received | Pooled):
-        return "max" if statistic.how == "max" else "sum"
+    if isinstance(statistic, Reduction) and "i" in statistic.axes:
+        return statistic.how if statistic.is_extremum else "sum"
     return "concatenate"
 
 
@@ -298,11 +319,30 @@ def _concatenate(array: Any, axis: int, n: int) -> Any:
     return jax.lax.slice_in_dim(joined, 0, n, axis=axis)
 
 
-_JOIN: dict[str, Callable[[Any, int, int], Any]] = {
-    "concatenate": _concatenate,
-    "sum": lambda array, axis, n: jnp.sum(array, axis=0),
-    "max": lambda array, axis, n: jnp.maximum(_first_maximum(array, 0)[1], 0),
+def _join_sums(arrays: Sequence[Any], axis: int, n: int) -> list[Any]:
+    return [jnp.sum(array, axis=0) for array in arrays]
+
+
+def _join_extrema(sign: int) -> Callable[[Sequence[Any], int, int], list[Any]]:
+    """Return a function that joins maxima (sign 1) or minima (−1) over the queries of a block, and their positions."""
+
+    def join(arrays: Sequence[Any], axis: int, n: int) -> list[Any]:
+        values, *positions = arrays
+        first, found = _first_maximum(sign * values, 0)
+        if not len(values):  # no queries
+            return [sign * found, *[jnp.full(found.shape, -1)] * len(positions)]
+        return [sign * found, *[jnp.take_along_axis(array, first[None], axis=0)[0] for array in positions]]
+
+    return join
+
+
+_JOIN: dict[str, Callable[[Sequence[Any], int, int], list[Any]]] = {
+    "concatenate": lambda arrays, axis, n: [_concatenate(array, axis, n) for array in arrays],
+    "sum": _join_sums,
+    "max": _join_extrema(1),
+    "min": _join_extrema(-1),
 }
+_REDUCE: dict[str, Any] = {"sum": jnp.sum, "mean": jnp.sum, "max": jnp.max, "min": jnp.min}
 
 
 def _finish_statistics(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
@@ -314,10 +354,8 @@ def _finish_statistics(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
     for statistic in problem.see:
         own = [next(rest) for _ in range(count_arrays(statistic))]
         one = unwrap_mean(statistic)
-        if isinstance(one, Received) and one.how == "mean":
-            own = [own[0] / max(problem.n, 1)]
-        if isinstance(one, Pooled) and one.how == "mean":
-            own = [own[0] / jnp.asarray(one.cell_sizes(problem.n, problem.m), own[0].dtype)]
+        if isinstance(one, Reduction) and one.how == "mean":
+            own = [one.divide(own[0], problem.n, problem.m)]
         finished += [statistic.average(x, problem) for x in own] if isinstance(statistic, Mean) else own
     return finished
 

@@ -185,7 +185,7 @@ def _check_statistics(see: Sequence[Statistic]) -> None:
         if not statistic.is_mergeable:
             raise ParameterError(
                 f"see=[{statistic!r}] of a sequence on several devices",
-                "lse(), entropy(), max_score(), mass(condition) and top_k(k), for all heads and without .mean(...)",
+                "lse(), entropy(), max_score(), mass(condition), sum(p * f, over=j) and top_k(k), without .mean(...)",
                 "jnp.mean(result, axis=-2) for a mean over the heads; sightline.attention on the whole sequence for "
                 "other statistics",
             )

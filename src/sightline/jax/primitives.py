@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from ..call.problem import NUM_OPERANDS
 from ..cpu.calls.xla_handler import MAX_BUFFERS
 from ..errors import KernelRefusedError
-from ..statistics.sums import refuse_learned
+from ..statistics.reduction import refuse_learned
 from .array_operations import attend, gradients, tangents
 from .batching import batch
 from .custom_call import register

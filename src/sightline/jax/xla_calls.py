@@ -30,7 +30,7 @@ from ..call.spec import Arrays, CallSpec, count_arrays, flatten_result, locate_a
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Statistic
-from ..statistics.computation import factors_of
+from ..statistics.computation import formulas_of
 from .options import FIRST_ARRAY, LSE, OUTPUT, CallOptions
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class XlaForward(XlaCall):
             problem = self.make_problem(inputs, formulas)
             result = make_plan(problem, self.spec.kernel).kernel.run(problem, self.spec.threads)
             if request is not None and self.can_be_cached:
-                read = *formulas, *factors_of(problem.see)
+                read = *formulas, *formulas_of(problem.see)
                 call_cache.insert(request, read, (query, key, value), problem, result, kind=_XlaEntry)
         if setting not in self.keys:
             layouts = LOOKUP.read_arrays(query, key, value, *given.arrays)
@@ -162,7 +162,7 @@ class XlaForward(XlaCall):
     @cached_property
     def numbers(self) -> tuple[float, ...]:
         """The numbers in mask, score and formulas of statistics, in the order of `structure_of`."""
-        return structure_of(*self.spec.formulas(self.example_tables), *factors_of(self.see)).numbers
+        return structure_of(*self.spec.formulas(self.example_tables), *formulas_of(self.see)).numbers
 
     @cached_property
     def can_be_cached(self) -> bool:

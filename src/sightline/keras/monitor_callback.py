@@ -77,7 +77,7 @@ class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]
         def add(layer: str, results: Sequence[Any]) -> None:
             arrays = [to_numpy(array) for array in (results[0].score, *results[1:])]
             arrays = [array.reshape(-1, *array.shape[-2:]) for array in arrays]  # one batch axis before the heads
-            sums.add(layer, [results[0]._replace(score=arrays[0]), *arrays[1:]])
+            sums.add(layer, [results[0]._replace(value=arrays[0]), *arrays[1:]])
 
         with observing(MONITORED, add):
             self.model(self.sample, training=False)

@@ -35,16 +35,14 @@ from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Apply, Expression, Lookup, Offset, as_expression, conjuncts, intern
 from ..formula.tables import Table
 from ..formula.tile_ranges import find_tile_ranges
-from ..statistics import Entropy, Lse, MaxScore, Pooled, Received, Statistic, Sum, TopK, arrays_of
+from ..statistics import Reduction, Statistic, arrays_of, unwrap_mean
 from ..statistics.base import ForwardContext
 from ..statistics.computation import computed_statistic, dispatch_statistics
-from ..statistics.matrix import cell_of
+from ..statistics.reduction import cell_of
 from . import streaming
 
 PART_BYTES = 32 << 20  # the size of the copies of keys and values in one part
 TILE = 256
-SUMS = (Received, Pooled)
-STATISTICS = (Lse, MaxScore, Entropy, TopK, Sum, *SUMS)
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,7 @@ class Gathering:
     ) -> None:
         """Add the arrays of a part's statistic to the arrays of the whole problem's statistic."""
         xp = self.xp
-        if isinstance(statistic, SUMS):
+        if isinstance(statistic, Reduction) and "i" in statistic.axes:
             self._add_to_cells(statistic, arrays[0], part, found[0])
             return
         self.rows_of(arrays[0], part.rows)[...] = found[0]
@@ -206,24 +204,33 @@ class Gathering:
             keys = xp.where(where < 0, where, xp.take_along_axis(keys, xp.clip(where, 0, None), axis=-1))
             self.rows_of(arrays[1], part.rows)[...] = xp.reshape(keys, found[1].shape)
 
-    def _add_to_cells(self, statistic: Received | Pooled, array: Any, part: GatheredPart, weights: Any) -> None:
-        """Add weights (B, queries, H, c), or take their maximum, to the cells of P: for `received`, a cell is a key."""
+    def _add_to_cells(self, statistic: Reduction, array: Any, part: GatheredPart, entries: Any) -> None:
+        """Combine entries (B, queries, H, 1, c) with the cells of a sum or maximum: over queries, a cell is a key."""
         xp, problem, keys = self.xp, self.problem, part.keys
-        pooled = statistic if isinstance(statistic, Pooled) else Pooled(1, problem.m)
-        (i0, i1), (j0, j1) = pooled.rectangle(problem.n, problem.m)
-        rows, columns = pooled.grid(problem.n, problem.m)
+        cells = statistic if statistic.axes == "ij" else replace(statistic, axes="ij", cells=(1, problem.m))
+        (i0, i1), (j0, j1) = cells.rectangle(problem.n, problem.m)
+        rows, columns = cells.grid(problem.n, problem.m)
         if not rows * columns:
             return
         i = self.arange(part.rows.start, part.rows.stop)[:, None, None]
         is_inside = (i >= i0) & (i < i1) & (keys >= j0) & (keys < j1)
-        cells = cell_of(i - i0, i1 - i0, rows) * columns + cell_of(keys - j0, j1 - j0, columns)
+        places = cell_of(i - i0, i1 - i0, rows) * columns + cell_of(keys - j0, j1 - j0, columns)
         heads = self.arange(problem.B)[:, None, None, None] * problem.H + self.arange(problem.H)[:, None]
-        index = xp.broadcast_to(heads * rows * columns + cells * is_inside, weights.shape)
-        weights = xp.where(is_inside, weights, xp.zeros_like(weights))
-        if statistic.how == "max":
-            np.maximum.at(to_numpy(array).reshape(-1), to_numpy(index), to_numpy(weights))
+        entries = entries[..., 0, :]
+        index = xp.broadcast_to(heads * rows * columns + places * is_inside, entries.shape)
+        entries = xp.astype(xp.where(is_inside, entries, xp.full_like(entries, statistic.hidden)), array.dtype)
+        if statistic.is_extremum:
+            extremum = np.maximum if statistic.how == "max" else np.minimum
+            extremum.at(to_numpy(array).reshape(-1), to_numpy(index), to_numpy(entries))
         else:
-            add_rows(xp.reshape(index, (-1,)), (xp.reshape(array, (-1, 1)), xp.reshape(weights, (-1, 1))))
+            add_rows(xp.reshape(index, (-1,)), (xp.reshape(array, (-1, 1)), xp.reshape(entries, (-1, 1))))
+
+
+def _entries_of(statistic: Statistic) -> Statistic:
+    """Return the statistic of the entries that a sum or maximum over queries combines; any other one unchanged."""
+    if isinstance(statistic, Reduction) and "i" in statistic.axes:
+        return replace(statistic, axes="", cells=None, within=None, limit=None)
+    return statistic
 
 
 def add_rows(index: Any, *pairs: tuple[Any, Any]) -> None:
@@ -266,8 +273,11 @@ class Gather(Kernel):
         if problem.dropout:
             yield Refusal("dropout, which depends on the positions of keys", "leave dropout=0")
         for statistic in problem.see:
-            if not isinstance(computed_statistic(statistic), STATISTICS):
+            one = unwrap_mean(statistic)
+            if isinstance(one, Reduction) and one.is_matrix:
                 yield Refusal(f"{statistic}, which has an entry for each pair", "leave it out, or use pooled")
+            elif isinstance(one, Reduction) and one.axes == "i" and one.finds:
+                yield Refusal(f"{statistic}, which finds queries", "leave it out")
         yield from kernels.refuse_no_pairs(problem)
 
     def pairs(self, problem: Problem) -> int:
@@ -300,7 +310,7 @@ class Gather(Kernel):
         context = ForwardContext(problem, lse, shape[:-1])
         statistics = [computed_statistic(each) for each in problem.see if each.tile_inputs]
         arrays = [statistic.start(context) for statistic in statistics]
-        see = tuple([Received() if isinstance(each, SUMS) else each for each in statistics])
+        see = tuple([_entries_of(each) for each in statistics])
         for part in call.parts(see):
             result = kernels.choose(self.by_tiles, part.problem).kernel.run(part.problem, threads)
             call.rows_of(output, part.rows)[...] = result.output

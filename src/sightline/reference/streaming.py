@@ -32,7 +32,6 @@ from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..formula.tile_ranges import TileRanges, find_tile_ranges
 from ..statistics import StatisticGradients, Tile, accumulate_statistics, statistic_gradients
-from ..statistics.sums import multiply
 from .dropout import keep_factor
 
 TILE_ELEMENTS = 1 << 20  # the most scores of one tile, over all batches and heads; a tile of one row may have more
@@ -324,7 +323,8 @@ def backward(
     for rows in ops.query_blocks():
         d_o, d_row = d_output[..., rows, :], row[..., rows]
         for columns, _, masked, p in row_tiles(ops, rows, lse) if added.weights is not None else ():
-            d_row = d_row + xp.sum(multiply(p, ops.evaluate_on_scores(added.weights, rows, columns, masked)), axis=-1)
+            added_weights = ops.evaluate_on_scores(added.weights, rows, columns, masked)
+            d_row = d_row + xp.sum(p * xp.where(p == 0, ops.full(0.0), added_weights), axis=-1)
         for columns, scaled, masked, p in row_tiles(ops, rows, lse):
             keep = keep_factor(problem, xp, rows, columns)
             d_p = ops.dot_products(d_o, ops.widen(problem.value, columns))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ..formula.expression import Expression
 from .base import (
+    Extremum,
     KeyPart,
     StatisticBase,
     StatisticGradients,
@@ -17,32 +18,27 @@ from .base import (
     weigh,
 )
 from .head_factors import average_over, multiply_heads
-from .matrix import Pooled, Scores, Weights, pooled, scores, weights
-from .per_key import Received, received
+from .library import mass, max, min, pooled, received, scores, sum, weighted_sum, weights
 from .per_query import Entropy, Lse, MaxScore, TopK, entropy, lse, max_score, top_k
+from .reduction import Reduction
 from .selection import Mean, OverLayers, Statistic, places_in, solve_selections_separately, spread_mean, unwrap_mean
-from .sums import Mass, Sum, mass, sum, weighted_sum
 
 __all__ = [
     "OVERVIEW",
     "STATISTICS",
     "Entropy",
+    "Extremum",
     "KeyPart",
     "Lse",
-    "Mass",
     "MaxScore",
     "Mean",
     "OverLayers",
-    "Pooled",
-    "Received",
-    "Scores",
+    "Reduction",
     "Statistic",
     "StatisticBase",
     "StatisticGradients",
-    "Sum",
     "Tile",
     "TopK",
-    "Weights",
     "accumulate_statistics",
     "arrays_of",
     "average_over",
@@ -50,7 +46,9 @@ __all__ = [
     "entropy",
     "lse",
     "mass",
+    "max",
     "max_score",
+    "min",
     "multiply_heads",
     "places_in",
     "pooled",
@@ -68,9 +66,10 @@ __all__ = [
 ]
 
 STATISTICS: dict[str, type[Statistic]] = {
-    kind.name: kind for kind in (Lse, MaxScore, Entropy, TopK, Sum, Mass, Received, Pooled, Weights, Scores)
+    **{kind.name: kind for kind in (Lse, MaxScore, Entropy, TopK)},
+    **dict.fromkeys(("sum", "max", "min", "mass", "received", "pooled", "weights", "scores"), Reduction),
 }
-"""The statistics that kernels compute, by name. Every other statistic is computed by a separate call of attention."""
+"""The statistics by name. Every other statistic is computed by a separate call of attention."""
 
 OVERVIEW: tuple[Statistic, ...] = (pooled(64, 64), top_k(8), entropy(), received())
 """The statistics that the explorer page shows and that `watch` records by default. Their results take O(n) memory.
@@ -84,8 +83,10 @@ def deserialize(tokens: Sequence[str], formula: Callable[[str], Expression]) -> 
     """Return the statistic that `serialize` turned into these tokens; `formula` parses the text of a formula."""
     name, *rest = tokens
     if name == Mean.name:
-        over_heads, over_batch, factors = map(literal_eval, rest[:3])
-        return Mean(over_heads, over_batch, deserialize(rest[3:], formula), factors)
-    if name in (Sum.name, Mass.name):
-        return STATISTICS[name](formula(rest[0]))  # type: ignore[call-arg]
-    return STATISTICS[name](*[literal_eval(word) for word in rest])
+        over_heads, over_batch, factors, sums_batch = map(literal_eval, rest[:4])
+        return Mean(over_heads, over_batch, deserialize(rest[4:], formula), factors, sums_batch)
+    kind = STATISTICS[name]
+    if kind is Reduction:
+        how, axes, cells, within, limit = map(literal_eval, rest[:-1])
+        return Reduction(formula(rest[-1]), how, axes, cells, within, name, limit)
+    return kind(*[literal_eval(word) for word in rest])

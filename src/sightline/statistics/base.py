@@ -1,7 +1,8 @@
 """The base class of statistics. It defines their arrays, the update by a tile of weights, and the gradient formula.
 
 P are the normalised weights before dropout. S are the final masked scores in nats, −∞ where hidden. A new statistic is
-a subclass of `selection.Statistic`, a class in `statistics.STATISTICS`, and a case of `compute_statistic` of JAX.
+a formula of `reduction.Reduction` if one suffices, else a subclass of `selection.Statistic`, a class in
+`statistics.STATISTICS`, and a case of `compute_statistic` of JAX.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from ..arrays.operations import accumulator, dtype_name, namespace, resolve_dtype
-from ..formula.expression import SYMBOLS, Expression, specialize
+from ..formula.expression import SYMBOLS, Expression, as_expression, specialize
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
@@ -38,6 +39,18 @@ class Tile:
     weights: Any
     scores: Any = None  # the final masked scores, in nats
     lse: Any = None  # (..., H, rows): the lse of these queries
+
+
+class Extremum(NamedTuple):
+    """A largest or smallest number (`value`), and the position j or i of the first pair that has it (`where`)."""
+
+    value: Any
+    where: Any
+
+    @property
+    def score(self) -> Any:
+        """The number, for `max_score`."""
+        return self.value
 
 
 class KeyPart(NamedTuple):
@@ -94,6 +107,8 @@ class BackwardContext:
         problem, xp = self.problem, namespace(self.problem.query)
         lengths = [problem.B] * ("b" in remaining_axes) + [problem.H] * ("h" in remaining_axes)
         own = array.shape[array.ndim - len(index) :]
+        if not remaining_axes and not index:  # one number
+            return Table(xp.reshape(array, (1,)))[as_expression(0)]
         return Table(xp.reshape(array, (*lengths, *own)))[(*(SYMBOLS[name] for name in remaining_axes), *index)]
 
     def gradient_at(self, *index: Expression) -> Expression:
@@ -151,7 +166,7 @@ class StatisticBase:
     method only if the default does not fit.
     """
 
-    name: ClassVar[str]
+    name: str
     tile_inputs: ClassVar[tuple[str, ...]] = ("weights",)  # the attributes of a `Tile` that `add` reads; () for none
     fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # the number that each array is filled with at first
     has_own_problem: bool = False  # True if a separate call of attention computes it, on `make_own_problem`
@@ -163,7 +178,7 @@ class StatisticBase:
 
     @property
     def is_linear(self) -> bool:
-        """True if the statistic of weights that are averaged over heads or batch is the average of the statistics."""
+        """True if the statistic sums its `entries`, so that a mean over heads or batch may average these."""
         return False
 
     # -- sizes --------------------------------------------------------------------------------------------------------
@@ -198,6 +213,14 @@ class StatisticBase:
         """Add a tile to the arrays, in place."""
         raise NotImplementedError(type(self).__name__)
 
+    def entries(self, tile: Tile, context: ForwardContext) -> Any:
+        """Return the number of every pair of a tile that a linear statistic sums, (*batch_shape, H, rows, columns)."""
+        raise NotImplementedError(type(self).__name__)
+
+    def add_entries(self, arrays: list[Any], entries: Any, tile: Tile, context: ForwardContext) -> None:
+        """Add `entries` of a tile, or their mean over some of the leading axes, to the arrays, in place."""
+        raise NotImplementedError(type(self).__name__)
+
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
         """Return the final arrays; called after the last tile."""
         return arrays
@@ -226,6 +249,10 @@ class StatisticBase:
         """Return name and parameters as tokens, which `deserialize` reads. No token has a line break or a "|"."""
         own = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
         return [self.name, *[literal_text(value) for value in own]]
+
+    def format_over(self, axes: str) -> str | None:
+        """Return the text of the sum of this statistic over `axes`, such as "hj"; None if it has another form."""
+        return None
 
     def __repr__(self) -> str:
         fields = {field: getattr(self, field) for field in self.__match_args__}  # type: ignore[attr-defined]
@@ -304,3 +331,8 @@ def literal_text(value: Any) -> str:
     if isinstance(value, tuple):
         return "(" + "".join([literal_text(entry) + "," for entry in value]) + ")"
     return repr(specialize(value))
+
+
+def format_axes(axes: str) -> str:
+    """Return axes such as "hj" as text: "(h, j)", or "j" for one axis."""
+    return axes if len(axes) == 1 else f"({', '.join(axes)})"

@@ -6,17 +6,28 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .base import accumulate_statistics
-from .matrix import Matrix
-from .per_query import Entropy, MaxScore
+from .per_query import Entropy, Lse, MaxScore, TopK
+from .reduction import Reduction
 from .selection import Mean, Statistic, unwrap_mean
-from .sums import Sum
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
     from ..formula.expression import Expression
 
 
-FUSED = (MaxScore, Entropy, Sum)
+def is_fused(statistic: Statistic) -> bool:
+    """True if the forward kernels compute the statistic beside the output."""
+    return isinstance(statistic, Lse | MaxScore | Entropy) or has_factor(statistic)
+
+
+def has_factor(statistic: Statistic) -> bool:
+    """True if the statistic is a sum over keys of p times a formula; see `Reduction.factor`."""
+    return isinstance(statistic, Reduction) and statistic.factor is not None
+
+
+def is_in_weights_pass(statistic: Statistic) -> bool:
+    """True if the weights pass of the CPU computes the statistic of every head, unless its sizes are beyond limits."""
+    return isinstance(statistic, TopK | Reduction) and not has_factor(statistic)
 
 
 class FusedStatistics:
@@ -30,13 +41,13 @@ class FusedStatistics:
     ----------
     max_score : the arrays of the largest scores and of their keys; empty if `max_score` is not requested
     entropy : the array in a list; empty if `entropy` is not requested
-    sums : the array of each `Sum`, by `id(statistic)`
-    factors : the formula of each `Sum`
+    sums : the array of each sum with a factor, by `id(statistic)`
+    factors : these factors
     """
 
     def __init__(self, problem: Problem, empty: Callable[[tuple[int, ...], str], Any]) -> None:
         requested = [unwrap_mean(statistic) for statistic in problem.see]
-        factors = {id(statistic): statistic.factor for statistic in requested if isinstance(statistic, Sum)}
+        factors = {id(x): x.factor for x in requested if isinstance(x, Reduction) and x.factor is not None}
         shape, accumulator = (*problem.batch_shape, problem.H, problem.n), problem.accumulator
 
         def allocate(kind: type[Statistic], *dtypes: str) -> list[Any]:
@@ -53,14 +64,16 @@ class FusedStatistics:
 
     def arrays_of(self, statistic: Statistic) -> list[Any] | None:
         """Return the arrays of a requested statistic; None if the forward kernel does not compute it."""
-        if isinstance(statistic, Sum):
+        if id(statistic) in self.sums:
             return [self.sums[id(statistic)]]
         return {MaxScore: self.max_score, Entropy: self.entropy}.get(type(statistic))
 
 
-def factors_of(see: Sequence[Statistic]) -> list[Expression]:
-    """Return the formula of each `Sum` in `see`, also within a mean."""
-    return [statistic.factor for statistic in map(unwrap_mean, see) if isinstance(statistic, Sum)]
+def formulas_of(see: Sequence[Statistic]) -> list[Expression]:
+    """Return the formulas of the statistics, also within a mean: those that the forward kernel computes come first."""
+    reductions = [x for x in map(unwrap_mean, see) if isinstance(x, Reduction)]
+    factors = [x.factor for x in reductions if x.factor is not None]
+    return factors + [x.pair_formula for x in reductions if x.factor is None and not x.is_plain]
 
 
 def computed_statistic(statistic: Statistic) -> Statistic:
@@ -68,8 +81,8 @@ def computed_statistic(statistic: Statistic) -> Statistic:
 
     A mean of weights or scores is returned unchanged, because the matrices of all heads would fill the memory.
     """
-    is_mean_of_arrays = isinstance(statistic, Mean) and not isinstance(statistic.of, Matrix)
-    return unwrap_mean(statistic) if is_mean_of_arrays else statistic
+    of = unwrap_mean(statistic)
+    return statistic if isinstance(of, Reduction) and of.is_matrix else of
 
 
 def dispatch_statistics(

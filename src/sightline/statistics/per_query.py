@@ -13,7 +13,17 @@ import numpy as np
 from ..arrays.operations import itemsize, namespace, resolve_dtype
 from ..errors import ParameterError, check_count
 from ..formula.expression import SYMBOLS, where
-from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, KeyPart, Outer, StatisticGradients, Tile, weigh
+from .base import (
+    MAX_RESULT_BYTES,
+    BackwardContext,
+    Extremum,
+    ForwardContext,
+    KeyPart,
+    Outer,
+    StatisticGradients,
+    Tile,
+    weigh,
+)
 from .selection import Statistic
 
 if TYPE_CHECKING:
@@ -42,13 +52,6 @@ class Lse(Statistic):
         if "h" not in context.remaining_axes:
             gradient = gradient[..., None, :]
         return StatisticGradients(lse=xp.broadcast_to(gradient, (*problem.batch_shape, problem.H, problem.n)))
-
-
-class MaxScoreResult(NamedTuple):
-    """The result of `max_score`: the largest score of each query, and in `where` the position j of its key."""
-
-    score: Any
-    where: Any
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,8 +86,8 @@ class MaxScore(Statistic):
 
         return list(reduce(larger, [part.arrays for part in parts]))
 
-    def build_result(self, arrays: Sequence[Any]) -> MaxScoreResult:
-        return MaxScoreResult(*arrays)
+    def build_result(self, arrays: Sequence[Any]) -> Extremum:
+        return Extremum(*arrays)
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         result = self.build_result(context.arrays) if context.arrays else context.compute(self)
@@ -219,10 +222,11 @@ def lse() -> Statistic:
 def max_score() -> Statistic:
     """Request the largest score of every query, max_j S_ij without the sink logit, and the first j with that score.
 
-    The result is a named tuple: `score` (..., H, n) in nats, in the accumulator's dtype (float64 for float64 arrays,
-    else float32), and `where` (..., H, n) int64. For a query without keys, `score` is −∞ and `where` is −1. The
-    gradient of `score` goes to the score of the pair (i, `where`). QK-Clip bounds the largest score to keep training
-    stable. Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section 2.1.
+    It is `max(s, over=j)`. The result is a named tuple: `value` (..., H, n) in nats, also named `score`, in the
+    accumulator's dtype (float64 for float64 arrays, else float32), and `where` (..., H, n) int64. For a query without
+    keys, `value` is −∞ and `where` is −1. The gradient of `value` goes to the score of the pair (i, `where`). QK-Clip
+    bounds the largest score to keep training stable. Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025,
+    section 2.1.
 
     Examples
     --------
@@ -236,7 +240,7 @@ def max_score() -> Statistic:
 
 
 def entropy() -> Statistic:
-    """Request H_i = −Σⱼ P_ij ln P_ij over the keys, the entropy of the weights. A sink logit adds no term.
+    """Request H_i = −Σⱼ P_ij ln P_ij, the entropy of the weights: `sum(-p * np.log(p), over=j)`. A sink adds no term.
 
     The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), in nats, from 0 to
     ln m; 0 for a query without keys. The entropy has a gradient. Training becomes unstable if it falls towards 0.

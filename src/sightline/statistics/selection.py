@@ -14,7 +14,7 @@ from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
 from .base import BackwardContext, ForwardContext, Outer, StatisticBase, StatisticGradients, Tile, literal_text
-from .head_factors import Factors, average_over, check_factors, format_factors, multiply_heads, parse_factors
+from .head_factors import Factors, check_factors, format_factors, multiply_heads, parse_factors
 from .restriction import (
     Indices,
     contiguous_span,
@@ -101,9 +101,9 @@ class Statistic(StatisticBase):
         return _reduce(self, "mean", axis, weights)
 
     def sum(self, axis: str, weights: Any = None) -> Statistic:
-        """Return the sum Σ_h w_h X_h of the statistic X over the heads, or its sum over the calls of a watch.
+        """Return the sum Σ_h w_h X_h of the statistic X over the heads, or its sum over the batch or a watch's calls.
 
-        Parameters and errors are those of `mean`. There is no sum over the batch, and weights may have the sum 0.
+        Parameters and errors are those of `mean`. Weights may have the sum 0.
         """
         return _reduce(self, "sum", axis, weights)
 
@@ -207,13 +207,15 @@ class Mean(Statistic):
     """A statistic averaged over the heads, the batch or both. If `of` is linear, it receives averaged tiles.
 
     `factors` are the numbers by which the heads are multiplied before they are added: one for each head, one row of
-    numbers for each layer of a watch, or 1.0 for all. None stands for 1/H.
+    numbers for each layer of a watch, or 1.0 for all. None stands for 1/H. `sums_batch` asks for the sum over the
+    batch in place of the mean.
     """
 
     over_heads: bool
     over_batch: bool
     of: Statistic
     factors: Factors = None
+    sums_batch: bool = False
 
     name = "mean"
 
@@ -230,8 +232,13 @@ class Mean(Statistic):
         return self.of.is_differentiable
 
     def __repr__(self) -> str:
+        sums = "b" * (self.over_batch and self.sums_batch) + "h" * (self.over_heads and self.factors == 1.0)
+        own = getattr(self.of, "axes", "j")
+        if len(sums) == self.over_batch + self.over_heads and (text := self.of.format_over(sums + own)):
+            return text
         heads = '.mean("heads")' if self.factors is None else f'.sum("heads"{format_factors(self.factors)})'
-        return repr(self.of) + heads * self.over_heads + '.mean("batch")' * self.over_batch
+        batch = '.sum("batch")' if self.sums_batch else '.mean("batch")'
+        return repr(self.of) + heads * self.over_heads + batch * self.over_batch
 
     def remaining_outer(self, outer: Outer) -> Outer:
         """Return the lengths of the axes (*batch_shape, H) that averaging leaves."""
@@ -261,9 +268,9 @@ class Mean(Statistic):
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         if self.of.is_linear:
-            averaged = {name: self.average(getattr(tile, name), context.problem) for name in self.of.tile_inputs}
-            tile = replace(tile, **({"weights": None, "scores": None} | averaged))
-        self.of.add(arrays, tile, context)
+            self.of.add_entries(arrays, self.average(self.of.entries(tile, context), context.problem), tile, context)
+        else:
+            self.of.add(arrays, tile, context)
 
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
         finished = self.of.finish(arrays, context)
@@ -272,19 +279,21 @@ class Mean(Statistic):
     def average(self, array: Any, problem: Problem) -> Any:
         """Return the mean of an array (*batch_shape, H, ...) over the axes that this statistic averages over."""
         batch_ndim = len(problem.batch_shape)
-        if self.factors is not None:
-            array = multiply_heads(array, batch_ndim, self.factors)
-            array = namespace(array).sum(array, axis=batch_ndim, dtype=array.dtype)
-        return average_over(array, self.averaged_axes(batch_ndim))
+        averaged = self.averaged_axes(batch_ndim)
+        axes = (*range(batch_ndim),) * self.over_batch + (batch_ndim,) * self.over_heads
+        array = multiply_heads(array, batch_ndim, self.factors)
+        total = namespace(array).sum(array, axis=axes, dtype=array.dtype) if axes else array
+        return total / max(math.prod([array.shape[axis] for axis in averaged]), 1) if averaged else total
 
     def averaged_axes(self, batch_ndim: int) -> tuple[int, ...]:
-        """Return the axes of (*batch_shape, H) that are averaged over. A weighted sum over heads is not an average."""
-        over_heads = self.over_heads and self.factors is None
-        return (*range(batch_ndim),) * self.over_batch + (batch_ndim,) * over_heads
+        """Return the axes of (*batch_shape, H) that are averaged over. A sum over heads or batch is not an average."""
+        over_batch, over_heads = self.over_batch and not self.sums_batch, self.over_heads and self.factors is None
+        return (*range(batch_ndim),) * over_batch + (batch_ndim,) * over_heads
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         problem = context.problem
-        count = (problem.B if self.over_batch else 1) * (problem.H if self.over_heads and self.factors is None else 1)
+        count = 1 if self.sums_batch or not self.over_batch else problem.B
+        count *= problem.H if self.over_heads and self.factors is None else 1
         remaining_axes = "b" * (not self.over_batch) + "h" * (not self.over_heads)
         gradients = self.of.backward(
             replace(context, gradient=context.gradient / max(count, 1), remaining_axes=remaining_axes, arrays=())
@@ -324,7 +333,7 @@ class Mean(Statistic):
             )
 
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
-        flags = repr(self.over_heads), repr(self.over_batch), literal_text(self.factors)
+        flags = repr(self.over_heads), repr(self.over_batch), literal_text(self.factors), repr(self.sums_batch)
         return [self.name, *flags, *self.of.serialize(to_text)]
 
 
@@ -392,11 +401,8 @@ def _select(of: Statistic, rows: Any = None, heads: Any = None) -> Selection:
 
 def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
     """Return the sum or mean of a statistic over an axis."""
-    axes = ("heads", "layers") if how == "sum" else ("heads", "batch", "layers")
-    if axis not in axes:
-        raise ParameterError(
-            f"{how}({axis!r})", " or ".join([f'"{name}"' for name in axes]), f'weights().{how}("heads")'
-        )
+    if axis not in ("heads", "batch", "layers"):
+        raise ParameterError(f"{how}({axis!r})", '"heads", "batch" or "layers"', f'weights().{how}("heads")')
     if not of.supports_mean:
         raise ParameterError(
             f"{of}.{how}({axis!r}), which finds keys", "statistics that find no keys", "average its arrays yourself"
@@ -407,7 +413,9 @@ def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
         return OverLayers(of, how)
     mean = of if isinstance(of, Mean) else Mean(False, False, of)
     if axis == "batch":
-        return replace(mean, over_batch=True)
+        if mean.over_batch and (how == "sum") != mean.sums_batch:
+            raise ParameterError(f'{of}.{how}("batch")', "one sum or mean over the batch", str(of))
+        return replace(mean, over_batch=True, sums_batch=how == "sum")
     factors = parse_factors(how, weights)
     if mean.over_heads and (factors, mean.factors) != (None, None):
         raise ParameterError(f'{of}.{how}("heads")', "one sum or mean over heads", str(of))

@@ -18,7 +18,7 @@ from ..arrays.operations import checksum, to_numpy
 from ..call.backward_calls import split_saved
 from ..call.problem import Problem
 from ..errors import ChangedArrayError
-from ..statistics.computation import factors_of
+from ..statistics.computation import formulas_of
 from . import operator
 from .derivatives import Derivative, apply
 from .interception import is_intercepted, is_transformed, refuse_old_vmap
@@ -130,7 +130,7 @@ def _read_saved(call: GraphCall, results: Sequence[Tensor]) -> tuple[Tensor, Ten
 
 def tables_of(problem: Problem) -> list[Any]:
     """Return the arrays that the formulas of a problem and of its statistics read."""
-    own = [table for factor in factors_of(problem.see) for table in factor.tables]
+    own = [table for formula in formulas_of(problem.see) for table in formula.tables]
     return [table.array for table in (*problem.tables, *own)]
 
 

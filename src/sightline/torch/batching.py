@@ -63,13 +63,14 @@ class _Kind:
     Parameters
     ----------
     name : "rows" for an array with the axes (*batch_shape, H, ...), "table", "sinks" or "seed"
-    over_batch, over_heads, factors : the fields of a statistic's `Mean`, if it has one
+    over_batch, over_heads, factors, sums_batch : the fields of a statistic's `Mean`, if it has one
     """
 
     name: str
     over_batch: bool = False
     over_heads: bool = False
     factors: Any = None
+    sums_batch: bool = False
 
 
 ROWS, TABLE, SINKS, SEED = (_Kind(name) for name in ("rows", "table", "sinks", "seed"))
@@ -127,7 +128,7 @@ class _Join:
         batch_shape, heads = self.batch_shape, self.num_heads
         if kind.over_batch:
             shape = self.size, *batch_shape, *tensor.shape[1:]
-            tensor = (tensor / max(self.num_batches, 1)).view(self.size, *[1] * len(batch_shape), *tensor.shape[1:])
+            tensor = (tensor / self.batch_divisor(kind)).view(self.size, *[1] * len(batch_shape), *tensor.shape[1:])
             tensor = tensor.expand(shape)
         if not self.has_joined_heads:
             return tensor
@@ -152,12 +153,15 @@ class _Join:
                 tensor = multiply_heads(tensor, axis, kind.factors).sum(axis)
                 tensor = tensor / max(heads, 1) if kind.factors is None else tensor
         if kind.over_batch and axis > 1:
-            tensor = tensor.sum(tuple(range(1, axis))) / max(self.num_batches, 1)
+            tensor = tensor.sum(tuple(range(1, axis))) / self.batch_divisor(kind)
         return tensor
 
     @property
     def num_batches(self) -> int:
         return math.prod(self.batch_shape)
+
+    def batch_divisor(self, kind: _Kind) -> int:
+        return 1 if kind.sums_batch else max(self.num_batches, 1)
 
 
 def _kinds(derivative: Derivative, results: list[_Kind]) -> tuple[list[_Kind], list[_Kind]]:
@@ -176,7 +180,7 @@ def _kinds(derivative: Derivative, results: list[_Kind]) -> tuple[list[_Kind], l
 def _result_kinds(statistic: Statistic) -> list[_Kind]:
     """Return the kinds of the arrays of a statistic."""
     mean = statistic if isinstance(statistic, Mean) else None
-    kind = ROWS if mean is None else _Kind("rows", mean.over_batch, mean.over_heads, mean.factors)
+    kind = ROWS if mean is None else _Kind("rows", mean.over_batch, mean.over_heads, mean.factors, mean.sums_batch)
     return [kind] * count_arrays(statistic)
 
 

@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ..call.problem import NUM_OPERANDS
 from ..call.spec import Arrays, CallSpec, find_differentiable_results
 from ..errors import KernelRefusedError
-from ..statistics.sums import refuse_learned
+from ..statistics.reduction import refuse_learned
 from . import batching, operator
 from .operator import find_float_tables, read_arguments
 from .tangents import ForwardDerivative

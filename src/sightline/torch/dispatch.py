@@ -22,7 +22,7 @@ from ..formula.expression import SYMBOLS, Expression
 from ..formula.from_function import torch_mode
 from ..kv_cache import unpack_cache
 from ..statistics import Statistic, solve_selections_separately
-from ..statistics.computation import factors_of
+from ..statistics.computation import formulas_of
 from . import gpu_entries, operator
 from .autograd import needs_gradients
 from .cached_tensors import register_tensors
@@ -88,7 +88,7 @@ def run(
     if _is_eager(problem):
         for name, array in _tensors(problem):
             check_memory(name, array)
-        read = options["mask"], options["score"], *factors_of(options["see"])
+        read = options["mask"], options["score"], *formulas_of(options["see"])
         return _run_eager(validate(problem), caller_inputs, seed, kernel, threads, request, read)
     return to_caller_layout(
         problem, solve_selections_separately(problem, lambda one: _run_operator(one, seed, kernel, threads))

@@ -156,7 +156,7 @@ def _move(seen: Seen, sums: StepSums) -> None:
         for place, call in enumerate(seen.calls):
             if call.results:
                 scores, *others = call.results
-                results = [scores._replace(score=scores.score.detach()), *(result.detach() for result in others)]
+                results = [scores._replace(value=scores.value.detach()), *(result.detach() for result in others)]
                 sums.add(call.layer, results)
                 seen.calls[place] = replace(call, statistics=(), results=())
 

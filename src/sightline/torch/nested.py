@@ -19,9 +19,7 @@ from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression, apply, table_lookup
 from ..formula.tables import Table
 from ..formula.torch_masks import is_causal_bias
-from ..statistics import Entropy, Lse, Statistic, Sum
-
-STATISTICS = Lse, Entropy, Sum  # one number for each query
+from ..statistics import Entropy, Lse, Reduction, Statistic
 
 
 def is_nested(*arrays: Any) -> bool:
@@ -46,7 +44,7 @@ def pack(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any
     MaskError
         A dense array is a mask or a bias: sequences of different lengths have no common matrix of scores.
     ParameterError
-        A statistic is neither lse, entropy nor mass.
+        A statistic is neither lse, entropy, mass nor a sum over j.
     """
     check_nested({"query": query, "key": key, "value": value})
     of_query, of_key = _Packing.of(query), _Packing.of(key)
@@ -183,10 +181,11 @@ def _lengths(nested: Any) -> Any:
 
 
 def _check_statistic(statistic: Statistic) -> Statistic:
-    if not isinstance(statistic, STATISTICS):
+    is_sum = isinstance(statistic, Reduction) and statistic.axes == "j" and not statistic.finds
+    if not (is_sum or isinstance(statistic, Lse | Entropy)):
         raise ParameterError(
             f"{statistic!r} of nested tensors",
-            "lse(), entropy() and mass(...)",
+            "lse(), entropy(), mass(...) and sum(..., over=j)",
             "call attention for each sequence: query.unbind()",
         )
     return statistic

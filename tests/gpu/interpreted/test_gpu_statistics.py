@@ -11,10 +11,10 @@ from fault_planting import Fault
 from sample_problems import arrays
 from sightline import causal, h, i, j, s, softcap, table, where, window
 from sightline.arrays.operations import to_numpy
+from sightline.gpu.configurations import MAX_TOP_K, can_serve
 from sightline.gpu.kernels import fused_statistics, tile_ops, weights_pass, weights_pooled, weights_top_k
 from sightline.gpu.launch import weights_pass as launch_weights_pass
 from sightline.gpu.launch.schedule import make_schedule
-from sightline.gpu.launch.weights_pass import MAX_TOP_K
 from sightline.reference.definition import compute_stages
 from sightline.reference.streaming import Streaming
 from sightline.statistics import arrays_of
@@ -175,7 +175,7 @@ def test_weights_do_not_take_on_the_rounding_of_lse(triton_kernel):
 
 def test_more_keys_than_lists_hold_are_found_by_the_plain_tiles(triton_kernel):
     case = Case(*arrays((1, 1, 2, 4), "float32", m=MAX_TOP_K + 20)).as_torch()
-    assert not launch_weights_pass.can_serve(case.make_problem(), sightline.top_k(MAX_TOP_K + 1))
+    assert not can_serve(case.make_problem(), sightline.top_k(MAX_TOP_K + 1))
     check(triton_kernel.run, case.make_problem(see=[sightline.top_k(MAX_TOP_K + 1)]))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...formula.expression import Apply, Constant, Expression, Lookup, Parameter, Symbol, walk
+from ...formula.expression import OF_SCORES, Apply, Constant, Expression, Lookup, Parameter, Symbol, walk
 from ...formula.operators import Kind, common_kind
 from . import math
 from .builder import Builder
@@ -58,12 +58,12 @@ class Renderer:
         self.node_index = {id(node): index for index, node in enumerate(self.nodes)}
 
     def evaluate_block(self, symbols: dict[str, Value]) -> NodeValues:
-        """Return the values of the parts that depend on neither j nor s, by id of the part."""
-        return self._evaluate(symbols, {}, lambda free_symbols: free_symbols.isdisjoint({"j", "s"}))
+        """Return the values of the parts that depend on neither j nor the score, by id of the part."""
+        return self._evaluate(symbols, {}, lambda free_symbols: free_symbols.isdisjoint({"j"} | OF_SCORES))
 
     def evaluate_row(self, symbols: dict[str, Value], known: NodeValues) -> NodeValues:
-        """Return the values of the parts that depend on neither i nor s, and the known values, by id of the part."""
-        return self._evaluate(symbols, known, lambda free_symbols: free_symbols.isdisjoint({"i", "s"}))
+        """Return the known values, and those of the parts that depend on neither i nor the score, by id of the part."""
+        return self._evaluate(symbols, known, lambda free_symbols: free_symbols.isdisjoint({"i"} | OF_SCORES))
 
     def evaluate_pair(self, symbols: dict[str, Value], known: NodeValues) -> Value:
         """Return the value of the formula for a vector of pairs. `known` has the values of parts computed before."""

@@ -320,7 +320,7 @@ class Backward(SharedTiles, RecomputedWeights):
             assert renderer is not None
             symbols, values = self.pair_symbols | {"s": self.final_score}, self.values_before_pair(f, rows, key, v)
             gradient = renderer.evaluate_pair(symbols, values).to(self.float)
-            gradients[role] = self.builder.where(p == 0.0, 0.0, gradient.broadcast(self.lanes))
+            gradients[str(role)] = self.builder.where(p == 0.0, 0.0, gradient.broadcast(self.lanes))
         return gradients
 
     def compute_score_gradient(self, p: Value, dp: Value, extra: Value | None, key: Value, v: int) -> Value:

@@ -11,7 +11,7 @@ maximum. If there is no score formula and no sink, the factor contains log₂ e,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from ...call.kernel import MAX_LSE
 from ...formula.expression import Expression
 from ...formula.parameters import TableParameter
 from ...reference.dropout import LOW_32_BITS, philox_rounds
-from ..codegen.abi import LoadedArguments
+from ..codegen.abi import LoadedArguments, OutputArguments
 from ..codegen.builder import Builder, Module, Variable
 from ..codegen.formats import FloatFormat, format_of
 from ..codegen.math import exp2_by_scaling, exp2_of_negative, exp_of_negative
@@ -41,7 +41,7 @@ class Block:
     q_t: Value  # Qᵀ[d][lane]
     s_t: Value  # Sᵀ[key][lane]
     num_keys: Value  # number of keys in the current tile
-    own_formulas = slice(0, None)  # which of the formulas (mask, score, extra formulas) this code evaluates
+    own_formulas: Container[int] = range(1 << 30)  # which formulas (mask, score, extra formulas) this code evaluates
     split: Value  # index of the split of the keys, in kernels that split the keys
     tile_range: Value  # index of the tile range in `loop_tiles`
 
@@ -272,6 +272,15 @@ class Block:
         with builder.loop(0, self.num_valid) as lane, builder.loop(whole, count) as c:
             write(lane, c, self.lane_address(source, c, lane).load(self.float))
 
+    def store_per_query(self, target: OutputArguments, values: list[Value]) -> None:
+        """Store one number for each query of the block, from a vector of numbers for each vector of queries."""
+        size = values[0].type.element.itemsize
+        scratch = self.tiles.scratch(self.tiles.block * size)
+        for v, value in enumerate(values):
+            scratch.at(v * self.lanes * size).store(value)
+        with self.builder.loop(0, self.num_valid) as lane:
+            target.pointer.at((self.row + lane) * size).store(scratch.at(lane * size).load(values[0].type.element))
+
     def lane_address(self, matrix: Value, row: Any, lane: Value) -> Value:
         """Return the address of one number of a scratch matrix."""
         return self.tiles.at(matrix, row).at(lane * self.tiles.itemsize)
@@ -279,8 +288,7 @@ class Block:
     # -- formulas -------------------------------------------------------------------------------------------------
     def prepare_formulas(self) -> None:
         """Create the `Renderer` of every formula, and the code of its lookups t[..., i, j] (`TileTables`)."""
-        own = range(len(self.formulas))[self.own_formulas]
-        formulas = [formula if index in own else None for index, formula in enumerate(self.formulas)]
+        formulas = [formula if index in self.own_formulas else None for index, formula in enumerate(self.formulas)]
         sources = [
             TableSource(t.pointer, t.strides, t.lengths, TABLE_TYPES[dtype])
             for t, (dtype, _) in zip(self.args.tables, self.spec.tables, strict=True)

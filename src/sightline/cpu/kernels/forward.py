@@ -33,7 +33,7 @@ class Forward(SharedTiles):
     """Write the forward kernel into a module."""
 
     fields = FORWARD_FIELDS
-    own_formulas = slice(2, None)
+    own_formulas = range(2, 1 << 30)
     o_t: Value  # Oᵀ[d][lane] of a block
 
     def allocate(self) -> None:

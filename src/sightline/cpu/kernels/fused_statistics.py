@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..codegen.abi import OutputArguments
 from ..codegen.builder import Variable
 from ..codegen.values import DOUBLE, INT64, Value, vector
 
@@ -126,14 +125,14 @@ class FusedStatisticsCode:
         block, builder = self.block, self.block.builder
         outputs = iter(block.args.outputs)
         if self.has_max_score:
-            self.store_per_query(next(outputs), [score.get() * self.nats_per_unit for score in self.max_score])
-            self.store_per_query(next(outputs), [key.get().to(INT64) for key in self.max_score_key])
+            self.block.store_per_query(next(outputs), [score.get() * self.nats_per_unit for score in self.max_score])
+            self.block.store_per_query(next(outputs), [key.get().to(INT64) for key in self.max_score_key])
         totals = [builder.where(total.get() == 0.0, 1.0, total.get()) for total in block.running_sum]
         if self.has_entropy:
             entropies = [self.compute_entropy(v, total.to(DOUBLE)) for v, total in enumerate(totals)]
-            self.store_per_query(next(outputs), entropies)
+            self.block.store_per_query(next(outputs), entropies)
         for _, whole in self.sums.values():
-            self.store_per_query(next(outputs), [x.get() / total for x, total in zip(whole, totals, strict=True)])
+            self.block.store_per_query(next(outputs), [x.get() / total for x, total in zip(whole, totals, strict=True)])
 
     def compute_entropy(self, v: int, total: Value) -> Value:
         """Return ln l · Σp / l − T / l, where l is `total` in float64."""
@@ -141,13 +140,3 @@ class FusedStatisticsCode:
         product = log_total * self.weight_sum[v].get().to(DOUBLE)
         weighted_exponents = self.weighted_exponents[v].get().to(DOUBLE) * self.nats_per_unit
         return ((product - weighted_exponents) / total).to(self.block.float)
-
-    def store_per_query(self, target: OutputArguments, values: list[Value]) -> None:
-        """Store one number for each query of the block."""
-        block, kind = self.block, values[0].type.element
-        size = kind.itemsize
-        scratch = block.tiles.scratch(block.tiles.block * size)
-        for v, value in enumerate(values):
-            scratch.at(v * block.lanes * size).store(value)
-        with block.builder.loop(0, block.num_valid) as lane:
-            target.pointer.at((block.row + lane) * size).store(scratch.at(lane * size).load(kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..runtime.machine import Machine
 
@@ -10,17 +11,29 @@ KEY_BLOCK = 64  # number of keys in a tile: its scores and its rows of K and V s
 MAX_QUERIES_PER_ITEM = 512  # of the forward kernel: so many share one copy of a tile of K and V
 MAX_BYTES_PER_ITEM = 1 << 18  # of Qᵀ, Oᵀ and the like, which stay in the second-level cache
 
-OUTPUTS_PER_ROLE = {  # how many output arrays the roles of statistics have
-    "max_score": 2,
-    "entropy": 1,
-    "sum": 1,
-    "received": 1,
-    "received_max": 1,
-    "pooled": 1,
-    "pooled_max": 1,
-    "top_k": 2,
-    "weight_tiles": 1,
-}
+OUTPUTS_PER_ROLE = {"max_score": 2, "entropy": 1, "sum": 1, "top_k": 2}  # arrays of the roles of statistics
+
+
+class ReductionRole(NamedTuple):
+    """A sum, maximum or minimum that a weights pass computes; `axes`, `how` and `hidden` are those of `Reduction`.
+
+    formula : the index of f among the kernel's formulas; 0 if f is the weight
+    """
+
+    axes: str
+    how: str
+    hidden: float
+    formula: int
+
+    @property
+    def finds(self) -> bool:
+        """True if the pass writes where the maximum or minimum is."""
+        return len(self.axes) == 1 and self.hidden != 0
+
+
+def count_outputs(role: str | ReductionRole) -> int:
+    """Return how many output arrays a role of a statistic has; 0 for other roles."""
+    return 1 + role.finds if isinstance(role, ReductionRole) else OUTPUTS_PER_ROLE.get(role, 0)
 
 
 @dataclass(frozen=True)
@@ -49,12 +62,14 @@ class KernelSpec:
     extra_formulas: tuple[str, ...] = ()  # besides mask and score; they may read the final score
     k: int = 0  # number of keys listed for each query; see TopKCode
     stored: tuple[str, ...] = ()  # the dtypes of quantised K and V, of `row_formats.QUANTIZED`; () if not quantised
-    roles: tuple[str, ...] = ()  # what is computed for statistics; see FusedStatisticsCode, Backward, WeightStatistics
+    roles: tuple[
+        str | ReductionRole, ...
+    ] = ()  # what is computed for statistics; see FusedStatisticsCode, Backward, WeightStatistics
 
     @property
     def num_output_arrays(self) -> int:
         """Return how many output arrays follow the tables among the kernel's arguments."""
-        return len(self.table_gradients) + sum(OUTPUTS_PER_ROLE.get(role, 0) for role in self.roles)
+        return len(self.table_gradients) + sum(map(count_outputs, self.roles))
 
     @property
     def is_base_2(self) -> bool:

@@ -30,7 +30,7 @@ class ScoreFunctions(Block):
     """Write the functions into a module."""
 
     fields = FORWARD_FIELDS
-    own_formulas = slice(0, 2)
+    own_formulas = range(2)
 
     def __init__(
         self, spec: KernelSpec, formulas: Sequence[Expression | None], machine: Machine, module: Any = None

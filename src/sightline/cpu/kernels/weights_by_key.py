@@ -17,8 +17,8 @@ MAX_COLUMNS = 2 * KEY_BLOCK  # the most columns of cells in scratch; a tile has 
 SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
 
 
-class ReceivedCode(StatisticCode):
-    """Compute the weight each key receives: Σ_i P[i][j], or the maximum over i.
+class KeySums(StatisticCode):
+    """Compute the sum of f over the queries of each key, Σ_i P[i][j] for example, or the maximum of P.
 
     The output is (2, num_ranges, B, H, m rounded up to whole tiles): the sums of each range of queries, then their
     rounding errors. The lanes of a tile's weights are reduced after the tile, for as many keys at once as a vector has
@@ -34,14 +34,14 @@ class ReceivedCode(StatisticCode):
         heads, tile_bytes = args.batches * args.H, KEY_BLOCK * tiles.itemsize
         row_bytes = (args.m + (KEY_BLOCK - 1)) // KEY_BLOCK * tile_bytes
         (output,) = self.outputs
-        self.sums = output.at((kernel.range_index * heads + kernel.head_index) * row_bytes)
+        self.sums = output.pointer.at((kernel.range_index * heads + kernel.head_index) * row_bytes)
         self.errors = self.sums.at(args.num_ranges * heads * row_bytes)
         with builder.loop(kernel.first_tile * tile_bytes, kernel.last_tile * tile_bytes, tiles.align) as offset:
             for numbers in (self.sums, self.errors):
                 numbers.at(offset).store(builder.value(0.0, tiles.vector))
 
     def add_key(self, pairs: KeyPairs) -> None:
-        totals = self.kernel.hide(pairs.weights, pairs.conditions, 0.0)
+        totals = self.entries(pairs)
         while len(totals) > 1:
             totals = [functools.reduce(self.combine, totals[k : k + 2]) for k in range(0, len(totals), 2)]
         self.tile_sums.at(pairs.key * self.tiles.align).store(totals[0], self.tiles.align)
@@ -59,12 +59,52 @@ class ReceivedCode(StatisticCode):
             self.accumulate(self.sums.at(offset), self.errors.at(offset), total, tiles.itemsize)
 
 
-class PooledCode(StatisticCode):
-    """Compute the sums or maxima of P over the cells of a grid on a rectangle of queries and keys.
+class KeyExtrema(StatisticCode):
+    """Compute the maximum or minimum of f over the queries of each key, and the first query that has it.
+
+    The outputs are (num_ranges, B, H, m rounded up to whole tiles): the numbers of each range of queries, and the
+    queries as int64; −1 for no query.
+    """
+
+    def init_item(self) -> None:
+        kernel, builder, args, tiles = self.kernel, self.builder, self.args, self.tiles
+        row = (args.m + (KEY_BLOCK - 1)) // KEY_BLOCK * KEY_BLOCK
+        first = (kernel.range_index * (args.batches * args.H) + kernel.head_index) * row
+        values, queries = self.outputs
+        self.values, self.queries = values.pointer.at(first * tiles.itemsize), queries.pointer.at(first * 8)
+        with builder.loop(kernel.first_tile * KEY_BLOCK, kernel.last_tile * KEY_BLOCK) as key:
+            self.values.at(key * tiles.itemsize).store(builder.value(self.role.hidden, tiles.kind))
+            self.queries.at(key * 8).store(builder.value(-1, INT64))
+
+    def add_key(self, pairs: KeyPairs) -> None:
+        kernel, builder = self.kernel, self.builder
+        none = kernel.i0.to(kernel.integer) + self.tiles.block  # past the last query of the block
+        visible, entries = kernel.find_visible(pairs), self.entries(pairs)
+        queries = [builder.where(seen, kernel.symbols[v]["i"], none) for v, seen in enumerate(visible)]
+        best, query = entries[0], queries[0]
+        for seen, entry, i in zip(visible[1:], entries[1:], queries[1:], strict=True):
+            is_new = seen & ((query == none) | self.exceeds(entry, best))
+            best, query = builder.where(is_new, entry, best), builder.where(is_new, i, query)
+        largest = best.reduce(self.combine)
+        is_nan = (largest != largest).broadcast(kernel.lanes)
+        has_largest = builder.where(is_nan, best != best, best == largest.broadcast(kernel.lanes))
+        first = builder.where(has_largest, query, none).reduce(builder.minimum)
+        value_at, query_at = (
+            self.values.at(pairs.j.to(INT64) * self.tiles.itemsize),
+            self.queries.at(pairs.j.to(INT64) * 8),
+        )
+        is_first = query_at.load(INT64) < 0
+        with builder.if_then((first < none) & (is_first | self.exceeds(largest, value_at.load(self.tiles.kind)))):
+            value_at.store(largest)
+            query_at.store(first.to(INT64))
+
+
+class CellSums(StatisticCode):
+    """Compute the sums, maxima or minima of f over the cells of a grid on a rectangle of queries and keys.
 
     Of R rows and N queries, row r contains the queries [r N / R, (r + 1) N / R), rounded down. Columns divide the keys
-    in the same way. The caller fills the output, (B, H, R + num_ranges − 1, columns) float64, with 0. Range g of the
-    queries writes its part of row r to row r + g of the output, so that no two ranges write the same row.
+    in the same way. The caller fills the output, (B, H, R + num_ranges − 1, columns) float64, with `role.hidden`. Range
+    g of the queries writes its part of row r to row r + g of the output, so that no two ranges write the same row.
     """
 
     def allocate(self) -> None:
@@ -99,7 +139,7 @@ class PooledCode(StatisticCode):
         self.first_column.set(column)
         with builder.loop(0, self.num_columns * 2) as row:
             for v in self.vectors:
-                tiles.store(self.cells, row, v, builder.value(0.0, tiles.vector))
+                tiles.store(self.cells, row, v, builder.value(self.role.hidden, tiles.vector))
 
     @property
     def num_columns(self) -> Value:
@@ -124,7 +164,7 @@ class PooledCode(StatisticCode):
         with builder.infinite_loop() as break_if:
             break_if(at.get() >= stop)
             end = builder.minimum(self.column_edge(column.get() + 1), stop)
-            self.totals = tiles.variables(0.0)
+            self.totals = tiles.variables(self.role.hidden)
             with builder.loop(at.get() - j0, end - j0) as key:
                 yield key
             for v, total in enumerate(self.totals):
@@ -134,8 +174,7 @@ class PooledCode(StatisticCode):
             column.set(column.get() + 1)
 
     def add_key(self, pairs: KeyPairs) -> None:
-        weights = self.kernel.hide(pairs.weights, pairs.conditions, 0.0)
-        for total, p in zip(self.totals, weights, strict=True):
+        for total, p in zip(self.totals, self.entries(pairs), strict=True):
             total.set(self.combine(p, total.get()))
 
     def finish_block(self) -> None:
@@ -163,8 +202,9 @@ class PooledCode(StatisticCode):
             first_column = self.first_column.get()
             with builder.loop(first_column, first_column + self.num_columns) as c:
                 vectors = [self.cell_address(c, v).load(tiles.vector, tiles.align) for v in self.vectors]
-                vectors = [builder.where(inside[v], x, builder.value(0.0, tiles.vector)) for v, x in enumerate(vectors)]
-                address = output.at((output_row * args.columns + c) * 8)
+                hidden = builder.value(self.role.hidden, tiles.vector)
+                vectors = [builder.where(inside[v], x, hidden) for v, x in enumerate(vectors)]
+                address = output.pointer.at((output_row * args.columns + c) * 8)
                 total = functools.reduce(self.combine, vectors).reduce(self.combine)
                 address.store(self.combine(address.load(DOUBLE), total.to(DOUBLE)))
             lane.set(end)

@@ -1,4 +1,4 @@
-"""A statistic of the weights pass per query: the k largest weights and their keys."""
+"""Statistics of the weights pass per query: sums and maxima over keys, and the k largest weights and their keys."""
 
 from __future__ import annotations
 
@@ -11,6 +11,59 @@ from ..codegen.builder import Variable
 from ..codegen.values import INT64, Value, integer, vector
 from .kernel_spec import KEY_BLOCK
 from .weights_pass import KeyPairs, StatisticCode
+
+
+class RowSums(StatisticCode):
+    """Compute Σ_j f of each query: the sum of each tile, and the sum of these."""
+
+    def allocate(self) -> None:
+        self.of_tile, self.of_block = self.tiles.variables(), self.tiles.variables()
+
+    def init_block(self) -> None:
+        for v in self.vectors:
+            self.of_block[v].set(0.0)
+
+    def init_tile(self, j0: Value) -> None:
+        for v in self.vectors:
+            self.of_tile[v].set(0.0)
+
+    def add_key(self, pairs: KeyPairs) -> None:
+        for total, entry in zip(self.of_tile, self.entries(pairs), strict=True):
+            total.set(total.get() + entry)
+
+    def finish_tile(self, j0: Value) -> None:
+        for total, part in zip(self.of_block, self.of_tile, strict=True):
+            total.set(total.get() + part.get())
+
+    def finish_block(self) -> None:
+        self.kernel.store_per_query(self.outputs[0], [total.get() for total in self.of_block])
+
+
+class RowExtrema(StatisticCode):
+    """Compute the maximum or minimum of f over the keys of each query, and the first key that has it; −1 for no key."""
+
+    def allocate(self) -> None:
+        self.best = self.tiles.variables()
+        indices = vector(self.kernel.integer, self.kernel.lanes)
+        self.keys = [Variable(self.builder, indices) for _ in self.vectors]
+
+    def init_block(self) -> None:
+        for best, key in zip(self.best, self.keys, strict=True):
+            best.set(self.role.hidden)
+            key.set(-1)
+
+    def add_key(self, pairs: KeyPairs) -> None:
+        builder = self.builder
+        found = zip(self.best, self.keys, self.entries(pairs), self.kernel.find_visible(pairs), strict=True)
+        for best, key, entry, is_visible in found:
+            is_new = is_visible & ((key.get() < 0) | self.exceeds(entry, best.get()))
+            best.set(builder.where(is_new, entry, best.get()))
+            key.set(builder.where(is_new, pairs.j.broadcast(self.kernel.lanes), key.get()))
+
+    def finish_block(self) -> None:
+        values, keys = self.outputs
+        self.kernel.store_per_query(values, [best.get() for best in self.best])
+        self.kernel.store_per_query(keys, [key.get().to(INT64) for key in self.keys])
 
 
 class TopKCode(StatisticCode):
@@ -148,7 +201,7 @@ class TopKCode(StatisticCode):
 
     def finish_block(self) -> None:
         kernel, builder, tiles, k = self.kernel, self.builder, self.tiles, self.k
-        weights, keys = self.outputs
+        weights, keys = (output.pointer for output in self.outputs)
         with builder.loop(1, k + 1) as row:
             for v in self.vectors:
                 tiles.store(self.top_weights, row, v, builder.maximum(tiles.load(self.top_weights, row, v), 0.0))

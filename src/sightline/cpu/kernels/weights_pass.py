@@ -3,9 +3,10 @@
     Sᵀ[j][i] = Σ_d K[j][d] · Qᵀ[d][i]        P = e^(S − lse), 0 for hidden pairs and queries that see no key
 
 lse is represented as a sum of two numbers of the accumulator's type, so that rounding lse does not change the weights.
-There are three kernels. `WeightStatistics` (weights_statistics.py) computes received, pooled and top_k, in one pass if
-they are requested together. A `StatisticCode` writes each of these three (weights_by_key.py, weights_by_query.py).
-`WeightTiles` (weights_tiles.py) writes the weights themselves, and `WeightSums` their sums over heads or batches. Each
+There are three kernels. `WeightStatistics` (weights_statistics.py) computes sums and maxima of formulas over keys,
+queries and cells, and top_k, in one pass if they are requested together. A `StatisticCode` writes each of these
+(weights_by_key.py, weights_by_query.py). `WeightTiles` (weights_tiles.py) writes a matrix of entries, and `WeightSums`
+the sums of such matrices over heads or batches. Each
 number of an output is written by one work item, in an order that the problem determines. So results are the same for
 any number of threads.
 
@@ -20,10 +21,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ..codegen.abi import COMMON_FIELDS, WEIGHTS_CALL_FIELDS, end_with
+from ...formula.derivative import vanishes_with
+from ...formula.expression import SYMBOLS
+from ..codegen.abi import COMMON_FIELDS, WEIGHTS_CALL_FIELDS, OutputArguments, end_with
 from ..codegen.values import DOUBLE, INT64, Value
 from .block import Block
-from .kernel_spec import KEY_BLOCK
+from .kernel_spec import KEY_BLOCK, ReductionRole
 
 if TYPE_CHECKING:
     from .weights_statistics import WeightStatistics
@@ -40,6 +43,11 @@ class WeightsPass(Block):
 
     def __init_subclass__(cls) -> None:
         cls.fields = end_with(WEIGHTS_CALL_FIELDS, {**cls.weights_fields, **cls.own_fields})
+
+    @property
+    def own_formulas(self) -> set[int]:  # type: ignore[override]
+        """The indices of mask, score, and the formulas of the pass among those of the call."""
+        return {0, 1} | {role.formula for role in self.spec.roles if isinstance(role, ReductionRole)}
 
     def allocate(self) -> None:
         tiles = self.tiles
@@ -107,19 +115,52 @@ class WeightsPass(Block):
                 self.process_tile(j0, masked=False)
 
     # -- weights of one key ---------------------------------------------------------------------------------------
-    def compute_weight(self, s: Value, v: int) -> Value:
-        """Return P of vector v of the queries, for a vector of scores that `logits` yields."""
+    def compute_exponent(self, s: Value, v: int) -> Value:
+        """Return S − lse of vector v of the queries in the scores' base, for a vector of scores from `logits`."""
         high = self.lse_high[v].get()
         shifted = s - high if self.renderers[1] is not None else self.builder.fma(s, self.factor, -high)
-        return self.exponentiate(shifted - self.lse_low[v].get())
+        return shifted - self.lse_low[v].get()
 
-    def compute_weights(self, key: Value, j0: Value, masked: bool) -> list[Value]:
-        """Return P of one key for each vector of queries; 0 for hidden pairs."""
+    def compute_weight(self, s: Value, v: int) -> Value:
+        """Return P of vector v of the queries, for a vector of scores that `logits` yields."""
+        return self.exponentiate(self.compute_exponent(s, v))
+
+    def compute_pairs(self, key: Value, j0: Value, masked: bool) -> KeyPairs:
+        """Return the scores and weights of one key."""
         logits = list(self.logits(key, j0, masked))
-        weights = [self.compute_weight(s, v) for v, s, _ in logits]
-        return self.hide(weights, [allowed for _, _, allowed in logits], 0.0)
+        scores, conditions = [s for _, s, _ in logits], [allowed for _, _, allowed in logits]
+        exponents = [self.compute_exponent(s, v) for v, s in enumerate(scores)]
+        weights = [self.exponentiate(x) for x in exponents]
+        return KeyPairs(key, (j0 + key).to(self.integer), scores, exponents, weights, conditions)
 
-    def hide(self, vectors: list[Value], conditions: list[Value | None], filler: float) -> list[Value]:
+    def compute_entries(self, role: ReductionRole, pairs: KeyPairs) -> list[Value]:
+        """Return f of one key for each vector of queries, and `role.hidden` for hidden pairs."""
+        if not role.formula:
+            return self.hide(pairs.weights, pairs.conditions, 0.0)
+        formula = role.formula
+        builder, renderer, expression = self.builder, self.renderers[formula], self.formulas[formula]
+        assert renderer is not None
+        assert expression is not None
+        nats = math.log(2) if self.spec.is_base_2 else 1.0
+        scale = 1.0 if self.renderers[1] is not None else self.factor * nats
+        rows, entries, vanishes = self.evaluate_key(pairs.j), [], vanishes_with(expression, SYMBOLS["p"])
+        for v, (s, x, p) in enumerate(zip(pairs.scores, pairs.exponents, pairs.weights, strict=True)):
+            symbols = self.symbols[v] | {"j": pairs.j, "s": s * scale, "p": p, "ln p": x * nats}
+            found = renderer.evaluate_pair(symbols, self.values_before_pair(formula, rows, pairs.key, v))
+            entry = found.to(self.float).broadcast(self.lanes)
+            entries.append(builder.where(p == 0.0, 0.0, entry) if vanishes else entry)
+        is_simple = vanishes and role.hidden == 0
+        return self.hide(entries, pairs.conditions if is_simple else self.find_visible(pairs), role.hidden)
+
+    def find_visible(self, pairs: KeyPairs) -> list[Value]:
+        """Return the condition that a pair of one key is visible, for each vector of queries."""
+        found = []
+        for v, (s, allowed) in enumerate(zip(pairs.scores, pairs.conditions, strict=True)):
+            visible = (s != -math.inf) & (self.lse_high[v].get() != math.inf)
+            found.append(visible if allowed is None else visible & allowed)
+        return found
+
+    def hide(self, vectors: list[Value], conditions: Sequence[Value | None], filler: float) -> list[Value]:
         """Return the vectors with `filler` in the lanes of hidden pairs; see `KeyPairs.conditions`."""
         filled, pairs = self.builder.value(filler, self.vector), zip(vectors, conditions, strict=True)
         return [x if allowed is None else self.builder.where(allowed, x, filled) for x, allowed in pairs]
@@ -131,6 +172,7 @@ class KeyPairs(NamedTuple):
     key : index of the key in its tile
     j : index of the key
     scores : the scores that `logits` yields
+    exponents : the logarithms of P, in the scores' base
     weights : P, which is not yet 0 at hidden pairs
     conditions : for each vector, the condition of the mask; None if no pair is hidden
     """
@@ -138,6 +180,7 @@ class KeyPairs(NamedTuple):
     key: Value
     j: Value
     scores: list[Value]
+    exponents: list[Value]
     weights: list[Value]
     conditions: list[Value | None]
 
@@ -152,12 +195,12 @@ class StatisticCode:
 
     Parameters
     ----------
-    role : an entry of `spec.roles`; it ends in "max" if the statistic is a maximum of weights instead of a sum
-    outputs : the addresses of the statistic's outputs
+    role : an entry of `spec.roles`
+    outputs : the statistic's outputs
     """
 
-    def __init__(self, kernel: WeightStatistics, role: str, outputs: Sequence[Value]) -> None:
-        self.kernel, self.is_max, self.outputs = kernel, role.endswith("max"), outputs
+    def __init__(self, kernel: WeightStatistics, role: Any, outputs: Sequence[OutputArguments]) -> None:
+        self.kernel, self.role, self.outputs = kernel, role, outputs
         self.builder, self.args, self.tiles, self.vectors = kernel.builder, kernel.args, kernel.tiles, kernel.vectors
         self.allocate()
 
@@ -184,9 +227,22 @@ class StatisticCode:
         """Process what the tiles of a block have left in scratch."""
 
     # -- sums and maxima ------------------------------------------------------------------------------------------
+    def entries(self, pairs: KeyPairs) -> list[Value]:
+        """Return the entries of one key; see `WeightsPass.compute_entries`."""
+        return self.kernel.compute_entries(self.role, pairs)
+
+    @property
+    def is_extremum(self) -> bool:
+        return self.role.how in ("max", "min")
+
+    def exceeds(self, x: Value, y: Value) -> Value:
+        """True if x is larger than y, or smaller for a minimum. NaN exceeds every number."""
+        larger = x > y if self.role.how == "max" else x < y
+        return larger | ((x != x) & (y == y)) if self.role.formula else larger
+
     def combine(self, x: Value, y: Value) -> Value:
-        """Return the sum of x and y, or their maximum if `is_max`."""
-        return self.builder.maximum(x, y) if self.is_max else x + y
+        """Return the sum of x and y, or the maximum or minimum."""
+        return self.builder.where(self.exceeds(x, y), x, y) if self.is_extremum else x + y
 
     def accumulate(self, address: Value, error_address: Value, x: Value, align: int) -> None:
         """Add x to a running sum by compensated summation (Kahan, 1965), or set a running maximum.
@@ -194,7 +250,7 @@ class StatisticCode:
         The rounding error of the sum is at `error_address`. `align` is the alignment of both addresses in bytes.
         """
         old = address.load(x.type, align)
-        if self.is_max:
+        if self.is_extremum:
             address.store(self.combine(x, old), align)
             return
         x = x - error_address.load(x.type, align)

@@ -1,4 +1,4 @@
-"""The kernel of the weights pass that computes statistics: received, pooled, top_k, or several of them at once."""
+"""The kernel of the weights pass that computes sums and maxima of formulas, and top_k, several of them at once."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import ClassVar
 
 from ..codegen.values import INT64, Value
 from . import weights_by_key, weights_by_query
-from .kernel_spec import KEY_BLOCK, OUTPUTS_PER_ROLE
+from .kernel_spec import KEY_BLOCK, ReductionRole, count_outputs
 from .weights_pass import KeyPairs, StatisticCode, WeightsPass
 
 
 class WeightStatistics(WeightsPass):
     """Compute the statistics in `spec.roles` from one product of query and key.
 
-    A role is "top_k", "received", "received_max", "pooled" or "pooled_max", and each of the three statistics occurs at
-    most once. A work item is (b, h, range of blocks of queries, split of the keys). There is one split if the pass
-    computes more than received.
+    A role is "top_k", at most once, or a `ReductionRole` over keys ("j"), queries ("i") or cells ("ij"), of which there
+    is at most one grid. A work item is (b, h, range of blocks of queries, split of the keys). There is one split unless
+    every statistic is one over queries.
     """
 
     own_fields: ClassVar = {
@@ -34,16 +34,10 @@ class WeightStatistics(WeightsPass):
     }
 
     def allocate_statistics(self) -> None:
-        writers: dict[str, type[StatisticCode]] = {
-            "received": weights_by_key.ReceivedCode,
-            "pooled": weights_by_key.PooledCode,
-            "top_k": weights_by_query.TopKCode,
-        }
-        outputs = iter([output.pointer for output in self.args.outputs])
-        self.statistics = {}
+        outputs, self.statistics = iter(self.args.outputs), list[StatisticCode]()
         for role in self.spec.roles:
-            name = role.removesuffix("_max")
-            self.statistics[name] = writers[name](self, role, list(islice(outputs, OUTPUTS_PER_ROLE[role])))
+            own = list(islice(outputs, count_outputs(role)))
+            self.statistics.append(_writer_of(role)(self, role, own))
 
     def process_item(self, item: Value) -> None:
         builder, args, tiles = self.builder, self.args, self.tiles
@@ -52,7 +46,7 @@ class WeightStatistics(WeightsPass):
         # the last queries, which see most keys under a causal mask, come first
         self.range_index = args.num_ranges - 1 - rest // args.num_splits
         self.locate_span(rest % args.num_splits)
-        for statistic in self.statistics.values():
+        for statistic in self.statistics:
             statistic.init_item()
         first = args.first_query // tiles.block + self.range_index * args.range_size
         last = builder.minimum(first + args.range_size, args.query_blocks)
@@ -69,40 +63,49 @@ class WeightStatistics(WeightsPass):
 
     def process_block(self) -> None:
         args, span = self.args, (self.first_tile, self.last_tile)
-        for statistic in self.statistics.values():
+        for statistic in self.statistics:
             statistic.init_block()
         with self.builder.if_then(self.overlaps_tiles(*span)):
             self.attend((args.first_query, args.last_query), span)
-        for statistic in self.statistics.values():
+        for statistic in self.statistics:
             statistic.finish_block()
 
     def key_tile(self, j0: Value, partial: Value) -> None:
-        for statistic in self.statistics.values():
+        for statistic in self.statistics:
             statistic.init_tile(j0)
         super().key_tile(j0, partial)
-        for statistic in self.statistics.values():
+        for statistic in self.statistics:
             statistic.finish_tile(j0)
 
     def process_tile(self, j0: Value, masked: bool) -> None:
         with self.loop_keys(j0) as key:
-            j = (j0 + key).to(self.integer)
-            logits = list(self.logits(key, j0, masked))
-            scores, conditions = [s for _, s, _ in logits], [allowed for _, _, allowed in logits]
-            top_k = self.statistics.get("top_k")
-            if isinstance(top_k, weights_by_query.TopKCode) and len(self.statistics) == 1:
-                top_k.add_scores(KeyPairs(key, j, scores, [], conditions))
+            first = self.statistics[0]
+            if isinstance(first, weights_by_query.TopKCode) and len(self.statistics) == 1:
+                logits = list(self.logits(key, j0, masked))
+                scores, conditions = [s for _, s, _ in logits], [allowed for _, _, allowed in logits]
+                first.add_scores(KeyPairs(key, (j0 + key).to(self.integer), scores, [], [], conditions))
                 return
-            weights = [self.compute_weight(s, v) for v, s in enumerate(scores)]
-            for statistic in self.statistics.values():
-                statistic.add_key(KeyPairs(key, j, scores, weights, conditions))
+            pairs = self.compute_pairs(key, j0, masked)
+            for statistic in self.statistics:
+                statistic.add_key(pairs)
 
     @contextmanager
     def loop_keys(self, j0: Value) -> Iterator[Value]:
-        """Write a loop over the keys of a tile, cell by cell if the pass computes pooled, and yield the key."""
-        pooled = self.statistics.get("pooled")
-        if isinstance(pooled, weights_by_key.PooledCode):
-            with pooled.loop_keys(j0) as key:
+        """Write a loop over the keys of a tile, cell by cell if the pass has cells, and yield the key."""
+        cells = [one for one in self.statistics if isinstance(one, weights_by_key.CellSums)]
+        if cells:
+            with cells[0].loop_keys(j0) as key:
                 yield key
         else:
             with self.builder.loop(0, self.num_keys) as key:
                 yield key
+
+
+def _writer_of(role: str | ReductionRole) -> type[StatisticCode]:
+    if not isinstance(role, ReductionRole):
+        return weights_by_query.TopKCode
+    if role.axes == "ij":
+        return weights_by_key.CellSums
+    if role.axes == "i":
+        return weights_by_key.KeyExtrema if role.finds else weights_by_key.KeySums
+    return weights_by_query.RowExtrema if role.finds else weights_by_query.RowSums

@@ -1,4 +1,4 @@
-"""The kernels of the weights pass that write the weights themselves, or their sums over heads or batches."""
+"""The kernels of the weights pass that write a matrix of entries, or its sums over heads or batches."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ from typing import ClassVar
 
 from ..codegen.formats import FloatFormat
 from ..codegen.values import DOUBLE, INT64, POINTER, Value
-from .kernel_spec import KEY_BLOCK
+from .kernel_spec import KEY_BLOCK, ReductionRole
 from .weights_pass import WeightsPass
 
 
 class WeightTiles(WeightsPass):
-    """Write P in the input's dtype.
+    """Write P in the input's dtype, or f in the accumulator's dtype.
 
-    A work item is (b, h, block of queries). The caller fills the output, (B, H, n, m), with 0, because weights of
+    A work item is (b, h, block of queries). The caller fills the output, (B, H, n, m), with `role.hidden`, because
     hidden tiles are not written.
     """
+
+    @property
+    def role(self) -> ReductionRole:
+        (role,) = self.spec.roles
+        assert isinstance(role, ReductionRole)
+        return role
 
     def process_item(self, item: Value) -> None:
         """Process one block of queries. The last blocks, the longest under a causal mask, come first."""
@@ -38,17 +44,17 @@ class WeightTiles(WeightsPass):
 
     @property
     def output_format(self) -> FloatFormat:
-        return self.format
+        return self.format.accumulator_format if self.role.formula else self.format
 
     def store_weights(self, address: Value, p: Value, lanes: int = 1) -> None:
         """Write the weights of one query on `lanes` adjacent keys."""
-        self.format.store(address, p)
+        self.output_format.store(address, p)
 
     def process_tile(self, j0: Value, masked: bool) -> None:
         builder, args, tiles, itemsize = self.builder, self.args, self.tiles, self.output_format.itemsize
         with builder.loop(0, self.num_keys) as key:
-            for v, p in enumerate(self.compute_weights(key, j0, masked)):
-                tiles.store(self.s_t, key, v, p)
+            for v, entry in enumerate(self.compute_entries(self.role, self.compute_pairs(key, j0, masked))):
+                tiles.store(self.s_t, key, v, entry)
         (output,) = args.outputs
         target = output.pointer.at((self.output_row * args.m + j0) * itemsize)
 
@@ -68,7 +74,7 @@ class WeightTiles(WeightsPass):
 
 
 class WeightSums(WeightTiles):
-    """Add the products of P and a factor of each head over heads, batches or both, in the accumulator's dtype.
+    """Add the products of entries and a factor of each head over heads, batches or both, in the accumulator's dtype.
 
     The output has one matrix for each sum. A work item computes a block of queries in one of these matrices: it adds
     `count` heads to the block, one after another. The caller fills the output with 0. The r-th head of matrix x has the

@@ -22,7 +22,8 @@ from ...call.kernel import (
 )
 from ...call.problem import OPERANDS, Problem
 from ...formula.expression import SYMBOLS
-from ...statistics import StatisticGradients, Sum
+from ...statistics import Reduction, StatisticGradients
+from ...statistics.reduction import p, times_factor
 from ..codegen.abi import BACKWARD_CALL_FIELDS
 from ..kernels.backward import Backward
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
@@ -256,7 +257,9 @@ def _sum_over_keys(
     """Return Σⱼ P ∘ gradients.weights of every query, and the bound call: a forward pass with one column of value."""
     _, *unread = gradients.formulas.values()
     value = None if problem.row_formats else problem.value[..., :1]
-    narrow = problem.with_statistics(Sum(gradients.weights), value=value)
+    assert gradients.weights is not None
+    product = Reduction(times_factor(p, gradients.weights), "sum", "j")
+    narrow = problem.with_statistics(product, value=value)
     fused, lse = CpuFusedStatistics(narrow, unread), np.empty((*problem.batch_shape, problem.H, problem.n))
     call = forward(narrow, make_output(narrow), lse, threads, processor, fused)
     return convert(fused.arrays[0].astype(np.float64), problem.query), call

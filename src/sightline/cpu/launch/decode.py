@@ -58,7 +58,7 @@ def decode(
 
     The result is None if an output is NaN or ∞. The forward kernel must then compute the problem.
     """
-    arguments = KernelArguments(problem, MAX_ROWS_PER_ITEM, group=problem.group)
+    arguments = KernelArguments(problem, MAX_ROWS_PER_ITEM, group=problem.group, unread=fused.unread)
     spec = make_spec("decode", arguments, unroll=min(problem.group * problem.n, UNROLL), roles=fused.roles)
     bind = partial(BoundDecode, spec=spec, processor=processor)
     call = bind(arguments)

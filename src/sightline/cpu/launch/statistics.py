@@ -12,7 +12,7 @@ from ...call.problem import Problem
 from ...formula.expression import Expression
 from ...reference.streaming import Streaming
 from ...statistics import Statistic
-from ...statistics.computation import FusedStatistics, computed_statistic, dispatch_statistics
+from ...statistics.computation import FusedStatistics, computed_statistic, dispatch_statistics, formulas_of
 from ..runtime.processor import Processor
 from . import weights_pass
 
@@ -20,12 +20,13 @@ from . import weights_pass
 class CpuFusedStatistics(FusedStatistics):
     """The statistics that the forward kernel computes, and their output arrays; see `FusedStatisticsCode`.
 
-    `unread` are formulas of the call that the kernel does not read; see `KernelArguments`.
+    `unread` are formulas of the call that the kernel does not read, by default those of the weights passes; see
+    `KernelArguments`.
     """
 
-    def __init__(self, problem: Problem, unread: Sequence[Expression] = ()) -> None:
+    def __init__(self, problem: Problem, unread: Sequence[Expression] | None = None) -> None:
         super().__init__(problem, np.empty)
-        self.unread = unread
+        self.unread = formulas_of(problem.see)[len(self.factors) :] if unread is None else unread
         roles = {"max_score": self.max_score[:1], "entropy": self.entropy, "sum": self.sums}
         self.roles = tuple([role for role, arrays in roles.items() for _ in arrays])
 

@@ -20,23 +20,25 @@ from ...arrays.operations import Framework, convert, empty, namespace, resolve_d
 from ...caching import cached_property
 from ...call.kernel import MAX_LSE
 from ...call.problem import Problem
-from ...statistics import Mean, Pooled, Received, Statistic, TopK, Weights
-from ...statistics.computation import factors_of
-from ...statistics.matrix import cell_lengths
+from ...formula.expression import Expression
+from ...statistics import Mean, Reduction, Statistic, TopK, unwrap_mean
+from ...statistics.computation import formulas_of, is_in_weights_pass
+from ...statistics.reduction import cell_lengths
 from ..codegen.abi import WEIGHTS_CALL_FIELDS
-from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, round_up
+from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, ReductionRole, round_up
 from ..kernels.weights_pass import WeightsPass
 from ..kernels.weights_statistics import WeightStatistics
 from ..kernels.weights_tiles import WeightSums, WeightTiles
 from ..runtime.processor import HOST, Processor
-from .arguments import TARGET_ITEMS, KernelArguments, prepare, zeros
+from .arguments import TARGET_ITEMS, KernelArguments, prepare
 from .bound_call import BoundCall
 
+MAX_STATISTICS = 8  # the most statistics of one pass
 MAX_TOP_K = 256  # the largest k of `top_k`: the lists for a block of queries are a thread's scratch
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
 
 Range = tuple[int, int]
-Output = tuple[tuple[int, ...], str, bool]  # shape, dtype, and True if the kernel expects zeros
+Output = tuple[tuple[int, ...], str, float | None]  # shape, dtype, and the number that the kernel expects there
 
 
 class BoundWeightsPass(BoundCall):
@@ -50,6 +52,7 @@ class BoundWeightsPass(BoundCall):
         problem, processor = arguments.problem, more.pop("processor")
         work = problem.B * problem.H * problem.n * problem.m * problem.d_k
         values = {"items": items, "batches": problem.B} | more
+        self.reads_formulas = bool(spec.extra_formulas)  # of statistics
         super().__init__(
             arguments,
             spec,
@@ -96,8 +99,8 @@ class StatisticsPass:
         """Return the functions that allocate the arrays that the kernel fills."""
         makers = [framework.make_empty(shape, dtype) for shape, dtype, _ in self.outputs]
         return [
-            partial(_fill_with_zeros, make) if is_zeroed else make
-            for make, (_, _, is_zeroed) in zip(makers, self.outputs, strict=True)
+            make if filler is None else partial(_make_filled, make, filler)
+            for make, (_, _, filler) in zip(makers, self.outputs, strict=True)
         ]
 
     def finish(self, arrays: Sequence[Any]) -> list[list[Any]]:
@@ -111,9 +114,9 @@ class StatisticsPass:
         return [output for statistic in self.statistics for output in statistic.outputs]
 
 
-def _fill_with_zeros(make: Callable[[], Any]) -> Any:
+def _make_filled(make: Callable[[], Any], filler: float) -> Any:
     array = make()
-    array[...] = 0
+    array[...] = filler
     return array
 
 
@@ -123,13 +126,13 @@ Bound = tuple[KernelArguments, StatisticsPass]
 def bind_passes(problem: Problem, statistics: Sequence[Statistic], processor: Processor = HOST) -> list[Bound]:
     """Return the bound weights passes of the statistics, and the arguments of each pass.
 
-    A pass computes each of received, pooled and top_k at most once. `weights`, a mean of weights, and `pooled` within a
-    rectangle each have their own pass. A statistic that no weights pass can compute is left out, and so is a statistic
-    with nothing to compute.
+    A pass computes at most one grid of cells, one `top_k`, and `MAX_STATISTICS` in all. A matrix, a mean of matrices
+    and cells within a rectangle each have their own pass. A statistic that no weights pass can compute is left out, and
+    so is a statistic with nothing to compute.
     """
     groups: list[list[int]] = []
     for index, statistic in enumerate(statistics):
-        if not _can_serve(problem, statistic):
+        if not can_serve(problem, statistic):
             continue
         group = next((group for group in groups if _can_join(statistic, [statistics[k] for k in group])), None)
         if group is None:
@@ -139,50 +142,62 @@ def bind_passes(problem: Problem, statistics: Sequence[Statistic], processor: Pr
     return [_bind(problem, [statistics[k] for k in group], tuple(group), processor) for group in groups]
 
 
-def _can_serve(problem: Problem, statistic: Statistic) -> bool:
+def can_serve(problem: Problem, statistic: Statistic) -> bool:
     """True if there is a weights pass for the statistic, and something to compute."""
-    if 0 in problem.extent:
+    of = unwrap_mean(statistic)
+    if 0 in problem.extent or not is_in_weights_pass(of) or (isinstance(statistic, Mean) and of.fill_values != (0.0,)):
         return False
     if isinstance(statistic, TopK):
         return min(statistic.k, problem.m) in range(1, MAX_TOP_K + 1)
-    if isinstance(statistic, Pooled):
-        return 0 not in statistic.grid(problem.n, problem.m)
-    return isinstance(statistic, Received | Weights) or _is_mean_of_weights(statistic)
+    return not isinstance(statistic, Reduction) or 0 not in statistic.grid(problem.n, problem.m)
 
 
-def _is_mean_of_weights(statistic: Statistic) -> bool:
-    return isinstance(statistic, Mean) and isinstance(statistic.of, Weights)
+def _role(statistic: Statistic, formulas: Sequence[Expression]) -> str | ReductionRole:
+    """Return the role of a statistic in a kernel's spec. `formulas` are those of all statistics of the call."""
+    if not isinstance(statistic, Reduction):
+        return statistic.name
+    how, formula = "sum" if statistic.how == "mean" else statistic.how, 0
+    if not statistic.is_plain:
+        formula = 2 + next(k for k, each in enumerate(formulas) if each is statistic.pair_formula)
+    return ReductionRole(statistic.axes, how, statistic.hidden, formula)
 
 
 def _can_join(statistic: Statistic, others: Sequence[Statistic]) -> bool:
     """True if a pass that computes the statistics `others` can compute this one as well."""
-    is_alone = any(isinstance(x, Weights | Mean) or (isinstance(x, Pooled) and x.within) for x in (statistic, *others))
-    return not is_alone and type(statistic) not in map(type, others)
+    axes = [getattr(unwrap_mean(x), "axes", None) for x in (statistic, *others)]
+    is_alone = "" in axes or any(getattr(x, "within", None) for x in (statistic, *others))
+    return not is_alone and len(axes) <= MAX_STATISTICS and axes.count("ij") < 2 and axes.count(None) < 2
 
 
 def _bind(problem: Problem, statistics: Sequence[Statistic], indices: tuple[int, ...], processor: Processor) -> Bound:
     """Return the weights pass that computes all these statistics, and its arguments."""
     first = statistics[0]
-    if isinstance(first, Weights):
-        return _bind_weights(problem, indices, processor)
     if isinstance(first, Mean):
         return _bind_weight_sums(problem, first, indices, processor)
+    if isinstance(first, Reduction) and not first.axes:
+        return _bind_weights(problem, first, indices, processor)
     k = max(min(x.k, problem.m) if isinstance(x, TopK) else 0 for x in statistics)
-    roles = tuple([x.name + ("_max" if getattr(x, "how", "") == "max" else "") for x in statistics])
-    arguments, spec = _prepare("statistics", problem, processor, roles=roles, k=k)
+    arguments, spec = _prepare("statistics", problem, processor, statistics, k=k)
     grid = Grid.of(arguments, statistics)
     arrays = tuple([_arrays_of(x, arguments, grid) for x in statistics])
     call = BoundWeightsPass(arguments, spec, WeightStatistics, grid.items, processor=processor, **grid.fields())
     return arguments, StatisticsPass(call, arrays, indices)
 
 
-def _prepare(kernel: str, problem: Problem, processor: Processor, **more: Any) -> tuple[KernelArguments, KernelSpec]:
+def _prepare(
+    kernel: str, problem: Problem, processor: Processor, statistics: Sequence[Statistic], **more: Any
+) -> tuple[KernelArguments, KernelSpec]:
     """Return the arguments and the spec of a weights pass.
 
     The kernel does not read V, the given lse includes the sinks, and the weights are those before dropout. So problems
-    that differ only in V, sinks or dropout share one kernel.
+    that differ only in V, sinks or dropout share one kernel. If a statistic has a formula, the kernel gets the tables
+    and numbers of all formulas of the call.
     """
-    arguments, spec = prepare(kernel, problem, processor, unread=factors_of(problem.see), **more)
+    of_call = formulas_of(problem.see)
+    roles = tuple([_role(x, of_call) for x in statistics])
+    is_plain = not any(isinstance(role, ReductionRole) and role.formula for role in roles)
+    formulas = ([], of_call) if is_plain else (of_call, [])
+    arguments, spec = prepare(kernel, problem, processor, *formulas, roles=roles, **more)
     unit_stride = *spec.unit_stride[:2], True
     return arguments, replace(spec, d_v=1, unit_stride=unit_stride, has_sinks=False, has_dropout=False)
 
@@ -215,15 +230,15 @@ class Grid:
     def of(cls, arguments: KernelArguments, statistics: Sequence[Statistic]) -> Grid:
         """Return the grid of a pass with these statistics. The keys have several splits only if each is received."""
         problem, block = arguments.problem, arguments.query_block
-        cells = next((x for x in statistics if isinstance(x, Pooled)), None)
+        cells = next((x for x in statistics if isinstance(x, Reduction) and x.axes == "ij"), None)
         queries, keys = (cells and cells.within) or ((0, problem.n), (0, problem.m))
         heads, key_blocks = problem.B * problem.H, -(-problem.m // KEY_BLOCK)
         query_blocks = -(-queries[1] // block) - queries[0] // block
-        divides_keys = all(isinstance(x, Received) for x in statistics)
+        divides_keys = all(isinstance(x, Reduction) and x.axes == "i" for x in statistics)
         split_size = -(-key_blocks // min(-(-TARGET_ITEMS // heads), key_blocks)) if divides_keys else key_blocks
         num_splits = -(-key_blocks // split_size)
         range_size = -(-query_blocks // min(-(-TARGET_ITEMS // (num_splits * heads)), query_blocks))
-        if all(isinstance(x, TopK) for x in statistics):
+        if all(isinstance(x, TopK) or getattr(x, "axes", "") == "j" for x in statistics):
             range_size = 1
         num_ranges = -(-query_blocks // range_size)
         shape = cells.grid(problem.n, problem.m) if cells else (0, 0)
@@ -255,10 +270,14 @@ class Grid:
 def _arrays_of(statistic: Statistic, arguments: KernelArguments, grid: Grid) -> StatisticArrays:
     if isinstance(statistic, TopK):
         return _top_k_arrays(arguments.problem, statistic.k)
-    if isinstance(statistic, Pooled):
-        return _pooled_arrays(arguments.problem, statistic.how, grid)
-    assert isinstance(statistic, Received)
-    return _received_arrays(arguments.problem, statistic.how, grid)
+    assert isinstance(statistic, Reduction)
+    if statistic.axes == "j":
+        shape = *arguments.problem.batch_shape, arguments.problem.H, arguments.problem.n
+        return StatisticArrays(tuple([(shape, dtype, None) for dtype in statistic.dtypes(arguments.problem)]), list)
+    if statistic.finds:
+        return _extrema_over_queries(arguments.problem, statistic, grid)
+    make = _sums_over_queries if statistic.axes == "i" else _sums_over_cells
+    return make(arguments.problem, statistic, grid)
 
 
 def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> list[list[Any]] | None:
@@ -267,7 +286,10 @@ def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> 
     call, query = bound_pass.call, problem.query
     lse = np.ascontiguousarray(to_numpy(lse), np.float64)
     outputs = bound_pass.outputs
-    arrays = [(zeros if is_zeroed else empty)(shape, dtype, query) for shape, dtype, is_zeroed in outputs]
+    arrays = [
+        empty(shape, dtype, query) if filler is None else _make_filled(partial(empty, shape, dtype, query), filler)
+        for shape, dtype, filler in outputs
+    ]
     if call.run_first(threads, arguments, {"lse": lse}, arrays) is None:
         return None
     return bound_pass.finish(arrays)
@@ -282,22 +304,41 @@ def is_lse_imprecise(problem: Problem, lse: Any) -> bool:
     return not bool(np.max(magnitudes, initial=0.0) <= MAX_LSE[problem.accumulator])
 
 
-def _received_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
-    m, divisor = problem.m, problem.n if how == "mean" else 1
+def _sums_over_queries(problem: Problem, statistic: Reduction, grid: Grid) -> StatisticArrays:
+    m, divisor = problem.m, problem.n if statistic.how == "mean" else 1
 
     def finish(arrays: list[Any]) -> list[Any]:
         """Return the sums or maxima. Each range of queries has its own part, and the parts are combined in order."""
         parts = arrays[0][0, ..., :m]
         total = parts[0]
         for part in parts[1:] if grid.num_ranges > 1 else ():
-            total = namespace(parts).maximum(total, part) if how == "max" else total + part
+            total = statistic.combine(total, part)
         return [total / divisor]  # a new array without gaps, also if the divisor is 1
 
     shape = 2, grid.num_ranges, *problem.batch_shape, problem.H, round_up(m, KEY_BLOCK)
-    return StatisticArrays(((shape, problem.accumulator, False),), finish)
+    return StatisticArrays(((shape, problem.accumulator, None),), finish)
 
 
-def _pooled_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
+def _extrema_over_queries(problem: Problem, statistic: Reduction, grid: Grid) -> StatisticArrays:
+    shape = grid.num_ranges, *problem.batch_shape, problem.H, round_up(problem.m, KEY_BLOCK)
+
+    def finish(arrays: list[Any]) -> list[Any]:
+        """Return the maxima or minima of all ranges of queries, and their first positions."""
+        values, positions = (array[0, ..., : problem.m] for array in arrays)
+        xp = namespace(values)
+        for more, places in zip(*(array[1:, ..., : problem.m] for array in arrays), strict=True):
+            is_larger = more > values if statistic.how == "max" else more < values
+            is_larger = is_larger | (xp.isnan(more) & ~xp.isnan(values)) | (positions < 0)
+            values, positions = (
+                xp.where(is_larger & (places >= 0), new, old) for new, old in ((more, values), (places, positions))
+            )
+        return [xp.asarray(array, copy=True) for array in (values, positions)]
+
+    dtypes = problem.accumulator, "int64"
+    return StatisticArrays(tuple([(shape, dtype, None) for dtype in dtypes]), finish)
+
+
+def _sums_over_cells(problem: Problem, statistic: Reduction, grid: Grid) -> StatisticArrays:
     lead, rows, columns = (*problem.batch_shape, problem.H), grid.rows, grid.columns
     cell_sizes = cell_lengths(*grid.queries, rows)[:, None] * cell_lengths(*grid.keys, columns)
 
@@ -306,16 +347,18 @@ def _pooled_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
         (parts,), xp = arrays, namespace(arrays[0])
         cells = parts
         if grid.num_ranges > 1:
-            cells = zeros((*lead, rows, columns), "float64", parts)
+            cells = xp.full_like(parts[..., :rows, :], statistic.hidden)
             for index in range(grid.num_ranges):
                 own = grid.rows_of_range(index)
                 part, total = parts[..., own.start + index : own.stop + index, :], cells[..., own, :]
-                cells[..., own, :] = xp.maximum(total, part) if how == "max" else total + part
-        if how == "mean":
+                cells[..., own, :] = statistic.combine(total, part)
+        if statistic.how == "mean":
             cells /= convert(cell_sizes, cells)
+        cells = cells[..., 0, 0] if statistic.cells is None else cells
         return [xp.astype(cells, resolve_dtype(xp, problem.accumulator), copy=False)]
 
-    return StatisticArrays((((*lead, rows + grid.num_ranges - 1, columns), "float64", True),), finish)
+    shape = *lead, rows + grid.num_ranges - 1, columns
+    return StatisticArrays(((shape, "float64", statistic.hidden),), finish)
 
 
 def _top_k_arrays(problem: Problem, k: int) -> StatisticArrays:
@@ -333,23 +376,24 @@ def _top_k_arrays(problem: Problem, k: int) -> StatisticArrays:
         return padded
 
     dtypes = problem.accumulator, "int64"
-    return StatisticArrays(tuple([((*shape, num_ranks), dtype, False) for dtype in dtypes]), finish)
+    return StatisticArrays(tuple([((*shape, num_ranks), dtype, None) for dtype in dtypes]), finish)
 
 
-def _bind_weights(problem: Problem, indices: tuple[int, ...], processor: Processor) -> Bound:
-    arguments, spec = _prepare("weights", problem, processor, roles=("weight_tiles",))
+def _bind_weights(problem: Problem, matrix: Reduction, indices: tuple[int, ...], processor: Processor) -> Bound:
+    arguments, spec = _prepare("weights", problem, processor, [matrix])
     heads = problem.B * problem.H
     call = BoundWeightsPass(arguments, spec, WeightTiles, processor=processor, **_block_fields(arguments, heads))
     shape = (*problem.batch_shape, problem.H, problem.n, problem.m)
-    return arguments, StatisticsPass(call, (StatisticArrays(((shape, problem.dtype, True),), list),), indices)
+    outputs = ((shape, matrix.dtypes(problem)[0], matrix.hidden),)
+    return arguments, StatisticsPass(call, (StatisticArrays(outputs, list),), indices)
 
 
 def _bind_weight_sums(problem: Problem, mean: Mean, indices: tuple[int, ...], processor: Processor) -> Bound:
-    """Return the pass of a mean of weights over heads, batches or both: `WeightSums`."""
-    arguments, spec = _prepare("weight_sums", problem, processor, roles=("weight_tiles",))
+    """Return the pass of a sum or mean of a matrix over heads, batches or both: `WeightSums`."""
+    arguments, spec = _prepare("weight_sums", problem, processor, [unwrap_mean(mean)])
     B, H = problem.B, problem.H
     counts = B if mean.over_batch else 1, H if mean.over_heads else 1
-    divisor = counts[0] * (counts[1] if mean.factors is None else 1)
+    divisor = (1 if mean.sums_batch else counts[0]) * (counts[1] if mean.factors is None else 1)
     factors = np.tile(mean.factors if isinstance(mean.factors, tuple) else np.ones(H), B)  # of every head
     steps = {(False, True): (1, H), (True, False): (H, 1), (True, True): (1, 0), (False, False): (1, 1)}
     step, output_step = steps[mean.over_batch, mean.over_heads]
@@ -362,9 +406,9 @@ def _bind_weight_sums(problem: Problem, mean: Mean, indices: tuple[int, ...], pr
     def finish(arrays: list[Any]) -> list[Any]:
         xp = namespace(arrays[0])
         sums = arrays[0] if divisor == 1 else arrays[0].__itruediv__(divisor)
-        return [xp.astype(sums, resolve_dtype(xp, problem.dtype), copy=False)]
+        return [xp.astype(sums, resolve_dtype(xp, mean.dtypes(problem)[0]), copy=False)]
 
-    return arguments, StatisticsPass(call, (StatisticArrays(((shape, problem.accumulator, True),), finish),), indices)
+    return arguments, StatisticsPass(call, (StatisticArrays(((shape, problem.accumulator, 0.0),), finish),), indices)
 
 
 def _block_fields(arguments: KernelArguments, matrices: int) -> dict[str, int]:

@@ -15,10 +15,10 @@ import torch
 from ...call.problem import Problem
 from ...reference.streaming import TileOps
 from ...reference.streaming import compute_statistics as compute_by_streaming
-from ...statistics import Mean, Pooled, Received, Scores, Statistic, TopK, Weights
+from ...statistics import Mean, Reduction, Statistic, TopK
 from ...statistics.base import ForwardContext
 from ...statistics.computation import FusedStatistics, dispatch_statistics
-from ..configurations import Configuration, select
+from ..configurations import Configuration, can_serve, select
 from ..kernels.weights_pass import dense_weights, received
 from ..kernels.weights_pooled import pooled
 from ..kernels.weights_top_k import top_k
@@ -26,7 +26,6 @@ from .arguments import Operands
 from .launches import KernelLaunch
 from .schedule import make_schedule
 
-MAX_TOP_K = 128  # largest k of `top_k`, whose kernel keeps the k largest weights of each query of a block in registers
 MAX_TOP_K_ENTRIES = 2048  # most entries in all lists of largest weights of a block of queries
 MAX_PROGRAM_CELLS = (16, 64)  # most (rows, columns) of cells that one program of `pooled` computes
 
@@ -99,23 +98,12 @@ def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architect
     return [array.to(getattr(torch, name)) for array, name in zip(arrays, statistic.dtypes(problem), strict=True)]
 
 
-def can_serve(problem: Problem, statistic: Statistic) -> bool:
-    """Return True if a kernel of the second pass computes the statistic. `run_weights_pass` has a limit on AMD too."""
-    if isinstance(statistic, TopK):
-        return min(statistic.k, problem.m) <= MAX_TOP_K
-    if isinstance(statistic, Mean):
-        return isinstance(statistic.of, Weights) and statistic.factors is None
-    if isinstance(statistic, Pooled):
-        return 0 not in statistic.grid(problem.n, problem.m)
-    return isinstance(statistic, Received | Weights | Scores)
-
-
 def allocate_outputs(problem: Problem, statistic: Statistic) -> list[Any]:
     """Return the output arrays of a kernel. Entries that the kernel does not write already hold their result."""
     shapes, dtypes = statistic.shapes(problem, (*problem.batch_shape, problem.H), problem.n), statistic.dtypes(problem)
     if isinstance(statistic, Mean):  # so that the sum over batches and heads is rounded once, after its division
         dtypes = (problem.accumulator,)
-    if isinstance(statistic, Pooled):
+    if isinstance(statistic, Reduction) and statistic.axes == "ij":
         dtypes = ("float64",)
     return [
         problem.query.new_full(shape, fill, dtype=getattr(torch, dtype))
@@ -137,7 +125,7 @@ def statistic_launch(
     sizes = select("weights_pass", problem, architecture)
     heads, blocks = problem.B * problem.H, -(-problem.n // sizes.rows)
     arguments = {"lse": lse, "output": arrays[0]}
-    if isinstance(statistic, Received):
+    if isinstance(statistic, Reduction) and statistic.axes == "i":
         blocks = -(-problem.m // sizes.keys)
         arguments |= {"blocks": blocks, "USE_MAX": statistic.how == "max"}
         return _weights_pass_launch(problem, received, heads * blocks, sizes, arguments, of_keys=True)
@@ -147,17 +135,17 @@ def statistic_launch(
         blocks = -(-problem.n // rows)
         arguments |= {"blocks": blocks, "where": arrays[1], "k": statistic.k, "K": padded_k}
         return _weights_pass_launch(problem, top_k, heads * blocks, replace(sizes, rows=rows), arguments)
-    if isinstance(statistic, Pooled):
+    if isinstance(statistic, Reduction) and statistic.axes == "ij":
         grid, programs = _grid_arguments(problem, statistic, sizes)
         return _weights_pass_launch(problem, pooled, heads * programs, sizes, arguments | grid)
     batches, summed_heads = summed_axes(problem, statistic)
-    output_kind = {Weights: "weights", Scores: "scores", Mean: "sums"}[type(statistic)]
+    output_kind = "sums" if isinstance(statistic, Mean) else "scores" if statistic.name == "scores" else "weights"
     arguments |= {"blocks": blocks, "batches": batches, "heads": summed_heads, "OUTPUT_KIND": output_kind}
     programs = heads // (batches * summed_heads) * blocks
     return _weights_pass_launch(problem, dense_weights, programs, sizes, arguments)
 
 
-def _grid_arguments(problem: Problem, statistic: Pooled, sizes: Configuration) -> tuple[dict[str, Any], int]:
+def _grid_arguments(problem: Problem, statistic: Reduction, sizes: Configuration) -> tuple[dict[str, Any], int]:
     """Return the arguments of `pooled` that describe the grid of cells, and the number of programs of a head."""
     (i0, i1), (j0, j1) = statistic.rectangle(problem.n, problem.m)
     rows, columns = statistic.grid(problem.n, problem.m)

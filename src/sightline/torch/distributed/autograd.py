@@ -15,7 +15,7 @@ from ...call.spec import split_arrays
 from ...errors import ParameterError
 from ...partition.schedule import find_schedule, key_block_length
 from ...partition.shards import Shards
-from ...statistics import Lse, Statistic
+from ...statistics import Lse, Reduction, Statistic
 from ..autograd import check_versions, table_versions, tables_of, trainable_inputs
 from ..operator import autocast_disabled
 from .collectives import cut_spans
@@ -40,7 +40,7 @@ def attention_by_ring(
     rounded = [array.to(ring.dtype) if array.is_floating_point() else array for array in arrays]
     found: dict[Statistic, Sequence[Tensor]] = dict(zip(per_query, split_arrays(per_query, rounded, 0), strict=True))
     found |= {one: [lse.to(ring.dtype)] for one in problem.see if isinstance(one, Lse)}
-    found |= zip(over_queries, [[x] for x in _statistics_of_keys(ring, local, lse, over_queries)], strict=True)
+    found |= zip(over_queries, [[x] for x in _statistics_of_pairs(ring, local, lse, over_queries)], strict=True)
     return output, [found[statistic] for statistic in problem.see]
 
 
@@ -58,19 +58,20 @@ def _check_gradients(over_queries: tuple[Statistic, ...], inputs: list[Tensor]) 
     if over_queries and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         raise ParameterError(
             f"see={list(over_queries)} with inputs that require gradients",
-            'received and pooled without gradients, or method="heads"',
+            'other statistics, or method="heads"',
             "request them in a second call under torch.no_grad()",
         )
 
 
-def _statistics_of_keys(ring: Ring, local: list[Tensor], lse: Tensor, see: tuple[Statistic, ...]) -> list[Tensor]:
-    """Return the array of each statistic, to which all queries contribute; `received` only for this rank's keys."""
+def _statistics_of_pairs(ring: Ring, local: list[Tensor], lse: Tensor, see: tuple[Statistic, ...]) -> list[Tensor]:
+    """Return the array of each statistic, which all ranks compute together: this rank's queries or keys of a sum."""
     if not see:
         return []
-    spans = ring.schedule.keys.ranks[ring.group.rank]
+    schedule, rank = ring.schedule, ring.group.rank
+    places = {"j": schedule.queries.ranks[rank], "i": schedule.keys.ranks[rank]}
     return [
-        cut_spans(x, spans, -1) if statistic.name == "received" else x
-        for statistic, x in zip(see, ring.statistics_of_keys(local[0], local[1], lse.double(), see), strict=True)
+        cut_spans(x, places[statistic.axes], -1) if isinstance(statistic, Reduction) and statistic.axes in places else x
+        for statistic, x in zip(see, ring.statistics_of_pairs(local[0], local[1], lse.double(), see), strict=True)
     ]
 
 

@@ -27,7 +27,7 @@ from ...call.validation import (
 )
 from ...errors import ParameterError
 from ...partition.shards import Method, ShardLayout, Shards, check_method, check_shards
-from ...statistics import Mean, Pooled, Received, Statistic, unwrap_mean
+from ...statistics import Mean, Reduction, Statistic, unwrap_mean
 from ..dispatch import apply_autocast
 from ..operator import autocast_disabled, make_seed
 from .agreement import agree, describe_array, describe_formula, describe_number, describe_shard
@@ -204,10 +204,10 @@ def _check_statistics(problem: Problem) -> None:
     """Raise ParameterError if a statistic cannot be computed across ranks."""
     for statistic in problem.see:
         one = unwrap_mean(statistic)
-        if not one.is_mergeable and not isinstance(one, Received | Pooled):
+        if not one.is_mergeable and not (isinstance(one, Reduction) and one.axes and not one.finds):
             raise ParameterError(
                 f"see={statistic!r} across ranks",
-                "lse, entropy, max_score, mass, sum, top_k, received and pooled, and their means",
+                "lse, entropy, max_score, mass, top_k, sums over i or j, cells, and their sums and means",
                 "select queries and heads from the result, or call sightline.attention on one rank",
             )
 

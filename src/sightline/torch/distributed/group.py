@@ -85,8 +85,8 @@ class Group:
         return found
 
     def reduce(self, array: Tensor, how: str, what: str) -> None:
-        """Replace an array by the sum of the arrays of all ranks, or by their maximum if `how` is "max"."""
-        operation = dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM
+        """Replace an array by the sum of the arrays of all ranks, or by the maximum or minimum that `how` names."""
+        operation = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(how, dist.ReduceOp.SUM)
         with self.naming_failures(what, self._others):
             dist.all_reduce(array, op=operation, group=self.handle)
 

@@ -46,12 +46,12 @@ def attention_by_heads(
     result = attach_to_graph(part, plan, None, threads, result)
     answers = [arrays_of(answer) for answer in result.seen]
     places: dict[str, _Exchange | _Gather] = {
-        "received": _Exchange(group, axis, query_heads, keys),
-        "pooled": _Gather(group, axis, Shards.from_bounds(query_heads, "contiguous")),
+        "i": _Exchange(group, axis, query_heads, keys),
+        "ij": _Gather(group, axis, Shards.from_bounds(query_heads, "contiguous")),
     }
     moves: list[_Exchange | _Gather] = [of_queries]
     for statistic, own in zip(problem.see, answers, strict=True):
-        moves += [places.get(statistic.name, of_queries)] * len(own)
+        moves += [places.get(getattr(statistic, "axes", "j"), of_queries)] * len(own)
     moved = iter(_move(moves, [result.output, *chain.from_iterable(answers)], to_heads=False))
     return next(moved), [list(islice(moved, len(own))) for own in answers]
 

@@ -121,8 +121,8 @@ class Ring:
             sums.store(span.rows, combine([sums.rows(span.rows)], see, normalize=True))
         return sums
 
-    def statistics_of_keys(self, query: Tensor, key: Tensor, lse: Tensor, see: tuple[Statistic, ...]) -> list[Any]:
-        """Return statistics to which the queries of all ranks contribute, from a second pass with the final lse."""
+    def statistics_of_pairs(self, query: Tensor, key: Tensor, lse: Tensor, see: tuple[Statistic, ...]) -> list[Any]:
+        """Return statistics of the pairs of all ranks, from a second pass with the final lse."""
 
         def tiles() -> Iterator[Tile]:
             for block, (keys,) in BlockExchange(self.group, self.schedule, (key,)):

@@ -24,7 +24,7 @@ LEAST_LEVELS = 63  # levels of a layer with all its weights, on a page whose oth
 
 
 @dataclass(frozen=True)
-class Reduction:
+class Detail:
     """How much a page stores. Fields `..._levels` are the `count` of `page_parts.to_levels`, or None for floats."""
 
     count: int  # number of links of each query, and of each key
@@ -34,17 +34,17 @@ class Reduction:
     halvings: int = 0  # how many times the numbers of rows and columns of the maps are halved
 
 
-def reductions(count: int) -> Iterator[Reduction]:
-    """Yield reductions from `count` links and floats to the coarsest. Each makes a smaller page than the one before."""
-    yield Reduction(count, cell_levels=None)
-    yield Reduction(count)
-    yield Reduction(count, 65535, 65535)
-    yield Reduction(count, 4095, 4095)
+def details(count: int) -> Iterator[Detail]:
+    """Yield details from `count` links and floats to the coarsest. Each makes a smaller page than the one before."""
+    yield Detail(count, cell_levels=None)
+    yield Detail(count)
+    yield Detail(count, 65535, 65535)
+    yield Detail(count, 4095, 4095)
     while count > 1:
-        yield Reduction(count, 255, 4095)
+        yield Detail(count, 255, 4095)
         count = count * 3 // 4
-    yield from (Reduction(1, 255, 4095), Reduction(1, 255, 255, halvings=1), Reduction(1, 63, 63, halvings=1))
-    yield from (Reduction(0, None, levels, min(4 * levels, 255), halvings) for levels, halvings in ((63, 1), (15, 2)))
+    yield from (Detail(1, 255, 4095), Detail(1, 255, 255, halvings=1), Detail(1, 63, 63, halvings=1))
+    yield from (Detail(0, None, levels, min(4 * levels, 255), halvings) for levels, halvings in ((63, 1), (15, 2)))
 
 
 def fit(data: Exploration, limit: float) -> Exploration:
@@ -54,7 +54,7 @@ def fit(data: Exploration, limit: float) -> Exploration:
     `data` has pooled maps and links, or all weights. At least one layer has links, and all arrays hold floats.
     """
     count = max(layer.looks.weights.shape[-1] for text in data.texts for layer in text.layers if layer.looks)
-    options = list(reductions(count))
+    options = list(details(count))
 
     def made(place: int) -> Exploration:
         reduced = _reduced(data, options[place])
@@ -70,7 +70,7 @@ def fit(data: Exploration, limit: float) -> Exploration:
     )
 
 
-def _notes(limit: float, reduction: Reduction, count: int, made: Exploration) -> list[str]:
+def _notes(limit: float, reduction: Detail, count: int, made: Exploration) -> list[str]:
     parts = [f"{reduction.count or 'none'} of the {count} heaviest keys of each query"] * (reduction.count < count)
     if reduction.halvings:
         layer = next(layer for layer in made.texts[0].layers if layer.how != "whole")
@@ -83,12 +83,12 @@ def _notes(limit: float, reduction: Reduction, count: int, made: Exploration) ->
     return [f"More would exceed the limit of {limit / 1e6:.3g} MB. This page stores {stored}."]
 
 
-def _reduced(data: Exploration, reduction: Reduction) -> Exploration:
+def _reduced(data: Exploration, reduction: Detail) -> Exploration:
     texts = (replace(text, layers=tuple(_layer(layer, reduction) for layer in text.layers)) for text in data.texts)
     return replace(data, texts=tuple(texts))
 
 
-def _layer(layer: ShownLayer, reduction: Reduction) -> ShownLayer:
+def _layer(layer: ShownLayer, reduction: Detail) -> ShownLayer:
     if layer.how == "whole":
         levels = reduction.link_levels if reduction.count else LEAST_LEVELS
         return replace(layer, levels=levels, sum_levels=reduction.sum_levels)
@@ -105,7 +105,7 @@ def _layer(layer: ShownLayer, reduction: Reduction) -> ShownLayer:
     )
 
 
-def _links(links: Links | None, reduction: Reduction) -> Links | None:
+def _links(links: Links | None, reduction: Detail) -> Links | None:
     if links is None or not reduction.count:
         return None
     kept = (part[..., : reduction.count] for part in (links.weights, links.where))

@@ -1,0 +1,445 @@
+"""Sums, maxima and minima of a formula f of every weight p: over keys, queries, cells of pairs, or over nothing.
+
+    S_ij = the final score    p = P_ij = exp(S_ij − lse_i)    ln p = S_ij − lse_i, which is exact where p is 0
+
+Hidden pairs take no part. Forward kernels compute sums over keys of an f that is p times a formula without p.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from operator import add
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays.operations import (
+    TORCH,
+    convert,
+    dtype_name,
+    framework,
+    itemsize,
+    namespace,
+    needs_gradient,
+)
+from ..caching import cached_property
+from ..errors import ParameterError, ShapeError
+from ..formula.derivative import ONE, ZERO, derivative, vanishes_with
+from ..formula.evaluate_array import evaluate
+from ..formula.expression import SYMBOLS, Apply, Expression, Lookup, apply, fold, intern, walk, where
+from ..formula.tables import Table
+from .base import (
+    MAX_RESULT_BYTES,
+    BackwardContext,
+    Extremum,
+    ForwardContext,
+    KeyPart,
+    Outer,
+    StatisticGradients,
+    Tile,
+    format_axes,
+    weigh,
+)
+from .selection import Statistic
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..call.problem import Problem
+
+Rectangle = tuple[tuple[int, int], tuple[int, int]]
+
+i, j, s, p, log_p = (SYMBOLS[name] for name in ("i", "j", "s", "p", "ln p"))
+HIDDEN = {"max": -math.inf, "min": math.inf, "scores": -math.inf}  # what hidden pairs count as; 0 for other names
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Reduction(Statistic):
+    """The sum, mean, maximum or minimum of f_ij; see `sum`, `max`, `received`, `pooled`, `weights` and `scores`.
+
+    formula : f, a formula of p, s, b, h, i, j, n, m and tables; a condition stands for p where it is true, and 0
+    how : "sum", "mean", "max" or "min"
+    axes : the axes of a pair that are reduced: "j", "i", "ij" or ""
+    cells : (rows, columns) of the grid of cells, for "ij"; None for one number
+    within : the pairs that the grid divides; None for all
+    name : the function that made the statistic
+    limit : the largest size in bytes of the result of ""; None for no limit
+    """
+
+    formula: Expression
+    how: str
+    axes: str
+    cells: tuple[int, int] | None = None
+    within: Rectangle | None = None
+    name: str = "sum"
+    limit: int | None = MAX_RESULT_BYTES
+
+    def __repr__(self) -> str:
+        match self.name:
+            case "received":
+                return f"received({'' if self.how == 'sum' else f'how={self.how!r}'})"
+            case "pooled":
+                rows, columns = self.cells or (1, 1)
+                how = "" if self.how == "mean" else f", how={self.how!r}"
+                within = "" if self.within is None else f", within={self.within!r}"
+                return f"pooled(rows={rows}, columns={columns}{how}{within})"
+            case "mass":
+                return f"mass({self.formula!r})"
+            case "weights" | "scores":
+                limit = "insist=True" if self.limit is None else f"limit={self.limit}"
+                return f"{self.name}({'' if self.limit == MAX_RESULT_BYTES else limit})"
+        return self.format_over(self.axes) or ""
+
+    def format_over(self, axes: str) -> str | None:
+        if self.name not in ("sum", "max", "min"):
+            return None
+        cells = "" if self.cells is None else f", cells={self.cells}"
+        return f"{self.name}({self.formula}, over={format_axes(axes)}{cells})"
+
+    # -- properties ---------------------------------------------------------------------------------------------------
+    @property
+    def hidden(self) -> float:
+        """What a hidden pair counts as, which is also the result of no pairs."""
+        return HIDDEN.get(self.name, 0.0)
+
+    @property
+    def is_extremum(self) -> bool:
+        return self.how in ("max", "min")
+
+    @property
+    def finds(self) -> bool:
+        """True if the result says where the maximum or minimum is."""
+        return self.name in ("max", "min") and len(self.axes) == 1
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if nothing is reduced, so that the result has an entry for every pair."""
+        return not self.axes
+
+    @property
+    def is_linear(self) -> bool:
+        return not self.is_extremum
+
+    @property
+    def supports_mean(self) -> bool:  # type: ignore[override]
+        return not self.finds
+
+    @property
+    def is_differentiable(self) -> bool:  # type: ignore[override]
+        return not (self.is_extremum and len(self.axes) == 2)
+
+    @property
+    def fill_values(self) -> tuple[float, ...]:  # type: ignore[override]
+        return (self.hidden, -1) if self.finds else (self.hidden,)
+
+    @property
+    def backward_reads_arrays(self) -> bool:  # type: ignore[override]
+        return self.finds or self.factor is not None
+
+    @property
+    def backward_reads_tiles(self) -> bool:  # type: ignore[override]
+        return self.is_extremum and len(self.axes) == 1 and not self.finds
+
+    @cached_property
+    def pair_formula(self) -> Expression:
+        """f with the symbol "ln p" in place of the logarithm of p."""
+        return where(self.formula, p, 0.0) if self.formula.kind == "bool" else split_logarithms(self.formula)
+
+    @cached_property
+    def factor(self) -> Expression | None:
+        """The formula g of a sum over keys of p · g that forward kernels compute; None for any other reduction."""
+        if self.formula.kind == "bool":  # a condition counts as 1 and 0
+            return self.formula
+        if (self.how, self.axes) != ("sum", "j") or not vanishes_with(self.formula, p):
+            return None
+        found = derivative(self.formula, p)
+        match found:
+            case Apply("where", (condition, first, second)) if first is ONE and second is ZERO:
+                return condition
+        return None if any(node is p for node in walk(found)) else found
+
+    @property
+    def is_mergeable(self) -> bool:  # type: ignore[override]
+        return self.factor is not None
+
+    @cached_property
+    def vanishes(self) -> bool:
+        """True if f is 0 where p is 0."""
+        return vanishes_with(self.pair_formula, p)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if f is p, and hidden pairs count as 0, so that the entries are the weights themselves."""
+        return self.formula is p and self.hidden == 0
+
+    # -- sizes --------------------------------------------------------------------------------------------------------
+    def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
+        lengths = {"j": (n,), "i": (problem.m,), "": (n, problem.m)}
+        own = lengths.get(self.axes, () if self.cells is None else self.grid(n, problem.m))
+        return ((*outer, *own),) * len(self.fill_values)
+
+    def dtypes(self, problem: Problem) -> tuple[str, ...]:
+        return (dtype_name(problem.query),) if self.is_plain and not self.axes else super().dtypes(problem)
+
+    def rectangle(self, n: int, m: int) -> Rectangle:
+        """Return the pairs that the grid divides, ((first query, past the last), (first key, past the last))."""
+        return ((0, n), (0, m)) if self.within is None else self.within
+
+    def grid(self, n: int, m: int) -> tuple[int, int]:
+        """Return the number of rows and of columns of cells. A cell has at least one query and one key."""
+        (i0, i1), (j0, j1) = self.rectangle(n, m)
+        rows, columns = (1, 1) if self.cells is None else self.cells
+        return min(rows, i1 - i0), min(columns, j1 - j0)
+
+    def check(self, problem: Problem, outer: Outer, n: int) -> None:
+        refuse_learned([self], lambda table: needs_gradient(table.array))
+        lengths = (n, problem.m)
+        for what, (start, stop), length in zip(("queries", "keys"), self.within or (), lengths, strict=False):
+            if not 0 <= start <= stop <= length:
+                raise ShapeError(
+                    f"pooled(within=...), {what} {start} to {stop}", f"0 ≤ first ≤ past last ≤ {length}", "within=None"
+                )
+        if not self.axes:
+            self._check_size(problem, (*outer, n, problem.m))
+
+    def _check_size(self, problem: Problem, shape: tuple[int, ...]) -> None:
+        size = math.prod(shape) * itemsize(self.dtypes(problem)[0])
+        if self.limit is not None and size > self.limit:
+            own = f"{self.name}(insist=True)" if self.name in ("weights", "scores") else "a sum over i or j"
+            raise ParameterError(
+                f"{self!r} of {' × '.join([str(length) for length in shape])}, {size:,} bytes",
+                f"{self.limit:,} bytes",
+                f'.rows([...]), .heads([...]) or .mean("heads") for less, pooled(64, 64) for a picture, '
+                f"sightline.tiles(...) for one tile at a time, or {own}",
+            )
+
+    # -- computation --------------------------------------------------------------------------------------------------
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
+        self.add_entries(arrays, self.entries(tile, context), tile, context)
+
+    def entries(self, tile: Tile, context: ForwardContext) -> Any:
+        """Return f of every pair of a tile, (*batch_shape, H, rows, columns); `hidden` at hidden pairs."""
+        if self.is_plain:
+            return tile.weights
+        xp, problem = context.xp, context.problem
+        b, h, rows, columns = problem.positions(xp, tile.rows, tile.columns)
+        is_hidden = tile.scores == -math.inf
+        scores = xp.where(is_hidden, xp.zeros_like(tile.scores), tile.scores)
+        symbols = {"b": b, "h": h, "i": rows, "j": columns, "n": problem.n, "m": problem.m, "s": scores}
+        symbols |= {"p": tile.weights, "ln p": scores - tile.lse[..., None]}
+        values = evaluate(self.pair_formula, symbols, xp=xp, float_dtype=xp.float64, like=problem.query)
+        return self.hide(xp.astype(values, xp.float64), tile.weights, is_hidden)
+
+    def hide(self, values: Any, weights: Any, is_hidden: Any) -> Any:
+        """Return the results of `pair_formula` with `hidden` at hidden pairs. If f vanishes, f is 0 where p is 0.
+
+        If a query has a score that is NaN or ∞, its weights are NaN at every pair, and so is what f makes of them.
+        """
+        xp = namespace(weights)
+        if self.vanishes:
+            values = xp.where(weights == 0, xp.zeros_like(values), values)
+        return xp.where(is_hidden & ~xp.isnan(weights), xp.full_like(values, self.hidden), values)
+
+    def add_entries(self, arrays: list[Any], entries: Any, tile: Tile, context: ForwardContext) -> None:
+        """Add the entries of a tile to the arrays, in place."""
+        xp, array = context.xp, arrays[0]
+        if not self.axes:
+            array[..., tile.rows, tile.columns] = xp.astype(entries, array.dtype)
+        elif self.finds:
+            self._find(arrays, entries, tile, xp)
+        elif len(self.axes) == 1:
+            axis, positions = (-2, tile.columns) if self.axes == "i" else (-1, tile.rows)
+            array[..., positions] = self.combine(array[..., positions], self.reduce(entries, axis))
+        elif self.cells is None:
+            array[...] = self.combine(array, self.reduce(self.reduce(entries, -1), -1))
+        else:
+            self._add_to_cells(array, entries, tile, context)
+
+    def reduce(self, array: Any, axis: int) -> Any:
+        """Return the sum, maximum or minimum along an axis."""
+        xp = namespace(array)
+        return {"max": xp.max, "min": xp.min}.get(self.how, xp.sum)(array, axis=axis)
+
+    def combine(self, array: Any, more: Any) -> Any:
+        """Return the sum, maximum or minimum of two arrays, in the dtype of the first one."""
+        xp, more = namespace(array), namespace(array).astype(more, array.dtype)
+        return array + more if not self.is_extremum else (xp.maximum if self.how == "max" else xp.minimum)(array, more)
+
+    def _find(self, arrays: list[Any], entries: Any, tile: Tile, xp: Any) -> None:
+        """Update the maximum or minimum and its position. NaN counts as larger, or smaller, than every number."""
+        sign = 1 if self.how == "max" else -1
+        axis, kept, reduced = (-2, tile.columns, tile.rows) if self.axes == "i" else (-1, tile.rows, tile.columns)
+        current, positions = (array[..., kept] for array in arrays)
+        found = self.reduce(xp.astype(entries, current.dtype), axis)
+        first = xp.argmax(xp.where(xp.isnan(entries), xp.full_like(entries, math.inf), sign * entries), axis=axis)
+        is_visible = xp.any(tile.scores != -math.inf, axis=axis)
+        is_new = (positions < 0) | (sign * found > sign * current) | (xp.isnan(found) & ~xp.isnan(current))
+        is_new = is_new & is_visible
+        arrays[0][..., kept] = xp.where(is_new, found, current)
+        arrays[1][..., kept] = xp.where(is_new, first + reduced.start, positions)
+
+    def _add_to_cells(self, array: Any, entries: Any, tile: Tile, context: ForwardContext) -> None:
+        lengths, target = (context.problem.n, context.problem.m), []
+        axes = zip((-2, -1), (tile.rows, tile.columns), self.rectangle(*lengths), self.grid(*lengths), strict=True)
+        for axis, positions, span, count in axes:
+            start, stop = max(positions.start, span[0]), min(positions.stop, span[1])
+            if start >= stop:
+                return
+            inside = slice(start - positions.start, stop - positions.start)
+            entries = entries[..., inside, :] if axis == -2 else entries[..., inside]
+            segment_ids = cell_of(np.arange(start, stop) - span[0], span[1] - span[0], count)
+            entries = self._reduce_segments(entries, segment_ids - segment_ids[0], axis)
+            target.append(slice(int(segment_ids[0]), int(segment_ids[-1]) + 1))
+        array[(..., *target)] = self.combine(array[(..., *target)], entries)
+
+    def _reduce_segments(self, array: Any, segment_ids: Any, axis: int) -> Any:
+        """Return the sum, maximum or minimum of the entries of each segment along an axis, −1 or −2.
+
+        `segment_ids` has the segment of each index of the axis. The ids ascend from 0 without gaps.
+        """
+        if isinstance(array, np.ndarray):
+            starts = np.flatnonzero(np.diff(segment_ids, prepend=-1))
+            return {"max": np.maximum, "min": np.minimum}.get(self.how, np.add).reduceat(array, starts, axis=axis)
+        if self.is_extremum or framework(array) is not TORCH:
+            ends = np.cumsum(np.unique(segment_ids, return_counts=True)[1]).tolist()
+            after = [slice(None)] * (-1 - axis)
+            segments = [array[(..., slice(*pair), *after)] for pair in itertools.pairwise([0, *ends])]
+            return namespace(array).stack([self.reduce(segment, axis) for segment in segments], axis=axis)
+        shape = list(array.shape)
+        shape[axis] = int(segment_ids[-1]) + 1
+        return array.new_zeros(shape).index_add(axis, array.new_tensor(segment_ids).long(), array)
+
+    def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
+        problem = context.problem
+        return [self.divide(arrays[0], problem.n, problem.m)] if self.how == "mean" else arrays
+
+    def divide(self, array: Any, n: int, m: int) -> Any:
+        """Return the means from the sums."""
+        if self.axes == "i":
+            return array / max(n, 1)
+        return array / namespace(array).astype(convert(self.cell_sizes(n, m), array), array.dtype)
+
+    def cell_sizes(self, n: int, m: int) -> Any:
+        """Return the number of pairs in each cell, a NumPy array (rows, columns)."""
+        (down, across), (rows, columns) = self.rectangle(n, m), self.grid(n, m)
+        return np.outer(cell_lengths(*down, rows), cell_lengths(*across, columns)).astype(np.float64)
+
+    def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
+        return [reduce(add, [weigh(part.factor, part.arrays[0]) for part in parts])]
+
+    def build_result(self, arrays: Sequence[Any]) -> Any:
+        return Extremum(*arrays) if self.finds else arrays[0]
+
+    # -- gradient -----------------------------------------------------------------------------------------------------
+    def backward(self, context: BackwardContext) -> StatisticGradients:
+        """Return the terms g ∂f/∂p of dP_ij and g ∂f/∂s of dS_ij, where g is the gradient of the result that reads ij.
+
+        If f reads ln p, ∂f/∂p includes the derivative with respect to ln p, divided by p.
+        """
+        if not self.is_differentiable or 0 in (context.problem.n, context.problem.m):
+            return StatisticGradients()
+        gradient, formula = self._gradient_of_pair(context), self.pair_formula
+        logarithm = s - context.lookup(context.finite_lse, i)
+        values = {"ln p": logarithm, "p": apply("exp", logarithm)}
+        by_weight, by_log, by_score = (derivative(formula, symbol) for symbol in (p, log_p, s))
+        if by_log is not ZERO:
+            quotient = derivative(by_log, p)  # by_log / p, if by_log is proportional to p
+            is_proportional = vanishes_with(by_log, p) and "p" not in quotient.free_symbols
+            by_log = quotient if is_proportional else by_log / p
+            by_weight = by_log if by_weight is ZERO else by_weight + by_log
+        terms = {"weights": by_weight, "scores": by_score}
+        formulas = {
+            name: times_factor(gradient, term.rewrite(values)) for name, term in terms.items() if term is not ZERO
+        }
+        needs_all = by_score is not ZERO and not vanishes_with(by_score, p)
+        weights_sum = context.gradient * context.arrays[0] if self.factor is not None and context.arrays else None
+        return StatisticGradients(**formulas, weights_sum=weights_sum, includes_zero_weights=needs_all)
+
+    def _gradient_of_pair(self, context: BackwardContext) -> Expression:
+        """Return the formula of the gradient that a change of f_ij adds to."""
+        n, m = context.problem.n, context.problem.m
+        if self.is_extremum:
+            kept, reduced = (j, i) if self.axes == "i" else (i, j)
+            return where(reduced == context.lookup(self._positions(context), kept), context.gradient_at(kept), 0.0)
+        if self.axes != "ij":
+            index = {"j": (i,), "i": (j,), "": (i, j)}[self.axes]
+            share = 1 / max(n, 1) if self.how == "mean" else 1.0
+            found = context.gradient_at(*index)
+            return found if share == 1 else found * share
+        gradient = context.gradient
+        if self.how == "mean":
+            gradient = self.divide(gradient, n, m)
+        if self.cells is None:
+            return context.lookup(gradient, remaining_axes=context.remaining_axes)
+        (i0, i1), (j0, j1) = self.rectangle(n, m)
+        rows, columns = self.grid(n, m)
+        if 0 in (rows, columns):
+            return ZERO
+        cell = cell_of(i - i0, i1 - i0, rows), cell_of(j - j0, j1 - j0, columns)
+        inside = (i >= i0) & (i < i1) & (j >= j0) & (j < j1)
+        return where(inside, context.lookup(gradient, *cell, remaining_axes=context.remaining_axes), 0.0)
+
+    def _positions(self, context: BackwardContext) -> Any:
+        """Return where each maximum or minimum is; −1 for none."""
+        if self.finds:
+            return (context.arrays or context.compute(self))[1]
+        found = context.compute(replace(self, name=self.how))
+        return namespace(found.value).where(found.value > 0, found.where, -1)  # a hidden pair counts as 0
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+    def map_formulas(self, change: Callable[[Any], Any]) -> Reduction:
+        return replace(self, formula=change(self.formula))
+
+    def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
+        others = [repr(getattr(self, field)) for field in self.__match_args__[1:] if field != "name"]
+        return [self.name, *others, to_text(self.formula)]
+
+
+def split_logarithms(formula: Expression) -> Expression:
+    """Return the formula with the symbol "ln p" in place of every logarithm of p."""
+
+    def visit(node: Expression, arguments: list[Expression]) -> Expression:
+        if isinstance(node, Apply):
+            if arguments[0] is p and node.operator in ("log", "log2"):
+                return log_p if node.operator == "log" else log_p / math.log(2)
+            return intern(Apply(node.operator, tuple(arguments), node.kind))
+        return intern(Lookup(node.table, tuple(arguments))) if isinstance(node, Lookup) else node
+
+    return fold(visit, formula)
+
+
+def cell_of(position: Any, length: int, cells: int) -> Any:
+    """Return the index of the cell that contains the position, which is a number or a formula.
+
+    `length` positions are divided among `cells` cells. Cell r has the positions p with
+    ⌊r · length / cells⌋ ≤ p < ⌊(r + 1) · length / cells⌋.
+    """
+    return ((position + 1) * cells - 1) // length
+
+
+def cell_lengths(first: int, stop: int, cells: int) -> Any:
+    """Return the number of positions in each cell, a NumPy array. The cells divide the positions first ≤ p < stop."""
+    return np.diff(np.arange(cells + 1) * (stop - first) // max(cells, 1))
+
+
+def times_factor(x: Expression, factor: Expression) -> Expression:
+    """Return x · f as a formula. A condition f counts as 1 and 0."""
+    return where(factor, x, 0.0) if factor.kind == "bool" else x if factor is ONE else x * factor
+
+
+def refuse_learned(see: Sequence[Statistic], is_learned: Callable[[Table], bool]) -> None:
+    """Raise ParameterError if the formula of a statistic needs the gradient of a learned table."""
+
+    def check(formula: Any, statistic: Statistic) -> Any:
+        for node in walk(formula) if isinstance(formula, Expression) else ():
+            if isinstance(node, Lookup) and is_learned(node.table) and derivative(formula, node) is not ZERO:
+                given = f"see=[{statistic!r}], with a table that requires a gradient"
+                raise ParameterError(given, "tables without gradients", "t.detach() or jax.lax.stop_gradient(t)")
+        return formula
+
+    for statistic in see:
+        statistic.map_formulas(partial(check, statistic=statistic))
