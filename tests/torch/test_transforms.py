@@ -7,6 +7,7 @@ import torch
 from torch import func
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 
 import sightline
 from sightline import b, h, i, j, s, table
@@ -99,11 +100,16 @@ def agree(transform, name, element=True):
     torch.testing.assert_close(transform(ours, arrays), transform(definition, arrays))
 
 
+def one_by_one(call, *arrays):
+    """Return the stacked results of a call for each element, as torch.vmap does."""
+    return tree_map(lambda *results: torch.stack(results), *map(call, *arrays))
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Count the calls of the operators."""
     made = []
-    for name in ("attention", "attention_backward"):
+    for name in ("attention", "attention_backward", "attention_tangent"):
         own = getattr(operator, name)
         monkeypatch.setattr(operator, name, lambda *x, own=own, name=name: (made.append(name), own(*x))[1])
     return made
@@ -112,20 +118,14 @@ def calls(monkeypatch):
 # -- vmap --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_vmap_makes_one_call(name, calls):
-    agree(lambda call, arrays: torch.vmap(call)(*arrays), name, element=False)
-    assert calls == ["attention"]
-
-
-MAPPED_ARGUMENTS = {"query": (0,), "key and value": (1, 2), "table": (3,)}
+MAPPED_ARGUMENTS = {"all": (0, 1, 2, 3), "query": (0,), "key and value": (1, 2), "table": (3,)}
 
 
 @pytest.mark.parametrize(
     ("name", "mapped"),
     [(name, mapped) for name in PROBLEMS for mapped in MAPPED_ARGUMENTS if (name, mapped) != ("causal", "table")],
 )
-def test_vmap_over_some_arguments(name, mapped, calls):
+def test_vmap_makes_one_call(name, mapped, calls):
     def transform(call, arrays):
         dims = tuple([0 if k in MAPPED_ARGUMENTS[mapped] else None for k in range(len(arrays))])
         own = [x[0] if dim is None else x for x, dim in zip(arrays, dims, strict=True)]
@@ -147,12 +147,7 @@ def test_a_mean_of_lse_under_vmap(axes):
         return output.sin().sum() + mean.cos().sum() + entropy.sum()
 
     differentiate = torch.func.grad_and_value(loss, (0, 1, 2, 3))
-    found, values = torch.func.vmap(differentiate)(*x, sinks)
-    for element in range(3):
-        expected, value = differentiate(*[y[element] for y in (*x, sinks)])
-        torch.testing.assert_close(values[element], value)
-        for gradient, own in zip(found, expected, strict=True):
-            torch.testing.assert_close(gradient[element], own)
+    torch.testing.assert_close(torch.vmap(differentiate)(*x, sinks), one_by_one(differentiate, *x, sinks))
 
 
 def test_a_fault_in_the_batching_rule_is_found(monkeypatch):
@@ -220,24 +215,18 @@ def test_vmap_of_statistics(name):
         output, seen = sightline.attention(query, key, value, **options, see=see)
         return output, tuple(seen)
 
-    def gradients(query, key, value, more):
+    def total(query, key, value, more):
         output, (lse, top, *rest) = call(query, key, value, more)
         return sum(x.sin().sum() for x in (output, lse, top.weights, *rest))
 
-    elements = list(zip(*arrays, more, strict=True))
-    expected = [call(*element) for element in elements]
-    found = torch.vmap(call)(*arrays, more)
-    flat = [torch.utils._pytree.tree_leaves(x) for x in (found, *expected)]
-    for one, *each in zip(*flat, strict=True):
-        torch.testing.assert_close(one, torch.stack(each))
-    found = torch.vmap(func.grad(gradients, argnums=(0, 1, 2)))(*arrays, more)
-    expected = [torch.autograd.grad(gradients(*own, more[k]), own) for k, own in enumerate(_leaves(arrays))]
-    for one, *each in zip(found, *expected, strict=True):
-        torch.testing.assert_close(one, torch.stack(each))
+    def differentiate(*element):
+        *own, more = element
+        leaves = [x.clone().requires_grad_() for x in own]
+        return torch.autograd.grad(total(*leaves, more), leaves)
 
-
-def _leaves(arrays):
-    return [[x.clone().requires_grad_() for x in element] for element in zip(*arrays, strict=True)]
+    torch.testing.assert_close(torch.vmap(call)(*arrays, more), one_by_one(call, *arrays, more))
+    found = torch.vmap(func.grad(total, argnums=(0, 1, 2)))(*arrays, more)
+    torch.testing.assert_close(found, one_by_one(differentiate, *arrays, more))
 
 
 def test_randomness_of_dropout(calls):
@@ -353,27 +342,15 @@ def test_forward_mode_in_a_graph():
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_the_kernel_computes_tangents(name, monkeypatch):
+def test_the_kernel_computes_tangents(name, calls):
     """`jvp` of output and lse calls the operator of the kernel once, and `vmap` of it uses array operations."""
-    calls, compute = [], operator.attention_tangent
-    monkeypatch.setattr(operator, "attention_tangent", lambda *given: calls.append(1) or compute(*given))
-    ours, definition, arguments = problem(name)
-    arguments = [x[0] for x in arguments]
-    moved = [k for k, x in enumerate(arguments) if x.is_floating_point()]
 
-    def push(call):
-        def function(*chosen):
-            given = list(arguments)
-            for k, x in zip(moved, chosen, strict=True):
-                given[k] = x
-            return call(*given)
+    def push(call, arrays):
+        moved = tuple(x for x in arrays if x.is_floating_point())  # an array of integers is the last one
+        return func.jvp(lambda *own: call(*own, *arrays[len(own) :]), moved, tuple(x.cos() for x in moved))
 
-        primals = tuple(arguments[k] for k in moved)
-        return func.jvp(function, primals, tuple(x.cos() for x in primals))
-
-    for found, expected in zip(push(ours), push(definition), strict=True):
-        torch.testing.assert_close(found, expected)
-    assert len(calls) == 1
+    agree(push, name)
+    assert calls == ["attention", "attention_tangent"]
 
 
 @pytest.mark.parametrize("see", [[], [sightline.entropy()]], ids=["kernel", "operations"])
@@ -464,8 +441,7 @@ def test_gradients_of_each_sample_by_the_parameters_of_a_layer():
     for k, sample in enumerate(x):
         output = theirs(*(sample[None],) * 3, need_weights=False)[0]
         expected = torch.autograd.grad(output.sin().sum(), theirs.parameters())
-        for (name, _), gradient in zip(theirs.named_parameters(), expected, strict=True):
-            torch.testing.assert_close(found[name][k], gradient)
+        torch.testing.assert_close([found[name][k] for name, _ in theirs.named_parameters()], expected)
 
 
 def test_arrays_of_numpy_in_formulas_survive_a_transform():
