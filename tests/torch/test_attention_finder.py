@@ -26,6 +26,7 @@ from sightline.errors import FormulaError, ParameterError
 from sightline.testing import assert_within_budget
 from sightline.torch import SelfAttention, attention_finder, replacing, running_modules
 from sightline.torch.attention_finder import FINDER
+from watched_modules import Calling, make_encoder, record
 
 HEADS, WIDTH, LENGTH = 2, 4, 6
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -126,27 +127,18 @@ def test_every_way(way):
     check_program(Program([], [Program([way, way])]))
 
 
-def check_arguments():
+def test_arguments_are_those_of_the_call():
     """Compare the weights of a call with dropout, scale, grouped heads and a mask, and its output."""
-
-    class Layer(nn.Module):
-        def forward(self, q, k):
-            return renamed(q, k, k, CAUSAL.mT, 0.5, scale=0.3, enable_gqa=True)
-
+    layer = Calling(lambda q, k: renamed(q, k, k, CAUSAL.mT, 0.5, scale=0.3, enable_gqa=True))
     rng = torch.Generator().manual_seed(2)
     q, k = (torch.randn(2, heads, LENGTH, WIDTH, generator=rng) for heads in (4, 2))
     torch.manual_seed(5)
-    plain = Layer()(q, k)
+    plain = layer(q, k)
     torch.manual_seed(5)
-    layer = Layer()
     with watch(layer, WEIGHTS, heads=[3, 0]) as seen:
         assert torch.equal(layer(q, k), plain)  # the same weights are dropped
     oracle, expected = (dense(a, b, CAUSAL.mT, 0.3)[:, [3, 0]] for a, b in ((q.double(), k.double()), (q, k)))
     assert_within_budget(seen[0]["weights"], oracle, expected)
-
-
-def test_arguments_are_those_of_the_call():
-    check_arguments()
 
 
 def test_calls_that_are_replaced_are_recorded():
@@ -201,7 +193,7 @@ def test_planted_faults_are_found(name, monkeypatch):
     plant(FAULTS[name], monkeypatch)
     with pytest.raises(AssertionError):  # noqa: PT012  # one of the two checks
         check_program(Program(list(WAYS), [Program(list(WAYS))]))
-        check_arguments()
+        test_arguments_are_those_of_the_call()
 
 
 # -- torch's layers and flex_attention ---------------------------------------------------------------------------------
@@ -265,14 +257,13 @@ def test_flex_attention(is_compiled):
 
     slopes = torch.tensor([0.5, 0.1])
 
-    class Layer(nn.Module):
-        def forward(self, x, score=lambda s, b, h, i, j: s - slopes[h] * (i - j)):
-            attend = torch.compile(flex_attention, backend="eager") if is_compiled else flex_attention
-            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device="cpu")
-            return attend(x, x, x, score, mask, return_aux=AuxRequest(lse=True))
+    def run(x, score=lambda s, b, h, i, j: s - slopes[h] * (i - j)):
+        attend = torch.compile(flex_attention, backend="eager") if is_compiled else flex_attention
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device="cpu")
+        return attend(x, x, x, score, mask, return_aux=AuxRequest(lse=True))
 
-    layer, x = Layer(), torch.randn(1, HEADS, LENGTH, WIDTH)
-    plain = Layer()(x)
+    layer, x = Calling(run), torch.randn(1, HEADS, LENGTH, WIDTH)
+    plain = layer(x)
     with watch(layer, WEIGHTS) as seen:
         found = layer(x)
     torch.testing.assert_close(found[0], plain[0])
@@ -285,11 +276,6 @@ def test_flex_attention(is_compiled):
 
 
 # -- programs that are compiled, copied, cast or run again -------------------------------------------------------------
-
-
-def make_encoder():
-    torch.manual_seed(0)
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, HEADS, 16, batch_first=True), 2).eval()
 
 
 @pytest.mark.parametrize("how", ["function", "method"])
@@ -333,11 +319,7 @@ def test_copies_in_threads_have_one_path_and_users_have_their_own_watch():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "autocast"])
 def test_half_precision_and_autocast(dtype):
-    class Layer(nn.Module):
-        def forward(self, x):
-            return renamed(x, x, x)
-
-    layer, x = Layer(), torch.randn(1, HEADS, LENGTH, WIDTH)
+    layer, x = Calling(lambda x: renamed(x, x, x)), torch.randn(1, HEADS, LENGTH, WIDTH)
     enabled, x = (True, x) if dtype == "autocast" else (False, x.to(dtype))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
         plain = layer(x)
@@ -375,12 +357,7 @@ def test_checkpointed_layers_run_again(reentrant):
 @pytest.mark.parametrize("how", ["backward", "autograd.backward", "autograd.grad"])
 def test_checkpointed_functions_run_again(how):
     """torch compares what both runs save. It would end the second run inside of the attention."""
-
-    class Layer(nn.Module):
-        def forward(self, x):
-            return checkpoint(lambda y: renamed(y, y, y), x, use_reentrant=False)
-
-    model = nn.Sequential(Layer())
+    model = nn.Sequential(Calling(lambda x: checkpoint(lambda y: renamed(y, y, y), x, use_reentrant=False)))
     x = torch.randn(1, HEADS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
     differentiate = {
         "backward": lambda loss: loss.backward() or x.grad,
@@ -399,13 +376,12 @@ def test_checkpointed_functions_run_again(how):
 
 
 def test_errors_and_interrupts_leave_no_module_running():
-    class Failing(nn.Module):
-        def forward(self, x, error=None):
-            if error is not None:
-                raise error
-            return renamed(x, x, x)
+    def fail(x, error=None):
+        if error is not None:
+            raise error
+        return renamed(x, x, x)
 
-    model, x = nn.Sequential(Failing()), torch.randn(1, HEADS, LENGTH, WIDTH)
+    model, x = nn.Sequential(Calling(fail)), torch.randn(1, HEADS, LENGTH, WIDTH)
     with watch(model, WEIGHTS) as seen:
         with pytest.raises(ValueError, match="inside"):
             model[0](x, ValueError("inside"))
@@ -442,13 +418,12 @@ def test_a_copy_of_a_watched_model_is_not_the_model():
 
 
 def test_a_cache_of_this_library_and_transforms():
-    class Layer(nn.Module):
-        def forward(self, x):
-            cache = sightline.KVCache(dtype="float32")
-            cache.append(x, x)
-            return sightline.attention(x[..., -1:, :], cache, mask=sightline.causal(), see=LSE)
+    def attend(x):
+        cache = sightline.KVCache(dtype="float32")
+        cache.append(x, x)
+        return sightline.attention(x[..., -1:, :], cache, mask=sightline.causal(), see=LSE)
 
-    layer, x = Layer(), torch.randn(1, HEADS, LENGTH, WIDTH)
+    layer, x = Calling(attend), torch.randn(1, HEADS, LENGTH, WIDTH)
     plain = layer(x)
     with watch(layer, WEIGHTS) as seen:
         output, (lse,) = layer(x)
@@ -461,11 +436,7 @@ def test_a_cache_of_this_library_and_transforms():
 
 
 def test_cross_attention_and_caches():
-    class Layer(nn.Module):
-        def forward(self, q, k):
-            return renamed(q, k, k)
-
-    model = nn.ModuleDict({"attn": Layer(), "cross_attn": Layer()})
+    model = nn.ModuleDict({name: Calling(lambda q, k: renamed(q, k, k)) for name in ("attn", "cross_attn")})
     x = torch.randn(1, HEADS, LENGTH, WIDTH)
     with watch(model, WEIGHTS) as seen:
         model["attn"](x[..., :4, :], x[..., :4, :])
@@ -492,14 +463,13 @@ def test_layers_by_number_and_attention_by_hand_beside_them():
     expected = {(0,): "0", (-1,): "3", (-2,): "1", (1, -1): "13", ("[03]", -2): "013"}
     warns = partial(pytest.warns, UserWarning, match=rf"by hand was not recorded: ByHand \({__file__}:\d+\)")
     for layers, paths in expected.items():
-        with warns(), watch(model, WEIGHTS, layers=layers) as seen:
-            model(x)
+        with warns():
+            seen = record(model, WEIGHTS, x, layers=layers)
         assert "".join(call.layer for call in seen) == paths
-    with watch(model, WEIGHTS, layers="0") as seen:  # no warning: the other layers are not asked for
-        model(x)
+    record(model, WEIGHTS, x, layers="0")  # no warning: the other layers are not asked for
     for program in (model, make_encoder()):
-        with pytest.raises(ParameterError, match="nested tensors"), watch(program, WEIGHTS):
-            program(torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged))
+        with pytest.raises(ParameterError, match="nested tensors"):
+            record(program, WEIGHTS, torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged))
 
 
 def test_a_model_that_is_first_compiled_in_a_watch():

@@ -9,6 +9,7 @@ from torch.export import Dim
 import sightline
 from sightline import b, h, i, j, s, table
 from sightline.torch import MultiHeadAttention
+from watched_modules import Calling
 
 B, N = Dim("B"), Dim("N")
 
@@ -57,11 +58,8 @@ def test_a_module_that_reads_a_cache():
     cache, x = sightline.KVCache(), drawn(2, 4, 9, 8)
     cache.append(x, x)
 
-    class Reader(torch.nn.Module):
-        def forward(self, query):
-            return sightline.attention(query, cache)
-
-    assert torch.equal(torch.export.export(Reader(), (x,), strict=False).module()(x), Reader()(x))
+    reader = Calling(lambda query: sightline.attention(query, cache))
+    assert torch.equal(torch.export.export(reader, (x,), strict=False).module()(x), reader(x))
 
 
 def test_a_layer():
@@ -89,13 +87,12 @@ def test_a_compiled_module_with_a_parameter_as_a_table():
 
 
 def test_a_batch_size_that_depends_on_data_is_exported():
-    class Kept(torch.nn.Module):
-        def forward(self, x, lengths, allowed):
-            x, lengths, allowed = (each[lengths.nonzero()[:, 0]] for each in (x, lengths, allowed))
-            return sightline.attention(x, x, x, mask=sightline.padding(lengths) & sightline.dense(allowed))
+    def attend(x, lengths, allowed):
+        x, lengths, allowed = (each[lengths.nonzero()[:, 0]] for each in (x, lengths, allowed))
+        return sightline.attention(x, x, x, mask=sightline.padding(lengths) & sightline.dense(allowed))
 
     x, allowed = torch.randn(4, 2, 5, 8), torch.ones(4, 1, 5, 5, dtype=torch.bool).tril()
-    program = torch.export.export(Kept(), (x, torch.tensor([3, 0, 5, 1]), allowed)).module()
+    program = torch.export.export(Calling(attend), (x, torch.tensor([3, 0, 5, 1]), allowed)).module()
     for lengths in ([3, 0, 5, 1], [0, 0, 2, 0], [1, 2, 3, 4]):
         given = x, torch.tensor(lengths), allowed
-        assert torch.equal(program(*given), Kept()(*given))
+        assert torch.equal(program(*given), attend(*given))

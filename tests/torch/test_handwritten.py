@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from torch import nn
 from torch.nn import functional
 
 import sightline
-from fault_planting import Fault, plant
+from fault_planting import Fault, assert_found
 from sightline import watch
 from sightline.errors import ParameterError
 from sightline.testing import assert_within_budget
 from sightline.torch import attention_finder, handwritten
 from softmax_capture import Softmaxes
+from watched_modules import record
 
 B, H, N, M, D = 2, 3, 5, 7, 4
 RNG = torch.Generator().manual_seed(0)
@@ -181,9 +183,8 @@ PARTS = {  # the axis of the parts
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_of_scores(name):
     attend, axis = PARTS[name]
-    model, (q, k, v) = ByHand(attend), draw()
-    with torch.no_grad(), watch(model, WEIGHTS, handwritten=True) as seen:
-        model(q, k, v)
+    q, k, v = draw()
+    seen = record(ByHand(attend), WEIGHTS, q, k, v, handwritten=True)
     found = torch.cat(seen["weights"], axis).view(B, H, N, M)
     assert_within_budget(found, scores_of(q.double(), k.double()).softmax(-1), scores_of(q, k).softmax(-1))
 
@@ -210,10 +211,7 @@ def test_what_is_no_attention():
 def test_an_exported_program():
     model, inputs = ByHand(SPELLINGS["matmul"]).eval(), tuple(draw())
     program = torch.export.export(model, inputs).module()
-    with torch.no_grad(), watch(program, WEIGHTS, handwritten=True) as seen:
-        program(*inputs)
-    with torch.no_grad(), watch(model, WEIGHTS, handwritten=True) as own:
-        model(*inputs)
+    seen, own = (record(one, WEIGHTS, *inputs, handwritten=True) for one in (program, model))
     assert torch.equal(seen[0]["weights"], own[0]["weights"])
 
 
@@ -247,9 +245,7 @@ def test_a_watch_forgets_the_scores_of_weights_that_live_on():
         kept.extend((weakref.ref(scores), scores.softmax(-1)))
         return functional.scaled_dot_product_attention(q, k, v)
 
-    model = ByHand(attend)
-    with torch.no_grad(), watch(model, LSE, handwritten=True):
-        model(*draw())
+    record(ByHand(attend), LSE, *draw(), handwritten=True)
     gc.collect()
     assert kept[0]() is None
 
@@ -375,10 +371,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_known_exactly_is_refused(name):
     attend, reason = REFUSED[name]
-    model = ByHand(attend)
-    message = rf"by hand in ByHand \({__file__}:\d+\), where .*{reason}"
-    with torch.no_grad(), pytest.raises(ParameterError, match=message), watch(model, LSE, handwritten=True):
-        model(*draw())
+    with pytest.raises(ParameterError, match=rf"by hand in ByHand \({__file__}:\d+\), where .*{reason}"):
+        record(ByHand(attend), LSE, *draw(), handwritten=True)
 
 
 def test_changes_in_inference_mode():
@@ -388,13 +382,11 @@ def test_changes_in_inference_mode():
         model(*draw())
     assert_within_budget(seen[0]["weights"], dense.oracles[0], dense.plain[0])
     for change in CHANGES.values():
-        message, model = "the weights are changed in place", ByHand(changed(change))
-        with torch.inference_mode(), pytest.raises(ParameterError, match=message), watch(model, LSE, handwritten=True):
-            model(*draw())
+        with torch.inference_mode(), pytest.raises(ParameterError, match="the weights are changed in place"):
+            record(ByHand(changed(change)), LSE, *draw(), handwritten=True)
     model = ByHand(changed(lambda weights: weights[:, 0].amax() + weights.unbind(-1)[0].sum()))
-    with torch.inference_mode(), watch(model, WEIGHTS, handwritten=True) as seen:
-        model(*draw())
-    assert len(seen) == 1
+    with torch.inference_mode():
+        assert len(record(model, WEIGHTS, *draw(), handwritten=True)) == 1
 
 
 FILLS = {
@@ -412,8 +404,7 @@ def test_rows_of_the_least_number_and_of_minus_infinity(name):
     rows = [[least] * M, [hidden] * M, [0.0] * 3 + [least] * (M - 3), [hidden] * 3 + [least] * (M - 3)]
     bias = torch.tensor([*rows, [0.0] * M])
     model = ByHand(lambda q, k, v: FILLS[name](torch.softmax(q @ k.mT * 0 + bias, -1)) @ v)
-    with torch.no_grad(), watch(model, [WEIGHTS, LSE], handwritten=True) as seen:
-        model(*draw())
+    seen = record(model, [WEIGHTS, LSE], *draw(), handwritten=True)
     oracle, plain = (array.softmax(-1).expand(B, H, N, M) for array in (bias.double(), bias))
     assert plain[..., 1, :].isnan().all()
     assert_within_budget(seen[0]["weights"], oracle.nan_to_num(0.0), plain.nan_to_num(0.0))
@@ -452,8 +443,7 @@ def test_layers_heads_threads_and_nested_watches():
     assert [(call.layer, call.step, call.kind) for call in seen] == [
         (layer, step, "cross") for step in (0, 1) for layer in ("first", "found", "last")
     ]
-    with watch(model, WEIGHTS, handwritten=True, layers=[-1], heads=[2]) as part:
-        model(*inputs)
+    part = record(model, WEIGHTS, *inputs, handwritten=True, layers=[-1], heads=[2])
     assert [call.layer for call in part] == ["last"]
     assert torch.equal(part[0]["weights"], seen[2]["weights"][:, 2:])
 
@@ -490,11 +480,8 @@ def test_scores_live_no_longer_than_in_the_model(is_asked, has_gradients):
     model = ByHand(attend)
     with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(has_gradients):
         patch.setattr(attention_finder, "_compute", lambda *_: None)  # results with gradients hold their inputs
-        try:
-            with watch(model, LSE, handwritten=is_asked):
-                model(*draw())
-        except ParameterError:
-            pass
+        with suppress(ParameterError), watch(model, LSE, handwritten=is_asked):
+            model(*draw())
     assert alive == [is_asked, False]
 
 
@@ -524,8 +511,7 @@ FAULTS = {  # the fault, and the spelling that shows it
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found(name, monkeypatch):
+    """`test_spellings` has the same checks without the faults."""
     planted, spelling = FAULTS[name]
-    check(spelling)
-    plant(planted, monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError, ParameterError)):
-        check(spelling)
+    kinds = AssertionError, RuntimeError, ParameterError
+    assert_found(planted, monkeypatch, lambda: check(spelling), kinds=kinds)

@@ -15,6 +15,7 @@ from sightline.api import functions
 from sightline.errors import MissingExtraError, ParameterError
 from sightline.monitoring import StepSums
 from sightline.torch import model_monitor
+from watched_modules import Calling
 
 
 def assert_numbers(recorded, expected):
@@ -93,13 +94,9 @@ def test_results_of_a_forward_pass_are_dropped_when_it_ends(monkeypatch):
 
 
 def test_queries_that_see_no_key_are_in_no_mean():
-    class Padded(nn.Module):
-        def forward(self, x):
-            hidden = torch.arange(6)[:, None] < torch.tensor([4, 0])[:, None, None, None]  # True attends
-            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=hidden)
-
+    visible = torch.arange(6)[:, None] < torch.tensor([4, 0])[:, None, None, None]
+    model = Calling(lambda x: nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=visible))
     x = torch.randn(2, 3, 6, 4, dtype=torch.float64)
-    model = Padded()
     monitor = sightline.AttentionMonitor(model)
     with monitor.step(0):
         model(x)
@@ -212,10 +209,6 @@ def test_chosen_steps_compile_nothing_again():
 
 
 def test_errors_say_what_is_allowed(monkeypatch):
-    class ByHand(nn.Module):
-        def forward(self, x):
-            return torch.softmax(x @ x.mT, -1) @ x
-
     for every in (0, 1.5, True, "100"):
         for name in ("every", "keep"):
             with pytest.raises(ParameterError, match=rf"(?s){name}=.*whole number of at least 1"):
@@ -224,7 +217,7 @@ def test_errors_say_what_is_allowed(monkeypatch):
         sightline.AttentionMonitor(CausalModel(), log=SimpleNamespace())
     with pytest.raises(ParameterError, match=r"torch\.nn\.Module"):
         sightline.AttentionMonitor("a model")
-    monitor = sightline.AttentionMonitor(ByHand())
+    monitor = sightline.AttentionMonitor(Calling(lambda x: torch.softmax(x @ x.mT, -1) @ x))
     for number in (-1, 0.5, "0", None):
         with pytest.raises(ParameterError, match=r"(?s)step\(.*whole number of at least 0"), monitor.step(number):
             pass

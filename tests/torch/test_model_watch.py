@@ -15,14 +15,14 @@ from sightline.recording import Call, Seen
 from sightline.testing import assert_within_budget
 from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, hooks
 from sightline.torch.attention_finder import FINDER
+from watched_modules import Calling, make_encoder, record
 
 LSE = sightline.lse()
 TOKENS = [[f"{entry}.{position}" for position in range(6)] for entry in range(3)]
 
 
-class SelfAttentionByTorch(nn.Module):
-    def forward(self, x):
-        return nn.functional.scaled_dot_product_attention(x, x, x)
+def attend_to_self(x):
+    return nn.functional.scaled_dot_product_attention(x, x, x)
 
 
 @pytest.fixture
@@ -221,8 +221,8 @@ def test_tokens_of_a_wrong_length_are_refused(seen):
     assert padded.labels(padded[0], 1)[0] == ["a", "b", "", ""]
     module = nn.MultiheadAttention(4, 2, batch_first=True)
     x = torch.zeros(1, 3, 4)
-    with pytest.raises(ParameterError, match=r"up to 2 labels.*3 positions"), watch(module, [LSE], tokens=["a", "b"]):
-        module(x, x, x)
+    with pytest.raises(ParameterError, match=r"up to 2 labels.*3 positions"):
+        record(module, [LSE], x, x, x, tokens=["a", "b"])
 
 
 def test_statistics_of_several_arrays_and_of_one_name():
@@ -271,12 +271,8 @@ def test_the_recording_prints_as_a_table(seen):
 # -- nothing recorded --------------------------------------------------------------------------------------------------
 
 
-def make_layer():
-    return nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
-
-
 def test_a_watch_that_recorded_nothing_raises():
-    model = make_layer()
+    model = make_encoder().layers[0]
     with pytest.raises(ParameterError, match="EncoderLayer that recorded no call: none of its"), watch(model, LSE):
         pass
     with pytest.raises(ParameterError, match="its modules ran, and called none"), watch(model, LSE):
@@ -284,20 +280,19 @@ def test_a_watch_that_recorded_nothing_raises():
     # most modules compute no attention, so the cure names none of them
     with pytest.raises(ParameterError, match=r"cure: +layers=\[0\]"), watch(model, LSE, layers="linear3"):
         pass
-    message = "layers='linear1', which selects none of 1 layers"
-    with torch.no_grad(), pytest.raises(ParameterError, match=message), watch(model, LSE, layers="linear1"):
-        model(torch.zeros(1, 3, 8))
+    with pytest.raises(ParameterError, match="layers='linear1', which selects none of 1 layers"):
+        record(model, LSE, torch.zeros(1, 3, 8), layers="linear1")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_a_watch_of_a_scripted_model_names_it(x):
-    model = nn.Sequential(torch.jit.trace(SelfAttentionByTorch(), x))
-    with pytest.raises(ParameterError, match=r"0 is compiled by torch\.jit"), watch(model, see=[LSE]):
-        model(x)
+    model = nn.Sequential(torch.jit.trace(Calling(attend_to_self), x))
+    with pytest.raises(ParameterError, match=r"0 is compiled by torch\.jit"):
+        record(model, [LSE], x)
 
 
 def test_an_error_inside_an_empty_watch_is_kept():
-    with pytest.raises(ZeroDivisionError), watch(make_layer(), see=[LSE]):
+    with pytest.raises(ZeroDivisionError), watch(make_encoder(), see=[LSE]):
         raise ZeroDivisionError
 
 
@@ -308,8 +303,7 @@ FACTORS = [[0.5, -2.0], [1.0, 3.0]]
 
 @pytest.fixture
 def encoder():
-    torch.manual_seed(0)
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    return make_encoder()
 
 
 def test_sums_and_means_over_layers(encoder, x):
@@ -317,12 +311,11 @@ def test_sums_and_means_over_layers(encoder, x):
     see = [sightline.weights(), weighted, sightline.received().mean("layers"), LSE.rows([-1]).mean("layers")]
     with watch(encoder.double(), see) as seen:
         encoder(x.double())
-    found = seen[repr(weighted)], seen["received"], seen["lse"]
+    found = seen[repr(weighted)], seen["received"]
     weights = torch.stack(seen["weights"])
     factors = torch.tensor(FACTORS, dtype=torch.float64)
     expected = torch.einsum("lbhij,lh->bij", weights, factors), weights.mean(0).sum(-2)
-    for one, other in zip(found, expected, strict=False):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, expected)
     assert seen["lse"].shape == (3, 2, 1)
     assert len(seen) == 2
     assert [call.statistics for call in seen] == [(see[0],)] * 2
@@ -337,20 +330,15 @@ def test_sums_and_means_over_layers(encoder, x):
 
 
 def test_totals_in_half_precision_are_sums_in_float32(encoder, x):
-    encoder = encoder.bfloat16()
-    with torch.no_grad(), watch(encoder, [sightline.weights(), sightline.weights().sum("layers")]) as seen:
-        encoder(x.bfloat16())
+    seen = record(encoder.bfloat16(), [sightline.weights(), sightline.weights().sum("layers")], x.bfloat16())
     assert seen['weights().sum("layers")'].dtype == torch.float32
     assert torch.equal(seen['weights().sum("layers")'], sum(one.float() for one in seen["weights()"]))
 
 
 def test_totals_of_some_heads_without_results_of_calls(encoder, x, tmp_path):
     see = [sightline.weights().mean("heads", weights=[1, 3]).mean("layers")]
-    with torch.no_grad(), watch(encoder, see, heads=[1, 0], tokens=list("abcdef")) as seen:
-        encoder(x)
-    with torch.no_grad(), watch(encoder, [sightline.weights()]) as plain:
-        encoder(x)
-    weights = torch.stack(plain["weights"]).mean(0)
+    seen = record(encoder, see, x, heads=[1, 0], tokens=list("abcdef"))
+    weights = torch.stack(record(encoder, [sightline.weights()], x)["weights"]).mean(0)
     torch.testing.assert_close(seen["weights"], 0.25 * weights[:, 1] + 0.75 * weights[:, 0])
     assert seen.labels(seen[0])[0] == list("abcdef")
     assert "3×6×6, of 2 calls" in repr(seen)
@@ -362,18 +350,15 @@ def test_totals_of_some_heads_without_results_of_calls(encoder, x, tmp_path):
 
 def test_errors_of_totals(encoder, transformer, x):
     rows = sightline.weights().sum("heads", weights=FACTORS).sum("layers")
-    few = pytest.raises(ParameterError, match="weights of 2 layers, in a watch of 1 layers")
-    with few, torch.no_grad(), watch(encoder, rows, layers=[0]):
-        encoder(x)
     one_row = sightline.weights().sum("heads", weights=FACTORS[:1]).heads([0, 1])
-    many = pytest.raises(ParameterError, match="weights of 1 layers, in a watch of at least 2 layers")
-    with many, torch.no_grad(), watch(encoder, one_row):
-        encoder(x)
+    with pytest.raises(ParameterError, match="weights of 2 layers, in a watch of 1 layers"):
+        record(encoder, rows, x, layers=[0])
+    with pytest.raises(ParameterError, match="weights of 1 layers, in a watch of at least 2 layers"):
+        record(encoder, one_row, x)
     with pytest.raises(ParameterError, match="cannot be dropped"), watch(encoder, rows, layers=[-1]):
         pass
-    lengths = watch(transformer, [LSE.mean("layers")])
-    with pytest.raises(ParameterError, match="of shape 3×2×6, and of shape 3×2×4"), torch.no_grad(), lengths:
-        transformer(x, x[:, :4])
+    with pytest.raises(ParameterError, match="of shape 3×2×6, and of shape 3×2×4"):
+        record(transformer, [LSE.mean("layers")], x, x[:, :4])
     with watch(encoder, [LSE.mean("layers")]) as seen:
         with pytest.raises(ParameterError, match="before the first call"):
             seen["lse"]
@@ -396,9 +381,7 @@ def test_every_fault_in_a_total_is_found(fault, encoder, x, monkeypatch):
 
 
 def test_names_of_totals(encoder, x):
-    see = {"all": sightline.weights().mean("layers"), "sizes": sightline.lse()}
-    with torch.no_grad(), watch(encoder, see) as seen:
-        encoder(x)
+    seen = record(encoder, {"all": sightline.weights().mean("layers"), "sizes": sightline.lse()}, x)
     assert seen["all"].shape == (3, 2, 6, 6)
     assert [len(call.results) for call in seen] == [1, 1]
     assert torch.equal(seen["sizes"][1], seen[1]["lse"])
@@ -410,10 +393,8 @@ def test_the_default_statistics_make_a_page(encoder, x, tmp_path):
     assert seen[0].statistics == sightline.OVERVIEW
     seen.save_html(tmp_path / "page.html")
     assert '["0","1","2","3","4","5"]' in (tmp_path / "page.html").read_text()
-    with torch.no_grad(), watch(encoder, [LSE]) as few:
-        encoder(x)
     with pytest.raises(ParameterError, match=r"cure: +see=sightline\.OVERVIEW"):
-        few.save_html(tmp_path / "page.html")
+        record(encoder, [LSE], x).save_html(tmp_path / "page.html")
 
 
 def test_cross_attention_has_the_positions_of_its_queries():
@@ -422,13 +403,11 @@ def test_cross_attention_has_the_positions_of_its_queries():
     class Decoder(nn.Module):
         def __init__(self):
             super().__init__()
-            self.attn, self.cross_attn = SelfAttentionByTorch(), SelfAttentionByTorch()
+            attend = nn.functional.scaled_dot_product_attention
+            self.attn, self.cross_attn = (Calling(lambda q, k: attend(q, k, k)) for _ in range(2))
 
         def forward(self, x, keys, audio):
-            attend = nn.functional.scaled_dot_product_attention
-            self.attn.forward = lambda: attend(x, keys, keys)
-            self.cross_attn.forward = lambda: attend(x, audio, audio)
-            return self.attn() + self.cross_attn()
+            return self.attn(x, keys) + self.cross_attn(x, audio)
 
     decoder, x, audio = Decoder(), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 9, 4)
     with watch(decoder, [LSE]) as seen:
@@ -440,8 +419,7 @@ def test_cross_attention_has_the_positions_of_its_queries():
 
 
 def test_the_heaviest_keys(encoder, x):
-    with torch.no_grad(), watch(encoder, [sightline.weights(), sightline.received(), LSE], tokens=TOKENS) as seen:
-        encoder(x)
+    seen = record(encoder, [sightline.weights(), sightline.received(), LSE], x, tokens=TOKENS)
     received = torch.stack(seen["weights"]).sum(-2)  # layers, entries, heads, keys
     shares = received / received.sum(-1, keepdim=True)
     found = seen.heaviest(count=5)

@@ -6,6 +6,7 @@ from torch import nn
 
 import sightline
 from sightline.errors import ParameterError
+from watched_modules import record
 
 SEE = sightline.received()
 ATTEND = nn.functional.scaled_dot_product_attention
@@ -98,8 +99,7 @@ def test_frames_of_openai_whisper_are_labelled_by_seconds(whisper, by_name):
 
 def test_tokens_that_do_not_fit_are_not_kept():
     vit = VisionTransformer(["cls_token"], 2)
-    with torch.no_grad(), sightline.watch(vit, SEE) as seen:
-        vit(torch.randn(1, 3, 8, 6))
+    seen = record(vit, SEE, torch.randn(1, 3, 8, 6))
     with pytest.raises(ParameterError, match=r"'class', \*registers, \*patches"):
         seen.tokens = ["class", *"abcdef"]
     assert seen.labels(seen[0])[0][:3] == ["class", "register 1", "register 2"]
