@@ -138,7 +138,7 @@ WIDE = {
     "torch/test_backward_inputs.py::test_gradients_of_statistics": 3,
     "torch/test_causal_bias.py": 12,
     "torch/test_export.py::test_a_compiled_module_with_a_parameter_as_a_table": 0,
-    "torch/test_flex_functions.py::test_published_functions": 4,
+    "torch/test_flex.py::test_published_functions": 4,
     "torch/test_layers.py": 6,
     "torch/test_nested.py::test_each_sequence_is_computed_alone": 4,
     "torch/test_operator.py::test_agrees_with_torch": 0,

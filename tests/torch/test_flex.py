@@ -1,4 +1,4 @@
-"""Programs of FlexAttention whose line of the import is changed, beside torch's own flex_attention."""
+"""Programs of FlexAttention whose line of the import is changed, and published functions, beside torch's own."""
 
 import copy
 import functools
@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import sightline
 from flex_checks import at_all_pairs, by_torch, check_gradients
-from flex_functions import MASKS, SCORES, B, D, H, N, Tensors
+from flex_functions import MASKS, SCORES, SHAPES, B, D, H, N, Tensors
 from sightline.call import call_cache
 from sightline.call.problem import make_problem
 from sightline.call.validation import read_mask
@@ -60,9 +60,52 @@ def drawn(seed, dtype):
 def test_drawn_functions(seed):
     functions, learned, lengths, key_heads = drawn(seed, torch.float32)
     *inputs, d_output = operands(*lengths, key_heads=key_heads)
-    definition = drawn(seed, torch.float64)[:2]
-    check_output(by_flex(*inputs, **functions).detach(), inputs, definition[0], **functions)
-    check_gradients(by_flex, make_problem(*inputs, **functions), inputs, d_output, functions, learned, definition)
+    check_functions(by_flex, by_flex, inputs, d_output, (functions, learned), drawn(seed, torch.float64)[:2])
+
+
+CASES = [("mask", name) for name in MASKS] + [("score", name) for name in SCORES]
+
+
+@pytest.mark.parametrize(("role", "name"), CASES, ids=map(" ".join, CASES))
+def test_published_functions(role, name):
+    *inputs, d_output = operands(*SHAPES.get(name, (N, N)))
+    place = CASES.index((role, name))  # a third of the outputs and a ninth of the gradients come from generated kernels
+    attention, differentiated_attention = (
+        functools.partial(sightline.attention, kernel="streaming" if place % share else "cpu") for share in (3, 9)
+    )
+
+    def make(dtype):
+        tensors = Tensors(dtype)
+        return {role: MASKS[name] if role == "mask" else SCORES[name](tensors)}, tensors.learned
+
+    check_functions(attention, differentiated_attention, inputs, d_output, make(torch.float32), make(torch.float64))
+
+
+def test_published_functions_compile_to_one_graph():
+    """Reads of several axes, of a tensor of one number, and of entries whose values torch.compile does not know."""
+    document, first, sinks = torch.tensor([[0, 0, 1], [0, 1, 1]]), torch.tensor([1]), torch.tensor([0, 2])
+
+    def mask(b, h, q_idx, kv_idx):
+        is_seen = (kv_idx >= first[0]) | torch.isin(kv_idx, sinks) & noop_mask(b, h, q_idx, kv_idx)
+        return is_seen & (document[b, q_idx] == document[b, kv_idx])
+
+    query, key, value = (torch.randn(2, 1, 3, 4) for _ in range(3))
+    compiled = torch.compile(sightline.attention, backend="eager", fullgraph=True)
+    found, expected = (call(query, key, value, mask=mask) for call in (compiled, sightline.attention))
+    assert torch.equal(found, expected)
+
+
+def test_enough_functions_are_published():
+    assert len(MASKS) >= 30
+    assert len(SCORES) >= 30
+
+
+def check_functions(attention, differentiated_attention, inputs, d_output, given, definition):
+    """Compare output and gradients; `given` and `definition` are (functions, learned tensors) of two dtypes."""
+    functions, learned = given
+    check_output(attention(*inputs, **functions).detach(), inputs, definition[0], **functions)
+    problem = make_problem(*inputs, **functions)
+    check_gradients(differentiated_attention, problem, inputs, d_output, functions, learned, definition)
 
 
 def check_output(output, inputs, definition=None, **functions):
