@@ -1,13 +1,21 @@
-"""Operands of torch's signature whose numbers of axes differ, or that have no components."""
+"""torch's signature: results and gradients of torch's own function, and what is refused."""
+
+import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
-from sightline.errors import ShapeError
+from sightline import i, j
+from sightline.errors import MaskError, ParameterError, ShapeError
+from sightline.testing import assert_within_budget
 from sightline.torch import scaled_dot_product_attention
 
-CALLS = {
+CALLS = {  # the shapes of query, key and value, and options; these numbers of axes differ, or E is 0
     "key without batch and heads": (((2, 3, 4, 8), (5, 8), (5, 8)), {}),
     "query alone without batch": (((3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 8)), {}),
     "query without heads": (((4, 8), (2, 3, 5, 8), (2, 3, 5, 8)), {}),
@@ -20,21 +28,57 @@ CALLS = {
 }
 
 
-def run_call(function, shapes, options):
-    """Return the output and the gradients of a call in float64."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=generator).double().requires_grad_() for shape in shapes]
-    output = function(*tensors, **options)
-    return output.detach(), torch.autograd.grad(output.square().sum(), tensors)
+@st.composite
+def calls(draw):
+    """Draw the shapes of query, key and value, options of the function, and a mask."""
+    lengths, widths = st.integers(1, 9), st.sampled_from([3, 8])
+    query_length, keys, width, value_width = draw(st.tuples(lengths, lengths, widths, widths))
+    lead = draw(st.sampled_from([(), (2,), (2, 4), (3, 2, 4)]))
+    gqa = len(lead) > 1 and draw(st.booleans())
+    key_lead = (*lead[:-1], 2) if gqa else lead
+    shapes = [(*lead, query_length, width), (*key_lead, keys, width), (*key_lead, keys, value_width)]
+    kind = draw(st.sampled_from(["none", "bool", "float", "causal"]))
+    mask_lead = tuple(draw(st.sampled_from([1, length])) for length in lead)[draw(st.integers(0, len(lead))) :]
+    mask_shape = (*mask_lead, draw(st.sampled_from([1, query_length])), draw(st.sampled_from([1, keys])))
+    noise = drawn(*mask_shape, seed=9)
+    mask = {"bool": noise > -0.5, "float": torch.where(noise > -1, noise, -math.inf)}.get(kind)
+    scale = draw(st.sampled_from([None, 0.3]))
+    return shapes, {"is_causal": kind == "causal", "scale": scale, "enable_gqa": gqa}, mask
+
+
+def drawn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def run_call(function, dtype, shapes, options, mask):
+    """Return the output; in float64 also the gradients of all arrays and a float mask."""
+    arrays = [drawn(*shape, seed=k) for k, shape in enumerate(shapes)]
+    learned = [*arrays, mask] if mask is not None and mask.is_floating_point() else arrays
+    learned = [x.to(dtype).requires_grad_() for x in learned]
+    output = function(*learned[:3], attn_mask=learned[3] if len(learned) > 3 else mask, **options)
+    gradients = torch.autograd.grad(output.square().sum(), learned) if dtype == torch.float64 else ()
+    return output.detach(), *gradients
+
+
+def check(shapes, options, mask=None):
+    with sdpa_kernel(SDPBackend.MATH):
+        truth, *gradients = run_call(functional.scaled_dot_product_attention, torch.float64, shapes, options, mask)
+        (rough,) = run_call(functional.scaled_dot_product_attention, torch.float32, shapes, options, mask)
+    (ours,) = run_call(scaled_dot_product_attention, torch.float32, shapes, options, mask)
+    assert_within_budget(ours, truth, rough)
+    found = run_call(scaled_dot_product_attention, torch.float64, shapes, options, mask)
+    torch.testing.assert_close(found, (truth, *gradients))
+
+
+@given(calls())
+@settings(max_examples=10, deadline=None)
+def test_drawn_calls_agree_with_torch(call):
+    check(*call)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_agrees_with_torch(name):
-    shapes, options = CALLS[name]
-    expected, gradients = run_call(functional.scaled_dot_product_attention, shapes, options)
-    output, found = run_call(scaled_dot_product_attention, shapes, options)
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(found, gradients)
+    check(*CALLS[name])
 
 
 @pytest.mark.parametrize("mask", [True, False, -0.5], ids=str)
@@ -49,3 +93,29 @@ def test_a_mask_without_axes(mask):
 def test_operands_that_torch_refuses_are_refused(shapes):
     with pytest.raises(ShapeError):
         scaled_dot_product_attention(*map(torch.ones, shapes))
+
+
+def test_different_numbers_of_heads_need_enable_gqa():
+    query, key, value = (drawn(2, heads, 5, 3, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    with pytest.raises(ShapeError, match="enable_gqa"):
+        scaled_dot_product_attention(query, key, value)
+    one = scaled_dot_product_attention(query, key[:, :1], value[:, :1])
+    assert torch.equal(one, scaled_dot_product_attention(query, key[:, :1], value[:, :1], enable_gqa=True))
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_causal", "message"),
+    [
+        (torch.ones(3, 3, dtype=torch.int64), False, "attn_mask is a tensor of int64\n(.|\n)*attn_mask=mask != 0"),
+        (i >= j, False, r"attn_mask is a formula\n(.|\n)*sightline.attention\("),
+        *[(mask, True, r"causal\(\) & dense") for mask in (torch.ones(3, 3), causal_lower_right(3, 3))],
+    ],
+)
+def test_masks_that_are_refused(mask, is_causal, message):
+    with pytest.raises((MaskError, ParameterError), match=message):
+        scaled_dot_product_attention(*[torch.ones(1, 2, 3, 4)] * 3, attn_mask=mask, is_causal=is_causal)
+
+
+def test_dropout_applies_outside_training_as_in_torch():
+    x = torch.ones(1, 1, 4, 2)
+    assert not scaled_dot_product_attention(x, x, x, dropout_p=1.0).any()
