@@ -84,9 +84,8 @@ def test_the_mask_is_its_formula(name, lengths, align):
 @pytest.mark.parametrize("lead", [(), (2,), (3, 2)], ids=str)
 def test_any_leading_axes(lead, align):
     given = draw(5, 7, lead=lead)
-    assert_defined(
-        sdpa(*given, VARIANTS[align](5, 7)), [x.reshape(-1, *x.shape[-3:]) for x in given], visible(align, 5, 7)
-    )
+    joined = [x.reshape(-1, *x.shape[-3:]) for x in given]
+    assert_defined(sdpa(*given, VARIANTS[align](5, 7)), joined, visible(align, 5, 7))
 
 
 def test_shared_heads_and_is_causal():
@@ -138,20 +137,11 @@ def test_other_lengths_are_an_error(name, align):
         CALLS[name](*draw(5, 7), VARIANTS[align](5, 8))
 
 
-def test_other_lengths_of_a_condition_are_an_error():
-    given = [torch.from_numpy(x) for x in draw(5, 7)]
-    with pytest.raises(ShapeError, match="CausalBias"):
-        sightline.attention(*given, see=[sightline.mass(causal_upper_left(7, 7))])
-
-
 def test_sequences_of_several_lengths_are_an_error():
     x = torch.nested.nested_tensor([torch.randn(n, H, D) for n in (3, 5)], layout=torch.jagged).transpose(1, 2)
-    for call in (
-        lambda: sightline.attention(x, x, x, mask=causal_lower_right(5, 5)),
-        lambda: scaled_dot_product_attention(x, x, x, causal_lower_right(5, 5)),
-    ):
+    for call, name in ((sightline.attention, "mask"), (scaled_dot_product_attention, "attn_mask")):
         with pytest.raises(ShapeError, match=r"CausalBias(.|\n)*several lengths(.|\n)*causal\('lower right'\)"):
-            call()
+            call(x, x, x, **{name: causal_lower_right(5, 5)})
 
 
 @pytest.mark.parametrize("read", [sightline.table, sightline.bias, sightline.dense], ids=lambda read: read.__name__)
@@ -160,25 +150,24 @@ def test_it_has_no_entries(read):
         read(causal_lower_right(5, 7))
 
 
-def test_as_a_score_it_is_an_error():
+def test_as_a_score_and_as_a_condition_of_other_lengths_it_is_an_error():
+    given = [torch.from_numpy(x) for x in draw(5, 7)]
     with pytest.raises(DtypeError, match=r"score is a CausalBias(.|\n)*mask="):
-        sightline.attention(*map(torch.from_numpy, draw(5, 7)), score=causal_lower_right(5, 7))
+        sightline.attention(*given, score=causal_lower_right(5, 7))
+    with pytest.raises(ShapeError, match="CausalBias"):
+        sightline.attention(*given, see=[sightline.mass(causal_upper_left(7, 7))])
 
 
 # -- in the place of torch's function ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("lengths", "mask"),
-    [((4, 7), causal_upper_left(5, 7)), ((4, 7), causal_lower_right(7, 7))],
-    ids=["upper left", "square"],
-)
-def test_replaced_calls_of_other_lengths_are_those_of_torch(lengths, mask):
+@pytest.mark.parametrize("mask", [causal_upper_left(5, 7), causal_lower_right(7, 7)], ids=["upper left", "square"])
+def test_replaced_calls_of_other_lengths_are_those_of_torch(mask):
     """torch reads a CausalBias of the variant upper left, or of equal lengths, as is_causal of any lengths."""
-    given = draw(*lengths)
+    given = draw(4, 7)
     with replacing() as replacement:
         output = functional.scaled_dot_product_attention(*map(torch.from_numpy, given), mask)
-    assert_defined(output, given, visible("upper left", *lengths))
+    assert_defined(output, given, visible("upper left", 4, 7))
     (reason,) = [reason for _, reason in replacement.left]
     assert "CausalBias" in reason
     assert "CausalBias" in str(replacement)
