@@ -7,13 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 from torch.nn import Parameter
 
 from ..api.kernels import KERNELS, make_plan, to_caller_layout
 from ..arrays.kinds import check_class, check_memory, refuse_subclass
+from ..arrays.layouts import BOOLEANS, FRAMEWORKS, MAX_GPUS, Layout, Tensors, make_kind
+from ..arrays.operations import TORCH
 from ..call import call_cache
 from ..call.kernel import Kernel, Result, choose
+from ..call.lookup import LOOKUP
 from ..call.problem import Problem, parse, validate
 from ..call.request import Request
 from ..call.validation import fold_scale
@@ -25,17 +28,22 @@ from ..statistics import Statistic, solve_selections_separately
 from ..statistics.computation import formulas_of
 from . import gpu_entries, operator
 from .autograd import needs_gradients
-from .cached_tensors import register_tensors
 from .derivatives import Derivative, apply
 from .fused import Fused
 from .graph_attacher import GraphAttacher, attach_to_graph
-from .interception import is_intercepted, is_transformed, refuse_functionalize, refuse_tangents
+from .interception import INTERCEPTIONS, is_intercepted, is_transformed, refuse_functionalize, refuse_tangents
 from .nested import is_nested, pack, unpack
 from .operator import build_result, make_seed, to_arguments
 
 FUSED = Fused()
 TABLE_READS = torch_mode()
-register_tensors()
+_DLPACK_CODES = {  # the code of each dtype in the struct DLDataType of DLPack
+    **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64), 0),
+    **dict.fromkeys((torch.uint8, torch.uint16, torch.uint32, torch.uint64), 1),
+    **dict.fromkeys((torch.float16, torch.float32, torch.float64), 2),
+    torch.bfloat16: 4,
+    torch.bool: 6,
+}
 
 
 def kernels() -> tuple[Kernel, ...]:
@@ -197,3 +205,36 @@ def _build_formula(formula: Any, symbols: str) -> Any:
         return formula
     with TABLE_READS():
         return formula(*[SYMBOLS[name] for name in symbols])
+
+
+# -- how the call cache reads tensors ----------------------------------------------------------------------------------
+
+
+def _read_layout(tensor: Tensor) -> tuple[Layout, int] | None:
+    """Return the layout and the address of a tensor; None if the call cache cannot serve the tensor."""
+    gpu = 0 if tensor.is_cpu else 1 + tensor.get_device() if tensor.is_cuda else None
+    if gpu is None or gpu > MAX_GPUS or tensor.dtype not in _DLPACK_CODES or tensor.is_neg():
+        return None
+    size = tensor.dtype.itemsize
+    dtype = 1 << 16 | 8 * size << 8 | _DLPACK_CODES[tensor.dtype]
+    needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+    try:
+        strides = tuple([size * stride for stride in tensor.stride()])
+        address = tensor.data_ptr()
+        layout = Layout(make_kind(size, dtype, needs_gradient, True, gpu), tuple(tensor.shape), strides)
+        return (layout, address) if address else None
+    except RuntimeError:  # tensors that are sparse, nested or opaque have no strides
+        return None
+
+
+BOOLEANS.add(torch.bool)  # from this line on, the call cache serves tensors
+FRAMEWORKS.update({Tensor: TORCH, Parameter: TORCH})
+LOOKUP.serve_tensors(
+    Tensors(
+        (Tensor, Parameter),
+        _read_layout,
+        (*INTERCEPTIONS, _C._is_any_autocast_enabled),
+        torch.is_grad_enabled,
+        getattr(Tensor, "__dlpack_c_exchange_api__", None),
+    )
+)

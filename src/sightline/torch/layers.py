@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..arrays.kinds import check_kind, check_memory, refuse_subclass
+from ..arrays.operations import check_float_dtype, dtype_name
 from ..call.validation import to_float
-from ..errors import ParameterError
+from ..errors import DtypeError, MaskError, ParameterError, SightlineError
 from ..formula.expression import SYMBOLS, Expression
-from ..formula.library import causal
+from ..formula.library import causal, dense
 from ..formula.tables import Table
+from ..formula.torch_masks import is_causal_bias
 from ..positions import rotary
 from ..recording import Kind
 from ..statistics import weights as weights_of
-from .functional import check_operands
+from .functional import align_mask, check_operands, read_causal_bias
 from .hooks import LayerCall, attend
-from .layer_inputs import check_array_mask, check_inputs, project, read_mask, read_tensors
+from .interception import is_intercepted
 from .nested import is_nested
 
 j, s = SYMBOLS["j"], SYMBOLS["s"]
+Projected = TypeVar("Projected")
+
+CURES_OF_FORMULAS = {  # the end of a call of torch.as_tensor, for a formula given as this argument
+    "attn_mask": "~mask.array(n, m)), or is_causal=True for causal()",
+    "key_padding_mask": "~mask.array(1, m, batch=N).reshape(N, m)) for a formula of b and j, such as padding(lengths)",
+}
 
 
 class ScaledDotProductAttention(nn.Module):
@@ -102,7 +113,7 @@ class ScaledDotProductAttention(nn.Module):
         if not (type(query) is type(key) is type(value) is Tensor) or is_nested(query, key, value):
             check_operands(query, key, value)
         if mask is not None and not isinstance(mask, Expression):
-            mask = read_mask(mask, self.mask_means == "ignore", query, key, value)
+            mask = _read_mask(mask, self.mask_means == "ignore", query, key, value)
         dropout = self.dropout if self.training else 0.0
         kind: Kind = "self" if query.shape[-2] == key.shape[-2] else "cross"
         output, (weights,) = attend(
@@ -175,8 +186,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., n, heads · d_v) for x (..., n, d_model), in the dtype of the projections."""
-        check_inputs(x=x)
-        query, key, value = project(self._project, x=x)
+        _check_inputs(x=x)
+        query, key, value = _project(self._project, x=x)
         if self.rope:
             query, key = rotary(query), rotary(key)
         output, _ = attend(query, key, value, call=LayerCall("self"), mask=causal() if self.causal else None)
@@ -269,18 +280,18 @@ class MultiHeadAttention(nn.MultiheadAttention):
         SightlineError
             The errors of `sightline.attention`.
         """
-        check_inputs(query=query, key=key, value=value)
+        _check_inputs(query=query, key=key, value=value)
         for name, array in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
-            check_array_mask(name, array)
+            _check_array_mask(name, array)
         kind: Kind = "self" if query is key else "cross"
         batched = query.ndim == 3
         if not batched:
             query, key, value = (x[None] for x in (query, key, value))
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        queries, keys, values = project(self._project, query=query, key=key, value=value)
+        queries, keys, values = _project(self._project, query=query, key=key, value=value)
         extra = keys.shape[-2] - key.shape[1]  # keys of bias_k and add_zero_attn, which no mask hides
-        formulas = read_tensors(
+        formulas = _read_tensors(
             lambda mask, padding: self._make_formulas(mask, padding, is_causal, key.shape[1], extra),
             attn_mask=attn_mask,
             key_padding_mask=key_padding_mask,
@@ -341,3 +352,81 @@ class MultiHeadAttention(nn.MultiheadAttention):
             else:
                 mask = lookup if mask is None else mask & lookup
         return {"mask": mask, "score": score}
+
+
+# -- what the layers accept --------------------------------------------------------------------------------------------
+
+
+def _check_inputs(**inputs: Any) -> None:
+    """Raise DtypeError unless the named inputs of a layer's projections are tensors of kinds that torch can project."""
+    for name, array in inputs.items():
+        if not isinstance(array, Tensor):
+            raise DtypeError(f"{name} is a {type(array).__name__}", "a tensor of torch", f"torch.as_tensor({name})")
+        if type(array) is not Tensor or array.layout is not torch.strided or array.is_nested:
+            check_kind(name, array)
+
+
+def _project(projections: Callable[..., Projected], **inputs: Tensor) -> Projected:
+    """Return projections(*inputs). If torch raises an error that an input's kind explains, raise DtypeError instead."""
+    try:
+        return _read_tensors(projections, **inputs)
+    except SightlineError:
+        raise
+    except Exception:
+        for name, array in inputs.items():
+            check_kind(name, array)
+            check_float_dtype(name, array)
+        raise
+
+
+def _read_tensors(function: Callable[..., Projected], **tensors: Any) -> Projected:
+    """Return function(*tensors). Raise DtypeError if a tensor has no memory, or if its class explains an error."""
+    is_read = not is_intercepted()
+    for name, tensor in tensors.items() if is_read else ():
+        if type(tensor) is Tensor:
+            check_memory(name, tensor)  # torch itself would read at the address 0
+    try:
+        return function(*tensors.values())
+    except Exception as error:  # classes of tensors raise errors of every kind
+        if is_read:
+            refuse_subclass(list(tensors.items()), error)
+        raise
+
+
+def _read_mask(mask: Any, hides: bool, query: Tensor, key: Tensor, value: Tensor) -> Expression:
+    """Return the formula of a mask that is an array or a CausalBias of torch.
+
+    `hides` is True if the entries of an array that are not 0 hide the key.
+    """
+    if is_causal_bias(mask):
+        return read_causal_bias(mask, query, key)
+    check_kind("mask", mask)
+    array = mask if isinstance(mask, Tensor) else np.asarray(mask)
+    if not getattr(array.dtype, "name", dtype_name(array)).startswith(("bool", "int", "uint", "float", "bfloat")):
+        raise MaskError(
+            f"mask is an array of {dtype_name(array)}",
+            "booleans or real numbers, or a formula",
+            "pass an array of True and False",
+        )
+    compare: Any = np.equal if hides else np.not_equal
+    if isinstance(array, Tensor):
+        compare = torch.eq if hides else torch.ne
+    return dense(align_mask(_read_tensors(lambda mask: compare(mask, 0), mask=array), query, key, value))
+
+
+def _check_array_mask(name: str, array: Any) -> None:
+    """Raise MaskError or DtypeError unless `attn_mask` or `key_padding_mask` is None or a tensor that can be read."""
+    if array is None:
+        return
+    allowed = "a torch tensor: booleans where True hides, or floats that are added to the scores; or None"
+    if not isinstance(array, Tensor):
+        given, cure = f"a {type(array).__name__}", f"{name}=torch.as_tensor(array)"
+        if isinstance(array, Expression):
+            given, cure = "a formula", f"{name}=torch.as_tensor({CURES_OF_FORMULAS[name]}"
+        raise MaskError(f"{name} is {given}", allowed, cure)
+    check_kind(name, array)
+    if not (array.is_floating_point() or array.dtype is torch.bool):
+        zeros_and_ones = f"{name}=mask == 0 if the tensor holds zeros and ones, and 1 attends"
+        lengths = "; key_padding_mask=torch.arange(m) >= lengths[:, None] if the tensor holds lengths"
+        cure = zeros_and_ones + lengths * (name == "key_padding_mask")
+        raise MaskError(f"{name} is a tensor of {str(array.dtype).removeprefix('torch.')}", allowed, cure)
