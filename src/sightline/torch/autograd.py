@@ -1,13 +1,15 @@
 """Attention in torch's graph in eager mode: one `torch.autograd.Function`, without the registered operator.
 
-The registered operator, in the module `operator`, serves torch.compile, transforms, modes and gradients of gradients.
+The results of a call are computed first, and then joined to the graph. The backward passes of calls that the call cache
+runs are kept and repeated. The registered operator, in the module `operator`, serves torch.compile, transforms, modes
+and gradients of gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -15,17 +17,20 @@ from torch import Tensor
 
 from ..api.kernels import make_plan
 from ..arrays.operations import checksum, to_numpy
-from ..call.backward_calls import split_saved
-from ..call.problem import Problem
+from ..caching import cached_property
+from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs, split_saved
+from ..call.call_cache import EntryResult
+from ..call.kernel import Gradients, Plan, Result
+from ..call.problem import NUM_OPERANDS, Problem, make_problem
+from ..call.request import Request
+from ..call.spec import flatten_result
 from ..errors import ChangedArrayError
+from ..statistics import Statistic, unwrap_mean
 from ..statistics.computation import formulas_of
 from . import operator
 from .derivatives import Derivative, apply
 from .interception import is_intercepted, is_transformed, refuse_old_vmap
-from .operator import make_seed, to_arguments
-
-if TYPE_CHECKING:
-    from .graph_attacher import GraphCall
+from .operator import build_result, make_seed, to_arguments
 
 
 class BackwardArrays(NamedTuple):
@@ -73,14 +78,9 @@ class _Attention(torch.autograd.Function):
         return (None, None, *found)
 
 
-# `apply` without its steps for transforms of torch.func: no call inside a transform reaches `connect`
-_apply: Any = super(torch.autograd.Function, _Attention).apply
-
-
-def connect(call: GraphCall, results: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the results, connected to the inputs in torch's graph."""
-    connected: tuple[Tensor, ...] = _apply(call, results, *inputs)
-    return connected
+# Returns the results, connected to the inputs in torch's graph: connect(call, results, *inputs). It is `apply` without
+# its steps for transforms of torch.func: no call inside a transform reaches it.
+connect: Any = super(torch.autograd.Function, _Attention).apply
 
 
 def _with_contiguous_rows(d_output: Tensor | None) -> Tensor | None:
@@ -172,3 +172,190 @@ def trainable_inputs(problem: Problem) -> tuple[list[Tensor], tuple[int, ...]]:
 def needs_gradients(problem: Problem) -> bool:
     """True if torch records a graph and any input requires a gradient."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in trainable_inputs(problem)[0])
+
+
+@dataclass(eq=False)
+class GraphCall:
+    """The data of a call that its backward pass needs, besides the tensors that torch saves.
+
+    Parameters
+    ----------
+    attacher : what this call shares with calls that differ only in arrays and numbers
+    source : the request of a call that the call cache ran; for another call the problem, without what torch saves
+    seed : the seed of dropout; None without dropout
+    own_lse : lse, a tensor or a NumPy array, if it is no result
+    is_lse_imprecise : see `EntryResult`
+    plan : the plan of the forward pass, if `source` is a problem
+    """
+
+    attacher: GraphAttacher
+    source: Request | Problem
+    seed: int | None
+    own_lse: Any
+    is_lse_imprecise: bool = False
+    plan: Plan | None = None
+
+    def make_problem(self, inputs: Sequence[Tensor]) -> Problem:
+        """Return the problem with the saved tensors as query, key, value, the learned tables and the learned sinks."""
+        query, key, value, *rest = inputs
+        sinks, shared = self.sinks(inputs), self.attacher.backward
+        if isinstance(self.source, Problem):
+            seed = self.source.seed if self.seed is None else self.seed
+            problem = replace(self.source, query=query, key=key, value=value, sinks=sinks, seed=seed)
+        else:
+            mask, score = self.formulas
+            formulas = {"mask": mask, "score": score, "see": self.statistics}
+            options = {name: getattr(shared.problem, name) for name in ("scale", "dropout", "row_formats")}
+            problem = make_problem(query, key, value, sinks=sinks, seed=self.seed, **formulas, **options)
+        tables, saved = [table.array for table in problem.tables], dict(zip(shared.slots, rest, strict=False))
+        if all(tables[slot] is tensor for slot, tensor in saved.items()):
+            return problem
+        return problem.with_tables([saved.get(slot, array) for slot, array in enumerate(tables)])  # hooks replaced them
+
+    @cached_property
+    def formulas(self) -> Sequence[Any]:
+        """Mask and score of a call that the call cache ran, as `make_problem` reads them."""
+        return cast(Request, self.source).formulas()[:2]
+
+    def tables(self) -> Sequence[Any]:
+        """Return the arrays that the formulas read, and the sinks."""
+        source = self.source
+        return [*tables_of(source), source.sinks] if isinstance(source, Problem) else source.arrays
+
+    @property
+    def statistics(self) -> Sequence[Statistic]:
+        """The statistics whose arrays are results. In cached calls, a mean is replaced by the statistic it averages."""
+        see = self.source.see
+        return see if isinstance(self.source, Problem) else [unwrap_mean(statistic) for statistic in see]
+
+    def results_to_save(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the results that the backward pass reads: output, lse if it is a result, and arrays of statistics."""
+        return results if len(results) <= 2 else (*results[:2], *arrays_to_save(self.statistics, results))
+
+    def find_lse(self, results: Sequence[Tensor]) -> Any:
+        """Return lse. `results` are what `results_to_save` returned."""
+        return results[1] if self.own_lse is None else self.own_lse
+
+    def sinks(self, inputs: Sequence[Tensor]) -> Any:
+        """Return the sinks: the saved tensor if they are learned, else the array of the call."""
+        return inputs[-1] if self.attacher.backward.wants_sinks else self.source.sinks
+
+
+@dataclass(eq=False)
+class GraphAttacher:
+    """The function that joins the results of a cached call to torch's graph; see `call_cache.ForwardEntry`.
+
+    Parameters
+    ----------
+    backward : the kept backward passes; its `slots` and `places` are the positions of the learned tables
+    num_inputs : how many inputs the graph has: query, key, value, the learned tables and the learned sinks
+    kernel, threads : as in `attention`
+    has_statistics : True if the call has statistics; otherwise lse is no result
+    squeezed_axis : the axis of the heads in the graph's results if the caller's arrays have no such axis; else None
+    """
+
+    backward: BackwardPasses
+    num_inputs: int
+    kernel: str | None
+    threads: int | None
+    has_statistics: bool
+    squeezed_axis: int | None
+
+    @classmethod
+    def of(cls, problem: Problem, formulas: Sequence[Any], kernel: str | None, threads: int | None) -> Self:
+        """Return the attacher of a call with gradients.
+
+        `formulas` are the formulas of the call, from `Request.formulas`; empty for a call that is not repeated.
+        """
+        inputs, wanted = trainable_inputs(problem)
+        has_learned_sinks = len(inputs) > NUM_OPERANDS + len(wanted)
+        backward = BackwardPasses.of(problem, formulas, wanted, has_learned_sinks)
+        axis = len(problem.batch_shape) if problem.heads_squeezed else None
+        return cls(backward, len(inputs), kernel, threads, bool(problem.see), axis)
+
+    def __copy__(self) -> Self:
+        """Return an attacher for calls with other lengths: with the same options, but without kept backward passes."""
+        return replace(self, backward=replace(self.backward))
+
+    def reads(self, request: Request, caller_inputs: Sequence[Tensor], problem: Problem) -> bool:
+        """True if the problem's inputs are the caller's tensors, so that a repeated call has the same graph."""
+        own = [*caller_inputs, *[request.tables[place] for place in self.backward.places]]
+        own += [request.sinks] * self.backward.wants_sinks
+        pairs = list(zip(own, trainable_inputs(problem)[0], strict=True))
+        if problem.heads_squeezed and all(_adds_head_axis(x, y) for x, y in pairs[:NUM_OPERANDS]):
+            pairs = pairs[NUM_OPERANDS:]
+        return all(x is y for x, y in pairs)
+
+    def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: EntryResult) -> EntryResult:
+        axis, lse, backward = self.squeezed_axis, result.lse, self.backward
+        inputs: tuple[Any, ...] = query, key, value
+        results = (result.output, lse, *result.arrays) if self.has_statistics else (result.output,)
+        if axis is not None:  # the graph has the head axis
+            inputs = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
+            results, lse = tuple([x.unsqueeze(axis) for x in results]), lse[..., None, :]
+        if backward.places:
+            inputs += tuple([request.tables[place] for place in backward.places])
+        if backward.wants_sinks:
+            inputs += (request.sinks,)
+        elif isinstance(request.sinks, np.ndarray):  # the caller may change them before the backward pass
+            request = request._replace(sinks=request.sinks.copy())
+        seed, own_lse = result.seed if backward.problem.dropout else None, None if self.has_statistics else lse
+        results = connect(GraphCall(self, request, seed, own_lse, result.is_lse_imprecise), results, *inputs)
+        if axis is not None:
+            results = tuple([x.squeeze(axis) for x in results])
+        lse = results[1] if self.has_statistics else None
+        return EntryResult(results[0], lse, results[2:], result.is_lse_imprecise, result.seed)
+
+    # -- the backward passes of cached calls ---------------------------------------------------------------------------
+    def repeat(self, call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor] | None:
+        """Return the gradients of the inputs by a kernel call that `keep` has kept; None if no such call can serve."""
+        if isinstance(call.source, Problem) or call.is_lse_imprecise:
+            return None
+        return self.backward.repeat(*self._read_inputs(call, call.source, arrays))
+
+    def keep(self, found: Gradients, call: GraphCall, arrays: BackwardArrays) -> None:
+        """Keep the kernel call that computed `found` for later backward passes with the same layouts."""
+        if not isinstance(call.source, Problem):
+            given, forward = self._read_inputs(call, call.source, arrays)
+            self.backward.keep(found, given, call.formulas, forward)
+
+    def _read_inputs(
+        self, call: GraphCall, request: Request, arrays: BackwardArrays
+    ) -> tuple[BackwardInputs | None, ForwardPass]:
+        """Return (the inputs to repeat a backward call, the forward pass). Saved tensors replace the learned tables.
+
+        The inputs are None if no kept call can serve. For example, hooks may have changed layouts of saved tensors.
+        """
+        gradients, inputs, results = arrays
+        lse, sinks = call.find_lse(results), call.sinks(inputs)
+        forward = ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, call.seed or 0, self.threads)
+        given = read_inputs(request, self.backward.problem, gradients, forward, results)
+        if given is not None and self.backward.places:
+            tables = list(given.tables)
+            for place, tensor in zip(self.backward.places, inputs[NUM_OPERANDS:], strict=False):
+                tables[place] = tensor
+            given = given._replace(tables=tuple(tables))
+        return given, forward
+
+
+def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: int | None, result: Result) -> Result:
+    """Return the result with its arrays in torch's graph. If no input needs a gradient, return it unchanged."""
+    if not needs_gradients(problem):
+        return result
+    attacher = GraphAttacher.of(problem, (), kernel, threads)
+    sinks = () if attacher.backward.wants_sinks else problem.sinks
+    constants = replace(problem, query=None, key=None, value=None, sinks=sinks)  # it keeps no saved tensor alive
+    results, own_lse = tuple(flatten_result(problem.see, result)), None
+    if not problem.see:  # a checkpoint may repeat this call as a cached one, which must save as many tensors
+        results, own_lse = results[:1], results[1]
+    seed = problem.seed if problem.dropout else None
+    call = GraphCall(attacher, constants, seed, own_lse, plan=plan)
+    attached = connect(call, results, *trainable_inputs(problem)[0])
+    joined = build_result(problem.see, attached if own_lse is None else (*attached, own_lse))
+    return replace(result, output=joined.output, lse=joined.lse, seen=joined.seen)
+
+
+def _adds_head_axis(array: Tensor, operand: Tensor) -> bool:
+    """True if `operand` is a view of the array with one more axis, a head axis of length 1."""
+    has_shape = operand.ndim == array.ndim + 1 and operand.numel() == array.numel()
+    return has_shape and operand.data_ptr() == array.data_ptr() and operand.requires_grad == array.requires_grad

@@ -27,10 +27,9 @@ from ..kv_cache import unpack_cache
 from ..statistics import Statistic, solve_selections_separately
 from ..statistics.computation import formulas_of
 from . import gpu_entries, operator
-from .autograd import needs_gradients
+from .autograd import GraphAttacher, attach_to_graph, needs_gradients
 from .derivatives import Derivative, apply
 from .fused import Fused
-from .graph_attacher import GraphAttacher, attach_to_graph
 from .interception import INTERCEPTIONS, is_intercepted, is_transformed, refuse_functionalize, refuse_tangents
 from .nested import is_nested, pack, unpack
 from .operator import build_result, make_seed, to_arguments

@@ -26,8 +26,7 @@ from ..call.lookup import LOOKUP, store
 from ..call.problem import NUM_OPERANDS, Problem
 from ..call.request import Request
 from ..formula.expression import Expression
-from .autograd import BackwardArrays, needs_gradients
-from .graph_attacher import GraphAttacher, GraphCall
+from .autograd import BackwardArrays, GraphAttacher, GraphCall, needs_gradients
 from .operator import make_seed
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ...call.problem import Problem
 from ...partition.parts import part_of
 from ...partition.shards import Shards, divide_heads
 from ...statistics import arrays_of
-from ..graph_attacher import attach_to_graph
+from ..autograd import attach_to_graph
 from .collectives import cut_spans, gather, join_shards, scatter, send_to_all
 from .group import Group
 
