@@ -20,7 +20,7 @@ from sightline.call.problem import Problem
 from sightline.partition import schedule
 from sightline.partition.shards import Shards, divide
 from sightline.statistics import arrays_of
-from sightline.torch.distributed import autograd
+from sightline.torch.distributed import ring
 from sightline.torch.distributed.collectives import cut_spans
 from strategies import to_torch
 
@@ -59,13 +59,13 @@ class Division:
 def short_blocks(length: int | None) -> Iterator[None]:
     """Use blocks of at most `length` positions, a multiple of 4, as dropout needs."""
     length = None if length is None else max(length // 4 * 4, 4)
-    own = autograd.MIN_ROWS, autograd.QUERY_BYTES, schedule.MIN_KEYS, schedule.KEY_BYTES
+    own = ring.MIN_ROWS, ring.QUERY_BYTES, schedule.MIN_KEYS, schedule.KEY_BYTES
     if length is not None:
-        autograd.MIN_ROWS, autograd.QUERY_BYTES, schedule.MIN_KEYS, schedule.KEY_BYTES = length, 0, length, 0
+        ring.MIN_ROWS, ring.QUERY_BYTES, schedule.MIN_KEYS, schedule.KEY_BYTES = length, 0, length, 0
     try:
         yield
     finally:
-        autograd.MIN_ROWS, autograd.QUERY_BYTES, schedule.MIN_KEYS, schedule.KEY_BYTES = own
+        ring.MIN_ROWS, ring.QUERY_BYTES, schedule.MIN_KEYS, schedule.KEY_BYTES = own
 
 
 def call(group: Any, problem: Problem, division: Division, **options: Any) -> tuple[list[Tensor], Any]:

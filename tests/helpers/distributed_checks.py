@@ -19,7 +19,7 @@ from fault_planting import Fault, plant
 from sightline import h, i, j, s, table
 from sightline.partition import parts, schedule
 from sightline.partition.parts import part_of
-from sightline.torch.distributed import block_exchange
+from sightline.torch.distributed import ring
 
 
 class _Replicated(torch.autograd.Function):
@@ -231,7 +231,7 @@ def count_bytes(group: Any, reach: int | None) -> int:
     """Return the bytes of keys and values that this rank sends in a forward pass; the window is `reach` keys long."""
     count = 0
 
-    class Counting(block_exchange.Transfers):
+    class Counting(ring.Transfers):
         def send(self, tensor: Tensor, rank: int) -> None:
             nonlocal count
             count += tensor.nbytes
@@ -240,7 +240,7 @@ def count_bytes(group: Any, reach: int | None) -> int:
     query, key, value = torch.randn(3, 1, 2, 1024, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
     shards = [distributed.shard(x, group=group) for x in (query, key, value)]
     mask = None if reach is None else (i >= j) & (i - j < reach)
-    with mock.patch.object(block_exchange, "Transfers", Counting), short_blocks(64):
+    with mock.patch.object(ring, "Transfers", Counting), short_blocks(64):
         distributed.attention(*shards, mask=mask, group=group)
     return count
 
@@ -262,7 +262,7 @@ FAULTS = {
     ),
     "keys of a block": Fault(parts.read_part, "key + first_key", "key"),
     "gradients returned to the wrong rows": Fault(
-        block_exchange.BlockExchange._finish,
+        ring.BlockExchange._finish,
         "self._add(sent, returned)",
         "self._add(sent, [x.flip(-2) for x in returned])",
     ),

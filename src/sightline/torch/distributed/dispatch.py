@@ -8,6 +8,7 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ...api.kernels import to_caller_layout
 from ...arrays.operations import needs_gradient
@@ -31,10 +32,11 @@ from ...statistics import Mean, Reduction, Statistic, unwrap_mean
 from ..dispatch import apply_autocast
 from ..operator import autocast_disabled, make_seed
 from .agreement import agree, describe_array, describe_formula, describe_number, describe_shard
-from .autograd import attention_by_ring
-from .dtensor import check_tensors, local_tensors, to_dtensor
 from .group import Group
 from .heads import attention_by_heads
+from .ring import attention_by_ring
+
+Placement = tuple[Any, tuple[Any, ...], tuple[int, ...]] | None  # mesh, placements, and the shape except d_v
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -125,7 +127,7 @@ def attention(
     >>> dist.destroy_process_group()
     """
     given_arrays = {"query": query, "key": key, "value": value}
-    arrays, group, placement = local_tensors(list(given_arrays.values()), group)
+    arrays, group, placement = _local_tensors(list(given_arrays.values()), group)
     query, key, value = map(apply_autocast, arrays)
     ranks = Group(group)
     names, statistics = split_names(see)
@@ -136,7 +138,7 @@ def attention(
     def describe() -> tuple[tuple[int, ...], dict[str, str]]:
         if positional or unknown:
             refuse_arguments("torch.distributed.attention", positional, unknown)
-        check_tensors(given_arrays)
+        _check_tensors(given_arrays)
         check_choice(None, threads)
         check_method(method)
         numbers, description = _describe(named, options)
@@ -153,7 +155,7 @@ def attention(
         output, seen = run(ranks, computed, shards, broadcast_inputs(named), threads)
     answers = tuple([_build_result(problem, *each) for each in zip(problem.see, seen, strict=True)])
     output, results = to_caller_layout(problem, Result(output, None, answers))
-    output = to_dtensor(output, placement)
+    output = _to_dtensor(output, placement)
     if see is None:
         return output
     return output, results if names is None else dict(zip(names, results, strict=True))
@@ -229,3 +231,66 @@ def _build_result(problem: Problem, statistic: Statistic, arrays: Sequence[Tenso
     if not statistic.is_differentiable:
         arrays = [array.detach() for array in arrays]
     return statistic.build_result(arrays)
+
+
+# -- DTensors that are sharded along the positions ---------------------------------------------------------------------
+
+
+def _check_tensors(named: dict[str, Any]) -> None:
+    """Raise ParameterError if the arrays are neither three tensors nor three DTensors that `attention` takes.
+
+    The DTensors that `attention` takes have one placement: sharded along the positions on one axis of the mesh, and
+    replicated on the other axes.
+    """
+    for name, array in named.items():
+        if not isinstance(array, Tensor):
+            raise ParameterError(f"{name} is a {type(array).__name__}", "a tensor of torch", "torch.as_tensor(array)")
+    arrays = list(named.values())
+    given = [array for array in arrays if isinstance(array, DTensor)]
+    if not given:
+        return
+    if len(given) < len(arrays):
+        raise ParameterError(
+            "DTensors and plain tensors as query, key and value",
+            "three DTensors, or three plain tensors",
+            "DTensor.from_local(x, mesh, [Shard(-2)])",
+        )
+    if len({(array.device_mesh, array.placements) for array in given}) > 1:
+        raise ParameterError("DTensors of different placements", "one placement", "redistribute all to Shard(-2)")
+    first: Any = given[0]
+    sharded = _sharded_axes(first)
+    others = [place for axis, place in enumerate(first.placements) if axis not in sharded and not place.is_replicate()]
+    if len(sharded) != 1 or others or first.placements[sharded[0]].dim % first.ndim != first.ndim - 2:
+        raise ParameterError(
+            f"DTensors with the placements {first.placements}",
+            "Shard of the positions, axis −2, on one axis of the mesh, and Replicate on the others",
+            "query.redistribute(mesh, [Shard(query.ndim - 2)])",
+        )
+
+
+def _local_tensors(arrays: list[Any], group: Any) -> tuple[list[Any], Any, Placement]:
+    """Return (local arrays, group, placement of the output). The placement of plain tensors is None.
+
+    Arrays that `_check_tensors` refuses raise no error here, because this rank needs the group to report the error.
+    """
+    local = [array.to_local() if isinstance(array, DTensor) else array for array in arrays]
+    query = arrays[0]
+    if not all(isinstance(array, DTensor) for array in arrays) or len(_sharded_axes(query)) != 1:
+        return local, group, None
+    mesh, (axis,) = query.device_mesh, _sharded_axes(query)
+    return local, mesh.get_group(axis), (mesh, tuple(query.placements), tuple(query.shape[:-1]))
+
+
+def _sharded_axes(array: Any) -> list[int]:
+    """Return the axes of the mesh along which a DTensor is sharded."""
+    return [axis for axis, place in enumerate(array.placements) if isinstance(place, Shard)]
+
+
+def _to_dtensor(output: Tensor, placement: Placement) -> Any:
+    """Return the output as a DTensor with this placement; `output` itself if the placement is None."""
+    if placement is None:
+        return output
+    mesh, placements, rows = placement
+    shape = torch.Size([*rows, output.shape[-1]])
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(output, mesh, placements, run_check=False, shape=shape, stride=strides)

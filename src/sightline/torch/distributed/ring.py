@@ -1,4 +1,7 @@
-"""Attention in which ranks send each other blocks of keys: forward pass, statistics and backward pass of one rank.
+"""Attention in which ranks send each other blocks of keys.
+
+One `torch.autograd.Function` has output, lse and the statistics of each query. A `Ring` computes the passes of one
+rank, and a `BlockExchange` makes the transfers of a pass.
 
 Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3.
 """
@@ -13,15 +16,20 @@ import torch
 from torch import Tensor
 
 from ...api import kernels as dispatch
+from ...arrays.operations import itemsize
 from ...call.kernel import GivenGradients, Gradients, sink_weights, sum_sink_gradients
 from ...call.problem import Problem
+from ...call.spec import split_arrays
+from ...errors import ParameterError
 from ...partition.parts import Sums, combine, part_of, read_part, start
-from ...partition.schedule import KeyBlock, Schedule
-from ...partition.shards import Span
+from ...partition.schedule import KeyBlock, Round, Schedule, find_schedule, key_block_length
+from ...partition.shards import Shards, Span
 from ...reference import streaming
 from ...statistics import (
     Entropy,
+    Lse,
     MaxScore,
+    Reduction,
     Statistic,
     StatisticGradients,
     Tile,
@@ -29,8 +37,129 @@ from ...statistics import (
     arrays_of,
     statistic_gradients,
 )
-from .block_exchange import BlockExchange
-from .group import Group
+from ..autograd import check_versions, table_versions, tables_of, trainable_inputs
+from ..operator import autocast_disabled
+from .collectives import cut_spans
+from .group import Group, Transfers
+
+QUERY_BYTES, MIN_ROWS = 4 << 20, 256  # the approximate size of a piece of the queries, and its fewest queries
+ROUNDS_UNTIL_RETURN = 2  # rounds from the arrival of a block to the transfer of its gradients
+
+
+def attention_by_ring(
+    group: Group, problem: Problem, shards: list[Shards], local: list[Tensor], threads: int | None
+) -> tuple[Tensor, list[Sequence[Tensor]]]:
+    """Return the output of this rank's queries, and the arrays of each statistic."""
+    per_query = tuple([one for one in problem.see if one.is_mergeable and not isinstance(one, Lse)])
+    over_queries = tuple([one for one in problem.see if not one.is_mergeable])
+    ring = _make_ring(group, replace(problem, see=per_query), shards, threads)
+    wanted_tables = trainable_inputs(problem)[1]
+    tables = [problem.tables[index].array for index in wanted_tables]
+    inputs = [*local, *([] if problem.sinks is None else [problem.sinks]), *tables]
+    _check_gradients(over_queries, inputs)
+    output, lse, *arrays = _RingAttention.apply(ring, wanted_tables, *inputs)  # type: ignore[no-untyped-call]
+    rounded = [array.to(ring.dtype) if array.is_floating_point() else array for array in arrays]
+    found: dict[Statistic, Sequence[Tensor]] = dict(zip(per_query, split_arrays(per_query, rounded, 0), strict=True))
+    found |= {one: [lse.to(ring.dtype)] for one in problem.see if isinstance(one, Lse)}
+    found |= zip(over_queries, [[x] for x in _statistics_of_pairs(ring, local, lse, over_queries)], strict=True)
+    return output, [found[statistic] for statistic in problem.see]
+
+
+def _make_ring(group: Group, problem: Problem, shards: list[Shards], threads: int | None) -> Ring:
+    queries, keys = shards
+    B, H, _, _ = problem.extent
+    row_bytes = max(1, B * H * max(problem.d_k, problem.d_v) * itemsize(problem.accumulator))
+    pieces = queries.cut(max(MIN_ROWS, QUERY_BYTES // row_bytes // 64 * 64))
+    schedule = find_schedule(problem.mask, problem.extent, pieces, keys, key_block_length(problem))
+    return Ring(group, problem, schedule, threads)
+
+
+def _check_gradients(over_queries: tuple[Statistic, ...], inputs: list[Tensor]) -> None:
+    """Raise ParameterError if statistics without gradients are asked for with inputs that require gradients."""
+    if over_queries and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        raise ParameterError(
+            f"see={list(over_queries)} with inputs that require gradients",
+            'other statistics, or method="heads"',
+            "request them in a second call under torch.no_grad()",
+        )
+
+
+def _statistics_of_pairs(ring: Ring, local: list[Tensor], lse: Tensor, see: tuple[Statistic, ...]) -> list[Tensor]:
+    """Return the array of each statistic, which all ranks compute together: this rank's queries or keys of a sum."""
+    if not see:
+        return []
+    schedule, rank = ring.schedule, ring.group.rank
+    places = {"j": schedule.queries.ranks[rank], "i": schedule.keys.ranks[rank]}
+    return [
+        cut_spans(x, places[statistic.axes], -1) if isinstance(statistic, Reduction) and statistic.axes in places else x
+        for statistic, x in zip(see, ring.statistics_of_pairs(local[0], local[1], lse.double(), see), strict=True)
+    ]
+
+
+class _RingAttention(torch.autograd.Function):
+    """Output, lse in float64, and the arrays of the per-query statistics except lse, in torch's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, wanted_tables: tuple[int, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, *rest = inputs
+        sinks = None if ring.problem.sinks is None else rest.pop(0)
+        results = ring.forward(query, key, value, sinks)
+        output = results.output.to(query.dtype)
+        arrays = [array for own in results.seen for array in own]
+        ctx.ring, ctx.wanted_tables = ring, wanted_tables
+        ctx.versions = table_versions(tables_of(ring.problem))
+        ctx.save_for_backward(*inputs, output, results.shift, *arrays)
+        ctx.num_inputs = len(inputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[array for array in arrays if not array.is_floating_point()])
+        return output, results.shift, *arrays
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Any, ...]:
+        check_versions(ctx.versions, tables_of(ctx.ring.problem))
+        with torch.no_grad(), autocast_disabled(ctx.saved_tensors[0]):
+            gradients = _RingAttention.differentiate(ctx, *d_results)
+        if torch.is_grad_enabled():  # with create_graph=True
+            sources = [*ctx.saved_tensors[: ctx.num_inputs], *[x for x in d_results if x is not None]]
+            gradients = _NoSecondDerivative.apply(len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
+        return None, None, *gradients
+
+    @staticmethod
+    def differentiate(
+        ctx: Any, d_output: Tensor | None, d_lse: Tensor | None, *d_arrays: Tensor | None
+    ) -> list[Tensor]:
+        """Return the gradients of the inputs."""
+        ring, tensors = ctx.ring, ctx.saved_tensors
+        inputs, (output, lse, *arrays) = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
+        query, key, value, *rest = inputs
+        sinks = None if ring.problem.sinks is None else rest.pop(0)
+        saved = Saved(query, key, value, sinks, output, lse, split_arrays(ring.problem.see, arrays, 0))
+        d_seen = [own[0] for own in split_arrays(ring.problem.see, d_arrays, 0)]
+        d_output = torch.zeros_like(output) if d_output is None else d_output.contiguous()
+        found = ring.backward(saved, ResultGradients(d_output, d_lse, d_seen), ctx.wanted_tables)
+        gradients = [found.query, found.key, found.value, *([] if sinks is None else [found.sinks])]
+        tables = [found.tables.get(index) for index in ctx.wanted_tables]
+        gradients += [torch.zeros_like(x) if one is None else one for x, one in zip(rest, tables, strict=True)]
+        return [one.to(x.dtype) for one, x in zip(gradients, inputs, strict=True)]
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Gradients whose own derivatives raise an error. Otherwise torch would ignore a penalty on gradients silently."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([gradient.view_as(gradient) for gradient in tensors[:count]])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ParameterError(
+            'a second derivative of distributed.attention with method="ring"',
+            "first derivatives",
+            'method="heads", or gradients without create_graph=True',
+        )
+
+
+# -- the passes of one rank --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -226,3 +355,102 @@ def part_gradients(
             # the weights of the keys and of the sink sum to 1, and `weights_sum` counts the keys alone
             found = replace(found, weights_sum=found.weights_sum + gradient * sink_weights(sinks, lse))
     return found
+
+
+# -- the transfers of one pass -----------------------------------------------------------------------------------------
+
+
+class BlockExchange:
+    """The blocks that one rank needs. Iteration yields (block, the block's keys of each array), own blocks first.
+
+    In a round of distance t, rank r receives a block of rank r − t directly from that rank, and only the keys that its
+    own queries see. While rank r computes with one block, the next block arrives. The gradients of the block of round x
+    are sent in round x + 2.
+
+    Parameters
+    ----------
+    arrays : tensors (..., m_r, width) of this rank's shard, such as key and value
+    gradients : for each array a tensor like it, to which the gradients from all ranks are added; None in passes
+        without gradients. The rank calls `add_gradients` for every block that it gets. The order of the sum is fixed:
+        own blocks, then one round of transfers after another (see `Round`).
+    """
+
+    def __init__(
+        self, group: Group, schedule: Schedule, arrays: Sequence[Tensor], gradients: Sequence[Tensor] | None = None
+    ) -> None:
+        self.group, self.schedule, self.arrays, self.gradients = group, schedule, arrays, gradients
+        self._rounds = schedule.rounds(group.rank)
+        self._current: int | KeyBlock = 0  # the block, or the number of the round, whose block was yielded last
+        self._sums: dict[int, list[Tensor]] = {}  # gradients to return, by the number of the round
+
+    def __iter__(self) -> Iterator[tuple[KeyBlock, list[Tensor]]]:
+        last = len(self._rounds) + (ROUNDS_UNTIL_RETURN if self.gradients is not None else 0)
+        pending = self._start(0)
+        for block in self.schedule.own_parts(self.group.rank):
+            self._current = block
+            yield block, [array[..., block.span.rows, :] for array in self.arrays]
+        for number in range(last):
+            buffers = self._finish(number, pending)
+            pending = self._start(number + 1)
+            if number < len(self._rounds):
+                block_of_round = self._rounds[number].received
+                if block_of_round is not None:
+                    self._current = number
+                    yield block_of_round, buffers
+
+    def add_gradients(self, sums: list[Tensor]) -> None:
+        """Add the gradients of the block that was yielded last, one tensor for each array."""
+        if isinstance(self._current, KeyBlock):
+            self._add(self._current, sums)
+        else:
+            self._sums[self._current] = sums
+
+    def _add(self, block: KeyBlock, sums: Sequence[Tensor]) -> None:
+        for total, one in zip(self.gradients or (), sums, strict=True):
+            total[..., block.span.rows, :] += one
+
+    def _start(self, number: int) -> tuple[Transfers, list[Tensor], list[Tensor]]:
+        """Start the transfers of a round. Return them with the buffers of the block and of the returned gradients."""
+        transfers = Transfers(self.group, f"blocks of keys of round {number + 1} of {len(self._rounds)}")
+        buffers: list[Tensor] = []
+        returned: list[Tensor] = []
+        if number < len(self._rounds):
+            one = self._rounds[number]
+            source, target = self._peers(one)
+            if one.sent is not None:
+                for array in self.arrays:
+                    transfers.send(array[..., one.sent.span.rows, :].contiguous(), target)
+            buffers = _receive(transfers, self.arrays, one.received, source)
+        earlier = number - ROUNDS_UNTIL_RETURN
+        if self.gradients is not None and 0 <= earlier < len(self._rounds):
+            one = self._rounds[earlier]
+            source, target = self._peers(one)
+            for sums in self._sums.pop(earlier, ()):
+                transfers.send(sums, source)
+            returned = _receive(transfers, self.gradients, one.sent, target)
+        transfers.start()
+        return transfers, buffers, returned
+
+    def _finish(self, number: int, pending: tuple[Transfers, list[Tensor], list[Tensor]]) -> list[Tensor]:
+        """Wait for the transfers of a round, add the gradients that arrived, and return the block that arrived."""
+        transfers, buffers, returned = pending
+        transfers.wait()
+        if returned:
+            sent: Any = self._rounds[number - ROUNDS_UNTIL_RETURN].sent
+            self._add(sent, returned)
+        return buffers
+
+    def _peers(self, one: Round) -> tuple[int, int]:
+        """Return (the rank that sends a block to this rank in a round, the rank to which this rank sends one)."""
+        rank, size = self.group.rank, self.group.size
+        return (rank - one.distance) % size, (rank + one.distance) % size
+
+
+def _receive(transfers: Transfers, arrays: Sequence[Tensor], block: KeyBlock | None, rank: int) -> list[Tensor]:
+    """Receive a block of each array from a rank. Return the buffers; [] if the block is None."""
+    if block is None:
+        return []
+    buffers = [x.new_empty((*x.shape[:-2], len(block.span), x.shape[-1])) for x in arrays]
+    for buffer in buffers:
+        transfers.receive(buffer, rank)
+    return buffers
