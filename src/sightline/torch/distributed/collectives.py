@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import ParameterError, ShapeError
 from ...partition.shards import ShardLayout, Shards, Span, check_shards, divide
 from .agreement import agree, describe_shard
-from .group import Group, Transfers
+from .group import Group
 
 
 def shard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", axis: int = -2) -> Tensor:
@@ -110,14 +110,14 @@ def gather(x: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
     """Return the whole tensor from the shards of all ranks."""
     shapes = [(*x.shape[:axis], length, *x.shape[axis + 1 :]) for length in shards.lengths]
     buffers = [x.new_empty(shape) for shape in shapes]
-    return join_shards(send_to_all(group, [x.contiguous()] * group.size, buffers, "shards"), shards, axis)
+    return join_shards(group.send_to_all([x.contiguous()] * group.size, buffers, "shards"), shards, axis)
 
 
 def scatter(whole: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
     """Return the sum of this rank's shards of the whole tensors of all ranks, added in the order of the ranks."""
     parts = [cut_spans(whole, spans, axis) for spans in shards.ranks]
     buffers = [torch.empty_like(parts[group.rank]) for _ in parts]
-    found = send_to_all(group, parts, buffers, "gradients of shards")
+    found = group.send_to_all(parts, buffers, "gradients of shards")
     total = found[0].clone()
     for part in found[1:]:
         total += part
@@ -138,19 +138,3 @@ def join_shards(parts: Sequence[Tensor], shards: Shards, axis: int) -> Tensor:
         for span in spans:
             whole.narrow(axis, span.start, len(span)).copy_(part.narrow(axis, span.row, len(span)))
     return whole
-
-
-def send_to_all(group: Group, parts: list[Tensor], buffers: list[Tensor], what: str) -> list[Tensor]:
-    """Send `parts[r]` to rank r. Return `buffers`, whose tensor r is filled with what rank r sent.
-
-    This rank's own entry of `buffers` is replaced by its part, which is not copied. `what` names the tensors in errors.
-    """
-    transfers = Transfers(group, what)
-    for distance in range(1, group.size):
-        target, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
-        transfers.send(parts[target], target)
-        transfers.receive(buffers[source], source)
-    transfers.start()
-    buffers[group.rank] = parts[group.rank]
-    transfers.wait()
-    return buffers

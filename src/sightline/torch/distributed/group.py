@@ -66,16 +66,23 @@ class Group:
 
     def exchange(self, own: Tensor, what: str) -> list[Tensor]:
         """Return the tensors that all ranks passed, in the order of the ranks. All have the same shape and dtype."""
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        found[self.rank] = own
+        return self.send_to_all([own] * self.size, [torch.empty_like(own) for _ in range(self.size)], what)
+
+    def send_to_all(self, parts: list[Tensor], buffers: list[Tensor], what: str) -> list[Tensor]:
+        """Send `parts[r]` to rank r. Return `buffers`, whose tensor r is filled with what rank r sent.
+
+        This rank's own entry of `buffers` is replaced by its part, which is not copied. `what` names the tensors in
+        errors.
+        """
         transfers = Transfers(self, what)
-        for rank in self._others:
-            transfers.send(own, rank)
-        for rank in self._others:
-            transfers.receive(found[rank], rank)
+        for distance in range(1, self.size):
+            target, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            transfers.send(parts[target], target)
+            transfers.receive(buffers[source], source)
         transfers.start()
+        buffers[self.rank] = parts[self.rank]
         transfers.wait()
-        return found
+        return buffers
 
     def exchange_objects(self, own: Any, what: str) -> list[Any]:
         """Return the objects that all ranks passed, in the order of the ranks."""

@@ -20,7 +20,7 @@ from ...partition.parts import part_of
 from ...partition.shards import Shards, divide_heads
 from ...statistics import arrays_of
 from ..autograd import attach_to_graph
-from .collectives import cut_spans, gather, join_shards, scatter, send_to_all
+from .collectives import cut_spans, gather, join_shards, scatter
 from .group import Group
 
 
@@ -88,7 +88,7 @@ class _Exchange:
         `shapes` has the numbers of heads and of positions of each tensor that arrives.
         """
         before, after = x.shape[: self.axis], x.shape[self.axis + 2 :]
-        return send_to_all(self.group, parts, [x.new_empty((*before, *shape, *after)) for shape in shapes], "heads")
+        return self.group.send_to_all(parts, [x.new_empty((*before, *shape, *after)) for shape in shapes], "heads")
 
 
 @dataclass(frozen=True)
