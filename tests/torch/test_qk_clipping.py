@@ -13,7 +13,7 @@ import sightline
 from fault_planting import Fault, assert_found
 from monitored_models import CausalModel, define, make_batch
 from sightline.errors import ParameterError
-from sightline.torch import MultiHeadAttention, SelfAttention, qk_clip, qk_clipping, query_key_projections
+from sightline.torch import MultiHeadAttention, SelfAttention, qk_clip, qk_clipping
 from watched_modules import record
 
 HEAD = 1
@@ -123,9 +123,9 @@ def test_after_a_clip_the_largest_score_of_the_definition_is_the_limit(key_heads
 
 
 FAULTS = {
-    "keys stay": Fault(query_key_projections._with_powers, "(*queries, *keys)", "queries"),
-    "biases stay": Fault(query_key_projections._rows, '"bias" in parameters', "False"),
-    "a shared key head": Fault(query_key_projections._with_powers, "ScaledView(view, 1.0)", "ScaledView(view, 0.5)"),
+    "keys stay": Fault(qk_clipping._with_powers, "(*queries, *keys)", "queries"),
+    "biases stay": Fault(qk_clipping._rows, '"bias" in parameters', "False"),
+    "a shared key head": Fault(qk_clipping._with_powers, "ScaledView(view, 1.0)", "ScaledView(view, 0.5)"),
     "other heads too": Fault(qk_clipping.qk_clip, "factors.get(head, 1.0)", "factors.get(head, 0.5)"),
 }
 

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..arrays.operations import to_numpy
 from ..errors import ParameterError
 from ..recording import Seen
+from ..statistics import scores as scores_of
+from .attention_finder import FINDER
 from .hooks import check_module
-from .query_key_projections import Projections, ScaledView, count_heads, find_parts
 from .running_modules import module_paths
+from .watcher import Watcher
+
+SEPARATE = (  # the query projection and the key projection
+    ("q_proj", "k_proj"),  # Llama and most models of transformers
+    ("query", "key"),  # BERT, ViT, sightline.torch.SelfAttention
+    ("q", "k"),
+    ("to_q", "to_k"),  # diffusers
+    ("q_lin", "k_lin"),  # DistilBERT
+    ("wq", "wk"),
+    ("w_q", "w_k"),
+)
+FUSED = ("qkv", "qkv_proj", "to_qkv", "Wqkv", "c_attn")  # one projection to queries, keys and values
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+BIASED = ("attn_logit_softcapping", "has_relative_attention_bias", "relative_position_bias_table")
+BOUNDED = ("logit_scale", "clip_qkv")  # of a layer that normalises queries and keys, or clips them, without a module
+NORM = re.compile(r"(?=.*(norm|ln))(^|.*_)(q|k|qk|query|key)(_|$)")  # a norm between a projection and the scores
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+Projections = tuple[str, str] | Callable[[nn.Module], tuple[Sequence[Tensor], Sequence[Tensor]]]
+FACTOR = 0.25  # of all scores in the second trial; its powers 1/2 and 1 are exact
+_owners: WeakKeyDictionary[nn.Module, tuple[Tensor, float]] = WeakKeyDictionary()  # by projection
 
 
 def qk_clip(
@@ -103,13 +129,13 @@ def qk_clip(
                 f"paths of its modules, such as {', '.join(list(by_path)[1:4])}",
                 "pass the model that was watched",
             )
-        heads = count_heads(by_path[path]) or len(scores)
+        heads = _count_heads(by_path[path]) or len(scores)
         if max(scores) >= heads:
             raise ParameterError(
                 f"the largest scores of {max(scores) + 1} heads of {path}", f"{heads} heads", "pass those of this model"
             )
         found[path] = factors
-        parts = find_parts(path, by_path[path], heads, projections, lengths.get(path, 4))
+        parts = _find_parts(path, by_path[path], heads, projections, lengths.get(path, 4))
         changes.append((parts, factors, heads))
     with torch.no_grad():
         for parts, factors, heads in changes:
@@ -152,3 +178,252 @@ def _read(max_scores: Any) -> dict[str, dict[int, float]]:
             )
         found[layer] = dict(enumerate(map(float, array)))
     return found
+
+
+# -- the query and key projections of a layer, found by the names that published code gives them -----------------------
+# A projection is returned as views of its parameters. The first axis of a view is the head. A change of a view changes
+# the parameter.
+
+
+class ScaledView(NamedTuple):
+    """A part of a parameter: a view (heads, …). Each head of the view is multiplied by this power of its factor.
+
+    If `owners` is given, the view is (rows, …). Each row belongs to the head of this number, or to none if it is −1.
+    """
+
+    view: Tensor
+    power: float
+    owners: Tensor | None = None
+
+    def scale(self, factors: Sequence[float]) -> None:
+        """Multiply each head by the power of its factor, with one rounding to the parameter's dtype."""
+        dtype = torch.promote_types(self.view.dtype, torch.float32)
+        column = torch.tensor([factor**self.power for factor in (*factors, 1.0)], dtype=dtype, device=self.view.device)
+        column = column[:-1] if self.owners is None else column[self.owners.to(column.device)]
+        self.view.copy_(self.view.to(dtype) * column.view(-1, *[1] * (self.view.ndim - 1)))
+
+
+def _find_parts(
+    path: str, layer: nn.Module, heads: int, named: Projections | None = None, length: int = 4
+) -> list[ScaledView]:
+    """Return the parts to multiply by powers of a factor γ of each query head, so that its scores are multiplied by γ.
+
+    Rotary keys of multi-head latent attention, which all heads share, are not scaled.
+
+    Parameters
+    ----------
+    path, layer : the path of the layer, for errors, and the layer
+    heads : the number of query heads, if the layer does not say it
+    named : the names of the two projections, or a function from the layer to (views for queries, views for keys)
+    length : the number of tokens that the layer can take
+
+    Raises
+    ------
+    ParameterError
+        The projections are not found, or scaling them does not scale the scores.
+    """
+    heads = _count_heads(layer) or heads
+    if callable(named):
+        queries, keys = named(layer)
+        _check_parameters(path, (*queries, *keys))
+        return _with_powers(queries, keys)
+    biased = [name for name in BIASED if not any(getattr(layer, name, None) is one for one in (None, False))]
+    if biased:
+        raise ParameterError(
+            f"{path}, whose scores are not only products of queries and keys ({biased[0]})",
+            "layers whose scores are Q Kᵀ · scale",
+            "leave the layer out of max_scores, or pass projections=function if its scores may be scaled",
+        )
+    if named is None and hasattr(layer, "kv_b_proj") and hasattr(layer, "qk_nope_head_dim"):
+        return _latent(path, layer, heads)
+    norms = [name for name, child in layer.named_children() if NORM.match(name) and not isinstance(child, nn.Identity)]
+    norms += ["qk_norm"] * (getattr(layer, "qk_norm", None) is True)
+    norms += [name for name in BOUNDED if getattr(layer, name, None) is not None]
+    norms += ["config.clip_qkv"] * (getattr(getattr(layer, "config", None), "clip_qkv", None) is not None)
+    if norms:
+        raise ParameterError(
+            f"{path}, which normalises or clips queries or keys after their projections ({', '.join(norms)})",
+            "projections whose results are the queries and keys",
+            "leave the layer out of max_scores, since its scores are bounded already",
+        )
+    return _find(path, layer, heads, named, length)
+
+
+def _count_heads(layer: nn.Module) -> int | None:
+    """Return the number of query heads that the layer, or its configuration, says; None if neither does."""
+    for owner in (layer, getattr(layer, "config", None)):
+        for name in HEAD_COUNTS:
+            count = getattr(owner, name, None)
+            if isinstance(count, int) and not isinstance(count, bool):
+                return count
+    return None
+
+
+def _check_parameters(path: str, parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.dtype not in FLOATS or hasattr(parameter, "placements"):
+            kind = "a DTensor" if hasattr(parameter, "placements") else str(parameter.dtype)
+            raise ParameterError(
+                f"a projection of {path} that is {kind}",
+                "whole parameters of float64, float32, bfloat16 or float16",
+                "clip the parameters that the optimizer updates, before they are divided or quantised",
+            )
+
+
+def _with_powers(queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[ScaledView]:
+    """Return the views with their powers. Only queries are scaled if query heads share a key head."""
+    if any(len(query) != len(key) for query in queries for key in keys):
+        return [ScaledView(view, 1.0) for view in queries]
+    return [ScaledView(view, 0.5) for view in (*queries, *keys)]
+
+
+def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None, length: int) -> list[ScaledView]:
+    """Return the views of the query and key projections."""
+    for names in SEPARATE if named is None else (named,):
+        found = [_child(layer, name) for name in names]
+        if all(isinstance(child, nn.Module) for child in found):
+            rows = [_rows(f"{path}.{name}", child) for name, child in zip(names, found, strict=True)]
+            width = _divide(path, len(rows[0][0]), heads)
+            groups = _divide(path, len(rows[1][0]), width)
+            _divide(path, heads, groups)
+            return _with_powers([_split(x, heads) for x in rows[0]], [_split(x, groups) for x in rows[1]])
+    if named is None and isinstance(layer, nn.MultiheadAttention):
+        _check_parameters(path, layer.parameters())
+        return _with_powers(*_multi_head(layer))
+    reason, cause = f"it has {', '.join(name for name, _ in layer.named_children()) or 'no modules'}", None
+    for name in FUSED if named is None else ():
+        if isinstance(getattr(layer, name, None), nn.Module):
+            views = _rows(f"{path}.{name}", getattr(layer, name))
+            try:
+                owners, power = _find_owners(layer, name, len(views[0]), heads, length)
+                return [ScaledView(view, power, owners) for view in views]
+            except Exception as error:  # of the layer's own code too
+                reason, cause = f"a trial of {name} with {length} tokens failed: {error}", error
+    if named is not None:
+        raise ParameterError(
+            f"projections={named!r} of {path}, a {type(layer).__name__} without these ({reason})",
+            "a pair of names of modules in the layer, of the query projection and of the key projection",
+            'names that the layer has, or no projections= if they are published names such as "q_proj" and "k_proj"',
+        )
+    raise ParameterError(
+        f"{path}, a {type(layer).__name__} whose query and key projections are not known ({reason})",
+        f"projections named {', '.join('/'.join(names) for names in SEPARATE)}, or fused as {', '.join(FUSED)}",
+        "projections=(name of the query projection, name of the key projection), or a function that returns views",
+    ) from cause
+
+
+def _child(layer: nn.Module, name: str) -> Any:
+    found: Any = layer
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _rows(path: str, projection: nn.Module) -> list[Tensor]:
+    """Return views of weight and bias whose first axis is the output of the projection."""
+    parameters = dict(projection.named_parameters())
+    is_transposed = type(projection).__name__ == "Conv1D"  # of transformers: weight (in, out)
+    if not parameters.keys() <= {"weight", "bias"} or not (isinstance(projection, nn.Linear) or is_transposed):
+        raise ParameterError(
+            f"{path}, a {type(projection).__name__} with the parameters {', '.join(parameters) or 'none'}",
+            "torch.nn.Linear, with a weight and at most a bias",
+            "merge adapters into the weights first, or pass projections=function that returns views by head",
+        )
+    _check_parameters(path, parameters.values())
+    weight = parameters["weight"]
+    return [weight.mT if is_transposed else weight, *([parameters["bias"]] if "bias" in parameters else [])]
+
+
+def _split(rows: Tensor, heads: int) -> Tensor:
+    """Return rows (heads · d, …) as a view (heads, d, …)."""
+    return torch.unflatten(rows, 0, (heads, -1))
+
+
+def _divide(path: str, rows: int, heads: int) -> int:
+    if heads < 1 or rows % heads:
+        raise ParameterError(
+            f"a projection of {path} of {rows} rows for {heads} heads",
+            "the same number of rows for each head",
+            "projections=function that returns views of the projections by head",
+        )
+    return rows // heads
+
+
+def _multi_head(layer: nn.MultiheadAttention) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the views of torch's layer. The key that `add_bias_kv` adds is scaled with the others."""
+    queries: list[Any] = [layer.q_proj_weight]
+    keys: list[Any] = [layer.k_proj_weight]
+    if layer.in_proj_weight is not None:
+        queries, keys = [[rows] for rows in layer.in_proj_weight.chunk(3)[:2]]
+    if layer.in_proj_bias is not None:
+        for views, rows in zip((queries, keys), layer.in_proj_bias.chunk(3), strict=False):
+            views.append(rows)
+    if layer.bias_k is not None:
+        keys.append(layer.bias_k.flatten())
+    return [_split(x, layer.num_heads) for x in queries], [_split(x, layer.num_heads) for x in keys]
+
+
+def _latent(path: str, layer: Any, heads: int) -> list[ScaledView]:
+    """Return the parts of multi-head latent attention, as DeepSeek's code lays them out."""
+    name = "q_b_proj" if isinstance(getattr(layer, "q_b_proj", None), nn.Module) else "q_proj"
+    content, parts = layer.qk_nope_head_dim, []
+    for rows in _rows(f"{path}.{name}", getattr(layer, name)):
+        query = _split(rows, heads)
+        parts += [ScaledView(query[:, :content], 0.5), ScaledView(query[:, content:], 1.0)]
+    parts += [ScaledView(_split(rows, heads)[:, :content], 0.5) for rows in _rows(f"{path}.kv_b_proj", layer.kv_b_proj)]
+    return parts
+
+
+# -- projections to queries, keys and values together ------------------------------------------------------------------
+
+
+@torch.enable_grad()
+def _find_owners(layer: nn.Module, name: str, rows: int, heads: int, length: int) -> tuple[Tensor, float]:
+    """Return the head of each row to scale, −1 for the other rows, and the power of a head's factor for its rows.
+
+    A copy of the layer computes its scores for `length` random tokens. A row has a head if the row changes the scores
+    of this head alone. Rows of keys that several heads share are not scaled. A second trial scales the rows. ValueError
+    is raised if this does not scale the scores, and any error that the layer raises if it is called with tokens alone.
+    """
+    projection = getattr(layer, name)
+    if projection not in _owners:
+        twin = deepcopy(layer).float()
+        twin.eval()  # some layers return None
+        scale = torch.ones(rows, device=next(twin.parameters()).device, requires_grad=True)
+        first = _compute_scores(twin, name, scale, length)
+        by_head = [torch.autograd.grad(first[:, head].sum(), scale, retain_graph=True)[0] for head in range(heads)]
+        reached = torch.stack(by_head) != 0
+        counts, first = reached.sum(0), first.detach()
+        owners = torch.where(counts == 1, reached.int().argmax(0), -1)
+        power = 1.0 if (counts > 1).any() else 0.5
+        second = _compute_scores(twin, name, torch.where(owners < 0, 1.0, FACTOR**power), length)
+        if not torch.allclose(second, first * FACTOR, rtol=1e-3, atol=1e-4 * float(first.abs().max())):
+            raise ValueError("the layer's scores are not only products of its queries and keys")
+        _owners[projection] = owners, power
+    return _owners[projection]
+
+
+def _compute_scores(layer: nn.Module, name: str, scale: Tensor, length: int) -> Tensor:
+    """Return the scores (1, heads, n, n) of random tokens, 0 where hidden, with the projection's results scaled."""
+    for module in layer.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    projection: Any = getattr(layer, name)
+    projection.register_forward_hook(lambda module, inputs, output: output * scale)
+    rng, width = torch.Generator("cpu").manual_seed(0), projection.weight.numel() // len(scale)
+    tokens = torch.randn(1, length, width, generator=rng, device="cpu")
+    pairs = getattr(layer, "rotary_dim", None)  # of CodeGen, where the two components of a pair share an angle
+    angle = torch.zeros(1, length, pairs // 2 if pairs else getattr(layer, "head_dim", 0), device=scale.device)
+    known = {
+        "position_ids": torch.arange(length, device=scale.device)[None],
+        "position_embeddings": (angle.cos(), angle.sin()),
+        "attention_mask": None,
+    }
+    options = {key: known[key] for key in inspect.signature(layer.forward).parameters if key in known}
+    watcher = Watcher(layer, [scores_of()], None, None, None, FINDER, handwritten=True)
+    with FINDER.serving(watcher), watcher.modules.follow():
+        layer(tokens.to(scale.device), **options)
+    if len(watcher.seen.calls) != 1:
+        raise ValueError(f"{len(watcher.seen.calls)} calls of attention in one run of the layer")
+    found: Tensor = watcher.seen.calls[0]["scores"]
+    return found.masked_fill(~found.isfinite(), 0.0)
