@@ -133,7 +133,6 @@ WIDE = {
     "test_soak.py::test_no_access_outside_an_array": 0,
     "torch/distributed/test_distributed_attention.py": 3,
     "torch/distributed/test_distributed_errors.py::test_other_ranks_raise_an_error": 0,
-    "torch/distributed/test_distributed_memory.py": 0,
     "torch/distributed/test_distributed_training.py": 0,
     "torch/test_backward_inputs.py::test_gradients_of_statistics": 3,
     "torch/test_causal_bias.py": 12,

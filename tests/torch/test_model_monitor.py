@@ -1,7 +1,8 @@
-"""`sightline.AttentionMonitor`: its numbers are those of the definition, and other steps run as without it."""
+"""`sightline.AttentionMonitor`, and `sightline.lightning.MonitorCallback` in a loop that calls Lightning's hooks."""
 
 import sys
-from types import SimpleNamespace
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import sightline
-from fault_planting import Fault, plant
+from fault_planting import Fault, assert_found
 from monitored_models import CausalModel, define, make_batch
 from sightline.api import functions
 from sightline.errors import MissingExtraError, ParameterError
@@ -22,6 +23,15 @@ def assert_numbers(recorded, expected):
     assert list(recorded.layers) == list(expected)
     for layer, rows in expected.items():
         np.testing.assert_allclose(np.stack(recorded.layers[layer][:3]), rows, rtol=1e-12)
+
+
+def record(model, batches, **options):
+    """Return the numbers of a step with these batches."""
+    monitor = sightline.AttentionMonitor(model, **options)
+    with monitor.step(0):
+        for batch in batches:
+            model(batch)
+    return monitor.history[0]
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
@@ -50,13 +60,7 @@ def test_numbers_and_gradients_of_accumulated_batches_are_those_of_the_definitio
 )
 def test_planted_faults_are_found(fault, monkeypatch):
     model, batches = CausalModel(), [make_batch(1), make_batch(2, 3)]
-    plant(fault, monkeypatch)
-    monitor = sightline.AttentionMonitor(model)
-    with monitor.step(0):
-        for batch in batches:
-            model(batch)
-    with pytest.raises(AssertionError):
-        assert_numbers(monitor.history[0], define(model, batches))
+    assert_found(fault, monkeypatch, lambda: assert_numbers(record(model, batches), define(model, batches)))
 
 
 def test_steps_between_run_as_without_a_monitor():
@@ -97,10 +101,7 @@ def test_queries_that_see_no_key_are_in_no_mean():
     visible = torch.arange(6)[:, None] < torch.tensor([4, 0])[:, None, None, None]
     model = Calling(lambda x: nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=visible))
     x = torch.randn(2, 3, 6, 4, dtype=torch.float64)
-    monitor = sightline.AttentionMonitor(model)
-    with monitor.step(0):
-        model(x)
-    (heads,) = monitor.history[0].layers.values()
+    (heads,) = record(model, [x]).layers.values()
     scores = x[0, :, :4] @ x[0].mT / 2
     weights = scores.softmax(-1)
     np.testing.assert_array_equal(heads.queries, 4)
@@ -170,11 +171,8 @@ def test_the_newest_steps_are_kept():
 
 def test_layers_are_selected():
     model, batch = CausalModel(), make_batch(1)
-    monitor = sightline.AttentionMonitor(model, layers=[-1])
-    with monitor.step(0):
-        model(batch)
-        model(batch)
-    assert_numbers(monitor.history[0], {"layers.1": define(model, [batch])["layers.1"]})
+    found = record(model, [batch, batch], layers=[-1])
+    assert_numbers(found, {"layers.1": define(model, [batch])["layers.1"]})
 
 
 def test_statistics_are_those_of_autocast():
@@ -229,3 +227,67 @@ def test_errors_say_what_is_allowed(monkeypatch):
     monkeypatch.delitem(sys.modules, "sightline.lightning", raising=False)
     with pytest.raises(MissingExtraError, match="pip install lightning"):
         __import__("sightline.lightning")
+
+
+# -- the callback of Lightning -----------------------------------------------------------------------------------------
+
+
+class Callback:
+    """What a callback of Lightning derives from."""
+
+
+@pytest.fixture
+def callback_class(monkeypatch):
+    """The callback on a stand-in for Lightning, whether it is installed or not."""
+    package, inner = ModuleType("lightning"), ModuleType("lightning.pytorch")
+    package.pytorch, inner.Callback = inner, Callback
+    monkeypatch.setitem(sys.modules, "lightning", package)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", inner)
+    monkeypatch.delitem(sys.modules, "sightline.lightning", raising=False)
+    yield import_module("sightline.lightning").MonitorCallback
+    sys.modules.pop("sightline.lightning")
+
+
+class Logger:
+    def __init__(self):
+        self.lines = []
+
+    def log_metrics(self, metrics, step=None):
+        self.lines.append((step, metrics))
+
+
+def fit(callback, module, batches, accumulate):
+    """Train as Lightning does with `accumulate_grad_batches`; return the trainer."""
+    trainer = SimpleNamespace(global_step=0, loggers=[Logger(), Logger()])
+    callback.on_train_start(trainer, module)
+    try:
+        for number, batch in enumerate(batches):
+            callback.on_train_batch_start(trainer, module, batch, number)
+            module(batch).sum().backward()
+            trainer.global_step += (number + 1) % accumulate == 0
+            callback.on_train_batch_end(trainer, module, None, batch, number)
+    except Exception as error:
+        callback.on_exception(trainer, module, error)
+        raise
+    return trainer
+
+
+def test_numbers_of_accumulated_batches_are_logged_once_to_each_logger(callback_class):
+    module, batches = CausalModel(), [make_batch(seed) for seed in range(6)]
+    callback = callback_class(every=2)
+    assert isinstance(callback, Callback)
+    trainer = fit(callback, module, batches, 2)
+    assert [step.number for step in callback.monitor.history] == [0, 2]
+    for step, start in zip(callback.monitor.history, (0, 4), strict=True):
+        assert_numbers(step, define(module, batches[start : start + 2]))
+    for logger in trainer.loggers:
+        assert logger.lines == [(step.number, step.summary()) for step in callback.monitor.history]
+
+
+def test_an_error_ends_the_step(callback_class):
+    module, callback = CausalModel(), callback_class(every=1)
+    callback.on_exception(None, None, None)  # before the training
+    with pytest.raises(AttributeError):
+        fit(callback, module, [make_batch(0), None], 1)
+    assert [step.number for step in callback.monitor.history] == [0]
+    assert not any(part._forward_hooks for part in module.modules())
