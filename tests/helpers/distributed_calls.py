@@ -14,15 +14,18 @@ from torch import Tensor
 import sightline
 import sightline.torch.distributed as distributed
 from distributed_ranks import Ranks
+from gradient_checks import check as check_gradients
 from sightline.arrays.operations import to_numpy
 from sightline.call.kernel import Gradients, Result
 from sightline.call.problem import Problem
 from sightline.partition import schedule
 from sightline.partition.shards import Shards, divide
 from sightline.statistics import arrays_of
+from sightline.testing import assert_conforms
 from sightline.torch.distributed import ring
 from sightline.torch.distributed.collectives import cut_spans
-from strategies import to_torch
+from statistic_definitions import check as check_statistics
+from strategies import Case, to_torch
 
 NAMES = ("query", "key", "value")
 
@@ -191,3 +194,9 @@ class Distributed:
         tables = [None if own[0] is None else np.sum(own, axis=0) for own in parts]
         sinks = None if problem.sinks is None else np.sum([own[2] for own in answers], axis=0)
         return Gradients(*arrays, tables=tuple(tables), sinks=sinks)
+
+    def check(self, case: Case, see: list[Any]) -> None:
+        """Compare output and gradients of a case, and these statistics of it, with their definitions."""
+        assert_conforms(self.run, case.make_problem())
+        check_statistics(self.run, case.make_problem(see=see))
+        check_gradients(case, differentiate=self.differentiate)

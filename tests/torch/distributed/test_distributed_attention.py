@@ -1,5 +1,7 @@
 """Attention over shards equals the definition for the whole sequence: outputs, statistics and gradients."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
@@ -113,25 +115,18 @@ SEE = [
 
 @pytest.mark.parametrize(("name", "division"), list(zip([*OPTIONS, "learned"], DIVISIONS, strict=True)), ids=str)
 def test_outputs_statistics_and_gradients(ranks, name, division):
-    case, run = Case(*small(), OPTIONS[name]), Distributed(ranks, division)
-    assert_conforms(run.run, case.make_problem())
-    check_statistics(run.run, case.make_problem(see=SEE))
-    check_gradients(case, differentiate=run.differentiate)
+    Distributed(ranks, division).check(Case(*small(), OPTIONS[name]), SEE)
 
 
 @pytest.mark.parametrize(("lengths", "layout"), [((3, 5), "zigzag"), ((70, 5), "contiguous"), ((1, 1), "zigzag")])
 def test_fewer_positions_than_ranks(ranks, lengths, layout):
-    case, run = Case(*small(np.float32, *lengths), OPTIONS["learned"]), Distributed(ranks, Division(4, layout))
-    assert_conforms(run.run, case.make_problem())
-    check_statistics(run.run, case.make_problem(see=[one for one in SEE if one.name != "pooled"]))
-    check_gradients(case, differentiate=run.differentiate)
+    see = [one for one in SEE if one.name != "pooled"]
+    Distributed(ranks, Division(4, layout)).check(Case(*small(np.float32, *lengths), OPTIONS["learned"]), see)
 
 
 def test_uneven_lengths(ranks):
     division = Division(3, query_weights=(5, 0, 1), key_weights=(1, 7, 3), block_length=16)
-    case, run = Case(*small(columns=50), OPTIONS["learned"]), Distributed(ranks, division)
-    check_statistics(run.run, case.make_problem(see=SEE))
-    check_gradients(case, differentiate=run.differentiate)
+    Distributed(ranks, division).check(Case(*small(columns=50), OPTIONS["learned"]), SEE)
 
 
 @pytest.mark.parametrize("method", ["ring", "heads"])
@@ -157,22 +152,18 @@ def test_hidden_keys_may_hold_anything(ranks, bad, poisoned):
     run = Distributed(ranks, Division(3, "zigzag"))
     assert_conforms(run.run, Case(*arrays, {"mask": mask}).make_problem())
     d_output, d_lse = np.ones((2, 4, 70, 5), np.float32), np.ones((2, 4, 70), np.float32)
-    found, expected = (
-        run.differentiate(Case(*one, {"mask": mask}).make_problem(), d_output, d_lse) for one in (arrays, clean)
-    )
-    exact = run.differentiate(
-        Case(*[x.astype(np.float64) for x in clean], {"mask": mask}).make_problem(), d_output, d_lse
-    )
+    wide = [x.astype(np.float64) for x in clean]
+    gradients = [  # those found, in float64, and of clean arrays
+        run.differentiate(Case(*one, {"mask": mask}).make_problem(), d_output, d_lse) for one in (arrays, wide, clean)
+    ]
     for name in ("query", "key", "value"):
-        of = (getattr(one, name) for one in (found, exact, expected))
-        assert_within_budget(*of, f"gradient of {name}")
+        assert_within_budget(*(getattr(one, name) for one in gradients), f"gradient of {name}")
 
 
 def test_arrays_without_a_head_axis_have_results_without_one(ranks):
     arrays = small(heads=(1, 1))
     found = ranks.run(solve_without_heads, [x[:, 0] for x in arrays], size=2)
     expected = ranks.run(solve_without_heads, arrays, size=2)
-    for one, other in zip(found, expected, strict=True):
-        for x, y in zip(one, other, strict=True):
-            assert np.array_equal(x, y.reshape(x.shape))
-            assert x.ndim == y.ndim - 1
+    for x, y in zip(chain(*found), chain(*expected), strict=True):
+        assert np.array_equal(x, y.reshape(x.shape))
+        assert x.ndim == y.ndim - 1
