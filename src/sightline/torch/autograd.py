@@ -64,7 +64,9 @@ class _Attention(torch.autograd.Function):
             call = replace(call, seed=int(seed) % 2**64)
         count: int = call.attacher.num_inputs
         has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        gradients = (_with_contiguous_rows(gradients[0]), *gradients[1:])
+        d_output = gradients[0]
+        if type(d_output) is Tensor and d_output.is_cpu and d_output.stride(-1) != 1:
+            gradients = (d_output.contiguous(), *gradients[1:])  # that of a sum, for example, has stride 0
         arrays = BackwardArrays(gradients, saved[:count], saved[count:])
         found = None if has_graph else call.attacher.repeat(call, arrays)
         if found is None:
@@ -81,13 +83,6 @@ class _Attention(torch.autograd.Function):
 # Returns the results, connected to the inputs in torch's graph: connect(call, results, *inputs). It is `apply` without
 # its steps for transforms of torch.func: no call inside a transform reaches it.
 connect: Any = super(torch.autograd.Function, _Attention).apply
-
-
-def _with_contiguous_rows(d_output: Tensor | None) -> Tensor | None:
-    """Return the gradient with stride 1 on the last axis. The gradient of a sum, for example, has stride 0."""
-    if type(d_output) is Tensor and d_output.is_cpu and d_output.stride(-1) != 1:
-        return d_output.contiguous()
-    return d_output
 
 
 def _differentiate(call: GraphCall, arrays: BackwardArrays) -> list[Tensor]:

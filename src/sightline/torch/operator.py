@@ -153,21 +153,6 @@ def _forward_shapes(*args: Any) -> list[Tensor]:
 attention = _define("attention", "", _forward, _forward_shapes)
 
 
-def _compute_gradients(
-    gradients: list[Tensor],
-    gradient_indices: list[int],
-    wanted_tables: list[int],
-    output: Tensor,
-    lse: Tensor,
-    *args: Any,
-) -> list[Tensor]:
-    """Return the gradients of query, key, value, the tables `wanted_tables` and the sinks.
-
-    `gradients` are the gradients of the results at the indices `gradient_indices`. Other results have the gradient 0.
-    """
-    return apply_chain_rule(gradients, gradient_indices, wanted_tables, *read_arguments(args), (output, lse))
-
-
 def _backward_shapes(
     _: Any, gradient_indices: Any, wanted_tables: list[int], output: Any, lse: Any, *args: Any
 ) -> list[Tensor]:
@@ -179,7 +164,9 @@ def _backward_shapes(
 attention_backward = _define(
     "attention_backward",
     "Tensor[] gradients, int[] gradient_indices, int[] wanted_tables, Tensor output, Tensor lse, ",
-    _compute_gradients,
+    lambda gradients, indices, tables, output, lse, *args: apply_chain_rule(
+        gradients, indices, tables, *read_arguments(args), (output, lse)
+    ),
     _backward_shapes,
 )
 
@@ -215,7 +202,8 @@ def apply_chain_rule(
 ) -> list[Tensor]:
     """Return the gradients of query, key, value, the tables `wanted_tables` and the sinks.
 
-    If `saved` is None, the result is differentiable.
+    `gradients` are the gradients of the results at the indices `gradient_indices`. Other results have the gradient 0.
+    If `saved`, output and lse, is None, the result is differentiable.
     """
     problem = make_problem(arrays, spec)
     gradient_by_index = dict(zip(gradient_indices, gradients, strict=True))

@@ -52,7 +52,12 @@ def attention_by_ring(
     """Return the output of this rank's queries, and the arrays of each statistic."""
     per_query = tuple([one for one in problem.see if one.is_mergeable and not isinstance(one, Lse)])
     over_queries = tuple([one for one in problem.see if not one.is_mergeable])
-    ring = _make_ring(group, replace(problem, see=per_query), shards, threads)
+    queries, keys = shards
+    B, H, _, _ = problem.extent
+    row_bytes = max(1, B * H * max(problem.d_k, problem.d_v) * itemsize(problem.accumulator))
+    pieces = queries.cut(max(MIN_ROWS, QUERY_BYTES // row_bytes // 64 * 64))
+    schedule = find_schedule(problem.mask, problem.extent, pieces, keys, key_block_length(problem))
+    ring = Ring(group, replace(problem, see=per_query), schedule, threads)
     wanted_tables = trainable_inputs(problem)[1]
     tables = [problem.tables[index].array for index in wanted_tables]
     inputs = [*local, *([] if problem.sinks is None else [problem.sinks]), *tables]
@@ -63,15 +68,6 @@ def attention_by_ring(
     found |= {one: [lse.to(ring.dtype)] for one in problem.see if isinstance(one, Lse)}
     found |= zip(over_queries, [[x] for x in _statistics_of_pairs(ring, local, lse, over_queries)], strict=True)
     return output, [found[statistic] for statistic in problem.see]
-
-
-def _make_ring(group: Group, problem: Problem, shards: list[Shards], threads: int | None) -> Ring:
-    queries, keys = shards
-    B, H, _, _ = problem.extent
-    row_bytes = max(1, B * H * max(problem.d_k, problem.d_v) * itemsize(problem.accumulator))
-    pieces = queries.cut(max(MIN_ROWS, QUERY_BYTES // row_bytes // 64 * 64))
-    schedule = find_schedule(problem.mask, problem.extent, pieces, keys, key_block_length(problem))
-    return Ring(group, problem, schedule, threads)
 
 
 def _check_gradients(over_queries: tuple[Statistic, ...], inputs: list[Tensor]) -> None:
