@@ -121,37 +121,32 @@ def test_our_layers_are_watched(layer, arguments, shape, x):
     assert call["weights"].shape == (*shape, 6)
 
 
+LAYER = nn.MultiheadAttention(8, 2)
+NO_STATISTICS = "list or dict of statistics\n.*see="
+
+
 @pytest.mark.parametrize(
-    ("model", "options"),
+    ("changed", "message"),
     [
-        (None, {}),
-        (nn.MultiheadAttention(8, 2), {"heads": 5}),
-        (nn.MultiheadAttention(8, 2), {"layers": 1.5}),
-        (nn.MultiheadAttention(8, 2), {"layers": [None]}),
-        (nn.MultiheadAttention(8, 2), {"layers": [False]}),
-        (nn.MultiheadAttention(8, 2), {"layers": []}),
-        (nn.MultiheadAttention(8, 2), {"tokens": 5}),
+        ({"model": None}, "cure"),
+        ({"model": "bert-base-uncased"}, "a model that is a str"),
+        *[({"see": see}, NO_STATISTICS) for see in ([], {}, [LSE, 1])],
+        ({"see": "entropy"}, r"list or dict of statistics\n.*sightline\.entropy\("),
+        *[({"layers": layers}, "cure") for layers in (1.5, [None], [False], [])],
+        ({"heads": 5}, "heads=5(?s:.)*cure"),
+        ({"tokens": 5}, "cure"),
+        ({"tokenizer": object()}, r"cure: +tokens="),
     ],
 )
-def test_invalid_arguments_have_a_cure(model, options):
-    with pytest.raises(ParameterError, match="cure"), watch(model, [LSE], **options):
+def test_invalid_arguments_have_a_cure(changed, message):
+    with pytest.raises(ParameterError, match=message), watch(**({"model": LAYER, "see": [LSE]} | changed)):
         pass
 
 
-def test_invalid_models_statistics_and_heads_are_refused():
-    layer = nn.MultiheadAttention(4, 2)
-    with pytest.raises(ParameterError, match="a model that is a str"), watch("bert-base-uncased", [LSE]):
-        pass
-    for see, cure in (([], "see="), ({}, "see="), ("entropy", r"sightline\.entropy\("), ([LSE, 1], "see=")):
-        with pytest.raises(ParameterError, match=f"list or dict of statistics\n.*{cure}"), watch(layer, see):
-            pass
-    for use in (lambda one: one["lse"], lambda one: one.calls, list):
-        with pytest.raises(ParameterError, match=r"cure: +with watch"):
-            use(watch(layer))
-    with pytest.raises(ParameterError, match="heads=1"), watch(layer, [LSE], heads=1):
-        pass
-    with pytest.raises(ParameterError, match=r"cure: +tokens="), watch(layer, LSE, tokenizer=object()):
-        pass
+@pytest.mark.parametrize("use", [lambda one: one["lse"], lambda one: one.calls, list])
+def test_a_watch_without_a_with_block_has_a_cure(use):
+    with pytest.raises(ParameterError, match=r"cure: +with watch"):
+        use(watch(LAYER))
 
 
 def test_statistics_have_the_names_of_a_dict(x):
