@@ -357,9 +357,16 @@ COMPILED = {
     "without heads": lambda q, k, v: sightline.attention(q[:, 0], k[:, 0], v[:, 0], mask=i >= j),
     "broadcast": lambda q, k, v: sightline.attention(q[:1], k, v, mask=i >= j),
     "torch's signature": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+    "traced lengths": lambda q, k, v: sightline.attention(q, k, v, mask=sightline.padding(q[:, 0, 0, 0].abs().long())),
+    "traced documents": lambda q, k, v: sightline.attention(
+        q, k, v, mask=sightline.documents((k[:, 0, :, 0] > 0).long())
+    ),
+    "traced slopes": lambda q, k, v: sightline.attention(q, k, v, score=sightline.alibi(q[0, :, 0, 0])),
+    "traced distances": lambda q, k, v: sightline.attention(q, k, v, score=sightline.relative_bias(q[0, :, 0])),
 }
 
 QUICK_CALLS = "lambda", "score lambda", "slopes", "computed bias", "statistics", "sinks", "dropout", "without heads"
+QUICK_CALLS += ("traced slopes",)
 
 
 @pytest.mark.parametrize("name", quick_and_soak(COMPILED, QUICK_CALLS))
@@ -468,25 +475,6 @@ def test_leading_axes_of_a_bias_broadcast_when_compiled(leading):
         pair = call(x, added, allowed), compiled(x, added, allowed)
         torch.testing.assert_close(*pair)
         torch.testing.assert_close(*[torch.autograd.grad(y.sum(), (x, added)) for y in pair])
-
-
-FORMULAS_OF_TENSORS = {  # formulas of a vector with one number for each head
-    "padding": lambda x: {"mask": sightline.padding(x[:2].detach().abs().long() + 1)},
-    "documents": lambda x: {"mask": sightline.documents((x[:2, None].detach() > 0).long().expand(2, 6))},
-    "alibi": lambda x: {"score": sightline.alibi(x)},
-    "relative bias": lambda x: {"score": sightline.relative_bias(x[:, None] * x[:3])},
-}
-
-
-@pytest.mark.parametrize("name", quick_and_soak(FORMULAS_OF_TENSORS, ["alibi"]))
-def test_formulas_of_traced_tensors_compile(name):
-    torch.compiler.reset()
-
-    def call(x, own):
-        return sightline.attention(x, x, x, **FORMULAS_OF_TENSORS[name](own))
-
-    x, own = drawn(2, 4, 6, 8, dtype=torch.float32), drawn(4, dtype=torch.float32)
-    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(x, own), call(x, own))
 
 
 def test_shape_errors_are_readable_when_compiled():
