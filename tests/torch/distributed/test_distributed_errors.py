@@ -1,4 +1,8 @@
-"""Ranks that make different calls, die or stall: every other rank raises an error that says so, and none hangs."""
+"""Ranks that make different calls, die or stall, or run a planted fault.
+
+Every other rank raises an error that says what a rank does differently, and none hangs. Each fault, written into the
+source that the ranks run, must make the checks fail.
+"""
 
 import re
 import time
@@ -7,11 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+import sightline
+from distributed_calls import Distributed, Division
+from distributed_checks import FAULTS, with_fault
 from distributed_mistakes import MISTAKES, call_in_first_rank, fail_in_call, make_mistake, make_valid_call
 from distributed_ranks import Ranks
 from sightline import i, j, s, table
 from sightline.errors import ParameterError, RankError, SightlineError
 from sightline.torch.distributed.agreement import describe_array, describe_formula, describe_number
+from strategies import Case
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -75,3 +83,38 @@ def test_other_numbers_and_dtypes_have_other_descriptions():
     assert describe_number(0.1) != describe_number(np.nextafter(0.1, 1))
     assert describe_number(torch.tensor(0.5)) == describe_number(0.5)
     assert describe_array(torch.zeros(2, dtype=torch.bfloat16)) != describe_array(torch.zeros(2))
+
+
+# -- planted faults ----------------------------------------------------------------------------------------------------
+
+
+class Faulty:
+    """Ranks that run every function with a fault."""
+
+    def __init__(self, ranks, fault):
+        self.ranks, self.fault = ranks, fault
+
+    def run(self, function, *arguments, size):
+        return self.ranks.run(with_fault, self.fault, function, *arguments, size=size)
+
+
+def check(ranks):
+    rng = np.random.default_rng(2)
+    arrays = [rng.normal(size=(1, 2, 150, width)).astype(np.float32) for width in (8, 8, 4)]
+    see = [sightline.entropy(), sightline.mass(i - j < 9), sightline.max_score(), sightline.top_k(2)]
+    Distributed(ranks, Division(3, block_length=32)).check(Case(*arrays, {"mask": i >= j}), see)
+
+
+def test_sound_ranks_pass(ranks):
+    check(ranks)
+
+
+QUICK = ("offset of keys", "tile skipped")  # the soak tests plant the others
+
+
+@pytest.mark.parametrize(
+    "fault", [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in FAULTS]
+)
+def test_every_fault_is_seen(ranks, fault):
+    with pytest.raises(AssertionError, match=r"budget|twice"):
+        check(Faulty(ranks, fault))
