@@ -23,6 +23,7 @@ class Group:
     Attributes
     ----------
     size, rank : the number of ranks, and the rank of this process in the group
+    global_ranks : for each rank of the group, its number among all processes
 
     Raises
     ------
@@ -58,11 +59,7 @@ class Group:
         self.handle: Any = dist.group.WORLD if given is None else given
         self.size, self.rank = dist.get_world_size(self.handle), dist.get_rank(self.handle)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self._global = dist.get_process_group_ranks(self.handle)
-
-    def global_rank(self, rank: int) -> int:
-        """Return the number that a rank of this group has among all processes."""
-        return int(self._global[rank])
+        self.global_ranks = dist.get_process_group_ranks(self.handle)
 
     def exchange(self, own: Tensor, what: str) -> list[Tensor]:
         """Return the tensors that all ranks passed, in the order of the ranks. All have the same shape and dtype."""
@@ -132,7 +129,7 @@ class Transfers:
     def _add(self, operation: Any, tensor: Tensor, rank: int) -> None:
         if tensor.numel():
             raw = tensor if tensor.dtype == torch.int64 else tensor.view(torch.uint8)
-            self._operations.append(dist.P2POp(operation, raw, self.group.global_rank(rank), self.group.handle))
+            self._operations.append(dist.P2POp(operation, raw, self.group.global_ranks[rank], self.group.handle))
             self._peers.append(rank)
 
     def start(self) -> None:
