@@ -121,16 +121,11 @@ def test_sequences_without_heads_and_with_gaps():
     starts, lengths = torch.tensor([0, 1, 2]), torch.tensor([3, 2, 4])
     nested = torch.nested.narrow(padded, 1, starts, lengths, layout=torch.jagged)  # the memory has gaps
     output = sightline.attention(nested, nested, nested, mask=i >= j)
-    expected = []
-    for x, start, length in zip(padded, starts, lengths, strict=True):
-        own = x[start : start + length]
-        expected.append(sightline.attention(own, own, own, mask=i >= j))
-    for one, other in zip(output.unbind(), expected, strict=True):
-        torch.testing.assert_close(one, other)
-    gradients = [
-        torch.autograd.grad(sum(x.sin().sum() for x in each), padded)[0] for each in (output.unbind(), expected)
-    ]
-    torch.testing.assert_close(*gradients)
+    parts = [x[start : start + length] for x, start, length in zip(padded, starts, lengths, strict=True)]
+    expected = [sightline.attention(own, own, own, mask=i >= j) for own in parts]
+    pair = output.unbind(), expected
+    torch.testing.assert_close(*pair)
+    torch.testing.assert_close(*[torch.autograd.grad(sum(x.sin().sum() for x in each), padded) for each in pair])
 
 
 def test_only_the_tiles_of_the_sequences_are_computed():
