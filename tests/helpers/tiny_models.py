@@ -163,6 +163,12 @@ def make_inputs(model, padding):
     return Inputs(inputs, mask.bool())
 
 
+def make_model_and_inputs(name, padding, **changes):
+    """Return a model of `make_model` and its inputs of `make_inputs`."""
+    model = make_model(name, **changes)
+    return model, make_inputs(model, padding)
+
+
 def soak(names, paddings):
     """Return the parameters of long tests: every name with every padding."""
     return [pytest.param(*case, marks=pytest.mark.soak) for case in product(names, paddings)]

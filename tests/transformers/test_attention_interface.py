@@ -20,6 +20,7 @@ from tiny_models import (
     final_output,
     make_inputs,
     make_model,
+    make_model_and_inputs,
     prompt_of,
     references,
     run,
@@ -37,8 +38,7 @@ GENERATIVE_MODELS = [name for name in MODELS if name != "BERT"]
 )
 def test_output_and_weights_are_those_of_the_model(name, padding):
     """The output and weights with "sightline" are within the budget of the "eager" implementation."""
-    model = make_model(name)
-    batch = make_inputs(model, padding)
+    model, batch = make_model_and_inputs(name, padding)
     output, (truth, eager) = run(model, "sightline", batch.inputs), references(model, batch.inputs)
     assert_within_budget(*[final_output(each)[batch.real] for each in (output, truth, eager)], "output")
     found, oracle, plain = attentions(output), attentions(truth), attentions(eager)
@@ -50,8 +50,7 @@ def test_output_and_weights_are_those_of_the_model(name, padding):
 
 
 def test_a_model_can_be_built_with_sightline():
-    model = make_model("Llama")
-    batch = make_inputs(model, "left")
+    model, batch = make_model_and_inputs("Llama", "left")
     ours = AutoModelForCausalLM.from_config(model.config, attn_implementation="sightline").eval()
     ours.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -62,21 +61,19 @@ def test_a_model_can_be_built_with_sightline():
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2"])
 def test_a_compiled_model_generates_with_a_static_cache(name):
     """`generate` makes the masks outside the compiled code, which reads their arrays."""
-    model = make_model(name)
-    inputs = make_inputs(model, "left").inputs
+    model, batch = make_model_and_inputs(name, "left")
     options = {"max_new_tokens": 4, "do_sample": False}
-    expected = model.generate(**inputs, **options)
+    expected = model.generate(**batch.inputs, **options)
     model.set_attn_implementation("sightline")
     model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    assert torch.equal(model.generate(**inputs, **options, cache_implementation="static"), expected)
+    assert torch.equal(model.generate(**batch.inputs, **options, cache_implementation="static"), expected)
 
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("by_definition")
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns about code of transformers
 def test_a_compiled_model_computes_the_same():
-    model = make_model("Llama")
-    batch = make_inputs(model, "left")
+    model, batch = make_model_and_inputs("Llama", "left")
     expected = references(model, batch.inputs)
     model.set_attn_implementation("sightline")
     with torch.no_grad():
@@ -104,8 +101,7 @@ def test_generation_is_that_of_the_model(name, options):
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_a_missing_mask_is_detected(monkeypatch, padding):
     """Without a mask function for an attention implementation, transformers silently makes no mask."""
-    model = make_model("BERT")
-    batch = make_inputs(model, padding)
+    model, batch = make_model_and_inputs("BERT", padding)
     expected = [output.logits[batch.real] for output in references(model, batch.inputs)]
     assert budget_used(run(model, "sightline", batch.inputs).logits[batch.real], *expected) <= 1
     monkeypatch.delitem(AttentionMaskInterface._global_mapping, "sightline")
@@ -117,8 +113,7 @@ def test_a_missing_mask_is_detected(monkeypatch, padding):
     ("name", "part"), [("Gemma 2", "softcap"), ("GPT-OSS", "s_aux"), ("T5", "position_bias"), ("Llama", "scaling")]
 )
 def test_an_ignored_argument_is_detected(monkeypatch, name, part):
-    model = make_model(name)
-    batch = make_inputs(model, "no")
+    model, batch = make_model_and_inputs(name, "no")
     truth, eager = references(model, batch.inputs)
     attention = AttentionInterface._global_mapping["sightline"]
 
@@ -148,8 +143,7 @@ def test_gradients_are_those_of_the_model(name):
     The gradients of relative biases are sums whose terms cancel. Only a nonzero gradient is required here; the tests of
     tables check such gradients with a budget that includes the size of the terms.
     """
-    model = make_model(name)
-    batch = make_inputs(model, "right")
+    model, batch = make_model_and_inputs(name, "right")
     model64, inputs = to_float64(model, batch.inputs)
 
     def gradients(of, implementation, arguments, order=None):
@@ -175,9 +169,7 @@ def test_gradients_are_those_of_the_model(name):
 
 
 def test_dropout_in_training_only():
-    model = make_model("Llama", attention_dropout=0.5)
-    batch = make_inputs(model, "no")
-    model.set_attn_implementation("sightline")
+    model, batch = make_model_and_inputs("Llama", "no", attention_dropout=0.5, attn_implementation="sightline")
 
     def logits(training):
         torch.manual_seed(3)

@@ -31,8 +31,7 @@ def generate_alone(model, prompt):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2", "Gemma 3", "GPT-OSS", "GPT-2"])
 def test_batches_generate_as_alone(name):
-    model = make_model(name)
-    model.set_attn_implementation("eager")
+    model = make_model(name, attn_implementation="eager")
     expected = [generate_alone(model, prompt) for prompt in make_prompts()]
     model.set_attn_implementation("sightline")
     found = model.generate_batch(make_prompts(), generation_config=GREEDY, continuous_batching_config=CONFIG)

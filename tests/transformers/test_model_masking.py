@@ -12,7 +12,7 @@ from sightline.errors import MaskError, ParameterError, ShapeError
 from sightline.testing import assert_within_budget
 from sightline.transformers import masking, unpadded
 from sightline.transformers.model_contexts import ADDED_MASKS
-from tiny_models import BATCH, LENGTH, make_inputs, make_model, references
+from tiny_models import BATCH, LENGTH, make_inputs, make_model, make_model_and_inputs, references
 
 ALLOWED = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.manual_seed(0)) < 0.7
 MASKS = {
@@ -40,8 +40,7 @@ def dense_mask(model, mask, batch):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ["BERT", "Llama"])
 def test_a_formula_restricts_the_masks_of_the_model(name, mask, padding, unpad):
-    model = make_model(name)
-    batch = make_inputs(model, padding)
+    model, batch = make_model_and_inputs(name, padding)
     real = batch.inputs["attention_mask"].bool()
     dense = {**batch.inputs, "attention_mask": dense_mask(model, MASKS[mask], batch)}
     truth, plain = references(model, dense, "definition")
@@ -57,8 +56,7 @@ def test_a_formula_restricts_the_masks_of_the_model(name, mask, padding, unpad):
 
 def test_positions_go_on_in_a_generation():
     """The window of a Mistral model, given as a formula to a Llama model of the same parameters."""
-    model = make_model("Llama")
-    batch = make_inputs(model, "left")
+    model, batch = make_model_and_inputs("Llama", "left")
     windowed = make_model("Mistral")
     windowed.load_state_dict(model.state_dict())
     expected = windowed.generate(**batch.inputs, max_new_tokens=6, do_sample=False)
@@ -70,8 +68,7 @@ def test_positions_go_on_in_a_generation():
 
 
 def test_layers_are_chosen_and_contexts_combine():
-    model = make_model("BERT")
-    batch = make_inputs(model, "no")
+    model, batch = make_model_and_inputs("BERT", "no")
     with (
         torch.no_grad(),
         masking(model, i - j < 4),
@@ -86,8 +83,7 @@ def test_layers_are_chosen_and_contexts_combine():
 
 
 def test_cross_attention_is_not_changed():
-    model = make_model("BART")
-    batch = make_inputs(model, "no")
+    model, batch = make_model_and_inputs("BART", "no")
     with torch.no_grad(), masking(model, i == j), watch(model, [sightline.weights()]) as seen:
         model(**batch.inputs)
     for call in seen:

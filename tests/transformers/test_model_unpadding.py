@@ -25,6 +25,7 @@ from tiny_models import (
     final_output,
     make_inputs,
     make_model,
+    make_model_and_inputs,
     references,
     soak,
     to_float64,
@@ -56,8 +57,7 @@ def tokens_per_linear(model, inputs):
     ],
 )
 def test_real_tokens_have_the_results_of_the_padded_batch(name, padding):
-    model = make_model(name)
-    batch = make_inputs(model, padding)
+    model, batch = make_model_and_inputs(name, padding)
     real = batch.inputs["attention_mask"].bool()
     truth, eager = references(model, batch.inputs)
     with torch.no_grad(), unpadded(model):
@@ -76,8 +76,7 @@ def test_real_tokens_have_the_results_of_the_padded_batch(name, padding):
 
 @pytest.mark.parametrize("name", ["BERT", "Llama"])
 def test_layers_compute_no_padding(name):
-    model = make_model(name)
-    batch = make_inputs(model, "right")
+    model, batch = make_model_and_inputs(name, "right")
     assert tokens_per_linear(model, batch.inputs) == {BATCH * LENGTH}
     with unpadded(model):
         assert tokens_per_linear(model, batch.inputs) == {int(batch.real.sum())}
@@ -117,8 +116,7 @@ def test_masks_of_any_form(name, mask):
 @pytest.mark.usefixtures("by_definition")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_the_padded_batch(checkpointing):
-    model = make_model("BERT")
-    batch = make_inputs(model, "right")
+    model, batch = make_model_and_inputs("BERT", "right")
 
     def gradients(module, inputs, implementation):
         module.set_attn_implementation(implementation)
@@ -147,18 +145,16 @@ def test_gradients_are_those_of_the_padded_batch(checkpointing):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2"])
 def test_a_prompt_fills_the_cache_of_the_padded_batch(name):
-    model = make_model(name)
-    inputs = make_inputs(model, "left").inputs
+    model, batch = make_model_and_inputs(name, "left")
     model.set_attn_implementation("sightline")
-    expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    expected = model.generate(**batch.inputs, max_new_tokens=6, do_sample=False)
     with unpadded(model):
-        assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), expected)
+        assert torch.equal(model.generate(**batch.inputs, max_new_tokens=6, do_sample=False), expected)
 
 
 @pytest.mark.usefixtures("by_definition")
 def test_a_watch_records_the_entries_of_the_batch():
-    model = make_model("BERT")
-    batch = make_inputs(model, "right")
+    model, batch = make_model_and_inputs("BERT", "right")
     truth, eager = references(model, batch.inputs)
     with torch.no_grad(), unpadded(model), watch(model, [sightline.weights(), sightline.received()]) as seen:
         model(**batch.inputs)
@@ -171,8 +167,7 @@ def test_a_watch_records_the_entries_of_the_batch():
 
 @pytest.mark.usefixtures("by_definition")
 def test_the_layers_of_an_encoder_are_unpadded_and_those_with_cross_attention_are_not():
-    model = make_model("BART")
-    batch = make_inputs(model, "right")
+    model, batch = make_model_and_inputs("BART", "right")
     inputs = batch.inputs | {"attention_mask": batch.real.long()}
     truth, eager = references(model, inputs)
     with torch.no_grad(), unpadded(model):
@@ -183,8 +178,7 @@ def test_the_layers_of_an_encoder_are_unpadded_and_those_with_cross_attention_ar
 
 
 def test_contexts_may_be_nested_and_leave_nothing_behind():
-    model = make_model("BERT")
-    batch = make_inputs(model, "right")
+    model, batch = make_model_and_inputs("BERT", "right")
     with unpadded(model), unpadded(model):
         assert tokens_per_linear(model, batch.inputs) == {int(batch.real.sum())}
     with pytest.raises(KeyError), unpadded(model):
@@ -194,8 +188,7 @@ def test_contexts_may_be_nested_and_leave_nothing_behind():
 
 def test_threads_share_a_model():
     """A context that ends first leaves the layers of the others as they are."""
-    model = make_model("BERT")
-    batch = make_inputs(model, "right")
+    model, batch = make_model_and_inputs("BERT", "right")
     with torch.no_grad(), unpadded(model):
         expected = model(**batch.inputs).logits
 
@@ -240,21 +233,19 @@ def with_convolution(model):
 @pytest.mark.parametrize("options", [{"evict": SnapKV(budget=6, last=3)}, {"dtype": "int4"}])
 def test_a_cache_that_changes_the_keys_gives_its_own_tokens(options):
     """The prompt attends to what such a cache stores, and evicting caches keep their budget."""
-    model = make_model("Llama")
-    model.set_attn_implementation("sightline")
-    inputs, found = make_inputs(model, "left").inputs, []
+    model, batch = make_model_and_inputs("Llama", "left", attn_implementation="sightline")
+    found = []
     for context in (contextlib.nullcontext(), unpadded(model)):
         cache = Cache(**options)
         with context:
-            ids = model.generate(**inputs, **{CACHE: cache}, max_new_tokens=6, do_sample=False)
+            ids = model.generate(**batch.inputs, **{CACHE: cache}, max_new_tokens=6, do_sample=False)
         found.append([ids.tolist(), cache.layers[0].cache.row_counts.tolist()])
     assert found[0] == found[1]
 
 
 def test_router_logits_are_refused():
-    model = make_model("Mixtral")
-    inputs = make_inputs(model, "right").inputs
+    model, batch = make_model_and_inputs("Mixtral", "right")
     with torch.no_grad(), unpadded(model):
-        model(**inputs, labels=inputs["input_ids"])
+        model(**batch.inputs, labels=batch.inputs["input_ids"])
         with pytest.raises(ParameterError, match="output_router_logits=True in `unpadded`"):
-            model(**inputs, labels=inputs["input_ids"], output_router_logits=True)
+            model(**batch.inputs, labels=batch.inputs["input_ids"], output_router_logits=True)

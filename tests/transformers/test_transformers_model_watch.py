@@ -18,7 +18,7 @@ from sightline.testing import assert_within_budget
 from sightline.torch.attention_finder import FINDER
 from sightline.transformers.compatibility import CACHE
 from sightline.view import explorer
-from tiny_models import BATCH, LENGTH, VOCABULARY, make_inputs, make_model, references, run, to_float64
+from tiny_models import BATCH, LENGTH, VOCABULARY, make_model, make_model_and_inputs, references, run, to_float64
 
 
 def state(model):
@@ -31,8 +31,7 @@ def state(model):
 @pytest.mark.usefixtures("by_definition")
 @pytest.mark.parametrize("name", ["Llama", "T5"])
 def test_watched_weights_are_those_the_model_returns(name):
-    model = make_model(name)
-    batch = make_inputs(model, "right")
+    model, batch = make_model_and_inputs(name, "right")
     truth, eager = references(model, batch.inputs)
     with torch.no_grad(), watch(model, [sightline.weights()]) as seen:
         model(**batch.inputs)
@@ -50,8 +49,7 @@ def test_watched_weights_are_those_the_model_returns(name):
 
 
 def test_generation_is_recorded_step_by_step():
-    model = make_model("Llama")
-    batch = make_inputs(model, "left")
+    model, batch = make_model_and_inputs("Llama", "left")
     with watch(model, [sightline.lse()]) as seen:
         model.generate(**batch.inputs, max_new_tokens=3, do_sample=False)
     first, *later = seen.of(layer=0)
@@ -63,8 +61,7 @@ def test_generation_is_recorded_step_by_step():
 
 
 def test_a_sliding_cache_records_the_start_of_its_keys():
-    model = make_model("Mistral")
-    batch = make_inputs(model, "no")
+    model, batch = make_model_and_inputs("Mistral", "no")
     with watch(model, [sightline.lse()], layers=[0]) as seen:
         model.generate(**batch.inputs, max_new_tokens=3, do_sample=False)
     seen.tokens = [[str(k) for k in range(LENGTH + 2)]] * BATCH
@@ -75,8 +72,7 @@ def test_a_sliding_cache_records_the_start_of_its_keys():
 
 @pytest.mark.parametrize("name", ["T5", "Whisper"])
 def test_encoder_and_decoder_are_distinguished(name):
-    model = make_model(name)
-    batch = make_inputs(model, "no")
+    model, batch = make_model_and_inputs(name, "no")
     encoded = model.config.max_source_positions if name == "Whisper" else LENGTH
     sides = {"encoder": [["e"] * encoded] * BATCH, "decoder": [["d"] * LENGTH] * BATCH}
     with torch.no_grad(), watch(model, [sightline.lse()], tokens=sides) as seen:
@@ -92,8 +88,7 @@ def test_models_of_older_transformers_are_watched_as_any_model(monkeypatch):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.56.2")
     for name in [name for name in sys.modules if name.startswith("sightline.transformers")]:
         monkeypatch.delitem(sys.modules, name)
-    model = make_model("BERT")
-    batch = make_inputs(model, "right")
+    model, batch = make_model_and_inputs("BERT", "right")
     inputs, real = batch.inputs, batch.real
     eager = run(model, "eager", inputs)["attentions"]
     model64, inputs64 = to_float64(model, inputs)
@@ -119,8 +114,7 @@ def test_models_of_older_transformers_are_watched_as_any_model(monkeypatch):
 
 @pytest.mark.parametrize("before", ["eager", "sdpa", "sightline"])
 def test_the_model_is_restored(before):
-    model = make_model("Llama")
-    batch = make_inputs(model, "no")
+    model, batch = make_model_and_inputs("Llama", "no")
     model.set_attn_implementation(before)
     original = state(model)
     with torch.no_grad(), watch(model, [sightline.lse()]) as outer:
@@ -136,8 +130,8 @@ def test_the_model_is_restored(before):
 
 
 def test_watch_contexts_exit_in_any_order():
-    model = make_model("Llama")
-    batch, original = make_inputs(model, "no"), state(model)
+    model, batch = make_model_and_inputs("Llama", "no")
+    original = state(model)
     first, second = watch(model, [sightline.lse()]), watch(model, [sightline.lse()])
     seen = first.__enter__(), second.__enter__()
     with torch.no_grad():
@@ -150,8 +144,7 @@ def test_watch_contexts_exit_in_any_order():
 
 
 def test_recorded_statistics_have_gradients():
-    model = make_model("Llama")
-    batch = make_inputs(model, "no")
+    model, batch = make_model_and_inputs("Llama", "no")
     with watch(model, [sightline.lse()]) as seen:
         model(**batch.inputs)
     sum(lse.sum() for lse in seen["lse"]).backward()
@@ -159,8 +152,7 @@ def test_recorded_statistics_have_gradients():
 
 
 def test_layers_and_heads_are_selected():
-    model = make_model("Llama")
-    batch = make_inputs(model, "no")
+    model, batch = make_model_and_inputs("Llama", "no")
     with (
         torch.no_grad(),
         watch(model, [sightline.lse()]) as every,
@@ -185,11 +177,10 @@ def written(ids):
 
 
 def test_tokens_come_from_the_tokenizer_beside_the_model(words, tmp_path):
-    model = make_model("Llama")
+    model, batch = make_model_and_inputs("Llama", "right")
     model.save_pretrained(tmp_path)
     words.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    batch = make_inputs(model, "right")
     with torch.no_grad(), watch(loaded, [sightline.weights()]) as seen:
         loaded(batch.inputs["input_ids"], batch.inputs["attention_mask"])
     expected = written(batch.inputs["input_ids"])
@@ -205,11 +196,11 @@ def test_tokens_come_from_the_tokenizer_beside_the_model(words, tmp_path):
 
 
 def test_without_a_tokenizer_the_labels_are_positions(tmp_path):
-    model = make_model("Llama")
+    model, batch = make_model_and_inputs("Llama", "no")
     for name in ("", "no/model", str(tmp_path), "not a name"):
         model.config.name_or_path = name
         with torch.no_grad(), watch(model, [sightline.lse()]) as seen:
-            model(**make_inputs(model, "no").inputs)
+            model(**batch.inputs)
         assert seen.tokens is None
         assert seen.labels(seen[0]) == ([str(k) for k in range(LENGTH)],) * 2
     with (
@@ -222,21 +213,20 @@ def test_without_a_tokenizer_the_labels_are_positions(tmp_path):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_tokens_of_a_generation(words, beams):
     """With beams, entries of the batch change places; the labels follow."""
-    model = make_model("Llama")
-    inputs = make_inputs(model, "left").inputs
+    model, batch = make_model_and_inputs("Llama", "left")
     with watch(model, [sightline.lse()], tokenizer=words) as seen:
-        ids = model.generate(**inputs, max_new_tokens=5, do_sample=False, num_beams=beams)
+        ids = model.generate(**batch.inputs, max_new_tokens=5, do_sample=False, num_beams=beams)
     last = seen[-1]
     entries = [seen.labels(last, entry) for entry in range(BATCH * beams)]
     assert all(queries == keys[-1:] and len(keys) == LENGTH + 4 for queries, keys in entries)
     for entry, row in enumerate(written(ids[:, :-1])):
         assert row in [keys for _, keys in entries[entry * beams : (entry + 1) * beams]]
-    assert seen.labels(seen[0])[1] == written(inputs["input_ids"])[0]
+    assert seen.labels(seen[0])[1] == written(batch.inputs["input_ids"])[0]
 
 
 def test_tokens_after_a_cache_that_the_watch_did_not_see(words):
-    model = make_model("Llama")
-    ids = make_inputs(model, "no").inputs["input_ids"]
+    model, batch = make_model_and_inputs("Llama", "no")
+    ids = batch.inputs["input_ids"]
     with torch.no_grad():
         cache = model(ids[:, :8], use_cache=True).past_key_values
         with watch(model, [sightline.lse()], tokenizer=words) as seen:
@@ -248,8 +238,7 @@ def test_tokens_after_a_cache_that_the_watch_did_not_see(words):
 
 def test_tokens_of_encoder_and_decoder(words):
     for name in ("T5", "Whisper"):
-        model = make_model(name)
-        batch = make_inputs(model, "no")
+        model, batch = make_model_and_inputs(name, "no")
         with torch.no_grad(), watch(model, [sightline.lse()], tokenizer=words) as seen:
             model(**batch.inputs)
         assert set(seen.tokens) == {"encoder", "decoder"}
@@ -265,13 +254,12 @@ def test_tokens_of_encoder_and_decoder(words):
 @pytest.mark.parametrize("name", ["T5", "Whisper"])
 def test_cross_attention_in_a_generation_has_the_positions_of_its_queries(words, name, layers):
     """Each generated token is a query of its own; without a tokenizer its label is its position."""
-    model = make_model(name)
-    inputs = make_inputs(model, "no").inputs
+    model, batch = make_model_and_inputs(name, "no")
     layers = layers and [one for one in layers if ("Enc" in one) == (name == "T5")]
     for tokenizer in (words, None):
         with watch(model, [sightline.lse()], layers=layers, tokenizer=tokenizer) as seen:
             for _ in range(2):
-                ids = generate(model, inputs, 4)
+                ids = generate(model, batch.inputs, 4)
         cross = seen.of(-1, kind="cross")
         starts = [call.query_start for call in cross]
         assert starts == [start for start, _ in enumerate(starts[: len(starts) // 2])] * 2
@@ -280,19 +268,18 @@ def test_cross_attention_in_a_generation_has_the_positions_of_its_queries(words,
         half = len(labels) // 2
         assert labels == (tokens[:half] if tokenizer else [str(k) for k in range(half)]) * 2
         audio = [f"{k / 50:.2f} s" for k in range(10)]
-        text = written(inputs["input_ids"])[1] if name == "T5" else []
+        text = written(batch.inputs["input_ids"])[1] if name == "T5" else []
         positions = [str(k) for k in range(LENGTH)]
         assert seen.labels(cross[-1], 1)[1] == (audio if name == "Whisper" else text if tokenizer else positions)
 
 
 @pytest.mark.soak
 def test_a_compiled_model_is_recorded():
-    model = make_model("Llama")
-    inputs = make_inputs(model, "no").inputs
+    model, batch = make_model_and_inputs("Llama", "no")
     compiled = torch.compile(model, backend="eager")
-    compiled(**inputs)
+    compiled(**batch.inputs)
     with torch.no_grad(), watch(compiled, [sightline.lse()]) as seen:
-        compiled(**inputs)
+        compiled(**batch.inputs)
     assert [call.layer for call in seen] == [f"model.layers.{k}.self_attn" for k in range(2)]
 
 
@@ -331,8 +318,7 @@ def test_sequences_of_other_lengths_have_no_tokens(words):
     ids=["weights", "pooled"],
 )
 def test_a_recording_is_saved_as_html(see, heads, tmp_path):
-    model = make_model("T5")
-    batch = make_inputs(model, "right")
+    model, batch = make_model_and_inputs("T5", "right")
     sides = {side: [[f"{side[0]}{k}" for k in range(LENGTH)]] * BATCH for side in ("encoder", "decoder")}
     with torch.no_grad(), watch(model, see, heads=heads, tokens=sides) as seen:
         model(**batch.inputs)
@@ -344,11 +330,10 @@ def test_a_recording_is_saved_as_html(see, heads, tmp_path):
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "BERT", "T5", "Whisper", "ViT"])
 def test_the_default_statistics_have_every_weight_of_short_texts(name, tmp_path):
     """The page is the one that `weights()` makes, of a forward pass and of a generation."""
-    model = make_model(name)
-    inputs = make_inputs(model, "left" if name == "Llama" else "no").inputs
-    runs = [lambda: model(**inputs)]
+    model, batch = make_model_and_inputs(name, "left" if name == "Llama" else "no")
+    runs = [lambda: model(**batch.inputs)]
     if model.can_generate():
-        runs.append(lambda: generate(model, inputs, 3))
+        runs.append(lambda: generate(model, batch.inputs, 3))
     for make in runs:
         with torch.no_grad(), watch(model) as seen, watch(model, sightline.weights()) as dense:
             make()
@@ -406,11 +391,10 @@ def test_attention_outside_of_the_interface():
 
 
 def test_layers_that_do_not_exist_are_refused():
-    model = make_model("Llama")
-    inputs = make_inputs(model, "no").inputs
+    model, batch = make_model_and_inputs("Llama", "no")
     for layers in ([9], "none", [-3]):
         with pytest.raises(ParameterError, match="layer"), watch(model, [sightline.lse()], layers=layers):
-            model(**inputs)
+            model(**batch.inputs)
 
 
 def test_a_shared_layer_has_numbered_calls():
@@ -440,9 +424,9 @@ def test_a_shared_layer_has_numbered_calls():
 
 def test_a_model_that_switches_to_another_implementation_stays_on_this_library():
     """`generate` of Whisper switches to eager attention for return_token_timestamps=True."""
-    model = make_model("Whisper")
+    model, batch = make_model_and_inputs("Whisper", "no")
     model.generation_config.alignment_heads, model.generation_config.suppress_tokens = [[0, 1], [1, 2]], [0, 1, 2]
-    inputs = make_inputs(model, "no").inputs["input_features"]
+    inputs = batch.inputs["input_features"]
     options = {"return_token_timestamps": True, "max_new_tokens": 5, "num_frames": torch.tensor([20] * BATCH)}
     expected = model.generate(inputs, **options)
     model.set_attn_implementation("sdpa")
