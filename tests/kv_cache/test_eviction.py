@@ -6,7 +6,8 @@ import torch
 
 import sightline
 from fault_planting import Fault, plant
-from sightline import KVCache, eviction
+from filled_caches import filled_cache
+from sightline import eviction
 from sightline.errors import ParameterError, ShapeError
 
 B, H, G, N, D = 2, 4, 2, 40, 8
@@ -69,14 +70,12 @@ def decide(name, kind="numpy", budget=12):
     rng = np.random.default_rng(1)
     query, key, value = (3 * rng.normal(size=(B, heads, N, D)).astype(np.float32) for heads in (H, G, G))
     give = torch.from_numpy if kind == "torch" else np.asarray
-    cache = KVCache()
-    cache.append(give(key), give(value), lengths=LENGTHS)
+    cache = filled_cache(give(key), give(value), lengths=LENGTHS)
     options, by_hand = POLICIES[name]
     policy = getattr(eviction, name)(budget, **options)
     found, expected = [], []
     for b, length in enumerate(LENGTHS):  # a sequence alone too: its queries are then the last rows
-        one = KVCache()
-        one.append(give(key[b : b + 1, :, :length]), give(value[b : b + 1, :, :length]))
+        one = filled_cache(give(key[b : b + 1, :, :length]), give(value[b : b + 1, :, :length]))
         asked, inputs = give(query[b : b + 1, :, :length]), []
         if policy.see is not None:
             _, inputs = sightline.attention(asked, one, mask=sightline.causal(), see=[policy.see])
@@ -96,8 +95,7 @@ def test_decisions_are_those_of_dense_weights(name, kind):
 
 def test_ragged_sequences_and_budgets_that_keep_everything(rng):
     key = rng.normal(size=(2, G, 9, D))
-    cache = KVCache()
-    cache.append(key, key, lengths=[9, 3])
+    cache = filled_cache(key, key, lengths=[9, 3])
     assert eviction.Sinks(5, first=2)(cache)[:, 0].tolist() == [[0, 1, 6, 7, 8], [0, 1, 2, -1, -1]]
     query = rng.normal(size=(2, H, 1, D))
     _, (received,) = sightline.attention(query, cache, mask=sightline.causal(), see=[sightline.received(last=1)])
@@ -106,9 +104,8 @@ def test_ragged_sequences_and_budgets_that_keep_everything(rng):
 
 
 def test_a_second_eviction_counts_positions_of_the_text(rng):
-    cache = KVCache()
     key = rng.normal(size=(1, G, 20, D))
-    cache.append(key, key)
+    cache = filled_cache(key, key)
     cache.keep(eviction.Sinks(8, first=2)(cache))
     cache.append(key[:, :, :5], key[:, :, :5])
     cache.keep(eviction.Sinks(8, first=2)(cache))
@@ -135,10 +132,9 @@ def test_a_second_eviction_counts_positions_of_the_text(rng):
     ],
 )
 def test_mistakes_are_named(rng, call, error, message):
-    cache, key = KVCache(), rng.normal(size=(1, G, 9, D))
-    cache.append(key, key)
+    key = rng.normal(size=(1, G, 9, D))
     with pytest.raises(error, match=message):
-        call(cache, np.ones((1, H, 9)))
+        call(filled_cache(key, key), np.ones((1, H, 9)))
 
 
 FAULTS = {

@@ -12,7 +12,7 @@ import torch
 
 import sightline
 from fault_planting import Fault, assert_found
-from quantized_rows import PAIR
+from filled_caches import PAIR, filled_cache
 from sightline import KVCache, b, h, i, j, n, s
 from sightline.api import functions, shared_prefix
 from sightline.arrays.operations import to_numpy
@@ -44,9 +44,8 @@ def drawn(rng, kind, batch, heads, count, dtype="float32"):
 
 def forked(rng, kind="numpy", lengths=(150, 110), dtype=None, given="float32"):
     """Return a cache of five sequences in two prompts, the last two of which share a longer prefix."""
-    cache = KVCache(dtype=dtype)
     new = drawn(rng, kind, 2, G, 150, given), drawn(rng, kind, 2, G, 150, given)
-    cache.append(*new, lengths=list(lengths))
+    cache = filled_cache(*new, dtype=dtype, lengths=list(lengths))
     cache.fork([2, 1])
     cache.append(drawn(rng, kind, 3, G, 70, given), drawn(rng, kind, 3, G, 70, given))
     cache.fork([1, 1, 3])
@@ -127,8 +126,7 @@ def test_steps_with_statistics_repeat_a_call(rng, shared, monkeypatch):
 
 
 def test_a_prefix_takes_its_memory_once(rng):
-    cache = KVCache()
-    cache.append(*(drawn(rng, "numpy", 1, G, 1000) for _ in "kv"))
+    cache = filled_cache(*(drawn(rng, "numpy", 1, G, 1000) for _ in "kv"))
     stored, one = cache.nbytes, cache.key
     cache.fork(32)
     cache.append(*(drawn(rng, "numpy", 32, G, 1) for _ in "kv"))
@@ -153,8 +151,7 @@ def test_copies_and_branches_are_independent(rng):
 
 
 def test_sequences_without_owner_free_their_memory(rng):
-    cache = KVCache()
-    cache.append(*(drawn(rng, "numpy", 8, G, 200) for _ in "kv"))
+    cache = filled_cache(*(drawn(rng, "numpy", 8, G, 200) for _ in "kv"))
     cache.fork(2)
     shared = cache.nbytes
     cache.reorder([0, 1, 2])
@@ -165,8 +162,8 @@ def test_sequences_without_owner_free_their_memory(rng):
 
 @pytest.mark.parametrize("capacity", [0, 300])
 def test_unused_storage_is_freed(rng, capacity):
-    cache, new = KVCache(capacity=capacity), drawn(rng, "numpy", 2, G, 2000)
-    cache.append(new, new)
+    new = drawn(rng, "numpy", 2, G, 2000)
+    cache = filled_cache(new, new, capacity=capacity)
     view, full = cache.key, cache.nbytes
     cache.truncate([1900, 100])
     assert cache.nbytes == full
@@ -231,9 +228,7 @@ def test_a_thread_attends_to_the_cache_before_a_change_or_after_it(rng, change):
         else:
             cache.keep(kept) if change == "keep" else cache.fork([1])
 
-    caches = [KVCache() for _ in range(150)]
-    for cache in caches:
-        cache.append(*prompt)
+    caches = [filled_cache(*prompt) for _ in range(150)]
     allowed = [sightline.attention(query, caches[0], score=score)]
     changed(caches[0])
     allowed.append(sightline.attention(query, caches[0], score=score))

@@ -11,15 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import sightline
 from fault_planting import Fault, assert_found
+from filled_caches import assert_solves, filled_cache
 from sightline import KVCache, i, j, s
 from sightline.call.problem import make_problem
 from sightline.errors import ParameterError, ShapeError
 from sightline.formula.expression import as_expression
 from sightline.kv_cache import cache as cache_module
 from sightline.kv_cache import row_contents
-from sightline.reference.accuracy import compute_baseline, term_sizes
-from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
 
 H, G, D = 4, 2, 8
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625])
@@ -60,8 +58,7 @@ class Oracle:
 
     def append(self, key, value, counts):
         if self.dtype is not None and key.size:
-            stored = KVCache(dtype=self.dtype)
-            stored.append(key, value)
+            stored = filled_cache(key, value, dtype=self.dtype)
             key, value = stored.dequantized()
         for b, count in enumerate(counts):
             new = np.stack([key[b, :, :count], value[b, :, :count]])
@@ -96,11 +93,8 @@ class Oracle:
         see = [one.map_formulas(lambda formula: formula.rewrite(of_sequence)) for one in call["see"]]
         hidden = sightline.table(held.repeat(H // G, 0))[sightline.h, j]
         problem = make_problem(whole, rows[:1], rows[1:], mask=hidden if mask is None else mask & hidden, score=score)
-        truth, rough = compute_stages(problem), compute_baseline(problem)
         part = slice(length - count + first, length)
-        asked = np.asarray(output)[None, :, first:]
-        terms = term_sizes(problem, truth.weights)[..., part, :]
-        assert_within_budget(asked, truth.output[..., part, :], rough.output[..., part, :], terms=terms)
+        truth = assert_solves(np.asarray(output)[None, :, first:], problem, part)
         exact = [x.astype(np.float64) for x in (whole, rows[:1], rows[1:])]
         _, expected = sightline.attention(*exact, mask=problem.mask, score=score, see=see, kernel="reference")
         for found, one in zip(seen, expected, strict=True):
@@ -344,10 +338,7 @@ def test_tables_by_position_after_an_eviction(name, kept, rng):
         mask = sightline.table(np.repeat([False, True], [7, 5]))[j]
     key, value = np.stack([one[0] for one in oracle.rows]), np.stack([one[1] for one in oracle.rows])
     whole = {**options, "mask": hidden if mask is None else mask & hidden}
-    problem = make_problem(query, key, value, **whole)
-    truth = compute_stages(problem)
-    terms = term_sizes(problem, truth.weights)
-    assert_within_budget(output, truth.output, compute_baseline(problem).output, terms=terms)
+    assert_solves(output, make_problem(query, key, value, **whole))
 
 
 def test_an_array_has_a_column_for_each_row(rng):
@@ -373,8 +364,7 @@ def test_quantized_and_latent_caches(rng):
             np.array_equal(new, old[:, :, [1, 3, 5]]) for new, old in zip(cache.dequantized(), before, strict=True)
         )
     key = rng.normal(size=(1, 1, 9, D)).astype(np.float32)
-    cache = KVCache()
-    cache.append(key, key[..., :5])
+    cache = filled_cache(key, key[..., :5])
     cache.keep([[[0, 8]]])
     assert np.array_equal(cache.value, key[:, :, [0, 8], :5])
     assert cache.nbytes == cache.capacity * D * 4

@@ -7,7 +7,7 @@ import torch
 
 import sightline
 from fault_planting import Fault, assert_found
-from quantized_rows import PAIR, assert_attends, assert_stores, filled_cache, random_arrays
+from filled_caches import PAIR, assert_attends, assert_stores, filled_cache, random_arrays
 from sightline import KVCache, i, j, s
 from sightline.arrays.operations import to_numpy
 from sightline.arrays.row_formats import QUANTIZED
@@ -39,14 +39,14 @@ def test_attention_is_exact_on_the_stored_numbers(rng, dtype, call):
     for widths in ((64, 64), (33, 80), (128, 1)):
         query, key, value = random_arrays(rng, widths, length=100)
         query = query[:, :, 100 - count :]
-        cache = filled_cache(dtype, key, value)
+        cache = filled_cache(key, value, dtype=dtype)
         rows = {"i": i + (100 - count), "n": sightline.m}
         of_rows = {name: x.rewrite(rows) if hasattr(x, "rewrite") else x for name, x in options.items()}
         output = sightline.attention(query, cache, **options)
         assert_attends(output, query, *cache.dequantized(), **of_rows)
         for _ in range(3):  # the second call comes from the call cache, and a later one from generated code
             assert np.array_equal(sightline.attention(query, cache, **options), output)
-        tensors = filled_cache(dtype, *map(to_torch, (key, value)))
+        tensors = filled_cache(*map(to_torch, (key, value)), dtype=dtype)
         options = {name: to_torch(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
         assert np.array_equal(to_numpy(sightline.attention(to_torch(query), tensors, **options)), output)
 
@@ -57,7 +57,7 @@ def test_attention_is_exact_on_the_stored_numbers(rng, dtype, call):
 def test_narrow_queries(rng, dtype, query_dtype, count):
     query, key, value = random_arrays(rng, (128, 64), kind="torch")
     query = query[:, :, -count:].to(getattr(torch, query_dtype))
-    cache = filled_cache(dtype, key, value)
+    cache = filled_cache(key, value, dtype=dtype)
     mask = None if count == 1 else i >= j
     output = sightline.attention(query, cache, mask=mask)
     assert output.dtype == query.dtype
@@ -68,7 +68,7 @@ def test_narrow_queries(rng, dtype, query_dtype, count):
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
 def test_every_kernel_reads_the_codes(rng, dtype, kernel):
     query, key, value = random_arrays(rng, (40, 33))
-    cache = filled_cache(dtype, key, value)
+    cache = filled_cache(key, value, dtype=dtype)
     output = sightline.attention(query, cache, mask=i >= j, kernel=kernel)
     assert_attends(output, query, *cache.dequantized(), mask=i >= j)
 
@@ -95,7 +95,7 @@ def test_statistics_are_those_of_the_stored_numbers(rng, dtype, statistic, count
     query, key, value = random_arrays(rng)
     query = query[:, :, -count:]
     see = {"it": STATISTICS[statistic]}
-    cache, plain = filled_cache(dtype, key, value), KVCache()
+    cache, plain = filled_cache(key, value, dtype=dtype), KVCache()
     plain.append(*cache.dequantized())
     found, expected = (sightline.attention(query, x, mask=i >= j, see=see)[1]["it"] for x in (cache, plain))
     pairs = [(found, expected)] if isinstance(found, np.ndarray) else zip(found, expected, strict=True)
@@ -107,7 +107,7 @@ def test_statistics_are_those_of_the_stored_numbers(rng, dtype, statistic, count
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
 def test_every_number_of_threads_gives_the_same_bits(rng, dtype, count):
     query, key, value = random_arrays(rng, (128, 128), length=1100)
-    cache, see = filled_cache(dtype, key, value), [sightline.received()]
+    cache, see = filled_cache(key, value, dtype=dtype), [sightline.received()]
     results = [
         sightline.attention(query[:, :, -count:], cache, mask=i >= j, see=see, threads=threads)
         for threads in (1, 2, 5, 2)
@@ -120,7 +120,7 @@ def test_every_number_of_threads_gives_the_same_bits(rng, dtype, count):
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
 def test_gradients_of_the_query(rng, dtype):
     query, key, value = random_arrays(rng, (64, 33), kind="torch")
-    cache = filled_cache(dtype, key, value)
+    cache = filled_cache(key, value, dtype=dtype)
     stored, weight = cache.dequantized(), torch.randn((*query.shape[:-1], 33))
     for count in (1, 150, 150):
         rows = query[:, :, -count:].clone().requires_grad_(), query[:, :, -count:].clone().requires_grad_()
@@ -132,7 +132,7 @@ def test_gradients_of_the_query(rng, dtype):
 
 def test_a_later_reorder_shows_in_the_backward_pass(rng):
     query, key, value = random_arrays(rng, kind="torch")
-    cache = filled_cache("int8", key, value)
+    cache = filled_cache(key, value, dtype="int8")
     output = sightline.attention(query.requires_grad_(), cache)
     cache.append(key[:, :, :1], value[:, :, :1])  # grows: the storage of the output stays as it was
     output.sum().backward()
@@ -189,7 +189,7 @@ def check_cache(seed=3):
     for dtype in QUANTIZED:
         for widths in ((160, 97), (64, 33), (96, 160), (64, 96)):
             query, key, value = random_arrays(rng, widths, length=70)
-            cache = filled_cache(dtype, key, value)
+            cache = filled_cache(key, value, dtype=dtype)
             stored = cache.dequantized()
             for array, found in zip((key, value), stored, strict=True):
                 assert_stores(dtype, found, array)

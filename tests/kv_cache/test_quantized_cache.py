@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 
 import sightline
-from quantized_rows import PAIR, assert_attends, assert_stores, filled_cache, quantized, random_arrays
+from filled_caches import PAIR, assert_attends, assert_stores, filled_cache, quantized, random_arrays
 from sightline import KVCache, i, j
 from sightline.arrays.operations import to_numpy
 from sightline.arrays.row_formats import QUANTIZED, RowFormat
@@ -34,7 +34,7 @@ WIDTHS = [1, 33, 64, 80, 96, 128, 160, 300]
 def test_stored_numbers_are_those_of_the_formulas(rng, width, dtype, kind):
     _, key, value = random_arrays(rng, (width, 40), length=5, kind=kind)
     key[0, 0, 0], key[0, 0, 1], key[0, 0, 2] = 0, -3, 1e-7
-    for array, stored in zip((key, value), filled_cache(dtype, key, value).dequantized(), strict=True):
+    for array, stored in zip((key, value), filled_cache(key, value, dtype=dtype).dequantized(), strict=True):
         assert_stores(dtype, stored, array)
 
 
@@ -42,9 +42,10 @@ def test_stored_numbers_are_those_of_the_formulas(rng, width, dtype, kind):
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_appends_of_every_dtype_and_layout(rng, dtype, source):
     _, key, value = random_arrays(rng, (33, 64), length=7, dtype=source)
-    expected = filled_cache(dtype, key.astype(np.float32), value.astype(np.float32)).dequantized()
+    expected = filled_cache(key.astype(np.float32), value.astype(np.float32), dtype=dtype).dequantized()
     for change in (lambda x: x, lambda x: np.asfortranarray(x), lambda x: x[..., ::-1].copy()[..., ::-1]):
-        for ours, theirs in zip(filled_cache(dtype, change(key), change(value)).dequantized(), expected, strict=True):
+        found = filled_cache(change(key), change(value), dtype=dtype).dequantized()
+        for ours, theirs in zip(found, expected, strict=True):
             assert np.array_equal(ours, theirs)
 
 
@@ -55,7 +56,7 @@ def test_numbers_halfway_between_two_codes_get_the_even_code(rng, dtype, largest
     quotients = quotients * 2 + 16 if dtype == "float8_e4m3fn" else quotients
     quotients[..., -2:] = 0, largest
     codes = quotients.astype(ml_dtypes.float8_e4m3fn) if dtype == "float8_e4m3fn" else np.rint(quotients)
-    stored = filled_cache(dtype, *[quotients * scales] * 2).dequantized()[0]
+    stored = filled_cache(*[quotients * scales] * 2, dtype=dtype).dequantized()[0]
     assert np.array_equal(stored, codes.astype(np.float32) * scales)
 
 
@@ -67,7 +68,7 @@ def test_float8_codes_are_those_of_ml_dtypes(rng):
     numbers = np.concatenate([every, np.float32(between), rng.uniform(-20, 20, 500).astype(np.float32)])
     numbers = numbers[np.abs(numbers) <= 448][: 10 * 127].reshape(-1, 1)[: 127 * 7].reshape(7, 127)
     rows = np.concatenate([numbers, np.full((7, 1), 448, np.float32)], 1)
-    key, _ = filled_cache("float8_e4m3fn", rows, rows).dequantized()
+    key, _ = filled_cache(rows, rows, dtype="float8_e4m3fn").dequantized()
     assert np.array_equal(key, rows.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
 
 
@@ -76,7 +77,7 @@ def test_float8_codes_are_those_of_ml_dtypes(rng):
 def test_a_group_with_nan_or_infinity_is_nan_and_can_be_hidden(rng, dtype, wrong):
     query, key, value = random_arrays(rng)
     key[:, :, 3, 40] = value[:, :, 3, 5] = wrong
-    cache = filled_cache(dtype, key, value)
+    cache = filled_cache(key, value, dtype=dtype)
     stored = cache.dequantized()
     for array, found in zip((key, value), stored, strict=True):
         assert_stores(dtype, found, array)
@@ -97,13 +98,13 @@ def test_the_reported_error_is_that_of_the_stored_numbers(rng, dtype):
     for error, given, stored in zip(cache.quantization_error, (key, value), cache.dequantized(), strict=True):
         expected = np.sqrt(((given - stored).astype(np.float64) ** 2).sum() / (given.astype(np.float64) ** 2).sum())
         assert error == pytest.approx(expected, rel=1e-5)
-    assert filled_cache("float32", key, value).quantization_error is None
+    assert filled_cache(key, value, dtype="float32").quantization_error is None
 
 
 def test_rows_take_the_bytes_that_the_page_promises():
     sizes = {dtype: RowFormat(dtype, 128).row_bytes for dtype in QUANTIZED}
     assert sizes == {"int8": 130, "float8_e4m3fn": 130, "int4": 80}
-    cache = filled_cache(PAIR, *[np.ones((1, 2, 10, 128), np.float32)] * 2)
+    cache = filled_cache(*[np.ones((1, 2, 10, 128), np.float32)] * 2, dtype=PAIR)
     assert cache.nbytes == 2 * 10 * (130 + 80)
     assert "int8 and int4" in repr(cache)
     assert cache.dtype == PAIR
@@ -205,7 +206,7 @@ def test_drawn_changes_against_lists(data, dtypes, kind, seed):
 
 def test_a_copy_counts_its_own_error(rng):
     _, key, value = random_arrays(rng)
-    cache = filled_cache("int4", key, value)
+    cache = filled_cache(key, value, dtype="int4")
     before, other = cache.quantization_error, copy.deepcopy(cache)
     other.append(100 * key, value)
     assert cache.quantization_error == before != other.quantization_error
@@ -213,7 +214,7 @@ def test_a_copy_counts_its_own_error(rng):
 
 def test_the_last_positions(rng):
     query, key, value = random_arrays(rng)
-    cache = filled_cache("int8", key, value)
+    cache = filled_cache(key, value, dtype="int8")
     part = cache.last(70)
     output = sightline.attention(query[:, :, -1:], part)
     assert_attends(output, query[:, :, -1:], *(x[:, :, -70:] for x in cache.dequantized()))
@@ -233,7 +234,7 @@ def test_a_decoding_loop(rng, kind):
 @pytest.mark.parametrize("axes", [2, 3])
 def test_without_heads_or_batch(rng, axes):
     query, key, value = (x[(0, 0) if axes == 2 else (slice(None), 0)] for x in random_arrays(rng))
-    cache = filled_cache("int4", key, value)
+    cache = filled_cache(key, value, dtype="int4")
     stored = cache.dequantized()
     assert [x.shape for x in stored] == [key.shape, value.shape]
     output = sightline.attention(query, cache, mask=i >= j)
@@ -287,7 +288,7 @@ for at_end in (True, False):
 
 def test_errors_name_the_cure(rng):
     query, key, value = random_arrays(rng)
-    cache = filled_cache("int8", key, value)
+    cache = filled_cache(key, value, dtype="int8")
     before = cache.lengths.tolist(), cache.dequantized()[0]
     with pytest.raises(DtypeError, match="float32, bfloat16 or float16"):
         sightline.attention(query.astype(np.float64), cache)
@@ -295,7 +296,7 @@ def test_errors_name_the_cure(rng):
         with pytest.raises(ParameterError, match="dequantized"):
             read()
     with pytest.raises(ParameterError, match=r"cache\.key"):
-        filled_cache("float32", key, value).dequantized()
+        filled_cache(key, value, dtype="float32").dequantized()
     with pytest.raises(DeviceError, match="torch on cpu"):
         cache.append(*map(to_torch, (key, value)))
     with pytest.raises(ShapeError, match=r"\(2, 2, t, 64\)"):
@@ -325,7 +326,7 @@ def test_other_devices_are_refused_before_anything_changes():
 
 def test_gradients_of_keys_are_refused_before_anything_changes(rng):
     _, key, value = random_arrays(rng, kind="torch")
-    cache = filled_cache("int8", key, value)
+    cache = filled_cache(key, value, dtype="int8")
     before = cache.quantization_error
     with pytest.raises(ParameterError, match="key requires a gradient"):
         cache.append(key.requires_grad_(), value)
@@ -335,7 +336,7 @@ def test_gradients_of_keys_are_refused_before_anything_changes(rng):
 
 def test_transforms_of_torch_are_refused(rng):
     query, key, value = random_arrays(rng, kind="torch")
-    cache = filled_cache("int8", key, value)
+    cache = filled_cache(key, value, dtype="int8")
     with pytest.raises(KernelRefusedError, match="a quantised KVCache in a transform"):
         torch.func.vmap(lambda q: sightline.attention(q[None], cache))(query)
     with pytest.raises(KernelRefusedError, match="kernel='triton'"):
@@ -344,14 +345,14 @@ def test_transforms_of_torch_are_refused(rng):
 
 def test_explain_names_what_is_stored(rng):
     query, key, value = random_arrays(rng)
-    text = str(sightline.explain(query, filled_cache(PAIR, key, value)))
+    text = str(sightline.explain(query, filled_cache(key, value, dtype=PAIR)))
     assert "float32 on cpu, keys in int8, values in int4" in text
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_weighted_sum_of_other_numbers(rng, dtype):
     query, key, value = random_arrays(rng)
-    cache = filled_cache(dtype, key, value)
+    cache = filled_cache(key, value, dtype=dtype)
     x = rng.normal(size=(*key.shape[:-1], 3)).astype(np.float32)
     _, (found,) = sightline.attention(query, cache, mask=i >= j, see=[sightline.weighted_sum(x)])
     _, (other,) = sightline.attention(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import sightline
+from filled_caches import filled_cache
 from sightline import KVCache, i, j
 from sightline.errors import ParameterError
 
@@ -21,8 +22,7 @@ def drawn(rng, batch, heads, count, kind="numpy"):
 
 def filled(rng, change, kind="numpy"):
     """Return a cache of two sequences of 80 and 75 positions, plain, evicted or forked."""
-    cache = KVCache()
-    cache.append(drawn(rng, 2, G, 80, kind), drawn(rng, 2, G, 80, kind), lengths=[80, 75])
+    cache = filled_cache(*(drawn(rng, 2, G, 80, kind) for _ in "kv"), lengths=[80, 75])
     if change == "evicted":
         cache.keep([[[3, 10, 70], [5, 74, -1]]])
     elif change == "forked":

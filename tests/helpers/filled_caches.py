@@ -1,4 +1,4 @@
-"""Quantised caches for tests: their numbers by the formulas of docs/quantised-caches.md, and attention."""
+"""Caches that one append fills, the numbers that quantised ones store, and checks of attention on them."""
 
 import ml_dtypes
 import numpy as np
@@ -49,10 +49,22 @@ def random_arrays(rng, widths=(64, 64), length=150, batch=2, heads=(4, 2), kind=
     return [to_torch(x) for x in found] if kind == "torch" else found
 
 
-def filled_cache(dtype, key, value, **options):
-    cache = KVCache(dtype=dtype)
+def filled_cache(key, value, *, dtype=None, capacity=0, **options):
+    """Return a cache after one append, to which the options are passed."""
+    cache = KVCache(dtype=dtype, capacity=capacity)
     cache.append(key, value, **options)
     return cache
+
+
+def assert_solves(output, problem, rows=slice(None)):
+    """Raise AssertionError unless `output` has these rows of the problem's output, within the budget.
+
+    Return the stages of the whole problem.
+    """
+    truth, rough = compute_stages(problem), compute_baseline(problem)
+    terms = term_sizes(problem, truth.weights)[..., rows, :]
+    assert_within_budget(output, truth.output[..., rows, :], rough.output[..., rows, :], terms=terms)
+    return truth
 
 
 def assert_attends(output, query, key, value, **options):
