@@ -4,7 +4,6 @@ For .ci/install, on Debian: apt-get install -y -qq --no-install-recommends chrom
 Chromium the tests that need one are skipped.
 """
 
-import base64
 import json
 import os
 import shutil
@@ -96,6 +95,12 @@ class Browser:
         """Wait until the requested changes are drawn."""
         self.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
+    def middle(self, element):
+        """Return the middle of the element that an expression gives, in screen coordinates."""
+        return self.js(
+            f"(({{ x, y, width: w, height: h }}) => [x + w / 2, y + h / 2])({element}.getBoundingClientRect())"
+        )
+
     def mouse(self, x, y, click=False):
         at = {"x": x, "y": y}
         self.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
@@ -125,9 +130,6 @@ class Browser:
     def type(self, text):
         self.call("Input.insertText", text=text)
         self.frame()
-
-    def screenshot(self, path):
-        Path(path).write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def complaints(self):
         """Return the events of the console, and the URLs of all requests except that of the page itself."""

@@ -7,14 +7,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-import browser
 import sightline
 from sightline.data import load
 from sightline.view import explorer
 from sightline.view.explorer import html_page
 from sightline.view.explorer.data import Exploration, Links, ShownLayer, Text
 
-needs_browser = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: apt-get install chromium")
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
 N = 135
 
@@ -69,11 +67,7 @@ def shown(tab, selector):
 
 def place(tab, token, strip="both"):
     """The middle of a token of the text, in screen coordinates."""
-    return tab.js(
-        f"(() => {{ const token = sightline.strips.{strip}.body.querySelector('[data-at=\"{token}\"]');"
-        "const b = token.getBoundingClientRect();"
-        "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
-    )
+    return tab.middle(f"sightline.strips.{strip}.body.querySelector('[data-at=\"{token}\"]')")
 
 
 def cell(tab, i, j):
@@ -109,7 +103,6 @@ def assert_panel_shows(tab, weights, at):
     assert shown(tab, "[data-fact=received]") == three_digits([p[:, at].sum()])
 
 
-@needs_browser
 def test_a_click_on_a_token_shows_both_directions(page, written):
     _, _, weights = written
     page.mouse(*place(page, 12), click=True)
@@ -120,7 +113,6 @@ def test_a_click_on_a_token_shows_both_directions(page, written):
     assert_panel_shows(page, weights[1][2], 12)
 
 
-@needs_browser
 def test_hovering_shows_the_pair(page, written):
     _, _, weights = written
     page.mouse(*cell(page, 90, 31))
@@ -133,7 +125,6 @@ def test_hovering_shows_the_pair(page, written):
     assert page.js("sightline.active().at") == 3
 
 
-@needs_browser
 def test_every_cell_has_the_colour_of_its_weight(page, written):
     _, _, weights = written
     page.js("sightline.choose({ layer: 1, head: 1 }); sightline.map.go({ x: 20, y: 30, sx: 24, sy: 24 }, false)")
@@ -153,7 +144,6 @@ def test_every_cell_has_the_colour_of_its_weight(page, written):
     assert len({tuple(colour) for colour in drawn}) > 20
 
 
-@needs_browser
 def test_the_keyboard(page):
     page.key("ArrowRight")
     page.key("ArrowDown")
@@ -188,7 +178,6 @@ def test_the_keyboard(page):
     assert page.js("sightline.help.open") is False
 
 
-@needs_browser
 def test_search_finds_words_and_phrases(page, written):
     tokens = written[1]
     page.key("/")
@@ -205,7 +194,6 @@ def test_search_finds_words_and_phrases(page, written):
     assert page.js("sightline.found.textContent") == "none"
 
 
-@needs_browser
 def test_spaces_are_visible_except_one_between_words(page):
     tokens = ["4.30 s", "patch 13,7", " the", "Ġthe", "a ", "a  b", " ", "a \n", "a\u00a0b"]
     expected = ["4.30 s", "patch 13,7", "the", "the", "a␣", "a␣␣b", "␣", "a␣⏎", "a␣b"]
@@ -214,7 +202,6 @@ def test_spaces_are_visible_except_one_between_words(page):
     assert page.js("[0, 1].map((at) => positionName(['4.28 s', 'the'], at))") == ["4.28 s", "1"]
 
 
-@needs_browser
 def test_hostile_text_is_shown_as_text(page, written):
     texts = page.js("[...document.querySelectorAll('.sl-token')].map((node) => node.textContent)")
     assert HOSTILE in texts
@@ -227,7 +214,6 @@ def test_hostile_text_is_shown_as_text(page, written):
     assert page.js("document.querySelector('h1').textContent") == "A <b>title</b> & $more"
 
 
-@needs_browser
 def test_the_content_policy_blocks_requests_and_scripts(tab, written):
     """The test first checks that a blocked request and a blocked script are reported."""
     tab.open(written[0])
@@ -241,7 +227,6 @@ def test_the_content_policy_blocks_requests_and_scripts(tab, written):
     assert any("Content Security Policy" in json.dumps(one) for one in complaints)
 
 
-@needs_browser
 def test_dragging_pans_and_the_grid_selects_a_head(page):
     page.js("sightline.map.zoom(6, null, false)")
     page.frame()
@@ -259,7 +244,6 @@ def test_dragging_pans_and_the_grid_selects_a_head(page):
     assert page.js("[sightline.state.layer, sightline.state.head]") == [1, 3]
 
 
-@needs_browser
 def test_the_page_opens_where_a_word_stands_out(tab, tmp_path, rng):
     """The page opens at "sat", a word inside the text, though the first key and the key in brackets receive more."""
     weights = rng.dirichlet(np.full(6, 9), size=(2, 3, 6))
@@ -284,7 +268,6 @@ def test_the_page_opens_where_a_word_stands_out(tab, tmp_path, rng):
     assert tab.complaints() == []
 
 
-@needs_browser
 def test_keys_in_the_order_of_what_they_receive(page, written):
     received = written[2][0][0].astype(np.float64).sum(0)
     page.key("k")
@@ -293,17 +276,13 @@ def test_keys_in_the_order_of_what_they_receive(page, written):
     assert numbers == three_digits(received[where])
     page.js("document.querySelector('.sl-list[data-list=keys] > .sl-button').click()")
     assert listed(page, "keys")[0] == np.argsort(-received, kind="stable").tolist()
-    page.mouse(
-        *page.js("(({ x, y }) => [x + 9, y + 9])(document.querySelectorAll('.sl-entry')[2].getBoundingClientRect())"),
-        click=True,
-    )
+    page.mouse(*page.middle("document.querySelectorAll('.sl-entry')[2]"), click=True)
     assert page.js("sightline.state.pick.at") == where[2]
     assert page.js("sightline.panel.tabs.map((tab) => tab.getAttribute('aria-pressed'))") == ["false", "true"]
     page.key("k")
     assert_panel_shows(page, written[2][0][0], where[2])
 
 
-@needs_browser
 def test_many_events_draw_one_frame(page):
     page.js("window.drawn = 0; sightline.map.draw = () => { window.drawn++; }")
     page.js("for (let k = 0; k < 5; k++) { sightline.redraw(); sightline.redraw(); sightline.hover({ i: k, j: k }); }")
@@ -311,7 +290,6 @@ def test_many_events_draw_one_frame(page):
     assert page.js("window.drawn") == 1
 
 
-@needs_browser
 def test_zooming_keeps_what_is_under_the_pointer(page):
     at = cell(page, 40, 100)
     for factor in (3, 2, 0.5):
@@ -320,7 +298,6 @@ def test_zooming_keeps_what_is_under_the_pointer(page):
         assert page.js(f"sightline.map.at({{ clientX: {at[0]}, clientY: {at[1]} }})") == {"i": 40, "j": 100}
 
 
-@needs_browser
 def test_light_dark_and_narrow(page):
     page.media(prefers_color_scheme="dark")
     page.frame()
@@ -335,7 +312,6 @@ def test_light_dark_and_narrow(page):
     page.until(lambda: page.js("sightline.map.width") > 400)
 
 
-@needs_browser
 def test_the_exported_picture(page):
     """The picture has three pixels per CSS pixel, and other colours than the background."""
     found = page.js(
@@ -348,7 +324,6 @@ def test_the_exported_picture(page):
     assert found[2] == "data:image/png;base64,"
 
 
-@needs_browser
 def test_the_exported_drawing(page, written, tmp_path):
     """The SVG is well-formed, and has a coloured rectangle for every visible cell and the tokens as text."""
     tokens, weights = written[1:]
@@ -364,7 +339,6 @@ def test_the_exported_drawing(page, written, tmp_path):
         assert palette[max(int(np.floor(1024 * float(share) ** 0.5 + 0.5)), 1)] in colours
 
 
-@needs_browser
 def test_saved_files(page, tmp_path):
     page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     page.key("e")
@@ -394,7 +368,6 @@ def ten_thousand(tmp_path_factory):
     return data, explorer.save_html(data, tmp_path_factory.mktemp("pages") / "large.html")
 
 
-@needs_browser
 def test_ten_thousand_tokens(tab, ten_thousand):
     data, path = ten_thousand
     tab.open(path)
@@ -432,7 +405,6 @@ def test_ten_thousand_tokens(tab, ten_thousand):
     assert tab.complaints() == []
 
 
-@needs_browser
 @pytest.mark.soak
 def test_panning_ten_thousand_tokens_is_fluid(tab, ten_thousand):
     """Time frames while the map pans at several scales; a third of a second would be visible as a stutter."""
@@ -448,7 +420,6 @@ def test_panning_ten_thousand_tokens_is_fluid(tab, ten_thousand):
         assert np.median(times) < 1000 / 30
 
 
-@needs_browser
 def test_two_texts_and_two_sequences(tab, tmp_path, rng):
     weights = rng.dirichlet(np.ones(6), size=(2, 3, 5)).astype(np.float32)
     weights[1, :, :, 4:] = 0
@@ -471,7 +442,6 @@ def test_two_texts_and_two_sequences(tab, tmp_path, rng):
     assert tab.complaints() == []
 
 
-@needs_browser
 def test_the_widget_draws_into_a_cell(tab, tmp_path):
     """The module that a notebook imports, with a model that implements anywidget's interface."""
     shown = html_page.widget(explorer.from_weights(["a", "b"], np.array([[[1.0, 0.0], [0.25, 0.75]]])))
@@ -487,9 +457,7 @@ def test_the_widget_draws_into_a_cell(tab, tmp_path):
     )
     tab.open(path)
     tab.until(lambda: tab.js("document.querySelectorAll('.sl-token').length") == 2)
-    box = tab.js("JSON.stringify(document.querySelectorAll('.sl-token')[1].getBoundingClientRect())")
-    x, y = (json.loads(box)[side] + 4 for side in "xy")
-    tab.mouse(x, y, click=True)
+    tab.mouse(*tab.middle("document.querySelectorAll('.sl-token')[1]"), click=True)
     assert listed(tab, "looks") == ([1, 0], [0.75, 0.25])
     assert tab.js("document.querySelector('.sl').clientHeight") == html_page.HEIGHT
     assert tab.complaints() == []

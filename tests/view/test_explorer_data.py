@@ -54,37 +54,30 @@ def test_ties_and_zeros_of_links():
     assert weights.tolist() == [[0.5, 0.25, 0.25], [0, 0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "shape", "error"),
-    [("abc", (3, 3), ShapeError), ("abcd", (1, 3, 3), ShapeError), ([["a"], ["b"]], (1, 1, 1), ShapeError)],
-)
-def test_shapes_that_do_not_fit(tokens, shape, error):
-    with pytest.raises(error, match="allowed"):
-        explorer.from_weights(list(tokens), np.ones(shape))
-
-
-def test_parameters_out_of_range():
-    with pytest.raises(ParameterError, match="limit=0"):
-        explorer.from_weights(["a"], np.ones((1, 1, 1)), limit=0)
-    with pytest.raises(ParameterError, match="2 names for 1"):
-        explorer.from_weights(["a"], np.ones((1, 1, 1)), names=["x", "y"])
+ONE = np.ones((1, 1, 1))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "weights", "error"),
+    ("tokens", "weights", "options", "error", "message"),
     [
-        (None, np.ones((1, 1, 1)), ParameterError),
-        ([7], np.ones((1, 1, 1)), ParameterError),
-        ([["a"], []], np.ones((2, 1, 1, 1)), ShapeError),
-        (["a"], None, ShapeError),
-        (["a"], np.full((1, 1, 1), "x"), DtypeError),
-        (["a"], np.ones((1, 1, 1), complex), DtypeError),
-        (["a"], np.full((1, 1, 1), -1.0), ParameterError),
+        (list("abc"), np.ones((3, 3)), {}, ShapeError, "allowed"),
+        (list("abcd"), np.ones((1, 3, 3)), {}, ShapeError, "allowed"),
+        ([["a"], ["b"]], ONE, {}, ShapeError, "allowed"),
+        ([["a"], []], np.ones((2, 1, 1, 1)), {}, ShapeError, "cure"),
+        (["a"], None, {}, ShapeError, "cure"),
+        (["a"], np.full((1, 1, 1), "x"), {}, DtypeError, "cure"),
+        (["a"], ONE * 1j, {}, DtypeError, "cure"),
+        (["a"], -ONE, {}, ParameterError, "cure"),
+        (None, ONE, {}, ParameterError, "cure"),
+        ([7], ONE, {}, ParameterError, "cure"),
+        (["a"], ONE, {"names": ["x", "y"]}, ParameterError, "2 names for 1"),
+        (["a"], ONE, {"limit": 0}, ParameterError, "limit=0"),
+        *((["a"], ONE, {"limit": limit}, ParameterError, "numbers ≥ 1") for limit in (None, "1", float("nan"))),
     ],
 )
-def test_invalid_texts_and_weights(tokens, weights, error):
-    with pytest.raises(error, match="cure"):
-        explorer.from_weights(tokens, weights)
+def test_invalid_texts_weights_and_options(tokens, weights, options, error, message):
+    with pytest.raises(error, match=message):
+        explorer.from_weights(tokens, weights, **options)
 
 
 def test_the_cure_for_one_head_makes_a_page():
@@ -92,12 +85,6 @@ def test_the_cure_for_one_head_makes_a_page():
     with pytest.raises(ShapeError, match=r"\[array\[None\]\] for one head"):
         explorer.from_weights([list("abc")], weights)
     assert explorer.from_weights([list("abc")], [weights[None]]).texts[0].layers[0].queries == ("a", "b", "c")
-
-
-@pytest.mark.parametrize("limit", [None, "1", float("nan")])
-def test_a_limit_that_is_not_a_number(limit):
-    with pytest.raises(ParameterError, match="numbers ≥ 1"):
-        explorer.from_weights(["a"], np.ones((1, 1, 1)), limit=limit)
 
 
 @pytest.mark.parametrize("given", [None, np.ones((1, 1, 1))])

@@ -5,13 +5,10 @@ import json
 import numpy as np
 import pytest
 
-import browser
 from sightline.data import load
 from sightline.view import explorer
 from sightline.view.explorer import html_page, page_parts
 from sightline.view.explorer.data import ShownLayer
-
-pytestmark = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: apt-get install chromium")
 
 DESKTOP, PHONE = (1360, 860), (420, 800)
 FINGER = 40  # CSS pixels
@@ -224,11 +221,7 @@ def test_small_maps_are_painted_without_waiting(tab, pages):
 
 def test_pairs_of_the_lists_are_marked(tab, pages):
     tab.open(pages[15])
-    x, y = tab.js(
-        "(() => { const b = document.querySelectorAll('.sl-entry')[1].getBoundingClientRect();"
-        "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
-    )
-    tab.mouse(x, y)
+    tab.mouse(*tab.middle("document.querySelectorAll('.sl-entry')[1]"))
     i, j = tab.js("['i', 'j'].map((side) => Number(document.querySelectorAll('.sl-entry')[1].dataset[side]))")
     assert tab.js("sightline.state.hover") == {"i": i, "j": j}
     assert tab.js("document.querySelector('[data-pair]').dataset.pair") == f"{i} {j}"

@@ -6,7 +6,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-import browser
 from sightline.view import explorer
 from sightline.view.explorer import fitting, html_page
 from sightline.view.explorer.data import Exploration, Links, ShownLayer, Text, top_links
@@ -71,7 +70,6 @@ def test_halved_maps_are_means_and_maxima_of_their_pairs(recorded):
     assert fitting.halve(cells[:, :31], N, N, "max").shape == (1, 31, SIDE // 2)
 
 
-@pytest.mark.skipif(browser.found() is None, reason="no Chromium here: apt-get install chromium")
 @pytest.mark.parametrize("place", [0, 2, 4, 8, -2])
 def test_the_page_reads_reduced_data(chromium, recorded, place, tmp_path):
     """Every number that the page writes is within the error that it writes; queries of a key follow from the keys."""
