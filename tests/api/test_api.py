@@ -142,9 +142,3 @@ def test_the_options_are_those_of_the_functions():
 def test_an_option_of_another_function_is_left_out(arrays, function, name):
     with pytest.raises(UnknownArgumentError, match=f"leave {name}= out"):
         getattr(sightline, function)(*arrays, **{name: None})
-
-
-def test_one_statistic_without_a_list(arrays):
-    for convert in (np.asarray, torch.from_numpy):
-        _, (found,) = sightline.attention(*map(convert, arrays), see=sightline.lse())
-        np.testing.assert_array_equal(found, sightline.attention(*arrays, see=[sightline.lse()])[1][0])

@@ -138,24 +138,17 @@ def check(drawn, compute, names):
 ALL = ("query", "key", "value", "bias", "sinks")
 
 
-@pytest.mark.parametrize("compute", [by_kernel, by_streaming])
-@pytest.mark.parametrize("name", CASES)
-def test_tangents(rng, name, compute):
-    check(Drawn(rng, name, np.float64), compute, ALL)
-
-
-@pytest.mark.parametrize("name", ["plain", "sinks"])
-def test_tangents_in_float32(rng, name):
-    check(Drawn(rng, name, np.float32), by_kernel, ALL)
-
-
-@pytest.mark.parametrize("name", ["plain", "odd widths", "dropout"])
-def test_bfloat16(rng, name):
-    check(Drawn(rng, name, ml_dtypes.bfloat16), by_kernel, ALL)
-
-
-def test_float16(rng):
-    check(Drawn(rng, "causal", np.float16), by_kernel, ALL)
+@pytest.mark.parametrize(
+    ("name", "compute", "dtype"),
+    [
+        *((name, compute, np.float64) for name in CASES for compute in (by_kernel, by_streaming)),
+        *((name, by_kernel, np.float32) for name in ("plain", "sinks")),
+        *((name, by_kernel, ml_dtypes.bfloat16) for name in ("plain", "odd widths", "dropout")),
+        ("causal", by_kernel, np.float16),
+    ],
+)
+def test_tangents(rng, name, compute, dtype):
+    check(Drawn(rng, name, dtype), compute, ALL)
 
 
 @pytest.mark.parametrize(

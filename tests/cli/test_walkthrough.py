@@ -36,12 +36,6 @@ def test_any_text_has_all_stages(text):
     assert walk.pair == (n - 1, 0)
 
 
-@pytest.mark.parametrize(("text", "named"), [("", "an empty text"), ("a" * (MAX_CHARACTERS + 1), "2,001 characters")])
-def test_lengths_of_the_text(text, named):
-    with pytest.raises(ParameterError, match=named):
-        walk_through(text)
-
-
 def test_every_stage_equals_plain_numpy():
     walk = walk_through(seed=3, mask="causal")
     n, d_k = len(walk.tokens.numbers), 64
@@ -87,19 +81,16 @@ def test_seeds_widths_and_pairs():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "message"),
     [
-        {"d_k": 7},
-        {"d_k": 0},
-        {"d_model": 0},
-        {"seed": -1},
-        {"mask": "noncausal"},
-        {"pair": (0, 11)},
-        {"max_merges": -1},
+        ({"text": ""}, "an empty text"),
+        ({"text": "a" * (MAX_CHARACTERS + 1)}, "2,001 characters"),
+        *(({name: number}, "cure") for name, number in (("d_k", 7), ("d_k", 0), ("d_model", 0), ("seed", -1))),
+        *(({name: other}, "cure") for name, other in (("mask", "noncausal"), ("pair", (0, 11)), ("max_merges", -1))),
     ],
 )
-def test_wrong_parameters(wrong):
-    with pytest.raises(ParameterError):
+def test_wrong_parameters(wrong, message):
+    with pytest.raises(ParameterError, match=message):
         walk_through(**wrong)
 
 

@@ -33,6 +33,7 @@ FORMULAS = {
     "a hidden key": {"score": where(j % 5 == 3, -np.inf, s * (1 + h))},
     "scale": {"scale": -0.4},
 }
+DROPOUT = {"dropout": 0.4, "seed": 11}  # parts of the keys begin at multiples of 4, in which its generator counts them
 
 
 def problem_of(rng, dtype=np.float32, **options):
@@ -41,17 +42,11 @@ def problem_of(rng, dtype=np.float32, **options):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("formulas", FORMULAS)
-def test_parts_are_the_whole(rng, formulas, kernel):
-    problem = problem_of(rng, **FORMULAS[formulas])
-    assert_conforms(lambda whole: run_parts(KERNELS[kernel].run, whole, head_parts=2), problem)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("formulas", ["none", "heads"])
-def test_dropout_of_a_part_is_that_of_the_whole(rng, formulas, kernel):
-    """Parts of the keys begin at multiples of 4, because the generator counts keys in groups of 4."""
-    problem = problem_of(rng, dropout=0.4, seed=11, **FORMULAS[formulas])
+@pytest.mark.parametrize(
+    ("formulas", "options"), [*((name, {}) for name in FORMULAS), ("none", DROPOUT), ("heads", DROPOUT)]
+)
+def test_parts_are_the_whole(rng, formulas, options, kernel):
+    problem = problem_of(rng, **FORMULAS[formulas], **options)
     assert_conforms(lambda whole: run_parts(KERNELS[kernel].run, whole, head_parts=2), problem)
 
 

@@ -13,19 +13,14 @@ RANKS = [1, 2, 3, 4, 7, 8, 33]
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_every_position_belongs_to_one_rank(length, ranks, layout):
+def test_every_position_belongs_to_one_rank_and_one_row(length, ranks, layout):
+    """Spans begin at multiples of 4, and fill the rows of their rank."""
     shards = divide(length, ranks, layout)
     assert len(shards.ranks) == ranks
     assert shards.length == length
     owned = [position for own in shards.ranks for span in own for position in range(span.start, span.stop)]
     assert sorted(owned) == list(range(length))
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_spans_begin_at_multiples_of_4_and_fill_the_rows_of_their_rank(length, ranks, layout):
-    for own, rows in zip((shards := divide(length, ranks, layout)).ranks, shards.lengths, strict=True):
+    for own, rows in zip(shards.ranks, shards.lengths, strict=True):
         assert all(span.start % 4 == 0 for span in own if len(span))
         filled = [row for span in own for row in range(span.rows.start, span.rows.stop)]
         assert filled == list(range(rows))
