@@ -1,4 +1,7 @@
-"""`sightline.KVCache`: a decoding loop against attention on the whole sequence, and the cache against Python lists."""
+"""`sightline.KVCache`: a decoding loop against attention on the whole sequence, memory, and errors.
+
+`test_quantized_cache.py` compares drawn changes with Python lists, for caches of every dtype.
+"""
 
 import copy
 import math
@@ -6,9 +9,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import sightline
 from cached_calls import cache_problem
@@ -20,7 +20,6 @@ from sightline.call.problem import make_problem
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
 from sightline.kv_cache.storage import _grow, _write, _write_all
 from sightline.kv_cache.stored_rows import StoredRows
-from sightline.testing import assert_within_budget
 from strategies import DTYPES, to_torch
 
 B, H, G, T, D_K, D_V = 3, 4, 2, 40, 16, 9
@@ -671,104 +670,6 @@ def test_an_append_without_memory_leaves_the_cache_empty():
 def test_a_sequence_without_batch_axis_has_none_later():
     with pytest.raises(ShapeError, match="append"):
         filled_cache(X[0, 0], X[0, 0]).reorder([0, 0])
-
-
-# -- against Python lists ----------------------------------------------------------------------------------------------
-
-
-class AgainstLists(RuleBasedStateMachine):
-    """The cache, and one list of (key, value) rows per sequence."""
-
-    @initialize(
-        kind=st.sampled_from(["numpy", "torch"]),
-        dtype=st.sampled_from([None, "float32", "bfloat16"]),
-        batch=st.integers(1, 4),
-        capacity=st.integers(0, 9),
-    )
-    def begin(self, kind, dtype, batch, capacity):
-        self.rng, self.kind = np.random.default_rng(0), kind
-        self.cache = KVCache(capacity=capacity, dtype=dtype)
-        self.lists = [[] for _ in range(batch)]
-        self.views = []
-        self.cache.append(*self.given(self.drawn(0)))
-
-    def drawn(self, t):
-        """Rows that bfloat16 represents exactly."""
-        shape = (len(self.lists), G, t)
-        return [self.rng.integers(-99, 99, (*shape, width)).astype(np.float32) for width in (3, 2)]
-
-    def given(self, arrays):
-        return [to_torch(x) for x in arrays] if self.kind == "torch" else arrays
-
-    @rule(t=st.integers(0, 6), padding=st.sampled_from(["right", "left"]), data=st.data())
-    def append(self, t, padding, data):
-        count = len(self.lists)
-        counts = data.draw(st.none() | st.lists(st.integers(0, t), min_size=count, max_size=count))
-        key, value = self.drawn(t)
-        self.cache.append(*self.given([key, value]), lengths=counts, padding=padding)
-        newest = np.full((count, t), -1)
-        for b, rows in enumerate(self.lists):
-            real = t if counts is None else counts[b]
-            first = 0 if padding == "right" else t - real
-            newest[b, first : first + real] = range(len(rows), len(rows) + real)
-            rows += [(key[b, :, r], value[b, :, r]) for r in range(first, first + real)]
-        assert np.array_equal(self.cache.positions(), newest)
-
-    @rule(length=st.integers(0, 12))
-    def truncate(self, length):
-        self.cache.truncate(length)
-        self.lists = [rows[:length] for rows in self.lists]
-
-    @rule(data=st.data())
-    def truncate_each(self, data):
-        count = len(self.lists)
-        lengths = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
-        self.cache.truncate(np.asarray(lengths, int))
-        self.lists = [rows[:length] for rows, length in zip(self.lists, lengths, strict=True)]
-
-    @rule(data=st.data())
-    def reorder(self, data):
-        order = data.draw(st.lists(st.integers(0, len(self.lists) - 1), min_size=1, max_size=4))
-        before = self.cache.positions()
-        self.cache.reorder(order)
-        self.lists = [list(self.lists[b]) for b in order]
-        assert np.array_equal(self.cache.positions(), before[np.asarray(order, int)])
-
-    @rule()
-    def reset(self):
-        self.cache.reset()
-        self.lists = [[] for _ in self.lists]
-
-    @rule()
-    def query(self):
-        """Attention on each sequence's own rows: a zero query gives their mean."""
-        query = self.given([np.zeros((len(self.lists), G, 1, 3), np.float32)])[0]
-        query = query.astype(self.cache.key.dtype) if self.kind == "numpy" else query.to(self.cache.key.dtype)
-        output = numpy_of(sightline.attention(query, self.cache, kernel="streaming"))
-        for b, rows in enumerate(self.lists):
-            values = np.array([value for _, value in rows]).reshape(-1, G, 2)
-            mean = values.sum(0)[:, None] / max(len(rows), 1)
-            terms = np.abs(values).sum(0)[:, None] / max(len(rows), 1)
-            found = sightline.arrays.operations.dtype_name(query)
-            assert_within_budget(output[b].astype(DTYPES[found]), mean, mean.astype(DTYPES[found]), terms=terms)
-
-    @invariant()
-    def holds_the_lists(self):
-        if not hasattr(self, "cache"):
-            return
-        cache = self.cache
-        assert cache.lengths.tolist() == [len(rows) for rows in self.lists]
-        longest = max([len(rows) for rows in self.lists], default=0)
-        assert cache.key.shape == (len(self.lists), G, longest, 3)
-        assert cache.capacity >= longest
-        for b, rows in enumerate(self.lists):
-            for array, place in ((cache.key, 0), (cache.value, 1)):
-                own = np.array([row[place] for row in rows]).reshape(len(rows), G, array.shape[-1])
-                assert np.array_equal(numpy_of(array)[b, :, : len(rows)].astype(np.float32), own.swapaxes(0, 1))
-
-
-TestAgainstLists = AgainstLists.TestCase
-TestAgainstLists.settings = settings(max_examples=100, stateful_step_count=12)
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Quantised caches: the stored numbers against formulas in NumPy, changes against lists, and what is refused."""
+"""Quantised caches: the stored numbers against formulas in NumPy, changes against lists, and what is refused.
+
+The changes are drawn for caches of floats too.
+"""
 
 import copy
 import itertools
@@ -20,7 +23,7 @@ from sightline import KVCache, i, j
 from sightline.arrays.operations import to_numpy
 from sightline.arrays.row_formats import QUANTIZED, RowFormat
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, ParameterError, ShapeError
-from strategies import to_torch
+from strategies import DTYPES, to_torch
 
 WIDTHS = [1, 33, 64, 80, 96, 128, 160, 300]
 
@@ -116,15 +119,20 @@ def test_rows_take_the_bytes_that_the_page_promises():
 MASKS = [None, i >= j, sightline.window(4) & (i >= j)]
 
 
-class Model:
-    """A cache as lists: for each sequence, the rows of key and value that it has, as they were given."""
+def stored_numbers(dtype, x):
+    """Return what a cache of this dtype stores of the rows x, as float32."""
+    return quantized(dtype, x) if dtype in QUANTIZED else x.astype(DTYPES[dtype]).astype(np.float32)
 
-    def __init__(self, dtypes, kind, rng, widths, batch):
-        self.cache, self.dtypes, self.kind = (
-            KVCache(dtype=dtypes if dtypes[0] != dtypes[1] else dtypes[0]),
-            dtypes,
-            kind,
-        )
+
+class Model:
+    """A cache as lists: for each sequence, the rows of key and value that it has, as they were given.
+
+    `dtypes` are those of the keys and of the values: quantised ones, or two equal dtypes of floats.
+    """
+
+    def __init__(self, dtypes, kind, rng, widths, batch, capacity):
+        self.cache = KVCache(dtype=dtypes if dtypes[0] != dtypes[1] else dtypes[0], capacity=capacity)
+        self.dtypes, self.kind = dtypes, kind
         self.rng, self.widths, self.rows = rng, widths, [[] for _ in range(batch)]
 
     def draw(self, *shape):
@@ -132,12 +140,22 @@ class Model:
         return array, to_torch(array) if self.kind == "torch" else array
 
     def append(self, counts, padding="right", rows=None):
-        t = rows or max(counts, default=0) + 1
+        """Append padded rows, of which `counts` are real. If `rows` is given, there are so many, and all are real."""
+        t = rows or max(counts, default=0) + 2  # one query alone is then no row of this append, which may be padding
         (key, *_), (value, *_) = new = [self.draw(len(self.rows), 2, t, d) for d in self.widths]
-        self.cache.append(*[x[1] for x in new], lengths=counts, padding=padding)
+        self.cache.append(*[x[1] for x in new], lengths=None if rows else counts, padding=padding)
+        positions = np.full((len(counts), t), -1)
         for b, count in enumerate(counts):
             real = range(count) if padding == "right" else range(t - count, t)
+            positions[b, real] = range(len(self.rows[b]), len(self.rows[b]) + count)
             self.rows[b] += [(key[b, :, r], value[b, :, r]) for r in real]
+        assert np.array_equal(self.cache.positions(), positions)
+
+    def reorder(self, order):
+        before = self.cache.positions()
+        self.cache.reorder(order)
+        self.rows = [list(self.rows[index]) for index in order]
+        assert np.array_equal(self.cache.positions(), before[order])
 
     def copy(self):
         found = copy.copy(self)
@@ -147,35 +165,43 @@ class Model:
     def check(self):
         """Compare what is stored, and attention with ragged lengths, with the lists."""
         assert self.cache.lengths.tolist() == list(map(len, self.rows))
+        assert self.cache.capacity >= self.cache.max_length == max(map(len, self.rows))
         if not any(self.rows):
             return
-        stored = self.cache.dequantized()
+        is_quantized = self.dtypes[0] in QUANTIZED
+        stored = self.cache.dequantized() if is_quantized else (self.cache.key, self.cache.value)
         query, given = self.draw(len(self.rows), 4, 1, self.widths[0])
+        if not is_quantized:
+            query, given = (x.astype(DTYPES[self.dtypes[0]]) for x in (query, to_numpy(given)))
+            given = to_torch(given) if self.kind == "torch" else given
+            query = query.astype(np.float32)
         mask = MASKS[self.rng.integers(len(MASKS))]
-        output = to_numpy(sightline.attention(given, self.cache, mask=mask))
+        output = sightline.attention(given, self.cache, mask=mask)
         for b, rows in enumerate(self.rows):
             if not rows:
                 assert not output[b].any()
                 continue
             arrays = [np.stack([row[k] for row in rows], 1)[None] for k in range(2)]
-            expected = [quantized(dtype, x) for dtype, x in zip(self.dtypes, arrays, strict=True)]
+            expected = [stored_numbers(dtype, x) for dtype, x in zip(self.dtypes, arrays, strict=True)]
             for ours, theirs in zip(stored, expected, strict=True):
-                assert np.allclose(to_numpy(ours)[b : b + 1, :, : len(rows)], theirs, rtol=1e-6, atol=1e-7)
+                own = to_numpy(ours)[b : b + 1, :, : len(rows)].astype(np.float32)
+                assert np.allclose(own, theirs, rtol=1e-6 * is_quantized, atol=1e-7 * is_quantized)
             options = {} if mask is None else {"mask": mask.rewrite({"i": i + (len(rows) - 1)})}
             assert_attends(output[b : b + 1], query[b : b + 1], *expected, **options)
 
 
-@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
     data=st.data(),
-    dtypes=st.tuples(st.sampled_from(QUANTIZED), st.sampled_from(QUANTIZED)),
+    dtypes=st.tuples(st.sampled_from(QUANTIZED), st.sampled_from(QUANTIZED))
+    | st.sampled_from(["float32", "bfloat16"]).map(lambda dtype: (dtype, dtype)),
     kind=st.sampled_from(["numpy", "torch"]),
     seed=st.integers(0, 99),
 )
 def test_drawn_changes_against_lists(data, dtypes, kind, seed):
     rng = np.random.default_rng(seed)
     widths, batch = data.draw(st.sampled_from([(32, 64), (33, 20), (1, 96), (160, 128)])), data.draw(st.integers(1, 3))
-    model = Model(dtypes, kind, rng, widths, batch)
+    model = Model(dtypes, kind, rng, widths, batch, data.draw(st.integers(0, 9)))
     model.append([int(x) for x in rng.integers(0, 9, batch)])
     for _ in range(data.draw(st.integers(1, 6))):
         change = data.draw(st.sampled_from(["ragged", "left", "all", "many", "truncate", "reorder", "reset", "copy"]))
@@ -187,12 +213,11 @@ def test_drawn_changes_against_lists(data, dtypes, kind, seed):
             model.append([t] * count, rows=t)
         elif change == "truncate":
             limits = [int(x) for x in rng.integers(0, 12, count)]
-            model.cache.truncate(limits)
+            limits = [limits[0]] * count if data.draw(st.booleans()) else limits
+            model.cache.truncate(limits[0] if len(set(limits)) == 1 else limits)
             model.rows = [rows[:limit] for rows, limit in zip(model.rows, limits, strict=True)]
         elif change == "reorder":
-            order = [int(x) for x in rng.integers(0, count, data.draw(st.integers(1, 3)))]
-            model.cache.reorder(order)
-            model.rows = [list(model.rows[index]) for index in order]
+            model.reorder([int(x) for x in rng.integers(0, count, data.draw(st.integers(1, 3)))])
         elif change == "reset":
             model.cache.reset()
             model.rows = [[] for _ in model.rows]
