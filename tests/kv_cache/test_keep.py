@@ -130,13 +130,18 @@ def path_to(draft, parents):
     return path
 
 
+def draw_rows(rng, batch, count, kind):
+    """Return drawn keys and values of NumPy, and the same of the library `kind`."""
+    rows = [rng.normal(size=(batch, G, count, D)).astype(np.float32) for _ in range(2)]
+    return rows, list(map(torch.from_numpy, rows)) if kind == "torch" else rows
+
+
 def filled(kind, lengths, rng, dtype=None):
     """Return a cache of ragged sequences, and the oracle."""
     cache, oracle = KVCache(dtype=dtype), Oracle(len(lengths), dtype)
-    key, value = (rng.normal(size=(len(lengths), G, max(lengths), D)).astype(np.float32) for _ in range(2))
-    give = torch.from_numpy if kind == "torch" else np.asarray
-    cache.append(give(key), give(value), lengths=lengths)
-    oracle.append(key, value, lengths)
+    rows, given = draw_rows(rng, len(lengths), max(lengths), kind)
+    cache.append(*given, lengths=lengths)
+    oracle.append(*rows, lengths)
     return cache, oracle
 
 
@@ -196,9 +201,8 @@ class AgainstLists(RuleBasedStateMachine):
     def drafts(self, count, data):
         batch = len(self.oracle.rows)
         parents = [data.draw(st.integers(-1, draft - 1)) for draft in range(count)]
-        key, value = (self.rng.normal(size=(batch, G, count, D)).astype(np.float32) for _ in range(2))
-        give = torch.from_numpy if self.kind == "torch" else np.asarray
-        self.cache.append(give(key), give(value), parents=parents)
+        (key, value), given = draw_rows(self.rng, batch, count, self.kind)
+        self.cache.append(*given, parents=parents)
         if data.draw(st.booleans()):
             order = data.draw(st.permutations(range(batch)))
             self.cache.reorder(order)
@@ -218,10 +222,9 @@ class AgainstLists(RuleBasedStateMachine):
     def append(self, count, ragged):
         batch = len(self.oracle.rows)
         counts = self.rng.integers(0, count + 1, batch) if ragged else np.full(batch, count)
-        key, value = (self.rng.normal(size=(batch, G, count, D)).astype(np.float32) for _ in range(2))
-        give = torch.from_numpy if self.kind == "torch" else np.asarray
-        self.cache.append(give(key), give(value), lengths=counts)
-        self.oracle.append(key, value, counts)
+        rows, given = draw_rows(self.rng, batch, count, self.kind)
+        self.cache.append(*given, lengths=counts)
+        self.oracle.append(*rows, counts)
 
     @rule(uniform=st.booleans())
     def keep(self, uniform):
@@ -266,21 +269,26 @@ TestAgainstLists = AgainstLists.TestCase
 TestAgainstLists.settings = settings(max_examples=25, stateful_step_count=14, deadline=None)
 
 
-def check_steps(kind="numpy", rng=None):
-    """A prompt, an eviction that differs by head, and some steps under every formula."""
-    rng = np.random.default_rng(3) if rng is None else rng
-    cache, oracle = filled(kind, [12, 12], rng)
-    kept = np.array([[[0, 1, 5, 9], [0, 2, 3, 11]], [[2, 4, 6, 8], [0, 1, 2, 3]]])
+def kept_cache(rng, kept, kind="numpy"):
+    """Return a cache of sequences of 12 positions after an eviction, and its oracle."""
+    cache, oracle = filled(kind, [12] * len(kept), rng)
     cache.keep(kept)
-    for b in range(2):
+    for b, heads in enumerate(kept):
         oracle.held[b][:] = False
         for g in range(G):
-            oracle.held[b][g, kept[b, g]] = True
+            oracle.held[b][g, heads[g][heads[g] >= 0]] = True
+    return cache, oracle
+
+
+def check_steps(kind="numpy"):
+    """A prompt, an eviction that differs by head, and some steps under every formula."""
+    rng = np.random.default_rng(3)
+    kept = np.array([[[0, 1, 5, 9], [0, 2, 3, 11]], [[2, 4, 6, 8], [0, 1, 2, 3]]])
+    cache, oracle = kept_cache(rng, kept, kind)
     for _ in range(3):
-        key, value = (rng.normal(size=(2, G, 1, D)).astype(np.float32) for _ in range(2))
-        give = torch.from_numpy if kind == "torch" else np.asarray
-        cache.append(give(key), give(value))
-        oracle.append(key, value, [1, 1])
+        rows, given = draw_rows(rng, 2, 1, kind)
+        cache.append(*given)
+        oracle.append(*rows, [1, 1])
         for call in CALLS:
             oracle.check(cache, rng, call, 1, kind)
     return cache
@@ -292,17 +300,6 @@ def test_steps_after_an_eviction(kind):
     assert cache.key.shape == (2, G, 7, D)
     assert repr(cache).startswith("KVCache: 2 sequences of 15 positions each, of which up to 7 are kept")
     assert cache.rewriting(1, reads_rows=True, heads=H).mask(sightline.causal()) is None  # a step searches no tiles
-
-
-def kept_cache(rng, kept, length=12):
-    """Return a cache after an eviction, its oracle, and one new token's query."""
-    cache, oracle = filled("numpy", [length] * len(kept), rng)
-    cache.keep(kept)
-    for b, heads in enumerate(kept):
-        oracle.held[b][:] = False
-        for g in range(G):
-            oracle.held[b][g, heads[g][heads[g] >= 0]] = True
-    return cache, oracle
 
 
 UNEVEN = np.array([[[0, 3, 5, 11], [2, 10, 11, -1]], [[1, 2, 3, 4], [0, 8, -1, -1]]])

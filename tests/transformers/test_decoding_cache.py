@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -32,6 +33,12 @@ def make_decoder(name, implementation="sightline", padding="left"):
     model.set_attn_implementation(implementation)
     inputs = prompt_of(make_inputs(model, padding))
     return model, {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+
+
+def continued(inputs, tokens):
+    """Return the inputs of a generation that goes on after these real tokens (B, count), which follow the prompt."""
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, tokens.shape[1]), value=1)
+    return {"input_ids": torch.cat([inputs["input_ids"], tokens], 1), "attention_mask": mask}
 
 
 def generate(model, inputs, cache, **options):
@@ -195,6 +202,24 @@ def test_a_sliding_layer_stores_no_more_than_its_window():
         assert layer.cache.capacity <= 1.25 * window + 1
 
 
+def generate_beside(other, name, with_config, dtype, **options):
+    """Generate with a `Cache` of this dtype and with the other cache, and assert that the tokens are equal.
+
+    Return the differences of the logits, as shares of the largest logit, and the layers of the `Cache`.
+    """
+    model, inputs = make_decoder(name)
+    of_cache = {"config": model.config} if with_config else {}
+    expected = generate(model, inputs, make_cache(other, model, **of_cache), **options)
+    cache = make_cache(Cache, model, dtype=dtype, **of_cache)
+    found = generate(model, inputs, cache, **options)
+    assert torch.equal(found["sequences"], expected["sequences"])
+    ours, theirs = (torch.stack(answer["logits"]) for answer in (found, expected))
+    assert ours.dtype in (torch.float32, torch.float64)
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    assert {layer.cache.dtype for layer in layers} == {dtype}
+    return (ours - theirs).abs() / theirs.abs().max(), layers
+
+
 @pytest.mark.parametrize("way", [{"num_beams": 3, "max_new_tokens": 4}, {"prefill_chunk_size": 5}])
 @pytest.mark.parametrize("with_config", [False, True])
 @pytest.mark.parametrize("name", [name for name in DECODERS if name not in ("Whisper", "DeepSeek V3")])
@@ -202,17 +227,8 @@ def test_another_dtype_reaches_attention_as_it_is_stored(name, with_config, way)
     """Models in float64, keys and values in float32: logits near float32's roundings, with masks, biases and sinks."""
     if "prefill_chunk_size" in way and name in ("T5", "mT5", "BART", "Pegasus"):
         way = {}
-    model, inputs = make_decoder(name)
-    of_cache = {"config": model.config} if with_config else {}
-    expected = generate(model, inputs, make_cache(DynamicCache, model, **of_cache), **way)
-    cache = make_cache(Cache, model, dtype="float32", **of_cache)
-    found = generate(model, inputs, cache, **way)
-    assert torch.equal(found["sequences"], expected["sequences"])
-    ours, theirs = (torch.stack(answer["logits"]) for answer in (found, expected))
-    assert 1e-10 < (ours - theirs).abs().max() / theirs.abs().max() < 1e-5
-    assert ours.dtype in (torch.float32, torch.float64)
-    layers = getattr(cache, "self_attention_cache", cache).layers
-    assert {layer.cache.dtype for layer in layers} == {"float32"}
+    differences, layers = generate_beside(DynamicCache, name, with_config, "float32", **way)
+    assert 1e-10 < differences.max() < 1e-5
     assert {layer.keys.dtype for layer in layers} == {torch.float64}
 
 
@@ -237,18 +253,9 @@ def test_quantised_keys_and_values(name, with_config, dtype):
 
     A rounding of one layer may change a code of the next layer by 1, and then logits of later tokens by more.
     """
-    model, inputs = make_decoder(name)
-    of_cache = {"config": model.config} if with_config else {}
-    expected = generate(model, inputs, make_cache(RoundedCache, model, dtype=dtype, **of_cache), num_beams=2)
-    cache = make_cache(Cache, model, dtype=dtype, **of_cache)
-    found = generate(model, inputs, cache, num_beams=2)
-    assert torch.equal(found["sequences"], expected["sequences"])
-    ours, theirs = (torch.stack(answer["logits"]) for answer in (found, expected))
-    differences = (ours - theirs).abs() / theirs.abs().max()
+    differences, layers = generate_beside(partial(RoundedCache, dtype), name, with_config, dtype, num_beams=2)
     assert 1e-10 < differences.quantile(0.9) < 1e-5
     assert differences.max() < 1e-2
-    layers = getattr(cache, "self_attention_cache", cache).layers
-    assert {layer.cache.dtype for layer in layers} == {dtype}
     assert all(0 < max(layer.cache.quantization_error) < 0.2 for layer in layers)
 
 
@@ -366,13 +373,11 @@ def test_copies_of_a_prompt_share_its_keys_and_are_independent(with_config):
     generate(model, inputs, cache, max_new_tokens=1)
     stored = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     for token in (3, 9, 3):
-        ids = torch.cat([inputs["input_ids"], torch.full((3, 2), token)], 1)
-        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 2), value=1)
+        following = continued(inputs, torch.full((3, 2), token))
         copied = copy.deepcopy(cache)
         for own, other in zip(copied.layers, cache.layers, strict=True):
             assert own.keys.data_ptr() == other.keys.data_ptr()
-        found = generate(model, {"input_ids": ids, "attention_mask": mask}, copied)
-        expected = generate(model, {"input_ids": ids, "attention_mask": mask}, DynamicCache())
+        found, expected = (generate(model, following, each) for each in (copied, DynamicCache()))
         assert torch.equal(found["sequences"], expected["sequences"])
         for layer, (keys, values) in zip(cache.layers, stored, strict=True):
             assert torch.equal(layer.keys, keys)
@@ -394,10 +399,9 @@ def test_forks_of_a_prompt_generate_as_copies(name, with_config, monkeypatch):
             assert any(layer.cache.prefix for layer in cache.layers)
         else:
             cache.reorder_cache(torch.tensor([0, 2, 2, 2]))
-        mask = inputs["attention_mask"][[0, 2, 2, 2]]
-        ids = torch.cat([inputs["input_ids"][[0, 2, 2, 2]], torch.tensor([[5], [6], [7], [8]])], 1)
-        padded = {"input_ids": ids, "attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1)}
-        found.append(generate(model, padded, cache)["sequences"])
+        chosen = {key: x[[0, 2, 2, 2]] for key, x in inputs.items()}
+        following = continued(chosen, torch.tensor([[5], [6], [7], [8]]))
+        found.append(generate(model, following, cache)["sequences"])
     assert torch.equal(*found)
 
 
@@ -408,10 +412,8 @@ def test_threads_continue_one_prompt():
     answers = {}
 
     def continue_with(token):
-        ids = torch.cat([inputs["input_ids"], torch.full((3, 1), token)], 1)
-        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
-        options = {"do_sample": False, "max_new_tokens": 12}
-        answers[token] = model.generate(ids, attention_mask=mask, **{CACHE: copy.deepcopy(cache)}, **options)
+        options = {"do_sample": False, "max_new_tokens": 12, CACHE: copy.deepcopy(cache)}
+        answers[token] = model.generate(**continued(inputs, torch.full((3, 1), token)), **options)
 
     threads = [threading.Thread(target=continue_with, args=(token,)) for token in range(3, 9)]
     for thread in threads:
