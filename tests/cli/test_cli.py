@@ -44,13 +44,6 @@ def run(capsys, monkeypatch):
     return command
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit) as done:
-        main(["--version"])
-    assert done.value.code == 0
-    assert capsys.readouterr().out == f"sightline {__version__}\n"
-
-
 def test_help_without_arguments(run):
     """Without arguments the help is printed, which lists every command."""
     code, out, _ = run()
