@@ -65,7 +65,7 @@ WIDE = {
     "benchmarks/test_bench.py::test_wrong_statistics_are_found": 4,
     "benchmarks/test_bench_cuda.py": 4,
     "benchmarks/test_bench_models.py::test_every_contender_is_right": 4,
-    "benchmarks/test_rank_scaling.py": 0,
+    "benchmarks/test_cost_model.py::test_every_case_is_measured_predicted_and_printed": 0,
     "benchmarks/test_short_calls.py::test_both_contenders_are_right": 3,
     "cpu/test_decode.py::test_drawn_problems": 4,
     "cpu/test_decode.py::test_keys_that_no_row_sees_are_not_read": 3,

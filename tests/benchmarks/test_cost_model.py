@@ -1,11 +1,15 @@
-"""The predicted cost of attention over several ranks."""
+"""The cost of attention over several ranks, predicted and measured."""
+
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.__main__ import main
 from benchmarks.cost_model import Hardware, Sizes, predict, predict_problem
+from benchmarks.rank_scaling import CASES, measure_ranks
 from fault_planting import Fault, plant
 from sharded_problems import received_keys
 from sightline import causal, window
@@ -147,3 +151,27 @@ def test_an_empty_sequence_costs_nothing(ranks):
     prediction = predict_problem(whole(0), ranks, "zigzag")
     assert prediction.forward.time == prediction.backward.time == 0
     assert prediction.efficiency == 1
+
+
+# -- measured ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_every_case_is_measured_predicted_and_printed(monkeypatch, capsys):
+    found = []
+
+    def measure(n, repeats):
+        found.append(measure_ranks(256, repeats, ranks=(1, 2)))
+        return found[0]
+
+    monkeypatch.setattr("benchmarks.rank_scaling.measure_ranks", measure)
+    assert main(["--ranks", "--quick"]) == 0
+    page = capsys.readouterr().out
+    assert all(page.count(case.name) == 4 for case in CASES)
+    assert "mean nothing" in page
+    ((results, links),) = found
+    assert [(one.case, one.ranks, one.name) for one in results] == [
+        (case.name, ranks, name) for case in CASES for ranks in (1, 2) for name in ("forward", "backward")
+    ]
+    assert all(0 < one.measured / one.predicted < math.inf for one in results)
+    assert list(links) == [2]
+    assert min(links[2]) > 0
