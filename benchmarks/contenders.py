@@ -81,8 +81,10 @@ def prepare_sightline(
     problem: Attention, inputs: Inputs, threads: int, on_numpy: bool = False, kernel: str | None = None
 ) -> Call:
     """Prepare `sightline.attention`, called as a user calls it, on tensors or on NumPy arrays."""
+    import torch
+
     inputs = inputs.contiguous() if problem.contiguous else inputs
-    to_table = Table if problem.device == "cpu" else lambda array: Table(tensor_on(problem.device)(array))
+    to_table = Table if problem.device == "cpu" else lambda x: Table(torch.as_tensor(x, device=problem.device))
     mask = problem.mask and problem.mask.of(problem.n, to_table)
     given: dict[str, Any] = {"mask": mask, "see": list(problem.see) or None, "threads": threads, "kernel": kernel}
     given |= {"dropout": problem.dropout, "seed": problem.seed} if problem.dropout else {}
@@ -97,13 +99,6 @@ def prepare_sightline(
         arrays = [x.astype(kind) for x in (inputs.query, inputs.key, inputs.value)]
         return Call(lambda _: forward(*arrays), partial(name_results, problem))
     return differentiate(problem, inputs, forward)
-
-
-def tensor_on(device: str) -> Callable[[Any], Any]:
-    """Return a function that makes a torch tensor on the device of a NumPy array."""
-    import torch
-
-    return lambda array: torch.as_tensor(array, device=device)
 
 
 def variant(name: str, on_numpy: bool = False, kernel: str | None = None, **changes: Any) -> Contender:
@@ -139,7 +134,7 @@ def prepare_flex(problem: Attention, inputs: Inputs, threads: int) -> Call:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    to_table = tensor_on(problem.device)
+    to_table = partial(torch.as_tensor, device=problem.device)
     torch.compiler.reset()  # drop the code compiled for earlier problems
     options: dict[str, Any] = {"enable_gqa": True} if problem.G != problem.H else {}
     if problem.mask is not None:

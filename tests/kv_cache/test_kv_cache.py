@@ -559,6 +559,14 @@ def test_a_compiled_loop_gives_the_same_outputs(rng, dtype):
 X = np.zeros((2, 2, 5, 8), np.float32)
 
 
+# keys and values that NumPy would broadcast to those of `full`
+BROADCAST = [(X[:, :1], X[:, :1]), (X[..., :1], X), (X, X[:, :, :1]), (X[:, :, :1], X)]
+
+
+def learned():
+    return torch.zeros(1, 1, 2, 4).requires_grad_()
+
+
 def full():
     return filled_cache(X, X)
 
@@ -613,40 +621,20 @@ def full():
         (lambda: sightline.attention(X[0], full()), ShapeError, "different numbers of axes"),
         (lambda: sightline.attention(X[..., :4], full()), ShapeError, "d_k"),
         (lambda: sightline.explain(X, X), ParameterError, "without value"),
+        (lambda: filled_cache(X[0, 0], X[0, 0]).reorder([0, 0]), ShapeError, "append"),
+        (lambda: filled_cache(X[0], X[0]).append(X[0, ..., :3], X[0]), ShapeError, r"\(2, t, 8\)"),
+        (lambda: filled_cache(X[0, 0], X[0, 0]).append(X[0, 0, ..., :3], X[0, 0]), ShapeError, r"\(t, 8\)"),
+        (lambda: filled_cache(X[0], X[0]).append(X[:1, :1], X[:1, :1]), ShapeError, "as in the first append"),
+        (lambda: filled_cache(X[0, 0], X[0, 0]).append(X[:1, :1], X[:1, :1]), ShapeError, "as in the first append"),
+        *((lambda k=k, v=v: full().append(k, v), ShapeError, "cure") for k, v in BROADCAST),
+        (lambda: filled_cache(learned(), learned()), ParameterError, r"key.detach\(\)"),
+        (lambda: filled_cache(*torch.zeros(2, 1, 1, 2, 4)).append(*[learned()] * 2), ParameterError, r"key.detach\(\)"),
     ],
 )
 def test_errors_name_what_does_not_fit(call, error, says):
     with pytest.raises(error, match=says) as caught:
         call()
     assert caught.value.cure
-
-
-def test_errors_give_the_expected_shape():
-    for axes, says in ((4, r"\(2, 2, t, 8\)"), (3, r"\(2, t, 8\)"), (2, r"\(t, 8\)")):
-        own = X[(0,) * (4 - axes)]
-        with pytest.raises(ShapeError, match=says):
-            filled_cache(own, own).append(own[..., :3], own)
-
-
-@pytest.mark.parametrize("stored", [0, 1])
-def test_gradients_are_refused_with_a_cure(stored):
-    cache, x = KVCache(), torch.zeros(1, 1, 2, 4)
-    for _ in range(stored):
-        cache.append(x, x)
-    with pytest.raises(ParameterError, match=r"key.detach\(\)"):
-        cache.append(x.requires_grad_(), x)
-
-
-def test_later_appends_are_checked_as_the_first_one():
-    """Shapes that NumPy would broadcast, and axes that were none before."""
-    wrong = [(X[:, :1], X[:, :1]), (X[:1], X[:1]), (X[..., :1], X), (X, X[:, :, :1]), (X[:, :, :1], X)]
-    for key, value in wrong:
-        with pytest.raises(ShapeError):
-            full().append(key, value)
-    for axes in (2, 3):
-        own = X[(0,) * (4 - axes)]
-        with pytest.raises(ShapeError, match="as in the first append"):
-            filled_cache(own, own).append(X[:1, :1], X[:1, :1])
 
 
 def test_an_error_does_not_change_the_cache():
@@ -665,11 +653,6 @@ def test_an_append_without_memory_leaves_the_cache_empty():
         cache.append(X, X)
     assert cache.dtype is None
     assert repr(cache).startswith("KVCache: empty")
-
-
-def test_a_sequence_without_batch_axis_has_none_later():
-    with pytest.raises(ShapeError, match="append"):
-        filled_cache(X[0, 0], X[0, 0]).reorder([0, 0])
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------

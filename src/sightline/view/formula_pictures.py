@@ -22,8 +22,7 @@ from ..formula.formula_checks import check_formula
 from ..formula.interval_arithmetic import compute_intervals
 from ..formula.tile_ranges import make_box
 from . import plotting, terminal
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from .terminal import Array
 
 SAMPLES_PER_SIDE = 8  # largest number of sampled points per side of a cell
 FILE_CELLS = 256  # largest number of cells per side of a picture in a file

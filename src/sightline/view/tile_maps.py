@@ -13,8 +13,7 @@ from ..formula.tile_ranges import find_tile_ranges
 from . import plotting
 from .formula_pictures import validate_extent
 from .palette import LIGHT
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from .terminal import Array
 
 MAX_TILES = 512  # largest number of tiles per side; more queries or keys get larger tiles
 MAX_LINED_TILES = 64  # largest number of tiles per side at which lines separate the tiles
