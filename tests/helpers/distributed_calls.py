@@ -20,7 +20,7 @@ from sightline.call.kernel import Gradients, Result
 from sightline.call.problem import Problem
 from sightline.partition import schedule
 from sightline.partition.shards import Shards, divide
-from sightline.statistics import arrays_of
+from sightline.statistics import Reduction, arrays_of, unwrap_mean
 from sightline.testing import assert_conforms
 from sightline.torch.distributed import ring
 from sightline.torch.distributed.collectives import cut_spans
@@ -150,9 +150,10 @@ def join(parts: list[Any], shards: Shards, axis: int) -> Any:
     return whole
 
 
-def name_of(statistic: Any) -> str:
-    """Return the name of a statistic, or of the statistic inside a mean."""
-    return name_of(statistic.of) if hasattr(statistic, "of") else statistic.name
+def is_available(statistic: Any) -> bool:
+    """True if ranks can compute a statistic together: not an entry for each pair, nor a maximum with its position."""
+    of = unwrap_mean(statistic)
+    return not isinstance(of, Reduction) or bool(of.axes and not of.finds)
 
 
 @dataclass
@@ -171,12 +172,12 @@ class Distributed:
         seen = []
         for k, statistic in enumerate(posed.see):
             arrays = [own[k] for _, own in answers]
-            name = name_of(statistic)
-            if name == "pooled":
+            axes = getattr(unwrap_mean(statistic), "axes", "j")
+            if axes == "ij":
                 assert all(np.array_equal(one[0], arrays[0][0], equal_nan=True) for one in arrays)
                 found = arrays[0]
             else:
-                axis, shards = (-2 if name == "top_k" else -1), (keys if name == "received" else queries)
+                axis, shards = (-2 if statistic.name == "top_k" else -1), (keys if axes == "i" else queries)
                 found = [join([one[at] for one in arrays], shards, axis) for at in range(len(arrays[0]))]
             seen.append(statistic.build_result(found))
         output = output.astype(problem.query.dtype)

@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import sightline
-from distributed_calls import Distributed, Division, name_of, solve_without_heads
+from distributed_calls import Distributed, Division, is_available, solve_without_heads
 from gradient_checks import check as check_gradients
 from sightline import h, i, j, m, n, s, table
 from sightline.statistics import arrays_of
@@ -17,7 +17,6 @@ from statistic_definitions import check as check_statistics
 from statistic_definitions import statistics, usable
 from strategies import DTYPES, Case, cases
 
-AVAILABLE = {"lse", "entropy", "max_score", "mass", "top_k", "received", "pooled"}
 FEW = settings(max_examples=2, phases=[Phase.generate])  # most drawn problems compile kernels on every rank
 MANY = settings(FEW, max_examples=20)
 DRAWN = pytest.mark.parametrize("drawn", [FEW, pytest.param(MANY, marks=pytest.mark.soak)], ids=["few", "many"])
@@ -54,7 +53,7 @@ def test_drawn_statistics(ranks, dtype, drawn):
     def conforms(data, case):
         problem = case.make_problem()
         if usable(problem) and not problem.heads_squeezed:
-            see = [one for one in data.draw(statistics(problem)) if name_of(one) in AVAILABLE]
+            see = [one for one in data.draw(statistics(problem)) if is_available(one)]
             division = data.draw(divisions(problem))
             check_statistics(Distributed(ranks, division).run, case.make_problem(see=see))
 
@@ -108,6 +107,10 @@ SEE = [
     sightline.received(),
     sightline.received("max"),
     sightline.pooled(4, 4),
+    sightline.sum(sightline.p**2, over=j),
+    sightline.sum(sightline.p**2 * i, over=i),
+    sightline.min(s - j, over=(i, j)),
+    sightline.sum(sightline.p**2, over=(h, j)),
     sightline.entropy().mean("heads"),
     sightline.received("mean").mean("batch"),
 ]
@@ -120,7 +123,7 @@ def test_outputs_statistics_and_gradients(ranks, name, division):
 
 @pytest.mark.parametrize(("lengths", "layout"), [((3, 5), "zigzag"), ((70, 5), "contiguous"), ((1, 1), "zigzag")])
 def test_fewer_positions_than_ranks(ranks, lengths, layout):
-    see = [one for one in SEE if one.name != "pooled"]
+    see = [one for one in SEE if getattr(one, "axes", "") != "ij"]
     Distributed(ranks, Division(4, layout)).check(Case(*small(np.float32, *lengths), OPTIONS["learned"]), see)
 
 

@@ -126,7 +126,8 @@ def scatter(whole: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
 
 def cut_spans(x: Tensor, spans: Sequence[Span], axis: int) -> Tensor:
     """Return the positions of some spans on `axis` of a tensor with the whole sequence, as one contiguous tensor."""
-    return torch.cat([x.narrow(axis, span.start, len(span)) for span in spans], dim=axis).contiguous()
+    parts = [x.narrow(axis, span.start, len(span)) for span in spans]
+    return torch.cat([x.narrow(axis, 0, 0), *parts], dim=axis).contiguous()
 
 
 def join_shards(parts: Sequence[Tensor], shards: Shards, axis: int) -> Tensor:
