@@ -63,7 +63,7 @@ def sum(formula: Any, over: Over, cells: Cells = None) -> Statistic:
     >>> _, seen = sightline.attention(x, x, x, mask=mask, see=see)
     >>> seen["distance"]  # the mean of 0 to i
     array([0. , 0.5, 1. , 1.5], dtype=float32)
-    >>> 1 / seen["purity"]  # the number of keys that count
+    >>> (1 / seen["purity"]).round(2)  # the number of keys that count
     array([1., 2., 3., 4.], dtype=float32)
     """
     axes, outer = _read_over("sum", over)
