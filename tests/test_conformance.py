@@ -15,12 +15,9 @@ from strategies import DTYPES, LAYOUTS, ON_HOST, Case, cases
 
 TILED = [kernel for kernel in ON_HOST if kernel.name != "reference"]
 CPU = next(kernel for kernel in ON_HOST if kernel.name == "cpu")
-EXAMPLES = {
-    "cpu": 5,
-    "streaming": 20,
-    "reference": 10,
-    "jax": 3,
-}  # for each dtype; every one of "cpu" and JAX compiles
+# drawn problems for each dtype; every one of "cpu" and JAX compiles
+EXAMPLES = {"cpu": 5, "streaming": 20, "reference": 10, "jax": 3}
+TIMES = pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.soak)])  # as many in the soak
 GUARDED = {"cpu": 4}  # the same, for kernels without bounds checks
 
 
@@ -77,32 +74,19 @@ def drawn(kernel, dtype, framework, examples, **options):
     conforms()
 
 
+@TIMES
 @each("numpy", "torch")
-def test_drawn_problems(kernel, dtype, framework):
-    drawn(kernel, dtype, framework, EXAMPLES.get(kernel.name, 250) // (1 if framework == "numpy" else 2))
+def test_drawn_problems(kernel, dtype, framework, times):
+    examples = EXAMPLES.get(kernel.name, 250) // (2 if framework == "torch" and times == 1 else 1)
+    drawn(kernel, dtype, framework, times * examples)
 
 
-in_jax = pytest.mark.parametrize("framework", ["jax", "compiled jax"])
-
-
-@in_jax
+@TIMES
+@pytest.mark.parametrize("framework", ["jax", "compiled jax"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_drawn_problems_in_jax(dtype, framework):
+def test_drawn_problems_in_jax(dtype, framework, times):
     """The results have the bits of the CPU kernel's."""
-    drawn(CPU, dtype, framework, EXAMPLES["jax"])
-
-
-@pytest.mark.soak
-@in_jax
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_many_drawn_problems_in_jax(dtype, framework):
-    drawn(CPU, dtype, framework, 20 * EXAMPLES["jax"])
-
-
-@pytest.mark.soak
-@each("numpy", "torch")
-def test_many_drawn_problems(kernel, dtype, framework):
-    drawn(kernel, dtype, framework, 20 * EXAMPLES.get(kernel.name, 250))
+    drawn(CPU, dtype, framework, times * EXAMPLES["jax"])
 
 
 ODD = {

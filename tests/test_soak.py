@@ -26,8 +26,11 @@ def with_guards(seed, count, past=0):
 
 
 @linux
-def test_no_access_outside_an_array():
-    result = with_guards(0, 3)
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 3), *(pytest.param(seed, 250, marks=pytest.mark.soak) for seed in range(1, 9))]
+)
+def test_no_access_outside_an_array(seed, count):
+    result = with_guards(seed, count)
     assert (result.returncode, result.stdout) == (0, "unharmed\n"), result.stderr
 
 
@@ -35,14 +38,6 @@ def test_no_access_outside_an_array():
 def test_an_access_outside_is_found():
     """The first problem ends at the forbidden page; that it is a kernel that reads it shows in NumPy's silence."""
     assert with_guards(0, 1, past=1).returncode == -signal.SIGSEGV
-
-
-@linux
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(1, 9))
-def test_no_access_outside_an_array_for_long(seed):
-    result = with_guards(seed, 250)
-    assert (result.returncode, result.stdout) == (0, "unharmed\n"), result.stderr
 
 
 # -- many threads ------------------------------------------------------------------------------------------------------

@@ -18,36 +18,25 @@ def example():
     return module
 
 
-def compare(example, steps, backend):
+# torch's compiler imports deprecated modules of torch
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised by torch
+@pytest.mark.parametrize(
+    ("steps", "backend"),
+    [(10, ""), (4, "aot_eager"), *(pytest.param(300, name, marks=pytest.mark.soak) for name in ("", "inductor"))],
+)
+def test_losses_agree(example, steps, backend):
     """The losses agree within rounding at first, and at the end within the difference that another seed makes."""
-    ours, theirs, other = (
-        np.array(example.train(example.ATTENTIONS[name], steps, seed, backend))
-        for name, seed in (("sightline", 0), ("torch", 0), ("torch", 1))
-    )
+    try:
+        ours, theirs, other = (
+            np.array(example.train(example.ATTENTIONS[name], steps, seed, backend))
+            for name, seed in (("sightline", 0), ("torch", 0), ("torch", 1))
+        )
+    finally:
+        torch.compiler.reset()
     depth = example.LAYERS * example.CONTEXT  # consecutive roundings in a step, each of half a unit in the last place
     assert (abs(ours - theirs)[:4] <= depth * np.spacing(theirs[:4].astype(np.float32))).all()
     assert ours[-1] < ours[0]
     last = max(steps // 10, 1)
     spread = abs(theirs[-last:].mean() - other[-last:].mean())
     assert abs(ours[-last:].mean() - theirs[-last:].mean()) <= spread
-
-
-def test_losses_agree(example):
-    compare(example, 10, "")
-
-
-# torch's compiler imports deprecated modules of torch
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised by torch
-def test_losses_agree_compiled(example):
-    try:
-        compare(example, 4, "aot_eager")
-    finally:
-        torch.compiler.reset()
-
-
-@pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["", "inductor"])
-def test_long_training(example, backend):
-    compare(example, 300, backend)

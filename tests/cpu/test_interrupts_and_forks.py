@@ -27,27 +27,20 @@ def printed(program, *arguments, timeout):
 
 
 @posix
-def test_calls_work_after_interrupts_at_random_times():
-    assert printed("interrupted_calls.py", "timer", 0, 300, timeout=120) == "interrupts: 300\n"
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 300), *(pytest.param(seed, 10_000, marks=pytest.mark.soak) for seed in range(1, 5))]
+)
+def test_calls_work_after_interrupts_at_random_times(seed, count):
+    assert printed("interrupted_calls.py", "timer", seed, count, timeout=1800) == f"interrupts: {count}\n"
 
 
-@posix
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(1, 5))
-def test_calls_work_after_many_interrupts_at_random_times(seed):
-    assert printed("interrupted_calls.py", "timer", seed, 10_000, timeout=1800) == "interrupts: 10000\n"
-
-
-def test_a_team_works_after_an_interrupt_before_any_instruction():
-    name, number = printed("interrupted_calls.py", "bytecode", "team", timeout=300).split()
+@pytest.mark.parametrize(
+    ("what", "instructions"), [("team", 100), pytest.param("attention", 2000, marks=pytest.mark.soak)]
+)
+def test_calls_work_after_an_interrupt_before_any_instruction(what, instructions):
+    name, number = printed("interrupted_calls.py", "bytecode", what, timeout=3600).split()
     assert name == "interrupts:"
-    assert int(number) > 100
-
-
-@pytest.mark.soak
-def test_calls_work_after_an_interrupt_before_any_instruction():
-    _, number = printed("interrupted_calls.py", "bytecode", "attention", timeout=3600).split()
-    assert int(number) > 2000
+    assert int(number) > instructions
 
 
 def compile_for_this_processor():
@@ -86,16 +79,15 @@ def test_an_interrupt_inside_llvmlite_does_not_stop_other_threads(calls_before, 
 
 
 @posix
-def test_children_of_forks_call():
-    assert printed("forked_calls.py", 0, 10, timeout=300) == "children: 10\n"
-
-
-@posix
-@pytest.mark.soak
-@pytest.mark.parametrize("packages", [[], ["torch"]], ids=["alone", "with torch"])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_children_of_many_forks_call(seed, packages):
-    assert printed("forked_calls.py", seed, 1000, *packages, timeout=3600) == "children: 1000\n"
+@pytest.mark.parametrize(
+    ("count", "seed", "packages"),
+    [
+        (10, 0, []),
+        *(pytest.param(1000, seed, more, marks=pytest.mark.soak) for seed in (1, 2) for more in ([], ["torch"])),
+    ],
+)
+def test_children_of_forks_call(count, seed, packages):
+    assert printed("forked_calls.py", seed, count, *packages, timeout=3600) == f"children: {count}\n"
 
 
 IMPORTS = """

@@ -70,8 +70,10 @@ def processor(request):
 # -- whole problems ------------------------------------------------------
 
 
-def drawn(processor, dtype, times=1):
-    """Check drawn problems, `times` as many as in the suite."""
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("dtype", SERVED)
+def test_drawn_problems(processor, dtype, times):
+    """The soak draws `times` as many problems as the suite."""
     kernel = Cpu(processor)
     options = {"dropout": serves(kernel, dtype, dropout=0.5, seed=0), "dtypes": (dtype,), "largest": 10_000}
 
@@ -81,17 +83,6 @@ def drawn(processor, dtype, times=1):
         assert_conforms(kernel.run, case.make_problem(see=[lse()]))
 
     conforms()
-
-
-@pytest.mark.parametrize("dtype", SERVED)
-def test_drawn_problems(processor, dtype):
-    drawn(processor, dtype)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("dtype", SERVED)
-def test_many_drawn_problems(processor, dtype):
-    drawn(processor, dtype, times=20)
 
 
 PROBLEMS = {

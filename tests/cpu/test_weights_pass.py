@@ -23,10 +23,13 @@ from weights_pass_checks import check, check_everything, compute, several, weigh
 # -- problems --------------------------------------------------------------------------------------------------------
 
 STATISTICS = ("received", "pooled", "top_k", "weights")
+EXAMPLES = [10, pytest.param(400, marks=pytest.mark.soak)]  # the number of drawn problems of each dtype
 
 
-def drawn(dtype, examples):
-    """Check one statistic of each of `examples` drawn problems."""
+@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems(dtype, examples):
+    """One statistic of each problem."""
 
     @settings(max_examples=examples)
     @given(cases(dtypes=(dtype,), largest=15_000), st.sampled_from(STATISTICS), st.data())
@@ -64,9 +67,9 @@ def requests(draw, problem):
     return draw(st.lists(st.one_of(kinds), min_size=2, max_size=4))
 
 
-def drawn_together(dtype, examples):
-    """Check statistics that share passes, for each of `examples` drawn problems."""
-
+@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems_with_several_statistics(dtype, examples):
     @settings(max_examples=examples)
     @given(cases(dtypes=(dtype,), largest=15_000), st.data())
     def conforms(case, data):
@@ -75,28 +78,6 @@ def drawn_together(dtype, examples):
             check(problem, data.draw(requests(problem)))
 
     conforms()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_drawn_problems_with_several_statistics(dtype):
-    drawn_together(dtype, 10)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_many_drawn_problems_with_several_statistics(dtype):
-    drawn_together(dtype, 400)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_drawn_problems(dtype):
-    drawn(dtype, 10)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_many_drawn_problems(dtype):
-    drawn(dtype, 400)
 
 
 PROBLEMS = {

@@ -28,8 +28,13 @@ def test_drawn_problems(dtype):
     conforms()
 
 
-def drawn_by_kernel(dtype, framework, examples):
-    """Check so many drawn problems. Each compiles two kernels."""
+@pytest.mark.parametrize(
+    ("framework", "examples"),
+    [("numpy", 4), ("torch", 2), *(pytest.param(name, 100, marks=pytest.mark.soak) for name in ("numpy", "torch"))],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems_by_the_generated_kernel(dtype, framework, examples):
+    """Each problem compiles two kernels."""
 
     @settings(max_examples=examples)
     @given(cases(dtypes=(dtype,), poison=False, largest=20000))
@@ -37,19 +42,6 @@ def drawn_by_kernel(dtype, framework, examples):
         check(case, framework, by_cpu)
 
     conforms()
-
-
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_drawn_problems_by_the_generated_kernel(dtype, framework):
-    drawn_by_kernel(dtype, framework, 4 if framework == "numpy" else 2)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_many_drawn_problems_by_the_generated_kernel(dtype, framework):
-    drawn_by_kernel(dtype, framework, 100)
 
 
 PAIRS = {  # tables with an entry per pair, (H, n, m) = (2, 70, 137) or shared, as scores

@@ -25,28 +25,19 @@ def nested(depth):
     return score
 
 
-EXAMPLES = {"float32": 5, "bfloat16": 3, "float16": 2, "float64": 2}
+EXAMPLES = {"float32": 5, "bfloat16": 3, "float16": 2, "float64": 2}  # drawn problems
+MANY_EXAMPLES = [pytest.param(dtype, 1000, marks=pytest.mark.soak) for dtype in DTYPES]
 SINKS = np.array([-1.0, 0.0, 2.0, -np.inf], np.float32)
 
 
-def drawn(kernel, dtype, examples):
+@pytest.mark.parametrize(("dtype", "examples"), [*EXAMPLES.items(), *MANY_EXAMPLES])
+def test_drawn_problems(triton_kernel, dtype, examples):
     @settings(max_examples=examples)
     @given(cases(dtypes=(dtype,)))
     def conforms(case):
-        assert_conforms(kernel.run, case.as_torch().make_problem(see=[lse()]))
+        assert_conforms(triton_kernel.run, case.as_torch().make_problem(see=[lse()]))
 
     conforms()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_drawn_problems(triton_kernel, dtype):
-    drawn(triton_kernel, dtype, EXAMPLES[dtype])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_many_drawn_problems(triton_kernel, dtype):
-    drawn(triton_kernel, dtype, 1000)
 
 
 PROBLEMS = {

@@ -80,24 +80,15 @@ def test_named_problems_in_every_dtype(triton_kernel, name, dtype):
     check(Case(*arrays(dtype=dtype, **shapes), options), "torch", by(triton_kernel))
 
 
-def drawn(kernel, dtype, count):
-    @settings(max_examples=count)
+@pytest.mark.parametrize("examples", [2, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems(triton_kernel, dtype, examples):
+    @settings(max_examples=examples)
     @given(cases(dtypes=(dtype,), poison=False, largest=2000))
     def conforms(case):
-        check(case, "torch", by(kernel))
+        check(case, "torch", by(triton_kernel))
 
     conforms()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_drawn_problems(triton_kernel, dtype):
-    drawn(triton_kernel, dtype, 2)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_drawn_problems_for_long(triton_kernel, dtype):
-    drawn(triton_kernel, dtype, 500)
 
 
 TABLES = {  # scores that read tables, by the kind of their lookups in `table_gradient`
