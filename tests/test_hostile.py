@@ -63,32 +63,6 @@ def test_learned_tables_keep_their_gradient():
     assert torch.autograd.grad(out.square().sum(), factor)[0] != 0
 
 
-INTERRUPT = """
-import signal, numpy as np, sightline
-from sightline import i, j
-def interrupt(*_):
-    raise KeyboardInterrupt
-signal.signal(signal.SIGALRM, interrupt)
-q = np.ones((1, 2, 6000, 32), np.float32)
-sightline.attention(q, q, q, mask=(i >= j) | (i < 1), threads=8)  # import all first: interrupts break imports
-seen = 0
-for attempt in range(8):
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
-    try:
-        sightline.attention(q, q, q, mask=(i >= j) | (i < 1), threads=8)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt:
-        seen += 1
-print(seen)
-"""
-
-
-def test_an_interrupt_does_not_free_memory_of_running_threads():
-    result = subprocess.run([sys.executable, "-c", INTERRUPT], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) > 0
-
-
 @pytest.mark.parametrize("size", [1e6, 1e10, 1e18])
 @pytest.mark.parametrize("mask", [None, i >= j], ids=["all", "causal"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])

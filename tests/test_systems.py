@@ -83,8 +83,8 @@ def test_the_names_are_gone():
 
 
 def test_another_process_loads_the_kernels(folder):
-    first, second = run(PROGRAM), run(PROGRAM)
-    assert first.endswith("{'compiled': 2} None")
+    first, second = (run(PROGRAM, PYTHONHASHSEED=seed) for seed in "12")
+    assert first.endswith("{'compiled': 2} None")  # a kernel with a formula has two parts
     assert second == first.replace("compiled", "read")
     assert [file.suffix for file in folder.iterdir()] == [".kernel"] * 2
 
@@ -94,7 +94,7 @@ def test_reading_an_old_kernel_updates_its_time(folder):
     for file in folder.iterdir():
         os.utime(file, (1, 1))
     assert "read" in run(PROGRAM)
-    assert all(time.time() - file.stat().st_mtime < 1000 for file in folder.iterdir())
+    assert all(time.time() - file.stat().st_mtime < 100 for file in folder.iterdir())
 
 
 def test_a_kernel_that_is_being_read_is_written_again(folder):

@@ -11,7 +11,7 @@ import pytest
 import sightline
 from cached_calls import uncached
 from sample_calls import KINDS, all_bits, arrays, bits, decoding_arrays, draw_inputs
-from sightline import i, j, table
+from sightline import i, j
 from sightline.call import call_cache
 from sightline.cpu.calls.launcher import RecordCode
 from sightline.cpu.calls.python_functions import launcher
@@ -71,24 +71,6 @@ def test_decoding_from_many_threads_at_once(rng):
     ask_at_once([[one] for one in given], 60)
 
 
-def test_a_buffer_in_use_is_left_to_its_user(rng):
-    given = arrays(rng)
-    expected = bits(uncached(given))
-    assert bits(sightline.attention(*given)) == expected
-    prepared = next(iter(call_cache.calls.values())).prepared
-    record = prepared.records[0]
-    record.array[0] = 1
-    assert bits(sightline.attention(*given)) == expected
-    assert (record.array[0], len(prepared.records)) == (1, 2)
-    direct = prepared.describe(record, None)
-    assert launcher()(direct, None, (), (), (), ()) is None
-    record.array[0] = 0
-    assert bits(sightline.attention(*given)) == expected
-    with pytest.raises(OverflowError):
-        launcher()(direct, None, (2**70,), (), (), ())
-    assert record.array[0] == 0
-
-
 def test_a_workspace_that_is_not_cleared_is_found(rng, monkeypatch, fresh_kernels):
     """Planted fault: the kernel of the second launch finds the counter of the first, and computes nothing."""
     given, options = arrays(rng), {"sinks": np.zeros(2, np.float32)}  # with sinks, `launch` runs each repetition
@@ -115,21 +97,3 @@ def test_a_stale_argument_block_is_found(rng):
     output[...] = np.nan
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(next(iter(call_cache.calls.values())).prepared.call.kernel)(buffer.address)
     assert np.isnan(output).all()
-
-
-def test_a_record_grows_with_the_number_of_tile_ranges(rng):
-    """The first contents need few tile ranges. Others need more than the record's buffer can have."""
-    n = 64
-    given = arrays(rng, ((1, 1, n, 8), (1, 1, 4096, 8), (1, 1, 4096, 8)))
-
-    def mask(step):
-        return table((np.arange(4096) // 64 % step == 0).astype(np.int64))[j] > 0
-
-    sightline.attention(*given, mask=mask(64), threads=1)
-    expected = bits(uncached(given, mask=mask(2), threads=1))
-    call_cache.clear()
-    sightline.attention(*given, mask=mask(64), threads=1)
-    for _ in range(2):
-        assert bits(sightline.attention(*given, mask=mask(2), threads=1)) == expected
-    prepared = next(iter(call_cache.calls.values())).prepared
-    assert (len(prepared.records), prepared.direct is None) == (1, False)

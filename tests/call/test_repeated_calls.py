@@ -28,25 +28,15 @@ from sightline.cpu.launch.prepared_call import PreparedCall
 from sightline.cpu.launch.tile_search import BoundSearch
 from sightline.errors import ChangedArrayError, ParameterError, TableError
 
-SEEDS, SEEDS_PER_TEST = 60, 5
+SEEDS_PER_TEST = 5
 REPEATS = 4  # calls until a call is direct, and one more
 
 
-@pytest.fixture(autouse=True)
-def clear_cache():
-    call_cache.clear()
-
-
-@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_TEST))
+@pytest.mark.parametrize(
+    "first", [*range(0, 60, SEEDS_PER_TEST), *(pytest.param(k, marks=pytest.mark.soak) for k in range(1000, 3000, 5))]
+)
 def test_drawn_calls_equal_the_definition(first):
     for seed in range(first, first + SEEDS_PER_TEST):
-        Repetition(seed).check()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("first", range(1000, 3000, 100))
-def test_many_drawn_calls_equal_the_definition(first):
-    for seed in range(first, first + 100):
         Repetition(seed).check()
 
 
