@@ -211,8 +211,16 @@ def test_a_torch_without_exchange_functions_is_read_in_python(read):
     assert make_array_functions(LOOKUP.tensors._replace(exchange=None)) is None
 
 
-def test_a_python_without_a_function_is_not_served(monkeypatch):
-    monkeypatch.setattr(python_functions, "PYTHON_API", {"PyLong_FromLongLong", "PyNothing_New"})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sightline.cpu.calls.python_functions.PYTHON_API", {"PyLong_FromLongLong", "PyNothing_New"}),
+        ("sysconfig.get_config_var", lambda name: 1),
+    ],
+    ids=["a function is missing", "without a global lock"],
+)
+def test_a_python_that_generated_functions_cannot_use_is_not_served(name, value, monkeypatch):
+    monkeypatch.setattr(name, value)
     python_functions.is_supported.cache_clear()
     try:
         assert make_array_functions(LOOKUP.tensors) is None
@@ -251,12 +259,3 @@ def test_arrays_of_another_numpy_are_read_in_python(name, monkeypatch):
     offsets = ARRAY_OFFSETS if name in ARRAY_OFFSETS else DTYPE_OFFSETS
     monkeypatch.setitem(offsets, name, offsets[name] + {"order": 1, "axes": 4, "number": 4}.get(name, 8))
     assert make_array_functions(LOOKUP.tensors) is None
-
-
-def test_arrays_are_read_in_python_without_a_global_lock(monkeypatch):
-    monkeypatch.setattr("sysconfig.get_config_var", lambda name: 1)
-    python_functions.is_supported.cache_clear()
-    try:
-        assert make_array_functions(LOOKUP.tensors) is None
-    finally:
-        python_functions.is_supported.cache_clear()
