@@ -75,14 +75,20 @@ def assert_close(found, expected, tolerance=2e-5):
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["documents", "bias that hides", "sinks", "cap", "mass and means"])
-def test_results(rng, kind, operands, by_operations):
-    options = draw_inputs(rng, kind, B, H, N, N, jnp.asarray)
-    assert_close(jax.jit(partial(by_operations, **options))(*operands), sightline.attention(*operands, **options))
+NUMBERS = np.array([0.0, -2.5, math.pi, 1e30, -1e-30, math.inf, 7.0, 1.0, 3.0])
+OPTIONS = {
+    "statistics": {"mask": i >= j, "see": list(STATISTICS.values())},
+    "the same weights dropped": {"dropout": 0.4, "seed": 2**63 + 12345},
+    "wide numbers of NumPy": {
+        "mask": table(NUMBERS)[i] * table(np.arange(N))[j] > -3,
+        "score": s + table(NUMBERS.clip(-9, 9))[j],
+    },
+}
 
 
-def test_statistics(operands, by_operations):
-    options = {"mask": i >= j, "see": list(STATISTICS.values())}
+@pytest.mark.parametrize("name", ["documents", "bias that hides", "sinks", "cap", "mass and means", *OPTIONS])
+def test_results(rng, name, operands, by_operations):
+    options = OPTIONS.get(name) or draw_inputs(rng, name, B, H, N, N, jnp.asarray)
     assert_close(jax.jit(partial(by_operations, **options))(*operands), sightline.attention(*operands, **options))
 
 
@@ -102,17 +108,6 @@ def test_drawn_problems(dtype, by_operations):
         assert_conforms(run, make_problem(*case.arrays, **case.options))
 
     conforms()
-
-
-def test_dropout_drops_the_same_weights(operands, by_operations):
-    options = {"dropout": 0.4, "seed": 2**63 + 12345}
-    assert_close(by_operations(*operands, **options), sightline.attention(*operands, **options))
-
-
-def test_wide_numbers_of_numpy_tables(operands, by_operations):
-    numbers = np.array([0.0, -2.5, math.pi, 1e30, -1e-30, math.inf, 7.0, 1.0, 3.0])
-    options = {"mask": table(numbers)[i] * table(np.arange(N))[j] > -3, "score": s + table(numbers.clip(-9, 9))[j]}
-    assert_close(by_operations(*operands, **options), sightline.attention(*operands, **options))
 
 
 def test_whole_numbers_beyond_32_bits_are_exact_or_an_error(operands, by_operations):

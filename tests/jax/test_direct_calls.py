@@ -17,6 +17,7 @@ from sample_calls import bits
 from sightline import b, h, i, j, s, table
 from sightline.call import call_cache
 from sightline.cpu.calls import xla_direct_call
+from sightline.cpu.calls.xla_handler import XlaHandler
 from sightline.jax import custom_call, dot_product_attention
 from sightline.jax.xla_calls import parse_call
 
@@ -174,7 +175,15 @@ def check_all(draw):
             assert same(attend(*given), sightline.attention(*map(np.asarray, given), scale=scale)), "other bits"
 
 
+COPY = "self.copy_addresses(ARGUMENTS, num_arguments, buffers)"
 FAULTS = {
+    "query and key exchanged": Fault(
+        XlaHandler.build,
+        COPY,
+        f"{COPY}; pair = [buffers.at(k * 8).load(INT64) for k in (1, 0)]; "
+        "[buffers.at(k * 8).store(x) for k, x in enumerate(pair)]",
+    ),
+    "key in place of value": Fault(XlaHandler.build, COPY, f"{COPY}; buffers.at(16).store(buffers.at(8).load(INT64))"),
     "the keys as values": Fault(
         xla_direct_call.XlaDirectCall.write_words,
         "self.buffers.at(index * 8)",

@@ -84,9 +84,7 @@ def by_position(*arrays):
 
 def assert_close(found, expected):
     for x, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert x.shape == right.shape
-        assert x.dtype == right.dtype
-        np.testing.assert_allclose(x, right, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(x, right, rtol=2e-5, atol=2e-5, strict=True)
 
 
 # -- the definition ----------------------------------------------------------------------------------------------------

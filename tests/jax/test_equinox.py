@@ -73,7 +73,7 @@ def test_a_mapped_layer_is_one_call(inputs, monkeypatch):
     ours, theirs = layers()
     batch = jnp.stack([inputs, inputs[::-1], -inputs])
     apply = lambda layer: jax.vmap(lambda x: layer(x, x, x))(batch)  # noqa: E731
-    monkeypatch.setattr(sightline.jax.batching, "_compute_in_turn", None)
+    monkeypatch.setattr(sightline.jax.primitives, "_compute_in_turn", None)
     assert_close(apply(ours), apply(theirs))
 
 

@@ -25,9 +25,7 @@ def inputs():
 
 def assert_close(found, expected):
     for x, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert x.shape == right.shape
-        assert x.dtype == right.dtype
-        np.testing.assert_allclose(x, right, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(x, right, rtol=2e-5, atol=2e-5, strict=True)
 
 
 def linen_layers(**options):
@@ -50,7 +48,6 @@ SHAPES = {
 }
 
 
-@pytest.mark.usefixtures("without_checks")
 @pytest.mark.usefixtures("without_checks")
 @pytest.mark.parametrize("name", SHAPES)
 def test_results_are_those_of_flax(rng, name):

@@ -13,15 +13,17 @@ import pytest
 import torch
 
 import sightline
+from fault_planting import Fault, assert_found
 from gradient_checks import NAMES, differentiated
 from jax_kernel import enable_x64
 from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
+from sightline.call import join as call_join
 from sightline.call.backward_calls import BackwardPasses
 from sightline.call.problem import make_problem
 from sightline.call.spec import CallSpec
 from sightline.errors import FormulaError, ParameterError, ShapeError, SightlineError
-from sightline.jax import batching, dispatch, xla_calls
+from sightline.jax import dispatch, primitives, xla_calls
 from sightline.jax.options import CallOptions
 from sightline.reference.accuracy import gradient_term_sizes, summation_orders
 from sightline.reference.definition import compute_stages
@@ -47,10 +49,6 @@ def same_bits(found, expected):
         x.shape == y.shape and np.array_equal(x, y.astype(x.dtype), equal_nan=True)
         for x, y in zip(found, expected, strict=True)
     )
-
-
-def stack(answers):
-    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *answers)
 
 
 # -- the same answer ---------------------------------------------------------------------------------------------------
@@ -306,10 +304,6 @@ def elements(rng):
 AXES = [(0, 0, 0, 0, 0), (0, None, 0, 0, None), (1, 0, 0, None, 0), (0, 0, 0, None, None), (None,) * 3 + (0, None)]
 
 
-def select(elements, axes, number):
-    return [jnp.take(x, number, 0 if axis is None else axis) for x, axis in zip(elements, axes, strict=True)]
-
-
 def given_to(elements, axes):
     """The arguments of a mapped call: the first element of what is not mapped."""
     moved = [x if not axis else jnp.moveaxis(x, 0, axis) for x, axis in zip(elements, axes, strict=True)]
@@ -317,18 +311,33 @@ def given_to(elements, axes):
 
 
 def each(function, given, axes):
-    rows = range(3)
-    return stack(
-        [function(*[x if a is None else jnp.take(x, k, a) for x, a in zip(given, axes, strict=True)]) for k in rows]
-    )
+    """The results of the function for one element after another, stacked."""
+    elements = ([x if a is None else jnp.take(x, k, a) for x, a in zip(given, axes, strict=True)] for k in range(3))
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *[function(*element) for element in elements])
+
+
+def check_vmap(elements, axes):
+    given = given_to(elements, axes)
+    assert same_bits(jax.jit(jax.vmap(padded, axes))(*given), each(padded, given, axes)), "other bits"
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_vmap_is_one_call_for_all_elements(elements, axes, monkeypatch):
-    given = given_to(elements, axes)
-    expected = each(padded, given, axes)
-    monkeypatch.setattr(batching, "_compute_in_turn", None)
-    assert same_bits(jax.jit(jax.vmap(padded, axes))(*given), expected)
+    monkeypatch.setattr(primitives, "_compute_in_turn", None)
+    check_vmap(elements, axes)
+
+
+FAULTS = {
+    "b of all elements": Fault(call_join._element_symbols, "_remainder(b, batches)", "b"),
+    "a table of another element": Fault(call_join._element_symbols, "b // batches", "b % batches"),
+    "a table that spans the joined batches": Fault(call_join.join_spec, "None if axis in symbols else axis", "axis"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_in_the_batching_rule_is_seen(fault, elements, monkeypatch):
+    kinds = AssertionError, SightlineError, *FAILED
+    assert_found(FAULTS[fault], monkeypatch, lambda: check_vmap(elements, AXES[0]), kinds=kinds)
 
 
 @pytest.mark.parametrize("axes", [AXES[0], *[pytest.param(a, marks=pytest.mark.soak) for a in AXES[1:]]], ids=str)
@@ -343,31 +352,19 @@ def test_gradients_in_vmap(elements, axes):
         np.testing.assert_allclose(jnp.moveaxis(total, axes[0], 0), expected[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options", [{"dropout": 0.4, "seed": 3}, {"sinks": "mapped"}, {"see": [sightline.entropy().mean("batch")]}], ids=str
-)
-def test_what_one_call_cannot_express_is_computed_in_turn(rng, elements, options):
-    sinks = jnp.asarray(rng.normal(size=(3, H)), jnp.float32)
-
-    def call(query, key, value, sinks):
-        own = {"sinks": sinks} if "sinks" in options else {}
-        return sightline.attention(query, key, value, mask=i >= j, **(options | own))
-
-    given, axes = [*elements[:3], sinks], (0, 0, 0, 0)
-    assert same_bits(jax.vmap(call)(*given), each(call, given, axes))
-
-
 @pytest.mark.parametrize("kind", ["dropout", "sinks", "means over the batch"])
-def test_gradients_of_what_is_computed_in_turn(rng, elements, kind):
-    sinks = jnp.asarray(rng.normal(size=(3, H)), jnp.float32)
+def test_what_one_call_cannot_express_is_computed_in_turn(rng, elements, kind):
+    def call(query, key, value, sinks):
+        options = {
+            "dropout": {"dropout": 0.4, "seed": 3},
+            "sinks": {"sinks": sinks},
+            "means over the batch": {"see": [sightline.entropy().mean("batch")]},
+        }[kind]
+        return sightline.attention(query, key, value, **({"mask": i >= j, "see": []} | options))
 
-    def loss(query, key, value, sinks):
-        options = {"dropout": {"dropout": 0.4, "seed": 3}, "sinks": {"sinks": sinks}}
-        see = [sightline.entropy().mean("batch")]
-        return loss_of(sightline.attention(query, key, value, see=see, **options.get(kind, {})))
-
-    given, axes = [*elements[:3], sinks], (0, 0, 0, 0)
-    gradients = jax.grad(loss, range(4))
+    given, axes = [*elements[:3], jnp.asarray(rng.normal(size=(3, H)), jnp.float32)], (0, 0, 0, 0)
+    assert same_bits(jax.vmap(call)(*given), each(call, given, axes))
+    gradients = jax.grad(lambda *x: loss_of(call(*x)), range(4))
     for x, right in zip(jax.vmap(gradients)(*given), each(gradients, given, axes), strict=True):
         np.testing.assert_allclose(x, right, rtol=1e-5, atol=1e-6)
 
@@ -537,13 +534,6 @@ def test_an_error_without_a_text_is_an_error(operands, monkeypatch, error):
 def test_seeds_that_are_no_whole_numbers_are_errors(operands, seed, dropout):
     with pytest.raises(ParameterError, match="seed"):
         sightline.attention(*operands, seed=seed, dropout=dropout)
-
-
-def test_the_processor_of_each_call_is_respected(operands, monkeypatch):
-    attend(*operands)
-    monkeypatch.setenv("SIGHTLINE_CPU", "nothing")
-    with pytest.raises(FAILED, match="SIGHTLINE_CPU"):
-        jax.block_until_ready(attend(*operands))
 
 
 def test_explain_names_the_kernel_of_the_program(operands):

@@ -319,10 +319,6 @@ def _concatenate(array: Any, axis: int, n: int) -> Any:
     return jax.lax.slice_in_dim(joined, 0, n, axis=axis)
 
 
-def _join_sums(arrays: Sequence[Any], axis: int, n: int) -> list[Any]:
-    return [jnp.sum(array, axis=0) for array in arrays]
-
-
 def _join_extrema(sign: int) -> Callable[[Sequence[Any], int, int], list[Any]]:
     """Return a function that joins maxima (sign 1) or minima (−1) over the queries of a block, and their positions."""
 
@@ -338,7 +334,7 @@ def _join_extrema(sign: int) -> Callable[[Sequence[Any], int, int], list[Any]]:
 
 _JOIN: dict[str, Callable[[Sequence[Any], int, int], list[Any]]] = {
     "concatenate": lambda arrays, axis, n: [_concatenate(array, axis, n) for array in arrays],
-    "sum": _join_sums,
+    "sum": lambda arrays, axis, n: [jnp.sum(array, axis=0) for array in arrays],
     "max": _join_extrema(1),
     "min": _join_extrema(-1),
 }

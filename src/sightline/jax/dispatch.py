@@ -15,14 +15,12 @@ from ..call.explanation import Explanation
 from ..call.kernel import Kernel, Plan, Refusal, Result, choose
 from ..call.problem import Problem, parse
 from ..call.spec import Arrays, CallSpec, split_arrays
-from ..call.validation import fold_scale, read_seed
+from ..call.validation import read_seed
 from ..errors import ParameterError, ShapeError
-from ..formula.expression import Expression
-from ..formula.formula_checks import check_spans
 from ..gpu import Triton
 from ..kv_cache import unpack_cache
 from ..statistics import solve_selections_separately
-from .options import FIRST_ARRAY, LSE, CallOptions
+from .options import FIRST_ARRAY, LSE, CallOptions, check_tables, fold_traced_scale
 from .primitives import attention
 
 
@@ -78,24 +76,14 @@ def run(
     if not all(isinstance(length, int) for array in (query, key, value) for length in np.shape(array)):
         shapes = ", ".join(str(np.shape(array)) for array in (query, key, value))
         raise ShapeError(f"arrays of symbolic shapes {shapes}", "fixed shapes", "export one program for each shape")
-    seed, scale = options["seed"], options["scale"]
-    if isinstance(scale, jax.Array):
-        score, scale = fold_scale(options["score"], scale)
-        options = options | {"score": score, "scale": scale}
-    key, value, options = unpack_cache(query, key, value, options)
+    seed = options["seed"]
+    key, value, options = unpack_cache(query, key, value, fold_traced_scale(options))
     problem = parse(query, key, value, **(options | {"seed": None if seed is None else 0}))
-    problem.map_formulas(partial(_check, extent=problem.extent))
+    check_tables(problem)
     pair = _read_seed(seed, problem.dropout)
     run_one = partial(_run_primitive, seed=pair, kernel=kernel, threads=threads, by_position=by_position)
     result = solve_selections_separately(problem, run_one)
     return to_caller_layout(problem, result)
-
-
-def _check(formula: Expression, extent: Any) -> Expression:
-    """Return the formula; raise ShapeError if one of its tables does not fit the extent (B, H, n, m)."""
-    if 0 not in extent:
-        check_spans(formula, extent)
-    return formula
 
 
 def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int | None, by_position: bool) -> Result:

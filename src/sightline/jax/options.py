@@ -11,6 +11,9 @@ import numpy as np
 
 from ..call.problem import Problem
 from ..call.spec import Arrays, CallSpec, count_arrays, find_differentiable_results
+from ..call.validation import fold_scale
+from ..formula.expression import Expression
+from ..formula.formula_checks import check_spans
 
 OUTPUT, LSE, PRECISE_LSE, FIRST_ARRAY = range(4)  # the statistics' arrays begin at `FIRST_ARRAY`
 
@@ -53,6 +56,25 @@ class CallOptions:
     def differentiable_results(self, inputs: Sequence[Any]) -> list[int]:
         """Return the indices of the results that have gradients."""
         return find_differentiable_results(self.problem(inputs).see, FIRST_ARRAY)
+
+
+def fold_traced_scale(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of `parse` with a scale that is an array of JAX as a part of the score."""
+    if not isinstance(options["scale"], jax.Array):
+        return options
+    score, scale = fold_scale(options["score"], options["scale"])
+    return options | {"score": score, "scale": scale}
+
+
+def check_tables(problem: Problem) -> None:
+    """Raise ShapeError if a table does not fit the extent (B, H, n, m) of the problem."""
+
+    def check(formula: Expression) -> Expression:
+        if 0 not in problem.extent:
+            check_spans(formula, problem.extent)
+        return formula
+
+    problem.map_formulas(check)
 
 
 def example(shape: Sequence[int], dtype: Any) -> Any:

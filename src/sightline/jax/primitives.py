@@ -11,6 +11,7 @@ pairs of 32-bit words, because JAX has no float64 unless `jax_enable_x64` is set
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,12 +20,13 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ..call.join import join_spec
 from ..call.problem import NUM_OPERANDS
 from ..cpu.calls.xla_handler import MAX_BUFFERS
 from ..errors import KernelRefusedError
+from ..statistics import Mean
 from ..statistics.reduction import refuse_learned
 from .array_operations import attend, gradients, tangents
-from .batching import batch
 from .custom_call import register
 from .options import LSE, OUTPUT, PRECISE_LSE, CallOptions
 from .xla_calls import ArrayType, XlaBackward, XlaCall, XlaForward, XlaTangent
@@ -265,5 +267,58 @@ ad.primitive_jvps[backward_p] = partial(_differentiate_again, gradients)
 
 # -- vmap --------------------------------------------------------------------------------------------------------------
 
+# The mapped axis becomes a leading batch axis, so that one call serves all its elements. `join_spec` rewrites the
+# formulas for the joined call. In four cases the elements of the mapped axis are computed one after another: with
+# dropout, with mapped sinks, with gradients of sinks, and with means over the batch.
+
+
+def _batch(
+    primitive: Primitive, inputs: Sequence[Any], axes: Sequence[int | None], options: CallOptions, **more: Any
+) -> tuple[list[Any], list[int]]:
+    """Return the results of a mapped call, and the mapped axis of each result, which is 0.
+
+    Parameters
+    ----------
+    inputs : the arguments of the primitive
+    axes : the mapped axis of each argument; None for an argument that is the same in every element
+    options, more : the parameters of the primitive; those of a derivative have `wanted`, the indices of arguments
+    """
+    size = next(x.shape[axis] for x, axis in zip(inputs, axes, strict=True) if axis is not None)
+    given = [x if axis is None else jax.numpy.moveaxis(x, axis, 0) for x, axis in zip(inputs, axes, strict=True)]
+    is_mapped = [axis is not None for axis in axes]
+    spec = options.spec
+    tables = spec.table_places
+    others = range(tables.stop, spec.num_arrays)  # sinks and seed
+    wanted = more.get("wanted", ())
+    element = [jax.ShapeDtypeStruct(x.shape[one:], x.dtype) for x, one in zip(given, is_mapped, strict=True)]
+    old = options.examples(element)
+    has_batch_means = any(isinstance(x, Mean) and x.over_batch for x in spec.statistics(old.tables))
+    if any(is_mapped[k] or k in wanted for k in others) or spec.has_seed or has_batch_means:
+        results = _compute_in_turn(primitive, given, is_mapped, options=options, **more)
+        return results, [0] * len(results)
+    for k in range(len(given)):
+        # `vmap` returns a table's gradient for each element, so the joined call then needs a table for each element
+        if not is_mapped[k] and k not in others and (k not in tables or k in wanted):
+            given[k], is_mapped[k] = jax.numpy.broadcast_to(given[k], (size, *given[k].shape)), True
+    joined = join_spec(spec, old, options.examples(given).tables, [is_mapped[k] for k in tables])
+    results = primitive.bind(*given, options=replace(options, spec=joined), **more)
+    return results, [0] * len(results)
+
+
+def _compute_in_turn(primitive: Primitive, given: list[Any], is_mapped: list[bool], /, **options: Any) -> list[Any]:
+    """Return the results of the primitive, computed for one element of the mapped axis after another and stacked."""
+    mapped = [x for x, one in zip(given, is_mapped, strict=True) if one]
+
+    def compute(element: list[Any]) -> list[Any]:
+        rest = iter(element)
+        results: list[Any] = primitive.bind(
+            *[next(rest) if one else x for x, one in zip(given, is_mapped, strict=True)], **options
+        )
+        return results
+
+    results: list[Any] = jax.lax.map(compute, mapped)
+    return results
+
+
 for _primitive in (attention_p, tangent_p, backward_p):
-    batching.primitive_batchers[_primitive] = partial(batch, _primitive)
+    batching.primitive_batchers[_primitive] = partial(_batch, _primitive)

@@ -15,14 +15,12 @@ import numpy as np
 
 from ..caching import cached_property
 from ..call.problem import Problem, parse, validate
-from ..call.validation import fold_scale
 from ..errors import ShapeError, TableError
 from ..formula.expression import SYMBOLS, Expression, as_expression, conjuncts, table_lookup
-from ..formula.formula_checks import check_spans
 from ..formula.tables import Table
 from ..partition.schedule import Schedule, find_schedule
 from ..partition.shards import ShardLayout, Shards
-from .options import example
+from .options import check_tables, example, fold_traced_scale
 
 
 def divide_equally(length: int, ranks: int, layout: ShardLayout) -> Shards:
@@ -58,20 +56,10 @@ class ShardedProblem:
     @classmethod
     def of(cls, shards: Sequence[Any], ranks: int, layout: ShardLayout, options: dict[str, Any]) -> ShardedProblem:
         """Return the problem whose query, key and value on one rank are `shards`; `options` are those of `parse`."""
-        scale = options["scale"]
-        if isinstance(scale, jax.Array):
-            score, scale = fold_scale(options["score"], scale)
-            options = options | {"score": score, "scale": scale}
         local = parse(*[example(x.shape, x.dtype) for x in shards])
         whole = [example((*x.shape[:-2], ranks * x.shape[-2], x.shape[-1]), x.dtype) for x in shards]
-        problem = parse(*whole, **options)
-
-        def check(formula: Expression) -> Expression:
-            if 0 not in problem.extent:
-                check_spans(formula, problem.extent)
-            return formula
-
-        problem.map_formulas(check)
+        problem = parse(*whole, **fold_traced_scale(options))
+        check_tables(problem)
         return cls(problem, *[divide_equally(length, ranks, layout) for length in (local.n, local.m)])
 
     @cached_property
