@@ -117,6 +117,10 @@ def test_sinusoidal_is_that_of_the_paper():
 @pytest.mark.parametrize(
     ("error", "options", "cure"),
     [
+        (ShapeError, {"x": np.zeros((5, 7))}, "an even number"),
+        (ShapeError, {"x": np.zeros(8)}, r"\(\.\.\., n, d\)"),
+        (DtypeError, {"x": np.zeros((5, 8), int)}, "float32"),
+        (DtypeError, {"x": [[1.0, 2.0]]}, "asarray"),
         (ShapeError, {"dimensions": 5}, "dimensions=4"),
         (ParameterError, {"dimensions": 10}, "dimensions=None"),
         (ParameterError, {"dimensions": 0}, "dimensions=None"),
@@ -132,18 +136,10 @@ def test_sinusoidal_is_that_of_the_paper():
 )
 def test_errors_name_the_cure(error, options, cure):
     with pytest.raises(error, match=cure):
-        rotary(np.zeros((2, 5, 8)), **options)
+        rotary(**({"x": np.zeros((2, 5, 8))} | options))
 
 
-def test_errors_of_arrays():
-    with pytest.raises(ShapeError, match="an even number"):
-        rotary(np.zeros((5, 7)))
-    with pytest.raises(ShapeError, match=r"\(\.\.\., n, d\)"):
-        rotary(np.zeros(8))
-    with pytest.raises(DtypeError, match="float32"):
-        rotary(np.zeros((5, 8), int))
-    with pytest.raises(DtypeError, match="asarray"):
-        rotary([[1.0, 2.0]])
+def test_errors_of_sinusoidal():
     with pytest.raises(ShapeError, match=r"sinusoidal\(5, 4\)"):
         sinusoidal(5, 3)
     with pytest.raises(ParameterError):

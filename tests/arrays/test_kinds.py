@@ -33,7 +33,8 @@ from sightline.errors import SightlineError
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
-from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, scaled_dot_product_attention
+from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
+from sightline.torch import scaled_dot_product_attention as sdpa
 
 REPETITIONS = 9
 B, H, N, M, D = 2, 2, 5, 7, 8
@@ -328,10 +329,6 @@ KINDS = {
 
 
 # -- the arguments ---------------------------------------------------------------------------------------------------
-
-
-def sdpa(*given):
-    return scaled_dot_product_attention(*given)
 
 
 def softmax_layer(*given):

@@ -17,7 +17,6 @@ from sightline.call.lookup import LOOKUP
 from sightline.cpu.calls.launcher import FIRST_NUMBER
 from sightline.cpu.calls.python_functions import launcher
 from sightline.cpu.launch.prepared_call import PreparedCall
-from sightline.errors import SightlineError
 from sightline.testing import with_guards
 from strategies import to_torch
 
@@ -178,18 +177,6 @@ def test_more_tile_ranges_than_the_record_has_memory_for(rng):
     assert direct.count == 4
     (call,) = call_cache.calls.values()
     assert len(call.prepared.records) == 1
-
-
-def test_contents_that_become_invalid_raise_the_error(rng):
-    given, index = arrays(rng), rng.integers(0, 4, 9)
-
-    def options():
-        return {"score": sightline.s + table(np.arange(4.0))[table(index)[j]]}
-
-    make_direct(given, options)
-    index[3] = 4
-    with pytest.raises(SightlineError, match="reads outside its table"):
-        sightline.attention(*given, **options())
 
 
 def test_hidden_values_that_are_not_finite(rng):
