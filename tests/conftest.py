@@ -92,7 +92,7 @@ WIDE = {
     "call/test_repeated_calls.py::test_drawn_calls_equal_the_definition": 11,
     "formula/test_batch_axes.py::test_gradients_of_an_array_with_leading_axes": 5,
     "formula/test_block_lists.py::test_on_a_cache_rows_choose_the_lists": 6,
-    "gpu/test_ahead_of_time.py::test_resources_of_the_forward_kernel": 2,
+    "gpu/test_ahead_of_time.py::test_resources_of_kernels": 2,
     "gpu/test_ahead_of_time.py::test_stages_are_reduced_to_fit_shared_memory_and_only_the_last_kernel_is_returned": 0,
     "gpu/test_interpreted.py::test_interpreted[test_gpu_forward]": 0,
     "gpu/test_interpreted.py::test_interpreted[test_gpu_gradients]": 0,

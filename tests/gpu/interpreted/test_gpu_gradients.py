@@ -138,24 +138,31 @@ def test_sums_of_shares_are_exact_in_any_order(dtype, rng):
     assert torch.equal(slotted(shares).isnan(), torch.tensor([False, True]))
 
 
+def gradients_with_statistics(kernel, arrays, options, see, rng):
+    """Return the gradients of a call and its statistics by the kernel, and by `Streaming` in float64 and float32."""
+    rough_problem, true_problem = (
+        Case(*(x.astype(dtype) for x in arrays), options).as_torch().make_problem(see=see) for dtype in ("f4", "f8")
+    )
+    shapes = [(*rough_problem.query.shape[:-1], rough_problem.d_v), rough_problem.query.shape[:-1]]
+    shapes += [one.outputs(rough_problem)[0][0] for one in see]
+    d_output, d_lse, *d_seen = (to_torch(rng.normal(size=shape).astype("f4")) for shape in shapes)
+    answer = kernel.run(rough_problem)
+    tiles = lambda: streaming.tiles(streaming.TileOps(rough_problem), answer.lse)  # noqa: E731
+    added = statistic_gradients(rough_problem, answer.lse, tiles, d_seen)
+    wanted_tables = range(len(rough_problem.tables))
+    given = GivenGradients(d_output, d_lse, (answer.output, answer.lse), wanted_tables, added)
+    true, rough = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in (true_problem, rough_problem))
+    return kernel.backward(rough_problem, given), true, rough
+
+
 def test_gradients_of_statistics(triton_kernel, rng):
     """The terms that statistics add to dP, dS and dlse, against `Streaming` in float64."""
     shapes, options = (2, 4, 20, 12), {"mask": window(9, 20), "score": softcap(3.0)}
     see = [weights(), scores(), entropy()]
     x = [rng.normal(size=size) for size in (shapes, (2, 2, 37, 12), (2, 2, 37, 8))]
-    problems = {
-        dtype: Case(*(a.astype(dtype) for a in x), options).as_torch().make_problem(see=see) for dtype in ("f4", "f8")
-    }
-    problem = problems["f4"]
-    d_output, d_lse = (to_torch(rng.normal(size=size).astype("f4")) for size in ((*shapes[:3], 8), shapes[:3]))
-    d_seen = [to_torch(rng.normal(size=one.outputs(problem)[0][0]).astype("f4")) for one in see]
-    rough, truth = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in problems.values())
-    answer = triton_kernel.run(problem)
-    tiles = lambda: streaming.tiles(streaming.TileOps(problem), answer.lse)  # noqa: E731
-    added = statistic_gradients(problem, answer.lse, tiles, d_seen)
-    found = triton_kernel.backward(problem, GivenGradients(d_output, d_lse, (answer.output, answer.lse), (), added))
+    found = gradients_with_statistics(triton_kernel, x, options, see, rng)
     for name in NAMES:
-        assert_within_budget(*(to_numpy(getattr(one, name)) for one in (found, truth, rough)), name)
+        assert_within_budget(*(to_numpy(getattr(one, name)) for one in found), name)
 
 
 @pytest.mark.parametrize("name", ["pair", "any", "query", "key", "head"])
@@ -166,20 +173,8 @@ def test_gradients_of_tables_with_statistics(triton_kernel, name, odd, rng):
     given[1][0, 0, 5, 3] = np.inf if odd else 0.5
     given[0][..., 3] = -np.abs(given[0][..., 3])  # the infinite key has weight 0
     options, see = {"score": TABLES[name](rng.normal(size=(2, 20, 37)).astype(np.float32))}, [] if odd else [scores()]
-    problems = {
-        dtype: Case(*(a.astype(dtype) for a in given), options).as_torch().make_problem(see=see)
-        for dtype in ("f4", "f8")
-    }
-    problem, wanted_tables = problems["f4"], range(len(problems["f4"].tables))
-    d_output, d_lse = (to_torch(rng.normal(size=size).astype("f4")) for size in ((2, 2, 20, 12), (2, 2, 20)))
-    d_seen = [to_torch(rng.normal(size=one.outputs(problem)[0][0]).astype("f4")) for one in see]
-    answer = triton_kernel.run(problem)
-    tiles = lambda: streaming.tiles(streaming.TileOps(problem), answer.lse)  # noqa: E731
-    added = statistic_gradients(problem, answer.lse, tiles, d_seen)
-    given = GivenGradients(d_output, d_lse, (answer.output, answer.lse), wanted_tables, added)
-    found = triton_kernel.backward(problem, given)
-    rough, truth = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in problems.values())
-    for each in zip(found.tables, truth.tables, rough.tables, strict=True):
+    found = gradients_with_statistics(triton_kernel, given, options, see, rng)
+    for each in zip(*(one.tables for one in found), strict=True):
         assert_within_budget(*map(to_numpy, each), name)
 
 

@@ -92,26 +92,22 @@ def test_many_small_cells(triton_kernel):
     assert triton_kernel.run(case.make_problem(see=[empty])).seen[0].shape == (1, 1, 0, 3)
 
 
-def drawn(kernel, dtype, examples, of=statistics):
+MANY_EXAMPLES = [(dtype, *drawn) for dtype in DTYPES for drawn in ((statistics, 60), (parts, 20))]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of", "examples"),
+    [("float32", statistics, 2), *(pytest.param(*given, marks=pytest.mark.soak) for given in MANY_EXAMPLES)],
+)
+def test_drawn_problems(triton_kernel, dtype, of, examples):
     @settings(max_examples=examples)
     @given(st.data(), cases(dtypes=(dtype,), largest=1000))
     def conforms(data, case):
         problem = case.make_problem()
         if usable(problem):
-            check(kernel.run, case.as_torch().make_problem(see=data.draw(of(problem))))
+            check(triton_kernel.run, case.as_torch().make_problem(see=data.draw(of(problem))))
 
     conforms()
-
-
-def test_drawn_problems(triton_kernel):
-    drawn(triton_kernel, "float32", 2)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_many_drawn_problems(triton_kernel, dtype):
-    drawn(triton_kernel, dtype, 60)
-    drawn(triton_kernel, dtype, 20, parts)
 
 
 # -- exact answers -----------------------------------------------------------------------------------------------------
