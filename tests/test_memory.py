@@ -2,39 +2,35 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
+ROOT = Path(__file__).parents[1]  # where Python finds benchmarks
 LIMIT = 64 * 2**20
 PROGRAM = """
 import numpy as np, sightline
+from benchmarks.peak_memory import peak_memory
 from sightline import i, j
-
-def resident_peak():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 n, kernel, mask, see = 65_536, {kernel!r}, {mask}, {see}
 rng = np.random.default_rng(0)
-query, key, value = (rng.standard_normal(({batch}, {heads}, n, {d}), np.float32) for _ in range(3))
-short = [x[:, :, :99] for x in (query, key, value)]
-sightline.attention(*short, mask=mask, see=see, kernel=kernel)  # libraries, and the kernel's code
-with open("/proc/self/clear_refs", "w") as reset:
-    reset.write("5")  # reset the peak
-before = resident_peak()
-output, seen = sightline.attention(query, key, value, mask=mask, see=see, kernel=kernel)
-print(resident_peak() - before - output.nbytes)
+arrays = [rng.standard_normal(({batch}, {heads}, n, {d}), np.float32) for _ in range(3)]
+def attend(arrays):
+    return sightline.attention(*arrays, mask=mask, see=see, kernel=kernel)
+attend([x[:, :, :99] for x in arrays])  # libraries, and the kernel's code
+print(peak_memory(attend, lambda: arrays) - arrays[0].nbytes)  # the output is as large as an input
 """
 
 
 def extra_bytes(program=PROGRAM, batch=1, heads=1, mask="None", see="[]", d=16, **what):
     """Return the peak bytes of a call beyond inputs and output."""
     program = program.format(batch=batch, heads=heads, mask=mask, see=see, d=d, **what)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     return int(result.stdout)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
 @pytest.mark.parametrize(
     ("kernel", "mask"),
     [
@@ -49,7 +45,6 @@ def test_peak_memory(kernel, mask):
     assert extra_bytes(kernel=kernel, mask=mask) < LIMIT
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
 @pytest.mark.parametrize(
     "see", ['weights().mean("heads")', 'weights().sum("heads", weights=np.arange(32.0))', 'weights().mean("batch")']
 )
@@ -60,7 +55,6 @@ def test_a_sum_over_heads_holds_one_matrix(see):
     assert extra_bytes(program, kernel="cpu", see=f"[sightline.{see}]", **shape) < LIMIT
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
 def test_the_definition_exceeds_the_limit():
     """The measurement finds n² memory: the dense form exceeds the limit at a sixteenth of the length."""
     assert extra_bytes(PROGRAM.replace("65_536", "4_096"), kernel="reference") > LIMIT
