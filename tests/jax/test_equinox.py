@@ -25,8 +25,7 @@ def layers(**options):
 
 def assert_close(found, expected):
     for x, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert jnp.shape(x) == jnp.shape(right)
-        np.testing.assert_allclose(x, right, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(x, right, rtol=2e-5, atol=2e-5, strict=True)
 
 
 @pytest.fixture
