@@ -459,6 +459,9 @@ ERRORS = {
     "p in a mask": (lambda: sightline.attention(X, X, X, mask=p > 0), MaskError, "reads the weight p"),
     "p in a score": (lambda: sightline.attention(X, X, X, score=s + p), MaskError, "reads the weight p"),
     "a sum over a length": (lambda: sightline.sum(p, over=sightline.n), ParameterError, "over=n", "over=j"),
+    "a sum over text": (lambda: sightline.sum(p, over="j"), ParameterError, "over='j'", "from sightline import j"),
+    "a sum of a sum": (lambda: sightline.sum(p, over=j) ** 2, ParameterError, "arithmetic with sum(p, over=j)"),
+    "a formula in see": (lambda: attend(p * p), ParameterError, "p·p in see=", "sightline.sum(p·p, over=j)"),
     "a sum over one axis twice": (lambda: sightline.sum(p, over=(j, j)), ParameterError, "over=(j, j)"),
     "a maximum over heads": (lambda: sightline.max(p, over=(sightline.h, j)), ParameterError, "i, j or both"),
     "cells of queries": (lambda: sightline.sum(p, over=j, cells=(2, 2)), ParameterError, "over=(i, j)"),
@@ -555,7 +558,7 @@ ERRORS = {
         'received().mean("layers") of one call',
         "watch(model",
     ),
-    "a mean of places": (lambda: sightline.top_k(2).mean("heads"), ParameterError, "which finds keys"),
+    "a mean of places": (lambda: sightline.top_k(2).mean("heads"), ParameterError, "which finds positions"),
     "rows that are a list": (
         lambda: sightline.weighted_sum([1.0]),
         DtypeError,

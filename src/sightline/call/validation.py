@@ -77,9 +77,8 @@ def read_mask(mask: Formula, lengths: tuple[int, int] | None = None) -> Expressi
 
 def _refuse_weights(name: str, formula: Expression) -> None:
     if any(node is SYMBOLS["p"] for node in walk(formula)):
-        raise MaskError(
-            f"{name} {formula} reads the weight p", "p in sum, max and min of see", "see=[sum(p * ..., over=j)]"
-        )
+        cure = "request a statistic of p, see=[sightline.sum(p * ..., over=j)]"
+        raise MaskError(f"{name} {formula} reads the weight p", "p in sum, max and min", cure)
 
 
 def read_score(score: Formula) -> Expression | None:
@@ -345,7 +344,7 @@ def read_statistics(see: Any, lengths: tuple[int, int] | None = None) -> tuple[S
     for entry in listed:
         if not isinstance(entry, StatisticBase):
             allowed = "a list of statistics, or a dict from names to statistics"
-            raise ParameterError(f"see={see!r}", allowed, suggest_statistic(entry))
+            raise ParameterError(f"{entry!r} in see={see!r}", allowed, suggest_statistic(entry))
     return tuple([x.map_formulas(lambda f: f if isinstance(f, Expression) else read_mask(f, lengths)) for x in listed])
 
 
@@ -355,6 +354,8 @@ def suggest_statistic(entry: Any) -> str:
     name = entry.__name__ if is_function else entry
     if is_function or (isinstance(name, str) and name in STATISTICS):
         return f"call the function: see=[sightline.{name}(...)]"
+    if isinstance(entry, Expression):
+        return f"see=[sightline.sum({entry}, over=j)]"
     return "see=[sightline.lse(), sightline.weights()]"
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from ..arrays.operations import accumulator, dtype_name, namespace, resolve_dtype
+from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression, as_expression, specialize
 from ..formula.tables import Table
 
@@ -249,6 +250,11 @@ class StatisticBase:
         """Return name and parameters as tokens, which `deserialize` reads. No token has a line break or a "|"."""
         own = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
         return [self.name, *[literal_text(value) for value in own]]
+
+    def _refuse_arithmetic(self, other: Any = None) -> Any:
+        raise ParameterError(f"arithmetic with {self!r}", "a request, without numbers", "compute with its results")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __pow__ = __neg__ = _refuse_arithmetic
 
     def format_over(self, axes: str) -> str | None:
         """Return the text of the sum of this statistic over `axes`, such as "hj"; None if it has another form."""

@@ -6,7 +6,7 @@ from operator import index
 from typing import Any, Literal
 
 from ..arrays.kinds import check_kind
-from ..arrays.operations import check_float_dtype
+from ..arrays.operations import check_float_dtype, is_compiling
 from ..errors import MaskError, ParameterError, check_count
 from ..formula.expression import SYMBOLS, Apply, Constant, Expression, as_expression, walk, where
 from .base import MAX_RESULT_BYTES
@@ -68,7 +68,7 @@ def sum(formula: Any, over: Over, cells: Cells = None) -> Statistic:
     """
     axes, outer = _read_over("sum", over)
     formula, cells = _read_formula(formula), _read_cells("sum", axes, cells)
-    is_entropy = axes == "j" and _is_entropy(formula)
+    is_entropy = axes == "j" and not is_compiling() and _is_entropy(formula)  # torch 2.6 cannot trace `walk`
     statistic: Statistic = Entropy() if is_entropy else Reduction(formula, "sum", axes, cells)
     for axis, name in (("h", "heads"), ("b", "batch")):
         statistic = statistic.sum(name) if axis in outer else statistic
@@ -118,7 +118,9 @@ def _extremum(how: str, formula: Any, over: Over, cells: Cells) -> Statistic:
 
 def _is_entropy(formula: Expression) -> bool:
     """True if the formula is −p ln p, a product of these two symbols and numbers in any order."""
-    number, others, waiting = 1.0, list[Expression](), [split_logarithms(formula)]
+    number = 1.0
+    others: list[Expression] = []
+    waiting = [split_logarithms(formula)]
     while waiting:
         node = waiting.pop()
         match node:
@@ -136,13 +138,13 @@ def _is_entropy(formula: Expression) -> bool:
 
 def _read_over(name: str, over: Any) -> tuple[str, str]:
     """Return the axes of a pair, in the order "ij", and the axes "h" and "b" among the symbols in `over`."""
-    listed = over if isinstance(over, tuple | list) else (over,)
+    listed = over if type(over) in (tuple, list) else (over,)
     names = [axis for axis in "bhij" if any(symbol is SYMBOLS[axis] for symbol in listed)]
     if len(names) != len(listed):
         raise ParameterError(
             f"{name}(formula, over={over!r})",
-            "b, h, i, j, or a tuple of some of these",
-            "over=j, the keys of a query",
+            "the symbols b, h, i and j, or a tuple of some of them, each once",
+            "over=j, with `from sightline import j`",
         )
     return "".join([axis for axis in names if axis in "ij"]), "".join([axis for axis in names if axis in "bh"])
 
@@ -153,7 +155,7 @@ def _read_cells(name: str, axes: str, cells: Any) -> Cells:
     given = f"{name}(formula, cells={cells!r})"
     if axes != "ij":
         raise ParameterError(f"{given} over {axes or 'no axes'}", "cells of queries and keys", "over=(i, j)")
-    if not isinstance(cells, tuple | list) or len(cells) != 2:
+    if type(cells) not in (tuple, list) or len(cells) != 2:
         raise ParameterError(given, "(rows, columns)", "cells=(64, 64)")
     rows, columns = [check_count(name + "(formula, cells={!r})", count, 1, "cells=(64, 64)") for count in cells]
     return rows, columns

@@ -405,7 +405,9 @@ def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
         raise ParameterError(f"{how}({axis!r})", '"heads", "batch" or "layers"', f'weights().{how}("heads")')
     if not of.supports_mean:
         raise ParameterError(
-            f"{of}.{how}({axis!r}), which finds keys", "statistics that find no keys", "average its arrays yourself"
+            f"{of}.{how}({axis!r}), which finds positions",
+            "statistics without positions",
+            "average its arrays yourself",
         )
     if weights is not None and axis != "heads":
         raise ParameterError(f"{how}({axis!r}, weights=...)", 'weights for "heads"', f'{how}("heads", weights=...)')
