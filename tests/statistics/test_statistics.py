@@ -208,10 +208,13 @@ def test_compiled_once_for_all_lengths():
             sightline.received(last=3),
             sightline.weighted_sum(x[..., :2]),
             sightline.top_k(2),
+            sightline.sum(p * p, over=j),
+            sightline.max(p * j, over=i),
         ]
         _, found = sightline.attention(x, x, x, mask=i >= j, see=see, kernel="streaming")
         return [array for entry in found for array in arrays_of(entry)]
 
+    call(drawn(2, 4, 5, 8, dtype=torch.float32))  # imports and global dicts are ready before the trace
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
     for length in (5, 6, 9, 70):
         x = drawn(2, 4, length, 8, dtype=torch.float32)

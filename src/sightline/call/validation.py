@@ -19,8 +19,7 @@ from ..arrays.kinds import check_device, check_kind, is_array
 from ..arrays.row_formats import RowFormat
 from ..errors import DeviceError, DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import from_function, library
-from ..formula.derivative import derivative
-from ..formula.evaluate_array import evaluate_at
+from ..formula.derivative import ONE, derivative
 from ..formula.expression import SYMBOLS, Expression, conjuncts, walk
 from ..formula.tables import learned_number
 from ..formula.torch_masks import causal_bias_formula, is_block_mask, is_causal_bias
@@ -114,12 +113,9 @@ def _warn_of_products(score: Expression) -> None:
 
 
 def _adds_product(term: Expression) -> bool:
-    """True if a term of a score is s, or about s where s is small, as 30 · tanh(s / 30) is."""
-    slope = derivative(term)
-    if not slope.free_symbols <= {"s"} or slope.tables or "s" not in term.free_symbols:
-        return False
-    zero = np.zeros(1, np.int64)
-    return bool(evaluate_at(slope, b=zero, h=zero, i=zero, j=zero, n=1, m=1, s=np.zeros(1)) == 1)
+    """True if a term of a score is s plus a bias, or s with a soft cap: c · tanh(s / c)."""
+    has_cap = term.free_symbols == {"s"} and any(getattr(node, "operator", "") == "tanh" for node in walk(term))
+    return has_cap or derivative(term) is ONE
 
 
 def to_heads_first(layout: Any, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:

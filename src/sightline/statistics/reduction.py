@@ -42,6 +42,7 @@ from .base import (
     StatisticGradients,
     Tile,
     format_axes,
+    literal_text,
     weigh,
 )
 from .selection import Statistic
@@ -152,7 +153,7 @@ class Reduction(Statistic):
     @cached_property
     def factor(self) -> Expression | None:
         """The formula g of a sum over keys of p · g that forward kernels compute; None for any other reduction."""
-        if self.formula.kind == "bool":  # a condition counts as 1 and 0
+        if self.name == "mass":  # a condition, or an array that is not yet a formula
             return self.formula
         if (self.how, self.axes) != ("sum", "j") or not vanishes_with(self.formula, p):
             return None
@@ -395,7 +396,7 @@ class Reduction(Statistic):
         return replace(self, formula=change(self.formula))
 
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
-        others = [repr(getattr(self, field)) for field in self.__match_args__[1:] if field != "name"]
+        others = [literal_text(getattr(self, field)) for field in self.__match_args__[1:] if field != "name"]
         return [self.name, *others, to_text(self.formula)]
 
 
