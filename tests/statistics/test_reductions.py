@@ -94,7 +94,8 @@ def draw(seed: int, dtype: str) -> Drawn:
     entries = torch.where(visible, values, NEUTRAL[how])
     result = pool(entries, how, axes, cells)
     sizes = torch.where(visible, values.detach().abs(), 0)
-    size = float(pool(sizes, "sum", axes, cells).max() if how == "sum" else sizes.max()) + 1e-3
+    # ln p of a weight near 1 has the rounding error of the score, however small ln p is
+    size = float(pool(sizes, "sum", axes, cells).max() if how == "sum" else sizes.max()) + 1e-2
     formula_mask = None if mask is None else mask(i, j)
     options = {"mask": formula_mask, "score": s - 0.1 * abs(i - j) if scored else None, "sinks": sinks}
     return Drawn([query, key, value], options, statistic, entries, result, size, axes)
