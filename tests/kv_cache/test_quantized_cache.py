@@ -125,7 +125,7 @@ def stored_numbers(dtype, x):
 
 
 class Model:
-    """A cache as lists: for each sequence, the rows of key and value that it has, as they were given.
+    """A model of a cache. For each sequence, it has a list of the rows of key and value that were appended.
 
     `dtypes` are those of the keys and of the values: quantised ones, or two equal dtypes of floats.
     """

@@ -1,4 +1,4 @@
-"""Programs of FlexAttention whose line of the import is changed, and published functions, beside torch's own."""
+"""Programs that import FlexAttention from sightline, and published functions, compared with torch's results."""
 
 import copy
 import functools

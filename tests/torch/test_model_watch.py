@@ -318,7 +318,7 @@ def test_sums_and_means_over_layers(encoder, x):
         torch.autograd.grad((one**2).sum(), list(encoder.parameters()), retain_graph=True, allow_unused=True)
         for one in (found[0], expected[0])
     )
-    torch.testing.assert_close(ours, theirs)  # None beside None too
+    torch.testing.assert_close(ours, theirs)  # both may be None
 
 
 def test_totals_in_half_precision_are_sums_in_float32(encoder, x):

@@ -59,7 +59,7 @@ class CallOptions:
 
 
 def fold_traced_scale(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of `parse` with a scale that is an array of JAX as a part of the score."""
+    """Return the options of `parse`. A scale that is an array of JAX becomes a part of the score."""
     if not isinstance(options["scale"], jax.Array):
         return options
     score, scale = fold_scale(options["score"], options["scale"])

@@ -103,7 +103,7 @@ class Statistic(StatisticBase):
     def sum(self, axis: str, weights: Any = None) -> Statistic:
         """Return the sum Σ_h w_h X_h of the statistic X over the heads, or its sum over the batch or a watch's calls.
 
-        Parameters and errors are those of `mean`. Weights may have the sum 0.
+        The parameters and errors are those of `mean`, but weights whose sum is 0 are allowed.
         """
         return _reduce(self, "sum", axis, weights)
 

@@ -350,7 +350,7 @@ class TorchCall:
         return operands[::-1] if self.function is Tensor.__rmatmul__ else operands
 
     def order_axes(self, keys: int, x: Tensor) -> tuple[int, ...] | None:
-        """Return the axes of the weights x in the order (..., queries, keys), as the function, a product, reads them.
+        """Return the axes of the weights x in the order (..., queries, keys) in which the product reads them.
 
         `keys` is the axis of the keys, from 0. The result is None if the product does not sum over this axis alone, or
         if several axes may be the queries.

@@ -109,7 +109,7 @@ def test_sound_ranks_pass(ranks):
     check(ranks)
 
 
-QUICK = ("offset of keys", "tile skipped")  # the soak tests plant the others
+QUICK = ("offset of keys", "tile skipped")  # the other faults are planted in the soak tests
 
 
 @pytest.mark.parametrize(
