@@ -177,12 +177,7 @@ def check_all(draw):
 
 COPY = "self.copy_addresses(ARGUMENTS, num_arguments, buffers)"
 FAULTS = {
-    "query and key exchanged": Fault(
-        XlaHandler.build,
-        COPY,
-        f"{COPY}; pair = [buffers.at(k * 8).load(INT64) for k in (1, 0)]; "
-        "[buffers.at(k * 8).store(x) for k, x in enumerate(pair)]",
-    ),
+    "key in place of query": Fault(XlaHandler.build, COPY, f"{COPY}; buffers.store(buffers.at(8).load(INT64))"),
     "key in place of value": Fault(XlaHandler.build, COPY, f"{COPY}; buffers.at(16).store(buffers.at(8).load(INT64))"),
     "the keys as values": Fault(
         xla_direct_call.XlaDirectCall.write_words,
