@@ -20,7 +20,7 @@ from sightline.call import call_cache
 from sightline.call.lookup import LOOKUP
 from sightline.cpu.calls import python_functions
 from sightline.cpu.calls.array_reader import ARRAY_OFFSETS, DTYPE_OFFSETS
-from sightline.cpu.calls.python_functions import READ_TENSOR_INDEX, make_array_functions
+from sightline.cpu.calls.python_functions import READ_TENSOR_INDEX, make_find_or_run
 from strategies import to_torch
 
 DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64"]
@@ -28,9 +28,20 @@ DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "floa
 
 @pytest.fixture(scope="module")
 def read():
-    """The generated function; a call of a tensor has told the readers of torch."""
+    """A function that reads arrays by generated code; a call of a tensor has told the readers of torch."""
     sightline.attention(*[torch.ones(1, 1)] * 3)
-    return make_array_functions(LOOKUP.tensors)[0]
+    return make_reader(LOOKUP.tensors)
+
+
+def make_reader(tensors):
+    """Return a function of arrays that looks them up among no calls, and returns (layouts, *addresses) or None."""
+    find = make_find_or_run(tensors)
+
+    def read(*arrays):
+        found = find({}, (), (), *arrays)
+        return None if found is None else found[2:]
+
+    return read
 
 
 @st.composite
@@ -50,7 +61,7 @@ def views(draw):
 @given(st.lists(views(), max_size=5))
 def test_equal_layouts_and_addresses(read, arrays):
     found = read(*arrays)
-    assert found == LOOKUP.read_in_python(*arrays)
+    assert found == LOOKUP.read_arrays(*arrays)
     if found is None:
         assert any(isinstance(array, torch.Tensor) and array.numel() == 0 for array in arrays)
         return
@@ -68,7 +79,7 @@ def test_dtypes_have_different_layouts(read):
     kinds += [torch.zeros(2, dtype=getattr(torch, dtype)) for dtype in [*DTYPES, "bfloat16"]]
     found = [read(array)[0] for array in kinds]
     assert len(set(found)) == len(kinds)
-    assert found == [LOOKUP.read_in_python(array)[0] for array in kinds]
+    assert found == [LOOKUP.read_arrays(array)[0] for array in kinds]
 
 
 X = torch.ones(2, 3)
@@ -102,7 +113,7 @@ UNREADABLE = {
 def test_arrays_that_only_the_full_dispatch_can_read(read, name):
     arrays = UNREADABLE[name]()
     assert read(*arrays) is None
-    assert LOOKUP.read_in_python(*arrays) is None
+    assert LOOKUP.read_arrays(*arrays) is None
 
 
 CPU, CUDA, METAL, ROCM = 1, 2, 8, 10  # DLDeviceType
@@ -113,11 +124,11 @@ CPU, CUDA, METAL, ROCM = 1, 2, 8, 10  # DLDeviceType
     [((CPU, 0), 0), ((CUDA, 0), 1), ((CUDA, 62), 63), ((ROCM, 3), 4), ((CUDA, 63), None), ((METAL, 0), None)],
 )
 def test_the_layout_names_the_gpu(device, gpu):
-    found = make_array_functions(LOOKUP.tensors._replace(exchange=exchange_on(*device)))[0](X)
+    found = make_reader(LOOKUP.tensors._replace(exchange=exchange_on(*device)))(X)
     if gpu is None:
         assert found is None
         return
-    (layout,), (on_cpu,) = parse(found[0]), parse(LOOKUP.read_in_python(X)[0])
+    (layout,), (on_cpu,) = parse(found[0]), parse(LOOKUP.read_arrays(X)[0])
     assert layout == on_cpu._replace(kind=on_cpu.kind | gpu << 2)
     assert found[1] == X.data_ptr()
 
@@ -149,10 +160,10 @@ KEPT = []  # what the generated functions read
 def test_gradients(read):
     x = X.clone().requires_grad_()
     assert [layout.kind & array_layouts.GRADIENT_BIT > 0 for layout in parse(read(X, x, X, x)[0])] == [0, 1, 0, 1]
-    assert read(X, x, X) == LOOKUP.read_in_python(X, x, X)
-    assert read(Parameter(x))[0] == LOOKUP.read_in_python(Parameter(x))[0] == read(x)[0]
+    assert read(X, x, X) == LOOKUP.read_arrays(X, x, X)
+    assert read(Parameter(x))[0] == LOOKUP.read_arrays(Parameter(x))[0] == read(x)[0]
     with torch.no_grad():
-        assert read(x)[0] == LOOKUP.read_in_python(x)[0] == read(X)[0]
+        assert read(x)[0] == LOOKUP.read_arrays(x)[0] == read(X)[0]
 
 
 class Mode(TorchFunctionMode):
@@ -164,9 +175,9 @@ class Mode(TorchFunctionMode):
 def test_states_in_which_torch_must_see_the_call(read, state):
     with state():
         assert read(X) is None
-        assert LOOKUP.read_in_python(X) is None
-        assert read(X.numpy()) == LOOKUP.read_in_python(X.numpy())
-    assert torch.vmap(lambda x: x * (read(x) is None) * (LOOKUP.read_in_python(x) is None))(X).equal(X)
+        assert LOOKUP.read_arrays(X) is None
+        assert read(X.numpy()) == LOOKUP.read_arrays(X.numpy())
+    assert torch.vmap(lambda x: x * (read(x) is None) * (LOOKUP.read_arrays(x) is None))(X).equal(X)
 
 
 def results(q, k, v):
@@ -190,25 +201,23 @@ def test_a_default_device_is_no_such_state(read, device):
     expected = results(*x)
     call_cache.clear()
     with torch.device(device):
-        assert read(X) == LOOKUP.read_in_python(X)
+        assert read(X) == LOOKUP.read_arrays(X)
         assert read(X) is not None
         for _ in range(3):
             assert all(map(torch.equal, results(*x), expected))
 
 
 def test_calls_use_the_generated_function(rng, monkeypatch):
-    monkeypatch.setattr(LOOKUP, "read_arrays", LOOKUP.read_in_python)
     monkeypatch.setattr(LOOKUP, "find_or_run", LOOKUP.find_in_python)
     monkeypatch.setattr(LOOKUP, "is_generated", False)
     x = rng.normal(size=(4, 8))
     for _ in range(2):
         sightline.attention(x, x, x)
-    for function in (LOOKUP.read_arrays, LOOKUP.find_or_run):
-        assert type(function).__name__ == "builtin_function_or_method"
+    assert type(LOOKUP.find_or_run).__name__ == "builtin_function_or_method"
 
 
 def test_a_torch_without_exchange_functions_is_read_in_python(read):
-    assert make_array_functions(LOOKUP.tensors._replace(exchange=None)) is None
+    assert make_find_or_run(LOOKUP.tensors._replace(exchange=None)) is None
 
 
 @pytest.mark.parametrize(
@@ -223,7 +232,7 @@ def test_a_python_that_generated_functions_cannot_use_is_not_served(name, value,
     monkeypatch.setattr(name, value)
     python_functions.is_supported.cache_clear()
     try:
-        assert make_array_functions(LOOKUP.tensors) is None
+        assert make_find_or_run(LOOKUP.tensors) is None
         assert python_functions.launcher.__wrapped__() is None
     finally:
         python_functions.is_supported.cache_clear()
@@ -247,10 +256,9 @@ def test_errors_of_conditions_are_raised(read):
         raise KeyboardInterrupt
 
     tensors = LOOKUP.tensors._replace(conditions=(interrupt,))
-    for function in make_array_functions(tensors):
-        with pytest.raises(KeyboardInterrupt):
-            function(*([{}, (), ()] if function.__name__ == "find_or_run" else []), X)
-    assert read(X) == LOOKUP.read_in_python(X)
+    with pytest.raises(KeyboardInterrupt):
+        make_reader(tensors)(X)
+    assert read(X) == LOOKUP.read_arrays(X)
 
 
 @pytest.mark.parametrize("name", [*ARRAY_OFFSETS, *DTYPE_OFFSETS])
@@ -258,4 +266,4 @@ def test_arrays_of_another_numpy_are_read_in_python(name, monkeypatch):
     """If a field of NumPy's structs is at another place, no generated function reads it."""
     offsets = ARRAY_OFFSETS if name in ARRAY_OFFSETS else DTYPE_OFFSETS
     monkeypatch.setitem(offsets, name, offsets[name] + {"order": 1, "axes": 4, "number": 4}.get(name, 8))
-    assert make_array_functions(LOOKUP.tensors) is None
+    assert make_find_or_run(LOOKUP.tensors) is None

@@ -19,7 +19,7 @@ from repeated_calls import Repetition
 from sightline import h, i, j, m, n, padding, s, table
 from sightline.call import call_cache, problem
 from sightline.call import request as call_request
-from sightline.cpu.launch import bound_call, call_family, prepared_call
+from sightline.cpu.launch import bound_call, call_family
 from sightline.cpu.launch.arguments import convert_sinks
 from sightline.cpu.launch.backward import BoundBackward
 from sightline.cpu.launch.bound_call import BoundCall
@@ -253,8 +253,7 @@ def keep_sinks(patch):
 
 def ignore_layouts(patch):
     """Bind calls without comparing the memory layouts of tables."""
-    for module in (prepared_call, bound_call):
-        patch.setattr(module, "memory_layout", lambda array: None)
+    patch.setattr(bound_call, "memory_layout", lambda array: None)
 
 
 def keep_tile_ranges(patch):
@@ -263,7 +262,7 @@ def keep_tile_ranges(patch):
 
     def stale(self, arguments, *others):
         start(self, arguments, *others)
-        self.runs_always = self.runs_always and not arguments.has_tile_ranges
+        self.is_needed = self.is_needed and not arguments.has_tile_ranges
 
     patch.setattr(BoundSearch, "__init__", stale)
 

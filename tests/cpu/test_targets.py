@@ -18,7 +18,6 @@ from sightline.call.kernel import GivenGradients
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.calls import xla_handler
-from sightline.cpu.calls.array_reader import ArrayReader
 from sightline.cpu.calls.direct_call import DirectCall
 from sightline.cpu.calls.launcher import Launcher
 from sightline.cpu.codegen.builder import Module
@@ -117,7 +116,7 @@ def check_loading(name, module, machine):
 
 
 def functions_of_python():
-    for writer in (ArrayReader, DirectCall, Launcher):
+    for writer in (DirectCall, Launcher):
         module = Module()
         writer(module, "function").build()
         yield str(module)

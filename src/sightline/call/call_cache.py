@@ -13,7 +13,7 @@ and strides of every array of the call, tables, masks and sinks included, the st
 A repeated call reads or computes anew:
 
 - the addresses of all arrays, and a conversion of each table that the kernel cannot read as it is (`insert` has checked
-  that the kernel reads the caller's own query, key and value, and `KernelInputs.bind` the layout of each table);
+  that the kernel reads the caller's own query, key and value, and `BoundCall.prepare` the layout of each table);
 - numbers of formulas, seed, sinks, and the environment variable SIGHTLINE_CPU;
 - tile ranges, and the checks that indices stay inside their tables and that whole numbers are not too large, if they
   depend on entries of tables or on numbers.
@@ -78,7 +78,7 @@ def answer(request: Request, query: Any, key: Any, value: Any, threads: int | No
     else:
         _mark_as_used(calls, request.key)
     if entry is not None and not LOOKUP.is_generated:
-        LOOKUP.generate(entry.prepared.make_functions)
+        LOOKUP.generate(entry.make_find_or_run)
     if results is not None:
         result = entry.finish(request, query, key, value, results, threads)
     else:
@@ -123,7 +123,7 @@ def _bind_family(request: Request, query: Any, key: Any, value: Any) -> ForwardE
     family = None if member is None else member.prepared.call.family
     if member is None or family is None:
         return None
-    tables = [request.tables[table] for table in member.prepared.inputs.tables]
+    tables = [request.tables[table] for table in member.prepared.tables]
     bound_call = family.bind(query, key, value, tables)
     if bound_call is None:
         return None
@@ -245,6 +245,11 @@ class ForwardEntry(ResultBuilder):
     squeezed_axis: int | None
     has_dropout: bool
     keeps_lse: ClassVar[bool] = False
+
+    @property
+    def make_find_or_run(self) -> Callable[..., Any]:
+        """The function that makes `LOOKUP.find_or_run`."""
+        return self.prepared.make_find_or_run
 
     @cached_property
     def returns_results(self) -> bool:

@@ -4,7 +4,7 @@
         →  (entry, results, layouts, address of operand, ..., address of table, ...), or the only result
 
 `entries` is a dict of earlier calls: the call cache for forward passes, or the backward passes of one cached call. Its
-keys are (layouts, structure). The attribute `prepared` of an entry is a `PreparedCall`. If that call is direct,
+keys are (layouts, structure). The attribute `prepared` of an entry is a `PreparedCall` or None. If that call is direct,
 generated code runs it, and `results` is a tuple of its results. A single result of a direct call is returned alone. If
 the call is not direct, `results` is None, and the caller runs the entry. If no entry has the key, the entry is None. If
 only the full dispatch can read the arrays (see `arrays.layouts`), None is returned. The full dispatch is the way of a
@@ -19,7 +19,6 @@ from typing import Any
 from ..arrays.layouts import NO_TENSORS, Tensors, read_arrays
 
 MAX_CACHED_CALLS = 256  # the call cache moves an entry that was used to the end, so the least recently used is dropped
-Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class CallLookup:
@@ -27,7 +26,6 @@ class CallLookup:
 
     Attributes
     ----------
-    read_arrays : function of arrays that returns (layouts, *addresses); None if only the full dispatch can read them
     find_or_run : function that the module's docstring describes
     tensors : how tensors of torch are read
     is_generated : False until `generate` was called
@@ -39,17 +37,14 @@ class CallLookup:
     def serve_tensors(self, tensors: Tensors) -> None:
         """From now on, read tensors of torch in the way that `tensors` describes, in Python until the next call."""
         self.tensors, self.is_generated = tensors, False
-        self.read_arrays: Callable[..., Any] = self.read_in_python
         self.find_or_run: Callable[..., Any] = self.find_in_python
 
-    def generate(self, make_functions: Callable[[Tensors], Functions | None]) -> None:
-        """From now on, read arrays and run direct calls by generated functions. None stands for no such functions."""
-        functions = make_functions(self.tensors)
+    def generate(self, make_find_or_run: Callable[[Tensors], Callable[..., Any] | None]) -> None:
+        """From now on, read arrays and run direct calls by a generated function. None stands for no such function."""
+        self.find_or_run = make_find_or_run(self.tensors) or self.find_or_run
         self.is_generated = True
-        if functions is not None:
-            self.read_arrays, self.find_or_run = functions
 
-    def read_in_python(self, *arrays: Any) -> tuple[Any, ...] | None:
+    def read_arrays(self, *arrays: Any) -> tuple[Any, ...] | None:
         """Return the layouts and addresses of the arrays; None if only the full dispatch can read them."""
         return read_arrays(self.tensors, *arrays)
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from ..call.kernel import CPU_VARIABLE
 from ..call.request import machine_setting
-from ..cpu.calls.launcher import FIRST_COMPUTED, FIRST_NUMBER, NUM_VALUES
+from ..cpu.calls.launch_record import FIRST_COMPUTED, FIRST_NUMBER, NUM_VALUES
 from ..cpu.calls.xla_direct_call import ENTRY_FIELDS
 from ..cpu.calls.xla_handler import CALLBACK, CLOSE, INSTALL, build_module
 from ..cpu.codegen.abi import to_word
@@ -63,7 +63,7 @@ class DirectEntries:
         direct = None if prepared is None else prepared.direct
         if prepared is None or direct is None or direct.run_on_team is not None:
             return
-        key, record = (text, machine_setting()), prepared.records[0]
+        key, record = (text, machine_setting()), direct.record
         entry = self.entries.get(key)
         if entry is None or entry.record is not record:
             if len(self.made) >= MAX_ENTRIES:

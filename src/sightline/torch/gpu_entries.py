@@ -39,14 +39,13 @@ MAX_CALLS_BY_NUMBERS = 64  # calls that differ only in the numbers of their form
 class _PythonEntry:
     """An entry of the call cache that no generated code can run; see `cpu.calls.direct_call`."""
 
-    class prepared:  # noqa: N801 - stands for a `PreparedCall` that is never direct
-        direct = None
+    prepared = None
 
-        @staticmethod
-        def make_functions(tensors: Tensors) -> Any:
-            from ..cpu.calls.python_functions import make_array_functions  # loads llvmlite
+    @staticmethod
+    def make_find_or_run(tensors: Tensors) -> Any:
+        from ..cpu.calls.python_functions import make_find_or_run  # loads llvmlite
 
-            return make_array_functions(tensors)
+        return make_find_or_run(tensors)
 
 
 class FusedEntry(_PythonEntry):
@@ -105,35 +104,37 @@ class GpuAttacher(GraphAttacher):
     """The attacher of calls on a GPU, whose backward passes are launches of Triton kernels."""
 
     def repeat(self, call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor] | None:
-        given, read = _read_arrays(call, arrays)
-        launches = None if read is None else self.backward.entries.get(read[0])
-        inputs = None if launches is None else launches.read_inputs(given, read[1:], call.source.tables, None)
-        return None if launches is None or inputs is None else launches.run(inputs, call.seed or 0)
+        given = _kernel_inputs(call, arrays)
+        found = None
+        if given is not None:
+            found = LOOKUP.find_or_run(self.backward.entries, (), (), *given, *call.source.tables)
+        if given is None or found is None or found[0] is None:
+            return None
+        launches, _, _, *addresses = found
+        inputs = launches.read_inputs(given, addresses, call.source.tables, None)
+        return None if inputs is None else launches.run(inputs, call.seed or 0)
 
     def keep(self, found: Gradients, call: GraphCall, arrays: BackwardArrays) -> None:
         from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
-        recorded = found.recorded_call
-        _, read = _read_arrays(call, arrays)
+        recorded, given = found.recorded_call, _kernel_inputs(call, arrays)
+        read = None if given is None else LOOKUP.read_arrays(*given, *call.source.tables)
         if read is None:
             return
-        addresses = [recorded.inputs[name].data_ptr() for name in BACKWARD_OPERANDS]
+        layouts, *addresses = read
+        expected = [recorded.inputs[name].data_ptr() for name in BACKWARD_OPERANDS]
         launches = BoundLaunches.of(recorded, call.formulas, call.source.tables)
-        if launches is not None and addresses == [*read[1 : 1 + len(addresses)]]:
-            store(self.backward.entries, read[0], launches, MAX_BACKWARD_ENTRIES)
+        if launches is not None and addresses[: len(expected)] == expected:
+            store(self.backward.entries, (layouts, ()), launches, MAX_BACKWARD_ENTRIES)
 
 
-def _read_arrays(call: GraphCall, arrays: BackwardArrays) -> tuple[tuple[Any, ...], Any]:
-    """Return the arrays that the backward kernels read besides tables, and (layouts, addresses) with the tables.
-
-    The second result is None if the gradients need the full dispatch.
-    """
+def _kernel_inputs(call: GraphCall, arrays: BackwardArrays) -> tuple[Any, ...] | None:
+    """Return the arrays that the backward kernels read besides tables; None if the gradients need the full dispatch."""
     (d_output, *others), inputs, results = arrays
-    given = (*inputs[:NUM_OPERANDS], results[0], d_output, call.find_lse(results))
     is_bound = d_output is not None and d_output.dtype is results[0].dtype and len(inputs) == NUM_OPERANDS
     if not is_bound or any(gradient is not None for gradient in others):
-        return given, None
-    return given, LOOKUP.read_arrays(*given, *call.source.tables)
+        return None
+    return *inputs[:NUM_OPERANDS], results[0], d_output, call.find_lse(results)
 
 
 def insert(

@@ -1,25 +1,26 @@
-"""A generated function that reads arrays of NumPy and torch, and that Python calls as a function of C.
+"""Generated code that reads arrays of NumPy and torch, for functions that Python calls as functions of C.
 
-The function returns a tuple: a bytes object with the layouts (dtype, shape and strides of each array) as 64-bit words,
-and then the address of each array. It returns None if it cannot read an array; Python then makes all checks of a first
-call. `sightline.arrays.layouts.read_arrays` does the same in Python. NumPy's arrays are read by the structs of
-NumPy's C API, and tensors by the exchange functions of DLPack 1.3 (`DLPackExchangeAPI`).
+The code reads the layouts (dtype, shape and strides of each array) as 64-bit words, and the address of each array. The
+function returns None if the code cannot read an array; Python then makes all checks of a first call.
+`sightline.arrays.layouts.read_arrays` does the same in Python. NumPy's arrays are read by the structs of NumPy's C API,
+and tensors by the exchange functions of DLPack 1.3 (`DLPackExchangeAPI`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ...arrays.layouts import GPU_SHIFT, GRADIENT_BIT, MAX_ARRAYS, MAX_AXES, MAX_GPUS, TENSOR_BIT
 from ..codegen.builder import Variable
 from ..codegen.python_function import PythonFunction
 from ..codegen.values import BOOL, BYTE, INT32, INT64, POINTER, VOID, Value
+from .launch_record import NUM_VALUES
 
 # bytes from the head of the Python object to the fields of NumPy's structs PyArrayObject and PyArray_Descr
 ARRAY_OFFSETS = {"data": 0, "axes": 8, "shape": 16, "strides": 24, "dtype": 40}
 DTYPE_OFFSETS = {"order": 10, "number": 12, "itemsize": 24}
 
+FIRST_ARRAY = 3  # the arguments before the arrays are entries, structure and numbers
 DLPACK_CPU, DLPACK_CUDA, DLPACK_ROCM = 1, 2, 10  # DLDeviceType kDLCPU, kDLCUDA and kDLROCM
 
 CONTEXT_FIELDS = {  # the words that the function finds at the address in its argument `self`
@@ -35,17 +36,20 @@ CONTEXT_FIELDS = {  # the words that the function finds at the address in its ar
     "is_grad_enabled": POINTER,  # a Python function without arguments
     "num_conditions": INT64,
     "conditions": POINTER,  # Python functions without arguments; if the result of one is true, tensors are not read
+    "prepared": POINTER,  # the names of attributes, as Python objects
+    "direct": POINTER,
+    "float": POINTER,  # Python's type
 }
 
 
-class ArrayFunction(PythonFunction):
-    """Builds a function that reads those of its arguments that are arrays: all from number `first` on."""
+class ArrayReader(PythonFunction):
+    """Builds a function that reads those of its arguments that are arrays: all from number `FIRST_ARRAY` on."""
 
-    def __init__(self, module: Any, name: str, fields: Mapping[str, Any], first: int) -> None:
-        super().__init__(module, name, fields)
-        self.first, self.num_arrays = first, self.count - first
+    def __init__(self, module: Any, name: str) -> None:
+        super().__init__(module, name, CONTEXT_FIELDS)
+        self.num_arrays = self.count - FIRST_ARRAY
         self.words = self.alloca_array(INT64, MAX_ARRAYS * (1 + 2 * MAX_AXES))
-        self.addresses = self.alloca_array(POINTER, MAX_ARRAYS)
+        self.addresses = self.alloca_array(POINTER, NUM_VALUES)  # the values of the call begin with these addresses
         self.tensor = self.alloca_array(INT64, 6)  # a DLTensor
         self.num_words = Variable(self, INT64, 0)
         self.grad_enabled = Variable(self, BOOL, False)
@@ -63,7 +67,7 @@ class ArrayFunction(PythonFunction):
                     self.read_tensor(array, index)
 
     def array(self, index: Any) -> Value:
-        return self.argument(index + self.first)
+        return self.argument(index + FIRST_ARRAY)
 
     def make_layouts(self) -> Value:
         """Return the words of all layouts as a new bytes object."""
@@ -129,7 +133,7 @@ class ArrayFunction(PythonFunction):
     def read_tensor(self, array: Value, index: Value) -> None:
         """Read the tensor's DLTensor, and whether the tensor requires a gradient."""
         tensor, status = self.tensor, self.describe_tensor(array)
-        is_negative = self.is_true_method(self.given.at((index + self.first) * 8), "is_neg")
+        is_negative = self.is_true_method(self.given.at((index + FIRST_ARRAY) * 8), "is_neg")
         # a tensor without memory has no address; Python tells an empty tensor from one whose memory was freed
         has_no_address = tensor.load(POINTER) == self.null()
         device, gpu = tensor.at(8).load(INT32), tensor.at(12).load(INT32).zero_extend(INT64) + 1
@@ -189,14 +193,3 @@ class ArrayFunction(PythonFunction):
             self.words.at(at * 8).store(shape.at(axis * 8).load(INT64))
             self.words.at((at + axes) * 8).store(strides.at(axis * 8).load(INT64) * unit)
         self.num_words.set(start + axes * 2 + 1)
-
-
-class ArrayReader(ArrayFunction):
-    """Builds the function that the module's docstring describes. All its arguments are arrays."""
-
-    def __init__(self, module: Any, name: str) -> None:
-        super().__init__(module, name, CONTEXT_FIELDS, 0)
-
-    def build(self) -> None:
-        self.read_arrays()
-        self.finish(self.make_tuple(self.make_layouts()))

@@ -4,41 +4,29 @@
 
 Python calls this function of C. `entries` has an entry for each known call. `call.lookup` says what the function
 returns. The operands are query, key and value; for the backward pass also output, d_output and lse. A call is direct if
-`entry.prepared.direct` is a tuple, which has the launch record of the call. For a direct call, the function allocates
+`entry.prepared.direct` is a tuple `Direct`. For a direct call, the function allocates
 the results, writes all addresses and numbers into the argument block, and runs the kernel. Python runs the call if
-another thread uses the record, if the search for tile ranges fails, or if the kernel sets a flag.
+another thread uses the record, if the record lacks the tile ranges, or if the kernel sets a flag.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..codegen.builder import Variable
 from ..codegen.values import INT32, INT64, POINTER, VOID, Value
-from .array_reader import CONTEXT_FIELDS, ArrayFunction
-from .launcher import COMPUTED, FIRST_COMPUTED, FIRST_NUMBER, FIRST_RESULT, MAKERS, NUM_VALUES, PreparedCode
-
-DIRECT_CONTEXT = CONTEXT_FIELDS | {
-    "prepared": POINTER,  # the names of attributes, as Python objects
-    "direct": POINTER,
-    "float": POINTER,  # Python's type
-}
-FIRST_ARRAY = 3  # the arguments before the arrays are entries, structure and numbers
+from .array_reader import ArrayReader
+from .launch_record import FIRST_COMPUTED, FIRST_NUMBER, FIRST_RESULT
+from .launcher import PreparedCode
 
 
-class DirectCall(ArrayFunction):
+class DirectCall(ArrayReader):
     """Builds the function `find_or_run` that the module's docstring describes."""
-
-    def __init__(self, module: Any, name: str) -> None:
-        super().__init__(module, name, DIRECT_CONTEXT, FIRST_ARRAY)
-        self.addresses = self.alloca_array(POINTER, NUM_VALUES)
 
     def build(self) -> None:
         self.read_arrays()
         layouts = self.make_layouts()
         self.return_null_if(layouts == self.null())
         entry = self.find_entry(layouts)
-        direct = self.direct_of(entry)
+        direct = self.direct_of(entry, layouts)
         with self.if_then(direct != self.context["none"]):
             self.run(entry, layouts, direct)
         self.release(direct)
@@ -58,17 +46,22 @@ class DirectCall(ArrayFunction):
         self.call("Py_DecRef", VOID, key)
         return entry
 
-    def direct_of(self, entry: Value) -> Value:
-        """Return a new reference to `entry.prepared.direct`, or to the object None if there is no entry."""
-        direct = Variable(self, POINTER, self.context["none"])
-        with self.if_else(entry == self.context["none"]) as (yes, no):
-            with yes:
-                self.call("Py_IncRef", VOID, entry)
-            with no:
-                prepared = self.call("PyObject_GetAttr", POINTER, entry, self.context["prepared"])
-                direct.set(self.call("PyObject_GetAttr", POINTER, prepared, self.context["direct"]))
-                self.release(prepared)
-        return direct.get()
+    def direct_of(self, entry: Value, layouts: Value) -> Value:
+        """Return a new reference to `entry.prepared.direct`, or to the object None if an object before it is None.
+
+        If an attribute does not exist, the function returns with Python's error.
+        """
+        found = Variable(self, POINTER, entry)
+        self.call("Py_IncRef", VOID, entry)
+        for name in ("prepared", "direct"):
+            with self.if_then(found.get() != self.context["none"]):
+                owner = found.get()
+                found.set(self.call("PyObject_GetAttr", POINTER, owner, self.context[name]))
+                self.release(owner)
+                with self.if_then(found.get() == self.null()):
+                    self.release(entry, layouts)
+                    self.return_(self.null())
+        return found.get()
 
     def run(self, entry: Value, layouts: Value, direct: Value) -> None:
         """Write code that runs the call and returns its results. If the call cannot run, the code goes on after it."""
@@ -81,7 +74,7 @@ class DirectCall(ArrayFunction):
         with self.if_then(prepared.record.exchange_busy(1) == 0):
             count = self.allocate_results(prepared, results)
             prepared.store(self.argument(2), FIRST_NUMBER)
-            prepared.store(prepared.member(COMPUTED), FIRST_COMPUTED)
+            prepared.store(prepared.member("computed"), FIRST_COMPUTED)
             status = prepared.run(lambda: self.hold_arrays(results.get()))
             with self.if_then(status == 0):
                 self.release(direct)
@@ -98,17 +91,13 @@ class DirectCall(ArrayFunction):
 
         If an allocation fails, the function returns with Python's error.
         """
-        makers = prepared.member(MAKERS)
+        makers = prepared.member("makers")
         count = self.call("PyTuple_Size", INT64, makers)
         results.set(self.call("PyTuple_New", POINTER, count))
-        with self.if_then(results.get() == self.null()):
-            prepared.record.exchange_busy(0)
-            prepared.fail()
+        prepared.fail_if(results.get() == self.null())
         with self.loop(0, count) as index:
             array = self.call("PyObject_CallNoArgs", POINTER, self.call("PyTuple_GetItem", POINTER, makers, index))
-            with self.if_then(array == self.null()):
-                prepared.record.exchange_busy(0)
-                prepared.fail()
+            prepared.fail_if(array == self.null())
             self.call("PyTuple_SetItem", INT32, results.get(), index, array)
             prepared.values.at((index + FIRST_RESULT) * 8).store(self.address_of_new(array))
         return count

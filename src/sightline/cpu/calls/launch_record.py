@@ -1,26 +1,62 @@
 """The launch record: a table of addresses and lengths with which generated code runs a bound call.
 
-A bound call lacks only addresses of arrays, numbers of formulas and words such as the seed. `calls.launcher` describes
-the record. The tile ranges of a call are the runs of key blocks that each block of queries processes. A record begins
-with the ranges of the first call if they depend on no table. It gets a search for tile ranges when a call has other
-numbers than the first call.
+A bound call lacks only the values of a call: addresses of arrays, numbers of formulas and words such as the seed. A
+record has the addresses of the kernel and of its argument block, and says where the values belong in the block. The
+generated code of `calls.launcher` writes them and runs the kernel.
+
+The tile ranges of a call are the runs of key blocks that each block of queries processes. A record has those of the
+first call if they depend on no table, or else a search for tile ranges, with memory for a fixed number of them. A call
+with other numbers than the first call, or with more ranges, needs a new record; see `BoundSearch.extend`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ...arrays.layouts import MAX_ARRAYS
 from ..codegen.builder import CACHE_LINE_BYTES
+from ..codegen.values import INT64, POINTER
 from ..kernels.kernel_spec import round_up
 from ..kernels.tile_search import SEARCH_FIELDS
 from ..runtime.thread_count import thread_count
-from .launcher import MAX_ZEROED, RECORD_FIELDS
 
 if TYPE_CHECKING:
     from ..launch.bound_call import BoundCall
+
+MAX_ZEROED = 4  # the most fields of a workspace that are set to 0
+# the values of a call: addresses of arguments, addresses of results, numbers of formulas, and computed words
+MAX_RESULTS, MAX_NUMBERS, MAX_COMPUTED = 64, 256, 8
+FIRST_RESULT = MAX_ARRAYS
+FIRST_NUMBER = FIRST_RESULT + MAX_RESULTS
+FIRST_COMPUTED = FIRST_NUMBER + MAX_NUMBERS
+NUM_VALUES = FIRST_COMPUTED + MAX_COMPUTED
+UNCHANGED = -1  # the source of a word that is 0 in every call
+RECORD_FIELDS: dict[str, Any] = {
+    "is_busy": INT64,  # 1 while a thread uses the buffer
+    "kernel": POINTER,
+    "block": POINTER,  # the kernel's argument block
+    "words": POINTER,  # the address in the argument block at which the words of the call begin
+    "num_words": INT64,
+    "sources": POINTER,  # of each of these words, an index of the values of a call, or `UNCHANGED`
+    "imprecise_lse_flag": POINTER,  # null if the kernel does not set this flag
+    "nonfinite_flag": POINTER,
+    # without a search, the call has the tile ranges of the first call, as long as it has the same numbers
+    "first_numbers": POINTER,  # the numbers of the first call; null if no number changes the ranges, or with a search
+    "num_numbers": INT64,
+    "search": POINTER,  # the function that searches for tile ranges; null without a search
+    "search_block": POINTER,  # the argument block of the search
+    "search_words": POINTER,  # the address in `search_block` of the words that the search takes from the call
+    "first_search_word": INT64,  # the index of the first of these words among the words of the call
+    "num_search_words": INT64,
+    "count": POINTER,  # the number of tile ranges that the search found; negative if a check failed
+    "capacity": INT64,  # the most tile ranges for which the buffer has memory
+    "num_zeroed": INT64,  # how many of the following pairs are used: address and number of words that are set to 0
+    **{f"{name}_{k}": kind for k in range(MAX_ZEROED) for name, kind in (("zeroed", POINTER), ("zeroed_words", INT64))},
+}
+IS_BUSY = list(RECORD_FIELDS).index("is_busy")
 
 FLAGS = ("imprecise_lse_flag", "nonfinite_flag")  # fields of a workspace
 MAX_KEPT_BYTES = 1 << 18  # a record with a larger buffer serves no later call
@@ -71,20 +107,17 @@ class LaunchRecord:
     Parameters
     ----------
     call : the bound call
-    sources : of each word that a call gives, an index of the values of the call, or `UNCHANGED`; see `calls.launcher`
+    sources : of each word that a call gives, an index of the values of the call, or `UNCHANGED`
 
     Attributes
     ----------
     address : the address of the record
-    capacity : the number of tile ranges for which the buffer has memory; None without a search
     """
 
     def __init__(self, call: BoundCall, sources: Sequence[int]) -> None:
         assert len(call.zeroed) <= MAX_ZEROED
         assert len(sources) == call.num_words
         self.call, self.sources = call, np.array(sources, np.int64)
-        search = call.search
-        self.capacity = search.capacity if search is not None and search.runs_always else None
         self.array = np.zeros(len(RECORD_FIELDS), np.int64)
         self.address = int(self.array.ctypes.data)
         self.use_new_buffer()
@@ -94,29 +127,17 @@ class LaunchRecord:
         """True if the record's memory is small."""
         return bool(self.buffer.array.nbytes <= MAX_KEPT_BYTES)
 
-    def extend(self) -> None:
-        """Give the record a search for tile ranges. If it has one, give it memory for the ranges that were found.
-
-        Generated code calls this function while it uses the record. The words of the call are kept.
-        """
-        search, old = self.call.search, self.buffer
-        assert search is not None
-        self.capacity = search.capacity if self.capacity is None else 2 * old.word("count")
-        search.capacity = max(search.capacity, self.capacity)  # new records begin with as much memory
-        self.use_new_buffer()
-        words = self.call.call_words
-        self.buffer.array[words] = old.array[words]
-
     def use_new_buffer(self) -> None:
         """Allocate a buffer, and write all fields of the record except `is_busy`."""
         call, search = self.call, self.call.search
-        self.buffer = buffer = call.make_buffer(self.capacity)
+        capacity = search.capacity if search is not None and search.is_needed else None
+        self.buffer = buffer = call.make_buffer(capacity)
         buffer.array[call.call_words] = 0
-        words, addresses = buffer.address + 8 * call.call_words.start, buffer.addresses
+        addresses = buffer.addresses
         fields: dict[str, Any] = {
             "kernel": call.kernel,
             "block": buffer.address,
-            "words": words,
+            "words": buffer.address + 8 * call.call_words.start,
             "num_words": call.num_words,
             "sources": self.sources.ctypes.data,
             "num_zeroed": len(call.zeroed),
@@ -124,32 +145,46 @@ class LaunchRecord:
         fields |= {name: addresses[name] for name in FLAGS if name in addresses}
         for k, (name, length) in enumerate(call.zeroed):
             fields |= {f"zeroed_{k}": addresses[name], f"zeroed_words_{k}": length}
-        first = len(call.call_fields)  # the search takes tables and numbers
-        if self.capacity is not None and search is not None:
+        if search is not None and capacity is not None:
             search_block = buffer.address + 8 * buffer.starts[1]
             fields |= {
                 "search": search.address,
                 "search_block": search_block,
                 "search_words": search_block + 8 * len(SEARCH_FIELDS),
-                "first_search_word": first,
+                "first_search_word": len(call.call_fields),
                 "num_search_words": len(call.table_origins) + len(call.numbers),
                 "count": addresses["count"],
-                "capacity": self.capacity,
+                "capacity": capacity,
             }
         elif search is not None:
-            fields |= {
-                "first_numbers": search.first_numbers.ctypes.data,
-                "num_numbers": len(call.numbers),
-                "numbers": words + 8 * (first + len(call.table_origins)),
-            }
+            fields |= {"first_numbers": search.first_numbers.ctypes.data, "num_numbers": len(call.numbers)}
         self.array[1:] = [fields.get(name, 0) for name in list(RECORD_FIELDS)[1:]]
 
     def run_on_team(self, max_threads: int, threads: int | None, keep_alive: Any) -> None:
         """Run the kernel on several threads. Generated code calls this function while it uses the record."""
+        call, buffer = self.call, self.buffer
         try:
             count = min(thread_count(threads), max_threads)
-        except BaseException:  # a setting is wrong; no thread uses the buffer
-            self.array[0] = 0
+            block = buffer.array[: call.template.size]
+            call.processor.call(call.kernel, block, count, (keep_alive, call, buffer))
+        except BaseException:  # after an interrupt, threads of the pool may still use the buffer
+            self.use_new_buffer()
+            self.array[IS_BUSY] = 0
             raise
-        call = self.call
-        call.processor.call(call.kernel, self.buffer.array[: call.template.size], count, (keep_alive, self))
+
+
+class Direct(NamedTuple):
+    """What generated code reads of a prepared call.
+
+    address : the address of a launch record
+    makers : the functions that allocate the results
+    computed : the words that Python computes, which are the same in every direct call
+    run_on_team : `LaunchRecord.run_on_team` with its first two arguments; None if one thread runs the kernel
+    record : the record, which this reference keeps alive
+    """
+
+    address: int
+    makers: tuple[Callable[[], Any], ...]
+    computed: tuple[int, ...]
+    run_on_team: Callable[[Any], None] | None
+    record: LaunchRecord

@@ -1,14 +1,14 @@
-"""Generated code that runs a prepared call, and a function of C with which Python runs one.
+"""Generated code that runs a launch record, and a function of C with which Python runs one.
 
     launch(direct, keep_alive, arguments, results, numbers, computed)  →  status
 
-The launch record (see `launch_record`) has the address of the kernel and of its argument block. The words of the block
-that change from call to call are the values of the call: addresses of arrays, numbers of formulas, and words that
-Python computes. `launch` gets them as tuples of numbers. `direct` is a tuple `Direct`.
+`direct` is a tuple `Direct`. The other tuples have the values of the call (see `launch_record`): addresses of arrays,
+numbers of formulas, and words that Python computes.
 
-The status is 1 if the kernel set `imprecise_lse_flag`, plus 2 if it set `nonfinite_flag`. It is −1 if a check of the
-search for tile ranges fails, and None if another thread uses the record. Python's global lock is released while a
-kernel runs on the calling thread. A kernel for several threads is run by a function of Python.
+The status is 1 if the kernel set `imprecise_lse_flag`, plus 2 if it set `nonfinite_flag`. It is `FAILED` if a check of
+the search for tile ranges fails, `SHORT` if the record lacks the search or memory for its ranges, and None if another
+thread uses the record. Python's global lock is released while a kernel runs on the calling thread. A kernel for several
+threads is run by a function of Python.
 """
 
 from __future__ import annotations
@@ -16,44 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...arrays.layouts import MAX_ARRAYS
 from ..codegen.builder import Builder, Variable
 from ..codegen.python_function import PythonFunction
 from ..codegen.values import BOOL, DOUBLE, INT64, POINTER, VOID, Value
+from .launch_record import FIRST_COMPUTED, FIRST_NUMBER, FIRST_RESULT, NUM_VALUES, RECORD_FIELDS, Direct
 
-MAX_ZEROED = 4  # the most fields of a workspace that are set to 0
-# the values of a call: addresses of arguments, addresses of results, numbers of formulas, and computed words
-MAX_RESULTS, MAX_NUMBERS, MAX_COMPUTED = 64, 256, 8
-FIRST_RESULT = MAX_ARRAYS
-FIRST_NUMBER = FIRST_RESULT + MAX_RESULTS
-FIRST_COMPUTED = FIRST_NUMBER + MAX_NUMBERS
-NUM_VALUES = FIRST_COMPUTED + MAX_COMPUTED
-RECORD, MAKERS, COMPUTED, TEAM, EXTEND = range(5)  # the members of a tuple `Direct`
-UNCHANGED = -1  # the source of a word that is 0 in every call
-FAILED = -1  # the status of a call whose search for tile ranges failed
-RECORD_FIELDS: dict[str, Any] = {
-    "is_busy": INT64,  # 1 while a thread uses the buffer
-    "kernel": POINTER,
-    "block": POINTER,  # the kernel's argument block
-    "words": POINTER,  # the address in the argument block at which the words of the call begin
-    "num_words": INT64,
-    "sources": POINTER,  # of each of these words, an index of the values of a call, or `UNCHANGED`
-    "imprecise_lse_flag": POINTER,  # null if the kernel does not set this flag
-    "nonfinite_flag": POINTER,
-    # without a search, the call has the tile ranges of the first call, as long as it has the same numbers
-    "first_numbers": POINTER,  # the numbers of the first call; null if no number changes the ranges, or with a search
-    "num_numbers": INT64,
-    "numbers": POINTER,  # the numbers in the argument block
-    "search": POINTER,  # the function that searches for tile ranges; null without a search
-    "search_block": POINTER,  # the argument block of the search
-    "search_words": POINTER,  # the address in `search_block` of the words that the search takes from the call
-    "first_search_word": INT64,  # the index of the first of these words among the words of the call
-    "num_search_words": INT64,
-    "count": POINTER,  # the number of tile ranges that the search found; negative if a check failed
-    "capacity": INT64,  # the most tile ranges for which the buffer has memory
-    "num_zeroed": INT64,  # how many of the following pairs are used: address and number of words that are set to 0
-    **{f"{name}_{k}": kind for k in range(MAX_ZEROED) for name, kind in (("zeroed", POINTER), ("zeroed_words", INT64))},
-}
+FAILED, SHORT = -1, -2  # statuses of a call whose kernel did not run
 
 
 class RecordCode:
@@ -95,36 +63,32 @@ class RecordCode:
             with self.builder.loop(0, pair.at(8).load(INT64)) as word:
                 start.at(word * 8).store(self.builder.value(0, INT64))
 
-    def find_tile_ranges(self) -> tuple[Value, Value]:
-        """Run the search for tile ranges if the record has one.
-
-        Return two booleans: false if a check of the search fails, and true if the record must first be extended. Then
-        it lacks the search or memory for the ranges; see `LaunchRecord.extend`.
-        """
+    def find_tile_ranges(self, values: Value) -> Value:
+        """Run the search for tile ranges if the record has one. Return 0 if the kernel can run, `FAILED` or `SHORT`."""
         builder, search = self.builder, self.field("search")
-        succeeds, is_short = Variable(builder, BOOL, True), Variable(builder, BOOL, False)
+        status = Variable(builder, INT64, 0)
         with builder.if_else(search == builder.null()) as (yes, no):
-            with yes:
-                is_short.set(self.has_other_numbers())
+            with yes, builder.if_then(self.has_other_numbers(values)):
+                status.set(SHORT)
             with no:
                 words, target = self.field("words").at(self.field("first_search_word") * 8), self.field("search_words")
                 with builder.loop(0, self.field("num_search_words")) as index:
                     target.at(index * 8).store(words.at(index * 8).load(INT64))
                 builder.call(search, VOID, self.field("search_block"))
                 count = self.field("count").load(INT64)
-                succeeds.set(count >= 0)
-                is_short.set(count > self.field("capacity"))
-        return succeeds.get(), is_short.get()
+                with builder.if_then(count > self.field("capacity")):
+                    status.set(SHORT)
+                with builder.if_then(count < 0):
+                    status.set(FAILED)
+        return status.get()
 
-    def has_other_numbers(self) -> Value:
+    def has_other_numbers(self, values: Value) -> Value:
         """True if the tile ranges of the first call may be wrong, because the call has other numbers."""
         builder, first = self.builder, self.field("first_numbers")
         is_other = Variable(builder, BOOL, False)
-        with builder.if_then(first != builder.null()):
-            own = self.field("numbers")
-            with builder.loop(0, self.field("num_numbers")) as index:
-                place = index * 8
-                is_other.set(is_other.get() | (own.at(place).load(INT64) != first.at(place).load(INT64)))
+        with builder.if_then(first != builder.null()), builder.loop(0, self.field("num_numbers")) as index:
+            number = values.at((index + FIRST_NUMBER) * 8).load(INT64)
+            is_other.set(is_other.get() | (number != first.at(index * 8).load(INT64)))
         return is_other.get()
 
     def run_kernel(self) -> None:
@@ -148,7 +112,7 @@ class PreparedCode:
     Parameters
     ----------
     function : the function that the code is part of
-    direct : a tuple `Direct`, see `launch.prepared_call`
+    direct : a tuple `Direct`
     values : the address of `NUM_VALUES` words
     release : writes code that releases the objects that the function owns; the code runs before the function returns
         with an error of Python
@@ -156,11 +120,12 @@ class PreparedCode:
 
     def __init__(self, function: PythonFunction, direct: Value, values: Value, release: Callable[[], None]) -> None:
         self.function, self.direct, self.values, self.release = function, direct, values, release
-        self.record = RecordCode(function, function.call("PyLong_AsVoidPtr", POINTER, self.member(RECORD)))
+        self.record = RecordCode(function, function.call("PyLong_AsVoidPtr", POINTER, self.member("address")))
 
-    def member(self, index: int) -> Value:
+    def member(self, name: str) -> Value:
         """Return a member of the tuple `Direct`."""
-        return self.function.call("PyTuple_GetItem", POINTER, self.direct, self.function.value(index, INT64))
+        index = self.function.value(Direct._fields.index(name), INT64)
+        return self.function.call("PyTuple_GetItem", POINTER, self.direct, index)
 
     def store(self, numbers: Value, first: int) -> None:
         """Store the members of a tuple, which are integers of 64 bits or floats, as the values from `first` on."""
@@ -174,31 +139,28 @@ class PreparedCode:
                 with no:
                     place.store(function.call("PyLong_AsLongLong", INT64, number))
         error = function.call("PyErr_Occurred", POINTER)  # set if an integer needs more than 64 bits
-        with function.if_then(error != function.null()):
-            self.record.exchange_busy(0)
-            self.fail()
+        self.fail_if(error != function.null())
 
-    def fail(self) -> None:
-        self.release()
-        self.function.return_(self.function.null())
+    def fail_if(self, condition: Value, is_busy: bool = True) -> None:
+        """If the condition is true, return with Python's error, and release the record if it is still in use."""
+        with self.function.if_then(condition):
+            if is_busy:
+                self.record.exchange_busy(0)
+            self.release()
+            self.function.return_(self.function.null())
 
     def run(self, keep_alive: Callable[[], Value]) -> Value:
         """Write the words, run the kernel and return the status. The caller has stored the values.
 
         `keep_alive` returns a new reference to an object that holds all arrays of the call, for the other threads.
-        After an error of Python the record stays busy, because threads may still use its buffer.
         """
-        function, record, status = self.function, self.record, Variable(self.function, INT64, FAILED)
+        function, record = self.function, self.record
         record.write_words(self.values)
-        succeeds = Variable(function, BOOL)
-        with function.infinite_loop() as break_if:
-            is_found, is_short = record.find_tile_ranges()
-            succeeds.set(is_found)
-            break_if(~is_short)
-            self.check(function.call("PyObject_CallNoArgs", POINTER, self.member(EXTEND)))
-        record.clear_workspace()
-        with function.if_then(succeeds.get()):
-            team = self.member(TEAM)
+        found = record.find_tile_ranges(self.values)
+        status = Variable(function, INT64, found)
+        with function.if_then(found == 0):
+            record.clear_workspace()
+            team = self.member("run_on_team")
             with function.if_else(team == function.context["none"]) as (yes, no):
                 with yes:
                     state = function.call("PyEval_SaveThread", POINTER)
@@ -206,21 +168,14 @@ class PreparedCode:
                     function.call("PyEval_RestoreThread", VOID, state)
                 with no:
                     held = keep_alive()
-                    with function.if_then(held == function.null()):
-                        record.exchange_busy(0)
-                        self.fail()
+                    self.fail_if(held == function.null())
                     answer = function.call("PyObject_CallOneArg", POINTER, team, held)
                     function.call("Py_DecRef", VOID, held)
-                    self.check(answer)
+                    self.fail_if(answer == function.null(), is_busy=False)  # `run_on_team` has released the record
+                    function.call("Py_DecRef", VOID, answer)
             status.set(record.status())
         record.exchange_busy(0)
         return status.get()
-
-    def check(self, answer: Value) -> None:
-        """Release the result of a function of Python; if it is null, return with Python's error."""
-        with self.function.if_then(answer == self.function.null()):
-            self.fail()
-        self.function.call("Py_DecRef", VOID, answer)
 
 
 LAUNCH_CONTEXT = {"none": POINTER, "float": POINTER, "head_size": INT64}

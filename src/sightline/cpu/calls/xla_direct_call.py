@@ -3,7 +3,7 @@
 An entry describes a forward pass that was run before: the text of its call, and a launch record, which has the kernel's
 address and argument block. The code finds the entry by a hash of the text that XLA passes, and compares the whole text.
 It writes the addresses of XLA's arrays into the argument block, and runs the kernel. The caller runs the call in Python
-if there is no such entry, if another thread uses the record, if the search for tile ranges fails, or if the kernel sets
+if there is no such entry, if another thread uses the record, if the record lacks the tile ranges, or if the kernel sets
 `nonfinite_flag`.
 """
 
@@ -13,7 +13,8 @@ from typing import Any
 
 from ..codegen.builder import Builder, Variable
 from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, INT64, POINTER, Value
-from .launcher import FIRST_RESULT, RecordCode
+from .launch_record import FIRST_RESULT
+from .launcher import RecordCode
 
 ENTRY_FIELDS: dict[str, Any] = {
     "text": POINTER,
@@ -21,7 +22,7 @@ ENTRY_FIELDS: dict[str, Any] = {
     "setting": POINTER,  # the value of the environment variable when the entry was made; null if it was not set
     "record": POINTER,
     "num_arguments": INT64,
-    "values": POINTER,  # the values of the call; see `launcher`
+    "values": POINTER,  # the values of the call; see `launch_record`
     "num_rows": INT64,  # queries of all heads and batches
     "is_lse_wide": INT64,  # 1 if the result lse is float64, 0 if it is float32
 }
@@ -57,8 +58,7 @@ class XlaDirectCall:
             with builder.if_then(record.exchange_busy(1) == 0):
                 self.write_words(record)
                 record.clear_workspace()
-                succeeds, is_short = record.find_tile_ranges()
-                with builder.if_then(succeeds & ~is_short):
+                with builder.if_then(record.find_tile_ranges(self.field("values")) == 0):
                     record.run_kernel()
                     is_done.set(record.status() < 2)
                 with builder.if_then(is_done.get()):

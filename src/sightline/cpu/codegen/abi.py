@@ -4,8 +4,8 @@
 
 The layout of a table is the stride of each axis in bytes, then the length of each axis. The outputs are arrays of some
 kernels only, such as statistics. The layout of an output is one stride. The words that change from call to call are
-adjacent: the last fields, such as `FORWARD_CALL_FIELDS`, and then the result of `call_words`. `pack` writes the block
-on the host, and `LoadedArguments` reads the block in the kernel.
+adjacent, in the order of `call_words`. Their fields are the last ones, such as `FORWARD_CALL_FIELDS`. `pack` writes the
+block on the host, and `LoadedArguments` reads the block in the kernel.
 """
 
 from __future__ import annotations
@@ -203,15 +203,21 @@ def pack(
     numbers : numbers of formulas; an int is stored as such, and a float as its bits
     outputs : (address, stride) of each output
     """
-    words = [to_word(float(values[name])) if kind is DOUBLE else values[name] for name, kind in fields.items()]
-    words += call_words([table.ctypes.data for table in tables], numbers, [address for address, _ in outputs])
+    words = call_words(
+        [to_word(float(values[name])) if kind is DOUBLE else values[name] for name, kind in fields.items()],
+        [table.ctypes.data for table in tables],
+        numbers,
+        [address for address, _ in outputs],
+    )
     words += [word for table in tables for word in (*table.strides, *table.shape)]
     return np.array([*words, *[stride for _, stride in outputs]], np.int64)
 
 
-def call_words(tables: Sequence[int], numbers: Sequence[float], outputs: Sequence[int]) -> list[int]:
-    """Return the words after the fields: the addresses of the tables, the numbers, and the addresses of the outputs."""
-    return [*tables, *map(to_word, numbers), *outputs]
+def call_words(
+    fields: Sequence[int], tables: Sequence[int], numbers: Sequence[float], outputs: Sequence[int]
+) -> list[int]:
+    """Return words in the order of the block: fields, addresses of tables, numbers, addresses of outputs."""
+    return [*fields, *tables, *map(to_word, numbers), *outputs]
 
 
 def to_word(number: float) -> int:

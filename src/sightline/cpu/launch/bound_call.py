@@ -13,8 +13,7 @@ from typing import Any
 
 from ...arrays.operations import layout, memory_layout
 from ...formula.parameters import Structure
-from ..calls.launch_record import Buffer
-from ..calls.launcher import MAX_NUMBERS, MAX_RESULTS
+from ..calls.launch_record import MAX_NUMBERS, MAX_RESULTS, Buffer
 from ..calls.python_functions import is_supported
 from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word
 from ..kernels.block import Block
@@ -24,7 +23,7 @@ from ..runtime.processor import HOST, Processor
 from ..runtime.thread_count import thread_count
 from .arguments import KernelArguments, compile_kernel, convert_sinks, convert_table
 from .call_family import CallFamily
-from .prepared_call import KernelInputs, PreparedCall
+from .prepared_call import PreparedCall
 from .tile_search import BoundSearch
 
 MAX_CACHED_BYTES = 1 << 20  # the most bytes of tile ranges and offsets that a cached call may keep alive
@@ -85,7 +84,7 @@ class BoundCall:
         self.range_words = [names.index(name) for name in TILE_RANGE_FIELDS]
         self.search = BoundSearch.of(arguments, spec, processor)
         self.keep_alive = arguments.constant_arrays(*changing)
-        if self.search is not None and self.search.runs_always:  # only the first call reads the bound tile ranges
+        if self.search is not None and self.search.is_needed:  # only the first call reads the bound tile ranges
             ranges = {int(self.template[word]) for word in self.range_words}
             self.keep_alive = tuple(array for array in self.keep_alive if array.ctypes.data not in ranges)
         # the words that each call gives: its fields, tables, numbers and outputs
@@ -106,12 +105,27 @@ class BoundCall:
     ) -> PreparedCall | None:
         """Return this call ready to be repeated for a caller's tables and numbers; None if it was made for others.
 
-        `KernelInputs.bind` and `PreparedCall` describe the parameters.
+        The result is also None if the call was bound for other memory layouts than those of the tables.
+
+        Parameters
+        ----------
+        tables : the caller's tables, in the order of the structure of its formulas
+        structure : the part of the structure of the caller's formulas that the kernel reads; see `Structure.first`
+        operands, results, makers, num_keys, can_be_direct : see `PreparedCall`
         """
-        inputs = KernelInputs.bind(self, tables, structure)
-        if inputs is None or inputs.num_numbers > MAX_NUMBERS or len(results) + self.num_outputs > MAX_RESULTS:
+        origins = [id(table) for table in structure.tables]
+        if not set(self.table_origins) <= set(origins) or self.numbers != structure.numbers:
             return None
-        return PreparedCall(self, inputs, operands, results, makers, num_keys, can_be_direct)
+        if len(self.numbers) > MAX_NUMBERS or len(results) + self.num_outputs > MAX_RESULTS:
+            return None
+        own_tables = [origins.index(origin) for origin in self.table_origins]
+        converters: list[Callable[[Any], Any] | None] = []
+        for array, bound in zip([tables[table] for table in own_tables], self.table_layouts, strict=True):
+            is_read_in_place = memory_layout(array) == bound
+            if not is_read_in_place and memory_layout(self.convert_table(array)) != bound:
+                return None
+            converters.append(None if is_read_in_place else self.convert_table)
+        return PreparedCall(self, own_tables, converters, operands, results, makers, num_keys, can_be_direct)
 
     def make_buffer(self, capacity: int | None = None) -> Buffer:
         """Return a new buffer, with memory for `capacity` tile ranges of a search; None for those of the first call."""
@@ -171,10 +185,8 @@ class BoundCall:
         words |= dict(zip(self.length_fields, lengths, strict=True)) | {"seed": signed_word(problem.seed)}
         tables, results = ([layout(array)[0] for array in own] for own in (arguments.tables, outputs))
         buffer = self.make_buffer()
-        buffer.array[self.call_words] = [
-            *[words.get(name, 0) for name in self.call_fields],
-            *call_words(tables, arguments.numbers, results),
-        ]
+        fields = [words.get(name, 0) for name in self.call_fields]
+        buffer.array[self.call_words] = call_words(fields, tables, arguments.numbers, results)
         for name, length in self.zeroed:
             start = (buffer.addresses[name] - buffer.address) // 8
             buffer.array[start : start + length] = 0

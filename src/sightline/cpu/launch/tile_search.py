@@ -11,7 +11,7 @@ import numpy as np
 from ...caching import cached_property
 from ...formula.expression import Expression, as_expression
 from ...formula.formula_checks import stay_inside_for_all_entries
-from ..codegen.abi import call_words
+from ..codegen.abi import to_word
 from ..codegen.render_bounds import EXTREMES_BLOCK, EXTREMES_BYTES
 from ..kernels.kernel_spec import KernelSpec
 from ..kernels.tile_search import (
@@ -33,7 +33,8 @@ class BoundSearch:
     ----------
     packed : the argument block of the search
     capacity : the number of tile ranges for which a new buffer has memory
-    runs_always : True if the tile ranges or the checks of the search depend on tables, or no tile ranges are bound
+    is_needed : True if new records search for tile ranges: the ranges or the checks of the search depend on tables, no
+        tile ranges are bound, or a call had other numbers than the first call
     can_repeat : False if an index may leave its table at hidden pairs, and tables decide which pairs are hidden
         If numbers decide it, the search of a call with other numbers fails.
     """
@@ -46,11 +47,11 @@ class BoundSearch:
         self.capacity = max(2 * ranges.first.size, self.rows)
         self.num_extremes = sum(map(_count_blocks, (arguments.tables[k] for k in tables_with_extremes(formulas))))
         reads_tables = bool(formulas[0].tables) or any(node.tables for node in checked_nodes(formulas))
-        self.runs_always = reads_tables or not arguments.has_tile_ranges
+        self.is_needed = reads_tables or not arguments.has_tile_ranges
         self.can_repeat = not any(spec.clamped) or stay_inside_for_all_entries(
             arguments.problem_formulas, spec.clamped, problem.extent
         )
-        self.first_numbers = np.array(call_words((), arguments.numbers, ()), np.int64)
+        self.first_numbers = np.array([to_word(number) for number in arguments.numbers], np.int64)
         fields = dict.fromkeys(SEARCH_FIELDS, 0) | {
             "B": problem.B,
             "H": problem.H,
@@ -81,6 +82,11 @@ class BoundSearch:
     def address(self) -> Any:
         """The address of the search's code, which is compiled for the first repeated call."""
         return self._compile()
+
+    def extend(self, count: int) -> None:
+        """From now on, let new records search, with memory for twice as many tile ranges as a search has found."""
+        self.capacity = max(self.capacity, 2 * count)
+        self.is_needed = True
 
     def workspace(self, capacity: int) -> dict[str, int]:
         """Return the fields that point into a buffer for so many ranges, and the length of each in 8-byte words."""

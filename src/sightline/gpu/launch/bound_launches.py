@@ -56,6 +56,8 @@ class BoundLaunches:
     tables : the tables that the kernels read
     """
 
+    prepared = None  # `LOOKUP.find_or_run` finds these launches, and does not run them
+
     def __init__(self, recorded: RecordedCall, tables: Sequence[BoundTable], binder: LaunchBinder) -> None:
         problem = recorded.problem
         self.tables, self.is_compiled = tables, recorded.is_compiled
