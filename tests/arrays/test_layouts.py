@@ -28,20 +28,15 @@ DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "floa
 
 @pytest.fixture(scope="module")
 def read():
-    """A function that reads arrays by generated code; a call of a tensor has told the readers of torch."""
+    """The generated code that reads arrays; a call of a tensor has told the readers of torch."""
     sightline.attention(*[torch.ones(1, 1)] * 3)
     return make_reader(LOOKUP.tensors)
 
 
 def make_reader(tensors):
-    """Return a function of arrays that looks them up among no calls, and returns (layouts, *addresses) or None."""
+    """Return a function that looks arrays up among no calls, and returns (layouts, *addresses) or None."""
     find = make_find_or_run(tensors)
-
-    def read(*arrays):
-        found = find({}, (), (), *arrays)
-        return None if found is None else found[2:]
-
-    return read
+    return lambda *arrays: None if (found := find({}, (), (), *arrays)) is None else found[2:]
 
 
 @st.composite

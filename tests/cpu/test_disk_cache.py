@@ -244,13 +244,6 @@ def test_a_damaged_file_is_compiled_again(damage, folder, monkeypatch):
     assert file.read_bytes() == whole
 
 
-def test_reading_needs_no_compiler(folder, monkeypatch):
-    kernel(1)
-    forget(monkeypatch)
-    monkeypatch.setattr(compile, "_compile_object", None)
-    assert number_of(compile.get_or_compile("constant 1", "apply", None, host())) == 1
-
-
 def change_machine(monkeypatch):
     return dataclasses.replace(host(), features=host().features.replace("+sse4a", "-sse4a") + ",-avx512vp2intersect")
 

@@ -135,15 +135,12 @@ def test_bad_contents_are_refused(bad):
     assert count == -1
 
 
-def test_a_bound_that_is_one_off_is_found(monkeypatch, fresh_kernels):
-    """Planted fault: the search computes the bounds of a tile without the tile's last key."""
-    monkeypatch.setattr(tile_search, "KEY_BLOCK", KEY_BLOCK - 1)
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "mask"),
+    [(tile_search, "KEY_BLOCK", KEY_BLOCK - 1, "causal"), (TableExtremes, "compute", lambda self: None, "documents")],
+    ids=["bounds without the last key of a tile", "extremes of the tables of the call before"],
+)
+def test_planted_faults_are_found(owner, name, value, mask, monkeypatch, fresh_kernels):
+    monkeypatch.setattr(owner, name, value)
     with pytest.raises(AssertionError):
-        test_equal_tile_ranges("causal")
-
-
-def test_stale_extremes_are_found(monkeypatch, fresh_kernels):
-    """Planted fault: the extremes of the tables are those of the call before."""
-    monkeypatch.setattr(TableExtremes, "compute", lambda self: None)
-    with pytest.raises(AssertionError):
-        test_equal_tile_ranges("documents")
+        test_equal_tile_ranges(mask)
