@@ -13,7 +13,7 @@ import tempfile
 from functools import partial
 from typing import Any
 
-from sightline.cpu.runtime.cache_folder import CACHE_VARIABLE
+from sightline.cpu.runtime.disk_cache import CACHE_VARIABLE
 
 from .core import Call, Contender, Problem
 

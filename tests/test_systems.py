@@ -17,7 +17,7 @@ from sightline import i, j, table
 from sightline.call.request import machine_setting
 from sightline.cpu.calls.python_functions import launcher
 from sightline.cpu.runtime import compile, disk_cache, thread_count, thread_team
-from sightline.cpu.runtime.cache_folder import CACHE_VARIABLE
+from sightline.cpu.runtime.disk_cache import CACHE_VARIABLE
 from sightline.cpu.runtime.machine import CPU_VARIABLE, machine_names, missing_features, named_machine, native_machine
 
 HELPERS = Path(__file__).parent / "helpers"

@@ -20,7 +20,7 @@ import pytest
 import minimal_kernels
 from minimal_kernels import called, constant, kernel, number_of
 from sightline.cpu.runtime import compile, disk_cache
-from sightline.cpu.runtime.cache_folder import CACHE_VARIABLE
+from sightline.cpu.runtime.disk_cache import CACHE_VARIABLE
 from sightline.cpu.runtime.machine import host
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="the disk cache needs the owners of files")

@@ -62,7 +62,7 @@ class CallLookup:
 LOOKUP = CallLookup()
 
 
-def store(entries: dict[Any, Any], key: tuple[Any, ...], entry: Any, limit: int | None = None) -> None:
+def store(entries: dict[Any, Any], key: Any, entry: Any, limit: int | None = None) -> None:
     """Store an entry, and drop the first entries of the dict beyond `limit`, by default `MAX_CACHED_CALLS`."""
     entries[key] = entry  # each operation on the dict is atomic, so no lock is needed
     while len(entries) > (MAX_CACHED_CALLS if limit is None else limit):

@@ -23,6 +23,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from ...call.lookup import store
 from . import disk_cache, llvmlite_lock
 from .machine import Machine
 
@@ -52,51 +53,24 @@ class Address(int):
 
 
 class KernelCache:
-    """The cache in memory: kernels, the least recently used first, and a lock for each kernel being compiled.
+    """The cache in memory: kernels and object codes, the least recently used first, and a lock for each kernel.
 
-    `get` and `put` take no lock, because each method of a dictionary is one atomic function in C. An interrupt or a
-    fork could leave a lock held, and every later call would then wait for the lock forever.
+    No lock protects the dictionaries, because each of their methods is one atomic function in C. An interrupt or a fork
+    could leave a lock held, and every later call would then wait for the lock forever.
 
-    The identity of a kernel is a text: the name of its function, its machine and its key; see `get_or_compile`.
+    Attributes
+    ----------
+    kernels : kernels by identity: the name of the function, the machine and the key; see `get_or_compile`
+        The code of an evicted kernel is freed if nothing else refers to the kernel.
+    common_codes : the object code of common parts, by identity
+    locks : the locks of the kernels that are being compiled; the thread that holds a lock compiles the kernel
+        A lock is reentrant, because a signal handler that runs while the kernel is compiled may call the kernel too.
     """
 
     def __init__(self) -> None:
-        self._kernels: OrderedDict[str, Address] = OrderedDict()
-        self.common_codes: OrderedDict[str, bytes] = OrderedDict()  # the object code of common parts
-        self.reset_locks()
-
-    def reset_locks(self) -> None:
-        """Forget all locks. In a forked child, a lock that another thread of the parent held is never released."""
-        self._kernel_locks: dict[str, Any] = {}
-
-    def get(self, identity: str) -> Address | None:
-        """Return the kernel with this identity and mark the kernel as used; None if the kernel is not in memory."""
-        address = self._kernels.get(identity)
-        if address is not None:
-            with suppress(KeyError):  # another thread has just evicted the kernel
-                self._kernels.move_to_end(identity)
-        return address
-
-    def put(self, identity: str, address: Address) -> None:
-        """Store a kernel, and evict the least recently used kernels beyond `MAX_KERNELS_IN_MEMORY`.
-
-        The code of an evicted kernel is freed if nothing else refers to the kernel.
-        """
-        self._kernels[identity] = address
-        with suppress(KeyError):  # other threads have evicted all kernels
-            while len(self._kernels) > MAX_KERNELS_IN_MEMORY:
-                self._kernels.popitem(last=False)
-
-    def kernel_lock(self, identity: str) -> Any:
-        """Return the lock of one kernel. The thread that holds the lock compiles the kernel.
-
-        The lock is reentrant, because a signal handler that runs while the kernel is compiled may call the kernel too.
-        """
-        return self._kernel_locks.setdefault(identity, threading.RLock())
-
-    def discard_lock(self, identity: str) -> None:
-        """Forget the lock of a kernel that is in memory now."""
-        self._kernel_locks.pop(identity, None)
+        self.kernels: OrderedDict[str, Address] = OrderedDict()
+        self.common_codes: OrderedDict[str, bytes] = OrderedDict()
+        self.locks: dict[str, Any] = {}
 
 
 _cache = KernelCache()
@@ -135,18 +109,21 @@ def get_or_compile(
         Keep a reference to this object, not only its number, while the code may run.
     """
     identity = f"{name}\n{machine!r}\n{key}"
-    address = _cache.get(identity)
-    if address is None:
-        with _cache.kernel_lock(identity):  # the lock is C code; see `llvmlite_lock.repair`
-            address = _cache.get(identity)
-            if address is None:
-                try:
-                    address = _load_or_compile(identity, name, build_module, machine, common)
-                except BaseException:
-                    llvmlite_lock.repair()
-                    raise
-                _cache.put(identity, address)
-        _cache.discard_lock(identity)
+    address = _cache.kernels.get(identity)
+    if address is not None:
+        with suppress(KeyError):  # another thread has just evicted the kernel
+            _cache.kernels.move_to_end(identity)
+        return address
+    with _cache.locks.setdefault(identity, threading.RLock()):  # the lock is C code; see `llvmlite_lock.repair`
+        address = _cache.kernels.get(identity)
+        if address is None:
+            try:
+                address = _load_or_compile(identity, name, build_module, machine, common)
+            except BaseException:
+                llvmlite_lock.repair()
+                raise
+            store(_cache.kernels, identity, address, MAX_KERNELS_IN_MEMORY)
+    _cache.locks.pop(identity, None)
     return address
 
 
@@ -159,10 +136,8 @@ def _load_or_compile(
         shared = f"{name}\n{machine!r}\n{common.key}"
         code = _cache.common_codes.get(shared)
         if code is None:
-            code = _cache.common_codes[shared] = _read_or_compile(shared, common.build_module, machine)
-            with suppress(KeyError):  # other threads have dropped all codes
-                while len(_cache.common_codes) > MAX_COMMON_CODES:
-                    _cache.common_codes.popitem(last=False)
+            code = _read_or_compile(shared, common.build_module, machine)
+            store(_cache.common_codes, shared, code, MAX_COMMON_CODES)
         codes.append(code)
     return _load_objects(codes, name, machine)
 
@@ -273,7 +248,7 @@ def _prepare_fork() -> None:
 
 
 def _reset_after_fork() -> None:
-    _cache.reset_locks()
+    _cache.locks = {}  # a lock that another thread of the parent held is never released
     llvmlite_lock.release()
 
 

@@ -1,6 +1,6 @@
 """The disk cache: the object code of compiled kernels, one file each, in a folder that no other user can write to.
 
-The environment variable SIGHTLINE_CACHE selects the folder, or disables the cache; see `cache_folder`.
+SIGHTLINE_CACHE=off disables the cache. SIGHTLINE_CACHE=/a/folder selects its folder.
 
 A file consists of  MAGIC · sha256(name · code) · code.  The file name is the hash of everything that determines the
 code, so a file is never changed, only replaced by an equal file. A file is written under a temporary name and then
@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from ...caching import find_sources, hash_sources
-from .cache_folder import PrivateFolder, UntrustedError, cache_folder, open_private_folder
+from ...errors import name_file
 
+CACHE_VARIABLE = "SIGHTLINE_CACHE"
 IMPORT_TIME = time.time()  # a source file that changed later may differ from the imported code
 MAX_FOLDER_BYTES = 256 << 20  # if the folder is larger, its least recently used files are deleted
 MAGIC = b"sightline kernel 1\n"
@@ -35,10 +37,17 @@ KERNEL_FILE_PATTERN = re.compile(
 # A partial file of this age is abandoned, and may be deleted. If a complete file of this age is read, its time of
 # modification is set to now: `_evict` deletes the files with the oldest times.
 STALE_SECONDS = 3600.0
-NOT_WRITABLE = "cannot be written to; set SIGHTLINE_CACHE to another folder"
+OTHER_FOLDER = f"set {CACHE_VARIABLE} to another folder"
+NOT_WRITABLE = f"cannot be written to; {OTHER_FOLDER}"
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+REPORTS_OWNERS = hasattr(os, "geteuid")  # False on Windows
 
 _errors: list[str] = []  # only the most recent error; empty if there was no error
 _write_budget: dict[Path, int] = {}  # bytes that may be written before the folder's size is measured again
+
+
+class UntrustedError(OSError):
+    """A folder or file that must not be used, for example because another user may have written it."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,9 @@ def file_name(identity: str) -> str | None:
 def read(name: str) -> bytes | None:
     """Return the code stored under this file name; None if the file is missing, damaged or not trusted."""
     try:
-        with open_private_folder(cache_folder(), create=False) as folder:
-            content = _read_file(name, folder)
+        folder = check_folder(create=False)
+        with name_file(folder):
+            content = _read_file(folder / name)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -93,15 +103,16 @@ def read(name: str) -> bytes | None:
 def write(name: str, code: bytes) -> None:
     """Store the code under this file name. An OSError is reported in `state().error` and not raised."""
     try:
-        with open_private_folder(cache_folder(), create=True) as folder:
-            partial_name = f"{name}.{os.urandom(8).hex()}{PARTIAL_SUFFIX}"
+        folder = check_folder(create=True)
+        partial = folder / f"{name}.{os.urandom(8).hex()}{PARTIAL_SUFFIX}"
+        with name_file(folder):
             try:
-                with folder.open(partial_name, "xb") as stream:
+                with open(partial, "xb", opener=_open) as stream:
                     stream.write(_add_header(name, code))
-                folder.replace(partial_name, name)
+                _rename(partial, folder / name)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    folder.unlink(partial_name)
+                    partial.unlink()
                 raise
             _evict(folder, len(code))
     except OSError as error:
@@ -114,9 +125,9 @@ def state() -> DiskCacheState:
     try:
         path = cache_folder()
         source_hash()
-        with open_private_folder(path, create=False) as folder:
-            problem = _last_error() if os.access(path, os.W_OK) else f"{path} {NOT_WRITABLE}"
-            sizes = [entry.st_size for name, entry in _kernel_files(folder) if name.endswith(KERNEL_SUFFIX)]
+        folder = check_folder(create=False)
+        sizes = [found.st_size for file, found in _kernel_files(folder) if file.suffix == KERNEL_SUFFIX]
+        problem = _last_error() if os.access(path, os.W_OK) else f"{path} {NOT_WRITABLE}"
     except FileNotFoundError:  # there is no folder until the first kernel is stored
         parent = next((step for step in path.parents if step.exists()), path) if path else None
         writable = parent is None or os.access(parent, os.W_OK)
@@ -146,16 +157,116 @@ def source_hash() -> str:
     return hash_sources(package, files)
 
 
-def _read_file(name: str, folder: PrivateFolder) -> bytes:
+def cache_folder() -> Path:
+    """Return the folder that SIGHTLINE_CACHE selects, by default the user's cache folder. It need not exist.
+
+    Raises
+    ------
+    OSError
+        SIGHTLINE_CACHE is "off" or is not an absolute path, or it is not set and the user has no home folder.
+    """
+    setting = os.environ.get(CACHE_VARIABLE, "").strip()
+    if setting.lower() == "off":
+        raise OSError(f"{CACHE_VARIABLE}=off")
+    if setting:
+        path = Path(os.path.expanduser(setting))
+        if not path.is_absolute():
+            raise OSError(f"{CACHE_VARIABLE}={setting} is neither off nor an absolute path")
+        return path
+    from platformdirs import user_cache_path
+
+    try:
+        path = user_cache_path("sightline", appauthor=False)
+    except RuntimeError:  # newer versions of platformdirs raise it, older ones return a path that begins with ~
+        path = Path("~")
+    if not path.is_absolute():
+        raise OSError(f"the user has no home folder; set HOME, or {CACHE_VARIABLE}=/a/folder")
+    return path
+
+
+def check_folder(create: bool) -> Path:
+    """Return the path of the cache folder without symbolic links. If `create` is true, a missing folder is created.
+
+    Raises
+    ------
+    UntrustedError
+        Another user may write to the folder, or could redirect the path to another folder.
+    """
+    given = cache_folder()
+    path = Path(os.path.realpath(given))
+    if not REPORTS_OWNERS:
+        home = Path(os.path.realpath(os.path.expanduser("~")))
+        if home not in path.parents:
+            raise UntrustedError(
+                f"this system does not tell who may write to {path}; set {CACHE_VARIABLE} to a folder inside {home}"
+            )
+        if create:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path
+    for step in dict.fromkeys([*reversed(given.parents), given, *reversed(path.parents), path]):
+        _check_path_component(step, create)
+    found = path.stat()
+    if found.st_uid != os.geteuid():
+        raise UntrustedError(f"{path} belongs to another user; {OTHER_FOLDER}")
+    if found.st_mode & WRITABLE_BY_OTHERS:
+        raise UntrustedError(f"other users may write to {path}; chmod 700 {path} prevents this")
+    return path
+
+
+def _check_path_component(step: Path, create: bool) -> None:
+    """Raise UntrustedError if another user owns the folder or link `step`, or may rename what the folder contains.
+
+    Such a user could redirect the path to another folder. If `create` is true, a missing folder is created.
+    """
+    try:
+        found = step.lstat()
+    except FileNotFoundError:
+        if create:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(step, 0o700)
+        return
+    if found.st_uid not in (0, os.geteuid()):
+        raise UntrustedError(f"{step} belongs to another user; {OTHER_FOLDER}")
+    # the user's own group may write, since it often has no other member; the last folder is checked strictly
+    others = stat.S_IWOTH if found.st_gid == os.getegid() else WRITABLE_BY_OTHERS
+    if stat.S_ISDIR(found.st_mode) and found.st_mode & others and not found.st_mode & stat.S_ISVTX:
+        raise UntrustedError(f"other users may write to {step}; {OTHER_FOLDER}")
+
+
+def _open(path: str, flags: int) -> int:
+    """Open a file. A new file belongs to the user alone, a link is not followed, and opening a pipe does not block."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
+
+
+def _read_file(path: Path) -> bytes:
     """Return a file's bytes. If the file is older than `STALE_SECONDS`, set its time of modification to now.
 
     On a read-only disk the time stays unchanged. No file is deleted there either.
+
+    Raises
+    ------
+    UntrustedError
+        Another user may have written the file.
     """
-    with folder.open(name, "rb") as stream:
-        if time.time() - folder.check(stream, name).st_mtime > STALE_SECONDS:
+    with open(path, "rb", opener=_open) as stream:
+        found = os.fstat(stream.fileno())
+        others = REPORTS_OWNERS and (found.st_uid != os.geteuid() or found.st_mode & WRITABLE_BY_OTHERS)
+        if others or not stat.S_ISREG(found.st_mode):
+            raise UntrustedError(f"other users may have written {path.name}; delete this file")
+        if time.time() - found.st_mtime > STALE_SECONDS:
             with contextlib.suppress(OSError):
-                folder.touch(name)
+                os.utime(path)
         return stream.read()
+
+
+def _rename(source: Path, target: Path) -> None:
+    """Rename a file. An older file `target` is replaced, unless it is open on Windows; then the new file is deleted."""
+    try:
+        source.replace(target)
+    except PermissionError:
+        if not target.exists():
+            raise
+        source.unlink()
 
 
 def _add_header(name: str, code: bytes) -> bytes:
@@ -163,30 +274,33 @@ def _add_header(name: str, code: bytes) -> bytes:
     return MAGIC + hashlib.sha256(name.encode() + code).digest() + code
 
 
-def _kernel_files(folder: PrivateFolder) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield (name, status) of each cache file in the folder, complete or partial. Other files are ignored."""
-    return (file for file in folder.files() if KERNEL_FILE_PATTERN.fullmatch(file[0]))
+def _kernel_files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield (path, status) of each cache file in the folder, complete or partial. Other files are ignored."""
+    for file in folder.iterdir():
+        if KERNEL_FILE_PATTERN.fullmatch(file.name):
+            with contextlib.suppress(FileNotFoundError):
+                yield file, file.lstat()
 
 
-def _evict(folder: PrivateFolder, written: int) -> None:
+def _evict(folder: Path, written: int) -> None:
     """If the folder is larger than `MAX_FOLDER_BYTES`, delete the least recently used kernels, down to ¾ of this limit.
 
     Abandoned partial files are deleted too. `written` is the size of a new file. The folder's size is measured at the
     first write of this process, and again when the new files may have filled the rest of `MAX_FOLDER_BYTES`.
     """
-    _write_budget[folder.path] = _write_budget.get(folder.path, 0) - written
-    if _write_budget[folder.path] > 0:
+    _write_budget[folder] = _write_budget.get(folder, 0) - written
+    if _write_budget[folder] > 0:
         return
     files = sorted(_kernel_files(folder), key=lambda file: file[1].st_mtime)
-    total = sum(entry.st_size for _, entry in files)
+    total = sum(found.st_size for _, found in files)
     target_size = MAX_FOLDER_BYTES if total <= MAX_FOLDER_BYTES else MAX_FOLDER_BYTES * 3 // 4
-    for name, entry in files:
-        stale = name.endswith(PARTIAL_SUFFIX) and time.time() - entry.st_mtime > STALE_SECONDS
-        if stale or (total > target_size and name.endswith(KERNEL_SUFFIX)):
+    for file, found in files:
+        stale = file.suffix == PARTIAL_SUFFIX and time.time() - found.st_mtime > STALE_SECONDS
+        if stale or (total > target_size and file.suffix == KERNEL_SUFFIX):
             with contextlib.suppress(FileNotFoundError, PermissionError):  # Windows deletes no file that is being read
-                folder.unlink(name)
-            total -= entry.st_size
-    _write_budget[folder.path] = MAX_FOLDER_BYTES - total
+                file.unlink()
+            total -= found.st_size
+    _write_budget[folder] = MAX_FOLDER_BYTES - total
 
 
 def _record_error(error: Any) -> None:
