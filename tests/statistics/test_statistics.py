@@ -620,17 +620,16 @@ STREAMING = {
     "scores before the mask": Fault(streaming.tiles, "masked", "_"),
 }
 STATISTICS = {
-    "entropy without its sign": (Fault(per_query.entropy_of, "-weights", "weights"), sightline.entropy()),
+    "a logarithm without its lse": (
+        Fault(reduction.Reduction.entries, "scores - tile.lse[..., None]", "scores"),
+        sightline.entropy(),
+    ),
     "a maximum of the last tile": (
-        Fault(per_query.MaxScore.add, "largest > current", "largest == largest"),
+        Fault(reduction.Reduction._find, "sign * found > sign * current", "found == found"),
         sightline.max_score(),
     ),
     "keys counted from the tile": (
-        Fault(
-            per_query.MaxScore.add,
-            "xp.argmax(tile.scores, axis=-1) + tile.columns.start",
-            "xp.argmax(tile.scores, axis=-1)",
-        ),
+        Fault(reduction.Reduction._find, "first + reduced.start", "first"),
         sightline.max_score(),
     ),
     "the smallest weights": (
@@ -689,11 +688,7 @@ STATISTICS = {
 }
 GRADIENTS = {
     "entropy the wrong way": (
-        Fault(
-            per_query.Entropy.backward,
-            "-(s - context.lookup(context.finite_lse, i) + 1.0)",
-            "s - context.lookup(context.finite_lse, i) + 1.0",
-        ),
+        Fault(reduction.Reduction.backward, "by_weight + by_log", "by_weight - by_log"),
         "entropy",
     ),
     "mass of every key": (

@@ -11,7 +11,7 @@ import sightline
 from fault_planting import Fault, assert_found
 from sightline import i, j, s, table
 from sightline.call import backward_calls, call_cache
-from sightline.statistics import per_query, reduction
+from sightline.statistics import reduction
 from sightline.torch import autograd
 from sightline.torch.operator import make_seed
 
@@ -185,12 +185,16 @@ def test_means_and_batched_gradients(rng):
 READ = "BackwardInputs(d_output, {}, tables, structure.numbers, key, added.needs_weights_sum)"
 FAULTS = {  # the fault, and the problem and the statistics that show it
     "a row sum of another statistic": (
-        Fault(per_query.Entropy.backward, "context.arrays[0] - 1", "context.arrays[0]"),
+        Fault(reduction.Reduction._known_weights_sum, "context.arrays[0] - 1", "context.arrays[0]"),
         "causal",
         ("entropy",),
     ),
     "a mass without its row sum": (
-        Fault(reduction.Reduction.backward, "context.gradient * context.arrays[0]", "0 * context.gradient"),
+        Fault(
+            reduction.Reduction._known_weights_sum,
+            "return context.gradient * context.arrays[0]",
+            "return 0 * context.gradient",
+        ),
         "causal",
         ("mass",),
     ),

@@ -39,7 +39,7 @@ from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Lse, Mean, Statistic, average_over, unwrap_mean
-from ..statistics.computation import FusedStatistics, has_factor, is_in_weights_pass
+from ..statistics.computation import FusedStatistics, is_in_weights_pass
 from .kernel import Result
 from .lookup import LOOKUP, store
 from .problem import NUM_OPERANDS, OPERANDS, Problem
@@ -387,8 +387,8 @@ def insert(
     results = ("output", "lse") if needs_lse else ("output",)
     squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
     rest = tuple(passes), output.dtype, statistic_dtypes, needs_lse, squeezed_axis, has_dropout
-    num_fused = sum(map(has_factor, map(unwrap_mean, problem.see)))
-    own = structure.first(2 + num_fused)
+    num_sums = sum(statistic.fused_role == "sum" for statistic in map(unwrap_mean, problem.see))
+    own = structure.first(2 + num_sums)  # mask, score and factors
     prepared = bound_call.prepare(request.tables, own, OPERANDS, results, (), problem.m, can_be_direct)
     if prepared is None:
         return

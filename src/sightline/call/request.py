@@ -189,8 +189,8 @@ def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ..
         if kind is Reduction:
             if not isinstance(statistic.formula, Expression):
                 return None
-            parameters[0] = statistic.is_plain, statistic.factor is None
-        elif not (is_fused(statistic) or is_in_weights_pass(statistic)):
+            parameters[0] = statistic.is_plain, statistic.fused_role
+        elif not (isinstance(statistic, Statistic) and (is_fused(statistic) or is_in_weights_pass(statistic))):
             return None
         key += parameters
     return tuple(key), tuple(see)

@@ -24,8 +24,7 @@ from ..errors import DtypeError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..reference.dropout import philox_rounds, threshold
-from ..statistics import Entropy, Lse, MaxScore, Mean, Reduction, Statistic, TopK, unwrap_mean
-from ..statistics.per_query import entropy_of
+from ..statistics import Lse, Mean, Reduction, Statistic, TopK, unwrap_mean
 from ..statistics.reduction import cell_of
 from .options import CallOptions
 
@@ -218,11 +217,6 @@ class _Blocks:
         match statistic:
             case Lse():
                 return [lse]
-            case Entropy():
-                return [entropy_of(weights)]
-            case MaxScore():
-                first, largest = _first_maximum(scores, -1)
-                return [largest, jnp.where(largest == -jnp.inf, -1, first)]
             case TopK():
                 visible = scores != -jnp.inf
                 padding = [(0, 0)] * (weights.ndim - 1) + [(0, max(statistic.k - self.problem.m, 0))]

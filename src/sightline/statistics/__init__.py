@@ -19,18 +19,16 @@ from .base import (
 )
 from .head_factors import average_over, multiply_heads
 from .library import mass, max, min, pooled, received, scores, sum, weighted_sum, weights
-from .per_query import Entropy, Lse, MaxScore, TopK, entropy, lse, max_score, top_k
+from .per_query import Lse, TopK, entropy, lse, max_score, top_k
 from .reduction import Reduction
 from .selection import Mean, OverLayers, Statistic, places_in, solve_selections_separately, spread_mean, unwrap_mean
 
 __all__ = [
     "OVERVIEW",
     "STATISTICS",
-    "Entropy",
     "Extremum",
     "KeyPart",
     "Lse",
-    "MaxScore",
     "Mean",
     "OverLayers",
     "Reduction",
@@ -66,8 +64,10 @@ __all__ = [
 ]
 
 STATISTICS: dict[str, type[Statistic]] = {
-    **{kind.name: kind for kind in (Lse, MaxScore, Entropy, TopK)},
-    **dict.fromkeys(("sum", "max", "min", "mass", "received", "pooled", "weights", "scores"), Reduction),
+    "lse": Lse,
+    "top_k": TopK,
+    **dict.fromkeys(("sum", "max", "min", "mass", "entropy", "max_score"), Reduction),
+    **dict.fromkeys(("received", "pooled", "weights", "scores"), Reduction),
 }
 """The statistics by name. Every other statistic is computed by a separate call of attention."""
 

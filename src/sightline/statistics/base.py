@@ -172,6 +172,7 @@ class StatisticBase:
     fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # the number that each array is filled with at first
     has_own_problem: bool = False  # True if a separate call of attention computes it, on `make_own_problem`
     is_mergeable: ClassVar[bool] = False  # True if `merge` computes it from its results over disjoint sets of keys
+    fused_role: ClassVar[str | None] = None  # what a forward kernel computes for it; see `Reduction.fused_role`
     supports_mean: bool = True  # False if a mean over heads or batch has no meaning
     is_differentiable: bool = True
     backward_reads_arrays: bool = False  # True if `backward` uses the statistic's arrays from the forward pass

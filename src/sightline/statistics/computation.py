@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .base import accumulate_statistics
-from .per_query import Entropy, Lse, MaxScore, TopK
+from .per_query import TopK
 from .reduction import Reduction
 from .selection import Mean, Statistic, unwrap_mean
 
@@ -17,17 +17,12 @@ if TYPE_CHECKING:
 
 def is_fused(statistic: Statistic) -> bool:
     """True if the forward kernels compute the statistic beside the output."""
-    return isinstance(statistic, Lse | MaxScore | Entropy) or has_factor(statistic)
-
-
-def has_factor(statistic: Statistic) -> bool:
-    """True if the statistic is a sum over keys of p times a formula; see `Reduction.factor`."""
-    return isinstance(statistic, Reduction) and statistic.factor is not None
+    return not statistic.tile_inputs or statistic.fused_role is not None
 
 
 def is_in_weights_pass(statistic: Statistic) -> bool:
     """True if the weights pass of the CPU computes the statistic of every head, unless its sizes are beyond limits."""
-    return isinstance(statistic, TopK | Reduction) and not has_factor(statistic)
+    return isinstance(statistic, TopK | Reduction) and statistic.fused_role is None
 
 
 class FusedStatistics:
@@ -46,15 +41,15 @@ class FusedStatistics:
     """
 
     def __init__(self, problem: Problem, empty: Callable[[tuple[int, ...], str], Any]) -> None:
-        requested = [unwrap_mean(statistic) for statistic in problem.see]
-        factors = {id(x): x.factor for x in requested if isinstance(x, Reduction) and x.factor is not None}
+        requested = [x for x in map(unwrap_mean, problem.see) if isinstance(x, Reduction)]
+        factors = {id(x): x.factor for x in requested if x.factor is not None}
+        roles = {x.fused_role for x in requested}
         shape, accumulator = (*problem.batch_shape, problem.H, problem.n), problem.accumulator
 
-        def allocate(kind: type[Statistic], *dtypes: str) -> list[Any]:
-            is_requested = any(isinstance(statistic, kind) for statistic in requested)
-            return [empty(shape, dtype) for dtype in dtypes] if is_requested else []
+        def allocate(role: str, *dtypes: str) -> list[Any]:
+            return [empty(shape, dtype) for dtype in dtypes] if role in roles else []
 
-        self.max_score, self.entropy = allocate(MaxScore, accumulator, "int64"), allocate(Entropy, accumulator)
+        self.max_score, self.entropy = allocate("max_score", accumulator, "int64"), allocate("entropy", accumulator)
         self.sums, self.factors = {key: empty(shape, accumulator) for key in factors}, tuple(factors.values())
 
     @property
@@ -66,14 +61,14 @@ class FusedStatistics:
         """Return the arrays of a requested statistic; None if the forward kernel does not compute it."""
         if id(statistic) in self.sums:
             return [self.sums[id(statistic)]]
-        return {MaxScore: self.max_score, Entropy: self.entropy}.get(type(statistic))
+        return {"max_score": self.max_score, "entropy": self.entropy}.get(statistic.fused_role or "")
 
 
 def formulas_of(see: Sequence[Statistic]) -> list[Expression]:
     """Return the formulas of the statistics, also within a mean: those that the forward kernel computes come first."""
     reductions = [x for x in map(unwrap_mean, see) if isinstance(x, Reduction)]
     factors = [x.factor for x in reductions if x.factor is not None]
-    return factors + [x.pair_formula for x in reductions if x.factor is None and not x.is_plain]
+    return factors + [x.pair_formula for x in reductions if x.fused_role is None and not x.is_plain]
 
 
 def computed_statistic(statistic: Statistic) -> Statistic:

@@ -6,12 +6,11 @@ from operator import index
 from typing import Any, Literal
 
 from ..arrays.kinds import check_kind
-from ..arrays.operations import check_float_dtype, is_compiling
+from ..arrays.operations import check_float_dtype
 from ..errors import MaskError, ParameterError, check_count
-from ..formula.expression import SYMBOLS, Apply, Constant, Expression, as_expression, walk, where
+from ..formula.expression import SYMBOLS, Expression, as_expression, walk, where
 from .base import MAX_RESULT_BYTES
-from .per_query import Entropy, MaxScore
-from .reduction import Rectangle, Reduction, log_p, split_logarithms
+from .reduction import Rectangle, Reduction
 from .selection import Statistic
 from .weighted_rows import WeightedSum
 
@@ -68,8 +67,7 @@ def sum(formula: Any, over: Over, cells: Cells = None) -> Statistic:
     """
     axes, outer = _read_over("sum", over)
     formula, cells = _read_formula(formula), _read_cells("sum", axes, cells)
-    is_entropy = axes == "j" and not is_compiling() and _is_entropy(formula)  # torch 2.6 cannot trace `walk`
-    statistic: Statistic = Entropy() if is_entropy else Reduction(formula, "sum", axes, cells)
+    statistic: Statistic = Reduction(formula, "sum", axes, cells)
     for axis, name in (("h", "heads"), ("b", "batch")):
         statistic = statistic.sum(name) if axis in outer else statistic
     return statistic
@@ -112,28 +110,7 @@ def _extremum(how: str, formula: Any, over: Over, cells: Cells) -> Statistic:
             f"the {how} of the result over its axis of heads or batch",
         )
     formula, cells = _read_formula(formula), _read_cells(how, axes, cells)
-    is_max_score = formula is s and (how, axes) == ("max", "j")
-    return MaxScore() if is_max_score else Reduction(formula, how if axes else "sum", axes, cells, name=how)
-
-
-def _is_entropy(formula: Expression) -> bool:
-    """True if the formula is −p ln p, a product of these two symbols and numbers in any order."""
-    number = 1.0
-    others: list[Expression] = []
-    waiting = [split_logarithms(formula)]
-    while waiting:
-        node = waiting.pop()
-        match node:
-            case Apply("multiply", factors):
-                waiting += factors
-            case Apply("negative", factors):
-                waiting += factors
-                number = -number
-            case Constant(value):
-                number *= value
-            case _:
-                others.append(node)
-    return number == -1 and len(others) == 2 and {*map(id, others)} == {id(p), id(log_p)}
+    return Reduction(formula, how if axes else "sum", axes, cells, name=how)
 
 
 def _read_over(name: str, over: Any) -> tuple[str, str]:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from ..arrays.operations import itemsize, namespace, resolve_dtype
 from ..errors import ParameterError, check_count
-from ..formula.expression import SYMBOLS, where
+from ..formula.expression import SYMBOLS, apply
 from .base import (
     MAX_RESULT_BYTES,
     BackwardContext,
-    Extremum,
     ForwardContext,
     KeyPart,
     Outer,
@@ -24,12 +20,15 @@ from .base import (
     Tile,
     weigh,
 )
+from .reduction import Reduction
 from .selection import Statistic
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
 
-i, j, s = (SYMBOLS[name] for name in "ijs")
+s, p = SYMBOLS["s"], SYMBOLS["p"]
+MAX_SCORE = Reduction(s, "max", "j", name="max_score")
+ENTROPY = Reduction(-p * apply("log", p), "sum", "j", name="entropy")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,86 +51,6 @@ class Lse(Statistic):
         if "h" not in context.remaining_axes:
             gradient = gradient[..., None, :]
         return StatisticGradients(lse=xp.broadcast_to(gradient, (*problem.batch_shape, problem.H, problem.n)))
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class MaxScore(Statistic):
-    """The largest score of every query, and its key; see `max_score`."""
-
-    name = "max_score"
-    backward_reads_arrays = True
-    tile_inputs = ("scores",)
-    fill_values = (-math.inf, -1)
-    is_mergeable = True
-    supports_mean = False
-
-    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        xp = context.xp
-        current, keys = (array[..., tile.rows] for array in arrays)
-        largest = xp.astype(xp.max(tile.scores, axis=-1), current.dtype)
-        is_new = (largest > current) | (xp.isnan(largest) & ~xp.isnan(current))
-        arrays[0][..., tile.rows] = xp.where(is_new, largest, current)
-        arrays[1][..., tile.rows] = xp.where(is_new, xp.argmax(tile.scores, axis=-1) + tile.columns.start, keys)
-
-    def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
-        """Return the largest score and its key; of equal scores, the smallest key."""
-        xp = namespace(lse)
-
-        def larger(one: Any, two: Any) -> Any:
-            (score, key), (other, other_key) = one, two
-            is_equal = (score == other) | (xp.isnan(score) & xp.isnan(other))
-            is_new = (other > score) | (xp.isnan(other) & ~xp.isnan(score))
-            is_new = is_new | (is_equal & (other_key >= 0) & (other_key < key))
-            return xp.where(is_new, other, score), xp.where(is_new, other_key, key)
-
-        return list(reduce(larger, [part.arrays for part in parts]))
-
-    def build_result(self, arrays: Sequence[Any]) -> Extremum:
-        return Extremum(*arrays)
-
-    def backward(self, context: BackwardContext) -> StatisticGradients:
-        result = self.build_result(context.arrays) if context.arrays else context.compute(self)
-        score_gradient = where(j == context.lookup(result.where, i), context.gradient_at(i), 0.0)
-        return StatisticGradients(
-            scores=score_gradient, includes_zero_weights=_has_underflowed_maximum(context, result.score)
-        )
-
-
-def _has_underflowed_maximum(context: BackwardContext, largest: Any) -> bool:
-    """Return True if the weight of some query's largest score may have underflowed to 0.
-
-    Without sinks the result is False, because the largest weight of a query is then at least 1/m.
-    """
-    if context.problem.sinks is None:
-        return False
-    xp, smallest = namespace(context.lse), math.log(np.finfo(context.problem.accumulator).tiny)
-    return bool(xp.any((largest != -math.inf) & (largest - context.lse < smallest)))
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Entropy(Statistic):
-    """The entropy of every query's weights; see `entropy`."""
-
-    name = "entropy"
-    backward_reads_arrays = True
-    is_mergeable = True
-
-    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        arrays[0][..., tile.rows] += context.xp.astype(entropy_of(tile.weights), arrays[0].dtype)
-
-    def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
-        """Return −Σ P ln P = Σ w (H' − ln w ΣP'), where P = w P' and a part has factor w, weights P', entropy H'."""
-        xp, terms = namespace(lse), []
-        for part in parts:
-            logarithm = xp.log(xp.where(part.factor == 0, 1.0, part.factor))
-            terms.append(weigh(part.factor, part.arrays[0] - part.total * logarithm))
-        return [sum(terms)]
-
-    def backward(self, context: BackwardContext) -> StatisticGradients:
-        weights = -(s - context.lookup(context.finite_lse, i) + 1.0) * context.gradient_at(i)
-        # Σⱼ P ∘ weights is gradient · (H − Σⱼ P), and Σⱼ P is 1 without sinks
-        is_known = context.arrays and context.problem.sinks is None
-        return StatisticGradients(weights, weights_sum=context.gradient * (context.arrays[0] - 1) if is_known else None)
 
 
 def entropy_of(weights: Any) -> Any:
@@ -236,7 +155,7 @@ def max_score() -> Statistic:
     >>> largest.score, largest.where
     (array([4., 1., 2.], dtype=float32), array([0, 1, 0]))
     """
-    return MaxScore()
+    return MAX_SCORE
 
 
 def entropy() -> Statistic:
@@ -254,7 +173,7 @@ def entropy() -> Statistic:
     >>> np.exp(entropy).round(2)  # the number of keys that each query attends to
     array([1., 2., 3.], dtype=float32)
     """
-    return Entropy()
+    return ENTROPY
 
 
 def top_k(k: int) -> Statistic:

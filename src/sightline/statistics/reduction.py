@@ -30,7 +30,7 @@ from ..caching import cached_property
 from ..errors import ParameterError, ShapeError
 from ..formula.derivative import ONE, ZERO, derivative, vanishes_with
 from ..formula.evaluate_array import evaluate
-from ..formula.expression import SYMBOLS, Apply, Expression, Lookup, apply, fold, intern, walk, where
+from ..formula.expression import SYMBOLS, Apply, Constant, Expression, Lookup, apply, fold, intern, walk, where
 from ..formula.tables import Table
 from .base import (
     MAX_RESULT_BYTES,
@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 Rectangle = tuple[tuple[int, int], tuple[int, int]]
 
 i, j, s, p, log_p = (SYMBOLS[name] for name in ("i", "j", "s", "p", "ln p"))
-HIDDEN = {"max": -math.inf, "min": math.inf, "scores": -math.inf}  # what hidden pairs count as; 0 for other names
+# what hidden pairs count as; 0 for other names
+HIDDEN = {"max": -math.inf, "min": math.inf, "max_score": -math.inf, "scores": -math.inf}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,6 +91,8 @@ class Reduction(Statistic):
                 return f"pooled(rows={rows}, columns={columns}{how}{within})"
             case "mass":
                 return f"mass({self.formula!r})"
+            case "entropy" | "max_score":
+                return f"{self.name}()"
             case "weights" | "scores":
                 limit = "insist=True" if self.limit is None else f"limit={self.limit}"
                 return f"{self.name}({'' if self.limit == MAX_RESULT_BYTES else limit})"
@@ -114,7 +117,7 @@ class Reduction(Statistic):
     @property
     def finds(self) -> bool:
         """True if the result says where the maximum or minimum is."""
-        return self.name in ("max", "min") and len(self.axes) == 1
+        return self.is_extremum and len(self.axes) == 1 and self.hidden != 0
 
     @property
     def is_matrix(self) -> bool:
@@ -139,7 +142,7 @@ class Reduction(Statistic):
 
     @property
     def backward_reads_arrays(self) -> bool:  # type: ignore[override]
-        return self.finds or self.factor is not None
+        return self.finds or self.fused_role is not None
 
     @property
     def backward_reads_tiles(self) -> bool:  # type: ignore[override]
@@ -152,7 +155,7 @@ class Reduction(Statistic):
 
     @cached_property
     def factor(self) -> Expression | None:
-        """The formula g of a sum over keys of p · g that forward kernels compute; None for any other reduction."""
+        """The formula g of a sum over keys of p · g; None for any other reduction."""
         if self.name == "mass":  # a condition, or an array that is not yet a formula
             return self.formula
         if (self.how, self.axes) != ("sum", "j") or not vanishes_with(self.formula, p):
@@ -163,9 +166,21 @@ class Reduction(Statistic):
                 return condition
         return None if any(node is p for node in walk(found)) else found
 
+    @cached_property
+    def fused_role(self) -> str | None:
+        """What forward kernels compute beside the output: "sum" of p times `factor`, "entropy" or "max_score"; or None.
+
+        "entropy" is the sum of −p ln p over keys, and "max_score" the maximum of s over keys.
+        """
+        if self.finds:
+            return "max_score" if self.formula is s and (self.how, self.axes) == ("max", "j") else None
+        if self.factor is not None:
+            return "sum"
+        return "entropy" if (self.how, self.axes) == ("sum", "j") and _is_entropy(self.pair_formula) else None
+
     @property
     def is_mergeable(self) -> bool:  # type: ignore[override]
-        return self.factor is not None
+        return self.fused_role is not None
 
     @cached_property
     def vanishes(self) -> bool:
@@ -330,6 +345,11 @@ class Reduction(Statistic):
         return np.outer(cell_lengths(*down, rows), cell_lengths(*across, columns)).astype(np.float64)
 
     def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
+        if self.fused_role == "max_score":
+            scores: list[Any] = [part.arrays for part in parts]
+            return list(reduce(_larger_score, scores))
+        if self.fused_role == "entropy":
+            return [reduce(add, map(_share_of_entropy, parts))]
         return [reduce(add, [weigh(part.factor, part.arrays[0]) for part in parts])]
 
     def build_result(self, arrays: Sequence[Any]) -> Any:
@@ -357,8 +377,20 @@ class Reduction(Statistic):
             name: times_factor(gradient, term.rewrite(values)) for name, term in terms.items() if term is not ZERO
         }
         needs_all = by_score is not ZERO and not vanishes_with(by_score, p)
-        weights_sum = context.gradient * context.arrays[0] if self.factor is not None and context.arrays else None
-        return StatisticGradients(**formulas, weights_sum=weights_sum, includes_zero_weights=needs_all)
+        if self.fused_role == "max_score":
+            needs_all = _may_underflow(context, (context.arrays or context.compute(self))[0])
+        return StatisticGradients(
+            **formulas, weights_sum=self._known_weights_sum(context), includes_zero_weights=needs_all
+        )
+
+    def _known_weights_sum(self, context: BackwardContext) -> Any:
+        """Return Σⱼ P ∘ `StatisticGradients.weights` if it follows from the result of the forward pass, else None."""
+        if not context.arrays or self.fused_role not in ("sum", "entropy"):
+            return None
+        if self.fused_role == "sum":
+            return context.gradient * context.arrays[0]
+        # it is gradient · (H − Σⱼ P), and Σⱼ P is 1 without sinks
+        return context.gradient * (context.arrays[0] - 1) if context.problem.sinks is None else None
 
     def _gradient_of_pair(self, context: BackwardContext) -> Expression:
         """Return the formula of the gradient that a change of f_ij adds to."""
@@ -411,6 +443,52 @@ def split_logarithms(formula: Expression) -> Expression:
         return intern(Lookup(node.table, tuple(arguments))) if isinstance(node, Lookup) else node
 
     return fold(visit, formula)
+
+
+def _is_entropy(pair_formula: Expression) -> bool:
+    """True if the formula is −p ln p, a product of these two symbols and numbers in any order."""
+    number, others, waiting = 1.0, [], [pair_formula]
+    while waiting:
+        node = waiting.pop()
+        match node:
+            case Apply("multiply", factors):
+                waiting += factors
+            case Apply("negative", factors):
+                waiting += factors
+                number = -number
+            case Constant(value):
+                number *= value
+            case _:
+                others.append(node)
+    return number == -1 and {*map(id, others)} == {id(p), id(log_p)} and len(others) == 2
+
+
+def _share_of_entropy(part: KeyPart) -> Any:
+    """Return a part's term of −Σ P ln P = Σ w (H' − ln w ΣP'), where w is its factor and H' the entropy of its P'."""
+    xp = namespace(part.arrays[0])
+    logarithm = xp.log(xp.where(part.factor == 0, 1.0, part.factor))
+    return weigh(part.factor, part.arrays[0] - part.total * logarithm)
+
+
+def _larger_score(one: Any, two: Any) -> tuple[Any, Any]:
+    """Return the larger of two (score, key); of equal scores, the one with the smaller key. NaN is the largest."""
+    (score, key), (other, other_key) = one, two
+    xp = namespace(score)
+    is_equal = (score == other) | (xp.isnan(score) & xp.isnan(other))
+    is_new = (other > score) | (xp.isnan(other) & ~xp.isnan(score))
+    is_new = is_new | (is_equal & (other_key >= 0) & (other_key < key))
+    return xp.where(is_new, other, score), xp.where(is_new, other_key, key)
+
+
+def _may_underflow(context: BackwardContext, largest: Any) -> bool:
+    """True if the weight of some query's largest score may have underflowed to 0.
+
+    Without sinks the result is False, because the largest weight of a query is then at least 1/m.
+    """
+    if context.problem.sinks is None:
+        return False
+    xp, smallest = namespace(context.lse), math.log(np.finfo(context.problem.accumulator).tiny)
+    return bool(xp.any((largest != -math.inf) & (largest - context.lse < smallest)))
 
 
 def cell_of(position: Any, length: int, cells: int) -> Any:

@@ -26,9 +26,7 @@ from ...partition.schedule import KeyBlock, Round, Schedule, find_schedule, key_
 from ...partition.shards import Shards, Span
 from ...reference import streaming
 from ...statistics import (
-    Entropy,
     Lse,
-    MaxScore,
     Reduction,
     Statistic,
     StatisticGradients,
@@ -342,12 +340,12 @@ def part_gradients(
     wide = [None if gradient is None else gradient.double() for gradient in d_seen]
     local = [[*own[:1], *[where - first_key for where in own[1:]]] for own in arrays]
     found = statistic_gradients(part, lse, lambda: iter(()), wide, saved=local)
-    if sinks is not None and any(isinstance(one, MaxScore) for one in part.see):
+    if sinks is not None and any(one.fused_role == "max_score" for one in part.see):
         # beside a large sink, the weight of the largest score may underflow
         beside = statistic_gradients(replace(part, sinks=sinks), lse, lambda: iter(()), wide, saved=local)
         found = replace(found, includes_zero_weights=beside.includes_zero_weights)
     for statistic, gradient in zip(part.see, wide, strict=True):
-        if isinstance(statistic, Entropy) and gradient is not None and sinks is not None:
+        if statistic.fused_role == "entropy" and gradient is not None and sinks is not None:
             # the weights of the keys and of the sink sum to 1, and `weights_sum` counts the keys alone
             found = replace(found, weights_sum=found.weights_sum + gradient * sink_weights(sinks, lse))
     return found
