@@ -290,8 +290,8 @@ class _Call:
             own: Any = next(arrays, None) if count else result.lse
             for _ in range(count - 1):
                 next(arrays)
-            if d is not None and cached.mean_axes is not None:
-                d = _spread(d, cached.mean_axes, own.shape)
+            if d is not None and cached.mean is not None:
+                d = spread_mean(cached.mean, d, own.shape, cached.batch_ndim)
             if count:
                 results += [d, *[None] * (count - 1)]
             elif d is not None:
@@ -353,7 +353,7 @@ class _Call:
         """Return the statistics' arrays in the order of `flatten_result`; () if a cached call has averaged one."""
         if self.forward is None:
             return self.arrays
-        has_means = any(cached.mean_axes is not None for cached in self.forward.entry.statistics)
+        has_means = any(cached.mean is not None for cached in self.forward.entry.statistics)
         return () if has_means else self.forward.result.arrays
 
 
@@ -445,12 +445,6 @@ def _add_head_axis(gradient: Any, statistic: Statistic, problem: Problem) -> Any
     """Return a statistic's gradient with a head axis, for a call on arrays without heads; None for None."""
     axis = statistic.head_axis(len(problem.batch_shape))
     return gradient if gradient is None or axis is None else np.expand_dims(gradient, axis)
-
-
-def _spread(gradient: Any, axes: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """Return the gradient of an array of this shape from the gradient of the array's mean over the axes."""
-    count = np.prod([shape[axis] for axis in axes], dtype=int)
-    return np.broadcast_to(np.expand_dims(gradient, axes), shape) / count
 
 
 def _add_at(array: Any, places: Any, terms: Any) -> Any:

@@ -38,7 +38,7 @@ from ..arrays.operations import Framework, framework, has_heads_in_rows, numpy_a
 from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..statistics import Lse, Mean, Statistic, average_over, unwrap_mean
+from ..statistics import Lse, Mean, Statistic, unwrap_mean
 from ..statistics.computation import FusedStatistics, is_in_weights_pass
 from .kernel import Result
 from .lookup import LOOKUP, store
@@ -163,12 +163,14 @@ class CachedStatistic(NamedTuple):
 
     statistic : the statistic without its formula; for a mean, the statistic that is averaged
     outputs : places of the statistic's arrays among the forward kernel's outputs; empty if a weights pass computes it
-    mean_axes : the axes over which the arrays are averaged; None if the statistic is not a mean
+    mean : the mean or sum over heads or batch, whose `of` is not read; None if there is none
+    batch_ndim : the number of batch axes of the arrays
     """
 
     statistic: Statistic
     outputs: slice
-    mean_axes: tuple[int, ...] | None
+    mean: Mean | None
+    batch_ndim: int
 
 
 @dataclass
@@ -196,7 +198,7 @@ class ResultBuilder:
     def build_seen(self, result: EntryResult) -> tuple[Any, ...]:
         """Return the result of each statistic."""
         seen, start = [], 0
-        for statistic, _, mean_axes in self.statistics:
+        for statistic, _, mean, batch_ndim in self.statistics:
             if isinstance(statistic, Lse):
                 own: Sequence[Any] = [self.framework.finish_lse(result.lse, result.output)]
             else:
@@ -204,8 +206,8 @@ class ResultBuilder:
                 own = result.arrays[first:start]
             if self.attach is not None and not statistic.is_differentiable:
                 own = [array.detach() for array in own]
-            if mean_axes is not None:
-                own = [average_over(array, mean_axes) for array in own]
+            if mean is not None:
+                own = [mean.average(array, batch_ndim) for array in own]
             seen.append(statistic.build_result(own))
         return tuple(seen)
 
@@ -254,7 +256,7 @@ class ForwardEntry(ResultBuilder):
     @cached_property
     def returns_results(self) -> bool:
         """True if the results of the forward kernel are the output and the result of each statistic, in this order."""
-        arrays = [(one.outputs, one.mean_axes, len(one.statistic.fill_values)) for one in self.statistics]
+        arrays = [(one.outputs, one.mean, len(one.statistic.fill_values)) for one in self.statistics]
         expected = [(slice(k, k + 1), None, 1) for k in range(len(arrays))]
         return self.attach is None and not self.needs_lse and arrays == expected
 
@@ -329,15 +331,15 @@ def describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], 
         return len(dtypes) - 1
 
     fused = FusedStatistics(problem, next_index)
-    batch_axes, head_axes = range(len(problem.batch_shape)), (len(problem.batch_shape),) * (not problem.heads_squeezed)
     described = []
     for given in problem.see:
-        statistic, mean_axes = unwrap_mean(given), None
+        statistic, mean = unwrap_mean(given), None
+        if isinstance(given, Mean):  # the arrays have no head axis if the caller's have none
+            mean = replace(given, of=Lse(), over_heads=given.over_heads and not problem.heads_squeezed)
         indices = fused.arrays_of(statistic) or [0, -1]
-        if isinstance(given, Mean):
-            mean_axes = (*batch_axes,) * given.over_batch + head_axes * given.over_heads
         outputs = slice(indices[0], indices[-1] + 1)
-        described.append(CachedStatistic(statistic.map_formulas(lambda _: None), outputs, mean_axes))
+        cached = CachedStatistic(statistic.map_formulas(lambda _: None), outputs, mean, len(problem.batch_shape))
+        described.append(cached)
     return tuple(described), tuple(dtypes)
 
 

@@ -179,9 +179,8 @@ def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ..
     key: list[Any] = []
     for statistic in see:
         kind = type(statistic)
-        is_mean = kind is Mean and statistic.factors is None and not statistic.sums_batch
-        if is_mean and computed_statistic(statistic) is not statistic:
-            key += kind, statistic.over_heads, statistic.over_batch
+        if kind is Mean and computed_statistic(statistic) is not statistic:
+            key += kind, statistic.over_heads, statistic.over_batch, statistic.factors, statistic.sums_batch
             statistic = statistic.of
             kind = type(statistic)
         key.append(kind)

@@ -346,7 +346,9 @@ def _finish_statistics(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
         one = unwrap_mean(statistic)
         if isinstance(one, Reduction) and one.how == "mean":
             own = [one.divide(own[0], problem.n, problem.m)]
-        finished += [statistic.average(x, problem) for x in own] if isinstance(statistic, Mean) else own
+        if isinstance(statistic, Mean):
+            own = [statistic.average(x, len(problem.batch_shape)) for x in own]
+        finished += own
     return finished
 
 

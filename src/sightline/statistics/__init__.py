@@ -17,7 +17,7 @@ from .base import (
     statistic_gradients,
     weigh,
 )
-from .head_factors import average_over, multiply_heads
+from .head_factors import multiply_heads
 from .library import mass, max, min, pooled, received, scores, sum, weighted_sum, weights
 from .per_query import Lse, TopK, entropy, lse, max_score, top_k
 from .reduction import Reduction
@@ -39,7 +39,6 @@ __all__ = [
     "TopK",
     "accumulate_statistics",
     "arrays_of",
-    "average_over",
     "deserialize",
     "entropy",
     "lse",

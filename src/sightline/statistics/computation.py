@@ -102,7 +102,7 @@ def dispatch_statistics(
         arrays = compute_arrays(computed)
         if computed is statistic or arrays is None or not isinstance(statistic, Mean):
             return arrays
-        return [statistic.average(array, problem) for array in arrays]
+        return [statistic.average(array, len(problem.batch_shape)) for array in arrays]
 
     results: dict[int, Any] = {}
     for index, statistic in enumerate(problem.see):

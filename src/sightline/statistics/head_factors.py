@@ -15,12 +15,6 @@ from .base import weigh
 Factors = float | tuple[float, ...] | tuple[tuple[float, ...], ...] | None
 
 
-def average_over(array: Any, axes: tuple[int, ...]) -> Any:
-    """Return the mean of an array over these axes; the mean over no heads is 0."""
-    count = math.prod([array.shape[axis] for axis in axes])
-    return namespace(array).sum(array, axis=axes, dtype=array.dtype) / max(count, 1) if axes else array
-
-
 def multiply_heads(array: Any, axis: int, factors: Any) -> Any:
     """Return the array with each head, along `axis`, multiplied by its factor. A factor of 0 gives 0, also of NaN."""
     if not isinstance(factors, tuple):  # 1 for every head

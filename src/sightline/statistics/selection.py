@@ -268,17 +268,19 @@ class Mean(Statistic):
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         if self.of.is_linear:
-            self.of.add_entries(arrays, self.average(self.of.entries(tile, context), context.problem), tile, context)
+            entries = self.average(self.of.entries(tile, context), len(context.problem.batch_shape))
+            self.of.add_entries(arrays, entries, tile, context)
         else:
             self.of.add(arrays, tile, context)
 
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
         finished = self.of.finish(arrays, context)
-        return finished if self.of.is_linear else [self.average(array, context.problem) for array in finished]
+        if self.of.is_linear:
+            return finished
+        return [self.average(array, len(context.problem.batch_shape)) for array in finished]
 
-    def average(self, array: Any, problem: Problem) -> Any:
-        """Return the mean of an array (*batch_shape, H, ...) over the axes that this statistic averages over."""
-        batch_ndim = len(problem.batch_shape)
+    def average(self, array: Any, batch_ndim: int) -> Any:
+        """Return the mean or sum of an array (*batch_shape, H, ...) over the axes that this statistic removes."""
         averaged = self.averaged_axes(batch_ndim)
         axes = (*range(batch_ndim),) * self.over_batch + (batch_ndim,) * self.over_heads
         array = multiply_heads(array, batch_ndim, self.factors)
@@ -309,7 +311,7 @@ class Mean(Statistic):
     def extract_result(self, result: Result, problem: Problem) -> Any:
         if not self.has_own_problem:
             return super().extract_result(result, problem)
-        return self.average(self.of.extract_result(result, problem), problem)
+        return self.average(self.of.extract_result(result, problem), len(problem.batch_shape))
 
     def map_formulas(self, change: Callable[[Any], Any]) -> Mean:
         return replace(self, of=self.of.map_formulas(change))

@@ -227,7 +227,7 @@ def _check_dropout(problem: Problem, keys: Shards) -> None:
 def _build_result(problem: Problem, statistic: Statistic, arrays: Sequence[Tensor]) -> Any:
     """Return the result of a statistic. If it is a mean over heads or batches, `arrays` are not averaged yet."""
     if isinstance(statistic, Mean):
-        arrays = [statistic.average(array, problem) for array in arrays]
+        arrays = [statistic.average(array, len(problem.batch_shape)) for array in arrays]
     if not statistic.is_differentiable:
         arrays = [array.detach() for array in arrays]
     return statistic.build_result(arrays)
