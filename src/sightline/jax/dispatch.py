@@ -81,12 +81,19 @@ def run(
     problem = parse(query, key, value, **(options | {"seed": None if seed is None else 0}))
     check_tables(problem)
     pair = _read_seed(seed, problem.dropout)
-    run_one = partial(_run_primitive, seed=pair, kernel=kernel, threads=threads, by_position=by_position)
+    run_one = partial(solve, seed=pair, kernel=kernel, threads=threads, by_position=by_position)
     result = solve_selections_separately(problem, run_one)
     return to_caller_layout(problem, result)
 
 
-def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int | None, by_position: bool) -> Result:
+def solve(
+    problem: Problem,
+    seed: Any = None,
+    kernel: str | None = None,
+    threads: int | None = None,
+    by_position: bool = False,
+) -> Result:
+    """Return the result of a parsed problem. `seed` is a pair of uint32, the lower half first."""
     spec, tables = CallSpec.of(problem, kernel, threads)
     converted = [_to_jax(table.array) for table in tables]
     seed = seed if problem.dropout else None  # a selection of a statistic is a problem without dropout

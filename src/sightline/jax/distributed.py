@@ -10,15 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..api.kernels import to_caller_layout
 from ..arrays.operations import resolve_dtype
 from ..call.foreign_arguments import refuse_arguments
+from ..call.kernel import Result
 from ..call.problem import NUM_OPERANDS
-from ..call.validation import read_sinks, read_statistics, split_names
+from ..call.validation import broadcast_inputs, read_statistics, split_names
 from ..errors import ParameterError, ShapeError
 from ..partition.parts import Sums, combine, read_part, start
 from ..partition.shards import ShardLayout, Shards, check_layout
-from ..statistics import Lse, Statistic, StatisticBase
-from .dispatch import run
+from ..statistics import Statistic, StatisticBase
+from .dispatch import solve
 from .functional import read_array
 from .primitives import vary_together
 from .sharded_problem import ShardedProblem, divide_equally
@@ -115,9 +117,10 @@ def attention(
     _check_statistics(statistics)
     ranks = _read_axis(axis_name, layout)
     shards = [read_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
+    sinks = None if sinks is None else read_array("sinks", sinks)
     options = {"mask": mask, "score": score, "scale": scale, "see": statistics}
-    problem = ShardedProblem.of(shards, ranks, layout, options)
-    output, seen = _Exchange(problem, shards, axis_name).compute(sinks)
+    problem = ShardedProblem.of(shards, sinks, ranks, layout, options)
+    output, seen = _Exchange(problem, shards, axis_name).compute()
     if see is None:
         return output
     return output, seen if names is None else dict(zip(names, seen, strict=True))
@@ -216,41 +219,35 @@ class _Exchange:
         self.problem, self.shards, self.axis_name = problem, shards, axis_name
         self.size = len(problem.queries.ranks)
         self.rank = jax.lax.axis_index(axis_name)
-        self.see, self.dtype = problem.whole.see, resolve_dtype(jnp, problem.whole.accumulator)
+        self.dtype = resolve_dtype(jnp, problem.whole.accumulator)
 
-    def compute(self, sinks: Any) -> tuple[Any, tuple[Any, ...]]:
+    def compute(self) -> tuple[Any, tuple[Any, ...]]:
         """Return (output, seen) of this device's queries."""
-        sinks = self.read_sinks(sinks)
-        sums = [self.start(len(span), sinks) for span in self.problem.queries.ranks[0]]
+        whole = self.problem.whole
+        sums = [self.start(len(span)) for span in self.problem.queries.ranks[0]]
         for distance in range(self.size):
             for index in range(len(self.problem.keys.ranks[0])):
                 sums = self.add_block(sums, distance, index)
-        finished = [combine([own], self.see, normalize=True) for own in sums]
-        axis = self.shards[0].ndim - 2  # of the queries
-        joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis), *[(own.output, own.seen) for own in finished])
-        output = joined[0].astype(self.shards[0].dtype)
-        seen = tuple([statistic.build_result(own) for statistic, own in zip(self.see, joined[1], strict=True)])
-        leaves, structure = jax.tree.flatten((output, seen))
+        finished = [combine([own], whole.see, normalize=True) for own in sums]
+        axis = len(whole.batch_shape) + 1  # of the queries
+        output, arrays = jax.tree.map(
+            lambda *x: jnp.concatenate(x, axis), *[(own.output, own.seen) for own in finished]
+        )
+        seen = tuple([statistic.build_result(own) for statistic, own in zip(whole.see, arrays, strict=True)])
+        answer = to_caller_layout(whole, Result(output.astype(whole.query.dtype), None, seen))
+        leaves, structure = jax.tree.flatten(answer)
         found: tuple[Any, tuple[Any, ...]] = structure.unflatten(vary_together([*self.shards, *leaves])[NUM_OPERANDS:])
         return found
 
-    def read_sinks(self, sinks: Any) -> Any:
-        """Return the sinks in a shape that broadcasts to lse."""
-        if sinks is None:
-            return None
-        query = self.shards[0] if self.shards[0].ndim > 3 else self.shards[0][..., None, :, :]
-        sinks = read_sinks(read_array("sinks", sinks), query)
-        return sinks if self.problem.whole.heads_squeezed else sinks[:, None]
-
-    def start(self, rows: int, sinks: Any) -> Sums:
+    def start(self, rows: int) -> Sums:
         whole = self.problem.whole
-        heads = () if whole.heads_squeezed else (whole.H,)
-        output = jnp.zeros((*whole.batch_shape, *heads, rows, whole.d_v), self.dtype)
+        output = jnp.zeros((*whole.batch_shape, whole.H, rows, whole.d_v), self.dtype)
+        sinks = None if whole.sinks is None else whole.sinks[:, None]
         return self.separate(start(whole, output, sinks, self.dtype))
 
     def separate(self, sums: Sums) -> Sums:
         """Return equal sums whose shift has no gradient. The gradient of the shift flows through the other arrays."""
-        return combine([sums], self.see, shift=jax.lax.stop_gradient(sums.shift))
+        return combine([sums], self.problem.whole.see, shift=jax.lax.stop_gradient(sums.shift))
 
     def add_block(self, sums: list[Sums], distance: int, index: int) -> list[Sums]:
         """Return the sums after one more block of keys: block `index` of the device `distance` before this device."""
@@ -260,7 +257,8 @@ class _Exchange:
         self.shards, sums = jax.lax.optimization_barrier((self.shards, sums))
         parts = jax.checkpoint(partial(self.compute_parts, distance, index, spans))(*self.shards)
         by_span = dict(zip(spans, parts, strict=True))
-        return [combine([own, by_span[span]], self.see) if span in by_span else own for span, own in enumerate(sums)]
+        see = self.problem.whole.see
+        return [combine([own, by_span[span]], see) if span in by_span else own for span, own in enumerate(sums)]
 
     def compute_parts(self, distance: int, index: int, spans: list[int], *shards: Any) -> list[Sums]:
         """Return the sums of the queries of these spans over the keys of one block."""
@@ -274,10 +272,10 @@ class _Exchange:
         parts = []
         for span in spans:
             first_row = _first(self.problem.queries, self.rank, span)
-            options = self.problem.part_options(first_row, first_key, [Lse(), *self.see])
             own = query[..., self.problem.queries.ranks[0][span].rows, :]
-            output, (lse, *seen) = run(own, key, value, options, None, None)
-            parts.append(self.separate(read_part(output.astype(self.dtype), lse, seen, first_key)))
+            arrays = broadcast_inputs({"query": own, "key": key, "value": value})
+            found = solve(self.problem.part(arrays, first_row, first_key))
+            parts.append(self.separate(read_part(found.output.astype(self.dtype), found.lse, found.seen, first_key)))
         return parts
 
 

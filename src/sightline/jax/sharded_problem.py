@@ -16,8 +16,9 @@ import numpy as np
 from ..caching import cached_property
 from ..call.problem import Problem, parse, validate
 from ..errors import ShapeError, TableError
-from ..formula.expression import SYMBOLS, Expression, as_expression, conjuncts, table_lookup
+from ..formula.expression import Expression, conjuncts, table_lookup
 from ..formula.tables import Table
+from ..partition.parts import part_of
 from ..partition.schedule import Schedule, find_schedule
 from ..partition.shards import ShardLayout, Shards
 from .options import check_tables, example, fold_traced_scale
@@ -45,7 +46,7 @@ def divide_equally(length: int, ranks: int, layout: ShardLayout) -> Shards:
 class ShardedProblem:
     """The problem of the whole sequence, and the division of its positions.
 
-    whole : the problem of the whole sequence; its query, key and value only have shapes and dtypes, no entries
+    whole : the problem of the whole sequence; its query, key and value have only shapes and dtypes
     queries, keys : the division of the queries and of the keys
     """
 
@@ -54,11 +55,13 @@ class ShardedProblem:
     keys: Shards
 
     @classmethod
-    def of(cls, shards: Sequence[Any], ranks: int, layout: ShardLayout, options: dict[str, Any]) -> ShardedProblem:
+    def of(
+        cls, shards: Sequence[Any], sinks: Any, ranks: int, layout: ShardLayout, options: dict[str, Any]
+    ) -> ShardedProblem:
         """Return the problem whose query, key and value on one rank are `shards`; `options` are those of `parse`."""
-        local = parse(*[example(x.shape, x.dtype) for x in shards])
+        local = parse(*shards, sinks=sinks)
         whole = [example((*x.shape[:-2], ranks * x.shape[-2], x.shape[-1]), x.dtype) for x in shards]
-        problem = parse(*whole, **fold_traced_scale(options))
+        problem = replace(parse(*whole, **fold_traced_scale(options)), sinks=local.sinks)
         check_tables(problem)
         return cls(problem, *[divide_equally(length, ranks, layout) for length in (local.n, local.m)])
 
@@ -104,26 +107,16 @@ class ShardedProblem:
         rows = {rank: [rank * count + span for span in spans] for rank in range(schedule.size)}
         return [rank for rank, own in rows.items() if schedule.pairs[own, columns[rank]].any()]
 
-    def part_options(self, first_row: Any, first_key: Any, see: Sequence[Any]) -> dict[str, Any]:
-        """Return attention's options for a part of the pairs, from query `first_row` and key `first_key` on."""
-        symbols = {"n": as_expression(self.whole.n), "m": as_expression(self.whole.m)}
-        symbols |= {name: SYMBOLS[name] + Table(first[None])[0] for name, first in (("i", first_row), ("j", first_key))}
-        lookup = table_lookup(lambda table: table.without_axes("i", "j"))  # they span the whole sequence, not the part
+    def part(self, arrays: Sequence[Any], first_row: Any, first_key: Any) -> Problem:
+        """Return the problem of query, key and value in `arrays`, from query `first_row` and key `first_key` on."""
+        first = {"first_row": Table(first_row[None])[0], "first_key": Table(first_key[None])[0]}
+        return part_of(self._without_spans, *arrays, **first, see=self._without_spans.see)
 
-        def shift(formula: Expression) -> Expression:
-            """Return the formula of the whole problem as a formula of the part, whose i and j count from 0."""
-            return formula.rewrite(symbols, lookup)
-
-        whole = self.whole
-        return {
-            "mask": None if whole.mask is None else shift(whole.mask),
-            "score": None if whole.score is None else shift(whole.score),
-            "scale": whole.scale,
-            "sinks": None,
-            "dropout": 0.0,
-            "seed": None,
-            "see": [statistic.map_formulas(shift) for statistic in see],
-        }
+    @cached_property
+    def _without_spans(self) -> Problem:
+        """The whole problem with tables whose axes of queries and keys are longer than those of a part."""
+        lookup = table_lookup(lambda table: table.without_axes("i", "j"))
+        return self.whole.map_formulas(lambda formula: formula.rewrite(lookup=lookup))
 
 
 def _is_known(formula: Expression) -> bool:

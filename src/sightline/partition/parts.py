@@ -26,23 +26,24 @@ def part_of(
     value: Any,
     *,
     first_head: int = 0,
-    first_row: int | None = None,
-    first_key: int | None = None,
+    first_row: int | Expression | None = None,
+    first_key: int | Expression | None = None,
     see: tuple[Statistic, ...] = (),
 ) -> Problem:
     """Return the problem of some consecutive queries, keys and heads of `problem`.
 
     `sightline.merge` joins the results of parts. A part has no sinks, since a sink counts once. A kernel counts the
     heads h, queries i and keys j of a part from 0. So the formulas of the part read h + first_head, i + first_row and
-    j + first_key instead; n and m stay the lengths of `problem`. `first_row` and `first_key` become `Offset`s: numbers
-    that a kernel receives as arguments. So one compiled kernel serves all parts.
+    j + first_key instead; n and m stay the lengths of `problem`. Numbers become `Offset`s, which a kernel receives as
+    arguments. So one compiled kernel serves all parts.
 
     Parameters
     ----------
     problem : the whole problem; only the shapes of its arrays are read
     query, key, value : the arrays of the part, with a head axis and the batch axes of `problem`
     first_head, first_row, first_key : the positions h, i and j in `problem` of the part's first head, query and key;
-        `first_row` is None if the part has all queries, and `first_key` is None if it has all keys
+        `first_row` is None if the part has all queries, and `first_key` is None if it has all keys. Without dropout
+        they may be formulas.
     see : the statistics of the part, with formulas for the whole problem
 
     Raises
@@ -59,11 +60,14 @@ def part_of(
     symbols: dict[str, Expression] = {"n": as_expression(problem.n), "m": as_expression(problem.m)}
     for name, first in (("i", first_row), ("j", first_key)):
         if first is not None:
-            symbols[name] = SYMBOLS[name] + intern(Offset(first, "int", name=name))
+            offset = first if isinstance(first, Expression) else intern(Offset(first, "int", name=name))
+            symbols[name] = SYMBOLS[name] + offset
     if first_head:
         symbols["h"] = SYMBOLS["h"] + first_head
     part = replace(problem, query=query, key=key, value=value, sinks=None, see=see)
     part = part.map_formulas(lambda f: f.rewrite(symbols) if symbols.keys() & f.free_symbols else f)
+    if not problem.dropout:
+        return part
     b, h, i, j = problem.dropout_origin
     return replace(part, dropout_origin=(b, h + first_head, i + (first_row or 0), j + (first_key or 0)))
 
