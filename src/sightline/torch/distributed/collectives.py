@@ -1,9 +1,11 @@
-"""Functions on shards: `shard`, `unshard`, and the transfers between ranks that they and other modules need."""
+"""Functions on shards: `shard`, `unshard`, and exchanges of tensors between all ranks, which have gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,8 +79,7 @@ def unshard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous",
 
     numbers = agree(own, describe, x)
     shards = check_shards("shards", [row[0] for row in numbers], layout)
-    whole: Tensor = _Gather.apply(x, own, shards, axis % x.ndim, True)  # type: ignore[no-untyped-call]
-    return whole
+    return apply_maps(own, [gathering(own, shards, axis % x.ndim)], [x])[0]
 
 
 def check_axis(x: Any, axis: int) -> None:
@@ -93,27 +94,66 @@ def check_axis(x: Any, axis: int) -> None:
         )
 
 
-class _Gather(torch.autograd.Function):
-    """Gathers all shards, or else scatters whole tensors and adds the parts. Each is the gradient of the other."""
+class LinearMap(NamedTuple):
+    """An exchange of a tensor between all ranks, and its transpose, which is the exchange of its gradient.
+
+    A loss is the sum of the losses of all ranks.
+    """
+
+    apply: Callable[[Tensor], Tensor]
+    apply_transposed: Callable[[Tensor], Tensor]
+
+    @property
+    def transposed(self) -> LinearMap:
+        return LinearMap(self.apply_transposed, self.apply)
+
+
+def apply_maps(group: Group, maps: Sequence[LinearMap], arrays: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return each array as its map gives it. All ranks make the same call."""
+    found: tuple[Tensor, ...] = _ApplyMaps.apply(group, tuple(maps), *arrays)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _ApplyMaps(torch.autograd.Function):
+    """Linear maps of several tensors. All ranks must make the same transfers, but their losses may read other results.
+
+    So one node of the graph has all tensors of a call. Before the backward pass the ranks tell each other which results
+    have gradients. Only these are sent.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, shards: Shards, axis: int, gathers: bool) -> Tensor:
-        ctx.arguments = group, shards, axis, not gathers
-        return (gather if gathers else scatter)(x, group, shards, axis)
+    def forward(ctx: Any, group: Group, maps: tuple[LinearMap, ...], *arrays: Tensor) -> tuple[Tensor, ...]:
+        found = [one.apply(x) for one, x in zip(maps, arrays, strict=True)]
+        ctx.group, ctx.transposed = group, [one.transposed for one in maps]
+        ctx.results = [x.new_empty(()).expand(x.shape) for x in found]  # shapes, dtypes and devices, without memory
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[x for x in found if not x.is_floating_point()])
+        return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _Gather.apply(gradient, *ctx.arguments), None, None, None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        flags = torch.tensor([one is not None for one in gradients], dtype=torch.int64, device=ctx.results[0].device)
+        is_wanted = torch.stack(ctx.group.exchange(flags, "which results have gradients")).any(dim=0).tolist()
+        given = [torch.zeros_like(x) if one is None else one for one, x in zip(gradients, ctx.results, strict=True)]
+        wanted = list(compress(given, is_wanted))
+        found = iter(apply_maps(ctx.group, list(compress(ctx.transposed, is_wanted)), wanted))
+        return None, None, *[next(found) if one else None for one in is_wanted]
 
 
-def gather(x: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
+def gathering(group: Group, shards: Shards, axis: int) -> LinearMap:
+    """Return the map from each rank's shard to the whole tensor. Its transpose adds the ranks' shards of the wholes."""
+    options = {"group": group, "shards": shards, "axis": axis}
+    return LinearMap(partial(_gather, **options), partial(_scatter, **options))
+
+
+def _gather(x: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
     """Return the whole tensor from the shards of all ranks."""
     shapes = [(*x.shape[:axis], length, *x.shape[axis + 1 :]) for length in shards.lengths]
     buffers = [x.new_empty(shape) for shape in shapes]
     return join_shards(group.send_to_all([x.contiguous()] * group.size, buffers, "shards"), shards, axis)
 
 
-def scatter(whole: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
+def _scatter(whole: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
     """Return the sum of this rank's shards of the whole tensors of all ranks, added in the order of the ranks."""
     parts = [cut_spans(whole, spans, axis) for spans in shards.ranks]
     buffers = [torch.empty_like(parts[group.rank]) for _ in parts]
