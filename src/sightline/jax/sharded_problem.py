@@ -109,8 +109,9 @@ class ShardedProblem:
 
     def part(self, arrays: Sequence[Any], first_row: Any, first_key: Any) -> Problem:
         """Return the problem of query, key and value in `arrays`, from query `first_row` and key `first_key` on."""
-        first = {"first_row": Table(first_row[None])[0], "first_key": Table(first_key[None])[0]}
-        return part_of(self._without_spans, *arrays, **first, see=self._without_spans.see)
+        row, key = Table(first_row[None])[0], Table(first_key[None])[0]
+        whole = self._without_spans
+        return part_of(whole, *arrays, first_row=row, first_key=key, see=whole.see)
 
     @cached_property
     def _without_spans(self) -> Problem:

@@ -42,12 +42,13 @@ class KeyBlock:
 class Round:
     """The transfers of one round, as one rank sees them.
 
-    At distance t, rank r receives block k from rank r − t and sends its own block k to rank r + t, modulo the number
-    of ranks. `received` or `sent` is None if there is no such block, or if the receiving rank needs none of its keys.
+    The rank receives a block of rank `source`, and sends one to rank `target`. `received` or `sent` is None if there is
+    no such block, or if the receiving rank needs none of its keys.
     """
 
-    distance: int
+    source: int
     received: KeyBlock | None
+    target: int
     sent: KeyBlock | None
 
 
@@ -137,16 +138,20 @@ class Schedule:
                 yield part
 
     def rounds(self, rank: int) -> list[Round]:
-        """Return the rounds of transfers of a rank. All ranks have the same rounds, in the same order."""
+        """Return the rounds of transfers of a rank. All ranks have the same rounds, in the same order.
+
+        At distance t, rank r receives block k of rank r − t, and sends its own block k to rank r + t, modulo the number
+        of ranks.
+        """
         rounds = []
         for distance in range(1, self.size):
             source, target = (rank - distance) % self.size, (rank + distance) % self.size
             for columns in self.columns.T:
-                parts = [
+                received, sent = (
                     self.needed_part(reader, self.blocks[columns[owner]]) if columns[owner] >= 0 else None
                     for reader, owner in ((rank, source), (target, rank))
-                ]
-                rounds.append(Round(distance, *parts))
+                )
+                rounds.append(Round(source, received, target, sent))
         return rounds
 
 

@@ -142,8 +142,8 @@ class _ApplyMaps(torch.autograd.Function):
 
 def gathering(group: Group, shards: Shards, axis: int) -> LinearMap:
     """Return the map from each rank's shard to the whole tensor. Its transpose adds the ranks' shards of the wholes."""
-    options = {"group": group, "shards": shards, "axis": axis}
-    return LinearMap(partial(_gather, **options), partial(_scatter, **options))
+    own: dict[str, Any] = {"group": group, "shards": shards, "axis": axis}
+    return LinearMap(partial(_gather, **own), partial(_scatter, **own))
 
 
 def _gather(x: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:

@@ -69,7 +69,7 @@ def _to_heads(group: Group, axis: int, heads: Sequence[int], shards: Shards) -> 
         return group.send_to_all(parts, [x.new_empty((*before, *shape, *after)) for shape in shapes], "heads")
 
     def to_heads(x: Tensor) -> Tensor:
-        parts = [part.contiguous() for part in x.split(counts, axis)]
+        parts = [part.contiguous() for part in torch.split(x, counts, axis)]
         return join_shards(send(x, parts, [(counts[group.rank], length) for length in lengths]), shards, axis + 1)
 
     def to_positions(x: Tensor) -> Tensor:

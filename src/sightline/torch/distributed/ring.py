@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ...api import kernels as dispatch
 from ...arrays.operations import itemsize
-from ...call.kernel import GivenGradients, Gradients, sink_weights, sum_sink_gradients
+from ...call.kernel import GivenGradients, sink_weights, sum_sink_gradients
 from ...call.problem import Problem
 from ...call.spec import split_arrays
 from ...errors import ParameterError
 from ...partition.parts import Sums, combine, part_of, read_part, start
-from ...partition.schedule import KeyBlock, Round, Schedule, find_schedule, key_block_length
+from ...partition.schedule import KeyBlock, Schedule, find_schedule, key_block_length
 from ...partition.shards import Shards, Span
 from ...reference import streaming
 from ...statistics import (
@@ -126,14 +127,12 @@ class _RingAttention(torch.autograd.Function):
         ring, tensors = ctx.ring, ctx.saved_tensors
         inputs, (output, lse, *arrays) = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
         query, key, value, *rest = inputs
-        sinks = None if ring.problem.sinks is None else rest.pop(0)
-        saved = Saved(query, key, value, sinks, output, lse, split_arrays(ring.problem.see, arrays, 0))
-        d_seen = [own[0] for own in split_arrays(ring.problem.see, d_arrays, 0)]
         d_output = torch.zeros_like(output) if d_output is None else d_output.contiguous()
-        found = ring.backward(saved, ResultGradients(d_output, d_lse, d_seen), ctx.wanted_tables)
-        gradients = [found.query, found.key, found.value, *([] if sinks is None else [found.sinks])]
-        tables = [found.tables.get(index) for index in ctx.wanted_tables]
-        gradients += [torch.zeros_like(x) if one is None else one for x, one in zip(rest, tables, strict=True)]
+        statistics = [split_arrays(ring.problem.see, own, 0) for own in (arrays, d_arrays)]
+        d_statistics = [own[0] for own in statistics[1]]
+        queries = QueryArrays(query, output, lse, statistics[0], d_output, d_lse, d_statistics)
+        sinks = None if ring.problem.sinks is None else rest[0]
+        gradients = ring.backward(queries, key, value, sinks, ctx.wanted_tables)
         return [one.to(x.dtype) for one, x in zip(gradients, inputs, strict=True)]
 
 
@@ -156,59 +155,27 @@ class _NoSecondDerivative(torch.autograd.Function):
 # -- the passes of one rank --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Saved:
-    """The inputs of the forward pass, and those of its results that the backward pass reads."""
+class QueryArrays(NamedTuple):
+    """What the backward pass reads of some queries of this rank: the results, and the gradients of the results.
+
+    output : in the dtype of `query`
+    statistics, d_statistics : the arrays of each per-query statistic, and the gradient of the first one; d_lse, or an
+        element of `d_statistics`, is None for 0
+    """
 
     query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None
-    output: Tensor  # in the dtype of the query
-    lse: Tensor
-    statistics: Sequence[Sequence[Tensor]]  # the arrays of each per-query statistic
-
-    def rows(self, span: Span) -> Saved:
-        """Return the inputs and results of the queries of a span; key, value and sinks stay whole."""
-        rows = span.rows
-        statistics = [[array[..., rows] for array in own] for own in self.statistics]
-        own = self.query[..., rows, :], self.key, self.value, self.sinks, self.output[..., rows, :], self.lse[..., rows]
-        return Saved(*own, statistics)
-
-
-@dataclass(frozen=True)
-class ResultGradients:
-    """The gradients of the results of the forward pass."""
-
     output: Tensor
-    lse: Tensor | None
-    statistics: list[Tensor | None]  # of the first array of each per-query statistic
+    lse: Tensor
+    statistics: Sequence[Sequence[Tensor]]
+    d_output: Tensor
+    d_lse: Tensor | None
+    d_statistics: Sequence[Tensor | None]
 
-    def rows(self, span: Span) -> ResultGradients:
-        """Return the gradients of the queries of a span."""
-        lse, *statistics = [None if x is None else x[..., span.rows] for x in (self.lse, *self.statistics)]
-        return ResultGradients(self.output[..., span.rows, :], lse, statistics)
-
-
-@dataclass
-class RingGradients:
-    """The gradients of a rank's shards, and this rank's part of the gradients of the tables and the sinks."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    tables: dict[int, Tensor]  # by the index in `Problem.tables`
-    sinks: Tensor | None = None
-
-    def add(self, span: Span, key_sums: Sequence[Tensor], part: Gradients) -> None:
-        """Add `part`, the gradients of a span's queries on one block. Its key and value are added to `key_sums`."""
-        self.query[..., span.rows, :] += part.query
-        key_sums[0].add_(part.key)
-        key_sums[1].add_(part.value)
-        for index, table in enumerate(part.tables):
-            if table is not None:
-                start = torch.zeros_like(table, dtype=torch.float64)
-                self.tables[index] = self.tables.get(index, start) + table
+    def rows(self, span: Span) -> QueryArrays:
+        """Return the arrays of the queries of a span, as views."""
+        axis = self.lse.ndim - 1
+        found: QueryArrays = tree_map_only(Tensor, lambda x: x.narrow(axis, span.row, len(span)), self)
+        return found
 
 
 @dataclass(frozen=True)
@@ -262,51 +229,59 @@ class Ring:
             found.append(array)
         return found
 
-    def backward(self, saved: Saved, d_results: ResultGradients, wanted_tables: tuple[int, ...]) -> RingGradients:
-        """Return the gradients of Σ d_results ∘ results, where the sum runs over the results of all ranks."""
-        query, key, value = saved.query, saved.key, saved.value
-        d_query, d_key, d_value = (torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in (query, key, value))
-        found = RingGradients(d_query, d_key, d_value, {})
+    def backward(
+        self, queries: QueryArrays, key: Tensor, value: Tensor, sinks: Tensor | None, wanted_tables: tuple[int, ...]
+    ) -> list[Tensor]:
+        """Return the gradients of Σ d_results ∘ results, where the sum runs over the results of all ranks.
+
+        They are those of query, key, value, the sinks if there are any, and the tables `wanted_tables`. Those of the
+        sinks and the tables are this rank's part.
+        """
+        d_query, d_key, d_value = (x.new_zeros(x.shape, dtype=self.dtype) for x in (queries.query, key, value))
+        d_tables = {k: torch.zeros_like(self.problem.tables[k].array, dtype=torch.float64) for k in wanted_tables}
         exchange = BlockExchange(self.group, self.schedule, (key, value), (d_key, d_value))
         for block, arrays in exchange:
-            sums = [torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in arrays]
-            for span in self.schedule.seeing_spans(self.group.rank, block):
-                rows = saved.rows(span), d_results.rows(span)
-                found.add(span, sums, self._differentiate(span, block, arrays, *rows, wanted_tables))
-            exchange.add_gradients(sums)
-            del arrays, sums  # before memory for the next block is taken
-        if saved.sinks is not None:
-            found.sinks = self._differentiate_sinks(saved.sinks, saved, d_results)
-        return found
+            exchange.add_gradients(self._differentiate(block, arrays, queries, sinks, d_query, d_tables))
+            del arrays  # before memory for the next block is taken
+        d_sinks = [] if sinks is None else [self._differentiate_sinks(queries, key, value, sinks)]
+        return [d_query, d_key, d_value, *d_sinks, *d_tables.values()]
 
     def _differentiate(
         self,
-        span: Span,
         block: KeyBlock,
         block_arrays: list[Tensor],
-        saved: Saved,
-        d_results: ResultGradients,
-        wanted_tables: tuple[int, ...],
-    ) -> Gradients:
-        """Return the gradients of a span's queries on a block; `saved` and `d_results` are those of the span."""
-        part = self._part(span, block, saved.query, *block_arrays)
-        added = part_gradients(part, block.span.start, saved.lse, saved.sinks, d_results.statistics, saved.statistics)
-        results, d_output, d_lse = (saved.output, saved.lse), d_results.output, d_results.lse
-        kernel = dispatch.make_plan(part).kernel
-        given = GivenGradients(d_output, d_lse, results, wanted_tables, added)
-        found = kernel.backward(part, given, self.threads)
-        return streaming.backward(part, d_output, d_lse, (), results, added) if found is None else found
+        queries: QueryArrays,
+        sinks: Tensor | None,
+        d_query: Tensor,
+        d_tables: dict[int, Tensor],
+    ) -> list[Tensor]:
+        """Return the gradients of a block's keys and values. Add the gradients of the queries and tables in place."""
+        sums = [x.new_zeros(x.shape, dtype=self.dtype) for x in block_arrays]
+        for span in self.schedule.seeing_spans(self.group.rank, block):
+            own = queries.rows(span)
+            part, results = self._part(span, block, own.query, *block_arrays), (own.output, own.lse)
+            added = part_gradients(part, block.span.start, own.lse, sinks, own.d_statistics, own.statistics)
+            given = GivenGradients(own.d_output, own.d_lse, results, tuple(d_tables), added)
+            found = dispatch.make_plan(part).kernel.backward(part, given, self.threads)
+            if found is None:
+                found = streaming.backward(part, own.d_output, own.d_lse, (), results, added)
+            d_query[..., span.rows, :] += found.query
+            sums[0] += found.key
+            sums[1] += found.value
+            for index, total in d_tables.items():
+                total += found.tables[index]
+        return sums
 
-    def _differentiate_sinks(self, sinks: Tensor, saved: Saved, d_results: ResultGradients) -> Tensor:
+    def _differentiate_sinks(self, queries: QueryArrays, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
         """Return this rank's part of the gradient of the sinks, −Σ exp(sink − lse) δ over the rank's queries."""
-        delta = torch.einsum("...d,...d->...", d_results.output.to(self.dtype), saved.output.to(self.dtype)).double()
-        delta = delta if d_results.lse is None else delta - d_results.lse
-        part = replace(self.problem, query=saved.query, key=saved.key, value=saved.value, sinks=None)
-        added = part_gradients(part, 0, saved.lse, sinks, d_results.statistics, saved.statistics)
-        for term, sign in ((added.lse, -1.0), (added.weights_sum, 1.0)):
+        query, output, lse, statistics, d_output, d_lse, d_statistics = queries
+        delta = torch.einsum("...d,...d->...", d_output.to(self.dtype), output.to(self.dtype)).double()
+        part = replace(self.problem, query=query, key=key, value=value, sinks=None)
+        added = part_gradients(part, 0, lse, sinks, d_statistics, statistics)
+        for term, sign in ((d_lse, -1.0), (added.lse, -1.0), (added.weights_sum, 1.0)):
             if term is not None:
                 delta = delta + sign * term
-        found: Tensor = sum_sink_gradients(sinks, saved.lse, delta)
+        found: Tensor = sum_sink_gradients(sinks, lse, delta)
         return found
 
     def _part(self, span: Span, block: KeyBlock, query: Tensor, key: Tensor, value: Tensor) -> Problem:
@@ -410,18 +385,16 @@ class BlockExchange:
         returned: list[Tensor] = []
         if number < len(self._rounds):
             one = self._rounds[number]
-            source, target = self._peers(one)
             if one.sent is not None:
                 for array in self.arrays:
-                    transfers.send(array[..., one.sent.span.rows, :].contiguous(), target)
-            buffers = _receive(transfers, self.arrays, one.received, source)
+                    transfers.send(array[..., one.sent.span.rows, :].contiguous(), one.target)
+            buffers = _receive(transfers, self.arrays, one.received, one.source)
         earlier = number - ROUNDS_UNTIL_RETURN
         if self.gradients is not None and 0 <= earlier < len(self._rounds):
             one = self._rounds[earlier]
-            source, target = self._peers(one)
             for sums in self._sums.pop(earlier, ()):
-                transfers.send(sums, source)
-            returned = _receive(transfers, self.gradients, one.sent, target)
+                transfers.send(sums, one.source)
+            returned = _receive(transfers, self.gradients, one.sent, one.target)
         transfers.start()
         return transfers, buffers, returned
 
@@ -433,11 +406,6 @@ class BlockExchange:
             sent: Any = self._rounds[number - ROUNDS_UNTIL_RETURN].sent
             self._add(sent, returned)
         return buffers
-
-    def _peers(self, one: Round) -> tuple[int, int]:
-        """Return (the rank that sends a block to this rank in a round, the rank to which this rank sends one)."""
-        rank, size = self.group.rank, self.group.size
-        return (rank - one.distance) % size, (rank + one.distance) % size
 
 
 def _receive(transfers: Transfers, arrays: Sequence[Tensor], block: KeyBlock | None, rank: int) -> list[Tensor]:
