@@ -7,7 +7,7 @@ the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sightline.arrays.operations import itemsize
-from sightline.call.problem import Problem
+from sightline.call.problem import Extent, Problem
 from sightline.errors import check_count
+from sightline.formula.tile_ranges import find_tile_ranges
 from sightline.partition.schedule import Schedule, find_schedule, key_block_length
-from sightline.partition.shards import ShardLayout, divide
+from sightline.partition.shards import ShardLayout, Span, divide
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
+MIN_TILE, MAX_TILES = 64, 2048  # the fewest positions of a tile in which pairs are counted, and the most tiles
 
 
 @dataclass(frozen=True)
@@ -103,20 +105,42 @@ class Prediction:
         return (self.forward.ideal + self.backward.ideal) / time if time else 1.0
 
 
-def predict(schedule: Schedule, sizes: Sizes, hardware: Hardware | None = None) -> Prediction:
-    """Return the predicted cost of a schedule."""
-    passes = [_predict_pass(schedule, sizes, hardware or Hardware(), backward) for backward in (False, True)]
-    return Prediction(schedule.imbalance, *passes)
+def count_pairs(schedule: Schedule, mask: Any, extent: Extent) -> Array:
+    """Return (ranks, blocks): how many pairs each rank computes with each block, over all batches and heads."""
+    sizes = [max(MIN_TILE, -(-length // MAX_TILES)) for length in extent[2:]]
+    ranges = find_tile_ranges(mask, extent, *sizes)
+    # a kernel has smaller tiles, and skips about half of a partial one
+    partial = ranges.count_tiles(~ranges.full) * ((1 + MIN_TILE / max(sizes)) / 2)
+    rows = _overlaps(schedule.queries.ranks, extent[2], sizes[0])
+    columns = _overlaps([[block.span] for block in schedule.blocks], extent[3], sizes[1])
+    pairs: Array = rows @ (ranges.count_tiles(ranges.full) + partial) @ columns.T
+    return pairs
+
+
+def _overlaps(groups: Sequence[Sequence[Span]], length: int, size: int) -> Array:
+    """Return (groups, tiles): how many positions the spans of each group have in each tile of `size` positions."""
+    found = np.zeros((len(groups), -(-length // size)))
+    for row, spans in zip(found, groups, strict=True):
+        for span in spans:
+            row += np.bincount(np.arange(span.start, span.stop) // size, minlength=len(row))
+    return found
+
+
+def predict(schedule: Schedule, pairs: Array, sizes: Sizes, hardware: Hardware | None = None) -> Prediction:
+    """Return the predicted cost of a schedule. `pairs` is the result of `count_pairs`."""
+    passes = [_predict_pass(schedule, pairs, sizes, hardware or Hardware(), backward) for backward in (False, True)]
+    work = pairs.sum(axis=1)
+    return Prediction(float(work.max() / work.mean()) if work.any() else 1.0, *passes)
 
 
 def predict_problem(problem: Problem, ranks: int, layout: ShardLayout, hardware: Hardware | None = None) -> Prediction:
     """Return the predicted cost of a whole problem whose sequences are divided among ranks."""
     ranks = check_count("ranks={!r}", ranks, 1, "ranks=8")
-    _, _, n, m = problem.extent
-    queries, keys = divide(n, ranks, layout), divide(m, ranks, layout)
+    queries, keys = (divide(length, ranks, layout) for length in problem.extent[2:])
     schedule = find_schedule(problem.mask, problem.extent, queries, keys, key_block_length(problem))
+    pairs = count_pairs(schedule, problem.mask, problem.extent)
     bytes_of_numbers = itemsize(problem.dtype), itemsize(problem.accumulator)
-    return predict(schedule, Sizes(problem.B, problem.G, problem.d_k, problem.d_v, *bytes_of_numbers), hardware)
+    return predict(schedule, pairs, Sizes(problem.B, problem.G, problem.d_k, problem.d_v, *bytes_of_numbers), hardware)
 
 
 class _Step(NamedTuple):
@@ -128,24 +152,24 @@ class _Step(NamedTuple):
     sent: Array
 
 
-def _steps(schedule: Schedule) -> Iterator[_Step]:
+def _steps(schedule: Schedule, pairs: Array) -> Iterator[_Step]:
     """Yield one step for the ranks' own blocks, and then one step for each round of `Schedule.rounds`."""
-    none = np.zeros(schedule.size)
-    yield _Step(0, sum([_entries(schedule.pairs_by_rank, own) for own in schedule.columns.T], none), none, none)
+    none, needed = np.zeros(schedule.size), np.diff(schedule.seen, axis=0)[0]  # (ranks, blocks) keys
+    yield _Step(0, sum([_entries(pairs, own) for own in schedule.columns.T], none), none, none)
     for distance in range(1, schedule.size):
         for own in schedule.columns.T:
             column = np.roll(own, distance)
-            received = _entries(schedule.needed_keys, column)
-            yield _Step(distance, _entries(schedule.pairs_by_rank, column), received, np.roll(received, -distance))
+            received = _entries(needed, column)
+            yield _Step(distance, _entries(pairs, column), received, np.roll(received, -distance))
 
 
-def _entries(numbers: Array, column: np.ndarray[Any, Any]) -> Array:
+def _entries(numbers: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> Array:
     """Return numbers[r, column[r]] for each rank r; 0 if column[r] is −1, which stands for no block."""
     entries: Array = np.where(column >= 0, numbers[np.arange(len(column)), column], 0.0)
     return entries
 
 
-def _predict_pass(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bool) -> PassCost:
+def _predict_pass(schedule: Schedule, pairs: Array, sizes: Sizes, hardware: Hardware, backward: bool) -> PassCost:
     """Return the cost of a pass.
 
     While a rank computes a block, it receives the next block. In the backward pass it also returns the gradients of the
@@ -154,10 +178,11 @@ def _predict_pass(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward
     """
     block, gradient = sizes.numbers * sizes.itemsize, sizes.numbers * sizes.accumulator * backward
     rate = hardware.rate(backward) / sizes.flops(backward)  # pairs per second
-    begin, received, sent = np.zeros((3, schedule.size))
-    previous = idle = _Step(0, *np.zeros((3, schedule.size)))
+    work, size = pairs.sum(axis=1), schedule.size
+    begin, received, sent = np.zeros((3, size))
+    previous = idle = _Step(0, *np.zeros((3, size)))
     last = [idle] * (1 + backward)  # backward, the gradients of the last block are returned at the end
-    for step, following in pairwise(chain(_steps(schedule), last)):
+    for step, following in pairwise(chain(_steps(schedule, pairs), last)):
         end = begin + step.pairs / rate
         arriving = block * following.received + gradient * previous.sent
         leaving = block * following.sent + gradient * previous.received
@@ -167,13 +192,13 @@ def _predict_pass(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward
         begin, previous = end, step
         received, sent = received + step.received, sent + step.sent
     bytes_sent = sent * block + received * gradient
-    ranks_at_once = min(schedule.size, hardware.processors or math.inf)
+    ranks_at_once = min(size, hardware.processors or math.inf)
     return PassCost(
-        flops=schedule.work * sizes.flops(backward),
+        flops=work * sizes.flops(backward),
         sent=bytes_sent,
         received=received * block + sent * gradient,
-        seconds=np.maximum(begin, _shared_seconds(schedule.work / rate, bytes_sent, hardware)),
-        ideal=float(schedule.work.sum()) / ranks_at_once / rate,
+        seconds=np.maximum(begin, _shared_seconds(work / rate, bytes_sent, hardware)),
+        ideal=float(work.sum()) / ranks_at_once / rate,
     )
 
 

@@ -435,12 +435,12 @@ def test_every_fault_in_parts_is_seen(fault, monkeypatch):
 
 SCHEDULE = {
     "a tile skipped that is not empty": Fault(
-        schedule._find_schedule, "~ranges.full", "~ranges.full & (ranges.first != 1)"
+        schedule._find_schedule, "ranges.count_tiles()", "ranges.count_tiles(ranges.first != 1)"
     ),
     "a piece skipped that is partial": Fault(
         schedule._clear_hidden, "np.broadcast_to(high, row.shape) != 0", "np.broadcast_to(_, row.shape) == 1"
     ),
-    "the last piece of a span": Fault(schedule._Pieces.reduce_spans, "self.end[order]", "self.end[order] - 1"),
+    "the last piece of a span": Fault(schedule._Pieces.find_ends, "self.end", "self.end - 1"),
 }
 
 
@@ -460,7 +460,7 @@ def test_a_sound_schedule_passes():
 def test_every_fault_in_the_schedule_is_seen(fault, monkeypatch):
     plant(SCHEDULE[fault], monkeypatch)
     monkeypatch.setattr(schedule, "_find_cached", schedule._find_schedule)
-    with pytest.raises(AssertionError, match=r"needless|too few"):
+    with pytest.raises(AssertionError, match="needless"):
         check_schedule()
 
 

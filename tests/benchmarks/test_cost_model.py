@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.__main__ import main
-from benchmarks.cost_model import Hardware, Sizes, predict, predict_problem
+from benchmarks.cost_model import Hardware, Sizes, count_pairs, predict, predict_problem
 from benchmarks.rank_scaling import CASES, measure_ranks
 from fault_planting import Fault, plant
 from sharded_problems import received_keys
@@ -16,7 +16,6 @@ from sightline import causal, window
 from sightline.call.problem import make_problem
 from sightline.errors import ParameterError
 from sightline.partition import schedule
-from sightline.partition.schedule import find_schedule
 from sightline.partition.shards import divide
 from strategies import masks
 
@@ -24,9 +23,11 @@ SIZES = Sizes(batches=2, key_heads=4, d_k=32, d_v=16, itemsize=2, accumulator=4)
 FAST = Hardware(flops=1e9, bandwidth=1e30, latency=0)  # transfers take no time
 
 
-def schedule_of(mask, n, ranks, layout="contiguous", block_length=None):
-    shards = divide(n, ranks, layout)
-    return find_schedule(mask, (2, 8, n, n), shards, shards, block_length or n)
+def work_of(mask, n, ranks, layout="contiguous", block_length=None):
+    """Return a schedule and its pairs."""
+    shards, extent = divide(n, ranks, layout), (2, 8, n, n)
+    found = schedule.find_schedule(mask, extent, shards, shards, block_length or n)
+    return found, count_pairs(found, mask, extent)
 
 
 def whole(n, mask=None, dtype=np.float16, heads=8):
@@ -35,7 +36,7 @@ def whole(n, mask=None, dtype=np.float16, heads=8):
 
 
 def test_one_rank_computes_everything_and_sends_nothing():
-    prediction = predict(schedule_of(causal(), 512, 1), SIZES, Hardware(flops=1e9))
+    prediction = predict(*work_of(causal(), 512, 1), SIZES, Hardware(flops=1e9))
     for each in (prediction.forward, prediction.backward):
         assert each.sent.tolist() == each.received.tolist() == [0]
         assert each.time == each.ideal == each.flops.sum() / 1e9
@@ -43,7 +44,7 @@ def test_one_rank_computes_everything_and_sends_nothing():
 
 
 def test_operations_and_bytes_are_those_of_the_pairs_keys_and_gradients():
-    prediction = predict(schedule_of(None, 512, 4), SIZES)
+    prediction = predict(*work_of(None, 512, 4), SIZES)
     pairs = 2 * 8 * 128 * 512
     assert prediction.forward.flops.tolist() == [pairs * 2 * (32 + 16)] * 4
     assert prediction.backward.flops.tolist() == [pairs * 2 * (3 * 32 + 2 * 16)] * 4
@@ -53,9 +54,9 @@ def test_operations_and_bytes_are_those_of_the_pairs_keys_and_gradients():
 
 
 def test_bytes_follow_the_schedule():
-    schedule = schedule_of(causal() & window(100), 1024, 8)
-    prediction = predict(schedule, SIZES)
-    keys, width = received_keys(schedule), 2 * 4 * (32 + 16)
+    work = work_of(causal() & window(100), 1024, 8)
+    prediction = predict(*work, SIZES)
+    keys, width = received_keys(work[0]), 2 * 4 * (32 + 16)
     np.testing.assert_array_equal(prediction.forward.received, keys.sum(axis=1) * width * 2)
     np.testing.assert_array_equal(prediction.forward.sent, keys.sum(axis=0) * width * 2)
     expected = (2 * keys.sum(axis=1) + 4 * keys.sum(axis=0)) * width
@@ -68,8 +69,8 @@ def test_bounds_that_every_prediction_obeys(data):
     """What is sent is received; no rank is faster than its own work; no transfer makes the ranks faster."""
     n, ranks = data.draw(st.integers(1, 400)), data.draw(st.integers(1, 9))
     mask = data.draw(masks((2, 8, n, n)))
-    schedule = schedule_of(mask, n, ranks, data.draw(st.sampled_from(["contiguous", "zigzag"])), 64)
-    slow, fast = (predict(schedule, SIZES, Hardware(1e9, rate, 1e-6)) for rate in (1e6, 1e12))
+    work = work_of(mask, n, ranks, data.draw(st.sampled_from(["contiguous", "zigzag"])), 64)
+    slow, fast = (predict(*work, SIZES, Hardware(1e9, rate, 1e-6)) for rate in (1e6, 1e12))
     for late, early in ((slow.forward, fast.forward), (slow.backward, fast.backward)):
         assert late.sent.sum() == late.received.sum()
         assert (late.seconds >= early.seconds).all()
@@ -81,57 +82,65 @@ def test_bounds_that_every_prediction_obeys(data):
 
 def test_the_slower_of_computation_and_transfer_decides_a_round():
     """Two ranks: both compute their own block while the other's block travels, and then compute the other's block."""
-    schedule = schedule_of(None, 256, 2)
+    work = work_of(None, 256, 2)
     compute = 2 * 8 * 128 * 128 * 2 * (32 + 16) / 1e9
     amount = 2 * 4 * 128 * (32 + 16) * 2
     for seconds in (0.1 * compute, 10 * compute):
-        forward = predict(schedule, SIZES, Hardware(1e9, amount / seconds, 0.0)).forward
+        forward = predict(*work, SIZES, Hardware(1e9, amount / seconds, 0.0)).forward
         np.testing.assert_allclose(forward.seconds, max(compute, seconds) + compute, rtol=1e-12)
 
 
 def test_imbalance_is_lost_time():
     for layout in ("contiguous", "zigzag"):
-        prediction = predict(schedule_of(causal(), 4096, 4, layout), SIZES, FAST)
+        prediction = predict(*work_of(causal(), 4096, 4, layout), SIZES, FAST)
         assert prediction.forward.ideal / prediction.forward.time <= 1 / prediction.imbalance * (1 + 2**-40)
-    contiguous, zigzag = (predict(schedule_of(causal(), 4096, 4, x), SIZES, FAST) for x in ("contiguous", "zigzag"))
+    contiguous, zigzag = (predict(*work_of(causal(), 4096, 4, x), SIZES, FAST) for x in ("contiguous", "zigzag"))
     assert contiguous.imbalance > 1.7 > 1.05 > zigzag.imbalance
     assert zigzag.efficiency > 1.5 * contiguous.efficiency
 
 
+def test_partial_tiles_of_long_sequences_count_in_part():
+    """Tiles of the count are as long as this window; about half of each partial one has no tile of a kernel."""
+    n, width = 1 << 22, 2048
+    assert 0.95 < work_of(causal() & window(width), n, 4)[1].sum() / (2 * 8 * n * width) < 1.1
+
+
 def test_small_blocks_keep_the_ranks_of_a_zigzag_in_step(monkeypatch):
     """Blocks from both ends of the sequence are sent in turn: several of one end would make half of the ranks wait."""
-    n, shards = 16_384, divide(16_384, 8, "zigzag")
+    n = 16_384
 
     def efficiency():
-        return predict(schedule._find_schedule(causal(), (2, 8, n, n), shards, shards, 128), SIZES, FAST).efficiency
+        schedule._find_cached.cache_clear()
+        return predict(*work_of(causal(), n, 8, "zigzag", 128), SIZES, FAST).efficiency
 
     in_turn = efficiency()
     plant(Fault(schedule._cut, "zip_longest(*cut)", "cut"), monkeypatch)
     apart = efficiency()
+    schedule._find_cached.cache_clear()
     assert apart < 0.8 < 0.98 < in_turn
 
 
 def test_ranks_that_share_processors_take_the_time_of_all_work():
-    schedule = schedule_of(None, 512, 4)
-    alone = predict(schedule, SIZES, FAST).forward
-    shared = predict(schedule, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward
+    work = work_of(None, 512, 4)
+    alone = predict(*work, SIZES, FAST).forward
+    shared = predict(*work, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward
     np.testing.assert_allclose(shared.time, 2 * alone.time, rtol=1e-12)
     np.testing.assert_allclose(shared.ideal, shared.time, rtol=1e-12)
 
 
 def test_at_the_end_ranks_that_share_processors_have_one_each():
     """Causal parts of 4 ranks have work of 1, 3, 5 and 7: equal shares end after 2, 5, 7 and 9."""
-    schedule = schedule_of(causal(), 1 << 14, 4)
-    unit = schedule.work.sum() / 16 * SIZES.flops(False) / 1e9
-    shared = predict(schedule, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward
+    work = work_of(causal(), 1 << 14, 4)
+    unit = work[1].sum() / 16 * SIZES.flops(False) / 1e9
+    shared = predict(*work, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward
     np.testing.assert_allclose(shared.time / unit, 9, rtol=1e-3)  # the tiles of the diagonal are whole
     assert shared.seconds.argmax() == 3
 
 
 def test_transfers_between_shared_processors_take_their_time():
-    schedule = schedule_of(None, 512, 4)
-    compute = predict(schedule, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward.time
-    forward = predict(schedule, SIZES, Hardware(1e9, 1e9, 0, processors=2)).forward
+    work = work_of(None, 512, 4)
+    compute = predict(*work, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward.time
+    forward = predict(*work, SIZES, Hardware(1e9, 1e9, 0, processors=2)).forward
     np.testing.assert_allclose(forward.time, compute + forward.sent[0] / 1e9, rtol=1e-12)
 
 

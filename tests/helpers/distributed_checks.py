@@ -248,7 +248,7 @@ def count_bytes(group: Any, reach: int | None) -> int:
 FAULTS = {
     "offset of keys": Fault(part_of, '("j", first_key)', '("j", first_key + (first_key > 0))'),
     "last shard dropped": Fault(schedule.Schedule.rounds, "range(1, self.size)", "range(1, self.size - 1)"),
-    "tile skipped": Fault(schedule._find_schedule, "~ranges.full", "~ranges.full & (ranges.first != 1)"),
+    "tile skipped": Fault(schedule._find_schedule, "ranges.count_tiles()", "ranges.count_tiles(ranges.first != 1)"),
     "statistics without the factors of the parts": Fault(
         parts.combine,
         "KeyPart(part.seen[k], part.keys, factor)",

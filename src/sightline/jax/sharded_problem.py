@@ -105,7 +105,7 @@ class ShardedProblem:
         schedule, count = self.schedule, len(self.queries.ranks[0])
         columns = np.roll(schedule.columns[:, index], distance)
         rows = {rank: [rank * count + span for span in spans] for rank in range(schedule.size)}
-        return [rank for rank, own in rows.items() if schedule.pairs[own, columns[rank]].any()]
+        return [rank for rank, own in rows.items() if schedule.seeing[1, own, columns[rank]].any()]
 
     def part(self, arrays: Sequence[Any], first_row: Any, first_key: Any) -> Problem:
         """Return the problem of query, key and value in `arrays`, from query `first_row` and key `first_key` on."""

@@ -1,4 +1,4 @@
-"""Which keys each rank needs, and how many pairs of query and key the rank computes with them.
+"""Which keys each rank needs, and which of its queries see them.
 
 A rank is one process of a group. All ranks compute the same schedule from the mask, and exchange no messages for it.
 """
@@ -21,7 +21,7 @@ from ..formula.interval_arithmetic import compute_intervals
 from ..formula.tile_ranges import find_tile_ranges, make_box
 from .shards import Shards, Span
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
+Booleans = np.ndarray[Any, np.dtype[np.bool_]]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 MIN_TILE, MAX_TILES = 64, 2048  # the fewest positions of a tile of the search, and the most tiles along a sequence
@@ -58,10 +58,9 @@ class Schedule:
 
     queries, keys : the division of the queries and of the keys
     blocks : every block of keys, in the order of their owners and indices
-    pairs : (spans of queries, blocks), the number of pairs that are computed, over all batches and heads. The number is
-        an estimate for long sequences, but 0 only if the mask hides every pair. The spans are those of all ranks.
     seeing : (2, spans of queries, blocks), the first query of each span that may see a key of the block, and the
-        position after the last such query; both are 0 if no query of the span sees the block
+        position after the last such query; both are 0 if no query of the span sees the block. The spans are those of
+        all ranks.
     seen : (2, ranks, blocks), the first key of each block that a query of the rank may see, and the position after the
         last such key; both are 0 if the rank sees no key of the block
     """
@@ -69,7 +68,6 @@ class Schedule:
     queries: Shards
     keys: Shards
     blocks: tuple[KeyBlock, ...]
-    pairs: Array
     seeing: Indices
     seen: Indices
 
@@ -81,29 +79,6 @@ class Schedule:
     @cached_property
     def _query_spans(self) -> list[slice]:
         return _spans_by_rank(self.queries)
-
-    @cached_property
-    def pairs_by_rank(self) -> Array:
-        """(ranks, blocks): the number of pairs that each rank computes with each block."""
-        return np.stack([self.pairs[spans].sum(axis=0) for spans in self._query_spans])
-
-    @property
-    def work(self) -> Array:
-        """(ranks,): the number of pairs that each rank computes."""
-        work: Array = self.pairs_by_rank.sum(axis=1)
-        return work
-
-    @property
-    def imbalance(self) -> float:
-        """The work of the most loaded rank divided by the mean work; 1 if no rank has work."""
-        mean = float(self.work.mean())
-        return float(self.work.max()) / mean if mean else 1.0
-
-    @cached_property
-    def needed_keys(self) -> Array:
-        """(ranks, blocks): the number of keys of each block that each rank needs."""
-        counts: Array = (self.seen[1] - self.seen[0]).astype(np.float64)
-        return counts
 
     def needed_part(self, rank: int, block: KeyBlock) -> KeyBlock | None:
         """Return the part of a block whose keys the rank needs, or None if the rank needs no key of the block."""
@@ -197,20 +172,13 @@ def _find_schedule(
     ranges = find_tile_ranges(mask, extent, *sizes)
     spans = [span for own in queries.ranks for span in own]
     rows, columns = _Pieces.of(spans, n, sizes[0]), _Pieces.of([block.span for block in blocks], m, sizes[1])
-    tiles = np.ix_(rows.tile, columns.tile)
-    full = ranges.count_tiles(ranges.full)[tiles]
-    pieces = ranges.count_tiles(~ranges.full)[tiles].astype(np.float64)
+    is_seen = ranges.count_tiles()[np.ix_(rows.tile, columns.tile)] > 0
     if mask is not None:
-        _clear_hidden(pieces, mask, extent, rows, columns)
-    is_seen = (pieces > 0) | (full > 0)
-    pieces *= (1 + MIN_TILE / max(sizes)) / 2  # a kernel has smaller tiles, and skips about half of a partial one
-    pieces += full
-    pieces *= rows.lengths[:, None] * columns.lengths
-    pairs = columns.reduce_spans(np.add, rows.reduce_spans(np.add, pieces).T).T
-    by_span, by_block = rows.reduce_spans(np.logical_or, is_seen), columns.reduce_spans(np.logical_or, is_seen.T)
+        _clear_hidden(is_seen, mask, extent, rows, columns)
+    by_span, by_block = rows.find_ends(is_seen)[1] > 0, columns.find_ends(is_seen.T)[1] > 0
     by_rank = np.stack([by_span[own].any(axis=0) for own in _spans_by_rank(queries)])
     seeing, seen = rows.find_ends(by_block.T), columns.find_ends(by_rank.T).swapaxes(1, 2)
-    return Schedule(queries, keys, blocks, pairs, seeing, seen)
+    return Schedule(queries, keys, blocks, seeing, seen)
 
 
 _find_cached = lru_cache(64)(_find_schedule)
@@ -230,20 +198,16 @@ def _cut(owner: int, spans: Sequence[Span], block_length: int) -> list[KeyBlock]
 
 @dataclass(frozen=True, eq=False)
 class _Pieces:
-    """The tiles of a sequence, cut where a span begins or ends.
+    """The tiles of a sequence, cut where a span begins or ends. Piece k has the positions edges[k] to edges[k + 1] − 1.
 
-    first, last : (pieces,), the first and the last position of each piece
-    lengths : (pieces,), the number of positions of each piece
     tile : (pieces,), the index of the tile that contains the piece
     is_cut : (pieces,), True if the piece is shorter than its tile
     begin, end : (spans,), the pieces of span s have the indices begin[s] to end[s] − 1
     """
 
-    first: Indices
-    last: Indices
-    lengths: Array
+    edges: Indices
     tile: Indices
-    is_cut: np.ndarray[Any, np.dtype[np.bool_]]
+    is_cut: Booleans
     begin: Indices
     end: Indices
 
@@ -252,48 +216,34 @@ class _Pieces:
         """Divide `length` positions into tiles of `size` positions. Divide a tile again where a span begins or ends."""
         starts, stops = (np.array([getattr(span, name) for span in spans], np.int64) for name in ("start", "stop"))
         edges = np.unique(np.concatenate([np.arange(0, length, size), starts, stops, [length]]))
-        first, lengths = edges[:-1], np.diff(edges)
-        tile = first // size
-        is_cut = lengths < np.minimum(size, length - tile * size)
-        begin, end = np.searchsorted(edges, starts), np.searchsorted(edges, stops)
-        return cls(first, edges[1:] - 1, lengths.astype(np.float64), tile, is_cut, begin, end)
+        tile = edges[:-1] // size
+        is_cut = np.diff(edges) < np.minimum(size, length - tile * size)
+        return cls(edges, tile, is_cut, np.searchsorted(edges, starts), np.searchsorted(edges, stops))
 
-    def reduce_spans(self, operation: np.ufunc, values: Any) -> Any:
-        """Reduce an array (pieces, ...) over the pieces of each span. Return (spans, ...), 0 for a span of no piece."""
-        padded = np.concatenate([values, np.zeros_like(values, shape=(1, *values.shape[1:]))])  # at the index `end`
-        if not len(self.begin):
-            return padded[:0]
-        order = np.argsort(self.begin, kind="stable")  # in this order, `reduceat` reads no piece between two spans
-        bounds = np.stack([self.begin[order], self.end[order]], axis=1)
-        found = np.empty_like(values, shape=(len(order), *values.shape[1:]))
-        found[order] = operation.reduceat(padded, bounds.ravel(), axis=0)[::2]
-        found[self.begin == self.end] = 0
-        return found
+    def find_ends(self, is_seen: Booleans) -> Indices:
+        """Return (2, spans, k): the first seen position of each span, and the position after the last seen one.
 
-    def find_ends(self, is_seen: Any) -> Indices:
-        """Return (2, spans, ...): the first seen position of each span, and the position after the last seen one.
-
-        Both numbers are 0 if no position of the span is seen. `is_seen` is (pieces, ...).
+        Both numbers are 0 if no position of the span is seen. `is_seen` is (pieces, k).
         """
-        shape = (-1, *(1,) * (is_seen.ndim - 1))
-        first, last = (ends.reshape(shape) for ends in (self.first, self.last))
-        never = np.iinfo(np.int64).max
-        firsts = self.reduce_spans(np.minimum, np.where(is_seen, first, never))
-        stops = self.reduce_spans(np.maximum, np.where(is_seen, last + 1, 0))
-        return np.stack([np.where(firsts == never, 0, firsts), stops])
+        shape, edges = (1, is_seen.shape[1]), self.edges[:, None]
+        firsts = np.concatenate([np.where(is_seen, edges[:-1], edges[-1]), np.full(shape, edges[-1])])
+        stops = np.concatenate([np.zeros(shape, np.int64), np.where(is_seen, edges[1:], 0)])
+        next_first = np.minimum.accumulate(firsts[::-1])[::-1]  # of the pieces from each one on
+        found = np.stack([next_first[self.begin], np.maximum.accumulate(stops)[self.end]])
+        return np.where(found[0] < found[1], found, 0)
 
 
 def _clear_hidden(
-    pieces: Array, mask: Expression, extent: tuple[int, int, int, int], rows: _Pieces, columns: _Pieces
+    is_seen: Booleans, mask: Expression, extent: tuple[int, int, int, int], rows: _Pieces, columns: _Pieces
 ) -> None:
-    """Set an entry of `pieces` to 0 if its piece is cut and interval bounds prove that the mask hides all its pairs.
+    """Set an entry of `is_seen` to False if its piece is cut and bounds prove that the mask hides all its pairs.
 
-    An entry counts the batches and heads in which the piece belongs to a partial tile. Without this function a rank
-    would need a whole block of another rank because of one tile that has positions of both ranks.
+    Without this function a rank would need a whole block of another rank because of one tile that has positions of both
+    ranks.
     """
-    at = np.argwhere((pieces > 0) & (rows.is_cut[:, None] | columns.is_cut))
+    at = np.argwhere(is_seen & (rows.is_cut[:, None] | columns.is_cut))
     for chunk in np.array_split(at, -(-len(at) // MAX_PIECES_AT_ONCE)) if len(at) else ():
         row, column = chunk.T
-        box = make_box(extent, i=(rows.first[row], rows.last[row]), j=(columns.first[column], columns.last[column]))
-        _, high = compute_intervals(mask, box)[id(mask)]
-        pieces[row, column] *= np.broadcast_to(high, row.shape) != 0
+        ends = [(own.edges[k], own.edges[k + 1] - 1) for own, k in ((rows, row), (columns, column))]
+        _, high = compute_intervals(mask, make_box(extent, i=ends[0], j=ends[1]))[id(mask)]
+        is_seen[row, column] = np.broadcast_to(high, row.shape) != 0
