@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -29,9 +28,6 @@ class JaxOperations(Kernel):
 
     name = "jax"
     description = "blocks of queries in a loop, by operations of JAX"
-
-    def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        yield from ()
 
     def cost(self, problem: Problem) -> float:
         return 1.0

@@ -36,7 +36,17 @@ MAX_COMPILED = 256  # programs of calls outside of `jit`; the least recently use
 MANUAL_AXES = "manual_axis_type" if hasattr(jax.core.ShapedArray((), "float32"), "manual_axis_type") else "vma"
 
 
-def _define(name: str) -> Primitive:
+def _define(
+    name: str, find_types: Callable[..., Sequence[Any]], operations: Callable[..., list[Any]], kind: type[XlaCall]
+) -> Primitive:
+    """Return a primitive with all rules but those of its derivatives.
+
+    Parameters
+    ----------
+    find_types : function of the list of inputs and the parameters that returns objects with the results' shapes, dtypes
+    operations : the function of the inputs and the parameters in operations of JAX
+    kind : the custom call of XLA that computes the results on the CPU
+    """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
@@ -45,13 +55,18 @@ def _define(name: str) -> Primitive:
         # under these three options, `jit` would call this function without end
         with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
             results = _compile(primitive.bind, tuple(sorted(options.items())))(*arrays)
-        finite = results[:1] if primitive is attention_p else results  # a statistic may be −∞, as lse without keys
-        for kind, is_forbidden, find in checks:
+        finite = results[:1] if kind is XlaForward else results  # a statistic may be −∞, as lse without keys
+        for what, is_forbidden, find in checks:
             if is_forbidden and any(find(np.asarray(result)).any() for result in finite):
-                raise FloatingPointError(f"invalid value ({kind}) encountered in {name}")
+                raise FloatingPointError(f"invalid value ({what}) encountered in {name}")
         return results
 
     primitive.def_impl(compute)
+    primitive.def_abstract_eval(lambda *inputs, **options: _shaped(find_types(inputs, **options), inputs))
+    lower = mlir.lower_fun(operations, multiple_results=True)
+    mlir.register_lowering(primitive, lower)
+    mlir.register_lowering(primitive, partial(_lower, kind, lower), platform="cpu")
+    batching.primitive_batchers[primitive] = partial(_batch, primitive)
     return primitive
 
 
@@ -60,11 +75,6 @@ def _compile(function: Callable[..., Any], options: tuple[tuple[str, Any], ...])
     """Return `function` with these options as one compiled program. Without `jit`, each operation would be one."""
     compiled: Callable[..., Any] = jax.jit(lambda *arrays: function(*arrays, **dict(options)))
     return compiled
-
-
-attention_p = _define("sightline_attention")
-tangent_p = _define("sightline_attention_tangent")
-backward_p = _define("sightline_attention_backward")
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
@@ -111,19 +121,9 @@ def _shaped(types: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     return [jax.core.ShapedArray(x.shape, x.dtype, **options) for x in types]
 
 
-def _attention_types(*inputs: Any, options: CallOptions) -> list[Any]:
-    return _shaped(options.result_types(inputs), inputs)
-
-
-attention_p.def_abstract_eval(_attention_types)
-
-
-Places = tuple[set[int], set[int]]  # indices of arguments, and of results
-
-
 def _lower(
-    make_call: Callable[..., XlaCall],
-    find_operands: Callable[..., Places],
+    kind: type[XlaCall],
+    lower_operations: Callable[..., Any],
     ctx: Any,
     *operands: Any,
     options: CallOptions,
@@ -131,9 +131,11 @@ def _lower(
 ) -> Any:
     """Lower a primitive to the custom call of XLA, and return the values of its results.
 
-    `find_operands` returns the indices of the arguments, and of the results, to which `by_position` applies.
+    A tangent of a statistic besides lse is lowered to operations of JAX.
     """
-    places = find_operands(options.spec.num_arrays, **more) if options.by_position else (set(), set())
+    if kind is XlaTangent and options.differentiable_results(ctx.avals_in) != [OUTPUT, LSE]:
+        return lower_operations(ctx, *operands, options=options, **more)
+    places = _find_operands(options.spec.num_arrays, **more) if options.by_position else (set(), set())
     arguments, results = (
         tuple([ArrayType(tuple(aval.shape), str(aval.dtype), k in own) for k, aval in enumerate(avals)])
         for avals, own in zip((ctx.avals_in, ctx.avals_out), places, strict=True)
@@ -144,11 +146,11 @@ def _lower(
             f"at most {MAX_BUFFERS} arrays and results together in a compiled program",
             "join tables into one array, or ask for fewer statistics in see=",
         )
-    call = make_call(options, arguments, results, **more)
+    call = kind(options, arguments, results, **more)
     if not options.by_position:
         return jax.ffi.ffi_lowering(register())(ctx, *operands, call=call.to_text())
     # the transposes of `_call_by_position` undo those of the caller, so XLA removes both
-    return _lower_operations(partial(_call_by_position, call))(ctx, *operands)
+    return mlir.lower_fun(partial(_call_by_position, call), multiple_results=True)(ctx, *operands)
 
 
 def _call_by_position(call: XlaCall, *arrays: Any) -> list[Any]:
@@ -163,28 +165,23 @@ def _swap_if(condition: bool, array: Any) -> Any:
     return jax.numpy.swapaxes(array, -3, -2) if condition else array
 
 
-def _forward_operands(num_inputs: int) -> Places:
-    return set(range(NUM_OPERANDS)), {OUTPUT}
+def _find_operands(
+    num_inputs: int, wanted: tuple[int, ...] = (), given: tuple[int, ...] | None = None
+) -> tuple[set[int], set[int]]:
+    """Return the indices of the arguments, and of the results, to which `by_position` applies.
+
+    The arguments of a derivative are the inputs, output, lse in float64, and then tangents of the arguments `wanted`,
+    or, in the backward pass, the gradients of the results `given`.
+    """
+    changed = {k for k, place in enumerate(wanted) if place < NUM_OPERANDS}
+    directions = changed if given is None else {k for k, place in enumerate(given) if place == OUTPUT}
+    arguments = {*range(NUM_OPERANDS), num_inputs, *[num_inputs + 2 + k for k in directions]}
+    return arguments, {OUTPUT} if given is None else changed
 
 
-def _tangent_operands(num_inputs: int, wanted: tuple[int, ...]) -> Places:
-    directions = {num_inputs + 2 + k for k, place in enumerate(wanted) if place < NUM_OPERANDS}
-    return {*range(NUM_OPERANDS), num_inputs, *directions}, {OUTPUT}
-
-
-def _backward_operands(num_inputs: int, wanted: tuple[int, ...], given: tuple[int, ...]) -> Places:
-    gradients = {num_inputs + 2 + k for k, place in enumerate(given) if place == OUTPUT}
-    found = {k for k, place in enumerate(wanted) if place < NUM_OPERANDS}
-    return {*range(NUM_OPERANDS), num_inputs, *gradients}, found
-
-
-def _lower_operations(function: Callable[..., list[Any]]) -> Any:
-    """Return the lowering rule that traces `function`, which takes the primitive's arguments and parameters."""
-    return mlir.lower_fun(function, multiple_results=True)
-
-
-mlir.register_lowering(attention_p, partial(_lower, XlaForward, _forward_operands), platform="cpu")
-mlir.register_lowering(attention_p, _lower_operations(attend))
+def _tangent_types(inputs: Sequence[Any], options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
+    types = options.result_types(inputs)
+    return [types[k] for k in options.differentiable_results(inputs)]
 
 
 # -- derivatives -------------------------------------------------------------------------------------------------------
@@ -209,14 +206,6 @@ def _zero(primal: Any) -> Any:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
-ad.primitive_jvps[attention_p] = _differentiate
-
-
-def _tangent_types(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
-    types = options.result_types(inputs)
-    return _shaped([types[k] for k in options.differentiable_results(inputs)], inputs)
-
-
 def _differentiate_again(
     function: Callable[..., list[Any]], primals: Sequence[Any], directions: Sequence[Any], **options: Any
 ) -> tuple[Any, Any]:
@@ -224,22 +213,6 @@ def _differentiate_again(
     given = [ad.instantiate_zeros(direction) for direction in directions]
     found: tuple[Any, Any] = jax.jvp(_compile(function, tuple(sorted(options.items()))), list(primals), given)
     return found
-
-
-tangent_p.def_abstract_eval(_tangent_types)
-_lower_tangents = _lower_operations(tangents)
-
-
-def _lower_tangents_on_cpu(ctx: Any, *operands: Any, options: CallOptions, wanted: tuple[int, ...]) -> Any:
-    """Lower `tangent` to the custom call of XLA, or to operations of JAX if a statistic besides lse has a tangent."""
-    if options.differentiable_results(ctx.avals_in) == [OUTPUT, LSE]:
-        return _lower(XlaTangent, _tangent_operands, ctx, *operands, options=options, wanted=wanted)
-    return _lower_tangents(ctx, *operands, options=options, wanted=wanted)
-
-
-mlir.register_lowering(tangent_p, _lower_tangents_on_cpu, platform="cpu")
-mlir.register_lowering(tangent_p, _lower_tangents)
-ad.primitive_jvps[tangent_p] = partial(_differentiate_again, tangents)
 
 
 def _transpose(cotangents: Sequence[Any], *inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
@@ -250,19 +223,6 @@ def _transpose(cotangents: Sequence[Any], *inputs: Any, options: CallOptions, wa
     given = tuple(indices[k] for k in present)
     found = backward_p.bind(*constants, *(cotangents[k] for k in present), options=options, wanted=wanted, given=given)
     return [None] * len(constants) + list(found)
-
-
-ad.primitive_transposes[tangent_p] = _transpose
-
-
-def _backward_types(*inputs: Any, options: CallOptions, wanted: tuple[int, ...], given: tuple[int, ...]) -> list[Any]:
-    return _shaped([inputs[k] for k in wanted], inputs)
-
-
-backward_p.def_abstract_eval(_backward_types)
-mlir.register_lowering(backward_p, partial(_lower, XlaBackward, _backward_operands), platform="cpu")
-mlir.register_lowering(backward_p, _lower_operations(gradients))
-ad.primitive_jvps[backward_p] = partial(_differentiate_again, gradients)
 
 
 # -- vmap --------------------------------------------------------------------------------------------------------------
@@ -320,5 +280,17 @@ def _compute_in_turn(primitive: Primitive, given: list[Any], is_mapped: list[boo
     return results
 
 
-for _primitive in (attention_p, tangent_p, backward_p):
-    batching.primitive_batchers[_primitive] = partial(_batch, _primitive)
+# -- the primitives ----------------------------------------------------------------------------------------------------
+
+attention_p = _define("sightline_attention", lambda inputs, options: options.result_types(inputs), attend, XlaForward)
+tangent_p = _define("sightline_attention_tangent", _tangent_types, tangents, XlaTangent)
+backward_p = _define(
+    "sightline_attention_backward",
+    lambda inputs, wanted, **_: [inputs[k] for k in wanted],
+    gradients,
+    XlaBackward,
+)
+ad.primitive_jvps[attention_p] = _differentiate
+ad.primitive_jvps[tangent_p] = partial(_differentiate_again, tangents)
+ad.primitive_jvps[backward_p] = partial(_differentiate_again, gradients)
+ad.primitive_transposes[tangent_p] = _transpose

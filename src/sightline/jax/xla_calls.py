@@ -11,13 +11,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..api.kernels import differentiate, make_plan, push_forward
-from ..arrays.operations import accumulator, dtype_name, resolve_dtype
+from ..arrays.operations import accumulator, dtype_name
 from ..caching import cached_property
 from ..call import call_cache
 from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
@@ -56,23 +56,13 @@ class ArrayType(NamedTuple):
 
     def at(self, address: int) -> Any:
         """Return the NumPy array at an address. XLA owns the memory, so the array must not be kept after the call."""
-        memory = _memory_type(self.shape, self.numpy_dtype).from_address(address)
-        array = np.ndarray(self.memory_shape, self.numpy_dtype, memory)
+        array = np.ndarray(self.memory_shape, self.dtype, _memory_type(self.shape, self.dtype).from_address(address))
         return array.swapaxes(-3, -2) if self.by_position else array
-
-    @property
-    def numpy_dtype(self) -> Any:
-        return _numpy_dtype(self.dtype)
-
-
-@cache
-def _numpy_dtype(name: str) -> Any:
-    return np.dtype(resolve_dtype(np, name))
 
 
 @lru_cache(4096)
-def _memory_type(shape: tuple[int, ...], dtype: Any) -> Any:
-    return ctypes.c_char * (math.prod(shape) * dtype.itemsize)
+def _memory_type(shape: tuple[int, ...], dtype: str) -> Any:
+    return ctypes.c_char * (math.prod(shape) * np.dtype(dtype).itemsize)
 
 
 @dataclass(frozen=True)
@@ -122,8 +112,7 @@ class XlaCall(ABC):
     @cached_property
     def example_tables(self) -> Sequence[Any]:
         """Arrays of zeros in place of the call's tables, with the shapes and dtypes of the tables."""
-        kinds = [ArrayType(kind.shape, kind.numpy_dtype) for kind in self.arguments]
-        return self.options.examples(kinds).tables
+        return self.options.examples(self.arguments).tables
 
 
 class XlaForward(XlaCall):
@@ -277,12 +266,12 @@ class XlaTangent(XlaCall):
 @lru_cache(MAX_CALLS)
 def parse_call(text: bytes) -> XlaCall:
     """Return the call that has this text."""
-    kind, values = json.loads(text)
-    options = values["options"]
-    values["options"] = CallOptions(CallSpec(*options["spec"]), tuple(options["wide_tables"]), options["by_position"])
-    for name in ("arguments", "results"):
-        values[name] = tuple([ArrayType(tuple(shape), *rest) for shape, *rest in values[name]])
-    for name in {"wanted", "given"} & set(values):
-        values[name] = tuple(values[name])
-    classes: dict[str, type[XlaCall]] = {one.__name__: one for one in (XlaForward, XlaBackward, XlaTangent)}
-    return classes[kind](**values)
+    name, values = json.loads(text)
+    spec, wide_tables, by_position = values.pop("options").values()
+    options = CallOptions(CallSpec(*spec), tuple(wide_tables), by_position)
+    types = [
+        tuple([ArrayType(tuple(shape), *rest) for shape, *rest in values.pop(own)]) for own in ("arguments", "results")
+    ]
+    kinds: tuple[type[XlaCall], ...] = XlaForward, XlaBackward, XlaTangent
+    (kind,) = [one for one in kinds if one.__name__ == name]
+    return kind(options, *types, **{own: tuple(indices) for own, indices in values.items()})
