@@ -191,7 +191,7 @@ def test_kernels_keep_to_their_machine(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "statistic", [received(), pooled(2, 2), TopK(5), weights(), Mean(True, False, weights(), (0.5,))], ids=repr
+    "statistic", [received(), pooled(2, 2), TopK(5), weights(), Mean(weights(), True, False, (0.5,))], ids=repr
 )
 @pytest.mark.parametrize("name", machine_names())
 def test_kernels_of_the_weights_pass_keep_to_their_machine(name, statistic):

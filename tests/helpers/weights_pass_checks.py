@@ -80,4 +80,4 @@ def formulas(problem):
 
 def weight_sums(problem):
     """Return the sum over heads of the weights times factors."""
-    return Mean(True, False, weights(), tuple(np.linspace(0.5, 2, problem.H).tolist()))
+    return Mean(weights(), True, False, tuple(np.linspace(0.5, 2, problem.H).tolist()))

@@ -63,10 +63,9 @@ def differentiate(
         added = statistic_gradients(
             problem,
             saved[1],
-            lambda: streaming.tiles(streaming.TileOps(problem), saved[1]),
             d_seen,
-            lambda statistic: plan.kernel.run(problem.with_statistics(statistic), threads).seen[0],
             saved_arrays,
+            lambda statistic: plan.kernel.run(problem.with_statistics(statistic), threads).seen[0],
         )
         gradients = plan.kernel.backward(problem, GivenGradients(d_output, d_lse, saved, wanted_tables, added), threads)
         if gradients is not None:

@@ -11,7 +11,7 @@ Torch's graph, `attention_vjp` and compiled programs of JAX hold a `BackwardPass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -107,16 +107,12 @@ def _add_statistics(
     """Return the terms that the gradients of the statistics add; None if a bound call cannot compute them."""
     see = tuple([unwrap_mean(statistic) for statistic in request.see])
     d_seen = [arrays[0] if arrays else None for arrays in split_arrays(see, gradients)]
-    if any(d is not None and statistic.backward_reads_tiles for statistic, d in zip(see, d_seen, strict=True)):
+    if any(d is not None and statistic.backward_computes for statistic, d in zip(see, d_seen, strict=True)):
         return None
     query, key, value = operands
     problem = replace(problem, query=query, key=key, value=value, see=see)
-    added = statistic_gradients(problem, lse, _no_tiles, d_seen, saved=split_saved(see, results))
+    added = statistic_gradients(problem, lse, d_seen, split_saved(see, results))
     return None if added.includes_zero_weights else added
-
-
-def _no_tiles() -> Iterator[Any]:
-    raise NotImplementedError("a statistic without `backward_reads_tiles` needs no tiles")
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,7 @@ class Gather(Kernel):
         output = empty((*shape, problem.d_v), problem.dtype, problem.query, has_heads_in_rows(problem.query))
         lse = empty(shape, "float64", problem.query)
         context = ForwardContext(problem, lse, shape[:-1])
-        statistics = [computed_statistic(each) for each in problem.see if each.tile_inputs]
+        statistics = [computed_statistic(each) for each in problem.see if each.reads_tiles]
         arrays = [statistic.start(context) for statistic in statistics]
         see = tuple([_entries_of(each) for each in statistics])
         for part in call.parts(see):

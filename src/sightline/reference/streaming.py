@@ -31,7 +31,7 @@ from ..formula.derivative import derivative
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..formula.tile_ranges import TileRanges, find_tile_ranges
-from ..statistics import StatisticGradients, Tile, accumulate_statistics, statistic_gradients
+from ..statistics import Statistic, StatisticGradients, Tile, accumulate_statistics, statistic_gradients
 from .dropout import keep_factor
 
 TILE_ELEMENTS = 1 << 20  # the most scores of one tile, over all batches and heads; a tile of one row may have more
@@ -315,7 +315,11 @@ def backward(
         output = xp.where(is_own[..., None], exact, output)
     row = xp.sum(d_output * output, axis=-1)
     if added is None:
-        added = statistic_gradients(problem, lse, lambda: tiles(ops, lse), d_seen)
+
+        def compute(statistic: Statistic) -> Any:
+            return accumulate_statistics(problem.with_statistics(statistic), lse, lambda: tiles(ops, lse))[0]
+
+        added = statistic_gradients(problem, lse, d_seen, compute=compute)
     for part in (d_lse, added.lse):
         row = row if part is None else row - xp.astype(part, ops.dtype)
     lead, d_query = problem.key.shape[:-1], ops.full(0.0, *problem.query.shape)

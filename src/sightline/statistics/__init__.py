@@ -83,7 +83,7 @@ def deserialize(tokens: Sequence[str], formula: Callable[[str], Expression]) -> 
     name, *rest = tokens
     if name == Mean.name:
         over_heads, over_batch, factors, sums_batch = map(literal_eval, rest[:4])
-        return Mean(over_heads, over_batch, deserialize(rest[4:], formula), factors, sums_batch)
+        return Mean(deserialize(rest[4:], formula), over_heads, over_batch, factors, sums_batch)
     kind = STATISTICS[name]
     if kind is Reduction:
         how, axes, cells, within, limit = map(literal_eval, rest[:-1])

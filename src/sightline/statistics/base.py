@@ -85,8 +85,7 @@ class BackwardContext:
 
     problem: Problem
     lse: Any
-    tiles: Callable[[], Iterator[Tile]]
-    compute: Callable[[Statistic], Any]  # returns the result of another statistic of the problem
+    compute: Any  # function that returns the result of another statistic of the problem; see `statistic_gradients`
     gradient: Any  # the gradient of the statistic's first array; its other arrays are integers without gradients
     remaining_axes: str = "bh"  # the leading axes of `gradient`: "bh" without the axes that are averaged over
     arrays: Sequence[Any] = ()  # the statistic's arrays from the forward pass; () if they were not saved
@@ -168,15 +167,14 @@ class StatisticBase:
     """
 
     name: str
-    tile_inputs: ClassVar[tuple[str, ...]] = ("weights",)  # the attributes of a `Tile` that `add` reads; () for none
+    reads_tiles: bool = True  # False if the statistic follows from lse alone
     fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # the number that each array is filled with at first
     has_own_problem: bool = False  # True if a separate call of attention computes it, on `make_own_problem`
     is_mergeable: ClassVar[bool] = False  # True if `merge` computes it from its results over disjoint sets of keys
     fused_role: ClassVar[str | None] = None  # what a forward kernel computes for it; see `Reduction.fused_role`
-    supports_mean: bool = True  # False if a mean over heads or batch has no meaning
     is_differentiable: bool = True
     backward_reads_arrays: bool = False  # True if `backward` uses the statistic's arrays from the forward pass
-    backward_reads_tiles: bool = False  # True if `backward` needs the weights
+    backward_computes: bool = False  # True if `backward` calls `BackwardContext.compute` whatever arrays are saved
 
     @property
     def is_linear(self) -> bool:
@@ -276,9 +274,9 @@ def accumulate_statistics(problem: Problem, lse: Any, tiles: Callable[[], Iterat
     context = ForwardContext(problem, lse, (*problem.batch_shape, problem.H))
     with np.errstate(all="ignore"):
         accumulated = [(statistic, statistic.start(context)) for statistic in problem.see]
-        for tile in tiles() if any(statistic.tile_inputs for statistic in problem.see) else ():
+        for tile in tiles() if any(statistic.reads_tiles for statistic in problem.see) else ():
             for statistic, arrays in accumulated:
-                if statistic.tile_inputs:
+                if statistic.reads_tiles:
                     statistic.add(arrays, tile, context)
         return tuple(statistic.build_result(statistic.finish(arrays, context)) for statistic, arrays in accumulated)
 
@@ -286,24 +284,20 @@ def accumulate_statistics(problem: Problem, lse: Any, tiles: Callable[[], Iterat
 def statistic_gradients(
     problem: Problem,
     lse: Any,
-    tiles: Callable[[], Iterator[Tile]],
     d_seen: Sequence[Any],
-    compute: Callable[[Statistic], Any] | None = None,
     saved: Sequence[Sequence[Any]] = (),
+    compute: Callable[[Statistic], Any] | None = None,
 ) -> StatisticGradients:
     """Return the sum of the terms that the statistics' gradients add to dP, dS and d_lse.
 
     `d_seen` holds, for each statistic, the gradient of the first array of its result; None if that array has no
-    gradient. `compute(statistic)` returns the result of a statistic. If `compute` is None, the result is computed from
-    the tiles. `saved` holds each statistic's arrays from the forward pass, () for arrays that were not saved.
+    gradient. `saved` holds each statistic's arrays from the forward pass, () for arrays that were not saved.
+    `compute(statistic)` returns the result of another statistic of the problem; None if no statistic needs one, see
+    `StatisticBase.backward_computes`.
     """
-
-    def compute_from_tiles(statistic: Statistic) -> Any:
-        return accumulate_statistics(problem.with_statistics(statistic), lse, tiles)[0]
-
     given = zip(problem.see, d_seen, saved or [()] * len(d_seen), strict=False)
     gradients = [
-        statistic.backward(BackwardContext(problem, lse, tiles, compute or compute_from_tiles, gradient, arrays=arrays))
+        statistic.backward(BackwardContext(problem, lse, compute, gradient, arrays=arrays))
         for statistic, gradient, arrays in given
         if gradient is not None
     ]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def is_fused(statistic: Statistic) -> bool:
     """True if the forward kernels compute the statistic beside the output."""
-    return not statistic.tile_inputs or statistic.fused_role is not None
+    return not statistic.reads_tiles or statistic.fused_role is not None
 
 
 def is_in_weights_pass(statistic: Statistic) -> bool:
@@ -106,7 +106,7 @@ def dispatch_statistics(
 
     results: dict[int, Any] = {}
     for index, statistic in enumerate(problem.see):
-        if not statistic.tile_inputs:
+        if not statistic.reads_tiles:
             (results[index],) = accumulate_statistics(problem.with_statistics(statistic), lse, lambda: iter(()))
         elif (arrays := average_arrays(statistic)) is not None:
             results[index] = statistic.build_result(arrays)

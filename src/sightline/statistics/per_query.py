@@ -36,7 +36,7 @@ class Lse(Statistic):
     """The lse of every query; see `lse`."""
 
     name = "lse"
-    tile_inputs = ()
+    reads_tiles = False
     fill_values = (-math.inf,)
     is_mergeable = True
 
@@ -73,10 +73,9 @@ class TopK(Statistic):
     k: int
 
     name = "top_k"
-    tile_inputs = ("weights", "scores")
     fill_values = (0.0, -1)
     is_mergeable = True
-    supports_mean = is_differentiable = False
+    is_differentiable = False
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return (*outer, n, self.k), (*outer, n, self.k)

@@ -129,10 +129,6 @@ class Reduction(Statistic):
         return not self.is_extremum
 
     @property
-    def supports_mean(self) -> bool:  # type: ignore[override]
-        return not self.finds
-
-    @property
     def is_differentiable(self) -> bool:  # type: ignore[override]
         return not (self.is_extremum and len(self.axes) == 2)
 
@@ -145,7 +141,7 @@ class Reduction(Statistic):
         return self.finds or self.fused_role is not None
 
     @property
-    def backward_reads_tiles(self) -> bool:  # type: ignore[override]
+    def backward_computes(self) -> bool:  # type: ignore[override]
         return self.is_extremum and len(self.axes) == 1 and not self.finds
 
     @cached_property

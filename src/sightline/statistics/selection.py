@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -127,19 +127,40 @@ class Statistic(StatisticBase):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Selection(Statistic):
-    """A statistic of some queries and heads. It is computed from a problem that has only these queries and heads."""
+class Derived(Statistic):
+    """A statistic that is made from another one, `of`."""
 
     of: Statistic
+
+    @property
+    def is_differentiable(self) -> bool:  # type: ignore[override]
+        return self.of.is_differentiable
+
+    def dtypes(self, problem: Problem) -> tuple[str, ...]:
+        return self.of.dtypes(problem)
+
+    def build_result(self, arrays: Sequence[Any]) -> Any:
+        return self.of.build_result(arrays)
+
+    def map_formulas(self, change: Callable[[Any], Any]) -> Self:
+        return replace(self, of=self.of.map_formulas(change))
+
+    def at_layer(self, layer: int) -> Statistic:
+        return replace(self, of=self.of.at_layer(layer))
+
+    def check_layers(self, count: int, is_end: bool = False) -> None:
+        self.of.check_layers(count, is_end)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Selection(Derived):
+    """A statistic of some queries and heads. It is computed from a problem that has only these queries and heads."""
+
     queries: Indices | None = None
     query_heads: Indices | None = None
 
     name = "selection"
     has_own_problem = True
-
-    @property
-    def is_differentiable(self) -> bool:  # type: ignore[override]
-        return self.of.is_differentiable
 
     def __repr__(self) -> str:
         shown = [
@@ -160,9 +181,6 @@ class Selection(Statistic):
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return self.of.shapes(problem, *self._restricted_sizes(problem, outer, n))
 
-    def dtypes(self, problem: Problem) -> tuple[str, ...]:
-        return self.of.dtypes(problem)
-
     def head_axis(self, batch_ndim: int) -> int | None:
         return self.of.head_axis(batch_ndim)
 
@@ -171,17 +189,11 @@ class Selection(Statistic):
             raise ParameterError(f"{self!r} of arrays without heads", "arrays (..., H, n, d)", "omit .heads(...)")
         self.of.check(problem, *self._restricted_sizes(problem, outer, n))
 
-    def build_result(self, arrays: Sequence[Any]) -> Any:
-        return self.of.build_result(arrays)
-
     def make_own_problem(self, problem: Problem) -> Problem:
         return restrict(self.of.make_own_problem(problem), self.queries, self.query_heads)
 
     def extract_result(self, result: Result, problem: Problem) -> Any:
         return self.of.extract_result(result, problem)
-
-    def map_formulas(self, change: Callable[[Any], Any]) -> Selection:
-        return Selection(self.of.map_formulas(change), self.queries, self.query_heads)
 
     def mean(self, axis: str, weights: Any = None) -> Statistic:
         return self._reduced(self.of.mean(axis, weights))
@@ -195,15 +207,9 @@ class Selection(Statistic):
             return OverLayers(Selection(of.of, self.queries, self.query_heads), of.how)
         return Selection(of, self.queries, self.query_heads)
 
-    def at_layer(self, layer: int) -> Selection:
-        return replace(self, of=self.of.at_layer(layer))
-
-    def check_layers(self, count: int, is_end: bool = False) -> None:
-        self.of.check_layers(count, is_end)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Mean(Statistic):
+class Mean(Derived):
     """A statistic averaged over the heads, the batch or both. If `of` is linear, it receives averaged tiles.
 
     `factors` are the numbers by which the heads are multiplied before they are added: one for each head, one row of
@@ -211,25 +217,20 @@ class Mean(Statistic):
     batch in place of the mean.
     """
 
-    over_heads: bool
-    over_batch: bool
-    of: Statistic
+    over_heads: bool = False
+    over_batch: bool = False
     factors: Factors = None
     sums_batch: bool = False
 
     name = "mean"
 
     @property
-    def tile_inputs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.of.tile_inputs
+    def reads_tiles(self) -> bool:  # type: ignore[override]
+        return self.of.reads_tiles
 
     @property
     def has_own_problem(self) -> bool:  # type: ignore[override]
         return self.of.has_own_problem
-
-    @property
-    def is_differentiable(self) -> bool:  # type: ignore[override]
-        return self.of.is_differentiable
 
     def __repr__(self) -> str:
         sums = "b" * (self.over_batch and self.sums_batch) + "h" * (self.over_heads and self.factors == 1.0)
@@ -246,9 +247,6 @@ class Mean(Statistic):
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return self.of.shapes(problem, self.remaining_outer(outer), n)
-
-    def dtypes(self, problem: Problem) -> tuple[str, ...]:
-        return self.of.dtypes(problem)
 
     def head_axis(self, batch_ndim: int) -> int | None:
         return None if self.over_heads else 0 if self.over_batch else batch_ndim
@@ -313,9 +311,6 @@ class Mean(Statistic):
             return super().extract_result(result, problem)
         return self.average(self.of.extract_result(result, problem), len(problem.batch_shape))
 
-    def map_formulas(self, change: Callable[[Any], Any]) -> Mean:
-        return replace(self, of=self.of.map_formulas(change))
-
     @property
     def layer_factors(self) -> tuple[Any, ...]:
         """The factors of each layer of a watch; () if all layers have the same."""
@@ -340,13 +335,12 @@ class Mean(Statistic):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class OverLayers(Statistic):
+class OverLayers(Derived):
     """The sum or mean of a statistic over the calls that a watch records; see `Statistic.mean`.
 
     A watch requests `of` for each call. `recording.Total` adds the results.
     """
 
-    of: Statistic
     how: str
 
     name = "over_layers"
@@ -375,9 +369,6 @@ class OverLayers(Statistic):
     def at_layer(self, layer: int) -> Statistic:
         return self.of.at_layer(layer)
 
-    def check_layers(self, count: int, is_end: bool = False) -> None:
-        self.of.check_layers(count, is_end)
-
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
         raise ParameterError(
             f"{self!r} of one call of attention",
@@ -405,7 +396,7 @@ def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
     """Return the sum or mean of a statistic over an axis."""
     if axis not in ("heads", "batch", "layers"):
         raise ParameterError(f"{how}({axis!r})", '"heads", "batch" or "layers"', f'weights().{how}("heads")')
-    if not of.supports_mean:
+    if len(of.fill_values) > 1:
         raise ParameterError(
             f"{of}.{how}({axis!r}), which finds positions",
             "statistics without positions",
@@ -415,7 +406,7 @@ def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
         raise ParameterError(f"{how}({axis!r}, weights=...)", 'weights for "heads"', f'{how}("heads", weights=...)')
     if axis == "layers":
         return OverLayers(of, how)
-    mean = of if isinstance(of, Mean) else Mean(False, False, of)
+    mean = of if isinstance(of, Mean) else Mean(of)
     if axis == "batch":
         if mean.over_batch and (how == "sum") != mean.sums_batch:
             raise ParameterError(f'{of}.{how}("batch")', "one sum or mean over the batch", str(of))

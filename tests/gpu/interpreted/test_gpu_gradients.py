@@ -16,6 +16,7 @@ from fault_planting import Fault
 from gradient_checks import NAMES, check
 from sample_problems import arrays
 from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s, scores, softcap, table, weights, window
+from sightline.api.kernels import solve
 from sightline.arrays.operations import to_numpy
 from sightline.call.kernel import GivenGradients
 from sightline.gpu.configurations import Configuration
@@ -147,8 +148,9 @@ def gradients_with_statistics(kernel, arrays, options, see, rng):
     shapes += [one.outputs(rough_problem)[0][0] for one in see]
     d_output, d_lse, *d_seen = (to_torch(rng.normal(size=shape).astype("f4")) for shape in shapes)
     answer = kernel.run(rough_problem)
-    tiles = lambda: streaming.tiles(streaming.TileOps(rough_problem), answer.lse)  # noqa: E731
-    added = statistic_gradients(rough_problem, answer.lse, tiles, d_seen)
+    added = statistic_gradients(
+        rough_problem, answer.lse, d_seen, compute=lambda one: solve(rough_problem.with_statistics(one)).seen[0]
+    )
     wanted_tables = range(len(rough_problem.tables))
     given = GivenGradients(d_output, d_lse, (answer.output, answer.lse), wanted_tables, added)
     true, rough = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in (true_problem, rough_problem))

@@ -314,10 +314,10 @@ def part_gradients(
     """
     wide = [None if gradient is None else gradient.double() for gradient in d_seen]
     local = [[*own[:1], *[where - first_key for where in own[1:]]] for own in arrays]
-    found = statistic_gradients(part, lse, lambda: iter(()), wide, saved=local)
+    found = statistic_gradients(part, lse, wide, local)
     if sinks is not None and any(one.fused_role == "max_score" for one in part.see):
         # beside a large sink, the weight of the largest score may underflow
-        beside = statistic_gradients(replace(part, sinks=sinks), lse, lambda: iter(()), wide, saved=local)
+        beside = statistic_gradients(replace(part, sinks=sinks), lse, wide, local)
         found = replace(found, includes_zero_weights=beside.includes_zero_weights)
     for statistic, gradient in zip(part.see, wide, strict=True):
         if statistic.fused_role == "entropy" and gradient is not None and sinks is not None:
