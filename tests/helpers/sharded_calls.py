@@ -27,7 +27,7 @@ from sample_calls import draw_inputs
 from sightline import h, i, j, lse, s, table
 from sightline.call.kernel import Gradients, Result
 from sightline.errors import ParameterError, ShapeError, SightlineError
-from sightline.jax import distributed, sharded_problem
+from sightline.jax import distributed
 from sightline.partition import parts
 from sightline.testing import assert_conforms
 from strategies import Case
@@ -283,7 +283,7 @@ def check_learned_table():
 FAULTS = (
     Fault(distributed._Exchange.compute_parts, "self.rank - distance", "self.rank + distance"),
     Fault(distributed._Exchange.compute_parts, "_first(self.problem.queries, self.rank, span)", "first_key"),
-    Fault(sharded_problem.ShardedProblem.transfers, "rank - distance", "rank + distance"),
+    Fault(distributed._Exchange.compute_parts, "rank - distance", "rank + distance"),
     Fault(parts.combine, "factor * part.total", "part.total"),
 )
 

@@ -251,31 +251,33 @@ class _Exchange:
 
     def add_block(self, sums: list[Sums], distance: int, index: int) -> list[Sums]:
         """Return the sums after one more block of keys: block `index` of the device `distance` before this device."""
-        spans = self.problem.spans_for(distance, index)
-        if not spans:
+        readers = self.problem.find_readers(distance, index)
+        if not readers.any():
             return sums
         self.shards, sums = jax.lax.optimization_barrier((self.shards, sums))
-        parts = jax.checkpoint(partial(self.compute_parts, distance, index, spans))(*self.shards)
-        by_span = dict(zip(spans, parts, strict=True))
+        parts = jax.checkpoint(partial(self.compute_parts, distance, index, readers))(*self.shards)
         see = self.problem.whole.see
-        return [combine([own, by_span[span]], see) if span in by_span else own for span, own in enumerate(sums)]
+        return [own if part is None else combine([own, part], see) for own, part in zip(sums, parts, strict=True)]
 
-    def compute_parts(self, distance: int, index: int, spans: list[int], *shards: Any) -> list[Sums]:
-        """Return the sums of the queries of these spans over the keys of one block."""
+    def compute_parts(self, distance: int, index: int, readers: Any, *shards: Any) -> list[Sums | None]:
+        """Return the sums of each span of queries over the keys of one block; None if no device needs the block for it.
+
+        `readers` is the result of `ShardedProblem.find_readers`.
+        """
         query, key, value = shards
         rows = self.problem.keys.ranks[0][index].rows
         key, value = key[..., rows, :], value[..., rows, :]
         if distance:
-            pairs = self.problem.transfers(distance, index)
+            pairs = [((rank - distance) % self.size, rank) for rank in np.flatnonzero(readers.any(axis=1)).tolist()]
             key, value = (jax.lax.ppermute(x, self.axis_name, pairs) for x in (key, value))
         first_key = _first(self.problem.keys, (self.rank - distance) % self.size, index)
-        parts = []
-        for span in spans:
+        parts: list[Sums | None] = [None] * readers.shape[1]
+        for span in np.flatnonzero(readers.any(axis=0)).tolist():
             first_row = _first(self.problem.queries, self.rank, span)
             own = query[..., self.problem.queries.ranks[0][span].rows, :]
             arrays = broadcast_inputs({"query": own, "key": key, "value": value})
             found = solve(self.problem.part(arrays, first_row, first_key))
-            parts.append(self.separate(read_part(found.output.astype(self.dtype), found.lse, found.seen, first_key)))
+            parts[span] = self.separate(read_part(found.output.astype(self.dtype), found.lse, found.seen, first_key))
         return parts
 
 

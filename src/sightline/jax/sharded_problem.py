@@ -88,24 +88,14 @@ class ShardedProblem:
                 raise
             return None  # a condition on a traced table may hide the pairs whose lookup is outside a known table
 
-    def spans_for(self, distance: int, index: int) -> list[int]:
-        """Return the indices of the query spans that, on some rank r, need key block `index` of rank r − `distance`."""
-        return [span for span in range(len(self.queries.ranks[0])) if self._readers(distance, index, [span])]
-
-    def transfers(self, distance: int, index: int) -> list[tuple[int, int]]:
-        """Return the pairs (r − `distance`, r) of ranks in which rank r needs key block `index` of the first rank."""
-        spans = self.spans_for(distance, index)
-        size = len(self.queries.ranks)
-        return [((rank - distance) % size, rank) for rank in self._readers(distance, index, spans)]
-
-    def _readers(self, distance: int, index: int, spans: Sequence[int]) -> list[int]:
-        """Return the ranks r whose queries of these spans see a key of block `index` of the rank r − `distance`."""
+    def find_readers(self, distance: int, index: int) -> Any:
+        """Return (ranks, spans) booleans: True where a span of rank r sees key block `index` of rank r − `distance`."""
+        ranks, spans = len(self.queries.ranks), len(self.queries.ranks[0])
         if 0 in self.whole.extent:
-            return []
-        schedule, count = self.schedule, len(self.queries.ranks[0])
-        columns = np.roll(schedule.columns[:, index], distance)
-        rows = {rank: [rank * count + span for span in spans] for rank in range(schedule.size)}
-        return [rank for rank, own in rows.items() if schedule.seeing[1, own, columns[rank]].any()]
+            return np.zeros((ranks, spans), bool)
+        columns = np.roll(self.schedule.columns[:, index], distance)
+        sees = self.schedule.seeing[1].reshape(ranks, spans, -1) > 0
+        return sees[np.arange(ranks), :, columns]
 
     def part(self, arrays: Sequence[Any], first_row: Any, first_key: Any) -> Problem:
         """Return the problem of query, key and value in `arrays`, from query `first_row` and key `first_key` on."""

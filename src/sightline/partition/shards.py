@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 
 from ..errors import ParameterError, ShapeError
 
-Method = Literal["ring", "heads"]
 ShardLayout = Literal["contiguous", "zigzag"]
 ALIGNMENT = 4  # spans begin at multiples of 4, because dropout counts the keys in groups of 4
 
@@ -130,11 +129,6 @@ def divide_heads(key_heads: int, ranks: int) -> list[int]:
             'method="ring"',
         )
     return [key_heads * rank // ranks for rank in range(ranks + 1)]
-
-
-def check_method(method: Any) -> None:
-    if method not in get_args(Method):
-        raise ParameterError(f"method={method!r}", '"ring" or "heads"', 'method="ring"')
 
 
 def check_layout(layout: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Never
+from typing import Any, Literal, Never, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from ...call.validation import (
     split_names,
 )
 from ...errors import ParameterError
-from ...partition.shards import Method, ShardLayout, Shards, check_method, check_shards
+from ...partition.shards import ShardLayout, Shards, check_shards
 from ...statistics import Mean, Reduction, Statistic, unwrap_mean
 from ..dispatch import apply_autocast
 from ..operator import autocast_disabled, make_seed
@@ -36,7 +36,7 @@ from .group import Group
 from .heads import attention_by_heads
 from .ring import attention_by_ring
 
-Placement = tuple[Any, tuple[Any, ...], tuple[int, ...]] | None  # mesh, placements, and the shape except d_v
+Method = Literal["ring", "heads"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -127,7 +127,7 @@ def attention(
     >>> dist.destroy_process_group()
     """
     given_arrays = {"query": query, "key": key, "value": value}
-    arrays, group, placement = _local_tensors(list(given_arrays.values()), group)
+    arrays, group = _local_tensors(list(given_arrays.values()), group)
     query, key, value = map(apply_autocast, arrays)
     ranks = Group(group)
     names, statistics = split_names(see)
@@ -140,7 +140,8 @@ def attention(
             refuse_arguments("torch.distributed.attention", positional, unknown)
         _check_tensors(given_arrays)
         check_choice(None, threads)
-        check_method(method)
+        if method not in get_args(Method):
+            raise ParameterError(f"method={method!r}", '"ring" or "heads"', 'method="ring"')
         numbers, description = _describe(named, options)
         return numbers, description | {"layout": str(layout), "method": str(method)}
 
@@ -155,7 +156,7 @@ def attention(
         output, seen = run(ranks, computed, shards, broadcast_inputs(named), threads)
     answers = tuple([_build_result(problem, *each) for each in zip(problem.see, seen, strict=True)])
     output, results = to_caller_layout(problem, Result(output, None, answers))
-    output = _to_dtensor(output, placement)
+    output = _to_dtensor(output, given_arrays["query"])
     if see is None:
         return output
     return output, results if names is None else dict(zip(names, results, strict=True))
@@ -268,17 +269,14 @@ def _check_tensors(named: dict[str, Any]) -> None:
         )
 
 
-def _local_tensors(arrays: list[Any], group: Any) -> tuple[list[Any], Any, Placement]:
-    """Return (local arrays, group, placement of the output). The placement of plain tensors is None.
+def _local_tensors(arrays: Sequence[Any], group: Any) -> tuple[list[Any], Any]:
+    """Return the local arrays, and the group: that of the sharded axis if the arrays are DTensors.
 
     Arrays that `_check_tensors` refuses raise no error here, because this rank needs the group to report the error.
     """
-    local = [array.to_local() if isinstance(array, DTensor) else array for array in arrays]
-    query = arrays[0]
-    if not all(isinstance(array, DTensor) for array in arrays) or len(_sharded_axes(query)) != 1:
-        return local, group, None
-    mesh, (axis,) = query.device_mesh, _sharded_axes(query)
-    return local, mesh.get_group(axis), (mesh, tuple(query.placements), tuple(query.shape[:-1]))
+    if all(isinstance(array, DTensor) for array in arrays) and len(axes := _sharded_axes(arrays[0])) == 1:
+        group = arrays[0].device_mesh.get_group(axes[0])
+    return [array.to_local() if isinstance(array, DTensor) else array for array in arrays], group
 
 
 def _sharded_axes(array: Any) -> list[int]:
@@ -286,11 +284,11 @@ def _sharded_axes(array: Any) -> list[int]:
     return [axis for axis, place in enumerate(array.placements) if isinstance(place, Shard)]
 
 
-def _to_dtensor(output: Tensor, placement: Placement) -> Any:
-    """Return the output as a DTensor with this placement; `output` itself if the placement is None."""
-    if placement is None:
+def _to_dtensor(output: Tensor, query: Tensor) -> Any:
+    """Return the output as a DTensor that is placed as the query; `output` itself if the query is no DTensor."""
+    if not isinstance(query, DTensor):
         return output
-    mesh, placements, rows = placement
-    shape = torch.Size([*rows, output.shape[-1]])
+    shape = torch.Size([*query.shape[:-1], output.shape[-1]])
     strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(output, mesh, placements, run_check=False, shape=shape, stride=strides)
+    placed = query.device_mesh, query.placements
+    return DTensor.from_local(output, *placed, run_check=False, shape=shape, stride=strides)
