@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import sightline
 from cached_calls import FORMULAS, record_hits, uncached
 from sample_calls import KINDS, all_bits, arrays, bits, draw_inputs
-from sightline import b, i, j, s, table
+from sightline import b, i, j, p, s, table
 from sightline.call import call_cache, lookup
 from sightline.errors import DtypeError, FormulaError, SightlineError, TableError
 from strategies import to_torch
@@ -94,11 +94,15 @@ def test_the_cache_has_a_limited_size(rng, monkeypatch):
     assert {key[1].formulas for key in call_cache.calls} == left
 
 
-def test_cached_calls_do_not_keep_arrays_alive(rng):
+STATISTICS = [None, [sightline.received()], [sightline.pooled(2, 3)], [sightline.max(p * table(np.ones(9))[j], over=i)]]
+
+
+@pytest.mark.parametrize("see", [*STATISTICS, [sightline.top_k(2), sightline.weights().mean("heads")]], ids=str)
+def test_cached_calls_do_not_keep_arrays_alive(rng, see):
     given = [torch.from_numpy(x) for x in arrays(rng)]
     watched = [weakref.ref(x) for x in given]
-    sightline.attention(*given)
-    sightline.attention(*given)
+    sightline.attention(*given, see=see)
+    sightline.attention(*given, see=see)
     del given
     assert [ref() for ref in watched] == [None] * 3
 

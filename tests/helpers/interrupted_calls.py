@@ -19,12 +19,12 @@ import numpy as np
 
 import sightline
 from minimal_kernels import count_calls
-from sightline.cpu.launch import forward
+from sightline.cpu.launch.bound_call import BoundCall
 from sightline.cpu.runtime import thread_team
 
 MAX_CALL_SECONDS = 20.0
 
-forward.MIN_PARALLEL_MULTIPLICATIONS = 0  # small calls use two threads too
+BoundCall.min_parallel_multiplications = 0  # small calls use two threads too
 rng = np.random.default_rng(0)
 SHORT, LONG = (rng.normal(size=(1, 2, n, 16)).astype(np.float32) for n in (40, 600))
 

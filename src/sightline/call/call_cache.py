@@ -375,7 +375,7 @@ def insert(
     passes = []
     for bound in result.bound_passes:
         makers = bound.make_makers(own_framework)
-        own = structure if bound.call.reads_formulas else structure.first(2)  # mask and score
+        own = structure if bound.reads_formulas else structure.first(2)  # mask and score
         call = bound.call.prepare(request.tables, own, ("query", "key", "lse"), (), makers, problem.m)
         if call is None:
             return

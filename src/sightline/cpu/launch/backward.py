@@ -73,9 +73,6 @@ def find_table_gradients(problem: Problem, wanted_tables: Collection[int]) -> It
         yield TableGradient(node_index, slot, is_indexed_by(slot, "j", problem.m), is_indexed_by(slot, "h", problem.H))
 
 
-MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
-
-
 @dataclass(frozen=True)
 class Split:
     """How the backward kernel's work is divided into items. The attributes are argument fields of the kernel.
@@ -179,6 +176,7 @@ class BoundBackward(BoundCall):
     """
 
     call_fields = BACKWARD_CALL_FIELDS
+    min_parallel_multiplications = 1 << 20
 
     def __init__(
         self,
@@ -207,19 +205,8 @@ class BoundBackward(BoundCall):
         values |= operand_fields("d_output", d_output, arguments.keep_alive)
         items = split.num_splits * split.parallel_heads * split.parallel_batches
         values |= {"items": items, "scale": problem.scale, "batches": problem.B} | vars(split)
-        work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
-        super().__init__(
-            arguments,
-            spec,
-            Backward,
-            values,
-            processor,
-            max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
-            workspace={"counter": 1, "nonfinite_flag": 1},
-            zeroed=("counter", "nonfinite_flag"),
-            outputs=[0 if x.is_per_key else 8 * math.prod(shape[1:]) for x, (shape, _) in sums],
-            changing=operands,
-        )
+        strides = [0 if x.is_per_key else 8 * math.prod(shape[1:]) for x, (shape, _) in sums]
+        super().__init__(arguments, spec, Backward, values, processor, outputs=strides, changing=operands)
         self.first_operands += tuple([layout(array)[0] for array in operands])
 
     @staticmethod

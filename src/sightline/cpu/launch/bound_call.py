@@ -26,6 +26,7 @@ from .call_family import CallFamily
 from .prepared_call import PreparedCall
 from .tile_search import BoundSearch
 
+COUNTERS = ("counter", "imprecise_lse_flag", "nonfinite_flag")  # words that are 0 when a kernel starts
 MAX_CACHED_BYTES = 1 << 20  # the most bytes of tile ranges and offsets that a cached call may keep alive
 CAPACITY_INDEX = list(SEARCH_FIELDS).index("capacity")
 TILE_RANGE_FIELDS = ("tile_range_start", "tile_range_first", "tile_range_last", "tile_range_full")
@@ -38,10 +39,10 @@ class BoundCall:
     ----------
     arguments, spec, writer : what determines the kernel
     values : the values of the bound fields that `arguments` does not know
-    max_threads : the most threads that find work
-    workspace : fields that point into a buffer of the call, and the length of each in 8-byte words
-    zeroed : the fields of the workspace that are 0 when the kernel starts
-    outputs : the stride of each output that is not among the kernel's fields
+        `items` is the number of work items, the most threads that find work.
+    scratch : fields that point into a buffer of the call, and the length of each in 8-byte words
+    zeroed : fields like those of `scratch` that are 0 when the kernel starts, besides `COUNTERS`
+    outputs : the stride of each output that is not among the kernel's fields; None if all are 0
     changing : arrays of `arguments.keep_alive` that each call gives, besides query, key and value
 
     Attributes
@@ -53,6 +54,7 @@ class BoundCall:
 
     call_fields: tuple[str, ...] = FORWARD_CALL_FIELDS  # the last fields of the kernel, which each call gives
     length_fields: tuple[str, ...] = ()  # those among them that follow from the number of keys
+    min_parallel_multiplications = 1 << 21  # with fewer multiplications a second thread costs more than it saves
     has_dynamic_key_length = False  # True if the call serves any number of keys
     family: CallFamily | None = None  # binds the call again for other lengths
     convert_table, convert_sinks = staticmethod(convert_table), staticmethod(convert_sinks)
@@ -65,19 +67,21 @@ class BoundCall:
         values: Mapping[str, Any],
         processor: Processor,
         *,
-        max_threads: int,
-        workspace: Mapping[str, int],
-        zeroed: Sequence[str],
-        outputs: Sequence[int] = (),
+        scratch: dict[str, int] | None = None,
+        zeroed: dict[str, int] | None = None,
+        outputs: Sequence[int] | None = None,
         changing: Sequence[Any] = (),
     ) -> None:
-        self.processor, self.max_threads, self.numbers = processor, max_threads, arguments.numbers
+        problem = arguments.problem
+        self.multiplications_per_key = problem.B * problem.H * problem.n * (spec.d_k + spec.d_v)
+        self.processor, self.items, self.numbers = processor, values["items"], arguments.numbers
         self.table_origins = arguments.table_origins
         self.table_layouts = tuple(map(memory_layout, arguments.tables))
         self.first_operands = tuple([layout(array)[0] for array in arguments.arrays.values()])
         self.kernel = compile_kernel(spec, arguments, writer, processor)
-        self.block_fields, self.workspace = writer.fields, workspace
-        self.zeroed = [(name, workspace[name]) for name in zeroed]
+        zeroed = {name: 1 for name in COUNTERS if name in writer.fields} | (zeroed or {})
+        self.block_fields, self.workspace, self.zeroed = writer.fields, {**zeroed, **(scratch or {})}, [*zeroed.items()]
+        outputs = [0] * spec.num_output_arrays if outputs is None else outputs
         bound = {**dict.fromkeys(writer.fields, 0), **arguments.fields(spec), **values}
         self.template = arguments.pack(writer.fields, bound, [(0, stride) for stride in outputs])
         names, num_tables = list(writer.fields), len(arguments.tables) + len(arguments.numbers)
@@ -157,8 +161,8 @@ class BoundCall:
         return ()
 
     def find_max_threads(self, num_keys: int) -> int:
-        """Return the most threads that find work."""
-        return self.max_threads
+        """Return the most threads that are useful."""
+        return 1 if num_keys * self.multiplications_per_key < self.min_parallel_multiplications else self.items
 
     def run_first(
         self,

@@ -23,7 +23,6 @@ from .call_family import CallFamily
 from .product_rates import machine_for
 from .statistics import CpuFusedStatistics
 
-MIN_PARALLEL_MULTIPLICATIONS = 1 << 19  # with fewer multiplications a second thread costs more than it saves
 TARGET_PARTS = 32  # about how many blocks of rows and splits of keys a call is divided into
 MIN_ITEMS = 8  # fewer items, each of more heads, would leave threads without work
 MAX_HEADS_PER_ITEM = 8  # of heads whose rows are neighbours in memory
@@ -76,11 +75,11 @@ class BoundDecode(BoundCall):
 
     call_fields = DECODE_CALL_FIELDS
     length_fields = DECODE_CALL_FIELDS[len(FORWARD_CALL_FIELDS) :]
+    min_parallel_multiplications = 1 << 19
 
     def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
         problem = arguments.problem
         self.min_keys = min_decode_keys(problem.n)
-        self.work_per_key = problem.B * problem.H * problem.n * (problem.d_k + problem.d_v)  # multiplications
         self.has_dynamic_key_length = spec.mask is None and spec.score is None
         rows, output_rows = problem.group * problem.n, problem.B * problem.H * problem.n
         self.batches, self.key_heads, self.row_blocks = problem.B, problem.G, -(-rows // MAX_ROWS_PER_ITEM)
@@ -92,27 +91,17 @@ class BoundDecode(BoundCall):
         self.max_heads_per_item = max_heads if can_share else 1
         num_splits = self.target_splits if self.has_dynamic_key_length else self.split_keys(problem.m)[1]
         size = np.dtype(problem.accumulator).itemsize
-        zeroed = {"counter": 1, "imprecise_lse_flag": 1, "nonfinite_flag": 1, "finished_splits": self.blocks}
-        workspace = zeroed | {
+        scratch = {
             "split_lse": num_splits * output_rows,
             "split_output": -(-num_splits * output_rows * problem.d_v * size // 8),
         }
         if spec.roles:
-            workspace["split_entropy"] = num_splits * output_rows
-        values = {"batches": problem.B, **output_strides(problem)}
+            scratch["split_entropy"] = num_splits * output_rows
+        values = {"items": self.blocks * num_splits, "batches": problem.B, **output_strides(problem)}
         if self.has_dynamic_key_length:  # without a mask there is one tile range, which contains the tiles of every m
             values["tile_range_last"] = arguments.retain(np.full(1, 2**62))
-        super().__init__(
-            arguments,
-            spec,
-            Decode,
-            values,
-            processor,
-            max_threads=self.blocks * num_splits,
-            workspace=workspace,
-            zeroed=tuple(zeroed),
-            outputs=[0] * spec.num_output_arrays,
-        )
+        zeroed = {"finished_splits": self.blocks}
+        super().__init__(arguments, spec, Decode, values, processor, scratch=scratch, zeroed=zeroed)
 
     def split_keys(self, m: int) -> tuple[int, int]:
         """Return (tiles of keys in a split, number of splits) for m keys."""
@@ -127,7 +116,3 @@ class BoundDecode(BoundCall):
         heads = max(min(self.blocks * num_splits // MIN_ITEMS, self.max_heads_per_item), 1)
         items = self.batches * -(-self.key_heads // heads) * self.row_blocks * num_splits
         return num_keys, items, num_splits, split_size, heads
-
-    def find_max_threads(self, num_keys: int) -> int:
-        is_small = num_keys * self.work_per_key < MIN_PARALLEL_MULTIPLICATIONS
-        return 1 if is_small else self.max_threads

@@ -21,7 +21,6 @@ from .decode import can_decode, decode
 from .statistics import CpuFusedStatistics, compute_statistics
 
 MIN_ITEMS_PER_PROCESSOR = 2  # so that threads end at about the same time
-MIN_PARALLEL_MULTIPLICATIONS = 1 << 21  # with fewer multiplications a second thread costs more than it saves
 
 
 def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
@@ -65,31 +64,19 @@ def forward(
 ) -> BoundCall:
     """Fill output, lse and the arrays of the statistics `fused`, and return the call for repetition."""
     arguments, spec = _prepare(problem, processor, fused)
-    bind = partial(_bind, spec=spec, processor=processor, num_outputs=len(fused.arrays))
+    bind = partial(_bind, spec=spec, processor=processor)
     call = bind(arguments)
     run_forward(call, arguments, output, lse, threads, fused.arrays)
     call.family = None if spec.extra_formulas else CallFamily.of(arguments, spec, bind)
     return call
 
 
-def _bind(arguments: KernelArguments, spec: KernelSpec, processor: Processor, num_outputs: int) -> BoundCall:
+def _bind(arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> BoundCall:
     problem = arguments.problem
     key_heads = problem.B * problem.G
     blocks = problem.group * -(-problem.n // arguments.query_block)  # of all heads of a key head
     share = key_heads * blocks // (MIN_ITEMS_PER_PROCESSOR * available_processors())
-    per_item = max(
-        min(max_blocks_per_item(spec, arguments.query_block, np.dtype(problem.accumulator).itemsize), share), 1
-    )
-    items = key_heads * -(-blocks // per_item)
-    work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
-    return BoundCall(
-        arguments,
-        spec,
-        Forward,
-        {"items": items, "blocks_per_item": per_item, **output_strides(problem)},
-        processor,
-        max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
-        workspace={"counter": 1, "imprecise_lse_flag": 1},
-        zeroed=("counter", "imprecise_lse_flag"),
-        outputs=[0] * num_outputs,
-    )
+    most = max_blocks_per_item(spec, arguments.query_block, np.dtype(problem.accumulator).itemsize)
+    per_item = max(min(most, share), 1)
+    values = {"items": key_heads * -(-blocks // per_item), "blocks_per_item": per_item, **output_strides(problem)}
+    return BoundCall(arguments, spec, Forward, values, processor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,10 @@ from ...call.problem import Problem
 from ...formula.derivative import score_tangent
 from ...formula.expression import Expression
 from ..codegen.abi import TANGENT_CALL_FIELDS
-from ..kernels.kernel_spec import KernelSpec
 from ..kernels.tangent import SCORE, Tangent
 from ..runtime.processor import Processor
-from .arguments import KernelArguments, operand_fields, prepare, with_contiguous_rows
+from .arguments import operand_fields, prepare, with_contiguous_rows
 from .bound_call import BoundCall
-
-MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
 
 
 def tangent(
@@ -40,7 +36,11 @@ def tangent(
     roles = (*operands, *([SCORE] if formulas else []))
     arguments, spec = prepare("tangent", problem, processor, formulas, roles=roles)
     output = with_contiguous_rows(detach(output))
-    call = _bind(arguments, spec, output, operands, processor)
+    values: dict[str, Any] = operand_fields("output", output, arguments.keep_alive)
+    for name, array in operands.items():
+        values |= operand_fields(f"{name}_tangent", array, arguments.keep_alive)
+    values["items"] = problem.B * problem.H * -(-problem.n // arguments.query_block)
+    call = BoundTangent(arguments, spec, Tangent, values, processor)
     rows = (*problem.batch_shape, problem.H, problem.n)
     output_tangent, lse_tangent = empty((*rows, problem.d_v), problem.dtype, problem.query), np.empty(rows)
     arrays = {
@@ -60,27 +60,7 @@ class BoundTangent(BoundCall):
     """A call of the tangent kernel, which is repeated with other addresses and numbers; see `BoundCall`."""
 
     call_fields = TANGENT_CALL_FIELDS
-
-
-def _bind(
-    arguments: KernelArguments, spec: KernelSpec, output: Any, operands: Mapping[str, Any], processor: Processor
-) -> BoundCall:
-    problem = arguments.problem
-    values: dict[str, Any] = operand_fields("output", output, arguments.keep_alive)
-    for name, array in operands.items():
-        values |= operand_fields(f"{name}_tangent", array, arguments.keep_alive)
-    items = problem.B * problem.H * -(-problem.n // arguments.query_block)
-    work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
-    return BoundTangent(
-        arguments,
-        spec,
-        Tangent,
-        values | {"items": items},
-        processor,
-        max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
-        workspace={"counter": 1, "nonfinite_flag": 1},
-        zeroed=("counter", "nonfinite_flag"),
-    )
+    min_parallel_multiplications = 1 << 20
 
 
 def sink_tangent(problem: Problem, tangent: Any, lse: Any) -> Any:
