@@ -19,7 +19,6 @@ from ..statistics import lse
 from .dispatch import run
 
 CAUSAL = library.causal()
-IMPLEMENTATIONS = (None, "xla", "cudnn")
 SHAPES = "query (..., T, N, H), key (..., S, K, H), value (..., S, K, H_v) with equal leading axes, N a multiple of K"
 b, i, j, s = (SYMBOLS[name] for name in "bijs")
 
@@ -101,7 +100,7 @@ def dot_product_attention(
     >>> dot_product_attention(x, x, x, is_causal=True)[0]  # the first position attends to itself alone
     Array([[1., 0.]], dtype=float32)
     """
-    if implementation not in IMPLEMENTATIONS:
+    if implementation not in (None, "xla", "cudnn"):
         raise ParameterError(
             f"implementation={implementation!r}", 'None, "xla" or "cudnn"', "leave implementation=None"
         )

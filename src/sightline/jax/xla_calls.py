@@ -129,7 +129,7 @@ class XlaForward(XlaCall):
             formulas = self.spec.formulas(tables)
             problem = self.make_problem(inputs, formulas)
             result = make_plan(problem, self.spec.kernel).kernel.run(problem, self.spec.threads)
-            if request is not None and self.can_be_cached:
+            if request is not None and has_cached_kinds(self.see):
                 read = *formulas, *formulas_of(problem.see)
                 call_cache.insert(request, read, (query, key, value), problem, result, kind=_XlaEntry)
         if setting not in self.keys:
@@ -152,11 +152,6 @@ class XlaForward(XlaCall):
     def numbers(self) -> tuple[float, ...]:
         """The numbers in mask, score and formulas of statistics, in the order of `structure_of`."""
         return structure_of(*self.spec.formulas(self.example_tables), *formulas_of(self.see)).numbers
-
-    @cached_property
-    def can_be_cached(self) -> bool:
-        """True if the call cache can store calls with all statistics of this call."""
-        return has_cached_kinds(self.see)
 
     @cached_property
     def see(self) -> tuple[Statistic, ...]:

@@ -8,8 +8,9 @@ Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-In
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...api import kernels as dispatch
-from ...arrays.operations import itemsize
+from ...arrays.operations import itemsize, needs_gradient
 from ...call.kernel import GivenGradients, sink_weights, sum_sink_gradients
 from ...call.problem import Problem
 from ...call.spec import split_arrays
@@ -28,7 +29,6 @@ from ...partition.shards import Shards, Span
 from ...reference import streaming
 from ...statistics import (
     Lse,
-    Reduction,
     Statistic,
     StatisticGradients,
     Tile,
@@ -60,35 +60,18 @@ def attention_by_ring(
     wanted_tables = trainable_inputs(problem)[1]
     tables = [problem.tables[index].array for index in wanted_tables]
     inputs = [*local, *([] if problem.sinks is None else [problem.sinks]), *tables]
-    _check_gradients(over_queries, inputs)
-    output, lse, *arrays = _RingAttention.apply(ring, wanted_tables, *inputs)  # type: ignore[no-untyped-call]
-    rounded = [array.to(ring.dtype) if array.is_floating_point() else array for array in arrays]
-    found: dict[Statistic, Sequence[Tensor]] = dict(zip(per_query, split_arrays(per_query, rounded, 0), strict=True))
-    found |= {one: [lse.to(ring.dtype)] for one in problem.see if isinstance(one, Lse)}
-    found |= zip(over_queries, [[x] for x in _statistics_of_pairs(ring, local, lse, over_queries)], strict=True)
-    return output, [found[statistic] for statistic in problem.see]
-
-
-def _check_gradients(over_queries: tuple[Statistic, ...], inputs: list[Tensor]) -> None:
-    """Raise ParameterError if statistics without gradients are asked for with inputs that require gradients."""
-    if over_queries and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if over_queries and any(map(needs_gradient, inputs)):
         raise ParameterError(
             f"see={list(over_queries)} with inputs that require gradients",
             'other statistics, or method="heads"',
             "request them in a second call under torch.no_grad()",
         )
-
-
-def _statistics_of_pairs(ring: Ring, local: list[Tensor], lse: Tensor, see: tuple[Statistic, ...]) -> list[Tensor]:
-    """Return the array of each statistic, which all ranks compute together: this rank's queries or keys of a sum."""
-    if not see:
-        return []
-    schedule, rank = ring.schedule, ring.group.rank
-    places = {"j": schedule.queries.ranks[rank], "i": schedule.keys.ranks[rank]}
-    return [
-        cut_spans(x, places[statistic.axes], -1) if isinstance(statistic, Reduction) and statistic.axes in places else x
-        for statistic, x in zip(see, ring.statistics_of_pairs(local[0], local[1], lse.double(), see), strict=True)
-    ]
+    output, lse, *arrays = _RingAttention.apply(ring, wanted_tables, *inputs)  # type: ignore[no-untyped-call]
+    rounded = [array.to(ring.dtype) if array.is_floating_point() else array for array in arrays]
+    found: dict[Statistic, Sequence[Tensor]] = dict(zip(per_query, split_arrays(per_query, rounded, 0), strict=True))
+    found |= {one: [lse.to(ring.dtype)] for one in problem.see if isinstance(one, Lse)}
+    found |= ring.statistics_of_pairs(local[0], local[1], lse.double(), over_queries)
+    return output, [found[statistic] for statistic in problem.see]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -192,16 +175,15 @@ class Ring:
     threads: int | None = None
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> Any:
         """The accumulator's dtype."""
-        dtype: torch.dtype = getattr(torch, self.problem.accumulator)
-        return dtype
+        return getattr(torch, self.problem.accumulator)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Sums:
         """Return output, lse and the per-query statistics of this rank's queries."""
         output, see = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=self.dtype), self.problem.see
         sums = start(self.problem, output, None if sinks is None else sinks[:, None], torch.float64)
-        for block, (keys, values) in BlockExchange(self.group, self.schedule, (key, value)):
+        for block, (keys, values), _ in BlockExchange(self.group, self.schedule, (key, value)):
             for span in self.schedule.seeing_spans(self.group.rank, block):
                 part = self._part(span, block, query[..., span.rows, :], keys, values)
                 found = dispatch.solve(part, None, self.threads)
@@ -211,22 +193,29 @@ class Ring:
             sums.store(span.rows, combine([sums.rows(span.rows)], see, normalize=True))
         return sums
 
-    def statistics_of_pairs(self, query: Tensor, key: Tensor, lse: Tensor, see: tuple[Statistic, ...]) -> list[Any]:
-        """Return statistics of the pairs of all ranks, from a second pass with the final lse."""
+    def statistics_of_pairs(
+        self, query: Tensor, key: Tensor, lse: Tensor, see: tuple[Statistic, ...]
+    ) -> dict[Statistic, Sequence[Tensor]]:
+        """Return the arrays of statistics of the pairs of all ranks, from a second pass with the final lse.
+
+        A sum over the keys, or over the queries, is returned for this rank's queries, or for its keys.
+        """
 
         def tiles() -> Iterator[Tile]:
-            for block, (keys,) in BlockExchange(self.group, self.schedule, (key,)):
+            for block, (keys,), _ in BlockExchange(self.group, self.schedule, (key,)):
                 for span in self.schedule.seeing_spans(self.group.rank, block):
                     part = self._part(span, block, query[..., span.rows, :], keys, keys).with_statistics()
                     for tile in streaming.tiles(streaming.TileOps(part), lse[..., span.rows]):
                         yield replace(tile, rows=_move(tile.rows, span), columns=_move(tile.columns, block.span))
 
-        found = []
+        found: dict[Statistic, Sequence[Tensor]] = {}
         results = accumulate_statistics(self.problem.with_statistics(*see), lse, tiles)
+        places = {"j": self.schedule.queries.ranks[self.group.rank], "i": self.schedule.keys.ranks[self.group.rank]}
         for statistic, result in zip(see, results, strict=True):
             (array,) = arrays_of(result)
             self.group.reduce(array, getattr(statistic, "how", "sum"), f"the statistic {statistic!r}")
-            found.append(array)
+            spans = places.get(getattr(statistic, "axes", ""))
+            found[statistic] = [array if spans is None else cut_spans(array, spans, -1)]
         return found
 
     def backward(
@@ -240,8 +229,8 @@ class Ring:
         d_query, d_key, d_value = (x.new_zeros(x.shape, dtype=self.dtype) for x in (queries.query, key, value))
         d_tables = {k: torch.zeros_like(self.problem.tables[k].array, dtype=torch.float64) for k in wanted_tables}
         exchange = BlockExchange(self.group, self.schedule, (key, value), (d_key, d_value))
-        for block, arrays in exchange:
-            exchange.add_gradients(self._differentiate(block, arrays, queries, sinks, d_query, d_tables))
+        for block, arrays, add in exchange:
+            add(self._differentiate(block, arrays, queries, sinks, d_query, d_tables))
             del arrays  # before memory for the next block is taken
         d_sinks = [] if sinks is None else [self._differentiate_sinks(queries, key, value, sinks)]
         return [d_query, d_key, d_value, *d_sinks, *d_tables.values()]
@@ -330,7 +319,7 @@ def part_gradients(
 
 
 class BlockExchange:
-    """The blocks that one rank needs. Iteration yields (block, the block's keys of each array), own blocks first.
+    """The blocks that one rank needs. Iteration yields (block, the block's keys of each array, add), own blocks first.
 
     In a round of distance t, rank r receives a block of rank r − t directly from that rank, and only the keys that its
     own queries see. While rank r computes with one block, the next block arrives. The gradients of the block of round x
@@ -340,8 +329,8 @@ class BlockExchange:
     ----------
     arrays : tensors (..., m_r, width) of this rank's shard, such as key and value
     gradients : for each array a tensor like it, to which the gradients from all ranks are added; None in passes
-        without gradients. The rank calls `add_gradients` for every block that it gets. The order of the sum is fixed:
-        own blocks, then one round of transfers after another (see `Round`).
+        without gradients. In a pass with gradients, the rank calls `add` for every block with the block's gradients,
+        one tensor for each array. The order of the sum is fixed: own blocks, then one round of transfers after another.
     """
 
     def __init__(
@@ -349,30 +338,20 @@ class BlockExchange:
     ) -> None:
         self.group, self.schedule, self.arrays, self.gradients = group, schedule, arrays, gradients
         self._rounds = schedule.rounds(group.rank)
-        self._current: int | KeyBlock = 0  # the block, or the number of the round, whose block was yielded last
         self._sums: dict[int, list[Tensor]] = {}  # gradients to return, by the number of the round
 
-    def __iter__(self) -> Iterator[tuple[KeyBlock, list[Tensor]]]:
+    def __iter__(self) -> Iterator[tuple[KeyBlock, list[Tensor], Callable[[list[Tensor]], None]]]:
         last = len(self._rounds) + (ROUNDS_UNTIL_RETURN if self.gradients is not None else 0)
         pending = self._start(0)
         for block in self.schedule.own_parts(self.group.rank):
-            self._current = block
-            yield block, [array[..., block.span.rows, :] for array in self.arrays]
+            yield block, [array[..., block.span.rows, :] for array in self.arrays], partial(self._add, block)
         for number in range(last):
             buffers = self._finish(number, pending)
             pending = self._start(number + 1)
             if number < len(self._rounds):
                 block_of_round = self._rounds[number].received
                 if block_of_round is not None:
-                    self._current = number
-                    yield block_of_round, buffers
-
-    def add_gradients(self, sums: list[Tensor]) -> None:
-        """Add the gradients of the block that was yielded last, one tensor for each array."""
-        if isinstance(self._current, KeyBlock):
-            self._add(self._current, sums)
-        else:
-            self._sums[self._current] = sums
+                    yield block_of_round, buffers, partial(self._sums.__setitem__, number)
 
     def _add(self, block: KeyBlock, sums: Sequence[Tensor]) -> None:
         for total, one in zip(self.gradients or (), sums, strict=True):
