@@ -172,8 +172,8 @@ FAULTS = {
     "a call under the name of another module": Fault(running_modules.RunningModules.current, "stack[-1]", "stack[0]"),
     "weights after dropout": Fault(
         attention_finder._read_torch,
-        "dict(zip(names, converted, strict=True))",
-        "dict(zip(names, converted, strict=True)) | {'dropout': dropout_p}",
+        "_compute(recorders, call, converted, compute=compute)",
+        "_compute(recorders, call, converted | {'dropout': dropout_p}, compute=compute)",
     ),
     "a mask dropped": Fault(
         attention_finder._read_torch,

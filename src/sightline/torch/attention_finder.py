@@ -210,11 +210,10 @@ def _read_torch(
     bound = SCALED_DOT_PRODUCT.bind(*inputs, **options)
     bound.apply_defaults()
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = bound.args
-    names = ("query", "key", "value", "mask", "score", "scale")
-    *converted, without_batch = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    converted, without_batch = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     compute = partial(function, *inputs, **options) if dropout_p > 0 else None
     call = call or (LayerCall("self", 0) if is_causal else LayerCall())
-    output, _ = _compute(recorders, call, dict(zip(names, converted, strict=True)), compute=compute)
+    output, _ = _compute(recorders, call, converted, compute=compute)
     return output[0] if without_batch and compute is None else output
 
 

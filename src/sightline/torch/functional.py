@@ -17,6 +17,8 @@ from ..formula.torch_masks import causal_bias_formula, is_causal_bias
 from .nested import check_nested, is_nested
 
 CAUSAL = causal()
+CURE_OF_CLASSES = "sightline.attention(query, key, value, mask=...) for formulas and NumPy arrays"
+CURE_OF_INTEGERS = "attn_mask=mask != 0 if it holds zeros and ones"
 
 
 def scaled_dot_product_attention(
@@ -79,13 +81,11 @@ def scaled_dot_product_attention(
             [0.3302, 0.6698]])
     """
     try:
-        query, key, value, mask, score, scale, without_batch = convert_arguments(
-            query, key, value, attn_mask, is_causal, scale, enable_gqa
-        )
+        arguments, without_batch = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     except Exception:
         check_operands(query, key, value)  # the error of an array that has no shape, for example
         raise
-    output: Tensor = attend(query, key, value, mask, score, scale, dropout=dropout_p)
+    output: Tensor = attend(**arguments, dropout=dropout_p)
     return output[0] if without_batch else output
 
 
@@ -97,8 +97,8 @@ def convert_arguments(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> tuple[Tensor, Tensor, Tensor, Any, Any, float | None, bool]:
-    """Return (query, key, value, mask, score, scale) for `api.functions.attend`, and True if a batch axis was added."""
+) -> tuple[dict[str, Any], bool]:
+    """Return the arguments for `api.functions.attend` by their names, and True if a batch axis was added."""
     ndim = query.ndim
     if not ndim == key.ndim == value.ndim or query.shape[-1] == 0:
         query, key, value, scale = _complete_axes(query, key, value, scale)
@@ -118,19 +118,13 @@ def convert_arguments(
     if attn_mask is not None and type(attn_mask) is not Tensor and is_causal_bias(attn_mask):
         mask = read_causal_bias(attn_mask, query, key)
     elif attn_mask is not None:
-        if type(attn_mask) is not Tensor:
-            _check_mask_kind(attn_mask)
-        if not (attn_mask.is_floating_point() or attn_mask.dtype is torch.bool):
-            _check_mask_kind(attn_mask)
-            raise MaskError(
-                f"attn_mask is a tensor of {str(attn_mask.dtype).removeprefix('torch.')}",
-                "booleans, True attends, or floats that are added to the scores",
-                "attn_mask=mask != 0 if it holds zeros and ones",
-            )
+        if type(attn_mask) is not Tensor or not (attn_mask.is_floating_point() or attn_mask.dtype is torch.bool):
+            check_array_mask("attn_mask", attn_mask, "attends", CURE_OF_CLASSES, CURE_OF_INTEGERS)
         array = attn_mask if ndim == 4 else align_mask(attn_mask, query, key, value)
         array = array if array.ndim else array[None]
         mask, score = (None, array) if array.is_floating_point() else (array, None)
-    return query, key, value, mask, score, scale, without_batch
+    arguments = {"query": query, "key": key, "value": value, "mask": mask, "score": score, "scale": scale}
+    return arguments, without_batch
 
 
 def read_causal_bias(bias: Any, query: Tensor, key: Tensor) -> Expression:
@@ -138,15 +132,18 @@ def read_causal_bias(bias: Any, query: Tensor, key: Tensor) -> Expression:
     return causal_bias_formula(bias, None if is_nested(query, key) else (query.shape[-2], key.shape[-2]))
 
 
-def _check_mask_kind(attn_mask: Any) -> None:
-    """Raise MaskError if `attn_mask` is no tensor, and DtypeError if its kind, such as sparse, cannot be read."""
-    if not isinstance(attn_mask, Tensor):
-        raise MaskError(
-            "attn_mask is " + ("a formula" if isinstance(attn_mask, Expression) else f"a {type(attn_mask).__name__}"),
-            "a torch tensor",
-            "sightline.attention(query, key, value, mask=...) for formulas and NumPy arrays",
-        )
-    check_kind("attn_mask", attn_mask)
+def check_array_mask(name: str, mask: Any, meaning: str, cure_of_classes: str, cure_of_integers: str) -> None:
+    """Raise MaskError unless the mask is a tensor of booleans or floats, and DtypeError if its kind cannot be read.
+
+    `meaning` says what True does, for the message. `cure_of_classes` is the cure for what is no tensor.
+    """
+    allowed = f"a torch tensor: booleans where True {meaning}, or floats that are added to the scores"
+    if not isinstance(mask, Tensor):
+        given = "a formula" if isinstance(mask, Expression) else f"a {type(mask).__name__}"
+        raise MaskError(f"{name} is {given}", allowed, cure_of_classes)
+    check_kind(name, mask)
+    if not (mask.is_floating_point() or mask.dtype is torch.bool):
+        raise MaskError(f"{name} is a tensor of {str(mask.dtype).removeprefix('torch.')}", allowed, cure_of_integers)
 
 
 def _complete_axes(

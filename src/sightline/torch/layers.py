@@ -21,7 +21,7 @@ from ..formula.torch_masks import is_causal_bias
 from ..positions import rotary
 from ..recording import Kind
 from ..statistics import weights as weights_of
-from .functional import align_mask, check_operands, read_causal_bias
+from .functional import align_mask, check_array_mask, check_operands, read_causal_bias
 from .hooks import LayerCall, attend
 from .interception import is_intercepted
 from .nested import is_nested
@@ -32,6 +32,11 @@ Projected = TypeVar("Projected")
 CURES_OF_FORMULAS = {  # the end of a call of torch.as_tensor, for a formula given as this argument
     "attn_mask": "~mask.array(n, m)), or is_causal=True for causal()",
     "key_padding_mask": "~mask.array(1, m, batch=N).reshape(N, m)) for a formula of b and j, such as padding(lengths)",
+}
+CURES_OF_INTEGERS = {
+    "attn_mask": "attn_mask=mask == 0 if the tensor holds zeros and ones, and 1 attends",
+    "key_padding_mask": "key_padding_mask=mask == 0 if the tensor holds zeros and ones, and 1 attends; "
+    "key_padding_mask=torch.arange(m) >= lengths[:, None] if the tensor holds lengths",
 }
 
 
@@ -282,7 +287,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """
         _check_inputs(query=query, key=key, value=value)
         for name, array in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
-            _check_array_mask(name, array)
+            if array is not None:
+                entries = CURES_OF_FORMULAS[name] if isinstance(array, Expression) else "array)"
+                cure = f"{name}=torch.as_tensor({entries}"
+                check_array_mask(name, array, "hides", cure, CURES_OF_INTEGERS[name])
         kind: Kind = "self" if query is key else "cross"
         batched = query.ndim == 3
         if not batched:
@@ -412,21 +420,3 @@ def _read_mask(mask: Any, hides: bool, query: Tensor, key: Tensor, value: Tensor
     if isinstance(array, Tensor):
         compare = torch.eq if hides else torch.ne
     return dense(align_mask(_read_tensors(lambda mask: compare(mask, 0), mask=array), query, key, value))
-
-
-def _check_array_mask(name: str, array: Any) -> None:
-    """Raise MaskError or DtypeError unless `attn_mask` or `key_padding_mask` is None or a tensor that can be read."""
-    if array is None:
-        return
-    allowed = "a torch tensor: booleans where True hides, or floats that are added to the scores; or None"
-    if not isinstance(array, Tensor):
-        given, cure = f"a {type(array).__name__}", f"{name}=torch.as_tensor(array)"
-        if isinstance(array, Expression):
-            given, cure = "a formula", f"{name}=torch.as_tensor({CURES_OF_FORMULAS[name]}"
-        raise MaskError(f"{name} is {given}", allowed, cure)
-    check_kind(name, array)
-    if not (array.is_floating_point() or array.dtype is torch.bool):
-        zeros_and_ones = f"{name}=mask == 0 if the tensor holds zeros and ones, and 1 attends"
-        lengths = "; key_padding_mask=torch.arange(m) >= lengths[:, None] if the tensor holds lengths"
-        cure = zeros_and_ones + lengths * (name == "key_padding_mask")
-        raise MaskError(f"{name} is a tensor of {str(array.dtype).removeprefix('torch.')}", allowed, cure)

@@ -262,12 +262,12 @@ def _reason_to_leave(arguments: Arguments) -> str | None:
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     try:
         check_operands(query, key, value)
-        *operands, mask, score, scale, _ = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-        if is_nested(*operands):
+        converted, _ = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        if is_nested(query, key, value):
             return None  # a generated kernel computes the packed values
-        formula = None if score is None else bias(score)
-        options = {"mask": mask, "score": formula, "scale": scale, "dropout": dropout_p, "seed": 0}
-        problem = make_problem(*operands, **options)
+        if converted["score"] is not None:
+            converted["score"] = bias(converted["score"])
+        problem = make_problem(**converted, dropout=dropout_p, seed=0)
     except SightlineError as error:
         return error.given
     plan = choose(kernels(), problem)
