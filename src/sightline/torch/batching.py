@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .derivatives import Derivative
 
 Type = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a tensor
+NO_MEAN = Mean(Lse())  # over no axis
 
 
 def batch(
@@ -63,14 +64,11 @@ class _Kind:
     Parameters
     ----------
     name : "rows" for an array with the axes (*batch_shape, H, ...), "table", "sinks" or "seed"
-    over_batch, over_heads, factors, sums_batch : the fields of a statistic's `Mean`, if it has one
+    mean : the mean of a statistic, by default one over no axis
     """
 
     name: str
-    over_batch: bool = False
-    over_heads: bool = False
-    factors: Any = None
-    sums_batch: bool = False
+    mean: Mean = NO_MEAN
 
 
 ROWS, TABLE, SINKS, SEED = (_Kind(name) for name in ("rows", "table", "sinks", "seed"))
@@ -126,17 +124,17 @@ class _Join:
             tensor = tensor[:, None].expand(self.size, self.num_batches, self.num_heads)
             return tensor.reshape(-1)
         batch_shape, heads = self.batch_shape, self.num_heads
-        if kind.over_batch:
+        if kind.mean.over_batch:
             shape = self.size, *batch_shape, *tensor.shape[1:]
             tensor = (tensor / self.batch_divisor(kind)).view(self.size, *[1] * len(batch_shape), *tensor.shape[1:])
             tensor = tensor.expand(shape)
         if not self.has_joined_heads:
             return tensor
         axis = 1 + len(batch_shape)
-        if kind.over_heads:
-            tensor = (tensor / max(heads, 1) if kind.factors is None else tensor).unsqueeze(axis)
+        if kind.mean.over_heads:
+            tensor = (tensor / max(heads, 1) if kind.mean.factors is None else tensor).unsqueeze(axis)
             tensor = tensor.expand(*tensor.shape[:axis], heads, *tensor.shape[axis + 1 :])
-            tensor = multiply_heads(tensor, axis, kind.factors)
+            tensor = multiply_heads(tensor, axis, kind.mean.factors)
         return tensor.flatten(0, axis).unsqueeze(0)
 
     def split(self, kind: _Kind, tensor: Tensor) -> Tensor:
@@ -149,10 +147,10 @@ class _Join:
         if self.has_joined_heads:
             heads = tensor.shape[1] // max(self.size * self.num_batches, 1)  # those of query or those of key
             tensor = tensor.reshape(self.size, *self.batch_shape, heads, *tensor.shape[2:])
-            if kind.over_heads:
-                tensor = multiply_heads(tensor, axis, kind.factors).sum(axis)
-                tensor = tensor / max(heads, 1) if kind.factors is None else tensor
-        if kind.over_batch and axis > 1:
+            if kind.mean.over_heads:
+                tensor = multiply_heads(tensor, axis, kind.mean.factors).sum(axis)
+                tensor = tensor / max(heads, 1) if kind.mean.factors is None else tensor
+        if kind.mean.over_batch and axis > 1:
             tensor = tensor.sum(tuple(range(1, axis))) / self.batch_divisor(kind)
         return tensor
 
@@ -161,7 +159,7 @@ class _Join:
         return math.prod(self.batch_shape)
 
     def batch_divisor(self, kind: _Kind) -> int:
-        return 1 if kind.sums_batch else max(self.num_batches, 1)
+        return 1 if kind.mean.sums_batch else max(self.num_batches, 1)
 
 
 def _kinds(derivative: Derivative, results: list[_Kind]) -> tuple[list[_Kind], list[_Kind]]:
@@ -179,9 +177,7 @@ def _kinds(derivative: Derivative, results: list[_Kind]) -> tuple[list[_Kind], l
 
 def _result_kinds(statistic: Statistic) -> list[_Kind]:
     """Return the kinds of the arrays of a statistic."""
-    mean = statistic if isinstance(statistic, Mean) else None
-    kind = ROWS if mean is None else _Kind("rows", mean.over_batch, mean.over_heads, mean.factors, mean.sums_batch)
-    return [kind] * count_arrays(statistic)
+    return [_Kind("rows", statistic) if isinstance(statistic, Mean) else ROWS] * count_arrays(statistic)
 
 
 def _element_type(tensor: Tensor, dim: int | None) -> Type:

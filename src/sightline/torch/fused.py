@@ -123,15 +123,11 @@ class Fused(Kernel):
 
     def is_preferred(self, problem: Problem) -> bool:
         """True if the device's rule prefers torch's kernels, and no gradient would be nondeterministic."""
-        rule = self._rule(problem)
-        return rule is not None and rule.prefers_torch and not _has_nondeterministic_gradients(problem)
+        return self._decide(problem)[0]
 
     def cost_reason(self, problem: Problem) -> str:
         """Return the reason of the rule that decides `cost`."""
-        rule = self._rule(problem)
-        if rule is not None and rule.prefers_torch and _has_nondeterministic_gradients(problem):
-            return GRADIENT_REASON
-        return "no rule covers this device" if rule is None else f"on {rule.architecture}…, {rule.reason}"
+        return self._decide(problem)[1]
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (problem.query, problem.key, problem.value))
@@ -142,11 +138,12 @@ class Fused(Kernel):
         output = scaled_dot_product_attention(query, key, value, scale=problem.scale, enable_gqa=grouped)
         return Result(output.reshape(*problem.batch_shape, *output.shape[-3:]), lse=None)
 
-    def _rule(self, problem: Problem) -> Rule | None:
+    def _decide(self, problem: Problem) -> tuple[bool, str]:
+        """Return (the result of `is_preferred`, the reason)."""
         name = self.architecture or architecture_of(problem.query.device)
-        return next((rule for rule in RULES if name.startswith(rule.architecture)), None)
-
-
-def _has_nondeterministic_gradients(problem: Problem) -> bool:
-    """True if an input needs gradients, and torch's deterministic mode is off."""
-    return needs_gradients(problem) and not torch.are_deterministic_algorithms_enabled()
+        rule = next((rule for rule in RULES if name.startswith(rule.architecture)), None)
+        if rule is None:
+            return False, "no rule covers this device"
+        if rule.prefers_torch and needs_gradients(problem) and not torch.are_deterministic_algorithms_enabled():
+            return False, GRADIENT_REASON
+        return rule.prefers_torch, f"on {rule.architecture}…, {rule.reason}"

@@ -64,7 +64,8 @@ def pack(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any
     see = [
         _check_statistic(x).map_formulas(lambda one: _rewrite(one, symbols)) for x in read_statistics(options["see"])
     ]
-    own = apply("equal", of_query.read(of_query.sequence, "i"), of_key.read(of_key.key_sequence, "j"))
+    of_keys = torch.where(of_key.sequence < 0, -2, of_key.sequence)  # a query of no sequence has −1, and sees none
+    own = apply("equal", of_query.read(of_query.sequence, "i"), of_key.read(of_keys, "j"))
     options = options | {
         "mask": own if mask is None else own & _rewrite(mask, symbols),
         "score": None if score is None else _rewrite(score, symbols),
@@ -111,11 +112,6 @@ class _Packing:
         start, length = first[nearest], lengths[nearest]
         inside = (positions >= start) & (positions < start + length)
         return cls(torch.where(inside, nearest, -1), start, length)
-
-    @property
-    def key_sequence(self) -> Tensor:
-        """`sequence` with −2 in place of −1, so that no query attends to a key of no sequence."""
-        return torch.where(self.sequence < 0, -2, self.sequence)
 
     def read(self, entries: Tensor, symbol: str) -> Expression:
         return Table(entries, axes=(symbol,))[SYMBOLS[symbol]]
