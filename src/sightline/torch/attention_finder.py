@@ -92,11 +92,12 @@ class Finder(TorchFunctionMode):
 
     @contextmanager
     def serving(self, watcher: Watcher) -> Any:
-        """Let this mode record calls for the watcher while the context lasts."""
+        """Let this mode record calls for the watcher, whose modules are followed, while the context lasts."""
         with self.lock:
             self._serve((*self.watchers, watcher))
         try:
-            yield
+            with watcher.modules.follow(self):
+                yield
         finally:
             with self.lock:
                 self._serve(tuple(other for other in self.watchers if other is not watcher))

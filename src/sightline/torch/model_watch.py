@@ -111,11 +111,10 @@ def watch(
     self_attn  self  0     5        5     2      lse() 1×2×5
     """
     check_module(model)
-    watcher = Watcher(model, see, layers, heads, tokens, FINDER, handwritten)
+    watcher = Watcher(model, see, layers, heads, tokens, handwritten)
     with ExitStack() as exit_stack:
         watcher.inputs = _read_inputs(exit_stack, model, tokenizer)
         exit_stack.enter_context(FINDER.serving(watcher))
-        exit_stack.enter_context(watcher.modules.follow())
         yield watcher.seen
     watcher.finish()
     if watcher.unrecorded:

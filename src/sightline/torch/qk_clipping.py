@@ -420,8 +420,8 @@ def _compute_scores(layer: nn.Module, name: str, scale: Tensor, length: int) -> 
         "attention_mask": None,
     }
     options = {key: known[key] for key in inspect.signature(layer.forward).parameters if key in known}
-    watcher = Watcher(layer, [scores_of()], None, None, None, FINDER, handwritten=True)
-    with FINDER.serving(watcher), watcher.modules.follow():
+    watcher = Watcher(layer, [scores_of()], handwritten=True)
+    with FINDER.serving(watcher):
         layer(tokens.to(scale.device), **options)
     if len(watcher.seen.calls) != 1:
         raise ValueError(f"{len(watcher.seen.calls)} calls of attention in one run of the layer")

@@ -63,22 +63,25 @@ def module_paths(model: nn.Module) -> dict[nn.Module, str]:
 
 
 class RunningModules:
-    """The modules of one watched model that run in each thread, the innermost last. `finder` is on while they run."""
+    """The modules of one watched model that run in each thread, the innermost last. A finder is on while they run."""
 
-    def __init__(self, model: nn.Module, finder: TorchFunctionMode) -> None:
-        self.finder, self.runs, self.has_run, self.has_ended = finder, count(), False, False
+    finder: TorchFunctionMode
+
+    def __init__(self, model: nn.Module) -> None:
+        self.runs, self.has_run, self.has_ended = count(), False, False
         self.paths = module_paths(model)
 
     @contextmanager
-    def follow(self) -> Iterator[None]:
+    def follow(self, finder: TorchFunctionMode) -> Iterator[None]:
         """Keep the stacks while the context lasts. In the thread of the context the finder is on all the time."""
+        self.finder = finder
         with ExitStack() as exit_stack:
             exit_stack.enter_context(_process_wide_changes())
             for module, path in self.paths.items():
                 hooks = _Hooks(self, path)
                 exit_stack.callback(module.register_forward_pre_hook(hooks.enter, prepend=True).remove)
                 exit_stack.callback(module.register_forward_hook(hooks.leave, always_call=True).remove)
-            exit_stack.enter_context(_using(self.finder))
+            exit_stack.enter_context(_using(finder))
             try:
                 yield
             finally:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..call.validation import suggest_statistic
 from ..errors import ParameterError
@@ -52,17 +51,15 @@ class Watcher:
     Parameters
     ----------
     model, see, layers, heads, tokens, handwritten : as in `sightline.watch`, which lists the errors
-    finder : the mode that sees the calls
     """
 
     def __init__(
         self,
         model: nn.Module,
         see: Any,
-        layers: Any,
-        heads: Any,
-        tokens: Any,
-        finder: TorchFunctionMode,
+        layers: Any = None,
+        heads: Any = None,
+        tokens: Any = None,
         handwritten: bool = False,
     ) -> None:
         names, statistics = _read_statistics(see)
@@ -70,7 +67,7 @@ class Watcher:
             raise ParameterError(f"heads={heads!r}", "a list of integers", "heads=[0, 1]")
         self.names, self.see, self.heads = names, statistics, heads
         self.requested = statistics if heads is None else tuple(statistic.heads(heads) for statistic in statistics)
-        self.model, self.modules = model, RunningModules(model, finder)
+        self.model, self.modules = model, RunningModules(model)
         self.by_path = {path: module for module, path in self.modules.paths.items()}
         self.asked = _read_layers(layers, tuple(self.by_path))
         # of each statistic the sum or mean over layers; None if the results of its calls are kept
@@ -103,8 +100,9 @@ class Watcher:
         with self.lock:
             if running.path not in self.layers:
                 self.layers[running.path] = CalledLayer(is_cross_attention(running.path, self.by_path[running.path]))
-                self._forget_unwanted()
                 wanted = [path for k, path in enumerate(self.layers) if self._wants(path, k, len(self.layers))]
+                if self._counts_from_end():  # layers that ran before this one may no longer be among the last ones
+                    self.seen.calls = [call for call in self.seen.calls if call.layer in wanted]
                 self.numbers = {path: number for number, path in enumerate(wanted)}
             number = self.numbers.get(running.path)
         return None if number is None else Recorder(self, running, number)
@@ -117,14 +115,6 @@ class Watcher:
             fnmatchcase(path, one) if isinstance(one, str) else rank == one if one >= 0 else rank >= count + one
             for one in self.asked
         )
-
-    def _forget_unwanted(self) -> None:
-        """Forget the calls of layers that a negative number in `layers` selected before later layers ran."""
-        if self.asked is not None and self._counts_from_end():
-            wanted = {path for k, path in enumerate(self.layers) if self._wants(path, k, len(self.layers))}
-            first = min(one for one in self.asked if not isinstance(one, str))
-            wanted |= set(list(self.layers)[first:])
-            self.seen.calls = [call for call in self.seen.calls if call.layer in wanted]
 
     def _counts_from_end(self) -> bool:
         return any(not isinstance(one, str) and one < 0 for one in self.asked or ())
