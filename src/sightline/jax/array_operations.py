@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from itertools import chain, islice
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ import numpy as np
 
 from ..arrays.operations import resolve_dtype
 from ..call.problem import Problem
-from ..call.spec import count_arrays
+from ..call.spec import count_arrays, split_arrays
 from ..errors import DtypeError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
@@ -46,14 +45,12 @@ def _attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
     query = jnp.pad(problem.query, padding)
     query = jnp.moveaxis(query.reshape((*query.shape[:-2], count, rows, problem.d_k)), -3, 0)
     starts = jnp.arange(count) * rows
-    found = jax.lax.map(jax.checkpoint(lambda block: copy(blocks).compute(*block)), (starts, query))
-    axis = len(problem.batch_shape) + 1  # of the queries in an array of one block
-    rest = iter(found)
-    joined = [_JOIN[join](list(islice(rest, count)), axis, problem.n) for join, count in blocks.joins]
-    output, lse, *arrays = chain.from_iterable(joined)
-    words = jnp.zeros((*lse.shape, 2), jnp.uint32)
+    output, lse, *arrays = jax.lax.map(jax.checkpoint(lambda block: copy(blocks).compute(*block)), (starts, query))
+    output, lse = (_concatenate(x, problem) for x in (output, lse))
+    results = [output, lse, jnp.zeros((*lse.shape, 2), jnp.uint32)]
+    for statistic, own in zip(problem.see, split_arrays(problem.see, arrays, 0), strict=True):
+        results += _join_blocks(statistic, own, problem)
     types = options.result_types(inputs)
-    results = [output, lse, words, *_finish_statistics(problem, arrays)]
     return [result.astype(kind.dtype) for result, kind in zip(results, types, strict=True)]
 
 
@@ -129,21 +126,14 @@ class _Namespace:
 
 
 class _Blocks:
-    """The computation of a problem by blocks of queries.
-
-    joins : for output, lse and each statistic, the key of `_JOIN` that tells how the arrays of all blocks become one,
-        and the number of arrays
-    """
+    """The computation of a problem by blocks of queries."""
 
     def __init__(self, problem: Problem, seed: Any) -> None:
         self.problem, self.seed, self.xp = problem, seed, _Namespace()
         self.dtype = resolve_dtype(jnp, problem.accumulator)
         self.key, self.value = (x.astype(self.dtype) for x in (problem.key, problem.value))
         self.is_finite = jnp.all(jnp.isfinite(self.value))
-        given = [statistic for statistic in problem.see if count_arrays(statistic)]
-        self.statistics = [unwrap_mean(statistic) for statistic in given]
-        joins = [(_join_of(unwrap_mean(statistic)), count_arrays(statistic)) for statistic in given]
-        self.joins = [("concatenate", 1)] * 2 + joins
+        self.statistics = [unwrap_mean(statistic) for statistic in problem.see if count_arrays(statistic)]
 
     def compute(self, start: Any, query: Any) -> list[Any]:
         """Return output, lse and the statistics' arrays of the block `query`, whose first query is number `start`."""
@@ -246,7 +236,8 @@ class _Blocks:
         if statistic.cells is not None:
             return [self.pool(statistic, entries)]
         if statistic.axes == "ij":
-            return [_REDUCE[statistic.how](entries, axis=(-2, -1), initial=statistic.hidden)]
+            operation = {"max": jnp.max, "min": jnp.min}.get(statistic.how, jnp.sum)
+            return [operation(entries, axis=(-2, -1), initial=statistic.hidden)]
         axis = -2 if statistic.axes == "i" else -1
         if not statistic.is_extremum:
             return [jnp.sum(entries, axis=axis)]
@@ -299,57 +290,38 @@ def _zero_nonfinite(array: Any) -> Any:
 # -- all blocks --------------------------------------------------------------------------------------------------------
 
 
-def _join_of(statistic: Statistic) -> str:
-    """Return the key of `_JOIN` that tells how the arrays of a statistic over blocks become one array."""
-    if isinstance(statistic, Reduction) and "i" in statistic.axes:
-        return statistic.how if statistic.is_extremum else "sum"
-    return "concatenate"
-
-
-def _concatenate(array: Any, axis: int, n: int) -> Any:
-    """Return the arrays of all blocks as one array, without the padded queries from position n on."""
+def _concatenate(array: Any, problem: Problem) -> Any:
+    """Return the arrays of all blocks as one array, without the padded queries."""
+    axis = len(problem.batch_shape) + 1  # of the queries in an array of one block
     blocks = jnp.moveaxis(array, 0, axis)
     joined = blocks.reshape((*blocks.shape[:axis], math.prod(blocks.shape[axis : axis + 2]), *blocks.shape[axis + 2 :]))
-    return jax.lax.slice_in_dim(joined, 0, n, axis=axis)
+    return jax.lax.slice_in_dim(joined, 0, problem.n, axis=axis)
 
 
-def _join_extrema(sign: int) -> Callable[[Sequence[Any], int, int], list[Any]]:
-    """Return a function that joins maxima (sign 1) or minima (−1) over the queries of a block, and their positions."""
-
-    def join(arrays: Sequence[Any], axis: int, n: int) -> list[Any]:
-        values, *positions = arrays
-        first, found = _first_maximum(sign * values, 0)
-        if not len(values):  # no queries
-            return [sign * found, *[jnp.full(found.shape, -1)] * len(positions)]
-        return [sign * found, *[jnp.take_along_axis(array, first[None], axis=0)[0] for array in positions]]
-
-    return join
-
-
-_JOIN: dict[str, Callable[[Sequence[Any], int, int], list[Any]]] = {
-    "concatenate": lambda arrays, axis, n: [_concatenate(array, axis, n) for array in arrays],
-    "sum": lambda arrays, axis, n: [jnp.sum(array, axis=0) for array in arrays],
-    "max": _join_extrema(1),
-    "min": _join_extrema(-1),
-}
-_REDUCE: dict[str, Any] = {"sum": jnp.sum, "mean": jnp.sum, "max": jnp.max, "min": jnp.min}
-
-
-def _finish_statistics(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
-    """Return the arrays of all statistics except lse, with their means.
+def _join_blocks(statistic: Statistic, arrays: Sequence[Any], problem: Problem) -> list[Any]:
+    """Return the arrays of a statistic from those of all blocks.
 
     In `arrays`, a mean over queries or a cell is still a sum, and a mean over heads or batch still has these axes.
     """
-    rest, finished = iter(arrays), []
-    for statistic in problem.see:
-        own = [next(rest) for _ in range(count_arrays(statistic))]
-        one = unwrap_mean(statistic)
-        if isinstance(one, Reduction) and one.how == "mean":
-            own = [one.divide(own[0], problem.n, problem.m)]
-        if isinstance(statistic, Mean):
-            own = [statistic.average(x, len(problem.batch_shape)) for x in own]
-        finished += own
-    return finished
+    one = unwrap_mean(statistic)
+    if not isinstance(one, Reduction) or "i" not in one.axes:
+        found = [_concatenate(array, problem) for array in arrays]
+    elif one.is_extremum:
+        found = _join_extrema(arrays, 1 if one.how == "max" else -1)
+    else:
+        found = [jnp.sum(array, axis=0) for array in arrays]
+    if isinstance(one, Reduction) and one.how == "mean":
+        found = [one.divide(found[0], problem.n, problem.m)]
+    return [statistic.average(x, len(problem.batch_shape)) for x in found] if isinstance(statistic, Mean) else found
+
+
+def _join_extrema(arrays: Sequence[Any], sign: int) -> list[Any]:
+    """Return the maxima (sign 1) or minima (−1) over the queries of all blocks, and their positions."""
+    values, *positions = arrays
+    first, found = _first_maximum(sign * values, 0)
+    if not len(values):  # no queries
+        return [sign * found, *[jnp.full(found.shape, -1)] * len(positions)]
+    return [sign * found, *[jnp.take_along_axis(array, first[None], axis=0)[0] for array in positions]]
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------
