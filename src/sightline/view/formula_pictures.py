@@ -26,7 +26,6 @@ from .terminal import Array
 
 SAMPLES_PER_SIDE = 8  # largest number of sampled points per side of a cell
 FILE_CELLS = 256  # largest number of cells per side of a picture in a file
-TERMINAL_CELLS = 32  # largest number of cells per side in a terminal without colours; twice as many with colours
 MAX_COUNTED_PAIRS = 1 << 20  # largest number of pairs at which the allowed pairs of a mask are counted
 
 
@@ -68,11 +67,10 @@ class Picture:
         colour = terminal.has_true_colour() if colour is None else colour
         if 0 in (self.n, self.m):
             return f"{self.title}   {self.n:,} queries × {self.m:,} keys"
-        max_cells = 2 * TERMINAL_CELLS if colour and max(self.n, self.m) > TERMINAL_CELLS else TERMINAL_CELLS
+        max_cells = terminal.WIDE_CELLS * (2 if colour else 1)
         values = self.cells(min(self.n, max_cells), min(self.m, max_cells))
         shown, low, high = self._normalise(values)
-        width = values.shape[1] * (2 if max_cells == TERMINAL_CELLS else 1)
-        lines = terminal.frame_lines(terminal.draw_blocks(shown, colour), width, (0, self.n - 1), (0, self.m - 1))
+        lines = terminal.draw_matrix(shown, colour, self.n, self.m)
         size = f"{self.n:,} queries × {self.m:,} keys"
         note = f"{size}, {self._share(values)}" if self.kind == "mask" else f"{size}, {_legend(low, high, colour)}"
         head = f"{self.title}   {note}"
@@ -208,7 +206,8 @@ def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head
         edges = _cell_edges(n, rows), _cell_edges(m, columns)
         values = _sample_cells(formula, extent, batch, head, edges)
         if not mask:
-            return _finite_mean(values)
+            means: Array = np.ma.masked_invalid(values).mean(axis=(1, 3)).filled(np.nan)
+            return means
         share = values.mean(axis=(1, 3))
         return _apply_bounds(formula, extent, batch, head, edges, share)
 
@@ -270,15 +269,6 @@ def _displayed_shares(share: Array) -> Array:
     """
     displayed: Array = np.where(share == 0, np.nan, np.where(share == 1, 1.0, 0.2 + 0.5 * share))
     return displayed
-
-
-def _finite_mean(values: Array) -> Array:
-    """Return for each cell the mean of the finite numbers at its points; NaN for a cell without finite numbers."""
-    finite = np.isfinite(values)
-    count = finite.sum(axis=(1, 3))
-    total = np.where(finite, values, 0).sum(axis=(1, 3))
-    mean: Array = np.where(count == 0, np.nan, total / np.maximum(count, 1))
-    return mean
 
 
 def _apply_bounds(

@@ -12,6 +12,7 @@ from .palette import DARK, RGB, interpolate, rgb
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+WIDE_CELLS = 32  # largest number of cells per side that are two characters wide, and of shaded cells per side
 SHADES = "░▒▓█"
 HIDDEN_CELL = " ·"  # text of a hidden cell, visible unlike a blank
 RESET = "\x1b[0m"
@@ -28,19 +29,31 @@ def colour_of(value: float) -> RGB:
     return rgb(DARK.hidden) if np.isnan(value) else interpolate(DARK.weights, value)
 
 
-def draw_blocks(values: Array, colour: bool) -> list[str]:
-    """Return lines of text that draw a matrix of numbers from 0 to 1, with NaN for hidden cells.
+def draw_matrix(values: Array, colour: bool, n: int, m: int) -> list[str]:
+    """Return lines of text that draw a matrix of numbers from 0 to 1, NaN for hidden cells, for n queries and m keys.
 
-    A shaded cell is two characters wide. A coloured cell is two characters wide if the matrix has at most 32 rows and
-    at most 32 columns; otherwise it is one character wide and half a character high.
+    A shaded cell is two characters wide. A coloured cell is two characters wide if the matrix has at most `WIDE_CELLS`
+    rows and columns; otherwise it is one character wide and half a character high. A frame has the numbers of the first
+    and the last query and key.
     """
+    width = values.shape[1] * (2 if max(values.shape) <= WIDE_CELLS else 1)
+    lines, last = _draw_cells(values, colour), f"{n - 1:,}"
+    margin = max(len(last), 2)
+    labels = ["0", *[""] * (len(lines) - 2), last][: len(lines)]
+    body = [f"{label:>{margin}} │{line}│" for label, line in zip(labels, lines, strict=True)]
+    end, pad = f"{m - 1:,}", " " * (margin + 1)
+    foot = "0" + (end.rjust(width - 1) if len(end) + 1 < width else f" … {end}")
+    return [f"{pad}┌{'─' * width}┐", *body, f"{pad}└{'─' * width}┘", f"{pad} {foot}"]
+
+
+def _draw_cells(values: Array, colour: bool) -> list[str]:
     if not colour:
         count = len(SHADES)
         shades = [
             [HIDDEN_CELL if np.isnan(x) else SHADES[min(int(x * count), count - 1)] * 2 for x in row] for row in values
         ]
         return ["".join(row) for row in shades]
-    if max(values.shape) <= 32:
+    if max(values.shape) <= WIDE_CELLS:
         return ["".join(f"\x1b[48;2;{_colour_code(value)}m  " for value in row) + RESET for row in values]
     if values.shape[0] % 2:
         values = np.concatenate([values, np.full((1, values.shape[1]), np.nan)])
@@ -52,21 +65,6 @@ def draw_blocks(values: Array, colour: bool) -> list[str]:
         + RESET
         for above, below in zip(values[0::2], values[1::2], strict=True)
     ]
-
-
-def frame_lines(lines: list[str], width: int, rows: tuple[int, int], columns: tuple[int, int]) -> list[str]:
-    """Return the lines in a frame, with the numbers of the first and last row and of the first and last column.
-
-    `width` is the number of visible characters in a line. `rows` and `columns` are (first number, last number).
-    """
-    first, last = f"{rows[0]:,}", f"{rows[1]:,}"
-    margin = max(len(first), len(last), 2)
-    left = [first, *[""] * (len(lines) - 2), last][: len(lines)]
-    body = [f"{label:>{margin}} │{line}│" for label, line in zip(left, lines, strict=True)]
-    start, end = f"{columns[0]:,}", f"{columns[1]:,}"
-    foot = start + (end.rjust(width - len(start)) if len(start) + len(end) < width else f" … {end}")
-    pad = " " * (margin + 1)
-    return [f"{pad}┌{'─' * width}┐", *body, f"{pad}└{'─' * width}┘", f"{pad} {foot}"]
 
 
 def _colour_code(value: float) -> str:
