@@ -6,7 +6,7 @@ A link is one weight with its query and its key.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,8 +192,9 @@ def from_weights(
     if names is not None and len(names) != len(arrays):
         raise ParameterError(f"{len(names)} names for {len(arrays)} layers", "one name for each layer", "names=None")
     labels = list(map(str, names)) if names is not None else [f"Layer {number}" for number in range(len(arrays))]
-    queries = _as_texts(tokens)
-    key_texts = queries if keys is None else _as_texts(keys)
+    queries, key_texts = (
+        list(map(tuple, labels_by_entry(side))) for side in (tokens, tokens if keys is None else keys)
+    )
     _check(queries, key_texts, arrays)
     layers = list(zip(labels, arrays, strict=True))
     texts = [
@@ -264,11 +265,6 @@ def _as_layers(weights: Any) -> list[Array]:
     return [array[None] if array.ndim == 3 else array for array in arrays]
 
 
-def _as_texts(tokens: Tokens) -> list[tuple[str, ...]]:
-    """Return for each text a tuple of its tokens."""
-    return [tuple(one) for one in labels_by_entry(tokens)]
-
-
 def _check(queries: Sequence[Any], keys: Sequence[Any], arrays: Sequence[Array]) -> None:
     longest = tuple(max(map(len, side), default=0) for side in (queries, keys))
     empty = any(len(text) == 0 for text in (*queries, *keys))
@@ -296,7 +292,7 @@ def make_layer(layer: DenseLayer, count: int = 0, side: int = 0, levels: int | N
     if not count:
         return ShownLayer(*names, p.astype(dtype), "whole", entropy, received, heads=layer.heads, levels=levels)
     cells = np.stack([pooled(head.astype(np.float32), side) for head in p]).astype(np.float32)
-    looks, seen_by = (stack_heads(top_links(head, count) for head in matrix) for matrix in (p, p.swapaxes(1, 2)))
+    looks, seen_by = (_stack_links([top_links(head, count) for head in matrix]) for matrix in (p, p.swapaxes(1, 2)))
     return ShownLayer(*names, cells, "mean", entropy, received, looks, seen_by, layer.heads, levels)
 
 
@@ -326,10 +322,9 @@ def top_links(p: Array, k: int) -> tuple[Array, Array]:
     return weights, where
 
 
-def stack_heads(pairs: Iterable[tuple[Array, Array]]) -> Links:
-    """Return one Links of all heads, given (weights, where) of each head."""
-    weights, where = zip(*pairs, strict=True)
-    return Links(np.stack(weights), np.stack(where))
+def _stack_links(of_heads: Sequence[tuple[Array, Array]]) -> Links:
+    weights, where = map(np.stack, zip(*of_heads, strict=True))
+    return Links(weights, where)
 
 
 def _levels_note(limit: int, levels: int) -> str:

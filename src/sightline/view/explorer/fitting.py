@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...statistics.reduction import cell_lengths
 from .page_parts import count_bytes
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ def _layer(layer: ShownLayer, reduction: Detail) -> ShownLayer:
 def _links(links: Links | None, reduction: Detail) -> Links | None:
     if links is None or not reduction.count:
         return None
-    kept = (part[..., : reduction.count] for part in (links.weights, links.where))
-    return replace(links, **dict(zip(("weights", "where"), kept, strict=True)), levels=reduction.link_levels)
+    weights, where = (part[..., : reduction.count] for part in (links.weights, links.where))
+    return replace(links, weights=weights, where=where, levels=reduction.link_levels)
 
 
 def halve(cells: Array, n: int, m: int, how: str) -> Array:
@@ -120,7 +121,7 @@ def halve(cells: Array, n: int, m: int, how: str) -> Array:
     for axis, length in ((1, n), (2, m)):
         count = cells.shape[axis]
         if count % 2 == 0:
-            sizes = np.expand_dims(np.diff(np.arange(count + 1) * length // count), 2 - axis)
+            sizes = np.expand_dims(cell_lengths(0, length, count), 2 - axis)
             weighted = cells if how == "max" else cells * sizes
             pairs = (weighted.take(np.arange(start, count, 2), axis) for start in (0, 1))
             joined = np.expand_dims(sizes.reshape(-1, 2).sum(1), 2 - axis)

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...arrays.operations import to_numpy
 from ...errors import ParameterError
+from ...statistics import arrays_of
 from .data import (
     PAGE_BYTES,
     TOP_ENTRIES,
@@ -75,16 +76,12 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
     if not is_dense:
         for run in runs:
             _check(run[-1])
-    batch = range(len(to_numpy(_first(runs[0][-1].results[0]))))
+    batch = range(len(to_numpy(arrays_of(runs[0][-1].results[0])[0])))
     if is_dense:
         return make_exploration(title, [[_dense(seen, *pair, entry) for pair in pairs] for entry in batch], limit, top)
     texts = [[_shown(seen, *pair, entry) for pair in pairs] for entry in batch]
     named = tuple(Text(text_name(text[0].queries), tuple(text)) for text in texts)
     return fit(Exploration(title, named, ("The map shows pooled weights.",)), limit)
-
-
-def _first(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
 
 
 def _last_run(calls: Sequence[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import webbrowser
+from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -52,7 +53,7 @@ def html(data: Exploration | Any) -> str:
     script, css = program() + "\nexplorerPage();\n", style()
     blobs = "\n".join(f'<script type="text/plain" id="sl-array-{k}">{text}</script>' for k, text in enumerate(arrays))
     return Template(page_file("page.html")).substitute(
-        title=_escape(data.title),
+        title=escape(data.title, quote=False),
         script_hash=_csp_hash(script),
         style_hash=_csp_hash(css),
         style=css,
@@ -161,7 +162,3 @@ def _in_notebook() -> bool:
 def _csp_hash(text: str) -> str:
     """Return the hash of an inline script or style, by which a Content-Security-Policy allows it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -35,7 +35,6 @@ BASE64_RATIO = 4 / 3  # number of base64 characters that encode one byte
 LEVELS: tuple[int, ...] = (65535, 4095, 255, *range(240, 63, -16))
 # names of the page's JavaScript files, in the order in which `program` joins them
 SCRIPTS = ("inflate", "numbers", "layers", "grid", "axes", "map", "strip", "panel", "vector", "explorer")
-TYPE_CODES = {"uint8": "u1", "uint16": "u2", "float16": "f2", "float32": "f4", "int32": "i4"}
 TAG_BYTES = 64  # bytes of the HTML element that holds an array, without the array's text
 SAMPLED_WEIGHTS = 1 << 19  # about this number of weights is compressed to estimate the size of all weights
 
@@ -136,7 +135,7 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
             array, record = to_levels(array, levels, scales), {"levels": levels, "scales": scales.tolist()}
         array = array if axes is None else array.transpose(axes)
         arrays.append(pack(array))
-        return {"at": len(arrays) - 1, "type": TYPE_CODES[array.dtype.name], "shape": array.shape} | record
+        return {"at": len(arrays) - 1, "type": array.dtype.str[1:], "shape": array.shape} | record
 
     def links(found: Links | None, positions: int) -> dict[str, Any] | None:
         if found is None:
