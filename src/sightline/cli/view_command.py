@@ -53,7 +53,7 @@ def view(options: argparse.Namespace) -> None:
         task = bar.add_task(STEPS[0], total=len(STEPS))
         model, tokenizer = load_model(path)
         bar.update(task, advance=1, description=STEPS[1])
-        seen = _run_model(model, tokenizer, texts)
+        seen = run_model(model, tokenizer, texts)
         bar.update(task, advance=1, description=STEPS[2])
         data = from_seen(seen, title=path.resolve().name)
         written = save_html(data, options.output)
@@ -96,8 +96,11 @@ def load_model(path: Path) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def _run_model(model: Any, tokenizer: Any, texts: Sequence[str]) -> Any:
-    """Run the model on the texts, which are padded on the right to one length, and return the recording."""
+def run_model(model: Any, tokenizer: Any, texts: Sequence[str], see: Sequence[Any] | None = None) -> Any:
+    """Run the model on the texts, which are padded on the right to one length, and return the recording.
+
+    By default the recording has the statistics that a page shows.
+    """
     torch = import_module("torch")
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
@@ -109,7 +112,7 @@ def _run_model(model: Any, tokenizer: Any, texts: Sequence[str]) -> Any:
     if model.config.is_encoder_decoder:  # the decoder gets the encoder's text
         inputs["decoder_input_ids"] = inputs["input_ids"]
         labels = {"encoder": labels, "decoder": labels}
-    see = _statistics(model.config, *inputs["input_ids"].shape)
+    see = _statistics(model.config, *inputs["input_ids"].shape) if see is None else see
     with torch.no_grad(), sightline.watch(model, see=see, tokens=labels) as seen:
         model(**inputs)
     return seen
