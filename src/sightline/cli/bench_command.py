@@ -119,12 +119,8 @@ def bench(only: Any = (), threads: int | None = None, quick: bool = False) -> No
     console = make_console()
     console.print(Text("softmax(Q Kᵀ / √d_k + M) V   beside torch's scaled_dot_product_attention", style="bold"))
     note(console, f"{processor_name()}, {threads} threads, torch {torch.__version__}; medians of alternating turns")
-    rows = []
     with progress(console) as bar:
-        task = bar.add_task("timing", total=len(selected))
-        for problem in selected:
-            rows.append(_measure(problem, quick))
-            bar.advance(task)
+        rows = [_measure(problem, quick) for problem in bar.track(selected, description="timing")]
     section(console, "Times", "8 heads, 4,096 positions, width 64, float32 unless stated")
     console.print(table("problem", "Sightline", "torch", "torch / Sightline", "difference", rows=rows))
     note(console, "difference: the largest one of all outputs and gradients; both round, and neither is exact")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..view.formula_pictures import Picture
 from ..view.palette import text_on, to_hex
-from ..view.terminal import colour_of
+from ..view.terminal import SHADES, colour_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -157,7 +157,7 @@ def weight_map(console: Console, weights: Array, tokens: Sequence[str]) -> Text:
                 hundredths = f"{min(round(100 * value), 99):>2} " if value >= 0.01 else " · "
                 result.append(hundredths, style=_cell_style(value**0.5))
             else:
-                result.append(" " + ("··" if value < 0.01 else "░▒▓█"[min(int(value**0.5 * 4), 3)] * 2))
+                result.append(" " + ("··" if value < 0.01 else SHADES[min(int(value**0.5 * 4), 3)] * 2))
         result.append("\n")
     result.rstrip()
     return result

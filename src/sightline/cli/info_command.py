@@ -155,7 +155,11 @@ def _machine() -> dict[str, str]:
         found["kernels for"] = f"{machine.cpu}: {machine.vector_registers} registers of {machine.vector_bytes} bytes"
         if machine != native_machine():
             found["kernels for"] += f", set by {CPU_VARIABLE}={os.environ[CPU_VARIABLE]}"
-    found["GPU"] = _gpu_name()
+    found["GPU"] = "none found by torch"
+    if has_gpu():
+        import torch
+
+        found["GPU"] = torch.cuda.get_device_name()
     return found
 
 
@@ -169,15 +173,6 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _gpu_name() -> str:
-    """Return the GPU's name, or a text if torch finds no GPU."""
-    if not has_gpu():
-        return "none found by torch"
-    import torch
-
-    return torch.cuda.get_device_name()
 
 
 def _generated() -> dict[str, str]:
