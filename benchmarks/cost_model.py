@@ -48,26 +48,6 @@ class Hardware:
         return self.backward_flops if backward and self.backward_flops is not None else self.flops
 
 
-class Sizes(NamedTuple):
-    """The sizes of a problem except n and m. `itemsize` and `accumulator`: bytes of a number in arrays and in sums."""
-
-    batches: int
-    key_heads: int
-    d_k: int
-    d_v: int
-    itemsize: int
-    accumulator: int
-
-    def flops(self, backward: bool) -> int:
-        """Return the operations of one pair: for S and O in the forward pass, else for S, dP, dQ, dK and dV."""
-        return 2 * (3 * self.d_k + 2 * self.d_v) if backward else 2 * (self.d_k + self.d_v)
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers key and value have at one position, over all batches and heads."""
-        return self.batches * self.key_heads * (self.d_k + self.d_v)
-
-
 @dataclass(frozen=True, eq=False)
 class PassCost:
     """The cost of one pass, forward or backward. Every array has an entry for each rank.
@@ -126,9 +106,12 @@ def _overlaps(groups: Sequence[Sequence[Span]], length: int, size: int) -> Array
     return found
 
 
-def predict(schedule: Schedule, pairs: Array, sizes: Sizes, hardware: Hardware | None = None) -> Prediction:
-    """Return the predicted cost of a schedule. `pairs` is the result of `count_pairs`."""
-    passes = [_predict_pass(schedule, pairs, sizes, hardware or Hardware(), backward) for backward in (False, True)]
+def predict(schedule: Schedule, pairs: Array, problem: Problem, hardware: Hardware | None = None) -> Prediction:
+    """Return the predicted cost of a schedule. `pairs` is the result of `count_pairs`.
+
+    The problem has the numbers of batches and of heads, the widths and the dtype of the arrays.
+    """
+    passes = [_predict_pass(schedule, pairs, problem, hardware or Hardware(), backward) for backward in (False, True)]
     work = pairs.sum(axis=1)
     return Prediction(float(work.max() / work.mean()) if work.any() else 1.0, *passes)
 
@@ -138,9 +121,7 @@ def predict_problem(problem: Problem, ranks: int, layout: ShardLayout, hardware:
     ranks = check_count("ranks={!r}", ranks, 1, "ranks=8")
     queries, keys = (divide(length, ranks, layout) for length in problem.extent[2:])
     schedule = find_schedule(problem.mask, problem.extent, queries, keys, key_block_length(problem))
-    pairs = count_pairs(schedule, problem.mask, problem.extent)
-    bytes_of_numbers = itemsize(problem.dtype), itemsize(problem.accumulator)
-    return predict(schedule, pairs, Sizes(problem.B, problem.G, problem.d_k, problem.d_v, *bytes_of_numbers), hardware)
+    return predict(schedule, count_pairs(schedule, problem.mask, problem.extent), problem, hardware)
 
 
 class _Step(NamedTuple):
@@ -169,15 +150,18 @@ def _entries(numbers: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> Arr
     return entries
 
 
-def _predict_pass(schedule: Schedule, pairs: Array, sizes: Sizes, hardware: Hardware, backward: bool) -> PassCost:
+def _predict_pass(schedule: Schedule, pairs: Array, problem: Problem, hardware: Hardware, backward: bool) -> PassCost:
     """Return the cost of a pass.
 
     While a rank computes a block, it receives the next block. In the backward pass it also returns the gradients of the
     previous block to their owner. A transfer begins when both ranks have begun the step. A step ends when its
     arithmetic and its transfers have ended.
     """
-    block, gradient = sizes.numbers * sizes.itemsize, sizes.numbers * sizes.accumulator * backward
-    rate = hardware.rate(backward) / sizes.flops(backward)  # pairs per second
+    d_k, d_v = problem.d_k, problem.d_v
+    numbers = problem.B * problem.G * (d_k + d_v)  # of key and value at one position
+    block, gradient = numbers * itemsize(problem.dtype), numbers * itemsize(problem.accumulator) * backward
+    flops = 2 * (3 * d_k + 2 * d_v) if backward else 2 * (d_k + d_v)  # of a pair: for S, dP, dQ, dK, dV, or for S and O
+    rate = hardware.rate(backward) / flops  # pairs per second
     work, size = pairs.sum(axis=1), schedule.size
     begin, received, sent = np.zeros((3, size))
     previous = idle = _Step(0, *np.zeros((3, size)))
@@ -194,7 +178,7 @@ def _predict_pass(schedule: Schedule, pairs: Array, sizes: Sizes, hardware: Hard
     bytes_sent = sent * block + received * gradient
     ranks_at_once = min(size, hardware.processors or math.inf)
     return PassCost(
-        flops=work * sizes.flops(backward),
+        flops=work * flops,
         sent=bytes_sent,
         received=received * block + sent * gradient,
         seconds=np.maximum(begin, _shared_seconds(work / rate, bytes_sent, hardware)),
