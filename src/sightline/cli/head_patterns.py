@@ -102,7 +102,7 @@ def encoder_folder() -> Path | None:
     return Path(found.submodule_search_locations[0]) / "model" if found and found.submodule_search_locations else None
 
 
-def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:
+def print_heads(console: Console, sentence: str, picture: Path) -> None:
     """Print what every head attends to, and write the picture of all heads to the file `picture`.
 
     The picture needs matplotlib. The explorer page is written to the path of the picture with the ending .html.
@@ -126,7 +126,6 @@ def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:
     if folder is None:
         note(console, "These activations are shipped with the library. For all six layers and any sentence:")
         note(console, '  pip install "sightline-attention[demo]"\n  sightline demo --sentence "..."')
-    return heads
 
 
 def pattern_map(console: Console, heads: HeadPatterns) -> Text:
