@@ -29,7 +29,7 @@ def recorded():
         cells = np.stack([pooled(head, SIDE) for head in p]).astype(np.float32)
         entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(-1)
         entropy, received = entropy.astype(np.float32), p.sum(1)
-        looks = Links(*map(np.stack, zip(*(top_links(head, 8) for head in p), strict=True)))
+        looks = Links(*top_links(p, 8))
         layers.append(ShownLayer(f"layer.{number}", tokens, tokens, cells, "mean", entropy, received, looks))
     return weights, Exploration("Recorded", (Text("t", tuple(layers)),))
 

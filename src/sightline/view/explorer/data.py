@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -292,7 +293,7 @@ def make_layer(layer: DenseLayer, count: int = 0, side: int = 0, levels: int | N
     if not count:
         return ShownLayer(*names, p.astype(dtype), "whole", entropy, received, heads=layer.heads, levels=levels)
     cells = np.stack([pooled(head.astype(np.float32), side) for head in p]).astype(np.float32)
-    looks, seen_by = (_stack_links([top_links(head, count) for head in matrix]) for matrix in (p, p.swapaxes(1, 2)))
+    looks, seen_by = (Links(*top_links(matrix, count)) for matrix in (p, p.swapaxes(1, 2)))
     return ShownLayer(*names, cells, "mean", entropy, received, looks, seen_by, layer.heads, levels)
 
 
@@ -303,28 +304,24 @@ def _entropy(p: Array) -> Array:
 
 
 def top_links(p: Array, k: int) -> tuple[Array, Array]:
-    """Return the k heaviest weights of every row of an (n, m) matrix, and their columns, each as an (n, k) array.
+    """Return the k heaviest weights of every row of (..., n, m) weights, and their columns, each as (..., n, k).
 
     Of equal weights the one in the first column comes first. A row with fewer than k weights above 0 is filled up with
     weight 0 and column −1. If m < k, k is m.
     """
-    n, m = p.shape
+    *heads, n, m = p.shape
     k = min(k, m)
-    weights, where = np.zeros((n, k), np.float32), np.full((n, k), -1, np.int32)
-    for start in range(0, n, 256):
-        rows = np.ascontiguousarray(p[start : start + 256], np.float32)
+    weights, where = np.zeros((*heads, n, k), np.float32), np.full((*heads, n, k), -1, np.int32)
+    for *head, start in product(*map(range, heads), range(0, n, 256)):
+        at: Any = (*head, slice(start, start + 256))
+        rows = np.ascontiguousarray(p[at], np.float32)
         bits = rows.view(np.int32).astype(np.int64)  # bits of floats ≥ 0 have the floats' order
         ordered = (bits << 32) - np.arange(m)
         best = np.argpartition(ordered, m - k, axis=1)[:, m - k :]
         best = np.take_along_axis(best, np.argsort(-np.take_along_axis(ordered, best, 1), axis=1), 1)
-        weights[start : start + 256] = np.take_along_axis(rows, best, 1)
-        where[start : start + 256] = np.where(weights[start : start + 256] > 0, best, -1)
+        weights[at] = np.take_along_axis(rows, best, 1)
+        where[at] = np.where(weights[at] > 0, best, -1)
     return weights, where
-
-
-def _stack_links(of_heads: Sequence[tuple[Array, Array]]) -> Links:
-    weights, where = map(np.stack, zip(*of_heads, strict=True))
-    return Links(weights, where)
 
 
 def _levels_note(limit: int, levels: int) -> str:
