@@ -101,26 +101,31 @@ def _print_tokens(console: Console, tokens: Tokenization) -> None:
     _print_merges(console, tokens)
     console.print()
     _print_blocks(console, tokens)
-    for line in _vocabulary_lines(console.width, tokens):
-        note(console, line)
+    note(console, _vocabulary_text(console.width, tokens))
     if tokens.published:
         note(console, "These tokens are published: 'the' includes the space before it.")
     note(console, "One space is added before the text. ␣ is a space.")
 
 
-def _vocabulary_lines(width: int, tokens: Tokenization) -> list[str]:
-    """Return lines of at most `width` characters that list the first entries of the vocabulary."""
+def _vocabulary_text(width: int, tokens: Tokenization) -> str:
+    """Return a text in lines of at most `width` characters that lists the first entries of the vocabulary."""
     vocabulary = tokens.vocabulary.items()
     entries = [f"{shorten(tokens.label(piece), MAX_TOKEN)} {number}" for piece, number in vocabulary]
     if len(entries) > MAX_ENTRIES:
         entries[MAX_ENTRIES:] = [f"and {len(entries) - MAX_ENTRIES} more"]
-    lines = [""]
-    for entry in entries:
-        if lines[-1] and cell_len(lines[-1]) + cell_len(entry) + 3 > width:  # ", " before and "," after the entry
-            lines[-1] += ","
-            lines.append("")
-        lines[-1] += f", {entry}" if lines[-1] else entry
-    return lines
+    lines = _split_lines(width + 1, [cell_len(entry) + 2 for entry in entries])  # a line ends with "," but no space
+    return ",\n".join(", ".join(entries[place] for place in line) for line in lines)
+
+
+def _split_lines(width: int, widths: Sequence[int]) -> list[range]:
+    """Return ranges of the entries of these widths, each as long as fits into a line of `width` characters."""
+    lines, start, used = list[range](), 0, 0
+    for place, needed in enumerate(widths):
+        if used + needed > width and place > start:
+            lines.append(range(start, place))
+            start, used = place, 0
+        used += needed
+    return [*lines, range(start, len(widths))]
 
 
 def _print_merges(console: Console, tokens: Tokenization) -> None:
@@ -166,7 +171,9 @@ def _merge_table(tokens: Tokenization, with_texts: bool) -> Table:
 def _print_blocks(console: Console, tokens: Tokenization) -> None:
     """Print positions, tokens and numbers in at most `MAX_BLOCKS` blocks as wide as the console, without the middle."""
     labels = [shorten(label, MAX_TOKEN) for label in tokens.labels]
-    blocks = _split_blocks(console.width, labels, tokens.numbers)
+    columns = enumerate(zip(labels, tokens.numbers, strict=True))
+    widths = [2 + max(cell_len(label), len(str(token)), len(str(i))) for i, (label, token) in columns]
+    blocks = _split_lines(console.width - len("position") - 2, widths)
     shown = visible_indices(len(blocks), MAX_BLOCKS)
     for index in shown:
         if index is None:
@@ -176,19 +183,6 @@ def _print_blocks(console: Console, tokens: Tokenization) -> None:
         part = blocks[index]
         rows = [("token", *(labels[i] for i in part)), ("number", *(tokens.numbers[i] for i in part))]
         console.print(table("position", *map(str, part), rows=rows))
-
-
-def _split_blocks(width: int, labels: Sequence[str], numbers: Sequence[int]) -> list[range]:
-    """Return ranges of the positions, each as long as fits into a line of `width` characters."""
-    margin = len("position") + 2
-    blocks, start, used = list[range](), 0, margin
-    for position, (label, token) in enumerate(zip(labels, numbers, strict=True)):
-        needed = 2 + max(cell_len(label), len(str(token)), len(str(position)))
-        if used + needed > width and position > start:
-            blocks.append(range(start, position))
-            start, used = position, margin
-        used += needed
-    return [*blocks, range(start, len(labels))]
 
 
 def _print_vectors(console: Console, walk: Walkthrough) -> None:
