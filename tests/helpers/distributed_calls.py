@@ -51,7 +51,7 @@ class Division:
         if not weights or self.layout != "contiguous":
             return divide(length, self.size, self.layout)
         ends = [length * sum(weights[: k + 1]) // max(sum(weights), 1) for k in range(self.size)]
-        return Shards.from_lengths(np.diff([0, *ends[:-1], length]).tolist())
+        return Shards.from_bounds([0, *ends[:-1], length], "contiguous")
 
     @property
     def options(self) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def test_more_ranks_than_positions_leave_ranks_without_positions():
 
 
 def test_lengths_of_a_caller_are_kept():
-    shards = Shards.from_lengths([3, 0, 5])
+    shards = Shards.from_bounds([0, 3, 3, 8], "contiguous")
     assert [(span.start, span.stop, span.row) for own in shards.ranks for span in own] == [
         (0, 3, 0),
         (3, 3, 0),

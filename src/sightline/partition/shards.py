@@ -63,11 +63,6 @@ class Shards:
         return Shards(tuple([tuple([part for span in spans for part in span.cut(length)]) for spans in self.ranks]))
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int]) -> Shards:
-        """Return the division in which rank r holds the next `lengths[r]` positions."""
-        return cls.from_bounds([0, *accumulate(lengths)], "contiguous")
-
-    @classmethod
     def from_bounds(cls, bounds: Sequence[int], layout: ShardLayout) -> Shards:
         """Return the division whose parts end at consecutive bounds: R parts of "contiguous", 2R parts of "zigzag"."""
         parts = list(pairwise(bounds))
@@ -103,7 +98,7 @@ def divide(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Shard
 def check_shards(name: str, lengths: Sequence[int], layout: ShardLayout) -> Shards:
     """Return the division whose ranks have these lengths. Raise ShapeError if the layout does not allow them."""
     if layout == "contiguous":
-        return Shards.from_lengths(lengths)
+        return Shards.from_bounds([0, *accumulate(lengths)], layout)
     shards = divide(sum(lengths), len(lengths), layout)
     if tuple(lengths) != shards.lengths:
         raise ShapeError(

@@ -14,7 +14,6 @@ from ...arrays.operations import dtype_name, needs_gradient, to_numpy
 from ...call.validation import to_float
 from ...errors import RankError
 from ...formula.expression import Expression
-from ...formula.tables import Table
 from .group import Group
 
 DIGEST_WORDS = 2
@@ -49,14 +48,11 @@ def describe_formula(formula: Expression | None) -> str:
     """
     if formula is None:
         return "None"
-    tables = [_describe_table(table) for table in formula.tables]
-    return f"{formula!r} with the digest {_digest(formula.text.encode())}" + "".join([f"; {one}" for one in tables])
-
-
-def _describe_table(table: Table) -> str:
-    """Return the description of a table's array, and what the axes of a dense array stand for."""
-    batch = "" if table.batch_axes is None else f" of the batch axes {list(table.batch_axes.shape)}"
-    return describe_array(table.array) + (f" for {table.axes}{batch}" if table.axes else "")
+    parts = [f"{formula!r} with the digest {_digest(formula.text.encode())}"]
+    for table in formula.tables:
+        batch = "" if table.batch_axes is None else f" of the batch axes {list(table.batch_axes.shape)}"
+        parts.append(describe_array(table.array) + (f" for {table.axes}{batch}" if table.axes else ""))
+    return "; ".join(parts)
 
 
 def _digest(content: bytes) -> str:

@@ -170,7 +170,10 @@ def _describe(named: dict[str, Any], options: dict[str, Any]) -> tuple[tuple[int
     description = {name: describe_formula(formula) for name, formula in formulas.items()}
     for name, array in named.items():
         description |= describe_shard(name, array, -2)
-    description["see"] = "; ".join([_describe_statistic(statistic) for statistic in read_statistics(options["see"])])
+    statistics = read_statistics(options["see"])
+    description["see"] = "; ".join(
+        [f"{statistic!r} {statistic.serialize(describe_formula)}" for statistic in statistics]
+    )
     sinks = options["sinks"]
     description["sinks"] = "None" if sinks is None else describe_array(sinks)
     description |= {name: describe_number(options[name]) for name in ("scale", "dropout")}
@@ -182,16 +185,6 @@ def _describe(named: dict[str, Any], options: dict[str, Any]) -> tuple[tuple[int
         seed = read_seed(seed, dropout)
     description["seed"] = str(seed)
     return (named["query"].shape[-2], named["key"].shape[-2], int(make_seed(seed))), description
-
-
-def _describe_statistic(statistic: Statistic) -> str:
-    formulas: list[str] = []
-
-    def note(formula: Any) -> Any:
-        formulas.append(describe_formula(formula))
-        return formula
-
-    return f"{statistic.map_formulas(note)!r} {formulas}"
 
 
 def _whole_problem(arrays: list[Tensor], shards: list[Shards], options: dict[str, Any]) -> Problem:
