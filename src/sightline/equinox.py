@@ -96,9 +96,8 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
                 raise ShapeError(
                     f"process_heads returned the shapes {[x.shape for x in heads]}", f"{shapes}", "keep the shapes"
                 )
-        operands = [x[None] for x in heads]
-        output, _ = attend_by_position(operands, None, [mask], **self._dropout_options(key, inference))
-        return jax.vmap(self.output_proj)(output[0].reshape(len(query), -1))
+        output, _ = attend_by_position(heads, None, [mask], **self._dropout_options(key, inference))
+        return jax.vmap(self.output_proj)(output.reshape(len(query), -1))
 
     def _project_heads(self, *inputs: Any) -> list[Any]:
         """Return query, key and value as arrays (positions, heads, width)."""

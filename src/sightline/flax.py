@@ -124,16 +124,13 @@ def dot_product_attention(
     if any(x.ndim < 3 for x in operands):
         given = "query, key and value of shapes " + ", ".join(str(x.shape) for x in operands)
         raise ShapeError(given, "(..., positions, heads, width)", "x[:, None] for arrays of one head")
-    has_batch = operands[0].ndim > 3
-    operands = operands if has_batch else [x[None] for x in operands]
     conditions = [_read_mask(mask), causal() if is_causal else None]
     options = {} if deterministic or not dropout_rate else _read_dropout(dropout_rate, dropout_rng)
     see = [] if module is None else [weights()]
     output, seen = attend_by_position(operands, bias, conditions, see=see, **options)
     if module is not None:
-        own = seen[0].astype(output.dtype)
-        _store_weights(module, own if has_batch else own[0])
-    return output if has_batch else output[0]
+        _store_weights(module, seen[0].astype(output.dtype))
+    return output
 
 
 def _promote(arrays: list[Any], dtype: Any, promote: Callable[..., Any] | None) -> list[Any]:

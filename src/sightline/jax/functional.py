@@ -105,7 +105,6 @@ def dot_product_attention(
             f"implementation={implementation!r}", 'None, "xla" or "cudnn"', "leave implementation=None"
         )
     operands = [read_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
-    has_batch = operands[0].ndim == 4
     if any(x.ndim not in (3, 4) for x in operands):
         given = ", ".join(str(x.shape) for x in operands)
         raise ShapeError(
@@ -113,8 +112,7 @@ def dot_product_attention(
             "three or four axes: (batch, positions, heads, width) or (positions, heads, width)",
             "x[:, None] for one head; sightline.attention for more axes",
         )
-    operands = [x if x.ndim == 4 else x[None] for x in operands]
-    batch = operands[0].shape[0]
+    batch = operands[0].shape[0] if operands[0].ndim == 4 else 1
     conditions = [mask, CAUSAL if is_causal else None, _read_window(local_window_size)]
     for name, symbol, lengths in (
         ("query_seq_lengths", i, query_seq_lengths),
@@ -125,7 +123,6 @@ def dot_product_attention(
     see = [lse()] if return_residual else []
     output, seen = attend_by_position(operands, bias, conditions, scale=scale, see=see)
     results = [output, *(jax.lax.stop_gradient(x.swapaxes(-1, -2).astype(output.dtype)) for x in seen)]
-    results = results if has_batch else [x[0] for x in results]
     return tuple(results) if return_residual else results[0]
 
 
@@ -136,7 +133,7 @@ def attend_by_position(
 
     Parameters
     ----------
-    operands : query (..., T, N, H), key (..., S, K, H) and value (..., S, K, H_v), with at least one leading axis
+    operands : query (..., T, N, H), key (..., S, K, H) and value (..., S, K, H_v)
     bias : array broadcastable to (..., N, T, S), formula or None
     conditions : arrays broadcastable to (..., N, T, S), formulas or None; a pair is visible if all of them are True
     **options : scale, dropout, seed and see, as in `sightline.attention`
@@ -146,6 +143,8 @@ def attend_by_position(
     output : (..., T, N, H_v)
     seen : the results of the statistics `see`, with the axis of heads before the axis of queries
     """
+    has_batch = operands[0].ndim > 3
+    operands = [x[None] if x.ndim == 3 else x for x in operands]
     scores_shape = _check_shapes(*operands)
     mask: Any = None
     for condition in conditions:
@@ -156,7 +155,8 @@ def attend_by_position(
     query, key, value = (x.swapaxes(-3, -2) for x in operands)
     given = {"scale": None, "sinks": None, "dropout": 0.0, "seed": None, "see": ()} | options
     output, seen = run(query, key, value, given | {"mask": mask, "score": score}, None, None, by_position=True)
-    return output.swapaxes(-3, -2), seen
+    output = output.swapaxes(-3, -2)
+    return (output, seen) if has_batch else (output[0], tuple([x[0] for x in seen]))
 
 
 def read_array(name: str, value: Any) -> jax.Array:

@@ -20,7 +20,7 @@ from ..formula.expression import Expression, conjuncts, table_lookup
 from ..formula.tables import Table
 from ..partition.parts import part_of
 from ..partition.schedule import Schedule, find_schedule
-from ..partition.shards import ShardLayout, Shards
+from ..partition.shards import ShardLayout, Shards, divide
 from .options import check_tables, example, fold_traced_scale
 
 
@@ -38,8 +38,7 @@ def divide_equally(length: int, ranks: int, layout: ShardLayout) -> Shards:
             "an even number, because a device has two parts of equal length",
             f"pad the sequence to {(length + 1) * ranks} positions, and hide the added ones with mask=",
         )
-    count = ranks if layout == "contiguous" else 2 * ranks
-    return Shards.from_bounds([length * ranks * part // count for part in range(count + 1)], layout)
+    return divide(length * ranks, ranks, layout, alignment=1)
 
 
 @dataclass(frozen=True, eq=False)

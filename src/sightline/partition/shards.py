@@ -72,7 +72,7 @@ class Shards:
         return cls(tuple([(Span(*first, 0), Span(*last, first[1] - first[0])) for first, last in pairs]))
 
 
-def divide(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Shards:
+def divide(length: int, ranks: int, layout: ShardLayout = "contiguous", alignment: int = ALIGNMENT) -> Shards:
     """Return the division of `length` positions among ranks.
 
     contiguous
@@ -81,7 +81,7 @@ def divide(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Shard
         The sequence has 2R parts, and rank r holds the parts r and 2R − 1 − r. Under a causal mask every rank then
         computes about as many pairs as every other rank.
 
-    All parts begin at multiples of 4, so the lengths of two parts may differ by up to 7.
+    All parts begin at multiples of the alignment 4, so the lengths of two parts may differ by up to 7.
 
     Raises
     ------
@@ -90,8 +90,8 @@ def divide(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Shard
     """
     check_layout(layout)
     count = ranks if layout == "contiguous" else 2 * ranks
-    units = -(-length // ALIGNMENT)
-    bounds = [min(ALIGNMENT * (-(-units * part // count)), length) for part in range(count + 1)]
+    units = -(-length // alignment)
+    bounds = [min(alignment * (-(-units * part // count)), length) for part in range(count + 1)]
     return Shards.from_bounds(bounds, layout)
 
 
