@@ -12,6 +12,7 @@ import sightline
 from fault_planting import Fault, assert_found
 from gradient_checks import check
 from sightline import i, j, table
+from sightline.call.kernel import GivenGradients
 from sightline.cpu import Cpu
 from sightline.cpu.launch import backward_parts
 from sightline.cpu.runtime.processor import HOST
@@ -33,8 +34,8 @@ MASKS = {
 
 def by_parts(problem, d_output, d_lse, _):
     answer = Cpu().run(problem)
-    saved, added = (answer.output, answer.lse), StatisticGradients()
-    return backward_parts.backward_in_parts(problem, d_output, d_lse, saved, 2, added, HOST)
+    given = GivenGradients(d_output, d_lse, (answer.output, answer.lse), ())
+    return backward_parts.backward_in_parts(problem, given, 2, HOST)
 
 
 @pytest.fixture
@@ -89,7 +90,8 @@ def test_only_large_sums_are_divided():
     def is_divided(n, heads=1, dtype=np.float32, wanted=(), **added):
         array = np.broadcast_to(np.zeros((), dtype), (1, heads, n, 64))
         problem = Case(array, array, array, {"mask": i >= j}).make_problem()
-        return backward_parts.needs_parts(problem, wanted, StatisticGradients(**added))
+        given = GivenGradients(None, None, (), wanted, StatisticGradients(**added))
+        return backward_parts.needs_parts(problem, given)
 
     assert is_divided(1 << 20)
     assert not is_divided(1 << 14)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result, Tangents
+from ..call.kernel import (
+    GivenGradients,
+    Gradients,
+    Kernel,
+    Refusal,
+    Result,
+    Tangents,
+    refuse_no_pairs,
+    refuse_sizes,
+)
 from ..call.problem import Problem
 from ..statistics import Statistic, TopK, unwrap_mean
 from ..statistics.computation import computed_statistic, is_fused
-from .refusals import refuse_backward, refuse_forward
 from .runtime.processor import HOST, Processor
 
 __all__ = ["Cpu"]
+
+# the largest d_k and the largest d_v: each component takes up to 1,280 bytes of a thread's scratch
+MAX_HEAD_WIDTH = 1024
 
 
 class Cpu(Kernel):
@@ -25,7 +37,15 @@ class Cpu(Kernel):
         self.processor = processor
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        return refuse_forward(problem)
+        if not problem.framework.has_memory:
+            yield Refusal(f"arrays of {problem.framework.name}", "convert them by numpy.asarray or torch.from_dlpack")
+        elif problem.device != "cpu":
+            yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
+        yield from refuse_sizes(
+            problem, MAX_HEAD_WIDTH, f"use widths up to {MAX_HEAD_WIDTH}; the streaming kernel serves larger widths"
+        )
+        if importlib.util.find_spec("llvmlite") is None:
+            yield Refusal("llvmlite is not installed", "pip install llvmlite")
 
     def cost(self, problem: Problem) -> float:
         return 1.0
@@ -51,21 +71,19 @@ class Cpu(Kernel):
         return {"forward": source(problem, self.processor)}
 
     def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
-        return refuse_backward(problem)
+        yield from self.refuses(problem)
+        yield from refuse_no_pairs(problem)
 
     def backward(self, problem: Problem, given: GivenGradients, threads: int | None = None) -> Gradients | None:
         # the backward kernel cannot tell a visible pair whose weight is 0 from a hidden pair
         is_refused = next(self.refuses_backward(problem, given.wanted_tables), None) is not None
         if is_refused or given.statistics.includes_zero_weights:
             return None
+        from .launch import backward_parts
         from .launch.backward import backward
-        from .launch.backward_parts import backward_in_parts, needs_parts
 
-        d_output, d_lse, saved, wanted_tables, statistics = given
-        rest = threads, statistics, self.processor
-        if needs_parts(problem, wanted_tables, statistics):
-            return backward_in_parts(problem, d_output, d_lse, saved, *rest)
-        return backward(problem, d_output, d_lse, saved, wanted_tables, *rest)
+        run = backward_parts.backward_in_parts if backward_parts.needs_parts(problem, given) else backward
+        return run(problem, given, threads, self.processor)
 
     def tangent(
         self, problem: Problem, tangents: Tangents, saved: tuple[Any, Any], threads: int | None = None

@@ -12,6 +12,7 @@ import numpy as np
 from ...arrays.operations import convert, detach, empty, layout, namespace, to_numpy
 from ...call.kernel import (
     BACKWARD_SUMS,
+    GivenGradients,
     Gradients,
     differentiate_sinks,
     find_learned_lookups,
@@ -96,28 +97,13 @@ class Split:
         return cls(-(-blocks // split_size), split_size, heads, batches)
 
 
-def backward(
-    problem: Problem,
-    d_output: Any,
-    d_lse: Any,
-    saved: tuple[Any, Any],
-    wanted_tables: Collection[int],
-    threads: int | None,
-    statistic_gradients: StatisticGradients,
-    processor: Processor,
-) -> Gradients | None:
+def backward(problem: Problem, given: GivenGradients, threads: int | None, processor: Processor) -> Gradients | None:
     """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse.
 
     Returns None if a gradient is NaN or ∞, or if an lse exceeds `kernel.MAX_LSE`. The kernel `Streaming` must then
     compute the gradients.
-
-    Parameters
-    ----------
-    d_output, d_lse : gradients with the shapes of output and lse; d_lse may be None for 0
-    saved : (output, lse) of the forward pass
-    wanted_tables : slots in `Problem.tables` of the tables that need gradients
-    statistic_gradients : the gradients of weights, scores and lse that come from statistics
     """
+    d_output, d_lse, saved, wanted_tables, statistic_gradients = given
     if is_lse_too_large(saved[1], problem.accumulator):
         return None
     bound_sum = None

@@ -6,20 +6,18 @@ few heads and many queries these sums are larger than all other arrays, so the q
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from ...arrays.operations import detach, empty, itemsize
-from ...call.kernel import Gradients, differentiate_sinks, is_lse_too_large
+from ...arrays.operations import detach, itemsize
+from ...call.kernel import GivenGradients, Gradients, differentiate_sinks, is_lse_too_large
 from ...call.problem import Problem
 from ...formula.tile_ranges import find_runs, find_tile_ranges
 from ...partition.parts import part_of
-from ...statistics import StatisticGradients
 from ..runtime.processor import Processor
-from .arguments import TARGET_ITEMS
+from .arguments import TARGET_ITEMS, zeros
 from .backward import backward
 
 MAX_SUM_BYTES = 64 << 20  # the largest size of the splits' sums in one part
@@ -28,46 +26,38 @@ MAX_KEYS = 1 << 16  # the most keys of a part
 KEY_TILE = 1024  # the keys of a tile in the search for the keys that a part sees
 
 
-def needs_parts(problem: Problem, wanted_tables: Collection[int], added: StatisticGradients) -> bool:
+def needs_parts(problem: Problem, given: GivenGradients) -> bool:
     """True if the backward pass must run in parts, because each split of the keys has a sum of dQ, and these are large.
 
     False if gradients of tables, or of statistics other than lse, are requested: these need the whole problem at once.
     False in float16 and bfloat16 too, because each part would round the gradients.
     """
-    if wanted_tables or added.formulas or problem.dtype != problem.accumulator:
+    if given.wanted_tables or given.statistics.formulas or problem.dtype != problem.accumulator:
         return False
     return problem.n * _bytes_per_query(problem) > MIN_SPLIT_BYTES
 
 
 def backward_in_parts(
-    problem: Problem,
-    d_output: Any,
-    d_lse: Any,
-    saved: tuple[Any, Any],
-    threads: int | None,
-    added: StatisticGradients,
-    processor: Processor,
+    problem: Problem, given: GivenGradients, threads: int | None, processor: Processor
 ) -> Gradients | None:
     """Return the gradients as `Kernel.backward` returns them, without gradients of tables.
 
     Return None if a |lse| is so large that the backward pass would be inaccurate, or if the kernel fails for a part.
     The parts and their order depend on the problem alone, so the result has equal bits for any number of threads.
     """
-    if is_lse_too_large(saved[1], problem.accumulator):
+    output, lse = given.saved
+    if is_lse_too_large(lse, problem.accumulator):
         return None
+    d_output, d_lse = given.d_output, given.statistics.add_to_d_lse(given.d_lse)
     arrays = [detach(array) for array in (problem.query, problem.key, problem.value)]
-    d_arrays = [empty(tuple(array.shape), problem.accumulator, array) for array in arrays]
-    for array in d_arrays:
-        array[...] = 0
-    output, lse, d_lse = saved[0], saved[1], added.add_to_d_lse(d_lse)
+    d_arrays = [zeros(tuple(array.shape), problem.accumulator, array) for array in arrays]
     for rows, keys in _parts(problem):
         spans = (rows, keys, keys)
         operands = [array[..., span, :] for array, span in zip(arrays, spans, strict=True)]
         part = part_of(problem, *operands, first_row=rows.start, first_key=keys.start)
         d_rows = None if d_lse is None else d_lse[..., rows]
         own_saved = output[..., rows, :], lse[..., rows]
-        d_part = d_output[..., rows, :]
-        found = backward(part, d_part, d_rows, own_saved, (), threads, StatisticGradients(), processor)
+        found = backward(part, GivenGradients(d_output[..., rows, :], d_rows, own_saved, ()), threads, processor)
         if found is None:
             return None
         for array, span, term in zip(d_arrays, spans, (found.query, found.key, found.value), strict=True):

@@ -57,7 +57,7 @@ class BoundCall:
     min_parallel_multiplications = 1 << 21  # with fewer multiplications a second thread costs more than it saves
     has_dynamic_key_length = False  # True if the call serves any number of keys
     family: CallFamily | None = None  # binds the call again for other lengths
-    convert_table, convert_sinks = staticmethod(convert_table), staticmethod(convert_sinks)
+    convert_sinks = staticmethod(convert_sinks)
 
     def __init__(
         self,
@@ -126,9 +126,9 @@ class BoundCall:
         converters: list[Callable[[Any], Any] | None] = []
         for array, bound in zip([tables[table] for table in own_tables], self.table_layouts, strict=True):
             is_read_in_place = memory_layout(array) == bound
-            if not is_read_in_place and memory_layout(self.convert_table(array)) != bound:
+            if not is_read_in_place and memory_layout(convert_table(array)) != bound:
                 return None
-            converters.append(None if is_read_in_place else self.convert_table)
+            converters.append(None if is_read_in_place else convert_table)
         return PreparedCall(self, own_tables, converters, operands, results, makers, num_keys, can_be_direct)
 
     def make_buffer(self, capacity: int | None = None) -> Buffer:

@@ -8,7 +8,6 @@ call always searches for its tile ranges in generated code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...formula.expression import Lookup, walk
@@ -41,7 +40,7 @@ class CallFamily:
     ) -> None:
         self.spec, self.bind_arguments = spec, bind
         self.axes = [table.axes for table in arguments.problem_tables]
-        self.tables = [TableForm.of(table) for table in arguments.tables]
+        self.table_forms = [_form(table) for table in arguments.tables]
         self.extent = arguments.problem.extent
         self.arguments = arguments.without_arrays()
 
@@ -73,11 +72,11 @@ class CallFamily:
             return None
         spans = dict(zip("bhij", extent, strict=True))
         tables = [convert_table(table) for table in tables]
-        for table, axes, known in zip(tables, self.axes, self.tables, strict=True):
+        for table, axes, known in zip(tables, self.axes, self.table_forms, strict=True):
             lengths = zip(axes or (), table.shape, strict=False)
             if any(axis and not Table.fits_axis(axis, length, spans[axis[0]]) for axis, length in lengths):
                 return None
-            if extent_in_bytes(table) >= MAX_INT32 or not known.fits(table):
+            if extent_in_bytes(table) >= MAX_INT32 or _form(table) != known:
                 return None
         arguments = self.arguments.with_arrays(query, key, value, tables)
         if not self.are_indices_inside(arguments):
@@ -104,19 +103,6 @@ class CallFamily:
         return True
 
 
-@dataclass(frozen=True)
-class TableForm:
-    """What is compiled into the kernel of a family for a table, and the table's shape in the family's problem."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    has_adjacent_entries: bool  # see `KernelSpec.tile_lookups`
-
-    @classmethod
-    def of(cls, table: Any) -> TableForm:
-        return cls(str(table.dtype), table.shape, has_unit_stride(table))
-
-    def fits(self, table: Any) -> bool:
-        """True if the kernel can read a table, which may have other lengths and strides."""
-        other = TableForm.of(table)
-        return self.dtype == other.dtype and self.has_adjacent_entries == other.has_adjacent_entries
+def _form(table: Any) -> tuple[str, bool]:
+    """Return what is compiled into a kernel for a table: its dtype, and whether its entries are adjacent."""
+    return str(table.dtype), has_unit_stride(table)

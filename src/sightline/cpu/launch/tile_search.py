@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...caching import cached_property
-from ...formula.expression import Expression, as_expression
+from ...formula.expression import as_expression
 from ...formula.formula_checks import stay_inside_for_all_entries
 from ..codegen.abi import to_word
 from ..codegen.render_bounds import EXTREMES_BLOCK, EXTREMES_BYTES
@@ -66,8 +64,8 @@ class BoundSearch:
         self.packed = arguments.pack(SEARCH_FIELDS, fields)
         clamped = [own for f, own in zip(arguments.formulas[1:], spec.clamped[1:], strict=True) if f is not None]
         texts = tuple(formula.text for formula in formulas[1:])
-        search_spec = SearchSpec(formulas[0].text, texts, spec.tables, (spec.clamped[0], *clamped))
-        self._compile = partial(_compile, search_spec, formulas, processor)
+        self.spec = SearchSpec(formulas[0].text, texts, spec.tables, (spec.clamped[0], *clamped))
+        self.formulas, self.processor = formulas, processor
 
     @classmethod
     def of(cls, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> BoundSearch | None:
@@ -81,7 +79,9 @@ class BoundSearch:
     @cached_property
     def address(self) -> Any:
         """The address of the search's code, which is compiled for the first repeated call."""
-        return self._compile()
+        mask, *others = self.formulas
+        name = "sightline_tile_search"
+        return self.processor.kernel(repr(self.spec), name, lambda: TileSearch(self.spec, mask, others).write(name))
 
     def extend(self, count: int) -> None:
         """From now on, let new records search, with memory for twice as many tile ranges as a search has found."""
@@ -98,12 +98,6 @@ class BoundSearch:
             "extremes": self.num_extremes * EXTREMES_BYTES // 8,
             "count": 1,
         }
-
-
-def _compile(spec: SearchSpec, formulas: Sequence[Expression], processor: Processor) -> Any:
-    mask, *others = formulas
-    name = "sightline_tile_search"
-    return processor.kernel(repr(spec), name, lambda: TileSearch(spec, mask, others).write(name))
 
 
 def _count_blocks(table: Any) -> int:

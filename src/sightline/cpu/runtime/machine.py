@@ -81,7 +81,7 @@ class Machine:
         Few queries fill few vectors, and the other vectors of a wider tile would do no useful work.
         """
         wide = 1 << max(vectors - 1, 0).bit_length()
-        return _with_vectors(self, wide) if wide < self.register_tile[1] else self
+        return _replace(self, vectors=wide) if wide < self.register_tile[1] else self
 
     @cached_property
     def has_fma(self) -> bool:
@@ -103,20 +103,13 @@ class Machine:
         """True if the machine multiplies bfloat16 pairs and adds in float32 (llvm.x86.avx512bf16.dpbf16ps.512)."""
         return {"avx512f", "avx512bf16"} <= self.feature_set
 
-    @property
+    @cached_property
     def without_bf16_dot(self) -> Machine:
         """The same machine without instructions for bfloat16."""
-        return _without_feature(self, "avx512bf16")
+        return replace(self, features=",".join(x for x in self.features.split(",") if x != "+avx512bf16"))
 
 
-@cache
-def _without_feature(machine: Machine, name: str) -> Machine:
-    return replace(machine, features=",".join(x for x in machine.features.split(",") if x != f"+{name}"))
-
-
-@cache
-def _with_vectors(machine: Machine, vectors: int) -> Machine:
-    return replace(machine, vectors=vectors)
+_replace = cache(replace)  # equal machines share what `cached_property` computes
 
 
 def machine_names() -> tuple[str, ...]:
