@@ -90,8 +90,7 @@ def test_only_large_sums_are_divided():
     def is_divided(n, heads=1, dtype=np.float32, wanted=(), **added):
         array = np.broadcast_to(np.zeros((), dtype), (1, heads, n, 64))
         problem = Case(array, array, array, {"mask": i >= j}).make_problem()
-        given = GivenGradients(None, None, (), wanted, StatisticGradients(**added))
-        return backward_parts.needs_parts(problem, given)
+        return backward_parts.needs_parts(problem, GivenGradients(None, None, (), wanted, StatisticGradients(**added)))
 
     assert is_divided(1 << 20)
     assert not is_divided(1 << 14)
