@@ -222,6 +222,19 @@ def test_unknown_functions_raise_an_error_that_lists_the_known(call):
         call()
 
 
+@pytest.mark.parametrize("indices", ["j", "i, j", "h, i, j", "b, h, i, j", "0, b, h, i, j"])
+def test_an_array_in_a_formula_is_read_at_its_own_axes(indices):
+    array = np.ones((4,) * len(indices.split()))
+    for operand in (array, table(array)):
+        with pytest.raises(FormulaError, match=rf"\(array\)\[{indices}\]"):
+            s + operand
+
+
+def test_a_method_for_a_sum_names_the_statistic():
+    with pytest.raises(AttributeError, match=r"sightline\.sum\(p, over=j\)"):
+        sightline.p.sum()
+
+
 # -- functions as formulas -------------------------------------------------------------------------------------------
 
 DOCUMENT = torch.tensor([0, 0, 1, 1, 1])

@@ -312,7 +312,13 @@ def _suggest_operand(value: Any) -> str:
         return "pass mask=and_masks(block_mask.mask_mod, other_mask_mod); torch has the function and_masks"
     if isinstance(value, list | tuple | set | range):
         return "np.isin(j, [0, 4]) to test j against several numbers; sightline.table(array)[j] to read an array at j"
-    return "sightline.dense(array) for a mask, True attends; sightline.table(array)[h, i, j] for any array"
+    indices = example_indices(len(getattr(value, "shape", "ij")))
+    return f"sightline.dense(array) for a mask, True attends; sightline.table(array)[{indices}] for any array"
+
+
+def example_indices(ndim: int) -> str:
+    """Return indices of an array with so many axes, for the text of a cure: "i, j" for a matrix."""
+    return ", ".join([*"0" * (ndim - 4), *"bhij"[-ndim:]])
 
 
 def _read_number(array: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from ..arrays.operations import is_compiling
 from ..errors import FormulaError
 from .composed_functions import COMPOSED
-from .expression import Expression, apply
+from .expression import Expression, Symbol, apply
 from .operators import OPERATOR_ALIASES, OPERATORS
 from .tensor_casts import CASTS
 
@@ -29,6 +29,7 @@ ATTRIBUTES: dict[str, Callable[[Any, Expression], Any]] = {  # (torch, formula) 
     "ndim": lambda torch, value: 0,
     "shape": lambda torch, value: torch.Size(()),
 }
+REDUCTIONS = {"add.reduce": "sum", "amax": "max", "amin": "min", **{name: name for name in ("sum", "max", "min")}}
 NO_ATTRIBUTE = (
     "formulas have no attribute {!r}, because a formula is not an array; formula.array(n, m) makes one. A model of "
     "transformers takes a formula by `with sightline.transformers.masking(model, mask):`"
@@ -46,7 +47,7 @@ def translate_call(
     if not is_compiling():
         qualified = getattr(function, "_qualified_op_name", None) or str(getattr(function, "_schema", "")).split("(")[0]
         if "::" in qualified and qualified.split("::")[0] not in OPERATOR_NAMESPACES:
-            raise _unsupported(f"the custom operator {qualified}")
+            raise _unsupported("the custom operator", qualified, inputs)
         if name == "__getitem__":
             raise FormulaError(
                 f"a tensor indexed by {inputs[1]}", "tables indexed by formulas", "sightline.table(tensor)[i]"
@@ -67,7 +68,8 @@ def tensor_attribute(value: Expression, name: str) -> Any:
     if name in ATTRIBUTES and not is_compiling() and IS_READING.get() and "torch" in sys.modules:
         return ATTRIBUTES[name](sys.modules["torch"], value)
     if name not in METHODS:
-        raise AttributeError(NO_ATTRIBUTE.format(name))
+        cure = _suggest_statistic(name, value)
+        raise AttributeError(NO_ATTRIBUTE.format(name) + (f" For the statistic write {cure}." if cure else ""))
 
     def method(*inputs: Any, **kwargs: Any) -> Any:
         first = (inputs[0], value, *inputs[1:]) if name == "where" else (value, *inputs)
@@ -87,14 +89,14 @@ def _translate(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library
         except TypeError as error:  # the signature is read only after an error, because it takes longer than the call
             if accepts(inspect.signature(FUNCTIONS[name]), *inputs, **kwargs):
                 raise
-            raise _unsupported(f"{library}.{name}{_describe(inputs, kwargs)}") from error
+            raise _unsupported(library, name, inputs, _describe(inputs, kwargs)) from error
     if name not in OPERATORS:
-        raise _unsupported(f"{library}.{name}")
+        raise _unsupported(library, name, inputs)
     arity = OPERATORS[name].arity
     keywords = ("condition", "input", "other") if arity == 3 else ("input", "other")[:arity]
     operands = [*inputs, *[kwargs.pop(keyword) for keyword in keywords[len(inputs) :] if keyword in kwargs]]
     if kwargs or len(operands) != arity:
-        raise _unsupported(f"{library}.{name}{_describe(inputs, kwargs)}")
+        raise _unsupported(library, name, inputs, _describe(inputs, kwargs))
     return apply(name, *operands)
 
 
@@ -111,11 +113,20 @@ def _describe(inputs: Sequence[Any], kwargs: dict[str, Any]) -> str:
     return f" with {len(inputs)} arguments" + (f" and {', '.join(sorted(kwargs))}=" if kwargs else "")
 
 
-def _unsupported(call: str) -> FormulaError:
+def _unsupported(library: str, name: str, inputs: Sequence[Any], arguments: str = "") -> FormulaError:
     """Return the error for a function that the formula language does not have."""
     names = sorted({*OPERATORS, *COMPOSED})
+    cure = _suggest_statistic(name, inputs[0] if inputs else None)
     return FormulaError(
-        f"{call} of a formula",
+        f"{library}{' ' if ' ' in library else '.'}{name}{arguments} of a formula",
         f"+ - * / // % ** abs, comparisons, & | ^ ~, and {', '.join(names)}",
-        "write the function with these operators, or put its values into a table",
+        f"{cure} for the statistic"
+        if cure
+        else "write the function with these operators, or put its values into a table",
     )
+
+
+def _suggest_statistic(name: str, formula: Any) -> str:
+    """Return the statistic that a reduction of a formula over an axis means, else ""."""
+    text = str(formula) if isinstance(formula, Symbol) else "formula"
+    return f"see=sightline.{REDUCTIONS[name]}({text}, over=j)" if name in REDUCTIONS else ""

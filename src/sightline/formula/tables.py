@@ -12,7 +12,7 @@ from ..arrays.kinds import check_kind, is_array
 from ..arrays.operations import dtype_name, map_entries, to_host
 from ..caching import cached_property
 from ..errors import DtypeError, FormulaError, ShapeError
-from .expression import Constant, Expression, Lookup, as_expression, intern
+from .expression import Constant, Expression, Lookup, as_expression, example_indices, intern
 from .expression_methods import PASSES
 from .operators import Kind
 from .table_bounds import TableBounds, UnknownBounds
@@ -108,20 +108,21 @@ class Table:
         return intern(Lookup(self, tuple(map(_count_from_end, arguments, self.shape))))
 
     def __eq__(self, other: object) -> NoReturn:
-        raise FormulaError(f"{self} compared as a whole", "table(array)[...]", "index it, as in table(array)[i] == 3")
+        raise self._unread("{} compared as a whole", " == 3")
 
     __hash__ = object.__hash__
 
     def __iter__(self) -> NoReturn:
-        raise FormulaError(
-            f"a loop over {self}", "table(array)[...]", "index it by formulas, as in table(array)[h, i - j]"
-        )
+        raise self._unread("a loop over {}")
 
     def to_expression(self) -> NoReturn:
         """Raise FormulaError, because a formula can read a table only at indices."""
-        raise FormulaError(
-            f"{self} used without indices", "table(array)[...]", "index it, as in table(array)[h, i - j]"
-        )
+        raise self._unread("{} used without indices")
+
+    def _unread(self, use: str, rest: str = "") -> FormulaError:
+        """Return the error for a table that is not indexed; `rest` follows the read in the cure."""
+        indices = example_indices(self.ndim)
+        return FormulaError(use.format(self), "table(array)[...]", f"index it, as in table(array)[{indices}]{rest}")
 
     @property
     def span_lengths(self) -> tuple[tuple[str, int], ...]:
@@ -186,7 +187,7 @@ def index_error(table: Table, indices: tuple[Any, ...], cure: str) -> FormulaErr
     return FormulaError(
         f"a table of shape {table.shape} read with {slices}{len(indices)} indices",
         f"one index for each of its {table.ndim} axes",
-        f"write table[{', '.join('bhij'[-table.ndim :])}] or the expressions you mean; {cure}",
+        f"write table[{example_indices(table.ndim)}] or the expressions you mean; {cure}",
     )
 
 
