@@ -11,7 +11,6 @@ import torch
 
 import sightline
 from benchmarks import models
-from benchmarks.measure import Cpu, measure
 from benchmarks.models import MODELS, Encoding
 
 CASES = [case.small() for case in MODELS]
@@ -103,8 +102,3 @@ def test_a_watched_model_records_one_call_of_each_layer(monkeypatch):
         call.run(call.setup())
         assert len(recordings[0]["entropy"]) == models.make_encoder().config.num_hidden_layers
     call.close()
-
-
-def test_the_decoder_is_measured():
-    for contender in measure(CASES[4], Cpu(1), 0.01, is_quick=True):
-        assert contender.seconds, contender.reason

@@ -19,24 +19,23 @@ from sightline.partition import schedule
 from sightline.partition.shards import divide
 from strategies import masks
 
-PROBLEM = make_problem(*(np.zeros((2, heads, 1, d), np.float16) for heads, d in ((8, 32), (4, 32), (4, 16))))
 FAST = Hardware(flops=1e9, bandwidth=1e30, latency=0)  # transfers take no time
 
 
+def whole(n):
+    """Return a problem of 8 heads on 4, with n queries and keys."""
+    return make_problem(*(np.zeros((2, heads, n, d), np.float16) for heads, d in ((8, 32), (4, 32), (4, 16))))
+
+
 def work_of(mask, n, ranks, layout="contiguous", block_length=None):
-    """Return a schedule and its pairs."""
+    """Return a schedule, its pairs, and the problem that has the sizes of its arrays."""
     shards, extent = divide(n, ranks, layout), (2, 8, n, n)
     found = schedule.find_schedule(mask, extent, shards, shards, block_length or n)
-    return found, count_pairs(found, mask, extent)
-
-
-def whole(n, mask=None, dtype=np.float16, heads=8):
-    query, key = (np.broadcast_to(dtype(0), (2, count, n, 32)) for count in (heads, heads // 2))
-    return make_problem(query, key, key, mask=mask)
+    return found, count_pairs(found, mask, extent), whole(1)
 
 
 def test_one_rank_computes_everything_and_sends_nothing():
-    prediction = predict(*work_of(causal(), 512, 1), PROBLEM, Hardware(flops=1e9))
+    prediction = predict(*work_of(causal(), 512, 1), Hardware(flops=1e9))
     for each in (prediction.forward, prediction.backward):
         assert each.sent.tolist() == each.received.tolist() == [0]
         assert each.time == each.ideal == each.flops.sum() / 1e9
@@ -44,7 +43,7 @@ def test_one_rank_computes_everything_and_sends_nothing():
 
 
 def test_operations_and_bytes_are_those_of_the_pairs_keys_and_gradients():
-    prediction = predict(*work_of(None, 512, 4), PROBLEM)
+    prediction = predict(*work_of(None, 512, 4))
     pairs = 2 * 8 * 128 * 512
     assert prediction.forward.flops.tolist() == [pairs * 2 * (32 + 16)] * 4
     assert prediction.backward.flops.tolist() == [pairs * 2 * (3 * 32 + 2 * 16)] * 4
@@ -55,7 +54,7 @@ def test_operations_and_bytes_are_those_of_the_pairs_keys_and_gradients():
 
 def test_bytes_follow_the_schedule():
     work = work_of(causal() & window(100), 1024, 8)
-    prediction = predict(*work, PROBLEM)
+    prediction = predict(*work)
     keys, width = received_keys(work[0]), 2 * 4 * (32 + 16)
     np.testing.assert_array_equal(prediction.forward.received, keys.sum(axis=1) * width * 2)
     np.testing.assert_array_equal(prediction.forward.sent, keys.sum(axis=0) * width * 2)
@@ -70,7 +69,7 @@ def test_bounds_that_every_prediction_obeys(data):
     n, ranks = data.draw(st.integers(1, 400)), data.draw(st.integers(1, 9))
     mask = data.draw(masks((2, 8, n, n)))
     work = work_of(mask, n, ranks, data.draw(st.sampled_from(["contiguous", "zigzag"])), 64)
-    slow, fast = (predict(*work, PROBLEM, Hardware(1e9, rate, 1e-6)) for rate in (1e6, 1e12))
+    slow, fast = (predict(*work, Hardware(1e9, rate, 1e-6)) for rate in (1e6, 1e12))
     for late, early in ((slow.forward, fast.forward), (slow.backward, fast.backward)):
         assert late.sent.sum() == late.received.sum()
         assert (late.seconds >= early.seconds).all()
@@ -86,15 +85,15 @@ def test_the_slower_of_computation_and_transfer_decides_a_round():
     compute = 2 * 8 * 128 * 128 * 2 * (32 + 16) / 1e9
     amount = 2 * 4 * 128 * (32 + 16) * 2
     for seconds in (0.1 * compute, 10 * compute):
-        forward = predict(*work, PROBLEM, Hardware(1e9, amount / seconds, 0.0)).forward
+        forward = predict(*work, Hardware(1e9, amount / seconds, 0.0)).forward
         np.testing.assert_allclose(forward.seconds, max(compute, seconds) + compute, rtol=1e-12)
 
 
 def test_imbalance_is_lost_time():
     for layout in ("contiguous", "zigzag"):
-        prediction = predict(*work_of(causal(), 4096, 4, layout), PROBLEM, FAST)
+        prediction = predict(*work_of(causal(), 4096, 4, layout), FAST)
         assert prediction.forward.ideal / prediction.forward.time <= 1 / prediction.imbalance * (1 + 2**-40)
-    contiguous, zigzag = (predict(*work_of(causal(), 4096, 4, x), PROBLEM, FAST) for x in ("contiguous", "zigzag"))
+    contiguous, zigzag = (predict(*work_of(causal(), 4096, 4, x), FAST) for x in ("contiguous", "zigzag"))
     assert contiguous.imbalance > 1.7 > 1.05 > zigzag.imbalance
     assert zigzag.efficiency > 1.5 * contiguous.efficiency
 
@@ -111,7 +110,7 @@ def test_small_blocks_keep_the_ranks_of_a_zigzag_in_step(monkeypatch):
 
     def efficiency():
         schedule._find_cached.cache_clear()
-        return predict(*work_of(causal(), n, 8, "zigzag", 128), PROBLEM, FAST).efficiency
+        return predict(*work_of(causal(), n, 8, "zigzag", 128), FAST).efficiency
 
     in_turn = efficiency()
     plant(Fault(schedule._cut, "zip_longest(*cut)", "cut"), monkeypatch)
@@ -122,8 +121,8 @@ def test_small_blocks_keep_the_ranks_of_a_zigzag_in_step(monkeypatch):
 
 def test_ranks_that_share_processors_take_the_time_of_all_work():
     work = work_of(None, 512, 4)
-    alone = predict(*work, PROBLEM, FAST).forward
-    shared = predict(*work, PROBLEM, Hardware(1e9, 1e30, 0, processors=2)).forward
+    alone = predict(*work, FAST).forward
+    shared = predict(*work, Hardware(1e9, 1e30, 0, processors=2)).forward
     np.testing.assert_allclose(shared.time, 2 * alone.time, rtol=1e-12)
     np.testing.assert_allclose(shared.ideal, shared.time, rtol=1e-12)
 
@@ -132,15 +131,15 @@ def test_at_the_end_ranks_that_share_processors_have_one_each():
     """Causal parts of 4 ranks have work of 1, 3, 5 and 7: equal shares end after 2, 5, 7 and 9."""
     work = work_of(causal(), 1 << 14, 4)
     unit = work[1].sum() / 16 * 2 * (32 + 16) / 1e9
-    shared = predict(*work, PROBLEM, Hardware(1e9, 1e30, 0, processors=2)).forward
+    shared = predict(*work, Hardware(1e9, 1e30, 0, processors=2)).forward
     np.testing.assert_allclose(shared.time / unit, 9, rtol=1e-3)  # the tiles of the diagonal are whole
     assert shared.seconds.argmax() == 3
 
 
 def test_transfers_between_shared_processors_take_their_time():
     work = work_of(None, 512, 4)
-    compute = predict(*work, PROBLEM, Hardware(1e9, 1e30, 0, processors=2)).forward.time
-    forward = predict(*work, PROBLEM, Hardware(1e9, 1e9, 0, processors=2)).forward
+    compute = predict(*work, Hardware(1e9, 1e30, 0, processors=2)).forward.time
+    forward = predict(*work, Hardware(1e9, 1e9, 0, processors=2)).forward
     np.testing.assert_allclose(forward.time, compute + forward.sent[0] / 1e9, rtol=1e-12)
 
 
