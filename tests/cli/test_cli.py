@@ -267,7 +267,7 @@ def test_demo(run, tmp_path):
     before = r"^← +the token before +layer 0, head 2 +1\.00 *$"  # the mean omits the first query: no token before it
     assert re.search(before, out, re.M)
     assert (tmp_path / "demo-heads.png").read_bytes().startswith(b"\x89PNG")
-    assert "whale" in (tmp_path / "demo-heads.html").read_text() or head_patterns.model_folder() is None
+    assert "whale" in (tmp_path / "demo-heads.html").read_text() or head_patterns.encoder_folder() is None
 
 
 @pytest.mark.parametrize("layer", [0, 3])

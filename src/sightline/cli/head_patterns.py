@@ -91,11 +91,6 @@ def analyse_activations() -> HeadPatterns:
     return _collect(list(cat.layers), tokens, results)
 
 
-def model_folder() -> Path | None:
-    """Return the folder of the trained encoder; None without its package, torch or transformers."""
-    return encoder_folder() if find_spec("torch") and find_spec("transformers") else None
-
-
 def encoder_folder() -> Path | None:
     """Return the folder that contains the trained encoder; None if its package is not installed."""
     found = find_spec(ENCODER_PACKAGE)
@@ -107,7 +102,7 @@ def print_heads(console: Console, sentence: str, picture: Path) -> None:
 
     The picture needs matplotlib. The explorer page is written to the path of the picture with the ending .html.
     """
-    folder = model_folder()
+    folder = encoder_folder() if find_spec("torch") and find_spec("transformers") else None
     with progress(console) as bar:
         bar.add_task("running the encoder", total=None)
         heads = analyse_activations() if folder is None else analyse_model(folder, sentence)
