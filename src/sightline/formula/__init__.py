@@ -7,7 +7,7 @@ from .expression_methods import PASSES
 from .formula_checks import check_formula
 from .numpy_functions import tensor_attribute, translate_call
 from .printing import format_formula
-from .rows import read_row
+from .rows import Row
 from .tables import learned_number
 from .tile_ranges import count_pairs
 
@@ -18,6 +18,6 @@ PASSES.count_pairs = count_pairs
 PASSES.evaluate_dense = evaluate_dense
 PASSES.format_formula = format_formula
 PASSES.learned_number = learned_number
-PASSES.read_row = read_row
+PASSES.make_row = Row
 PASSES.tensor_attribute = tensor_attribute
 PASSES.translate_call = translate_call

@@ -92,7 +92,7 @@ def _namespace_function(name: str) -> Callable[..., Any]:
 
 _SAME_NAME = (
     "add subtract multiply divide negative minimum maximum less less_equal greater greater_equal equal not_equal "
-    "logical_not logical_and logical_xor logical_or where exp log log2 log1p sqrt tanh sin cos"
+    "logical_not logical_and logical_xor logical_or bitwise_and where exp log log2 log1p sqrt tanh sin cos"
 )
 
 ARRAY_RULES: dict[str, Callable[..., Any]] = {name: _namespace_function(name) for name in _SAME_NAME.split()} | {
@@ -101,7 +101,6 @@ ARRAY_RULES: dict[str, Callable[..., Any]] = {name: _namespace_function(name) fo
     "exp2": lambda xp, x: 2.0**x,
     "floor": lambda xp, x: xp.floor(x) if xp.isdtype(x.dtype, "real floating") else x,
     "ceil": lambda xp, x: xp.ceil(x) if xp.isdtype(x.dtype, "real floating") else x,
-    "bitwise_and": _namespace_function("bitwise_and"),
     "floor_divide": _integer_division("floor_divide"),
     "remainder": _integer_division("remainder"),
 }

@@ -34,7 +34,7 @@ class Passes:
     learned_number: Callable[[Any], Expression]
     format_formula: Callable[[Expression], str]
     picture: Callable[..., Picture]
-    read_row: Callable[..., Any]
+    make_row: Callable[..., Any]
 
 
 PASSES = Passes()

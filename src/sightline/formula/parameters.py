@@ -188,6 +188,4 @@ def _is_argument(constant: Constant) -> bool:
     return type(constant) is Offset or (constant.kind != "bool" and constant.value not in CODE_CONSTANTS)
 
 
-@cache
-def _table_parameter(slot: int, kind: Kind) -> TableParameter:
-    return TableParameter(slot, kind)
+_table_parameter = cache(TableParameter)

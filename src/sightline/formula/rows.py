@@ -105,8 +105,6 @@ def _spread(row: Any, shape: tuple[int, ...]) -> list[Any]:
     """Return the entries of a row, an array or a formula, broadcast to the shape."""
     if not isinstance(row, Row):
         return [row] * math.prod(shape)
-    if row.shape == shape:
-        return row.entries
     places = np.broadcast_to(np.arange(len(row.entries)).reshape(row.shape), shape)
     return [row.entries[place] for place in places.ravel().tolist()]
 
@@ -161,10 +159,6 @@ def _reshape(row: Row, *shape: Any) -> Any:
     return _as_row(tuple(lengths), row.entries)
 
 
-def _ravel(row: Row) -> Any:
-    return _reshape(row, -1)
-
-
 def _unsqueeze(row: Row, dim: int) -> Any:
     at = dim % (row.ndim + 1)
     return _as_row((*row.shape[:at], 1, *row.shape[at:]), row.entries)
@@ -186,7 +180,7 @@ ROW_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "amax": _reduce("maximum", -math.inf),
     "amin": _reduce("minimum", math.inf),
     "reshape": _reshape,
-    "ravel": _ravel,
+    "ravel": lambda row: _reshape(row, -1),
     "unsqueeze": _unsqueeze,
 }
 
@@ -203,8 +197,3 @@ PYTHON_OPERATORS = (
 )
 for pair in PYTHON_OPERATORS.split():
     _set_operator(*pair.split(":"))
-
-
-def read_row(table: Table, indices: Indices) -> Any:
-    """Return the row of a table at its first indices."""
-    return Row(table, indices, table.shape[len(indices) :])

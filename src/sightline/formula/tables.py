@@ -104,7 +104,7 @@ class Table:
                     "use // for division, and sightline.where(condition, 1, 0) for a condition",
                 )
         if len(arguments) < self.ndim:
-            return cast(Expression, PASSES.read_row(self, arguments))
+            return cast(Expression, PASSES.make_row(self, arguments, self.shape[len(arguments) :]))
         return intern(Lookup(self, tuple(map(_count_from_end, arguments, self.shape))))
 
     def __eq__(self, other: object) -> NoReturn:
