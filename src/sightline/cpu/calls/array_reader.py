@@ -133,7 +133,9 @@ class ArrayReader(PythonFunction):
     def read_tensor(self, array: Value, index: Value) -> None:
         """Read the tensor's DLTensor, and whether the tensor requires a gradient."""
         tensor, status = self.tensor, self.describe_tensor(array)
-        is_negative = self.is_true_method(self.given.at((index + FIRST_ARRAY) * 8), "is_neg")
+        name, owner, one = self.context["is_neg"], self.given.at((index + FIRST_ARRAY) * 8), self.value(1, INT64)
+        answer = self.call("PyObject_VectorcallMethod", POINTER, name, owner, one, self.null())
+        is_negative = self.is_true_object(answer)
         # a tensor without memory has no address; Python tells an empty tensor from one whose memory was freed
         has_no_address = tensor.load(POINTER) == self.null()
         device, gpu = tensor.at(8).load(INT32), tensor.at(12).load(INT32).zero_extend(INT64) + 1
@@ -142,7 +144,8 @@ class ArrayReader(PythonFunction):
         self.return_none_if((status != 0) | ~is_known | is_negative | has_no_address)
         requires_gradient = Variable(self, BOOL, False)
         with self.if_then(self.grad_enabled.get()):
-            requires_gradient.set(self.is_true_attribute(array, "requires_grad"))
+            answer = self.call("PyObject_GetAttr", POINTER, array, self.context["requires_grad"])
+            requires_gradient.set(self.is_true_object(answer))
         needs_gradient = requires_gradient.get()
         axes, dtype = tensor.at(16).load(INT32).to(INT64), tensor.at(20).load(INT32).zero_extend(INT64)
         unit = tensor.at(21).load(BYTE).zero_extend(INT64) >> 3
@@ -161,18 +164,8 @@ class ArrayReader(PythonFunction):
         """Return the address of the first entry of the tensor that `describe_tensor` read last."""
         return self.tensor.load(POINTER).at(self.tensor.at(40).load(INT64))
 
-    def is_true_attribute(self, array: Value, name: str) -> Value:
-        """True if the attribute is the object True."""
-        return self.is_true_object(self.call("PyObject_GetAttr", POINTER, array, self.context[name]))
-
-    def is_true_method(self, array: Value, name: str) -> Value:
-        """True if the method without arguments returns True. `array` is the address of a pointer to the object."""
-        one, no_names = self.value(1, INT64), self.null()
-        return self.is_true_object(
-            self.call("PyObject_VectorcallMethod", POINTER, self.context[name], array, one, no_names)
-        )
-
     def is_true_object(self, answer: Value) -> Value:
+        """True if the answer of Python is the object True. The reference is released."""
         self.return_null_if(answer == self.null())
         self.call("Py_DecRef", VOID, answer)
         return answer == self.context["true"]

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from ...arrays.operations import numpy_address
 from .thread_count import MAX_THREADS
 
 
@@ -34,7 +35,7 @@ def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[An
     cannot free memory that the pool's threads use. After an exception, the arrays must not be reused, because threads
     of the pool may still run the kernel.
     """
-    function, argument = _FUNCTION(address), packed_arguments.ctypes.data
+    function, argument = _FUNCTION(address), numpy_address(packed_arguments)
     if threads == 1:
         function(argument)
         return
