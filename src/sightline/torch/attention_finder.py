@@ -31,9 +31,9 @@ from ..kv_cache import KVCache
 from ..statistics import Statistic, StatisticBase, lse, max_score
 from .functional import convert_arguments, scaled_dot_product_attention
 from .handwritten import WeightsMark, find_handwritten, forget_tensors
-from .hooks import LayerCall, has_modes
+from .hooks import LayerCall
 from .hooks import attend as attend_for_layer
-from .interception import is_transformed
+from .interception import has_modes, is_transformed
 from .nested import is_nested
 from .operator import autocast_disabled
 from .replacement import _attend as replacing_attend

@@ -266,18 +266,15 @@ class BlockMask:
         """Return a mask of some batch entries and heads, for the same lengths. As in torch, set its `mask_mod` next."""
         taken = index[:2] if isinstance(index, tuple) else (index,)
         taken = tuple(slice(at, at + 1 or None) if isinstance(at, int) else at for at in taken)
-        leading = tuple(torch.zeros((), device="cpu").expand(self._leading)[taken].shape)
-        part = self._copy(leading, self.seq_lengths)
+        part = copy(self)
+        part._leading = tuple(torch.zeros((), device="cpu").expand(self._leading)[taken].shape)
         part._mask_mod = part._formula = part._parts = None
         return part
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """Return the mask for other lengths."""
-        return self._copy(self._leading, (new_q_len, new_kv_len))
-
-    def _copy(self, leading: tuple[int, ...], seq_lengths: tuple[int, int]) -> BlockMask:
         other = copy(self)
-        other._leading, other.seq_lengths = leading, seq_lengths
+        other.seq_lengths = new_q_len, new_kv_len
         return other
 
     def __repr__(self) -> str:

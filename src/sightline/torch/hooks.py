@@ -10,7 +10,6 @@ from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
@@ -18,6 +17,7 @@ from ..api import functions
 from ..errors import ParameterError
 from ..recording import Kind
 from ..statistics import Statistic
+from .interception import has_modes
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,6 @@ def attend(
     if not see:
         return functions.attend(query, key, value, **options), ()
     return functions.attend(query, key, value, see=list(see), **options)  # type: ignore[no-any-return]
-
-
-def has_modes() -> bool:
-    """True if a mode of torch is on in this thread, and torch.compile does not trace."""
-    return not torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled()
 
 
 _lock = threading.Lock()

@@ -32,6 +32,11 @@ def is_intercepted() -> bool:
     return torch.compiler.is_compiling() or any(function() for function in INTERCEPTIONS)
 
 
+def has_modes() -> bool:
+    """True if a mode of functions is on in this thread, and torch.compile does not trace."""
+    return not torch.compiler.is_compiling() and _C._is_torch_function_mode_enabled()
+
+
 def is_transformed() -> bool:
     """True if a transform of torch.func is active in this thread, or a forward derivative in any thread.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -112,9 +112,7 @@ def watch(
     """
     check_module(model)
     watcher = Watcher(model, see, layers, heads, tokens, handwritten)
-    with ExitStack() as exit_stack:
-        watcher.inputs = _read_inputs(exit_stack, model, tokenizer)
-        exit_stack.enter_context(FINDER.serving(watcher))
+    with _read_inputs(model, tokenizer) as watcher.inputs, FINDER.serving(watcher):
         yield watcher.seen
     watcher.finish()
     if watcher.unrecorded:
@@ -122,20 +120,20 @@ def watch(
         warnings.warn(f"{message}\n  cure: {watcher.cure_of_handwritten()}", UserWarning, stacklevel=3)
 
 
-def _read_inputs(exit_stack: ExitStack, model: nn.Module, tokenizer: Any) -> Any:
-    """Return a reader of the model's inputs, active while the exit stack is open; its `current` labels their positions.
+def _read_inputs(model: nn.Module, tokenizer: Any) -> Any:
+    """Return a context that yields a reader of the model's inputs. Its `current` labels their positions.
 
-    Models of transformers 4.57 or later also compute attention with this library until the exit stack closes.
+    In the context, models of transformers 4.57 or later also compute attention with this library.
     """
     package = sys.modules.get("transformers")
     if package is not None and any(isinstance(module, package.PreTrainedModel) for module in model.modules()):
         with suppress(MissingExtraError):
             labels = import_module("sightline.transformers.token_labels")
-            return exit_stack.enter_context(labels.recording_tokens(model, tokenizer))
+            return labels.recording_tokens(model, tokenizer)
     if tokenizer is not None:
         raise ParameterError(
             f"tokenizer= for a {type(model).__name__}, which is not a model of transformers 4.57 or later",
             "the tokens themselves",
             "tokens=[tokenizer.convert_ids_to_tokens(row) for row in ids]",
         )
-    return exit_stack.enter_context(PositionReader().record(model))
+    return PositionReader().record(model)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..arrays.kinds import is_array
+from ..arrays.operations import is_traced
 from ..call.validation import read_mask, read_score, read_statistics
 from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression, apply, table_lookup
@@ -163,7 +164,7 @@ def _layout_of(array: Any) -> str:
 
 def _overlap(nested: Any) -> bool:
     """True if a sequence goes on after the start of the next one; False while torch.compile traces."""
-    if nested.lengths() is None or torch.compiler.is_compiling():
+    if nested.lengths() is None or is_traced(nested):
         return False
     return bool((nested.lengths() > torch.diff(nested.offsets())).any())
 

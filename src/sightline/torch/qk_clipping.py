@@ -203,9 +203,7 @@ class ScaledView(NamedTuple):
         self.view.copy_(self.view.to(dtype) * column.view(-1, *[1] * (self.view.ndim - 1)))
 
 
-def _find_parts(
-    path: str, layer: nn.Module, heads: int, named: Projections | None = None, length: int = 4
-) -> list[ScaledView]:
+def _find_parts(path: str, layer: nn.Module, heads: int, named: Projections | None, length: int) -> list[ScaledView]:
     """Return the parts to multiply by powers of a factor γ of each query head, so that its scores are multiplied by γ.
 
     Rotary keys of multi-head latent attention, which all heads share, are not scaled.
@@ -213,7 +211,7 @@ def _find_parts(
     Parameters
     ----------
     path, layer : the path of the layer, for errors, and the layer
-    heads : the number of query heads, if the layer does not say it
+    heads : the number of query heads
     named : the names of the two projections, or a function from the layer to (views for queries, views for keys)
     length : the number of tokens that the layer can take
 
@@ -222,7 +220,6 @@ def _find_parts(
     ParameterError
         The projections are not found, or scaling them does not scale the scores.
     """
-    heads = _count_heads(layer) or heads
     if callable(named):
         queries, keys = named(layer)
         _check_parameters(path, (*queries, *keys))
