@@ -62,32 +62,23 @@ class Unpadding:
 
         An array that all entries share has length 1 in place of B. Arrays of other shapes are unchanged.
         """
-        if array.ndim == 4:
-            return _heads_first(self.flatten(_heads_last(array)), array.shape[1])
-        if array.ndim not in (2, 3) or array.shape[1] != self.n or array.shape[0] not in (1, self.B):
+        tokens = array.transpose(1, 2) if array.ndim == 4 else array
+        if tokens.ndim not in (2, 3, 4) or tokens.shape[1] != self.n or tokens.shape[0] not in (1, self.B):
             return array
-        if array.shape[0] == self.B:
-            return array.flatten(0, 1).index_select(0, self.places)[None]
-        return array[0].index_select(0, self.columns)[None]
+        if tokens.shape[0] == self.B:
+            found = tokens.flatten(0, 1).index_select(0, self.places)[None]
+        else:
+            found = tokens[0].index_select(0, self.columns)[None]
+        return found.transpose(1, 2) if array.ndim == 4 else found
 
     def pad(self, array: Tensor) -> Tensor:
         """Return an array (1, tokens), (1, tokens, d) or (1, H, tokens, d) with axes (B, n) in place of (1, tokens).
 
         The new entries at padding are 0. Arrays of other shapes are unchanged.
         """
-        if array.ndim == 4:
-            return _heads_first(self.pad(_heads_last(array)), array.shape[1])
-        if array.ndim not in (2, 3) or array.shape[:2] != (1, len(self)):
+        tokens = array.transpose(1, 2) if array.ndim == 4 else array
+        if tokens.ndim not in (2, 3, 4) or tokens.shape[:2] != (1, len(self)):
             return array
-        padded = array.new_zeros(self.B * self.n, *array.shape[2:])
-        return padded.index_copy(0, self.places, array[0]).reshape(self.B, self.n, *array.shape[2:])
-
-
-def _heads_last(array: Tensor) -> Tensor:
-    """Return (B, H, n, d) as (B, n, H · d)."""
-    return array.transpose(1, 2).flatten(2)
-
-
-def _heads_first(array: Tensor, heads: int) -> Tensor:
-    """Return (B, n, H · d) as (B, H, n, d)."""
-    return array.unflatten(2, (heads, -1)).transpose(1, 2)  # type: ignore[no-any-return, no-untyped-call]
+        padded = tokens.new_zeros(self.B * self.n, *tokens.shape[2:]).index_copy(0, self.places, tokens[0])
+        padded = padded.reshape(self.B, self.n, *tokens.shape[2:])
+        return padded.transpose(1, 2) if array.ndim == 4 else padded
