@@ -8,7 +8,7 @@ each window of 30 seconds, only its tokens, times and probabilities are kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, overload
@@ -271,9 +271,7 @@ def _returning(model: Any, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
             _reduce(output, options["decoder_input_ids"].shape[-1])
         return results
 
-    with ExitStack() as exit_stack:
-        exit_stack.enter_context(generating_windows(model, generate_windows))
-        exit_stack.enter_context(registering(RETURNED_HEADS, returned, returned))
+    with generating_windows(model, generate_windows), registering(RETURNED_HEADS, returned, returned):
         yield
 
 
