@@ -18,7 +18,7 @@ from sightline import KVCache, i, j
 from sightline.arrays.operations import to_numpy
 from sightline.call.problem import make_problem
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
-from sightline.kv_cache.storage import _grow, _write, _write_all
+from sightline.kv_cache.storage import Storage, _grow, _write
 from sightline.kv_cache.stored_rows import StoredRows
 from strategies import DTYPES, to_torch
 
@@ -659,9 +659,9 @@ def test_an_append_without_memory_leaves_the_cache_empty():
 
 FAULTS = {
     "written one too far": Fault(
-        _write_all,
-        "target[:, :, start : start + array.shape[2]] = array",
-        "target[:, :, start + 1 : start + 1 + array.shape[2]] = array",
+        Storage.write,
+        "array[:, :, rows : rows + numbers.shape[2]] = numbers",
+        "array[:, :, rows + 1 : rows + 1 + numbers.shape[2]] = numbers",
     ),
     "ragged rows shifted": Fault(_write, "array[b, :, row]", "array[b, :, row - 1]"),
     "growth forgets": Fault(_grow, "new[:, :, :used] = array[:, :, :used]", "pass"),

@@ -150,9 +150,11 @@ class Storage:
         if len(self._arrays) == 1 and not is_part(value, key):
             self._hold((self.key, _grow(self.value, self.capacity, self.capacity)))
         if self.row_formats is None:
-            write = _write_all if isinstance(rows, int) else _write
             for array, numbers in zip(self._arrays, (key, value), strict=False):  # one array stores both
-                write(array, numbers, rows)
+                if isinstance(rows, int):
+                    array[:, :, rows : rows + numbers.shape[2]] = numbers
+                else:
+                    _write(array, numbers, rows)
             return
         if isinstance(rows, int):
             rows = np.tile(np.arange(rows, rows + key.shape[2]), (len(key), 1))
@@ -186,8 +188,8 @@ class Storage:
 
     def gathered(self, rows: Any) -> Storage:
         """Return new storage of the rows with these numbers (B, G, c) of each head, and a quarter more capacity."""
-        count, new = rows.shape[2], self.copy()
-        gathered = [_gather(array, rows) for array in self._arrays]
+        (B, G, count), new = rows.shape, self.copy()
+        gathered = [array[np.arange(B)[:, None, None], np.arange(G)[:, None], rows] for array in self._arrays]
         new._hold([_grow(array, count + max(count // LARGE_SHARE, 1), count) for array in gathered])
         new._is_shared = False
         return new
@@ -220,10 +222,6 @@ def _grow(array: Array, capacity: int, used: int) -> Array:
     return new
 
 
-def _write_all(target: Array, array: Array, start: int) -> None:
-    target[:, :, start : start + array.shape[2]] = array
-
-
 def _write(target: Array, array: Array, rows: Any) -> None:
     b, row = np.nonzero(rows >= 0)
     if b.size:
@@ -241,11 +239,6 @@ def _write_quantized(storage: Any, array: Any, rows: Any, row_format: RowFormat)
     quantize(array, storage, rows, row_format, sums)
     storage[:0] = 0  # changes no entry, but counts as a write of torch, which does not see that of generated code
     return sums
-
-
-def _gather(array: Array, rows: Any) -> Array:
-    B, G, _ = rows.shape
-    return array[np.arange(B)[:, None, None], np.arange(G)[:, None], rows]
 
 
 def _reorder(array: Array, order: Any, used: int, in_place: bool) -> Array:
