@@ -351,14 +351,14 @@ def test_an_append_during_attention_is_not_partly_read(rng, monkeypatch):
     query, key, value = arrays(rng)
     cache = filled_cache(key[:, :, :5], value[:, :, :5])
     before = sightline.attention(query, cache)
-    view, waiting = KVCache._view, [True]
+    rows, waiting = KVCache.rows, [True]
 
-    def meanwhile(self, length):
+    def meanwhile(self):
         if waiting and waiting.pop():
             cache.append(key[:, :, 5:], value[:, :, 5:])
-        return view(self, length)
+        return rows(self)
 
-    monkeypatch.setattr(KVCache, "_view", meanwhile)
+    monkeypatch.setattr(KVCache, "rows", meanwhile)
     assert np.array_equal(sightline.attention(query, cache), before)
     assert not waiting
 

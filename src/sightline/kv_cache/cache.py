@@ -291,7 +291,10 @@ class KVCache(StoredRows):
         if storage is None:
             storage = self._allocate(key, value, axes)
         if parents is not None:
-            self._append_drafts(storage, key, value, drafts)
+            storage.reserve(int(drafts.rows.max(initial=-1)) + 1, self._num_rows)
+            storage.write(key, value, drafts.rows)
+            self.drafts = drafts
+            self._set_lengths(drafts.positions.max(1) + 1, drafts.positions)
             return
         if self._has_equal_rows and (counts is None or (counts == t).all()):
             self._append_to_all(storage, key, value)
@@ -306,21 +309,13 @@ class KVCache(StoredRows):
 
     def _append_to_all(self, storage: Storage, key: Any, value: Any) -> None:
         """Append t positions to every sequence, if all have equally many rows: a step of most decoding loops."""
-        B, _, t, _ = key.shape
-        start = self._num_rows
+        t, start = key.shape[2], self._num_rows
         storage.reserve(start + t, start)
         storage.write(key, value, start)
-        newest = np.empty((B, t), np.int64)
-        newest[:] = np.arange(start, start + t) if self._kept is None else self._lengths[:, None] + np.arange(t)
-        self._lengths, self._newest_positions = self._lengths + t, newest
+        self._newest_positions = self._lengths[:, None] + np.arange(t)
+        self._lengths = self._lengths + t
         self._rewritings = {}
         self._num_rows, self._newest_are_last = start + t, True
-
-    def _append_drafts(self, storage: Storage, key: Any, value: Any, drafts: DraftTree) -> None:
-        storage.reserve(int(drafts.rows.max(initial=-1)) + 1, self._num_rows)
-        storage.write(key, value, drafts.rows)
-        self.drafts = drafts
-        self._set_lengths(drafts.lengths + drafts.depths.max(1) + 1, drafts.positions)
 
     @at_once
     def accept(self, path: Any) -> None:
@@ -382,7 +377,7 @@ class KVCache(StoredRows):
         if (before >= 0).any() and not (newest >= 0).any():
             newest = newest[:, :0]  # no query of the newest append is left
         self.prefix = self.prefix and self.prefix.truncated(new_lengths)
-        self._set_kept(None if self._kept is None else self._kept.truncated(new_lengths))
+        self._kept = self._kept and self._kept.truncated(new_lengths)
         self._set_lengths(new_lengths, newest)
         if self._storage is not None:
             self._storage.release(self._num_rows, self._min_capacity)
@@ -417,7 +412,7 @@ class KVCache(StoredRows):
         self._storage.reorder(order, self._num_rows)
         self.prefix = self.prefix and self.prefix.reordered(order)
         self.drafts = self.drafts and self.drafts.reordered(order)
-        self._set_kept(None if self._kept is None else self._kept.reordered(order))
+        self._kept = self._kept and self._kept.reordered(order)
         self._set_lengths(self._lengths[order], self._newest_positions[order])
 
     @at_once
@@ -460,7 +455,7 @@ class KVCache(StoredRows):
         self._storage = self._storage.without_rows(owners.size)
         self.prefix = SharedPrefix(stored, owners, self._lengths[owners])
         none = np.zeros((owners.size, self._storage.key.shape[1], 0), np.int64)
-        self._set_kept(KeptRows(none, np.zeros(owners.size, np.int64), self._lengths[owners]))
+        self._kept = KeptRows(none, np.zeros(owners.size, np.int64), self._lengths[owners])
         self._set_lengths(self._lengths[owners], self._newest_positions[owners])
 
     @at_once
@@ -491,7 +486,7 @@ class KVCache(StoredRows):
         rows, positions = find_rows(indices, joined.key_positions)
         kept = keep_rows(positions, self._lengths)
         self._storage, self.prefix = joined._storage.gathered(rows[:, :, : kept.positions.shape[2]]), None
-        self._set_kept(kept)
+        self._kept = kept
         self._set_lengths(self._lengths, self._newest_positions)
 
     def last(self, count: int, *, capacity: int | None = None) -> KVCache:
@@ -525,8 +520,7 @@ class KVCache(StoredRows):
     @at_once
     def reset(self) -> None:
         """Remove every position, and free large storage beyond the cache's first `capacity`."""
-        self.prefix = self.drafts = None
-        self._set_kept(None)
+        self.prefix = self.drafts = self._kept = None
         self.truncate(0)
 
     def joined(self) -> KVCache:

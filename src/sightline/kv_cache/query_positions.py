@@ -7,7 +7,7 @@ formula of the row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -19,7 +19,7 @@ from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, apply, co
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
-    from .row_contents import KeptRows, SharedPrefix
+    from .row_contents import SharedPrefix
     from .stored_rows import StoredRows
 
 b, i, j, m, n = (SYMBOLS[name] for name in "bijmn")
@@ -51,10 +51,6 @@ class Rewriting:
     def formula(self, formula: Expression) -> Expression:
         """Return a formula of positions as a formula of rows."""
         return cast(Expression, self._rewrite(formula, False))
-
-    def statistic(self, statistic: Any) -> Any:
-        """Return the statistic with its formula as formulas of rows."""
-        return statistic.map_formulas(self.formula) if self.symbols else statistic
 
     def _rewrite(self, formula: Expression, is_mask_of_last: bool) -> Expression | None:
         """Return a formula of rows; None for a mask of queries at the last position that hides only later keys.
@@ -91,16 +87,6 @@ def without_later_keys(mask: Expression) -> Expression | None:
         if not any(term is one for one in NOT_LATER):
             result = term if result is None else result & term
     return result
-
-
-def of_equal_lengths(kept: KeptRows, group: int) -> tuple[Rewriting, Rewriting, Rewriting]:
-    """Return what `WITHOUT_EVICTION` has, for a cache whose keys were evicted, equally many in all sequences and heads.
-
-    `kept` has the positions of the rows.
-    """
-    length = m + cast(int, kept.shift)
-    symbols = {"i": i + (length - n), "n": length, "m": length, "j": kept.formulas(group)[0]}
-    return Rewriting(symbols), Rewriting(symbols, are_last=True), Rewriting(symbols)
 
 
 def _look_up(table: Table, indices: Indices, spans: tuple[str, ...]) -> Expression:
@@ -156,8 +142,7 @@ class Formulas(NamedTuple):
     def read(cls, mask: Any, score: Any, see: Any) -> Formulas:
         """Return the mask, the score and the statistics of `see`, where functions have become formulas."""
         given = see if isinstance(see, list | tuple) else () if see is None else (see,)
-        statistics = [one.map_formulas(_to_mask) if hasattr(one, "map_formulas") else one for one in given]
-        return cls(_to_mask(mask), _to_formula(score, "score", "s b h i j"), tuple(statistics))
+        return cls(_to_mask(mask), _to_formula(score, "score", "s b h i j"), _map_formulas(given, _to_mask))
 
     @property
     def free_symbols(self) -> set[str]:
@@ -168,9 +153,7 @@ class Formulas(NamedTuple):
             found.append(formula)
             return formula
 
-        for statistic in self.statistics:
-            if hasattr(statistic, "map_formulas"):
-                statistic.map_formulas(collect)
+        _map_formulas(self.statistics, collect)
         return set().union(*[one.free_symbols for one in found if isinstance(one, Expression)])
 
     def rewritten(self, rewriting: Rewriting) -> Formulas:
@@ -180,8 +163,14 @@ class Formulas(NamedTuple):
             mask = rewriting.mask(mask)
         if isinstance(score, Expression):
             score = rewriting.formula(score)
-        statistics = tuple([rewriting.statistic(one) if hasattr(one, "map_formulas") else one for one in statistics])
+        if rewriting.symbols:
+            statistics = _map_formulas(statistics, rewriting.formula)
         return Formulas(mask, score, statistics)
+
+
+def _map_formulas(statistics: Sequence[Any], change: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Return the statistics with changed formulas. What is no statistic stays, and a later check refuses it."""
+    return tuple([one.map_formulas(change) if hasattr(one, "map_formulas") else one for one in statistics])
 
 
 def _to_mask(given: Any) -> Any:

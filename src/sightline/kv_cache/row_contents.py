@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -13,11 +13,12 @@ from ..errors import ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression, apply, where
 from ..formula.tables import Table
 from .argument_checks import to_integers
+from .query_positions import Rewriting
 
 if TYPE_CHECKING:
     from .cache import KVCache
 
-b, h, i, j = (SYMBOLS[name] for name in "bhij")
+b, h, i, j, m, n = (SYMBOLS[name] for name in "bhijmn")
 CURE = "cache.keep(numpy.sort(chosen)), where `chosen` are positions of cache.key_positions"
 
 
@@ -39,6 +40,7 @@ class KeptRows:
     rows: Any
     evicted: Any
     _formulas: dict[int, tuple[Expression, Expression | None]] = field(default_factory=dict, compare=False)
+    _rewritings: dict[int, tuple[Rewriting, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def is_uniform(self) -> bool:
@@ -80,6 +82,14 @@ class KeptRows:
         if group not in self._formulas:
             self._formulas[group] = self._make_formulas(group)
         return self._formulas[group]
+
+    def rewritings(self, group: int) -> tuple[Rewriting, ...]:
+        """Return what `WITHOUT_EVICTION` has, for a cache that keeps equally many keys in all sequences and heads."""
+        if group not in self._rewritings:
+            length = m + cast(int, self.shift)
+            symbols = {"i": i + (length - n), "n": length, "m": length, "j": self.formulas(group)[0]}
+            self._rewritings[group] = Rewriting(symbols), Rewriting(symbols, are_last=True), Rewriting(symbols)
+        return self._rewritings[group]
 
     def _make_formulas(self, group: int) -> tuple[Expression, Expression | None]:
         positions = self.positions
@@ -161,13 +171,11 @@ class DraftTree:
     Attributes
     ----------
     parents : (1 or B, t) int64, the index of each draft's parent; −1 for the last position before all drafts
-    depths : (1 or B, t) int64, the number of ancestors of each draft among the drafts
     first_rows : (B,) int64, the row of the first draft of each sequence
     lengths : (B,) int64, the number of positions before the drafts
     """
 
     parents: Any
-    depths: Any
     first_rows: Any
     lengths: Any
 
@@ -191,12 +199,7 @@ class DraftTree:
                 "one draft or more, each with −1 or an earlier draft as its parent",
                 "order the drafts by depth, parents first",
             )
-        depths = np.zeros_like(parents)
-        entries = np.arange(len(parents))
-        for draft in range(count):
-            parent = parents[:, draft]
-            depths[:, draft] = np.where(parent < 0, 0, depths[entries, parent] + 1)
-        return cls(parents, depths, first_rows, lengths)
+        return cls(parents, first_rows, lengths)
 
     @property
     def count(self) -> int:
@@ -224,11 +227,15 @@ class DraftTree:
             found[:, draft, draft] = True
         return found
 
+    @property
+    def depths(self) -> Any:
+        """(1 or B, t) int64: the number of ancestors of each draft among the drafts."""
+        return self.ancestors.sum(-1) - 1
+
     def reordered(self, order: Any) -> DraftTree:
         """Return the drafts with sequence order[b] in place of sequence b."""
-        shared = len(self.parents) == 1
-        parents, depths = (x if shared else x[order] for x in (self.parents, self.depths))
-        return DraftTree(parents, depths, self.first_rows[order], self.lengths[order])
+        parents = self.parents if len(self.parents) == 1 else self.parents[order]
+        return DraftTree(parents, self.first_rows[order], self.lengths[order])
 
     def after(self, rows: Any) -> DraftTree:
         """Return the drafts of a cache that has rows[b] more rows before the drafts of sequence b."""
@@ -237,7 +244,7 @@ class DraftTree:
     def position(self, of_other_rows: Expression) -> Expression:
         """Return a formula of the position that row j holds; `of_other_rows` is the one for rows before the drafts."""
         first, draft = self._locate()
-        entry = 0 if len(self.depths) == 1 else b
+        entry = 0 if len(self.parents) == 1 else b
         own = Table(self.lengths)[b] + Table(self.depths)[entry, draft]
         return where(j < first, of_other_rows, own)
 

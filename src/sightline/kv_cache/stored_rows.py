@@ -12,7 +12,7 @@ from ..errors import ParameterError, check_count
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, apply
 from ..formula.tables import Table
-from .query_positions import WITHOUT_EVICTION, Rewriting, find_rewriting, of_equal_lengths
+from .query_positions import WITHOUT_EVICTION, Rewriting, find_rewriting
 from .row_contents import DraftTree, KeptRows, SharedPrefix
 from .storage import Storage
 
@@ -26,14 +26,12 @@ class StoredRows:
         self._storage: Storage | None = None  # the first append makes it
         self._lengths: Any  # (B,) int64
         self.prefix: SharedPrefix | None = None  # after `fork`: where the first positions are stored
-        self._kept: KeptRows | None  # after `keep` or `fork`: the positions that the first rows hold
+        self._kept: KeptRows | None = None  # after `keep` or `fork`: the positions that the first rows hold
         self.drafts: DraftTree | None = None  # after `append(parents=...)`, until `accept`
         self._num_rows: int  # the rows of the sequence with most; without `keep`, row k holds position k
         self._rows_are_full: bool  # True if each of these rows holds a position, in every sequence and head
         self._rewritings: dict[tuple[int, bool, int], Rewriting]  # by the arguments of `rewriting`, until a change
-        self._of_equal_lengths: dict[int, tuple[Rewriting, Rewriting, Rewriting]]  # by `group`, until a `keep`
         self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis
-        self._set_kept(None)
         self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -92,9 +90,7 @@ class StoredRows:
         group = 1 if kept is None or self._storage is None else max(heads // self._storage.key.shape[1], 1)
         are_next = self._newest_are_last or not self.are_newest(count)
         if reads_rows and are_next and self._rows_are_full and 0 < count <= self._num_rows:
-            if kept is not None and group not in self._of_equal_lengths:
-                self._of_equal_lengths[group] = of_equal_lengths(kept, group)
-            of_all, of_last, of_next = self._of_equal_lengths[group]
+            of_all, of_last, of_next = WITHOUT_EVICTION if kept is None else kept.rewritings(group)
             return of_last if count == 1 else of_all if count == self._num_rows else of_next
         found = self._rewritings.get((count, reads_rows, group))
         if found is None:
@@ -126,7 +122,12 @@ class StoredRows:
 
     def rows(self) -> tuple[Any, Any]:
         """Return views of the rows of key and value, with the axes of the appended arrays; bytes if quantised."""
-        return self._view(self._num_rows)
+        count, storage = self._num_rows, self._storage  # read once, because another thread may append
+        if storage is None:
+            raise nothing_appended()
+        sequence = 0 if self._ndim == 2 else slice(None)
+        head = slice(None) if self._ndim == 4 else 0
+        return storage.key[sequence, head, :count], storage.value[sequence, head, :count]
 
     def stored_rows(self) -> tuple[Any, Any]:
         """Return what `rows` returns, but always with the axes (B, G, rows, width)."""
@@ -145,9 +146,6 @@ class StoredRows:
         return None if self._storage is None else self._storage.row_formats
 
     # -- internals ---------------------------------------------------------------------------------------------------
-    def _set_kept(self, kept: KeptRows | None) -> None:
-        self._kept, self._of_equal_lengths = kept, {1: WITHOUT_EVICTION} if kept is None else {}
-
     def _set_lengths(self, lengths: Any, newest: Any) -> None:
         """Set the lengths and the positions of the newest append, and forget how formulas were rewritten.
 
@@ -161,15 +159,6 @@ class StoredRows:
         self._has_equal_rows = bool((rows == self._num_rows).all())
         is_uniform = self._kept is None or self._kept.is_uniform
         self._rows_are_full = self._has_equal_rows and is_uniform and self.drafts is None
-
-    def _view(self, count: int) -> tuple[Any, Any]:
-        """Return views of the first `count` rows of key and value, also while another thread appends."""
-        if self._storage is None:
-            raise nothing_appended()
-        sequence = 0 if self._ndim == 2 else slice(None)
-        head = slice(None) if self._ndim == 4 else 0
-        storage = self._storage
-        return storage.key[sequence, head, :count], storage.value[sequence, head, :count]
 
     @property
     def _squares(self) -> Any:
