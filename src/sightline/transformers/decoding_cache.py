@@ -17,6 +17,7 @@ from ..errors import ParameterError
 from ..eviction import Policy
 from ..kv_cache import KVCache
 from ..kv_cache.argument_checks import read_owners
+from ..kv_cache.row_contents import find_rows
 from ..statistics import Statistic
 from .compatibility import CACHE, DynamicLayer, DynamicSlidingWindowLayer, positions_to_remove
 from .wrapper_tensors import StoredTensor
@@ -324,7 +325,7 @@ class EvictingLayer(FullLayer):
         before = self.cache.key_positions
         self.cache.keep(self.policy(self.cache, seen))
         if self.policy.adds:
-            kept = (before[:, :, None] == self.cache.key_positions[..., None]).argmax(-1)  # (B, G, rows)
+            kept, _ = find_rows(self.cache.key_positions, before)  # (B, G, rows)
             self._sum = np.take_along_axis(seen, kept.repeat(seen.shape[1] // kept.shape[1], 1), -1)
         self._set_views()
 
