@@ -13,12 +13,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from ...formula.expression import Expression, Lookup, Parameter, walk
+from ...formula.parameters import TableParameter
 from .builder import Builder
-from .values import DOUBLE, INT64, POINTER, Value
+from .values import BYTE, DOUBLE, FLOAT, INT32, INT64, POINTER, Type, Value
+
+ENTRY_TYPES = {"bool": BYTE, "int32": INT32, "int64": INT64, "float32": FLOAT, "float64": DOUBLE}  # of tables, by dtype
 
 
 def _operand_fields(name: str) -> dict[str, Any]:
@@ -127,11 +131,12 @@ TANGENT_FIELDS = end_with(TANGENT_CALL_FIELDS, _TANGENT_FIELDS)
 
 
 class TableArguments(NamedTuple):
-    """The arguments of one table: its address, the stride of each axis in bytes, and the length of each axis."""
+    """A table: its address, the stride in bytes and the length of each axis, and the type of an entry."""
 
     pointer: Value
     strides: tuple[Value, ...]
     lengths: tuple[Value, ...]
+    kind: Type
 
 
 class OutputArguments(NamedTuple):
@@ -145,27 +150,35 @@ class OutputArguments(NamedTuple):
 
 
 class LoadedArguments:
-    """The argument block as `Value`s of the kernel. Each word is loaded once, and each field is an attribute."""
+    """The argument block as `Value`s of the kernel. Each word is loaded once, and each field is an attribute.
+
+    Parameters
+    ----------
+    fields : the names and types of the fields
+    tables : dtype and number of axes of each table, by its slot
+    formulas : the formulas of a structure, whose parameters are the numbers
+    num_outputs : the number of outputs without a field
+    """
 
     def __init__(
         self,
         builder: Builder,
-        packed: Value,
         fields: Mapping[str, Any],
-        table_ranks: Sequence[int],
-        number_types: Sequence[Any] = (),
+        tables: Sequence[tuple[str, int]] = (),
+        formulas: Sequence[Expression | None] = (),
         num_outputs: int = 0,
     ) -> None:
+        packed, number_types = builder.arguments[0], _parameter_types(formulas)
         self._values = {name: packed.at(8 * index).load(kind, 8) for index, (name, kind) in enumerate(fields.items())}
-        kinds = [*[POINTER] * len(table_ranks), *number_types, *[POINTER] * num_outputs]
-        kinds += [INT64] * (2 * sum(table_ranks) + num_outputs)
+        kinds = [*[POINTER] * len(tables), *number_types, *[POINTER] * num_outputs]
+        kinds += [INT64] * (2 * sum(rank for _, rank in tables) + num_outputs)
         words = iter([packed.at(8 * (len(fields) + k)).load(kind, 8) for k, kind in enumerate(kinds)])
-        tables, self.numbers, outputs = (
-            list(islice(words, count)) for count in (len(table_ranks), len(number_types), num_outputs)
+        pointers, self.numbers, outputs = (
+            list(islice(words, count)) for count in (len(tables), len(number_types), num_outputs)
         )
         self.tables = [
-            TableArguments(pointer, tuple(islice(words, rank)), tuple(islice(words, rank)))
-            for pointer, rank in zip(tables, table_ranks, strict=True)
+            TableArguments(pointer, tuple(islice(words, rank)), tuple(islice(words, rank)), ENTRY_TYPES[dtype])
+            for pointer, (dtype, rank) in zip(pointers, tables, strict=True)
         ]
         self.outputs = [OutputArguments(pointer, next(words)) for pointer in outputs]
 
@@ -185,6 +198,18 @@ class LoadedArguments:
         """Return the address of a row of the output that the kernel writes."""
         offset = b * self.output_batch_stride + h * self.output_head_stride + i * self.output_row_stride
         return self.output.at(offset)
+
+
+def slot_of(lookup: Lookup) -> int:
+    """Return the slot of the table that a formula of a structure reads."""
+    return cast(TableParameter, lookup.table).slot
+
+
+def _parameter_types(formulas: Sequence[Expression | None]) -> list[Type]:
+    """Return the type of the argument word of each parameter of these formulas, by `Parameter.slot`."""
+    nodes = walk(*[formula for formula in formulas if formula is not None])
+    types = {node.slot: DOUBLE if node.kind == "float" else INT64 for node in nodes if isinstance(node, Parameter)}
+    return [types[slot] for slot in range(len(types))]
 
 
 def pack(

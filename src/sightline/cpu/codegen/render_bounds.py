@@ -14,8 +14,9 @@ from typing import Any
 
 from ...formula.expression import Expression, Lookup, Parameter, walk
 from ...formula.interval_arithmetic import Interval, compute_interval
+from .abi import TableArguments, slot_of
 from .builder import Builder, Variable
-from .render_llvm import LLVM_RULES, TableSource
+from .render_llvm import LLVM_RULES
 from .values import BOOL, BYTE, DOUBLE, INT64, Value, vector
 
 EXTREMES_BLOCK = 64  # entries along a table's last axis that share one minimum and one maximum
@@ -61,15 +62,14 @@ class TableExtremes:
 
     Parameters
     ----------
-    source : the table
     extremes : address of the extremes, float64 pairs (minimum, maximum)
     """
 
-    def __init__(self, builder: Builder, source: TableSource, extremes: Value) -> None:
-        self.builder, self.source, self.extremes = builder, source, extremes
+    def __init__(self, builder: Builder, table: TableArguments, extremes: Value) -> None:
+        self.builder, self.table, self.extremes = builder, table, extremes
         self.xp = BoundsNamespace(builder)
         # an axis with stride 0 repeats one entry
-        lengths = zip(source.lengths, source.strides, strict=True)
+        lengths = zip(table.lengths, table.strides, strict=True)
         self.lengths = [builder.where(stride == 0, 1, length) for length, stride in lengths]
         self.blocks = (self.lengths[-1] + (EXTREMES_BLOCK - 1)) // EXTREMES_BLOCK  # in each row
         self.rows = reduce(mul, self.lengths[:-1], builder.value(1, INT64))
@@ -79,19 +79,19 @@ class TableExtremes:
         return self.rows * self.blocks * EXTREMES_BYTES
 
     def compute(self) -> None:
-        builder, size = self.builder, self.source.kind.itemsize
+        builder, size = self.builder, self.table.kind.itemsize
         with builder.loop(0, self.rows) as row:
             base, rest = builder.value(0, INT64), row
-            for length, stride in reversed(list(zip(self.lengths[:-1], self.source.strides[:-1], strict=True))):
+            for length, stride in reversed(list(zip(self.lengths[:-1], self.table.strides[:-1], strict=True))):
                 base, rest = base + rest % length * stride, rest // length
             with builder.loop(0, self.blocks) as block:
                 first = block * EXTREMES_BLOCK
                 last = builder.minimum(first + EXTREMES_BLOCK, self.lengths[-1])
                 low, high = self._variables()
-                is_whole = (last - first == EXTREMES_BLOCK) & (self.source.strides[-1] == size)
+                is_whole = (last - first == EXTREMES_BLOCK) & (self.table.strides[-1] == size)
                 with builder.if_else(is_whole) as (yes, no):
                     with yes:
-                        self._add_block(self.source.pointer.at(base).at(first * size), low, high)
+                        self._add_block(self.table.pointer.at(base).at(first * size), low, high)
                     with no, builder.loop(first, last) as index:
                         entry = self._entry(base, index)
                         self._add(entry, entry, low, high)
@@ -131,7 +131,7 @@ class TableExtremes:
             return
         with self.builder.loop(first, last + 1) as index:
             row = row * self.lengths[axis] + index
-            self._scan_axes(ends, axis + 1, row, base + index * self.source.strides[axis], low, high)
+            self._scan_axes(ends, axis + 1, row, base + index * self.table.strides[axis], low, high)
 
     def _scan_row(self, first: Value, last: Value, row: Value, base: Value, low: Variable, high: Variable) -> None:
         """Widen (low, high) by the entries `first` to `last` of a row: whole blocks at once, other entries singly."""
@@ -161,13 +161,13 @@ class TableExtremes:
 
     def _is_decided(self, low: Variable, high: Variable) -> Value:
         """True if further entries cannot widen the interval: a table of booleans had both True and False."""
-        if self.source.kind is not BYTE:
+        if self.table.kind is not BYTE:
             return self.builder.value(0, BOOL)
         return (low.get() == 0.0) & (high.get() == 1.0)
 
     def _add_block(self, address: Value, low: Variable, high: Variable) -> None:
         """Widen (low, high) by a whole block of adjacent entries."""
-        kind = self.source.kind
+        kind = self.table.kind
         if kind is BYTE:
             is_true = address.load(vector(BYTE, EXTREMES_BLOCK)) != 0
             self._add(self.xp.float64(~(~is_true).any()), self.xp.float64(is_true.any()), low, high)
@@ -180,11 +180,11 @@ class TableExtremes:
 
     def _minimum(self, x: Value, y: Value) -> Value:
         """Return the smaller operand; NaN if an operand is NaN. Entries of an integer table are never NaN."""
-        is_nan_possible = self.source.kind.is_float
+        is_nan_possible = self.table.kind.is_float
         return self.builder.call_intrinsic("minimum", x, y) if is_nan_possible else self.builder.minimum(x, y)
 
     def _maximum(self, x: Value, y: Value) -> Value:
-        is_nan_possible = self.source.kind.is_float
+        is_nan_possible = self.table.kind.is_float
         return self.builder.call_intrinsic("maximum", x, y) if is_nan_possible else self.builder.maximum(x, y)
 
     def _add(self, low: Value, high: Value, total_low: Variable, total_high: Variable) -> None:
@@ -195,7 +195,7 @@ class TableExtremes:
         return Variable(self.builder, DOUBLE, math.inf), Variable(self.builder, DOUBLE, -math.inf)
 
     def _entry(self, base: Value, index: Value) -> Value:
-        entry = self.source.pointer.at(base).at(index * self.source.strides[-1]).load(self.source.kind)
+        entry = self.table.pointer.at(base).at(index * self.table.strides[-1]).load(self.table.kind)
         return self.xp.float64(entry)
 
     def _clamp(self, index: Value, length: Value) -> Value:
@@ -228,7 +228,7 @@ class BoundsRenderer:
 
     Parameters
     ----------
-    extremes : the `TableExtremes` of each table, by id of the table
+    extremes : the `TableExtremes` of each table, by slot
     numbers : the numbers of the formulas' parameters, by `Parameter.slot`
     """
 
@@ -236,7 +236,7 @@ class BoundsRenderer:
         self,
         builder: Builder,
         formulas: Sequence[Expression],
-        extremes: Mapping[int, TableExtremes],
+        extremes: Sequence[TableExtremes],
         numbers: Sequence[Value],
     ) -> None:
         self.xp, self.extremes, self.numbers = BoundsNamespace(builder), extremes, numbers
@@ -261,4 +261,4 @@ class BoundsRenderer:
         return compute_interval(node, bounds, box, self.xp, self._read_table)
 
     def _read_table(self, node: Lookup, indices: list[Interval]) -> Interval:
-        return self.extremes[id(node.table)].over(indices)
+        return self.extremes[slot_of(node)].over(indices)

@@ -8,26 +8,16 @@ vector are queries (the index i).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ...formula.expression import OF_SCORES, Apply, Constant, Expression, Lookup, Parameter, Symbol, walk
 from ...formula.operators import Kind, common_kind
 from . import math
+from .abi import LoadedArguments, slot_of
 from .builder import Builder
 from .values import BOOL, DOUBLE, INT64, Value
 
 NodeValues = dict[int, Value]  # values of nodes of a formula, by id of the node
-
-
-@dataclass(frozen=True)
-class TableSource:
-    """A table in memory: its address, the stride in bytes and the length of each axis, and the type of an entry."""
-
-    pointer: Value
-    strides: tuple[Value, ...]
-    lengths: tuple[Value, ...]
-    kind: Any
 
 
 class Renderer:
@@ -36,9 +26,8 @@ class Renderer:
     Parameters
     ----------
     floats, integers : LLVM types of the formula's floats and of its integers
-    sources : the `TableSource` of each table, by id of the table
+    args : the arguments of the function, with the tables and numbers of the formula
     clamped : (index of a lookup in `walk(formula)`, axis) of each table index that a hidden pair may put out of range
-    numbers : the numbers of the formula's parameters, by `Parameter.slot`
     """
 
     def __init__(
@@ -47,12 +36,10 @@ class Renderer:
         formula: Expression,
         floats: Any,
         integers: Any,
-        sources: dict[int, TableSource],
+        args: LoadedArguments,
         clamped: tuple[tuple[int, int], ...],
-        numbers: Sequence[Value] = (),
     ) -> None:
-        self.builder, self.formula, self.sources, self.clamped = builder, formula, sources, clamped
-        self.numbers = numbers
+        self.builder, self.formula, self.args, self.clamped = builder, formula, args, clamped
         self.types: dict[Kind, Any] = {"bool": BOOL, "int": integers, "float": floats}
         self.nodes = walk(formula)
         self.node_index = {id(node): index for index, node in enumerate(self.nodes)}
@@ -86,7 +73,7 @@ class Renderer:
         if isinstance(node, Constant):
             return self.builder.value(node.value, self.types[node.kind])
         if isinstance(node, Parameter):
-            return self.numbers[node.slot].to(self.types[node.kind])
+            return self.args.numbers[node.slot].to(self.types[node.kind])
         if isinstance(node, Lookup):
             return self._load_lookup(node, [values[id(a)] for a in node.arguments])
         assert isinstance(node, Apply)
@@ -96,13 +83,13 @@ class Renderer:
         return LLVM_RULES[node.operator](self.builder, *inputs[:first], *(x.to(kind) for x in inputs[first:]))
 
     def _load_lookup(self, node: Lookup, indices: list[Value]) -> Value:
-        source = self.sources[id(node.table)]
-        base, offsets = self.offsets(node, indices, source.strides, source.lengths)
-        pointer = source.pointer.at(base)
+        table = self.args.tables[slot_of(node)]
+        base, offsets = self.offsets(node, indices, table.strides, table.lengths)
+        pointer = table.pointer.at(base)
         if offsets is None:
-            entry = pointer.load(source.kind)
+            entry = pointer.load(table.kind)
         else:
-            entry = pointer.at(offsets).gather(source.kind, offsets.type.lanes)
+            entry = pointer.at(offsets).gather(table.kind, offsets.type.lanes)
         return entry.to(self.types[node.kind])
 
     def offsets(
@@ -124,13 +111,6 @@ class Renderer:
                 offsets = index * stride.to(integers)
                 lane_offsets = offsets if lane_offsets is None else lane_offsets + offsets
         return base, lane_offsets
-
-
-def parameter_types(formulas: Sequence[Expression | None]) -> list[Any]:
-    """Return the type of the argument word of each parameter of these formulas, by `Parameter.slot`."""
-    nodes = walk(*[formula for formula in formulas if formula is not None])
-    types = {node.slot: DOUBLE if node.kind == "float" else INT64 for node in nodes if isinstance(node, Parameter)}
-    return [types[slot] for slot in range(len(types))]
 
 
 def _floor_divide(builder: Builder, x: Value, y: Value) -> tuple[Value, Value]:

@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 from ...arrays.row_formats import RowFormat
 from ...call.kernel import MAX_LSE
 from ...formula.expression import Expression
-from ...formula.parameters import TableParameter
 from ...reference.dropout import LOW_32_BITS, philox_rounds
 from ..codegen.abi import LoadedArguments, OutputArguments
 from ..codegen.builder import Builder, Module, Variable
@@ -27,11 +26,11 @@ from ..codegen.math import exp2_by_scaling, exp2_of_negative, exp_of_negative
 from ..codegen.operand_tiles import OperandTile
 from ..codegen.packed_rows import PackedFormat
 from ..codegen.register_tile import RegisterTiles
-from ..codegen.render_llvm import NodeValues, Renderer, TableSource, parameter_types
+from ..codegen.render_llvm import NodeValues, Renderer
 from ..codegen.values import BFLOAT, BOOL, BYTE, DOUBLE, INT16, INT32, INT64, Value, vector
 from ..runtime.machine import Machine
 from .kernel_spec import KEY_BLOCK, KernelSpec
-from .tables import TABLE_TYPES, TileTables
+from .tables import TileTables
 
 
 class Block:
@@ -83,9 +82,8 @@ class Block:
     def begin(self, builder: Builder) -> None:
         """Begin a function whose first argument is the argument block."""
         self.builder = builder
-        ranks, numbers = [rank for _, rank in self.spec.tables], parameter_types(self.formulas)
-        outputs = self.spec.num_output_arrays
-        self.args = LoadedArguments(builder, builder.arguments[0], self.fields, ranks, numbers, outputs)
+        spec = self.spec
+        self.args = LoadedArguments(builder, self.fields, spec.tables, self.formulas, spec.num_output_arrays)
         self.tiles = tiles = RegisterTiles(builder, self.float, self.machine, self.paired)
         self.vectors, self.lanes, self.vector = range(tiles.vectors), tiles.lanes, tiles.vector
         self.factor = self.args.factor.to(self.float)
@@ -289,12 +287,6 @@ class Block:
     def prepare_formulas(self) -> None:
         """Create the `Renderer` of every formula, and the code of its lookups t[..., i, j] (`TileTables`)."""
         formulas = [formula if index in self.own_formulas else None for index, formula in enumerate(self.formulas)]
-        sources = [
-            TableSource(t.pointer, t.strides, t.lengths, TABLE_TYPES[dtype])
-            for t, (dtype, _) in zip(self.args.tables, self.spec.tables, strict=True)
-        ]
-        tables = [cast(TableParameter, table) for f in formulas if f is not None for table in f.tables]
-        self.sources = {id(table): sources[table.slot] for table in tables}
         self.renderers = [
             None if f is None else self.make_renderer(f, DOUBLE if f.kind == "bool" else self.float, clamped)
             for f, clamped in zip(formulas, self.spec.clamped, strict=True)
@@ -304,7 +296,7 @@ class Block:
 
     def make_renderer(self, formula: Expression, floats: Any, clamped: tuple[tuple[int, int], ...]) -> Renderer:
         """Return the object that writes the code of a formula. Its floats have the type `floats`."""
-        return Renderer(self.builder, formula, floats, self.integer, self.sources, clamped, self.args.numbers)
+        return Renderer(self.builder, formula, floats, self.integer, self.args, clamped)
 
     def evaluate_block(self) -> None:
         """Evaluate the formulas' nodes that depend on neither j nor s, for each vector of queries."""

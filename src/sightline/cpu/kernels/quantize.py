@@ -58,7 +58,7 @@ class Quantize:
 
     def write(self, name: str) -> Module:
         self.builder = builder = Builder(Module(), name)
-        self.args = args = LoadedArguments(builder, builder.arguments[0], FIELDS, ())
+        self.args = args = LoadedArguments(builder, FIELDS)
         width, filled = self.row_format.width, self.row_format.group if self.row_format.dtype == "int4" else 1
         self.stop = round_up(round_up(width, filled), self.lanes)
         self.numbers = builder.scratch(FLOAT, self.stop)  # a source row, widened

@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from ...formula.derivative import derivative
 from ...formula.expression import Expression, Lookup, walk
-from ..codegen.abi import OutputArguments
+from ..codegen.abi import OutputArguments, slot_of
 from ..codegen.builder import CACHE_LINE_BYTES
 from ..codegen.render_llvm import NodeValues, Renderer
-from ..codegen.values import BYTE, DOUBLE, FLOAT, INT32, INT64, Value, vector
+from ..codegen.values import DOUBLE, INT64, Value, vector
 from .kernel_spec import KEY_BLOCK
 
 if TYPE_CHECKING:
     from .block import Block
-
-TABLE_TYPES = {"bool": BYTE, "int32": INT32, "int64": INT64, "float32": FLOAT, "float64": DOUBLE}
 
 
 class TileTables:
@@ -43,14 +41,14 @@ class TileTables:
         """Read the table entries for the block's queries and the tile of keys at j0 into scratch."""
         block = self.block
         for node, scratch in self.lookups:
-            source = block.sources[id(node.table)]
-            size = source.kind.itemsize
-            first = source.pointer.at(_leading_offset(block, self.formula, node, source.strides)).at(j0 * size)
+            table = block.args.tables[slot_of(node)]
+            size = table.kind.itemsize
+            first = table.pointer.at(_leading_offset(block, self.formula, node, table.strides)).at(j0 * size)
 
-            def row(lane: Value, first: Value = first, step: Value = source.strides[-2]) -> Value:
+            def row(lane: Value, first: Value = first, step: Value = table.strides[-2]) -> Value:
                 return first.at((block.i0 + block.builder.minimum(lane, block.num_valid - 1)) * step)
 
-            def read(at: Value, lanes: int, kind: Any = source.kind) -> Value:
+            def read(at: Value, lanes: int, kind: Any = table.kind) -> Value:
                 return at.load(vector(kind, lanes)).to(block.float)
 
             block.transpose_rows(row, read, size, block.num_keys, scratch)
@@ -62,11 +60,11 @@ class TileTables:
         """
         block = self.block
         for node, _ in self.lookups:
-            source = block.sources[id(node.table)]
-            size = source.kind.itemsize
-            first = source.pointer.at(_leading_offset(block, self.formula, node, source.strides))
+            table = block.args.tables[slot_of(node)]
+            size = table.kind.itemsize
+            first = table.pointer.at(_leading_offset(block, self.formula, node, table.strides))
             i = block.i0 + block.builder.minimum(lane, block.num_valid - 1)
-            row = first.at(i * source.strides[-2]).at(j0 * size)
+            row = first.at(i * table.strides[-2]).at(j0 * size)
             for at in range(0, KEY_BLOCK * size, CACHE_LINE_BYTES):
                 block.builder.prefetch(row.at(at))
 

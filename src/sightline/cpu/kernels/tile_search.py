@@ -12,18 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any, cast
+from typing import Any
 
 from ...formula.expression import SYMBOLS, Apply, Constant, Expression, Lookup, Parameter, walk
 from ...formula.interval_arithmetic import Interval
-from ...formula.parameters import TableParameter
-from ..codegen.abi import LoadedArguments
+from ..codegen.abi import LoadedArguments, slot_of
 from ..codegen.builder import Builder, Module, Variable
 from ..codegen.render_bounds import BoundsNamespace, BoundsRenderer, HiddenEntries, TableExtremes
-from ..codegen.render_llvm import TableSource, parameter_types
 from ..codegen.values import BOOL, BYTE, DOUBLE, INT64, POINTER, Value
 from .kernel_spec import KEY_BLOCK
-from .tables import TABLE_TYPES
 
 SEARCH_FIELDS: dict[str, Any] = {
     "B": INT64,
@@ -71,8 +68,7 @@ class TileSearch:
 
     def write(self, name: str) -> Any:
         self.builder = builder = Builder(self.module, name)
-        ranks, numbers = [rank for _, rank in self.spec.tables], parameter_types(self.formulas)
-        self.args = LoadedArguments(builder, builder.arguments[0], SEARCH_FIELDS, ranks, numbers)
+        self.args = LoadedArguments(builder, SEARCH_FIELDS, self.spec.tables, self.formulas)
         self.xp, self.key_blocks = BoundsNamespace(builder), (self.args.m + (KEY_BLOCK - 1)) // KEY_BLOCK
         self.prepare_tables()
         self.count = Variable(builder, INT64, 0)
@@ -87,18 +83,14 @@ class TileSearch:
 
     def prepare_tables(self) -> None:
         """Compute the extremes of the tables whose bounds are needed."""
-        builder = self.builder
         needed = tables_with_extremes(self.formulas)
-        address, self.extremes = self.args.extremes, {}
-        for table in {id(table): table for formula in self.formulas for table in formula.tables}.values():
-            slot = cast(TableParameter, table).slot
-            arguments, (dtype, _) = self.args.tables[slot], self.spec.tables[slot]
-            source = TableSource(arguments.pointer, arguments.strides, arguments.lengths, TABLE_TYPES[dtype])
-            has_extremes = slot in needed
-            extremes = (TableExtremes if has_extremes else HiddenEntries)(builder, source, address)
+        address, self.extremes = self.args.extremes, list[TableExtremes]()
+        for slot, table in enumerate(self.args.tables):
+            kind = TableExtremes if slot in needed else HiddenEntries
+            extremes = kind(self.builder, table, address)
             extremes.compute()
-            self.extremes[id(table)] = extremes
-            address = address.at(extremes.num_bytes) if has_extremes else address
+            self.extremes.append(extremes)
+            address = address.at(extremes.num_bytes) if slot in needed else address
 
     def is_out_of_range(self) -> Value:
         """True if an integer of `checked_nodes` may be too large, or an index may be outside of its table.
@@ -117,7 +109,7 @@ class TileSearch:
             if node.kind == "int":
                 found.append(~((low > -args.max_integer) & (high < args.max_integer)))
             if isinstance(node, Lookup):
-                lengths = self.args.tables[cast(TableParameter, node.table).slot].lengths
+                lengths = args.tables[slot_of(node)].lengths
                 for axis, (index, length) in enumerate(zip(node.arguments, lengths, strict=True)):
                     if has_arguments(index) and (id(node), axis) not in clamped:
                         low, high = bounds[id(index)]
@@ -238,15 +230,12 @@ def tables_with_extremes(formulas: Sequence[Expression]) -> set[int]:
     see `HiddenEntries`. A table that only other formulas read needs extremes if its entries are integers.
     """
     mask, *others = formulas
-    needed: set[Any] = set()
+    needed = {mask} if isinstance(mask, Lookup) else set[Lookup]()
     for node in walk(mask):
-        for argument in node.arguments:
-            if isinstance(argument, Lookup) and not _is_compared_to_hidden(node):
-                needed.add(argument.table)
-    if isinstance(mask, Lookup):
-        needed.add(mask.table)
-    needed |= {node.table for node in walk(mask, *others) if isinstance(node, Lookup) and node.kind == "int"}
-    return {cast(TableParameter, table).slot for table in needed}
+        if not _is_compared_to_hidden(node):
+            needed |= {argument for argument in node.arguments if isinstance(argument, Lookup)}
+    needed |= {node for node in walk(mask, *others) if isinstance(node, Lookup) and node.kind == "int"}
+    return set(map(slot_of, needed))
 
 
 def _is_compared_to_hidden(node: Expression) -> bool:
