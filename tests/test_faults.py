@@ -21,6 +21,7 @@ from sightline.cpu.kernels.backward import Backward
 from sightline.cpu.kernels.block import Block
 from sightline.cpu.kernels.forward import Forward
 from sightline.cpu.kernels.fused_statistics import FusedStatisticsCode
+from sightline.cpu.kernels.recomputed_weights import RecomputedWeights
 from sightline.cpu.kernels.shared_tiles import SharedTiles
 from sightline.cpu.kernels.tables import TableGradientCode
 from sightline.cpu.kernels.weights_by_key import CellSums, KeyExtrema, KeySums
@@ -133,7 +134,7 @@ BACKWARD = {  # for each problem of `DIFFERENTIATED`: the faults that it reveals
         "missed last key": Fault(Backward.add_to_rows, "key + r < self.num_keys", "key + r < self.num_keys - 1"),
     },
     "sinks": {
-        "off-by-one mask": Fault(Backward.differentiate, "j0 + key + k", "j0 + key + k + 1"),
+        "off-by-one mask": Fault(RecomputedWeights.compute_weights, "j0 + key + k", "j0 + key + k + 1"),
         "sinks blind to lse": Fault(differentiate_sinks, "delta = delta - xp.astype(d_lse, wide)", "pass"),
         "sinks the wrong way": Fault(
             sum_sink_gradients,
@@ -163,7 +164,7 @@ BACKWARD = {  # for each problem of `DIFFERENTIATED`: the faults that it reveals
 WEIGHTS_PASS = {
     "off-by-one mask": Fault(Block.logits, "j0 + key", "j0 + key + 1"),
     "wrong head of a group": Fault(WeightsPass.attend, "self.h // args.group", "self.h % args.group"),
-    "missed first query": Fault(WeightsPass.clip_lanes, "first - self.i0", "first - self.i0 + 1"),
+    "missed first query": Fault(WeightsPass.clip_lanes, "args.first_query - self.i0", "args.first_query - self.i0 + 1"),
     "missed last block of queries": Fault(WeightStatistics.process_item, "args.query_blocks", "args.query_blocks - 1"),
     "missed last tile of a split": Fault(
         WeightStatistics.locate_span, "(split + 1) * args.split_size", "(split + 1) * args.split_size - 1"

@@ -209,7 +209,7 @@ def test_queries_without_keys_have_tangent_0(rng):
 
 FAULTS = {
     "no tangent of key": Fault(Tangent.process_tile, "self.dq_t is None", "True"),
-    "no slope": Fault(Tangent.differentiate_keys, "tangent = tangent * slope.broadcast(self.lanes)", "pass"),
+    "no slope": Fault(Tangent.differentiate_weight, "tangent = tangent * slope.broadcast(self.lanes)", "pass"),
     "the sum without sinks": Fault(Tangent.store, "total = total + given.get()", "pass"),
     "the sum after dropout": Fault(
         Tangent.differentiate, "self.tile_sum[v].get() + d", "self.tile_sum[v].get() + 0.7 * d"

@@ -12,9 +12,10 @@ power of two share a few sets of the first-level cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from .builder import CACHE_LINE_BYTES
+from .builder import CACHE_LINE_BYTES, Variable
 from .formats import FloatFormat
 from .packed_rows import PackedFormat
 from .register_tile import RegisterTiles
@@ -120,6 +121,43 @@ class OperandTile:
                 pair_row(self.tiles, source, target, self.width, self.element_stride)
             else:
                 widen_row(self.tiles, self.format, source, target, self.width, self.element_stride)
+
+    def multiply_rows(self, matrix: Value, finish: Callable[[Value, int, Value], None]) -> None:
+        """Call finish(r, v, Σ_c row r[c] · matrix[c][v]) for every row r of the tile and vector v of the matrix."""
+        self._multiply(self.count, self.max_rows, self.row, matrix, self.tiles.packed_length(self.width), finish, None)
+
+    def multiply_columns(
+        self, matrix: Value, finish: Callable[[Value, int, Value], None], stride: int | None = None
+    ) -> None:
+        """Call finish(c, v, Σ_r column c[r] · matrix[r][v]) for every column c and vector v of the matrix.
+
+        `stride` are the bytes from row to row of the matrix, if it is no scratch matrix of one block.
+        """
+        length, pair_size = self.count, self.tiles.pair_size
+        length = (length + (pair_size - 1)) // pair_size
+        self._multiply(self.width, self.width, self.column, matrix, length, finish, stride)
+
+    def _multiply(
+        self,
+        count: Any,
+        max_count: int,
+        number: Callable[[Value], tuple[Value, Any]],
+        matrix: Value,
+        length: Any,
+        finish: Callable[[Value, int, Value], None],
+        stride: int | None,
+    ) -> None:
+        tiles, vectors = self.tiles, range(self.tiles.vectors)
+
+        def rows(first: Value, count: int) -> None:
+            operands = [number(first + r) for r in range(count)]
+            sums = [[Variable(self.builder, tiles.vector, 0.0) for _ in vectors] for _ in range(count)]
+            tiles.accumulate(sums, [base for base, _ in operands], operands[0][1], matrix, length, stride)
+            for r in range(count):
+                for v in vectors:
+                    finish(first + r, v, sums[r][v].get())
+
+        tiles.for_each_row_group(count, max_count, rows)
 
     def row(self, r: Value) -> tuple[Value, Any]:
         """Return (address of the first number of row r, bytes to the next number); the last row for larger r."""

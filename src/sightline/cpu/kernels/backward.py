@@ -69,7 +69,6 @@ class Backward(SharedTiles, RecomputedWeights):
         self.number_row_bytes = self.max_blocks * tiles.block * self.number_bytes
         self.p_rows, self.ds_rows = (tiles.scratch(KEY_BLOCK * self.number_row_bytes) for _ in range(2))
         self.ds_pairs = tiles.matrix(tiles.packed_length(KEY_BLOCK)) if self.paired else None  # pairs of keys
-        self.lse_matrix, self.delta_matrix = tiles.matrix(1), tiles.matrix(1)
         self.lse, self.delta = tiles.variables(), tiles.variables()
         rows = {"q_t": tiles.packed_length(spec.d_k), "do_t": tiles.packed_length(spec.d_v), "dq_t": spec.d_k}
         self.allocate_blocks(self.max_blocks, rows, [*self.lse, *self.delta])
@@ -147,12 +146,10 @@ class Backward(SharedTiles, RecomputedWeights):
 
     def transpose_output_gradients(self) -> None:
         """Compute dOᵀ[d][lane], and δ and lse of each lane. Past the last query lse is ∞, so that P is 0."""
-        builder, args, tiles, width = self.builder, self.args, self.tiles, self.spec.d_v
-        for v in self.vectors:
-            tiles.store(self.delta_matrix, 0, v, builder.value(0.0, self.vector))
-            tiles.store(self.lse_matrix, 0, v, builder.value(math.inf, self.vector))
+        builder, args, width = self.builder, self.args, self.spec.d_v
         self.transpose(self.do, args.d_output_row_stride, args.d_output_column_stride, True, width, self.do_t)
-        with builder.loop(0, self.num_valid) as lane:
+
+        def compute(lane: Value) -> tuple[Value, Value]:
             d_output_row = self.do.at((self.i0 + lane) * args.d_output_row_stride)
             output_row = self.o.at((self.i0 + lane) * args.output_row_stride)
             delta = Variable(builder, DOUBLE, 0.0)
@@ -165,12 +162,9 @@ class Backward(SharedTiles, RecomputedWeights):
                     rows = (row.at(d * self.format.itemsize) for row in (d_output_row, output_row))
                     x, y = (self.format.load(row, lanes).to(DOUBLE) for row in rows)
                     total.set(builder.fma(x, y, total.get()))
-            delta.set(delta.get() + sums.get().sum())
-            self.lane_address(self.delta_matrix, 0, lane).store(delta.get().to(self.float))
-            self.lane_address(self.lse_matrix, 0, lane).store(self.load_lse(lane).to(self.float))
-        for v in self.vectors:
-            self.lse[v].set(tiles.load(self.lse_matrix, 0, v))
-            self.delta[v].set(tiles.load(self.delta_matrix, 0, v))
+            return delta.get() + sums.get().sum(), self.load_lse(lane)
+
+        self.set_per_query([(self.delta, 0.0), (self.lse, math.inf)], compute, 0, self.num_valid)
 
     def copy_rows(self, source: Value, name: str, is_contiguous: bool, width: int, target: Value) -> None:
         """Copy the queries' rows, padded with 0 to whole vectors. With bfloat16 pairs, join two queries' rows."""
@@ -258,55 +252,35 @@ class Backward(SharedTiles, RecomputedWeights):
 
     def process_block(self, j0: Value) -> None:
         """Compute P and dS of a block and a tile, and add the tile's terms to dQ."""
-        builder, tiles, spec = self.builder, self.tiles, self.spec
+        tiles = self.tiles
         self.evaluate_block()
-        k_length, v_length = tiles.packed_length(spec.d_k), tiles.packed_length(spec.d_v)
-        store_s, store_dp = (functools.partial(tiles.store, matrix) for matrix in (self.s_t, self.dp_t))
-        self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, k_length, store_s)
-        self.product(self.num_keys, KEY_BLOCK, self.value.row, self.do_t, v_length, store_dp)
-        with builder.if_else(self.is_partial()) as (yes, no):
-            with yes:
-                if self.renderers[0] is not None:
-                    self.differentiate(j0, masked=True)
-            with no:
-                self.differentiate(j0, masked=False)
-        width, length = spec.d_k, (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
+        self.key.multiply_rows(self.q_t, functools.partial(tiles.store, self.s_t))
+        self.value.multiply_rows(self.do_t, functools.partial(tiles.store, self.dp_t))
+        self.write_by_mask(self.is_partial(), functools.partial(self.differentiate, j0))
         if self.ds_pairs is not None:
             matrix, stride = self.ds_pairs, tiles.row_bytes
         else:
             matrix, stride = self.ds_rows.at(self.block_number * tiles.row_bytes), self.number_row_bytes
-        self.product(width, width, self.key.column, matrix, length, self.add_to(self.dq_t), stride)
+        self.key.multiply_columns(matrix, self.add_to(self.dq_t), stride)
 
     def differentiate(self, j0: Value, masked: bool) -> None:
         """Compute P and dS, which includes the scale, from Sᵀ and dPᵀ; add terms to the tables' gradients."""
         builder, tiles, spec = self.builder, self.tiles, self.spec
         step = 4 if spec.has_dropout else tiles.pair_size
         self.transpose_tables(j0, 0 if masked else 1)
-        # set the keys of the last step that are past the last key to 0
-        with builder.loop(self.num_keys, (self.num_keys + (step - 1)) // step * step) as past:
-            for v in self.vectors:
-                tiles.store(self.s_t, past, v, builder.value(0.0, self.vector))
-                tiles.store(self.dp_t, past, v, builder.value(0.0, self.vector))
+        self.pad_keys(step, 0.0, self.s_t, self.dp_t)
         with builder.loop(0, self.num_keys, step) as key:
             keep_mask = self.dropout_keep_mask(j0 + key) if spec.has_dropout else []
             pairs_by_vector: list[list[tuple[Value, Value]]] = [[] for _ in self.vectors]
-            for k in range(step):
-                for tables in self.tile_tables[0 if masked else 1 :]:
-                    tables.prefetch(key + k, j0 + KEY_BLOCK)
-                j = builder.minimum(j0 + key + k, self.args.m - 1).to(self.integer)
-                rows, inside = self.evaluate_key(j), (key + k < self.num_keys if step > 1 else None)
-                for v in self.vectors:
-                    s, dp = tiles.load(self.s_t, key + k, v), tiles.load(self.dp_t, key + k, v)
-                    block_values = [self.values_before_pair(formula, rows, key + k, v) for formula in range(2)]
-                    p = self.compute_weight(s, v, j, block_values, masked, inside)
-                    dropped = p  # P after dropout
-                    if keep_mask:
-                        factor = self.args.dropout_scale.to(self.float)
-                        dropped, dp = (builder.where(keep_mask[k][v], x * factor, 0.0) for x in (p, dp))
-                    extra = self.evaluate_statistic_gradients(p, key + k, v, rows)
-                    dp = dp + extra["weights"] if "weights" in extra else dp
-                    ds = self.compute_score_gradient(p, dp, extra.get("scores"), key + k, v)
-                    pairs_by_vector[v].append((dropped, ds))
+            for k, v, p, rows in self.compute_weights(j0, key, step, masked):
+                dropped, dp = p, tiles.load(self.dp_t, key + k, v)  # P after dropout
+                if keep_mask:
+                    factor = self.args.dropout_scale.to(self.float)
+                    dropped, dp = (builder.where(keep_mask[k][v], x * factor, 0.0) for x in (p, dp))
+                extra = self.evaluate_statistic_gradients(p, key + k, v, rows)
+                dp = dp + extra["weights"] if "weights" in extra else dp
+                ds = self.compute_score_gradient(p, dp, extra.get("scores"), key + k, v)
+                pairs_by_vector[v].append((dropped, ds))
             for v in self.vectors:
                 self.store_weights_and_gradients(key, v, pairs_by_vector[v])
         for table_gradient in self.table_gradients:

@@ -375,33 +375,49 @@ class Block:
             keep_by_query.append([(word & LOW_32_BITS) >= args.dropout_threshold for word in words])
         return [list(key_masks) for key_masks in zip(*keep_by_query, strict=True)]
 
-    # -- products -------------------------------------------------------------------------------------------------
-    def product(
-        self,
-        count: Any,
-        max_count: int,
-        number: Callable[[Value], tuple[Value, Any]],
-        matrix: Value,
-        length: Any,
-        finish: Callable[[Value, int, Value], None],
-        stride: int | None = None,
-    ) -> None:
-        """Call finish(row, v, Σ_k number_row[k] · matrix[k][v]) for every row < count ≤ max_count, with k < length.
+    def write_by_mask(self, partial: Value, write: Callable[[bool], None]) -> None:
+        """Write the code of a tile twice: `write(True)` for a partial tile, and `write(False)` for a full tile.
 
-        `number(row)` returns the address of number_row[0] and the bytes from one k to the next. `stride` are the bytes
-        from row to row of the matrix, if it is no scratch matrix of one block.
+        Without a mask every tile is full.
         """
-        builder, tiles = self.builder, self.tiles
+        with self.builder.if_else(partial) as (yes, no):
+            with yes:
+                if self.spec.mask is not None:
+                    write(True)
+            with no:
+                write(False)
 
-        def rows(first: Value, count: int) -> None:
-            operands = [number(first + r) for r in range(count)]
-            sums = [[Variable(builder, self.vector, 0.0) for _ in self.vectors] for _ in range(count)]
-            tiles.accumulate(sums, [base for base, _ in operands], operands[0][1], matrix, length, stride)
-            for r in range(count):
-                for v in self.vectors:
-                    finish(first + r, v, sums[r][v].get())
+    def pad_keys(self, step: int, filler: float, *matrices: Value) -> None:
+        """Set the rows of keys past the last key, up to a multiple of `step`, to `filler`."""
+        with self.builder.loop(self.num_keys, (self.num_keys + (step - 1)) // step * step) as past:
+            for v in self.vectors:
+                for matrix in matrices:
+                    self.tiles.store(matrix, past, v, self.builder.value(filler, self.vector))
 
-        tiles.for_each_row_group(count, max_count, rows)
+    def set_per_query(
+        self,
+        targets: Sequence[tuple[Sequence[Variable], float]],
+        compute: Callable[[Value], Sequence[Value]],
+        first: Any,
+        last: Value,
+    ) -> None:
+        """Set variables, one for each vector of queries, to numbers that are computed for one query at a time.
+
+        Parameters
+        ----------
+        targets : the variables of each number, and the number in lanes outside of `first` <= lane < `last`
+        compute : function (lane) that returns the numbers of a query
+        """
+        tiles, matrices = self.tiles, [self.tiles.matrix(1) for _ in targets]
+        for v in self.vectors:
+            for matrix, (_, filler) in zip(matrices, targets, strict=True):
+                tiles.store(matrix, 0, v, self.builder.value(filler, self.vector))
+        with self.builder.loop(first, last) as lane:
+            for matrix, number in zip(matrices, compute(lane), strict=True):
+                self.lane_address(matrix, 0, lane).store(number.to(self.float))
+        for matrix, (variables, _) in zip(matrices, targets, strict=True):
+            for v in self.vectors:
+                variables[v].set(tiles.load(matrix, 0, v))
 
     def pack_pairs(self, first: Value, second: Value) -> Value:
         """Return two vectors as one vector of bfloat16 pairs, with `first` in the low halves."""

@@ -122,13 +122,7 @@ class Forward(SharedTiles):
         for v in self.vectors:
             self.tile_max[v].set(-math.inf)
         self.score_tile()
-        with builder.if_else(partial) as (yes, no):  # without a mask every tile range is full
-            with yes:
-                if self.spec.mask is not None:
-                    self.modify_scores(MASK_FUNCTION, j0)
-            with no:
-                if self.spec.score is not None:
-                    self.modify_scores(SCORE_FUNCTION, j0)
+        self.write_by_mask(partial, functools.partial(self.modify_scores, j0))
         self.softmax(j0)
         with builder.if_else(nan_safe) as (yes, no):
             with yes:
@@ -144,11 +138,13 @@ class Forward(SharedTiles):
             self.tiles.store(self.s_t, key, v, s)
             self.tile_max[v].set(builder.maximum(s, self.tile_max[v].get()))
 
-        self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, self.tiles.packed_length(self.spec.d_k), finish)
+        self.key.multiply_rows(self.q_t, finish)
 
-    def modify_scores(self, function: str, j0: Value) -> None:
-        """Call a function of `kernels.score_functions`, which replaces Sᵀ and each query's maximum."""
-        builder = self.builder
+    def modify_scores(self, j0: Value, masked: bool) -> None:
+        """Call the function of `kernels.score_functions`, if any, that replaces Sᵀ and each query's maximum."""
+        if not masked and self.spec.score is None:
+            return
+        builder, function = self.builder, MASK_FUNCTION if masked else SCORE_FUNCTION
         positions = self.b, self.h, self.i0, j0, self.num_keys
         builder.call(function, VOID, builder.arguments[0], self.s_t, self.max_row, *positions)
         for v in self.vectors:
@@ -194,10 +190,7 @@ class Forward(SharedTiles):
             self.alpha[v].set(alpha)
         sums = [Variable(builder, self.vector, 0.0) for _ in self.vectors]
         step = 2 if not self.spec.has_dropout else 4
-        # hide the keys of the last step that are past the last key
-        with builder.loop(self.num_keys, (self.num_keys + (step - 1)) // step * step) as past:
-            for v in self.vectors:
-                tiles.store(self.s_t, past, v, builder.value(-math.inf, self.vector))
+        self.pad_keys(step, -math.inf, self.s_t)
         with builder.loop(0, self.num_keys, step) as key:
             keep_mask = self.dropout_keep_mask(j0 + key) if self.spec.has_dropout else []
             for v in self.vectors:
@@ -240,8 +233,7 @@ class Forward(SharedTiles):
             old = tiles.load(self.o_t, d, v)
             tiles.store(self.o_t, d, v, builder.fma(old, self.alpha[v].get(), total))
 
-        width, length = self.spec.d_v, (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
-        self.product(width, width, self.value.column, self.s_t, length, finish)
+        self.value.multiply_columns(self.s_t, finish)
 
     def accumulate_values_nan_safe(self) -> None:
         """Do what `accumulate_values` does, one number of V at a time, and ignore that number where the weight is 0."""

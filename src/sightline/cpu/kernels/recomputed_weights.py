@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..codegen.builder import Variable
 from ..codegen.render_llvm import NodeValues
 from ..codegen.values import DOUBLE, Value
 from .block import Block
+from .kernel_spec import KEY_BLOCK
 
 
 class RecomputedWeights(Block):
@@ -33,6 +34,21 @@ class RecomputedWeights(Block):
         """Return the lse of one query, in the base of the scores; 0 for a query that sees no key."""
         lse = self.args.lse.at((self.row + lane) * 8).load(DOUBLE)
         return self.builder.where(lse == -math.inf, 0.0, lse) * self.log_unit
+
+    def compute_weights(
+        self, j0: Value, key: Value, step: int, masked: bool
+    ) -> Iterator[tuple[int, int, Value, list[NodeValues]]]:
+        """Yield (k, v, P, values of `evaluate_key`) for the keys `key` + k, k < step, and each vector v of queries."""
+        builder = self.builder
+        for k in range(step):
+            for tables in self.tile_tables[0 if masked else 1 :]:
+                tables.prefetch(key + k, j0 + KEY_BLOCK)
+            j = builder.minimum(j0 + key + k, self.args.m - 1).to(self.integer)
+            rows, inside = self.evaluate_key(j), (key + k < self.num_keys if step > 1 else None)
+            for v in self.vectors:
+                s = self.tiles.load(self.s_t, key + k, v)
+                known = [self.values_before_pair(formula, rows, key + k, v) for formula in range(2)]
+                yield k, v, self.compute_weight(s, v, j, known, masked, inside), rows
 
     def compute_weight(
         self, s: Value, v: int, j: Value, known: list[NodeValues], masked: bool, is_inside: Value | None

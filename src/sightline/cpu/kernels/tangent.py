@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 
 from ...formula.derivative import derivative
 from ..codegen.abi import TANGENT_FIELDS
 from ..codegen.builder import Variable
 from ..codegen.operand_tiles import OperandTile
+from ..codegen.render_llvm import NodeValues
 from ..codegen.values import DOUBLE, INT64, Value, vector
 from .kernel_spec import KEY_BLOCK
 from .recomputed_weights import RecomputedWeights
@@ -50,7 +50,7 @@ class Tangent(RecomputedWeights):
         self.t_t = tiles.matrix(spec.d_v)
         if self.paired:  # pairs of keys
             self.p_pairs, self.d_pairs = (tiles.matrix(tiles.packed_length(KEY_BLOCK)) for _ in range(2))
-        self.lse_matrix, self.sum_matrix = tiles.matrix(1), tiles.matrix(1)
+        self.sum_matrix = tiles.matrix(1)
         self.lse, self.tile_sum = tiles.variables(), tiles.variables()
         self.sums = [Variable(self.builder, vector(DOUBLE, self.lanes), 0.0) for _ in self.vectors]
         score = self.formulas[1]
@@ -70,7 +70,7 @@ class Tangent(RecomputedWeights):
         self.locate(b, h, args.query_blocks - 1 - item % args.query_blocks)  # causal: those with most keys come first
         self.locate_operands(b, h, h // args.group)
         self.transpose_operands()
-        self.load_lse_of_block()
+        self.set_per_query([(self.lse, math.inf)], lambda lane: [self.load_lse(lane)], 0, self.num_valid)
         self.evaluate_block()
         for v in self.vectors:
             self.sums[v].set(builder.value(0.0, vector(DOUBLE, self.lanes)))
@@ -98,16 +98,6 @@ class Tangent(RecomputedWeights):
             source = args.head_address("query_tangent", self.b, self.h)
             strides = args.query_tangent_row_stride, args.query_tangent_column_stride
             self.transpose(source, *strides, True, self.spec.d_k, self.dq_t, self.multiply_by_sign())
-
-    def load_lse_of_block(self) -> None:
-        """Load lse per lane. Past the last query lse is ∞, so that P is 0."""
-        builder, tiles = self.builder, self.tiles
-        for v in self.vectors:
-            tiles.store(self.lse_matrix, 0, v, builder.value(math.inf, self.vector))
-        with builder.loop(0, self.num_valid) as lane:
-            self.lane_address(self.lse_matrix, 0, lane).store(self.load_lse(lane).to(self.float))
-        for v in self.vectors:
-            self.lse[v].set(tiles.load(self.lse_matrix, 0, v))
 
     def store(self) -> None:
         """Store μ, and Ȯ = T − μ ∘ O."""
@@ -143,31 +133,23 @@ class Tangent(RecomputedWeights):
     # -- tiles ----------------------------------------------------------------------------------------------------
     def process_tile(self, j0: Value, partial: Value) -> None:
         """Compute P and D of a tile, and add the tile's terms to μ and T."""
-        builder, tiles, spec = self.builder, self.tiles, self.spec
-        self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
+        tiles = self.tiles
+        self.num_keys = self.builder.minimum(self.args.m - j0, KEY_BLOCK)
         operands = [x for x in (self.key, self.value, self.key_tangent, self.value_tangent) if x is not None]
         for operand in operands:
             operand.stage(j0, self.num_keys)
-        length = tiles.packed_length(spec.d_k)
-        self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, length, functools.partial(tiles.store, self.s_t))
+        self.key.multiply_rows(self.q_t, functools.partial(tiles.store, self.s_t))
         store = functools.partial(tiles.store, self.d_t)
         if self.dq_t is not None:
-            self.product(self.num_keys, KEY_BLOCK, self.key.row, self.dq_t, length, store)
+            self.key.multiply_rows(self.dq_t, store)
         if self.key_tangent is not None:
-            add_or_store = store if self.dq_t is None else self.add_to(self.d_t)
-            self.product(self.num_keys, KEY_BLOCK, self.key_tangent.row, self.q_t, length, add_or_store)
-        with builder.if_else(partial) as (yes, no):
-            with yes:
-                if self.renderers[0] is not None:
-                    self.differentiate(j0, masked=True)
-            with no:
-                self.differentiate(j0, masked=False)
-        num_packed = (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
+            self.key_tangent.multiply_rows(self.q_t, store if self.dq_t is None else self.add_to(self.d_t))
+        self.write_by_mask(partial, functools.partial(self.differentiate, j0))
         p, d = (self.p_pairs, self.d_pairs) if self.paired else (self.s_t, self.d_t)
         if self.has_score_tangent:
-            self.product(spec.d_v, spec.d_v, self.value.column, d, num_packed, self.add_to(self.t_t))
+            self.value.multiply_columns(d, self.add_to(self.t_t))
         if self.value_tangent is not None:
-            self.product(spec.d_v, spec.d_v, self.value_tangent.column, p, num_packed, self.add_to(self.t_t))
+            self.value_tangent.multiply_columns(p, self.add_to(self.t_t))
 
     @property
     def has_score_tangent(self) -> bool:
@@ -181,14 +163,11 @@ class Tangent(RecomputedWeights):
         self.transpose_tables(j0, 0 if masked else 1)
         for v in self.vectors:
             self.tile_sum[v].set(builder.value(0.0, self.vector))
-        with builder.loop(self.num_keys, (self.num_keys + (step - 1)) // step * step) as past:
-            for v in self.vectors:  # the keys of the last step that are past the last key
-                tiles.store(self.s_t, past, v, builder.value(0.0, self.vector))
-                tiles.store(self.d_t, past, v, builder.value(0.0, self.vector))
+        self.pad_keys(step, 0.0, self.s_t, self.d_t)
         with builder.loop(0, self.num_keys, step) as key:
             keep_mask = self.dropout_keep_mask(j0 + key) if spec.has_dropout else []
-            pairs = list(self.differentiate_keys(j0, key, step, masked))
-            for k, (v, p, d) in pairs:
+            for k, v, p, rows in self.compute_weights(j0, key, step, masked):
+                d = self.differentiate_weight(p, key + k, v, rows)
                 self.tile_sum[v].set(self.tile_sum[v].get() + d)
                 if keep_mask:
                     factor = self.args.dropout_scale.to(self.float)
@@ -200,32 +179,21 @@ class Tangent(RecomputedWeights):
         for v in self.vectors:
             self.sums[v].set(self.sums[v].get() + self.tile_sum[v].get().to(DOUBLE))
 
-    def differentiate_keys(
-        self, j0: Value, key: Value, step: int, masked: bool
-    ) -> Iterator[tuple[int, tuple[int, Value, Value]]]:
-        """Yield (k, (v, P, D)) for `step` keys and every vector v of queries."""
-        builder, tiles = self.builder, self.tiles
-        scale = self.factor * (1 / self.log_unit)
-        for k in range(step):
-            for tables in self.tile_tables[0 if masked else 1 :]:
-                tables.prefetch(key + k, j0 + KEY_BLOCK)
-            j = builder.minimum(j0 + key + k, self.args.m - 1).to(self.integer)
-            rows, inside = self.evaluate_key(j), (key + k < self.num_keys if step > 1 else None)
-            for v in self.vectors:
-                known = [self.values_before_pair(formula, rows, key + k, v) for formula in range(2)]
-                p = self.compute_weight(tiles.load(self.s_t, key + k, v), v, j, known, masked, inside)
-                tangent = builder.value(0.0, self.vector)
-                if self.dq_t is not None or self.key_tangent is not None:
-                    tangent = tiles.load(self.d_t, key + k, v) * scale
-                    if self.slope is not None:
-                        slope = self.slope.evaluate_pair(self.pair_symbols, self.score_values).to(self.float)
-                        tangent = tangent * slope.broadcast(self.lanes)
-                extra = self.renderers[2] if len(self.renderers) > 2 else None
-                if extra is not None:
-                    values = self.values_before_pair(2, rows, key + k, v)
-                    added = extra.evaluate_pair(self.pair_symbols, values).to(self.float)
-                    tangent = tangent + added.broadcast(self.lanes)
-                yield k, (v, p, builder.where(p == 0.0, 0.0, p * tangent))
+    def differentiate_weight(self, p: Value, key: Value, v: int, rows: list[NodeValues]) -> Value:
+        """Return D of the pairs that `compute_weight` evaluated last, whose weights are P."""
+        builder = self.builder
+        tangent = builder.value(0.0, self.vector)
+        if self.dq_t is not None or self.key_tangent is not None:
+            tangent = self.tiles.load(self.d_t, key, v) * (self.factor * (1 / self.log_unit))
+            if self.slope is not None:
+                slope = self.slope.evaluate_pair(self.pair_symbols, self.score_values).to(self.float)
+                tangent = tangent * slope.broadcast(self.lanes)
+        for extra in self.renderers[2:]:
+            assert extra is not None
+            values = self.values_before_pair(2, rows, key, v)
+            added = extra.evaluate_pair(self.pair_symbols, values).to(self.float)
+            tangent = tangent + added.broadcast(self.lanes)
+        return builder.where(p == 0.0, 0.0, p * tangent)
 
     def store_pairs(self, key: Value, step: int) -> None:
         """Store P and D of these keys as pairs of keys in bfloat16."""

@@ -183,7 +183,7 @@ class CellSums(StatisticCode):
     def reduce_lanes(self) -> None:
         """For each cell in scratch, combine the lanes of its queries in the block into the output."""
         kernel, builder, args, tiles = self.kernel, self.builder, self.args, self.tiles
-        first, last = kernel.clip_lanes(args.first_query, args.last_query)
+        first, last = kernel.clip_lanes()
         length = args.last_query - args.first_query
         integer = INT64 if kernel.float is DOUBLE else INT32  # as wide as the floats that `where` selects
         start = kernel.i0 + first - args.first_query

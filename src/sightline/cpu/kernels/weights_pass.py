@@ -53,7 +53,6 @@ class WeightsPass(Block):
         tiles = self.tiles
         self.q_t, self.s_t = tiles.matrix(tiles.packed_length(self.spec.d_k)), tiles.matrix(KEY_BLOCK)
         self.key = self.allocate_operand(1, needs_rows=True, needs_columns=False)
-        self.high_matrix, self.low_matrix = tiles.matrix(1), tiles.matrix(1)
         self.lse_high, self.lse_low = tiles.variables(), tiles.variables()
         self.allocate_statistics()
 
@@ -65,54 +64,40 @@ class WeightsPass(Block):
         raise NotImplementedError(type(self).__name__)
 
     # -- a block of queries ---------------------------------------------------------------------------------------
-    def attend(self, queries: tuple[Value, Value], tiles: tuple[Value, Value]) -> None:
-        """Process the block's tiles in the range `tiles`. Weights of queries outside the range `queries` are 0."""
+    def attend(self, *tiles: Value) -> None:
+        """Process the block's tiles; if limits are given, only those of `loop_tiles(*tiles)`."""
         args = self.args
         key_head = args.head_address("key", self.b, self.h // args.group)
         self.key.locate(key_head, args.key_row_stride, args.key_column_stride)
         self.transpose_queries()
-        self.load_lse_high_low(*queries)
+        targets = [(self.lse_high, math.inf), (self.lse_low, 0.0)]
+        self.set_per_query(targets, self.load_lse_high_low, *self.clip_lanes())
         self.evaluate_block()
         with self.loop_tiles(*tiles) as (tile, partial):
             self.key_tile(tile * KEY_BLOCK, partial)
 
-    def clip_lanes(self, first: Value, last: Value) -> tuple[Value, Value]:
-        """Return the range of lanes of the block whose queries are in the range from `first` to before `last`."""
-        builder = self.builder
-        return builder.maximum(first - self.i0, 0), builder.minimum(last - self.i0, self.num_valid)
+    def clip_lanes(self) -> tuple[Value, Value]:
+        """Return the range of lanes of the block whose weights count: those of the queries that the call selects."""
+        builder, args = self.builder, self.args
+        return builder.maximum(args.first_query - self.i0, 0), builder.minimum(
+            args.last_query - self.i0, self.num_valid
+        )
 
-    def load_lse_high_low(self, first: Value, last: Value) -> None:
-        """Compute lse of each lane, in the scores' base, as high + low. In lanes whose weights are 0, high is ∞."""
-        builder, args, tiles = self.builder, self.args, self.tiles
-        unit = math.log2(math.e) if self.spec.is_base_2 else 1.0
-        for v in self.vectors:
-            tiles.store(self.high_matrix, 0, v, builder.value(math.inf, self.vector))
-            tiles.store(self.low_matrix, 0, v, builder.value(0.0, self.vector))
-        with builder.loop(*self.clip_lanes(first, last)) as lane:
-            lse = args.lse.at((self.row + lane) * 8).load(DOUBLE)
-            with builder.if_then(lse != -math.inf):
-                high = (lse * unit).to(self.float)
-                self.lane_address(self.high_matrix, 0, lane).store(high)
-                self.lane_address(self.low_matrix, 0, lane).store((lse * unit - high.to(DOUBLE)).to(self.float))
-        for v in self.vectors:
-            self.lse_high[v].set(tiles.load(self.high_matrix, 0, v))
-            self.lse_low[v].set(tiles.load(self.low_matrix, 0, v))
+    def load_lse_high_low(self, lane: Value) -> tuple[Value, Value]:
+        """Return lse of a query, in the scores' base, as high + low. If the query sees no key, high is ∞."""
+        builder = self.builder
+        lse = self.args.lse.at((self.row + lane) * 8).load(DOUBLE)
+        scaled, is_empty = lse * (math.log2(math.e) if self.spec.is_base_2 else 1.0), lse == -math.inf
+        high = scaled.to(self.float)
+        low = scaled - high.to(DOUBLE)
+        return builder.where(is_empty, math.inf, high), builder.where(is_empty, 0.0, low)
 
     def key_tile(self, j0: Value, partial: Value) -> None:
         """Process one tile: compute Q · K without the scale, then call `process_tile`."""
-        builder = self.builder
-        self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
+        self.num_keys = self.builder.minimum(self.args.m - j0, KEY_BLOCK)
         self.key.stage(j0, self.num_keys)
-        length, store = self.tiles.packed_length(self.spec.d_k), functools.partial(self.tiles.store, self.s_t)
-        self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, length, store)
-        with builder.if_else(partial) as (yes, no):  # without a mask every tile range is full
-            with yes:
-                if self.renderers[0] is not None:
-                    self.transpose_tables(j0, 0)
-                    self.process_tile(j0, masked=True)
-            with no:
-                self.transpose_tables(j0, 1)
-                self.process_tile(j0, masked=False)
+        self.key.multiply_rows(self.q_t, functools.partial(self.tiles.store, self.s_t))
+        self.write_by_mask(partial, functools.partial(self.process_tile, j0))
 
     # -- weights of one key ---------------------------------------------------------------------------------------
     def compute_exponent(self, s: Value, v: int) -> Value:

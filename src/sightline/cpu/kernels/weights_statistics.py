@@ -62,11 +62,10 @@ class WeightStatistics(WeightsPass):
         self.last_tile = builder.minimum((split + 1) * args.split_size, last)
 
     def process_block(self) -> None:
-        args, span = self.args, (self.first_tile, self.last_tile)
         for statistic in self.statistics:
             statistic.init_block()
-        with self.builder.if_then(self.overlaps_tiles(*span)):
-            self.attend((args.first_query, args.last_query), span)
+        with self.builder.if_then(self.overlaps_tiles(self.first_tile, self.last_tile)):
+            self.attend(self.first_tile, self.last_tile)
         for statistic in self.statistics:
             statistic.finish_block()
 
@@ -78,6 +77,7 @@ class WeightStatistics(WeightsPass):
             statistic.finish_tile(j0)
 
     def process_tile(self, j0: Value, masked: bool) -> None:
+        self.transpose_tables(j0, 0 if masked else 1)
         with self.loop_keys(j0) as key:
             first = self.statistics[0]
             if isinstance(first, weights_by_query.TopKCode) and len(self.statistics) == 1:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ..codegen.formats import FloatFormat
 from ..codegen.values import DOUBLE, INT64, POINTER, Value
-from .kernel_spec import KEY_BLOCK, ReductionRole
+from .kernel_spec import ReductionRole
 from .weights_pass import WeightsPass
 
 
@@ -38,9 +38,7 @@ class WeightTiles(WeightsPass):
         args = self.args
         self.locate(head_index // args.H, head_index % args.H, query_block)
         self.output_row = output_index * args.n + self.i0  # of lane 0
-        self.attend(
-            (args.first_query, args.last_query), (self.builder.value(0, INT64), (args.m + (KEY_BLOCK - 1)) // KEY_BLOCK)
-        )
+        self.attend()
 
     @property
     def output_format(self) -> FloatFormat:
@@ -52,6 +50,7 @@ class WeightTiles(WeightsPass):
 
     def process_tile(self, j0: Value, masked: bool) -> None:
         builder, args, tiles, itemsize = self.builder, self.args, self.tiles, self.output_format.itemsize
+        self.transpose_tables(j0, 0 if masked else 1)
         with builder.loop(0, self.num_keys) as key:
             for v, entry in enumerate(self.compute_entries(self.role, self.compute_pairs(key, j0, masked))):
                 tiles.store(self.s_t, key, v, entry)
@@ -61,7 +60,7 @@ class WeightTiles(WeightsPass):
         def address(lane: Value, key: Value) -> Value:
             return target.at((lane * args.m + key) * itemsize)
 
-        first, last = self.clip_lanes(args.first_query, args.last_query)
+        first, last = self.clip_lanes()
         vector_stop = self.num_keys // self.lanes * self.lanes
         with builder.loop(0, len(self.vectors)) as at, builder.loop(0, vector_stop, self.lanes) as key:
             transposed = tiles.transpose_lanes([tiles.load(self.s_t, key + k, at) for k in range(self.lanes)])
