@@ -22,6 +22,7 @@ from sightline.cpu.kernels.block import Block
 from sightline.cpu.kernels.forward import Forward
 from sightline.cpu.kernels.fused_statistics import FusedStatisticsCode
 from sightline.cpu.kernels.recomputed_weights import RecomputedWeights
+from sightline.cpu.kernels.score_functions import ScoreFunctions
 from sightline.cpu.kernels.shared_tiles import SharedTiles
 from sightline.cpu.kernels.tables import TableGradientCode
 from sightline.cpu.kernels.weights_by_key import CellSums, KeyExtrema, KeySums
@@ -44,7 +45,7 @@ from strategies import Case
 from weights_pass_checks import check_everything
 
 FORWARD = {
-    "off-by-one mask": Fault(Block.logits, "j0 + key", "j0 + key + 1"),
+    "off-by-one mask": Fault(ScoreFunctions.write_function, "j0 + key", "j0 + key + 1"),
     "dropped rescale": Fault(Forward.accumulate_values, "builder.fma(old, self.alpha[v].get(), total)", "old + total"),
     "missed tail of keys": Fault(RegisterTiles.accumulate, "builder.loop(whole, count)", "builder.loop(count, count)"),
     "missed last rows": Fault(RegisterTiles.for_each_row_group, "count > whole", "count > max_rows"),
@@ -162,7 +163,7 @@ BACKWARD = {  # for each problem of `DIFFERENTIATED`: the faults that it reveals
 }
 
 WEIGHTS_PASS = {
-    "off-by-one mask": Fault(Block.logits, "j0 + key", "j0 + key + 1"),
+    "off-by-one mask": Fault(WeightsPass.compute_pairs, "j0 + key", "j0 + key + 1"),
     "wrong head of a group": Fault(WeightsPass.attend, "self.h // args.group", "self.h % args.group"),
     "missed first query": Fault(WeightsPass.clip_lanes, "args.first_query - self.i0", "args.first_query - self.i0 + 1"),
     "missed last block of queries": Fault(WeightStatistics.process_item, "args.query_blocks", "args.query_blocks - 1"),

@@ -303,14 +303,10 @@ class Builder:
         """Store a value atomically, and return the earlier value. The memory order is sequentially consistent."""
         return self.execute(new.type, f"atomicrmw xchg ptr {pointer.name}, {new.type} {new.name} seq_cst")
 
-    def atomic_increment(self, pointer: Value, ordering: str = "monotonic") -> Value:
-        """Add 1 to a counter atomically, and return its value before the addition.
+    def atomic_add(self, pointer: Value, number: int, ordering: str) -> Value:
+        """Add a number to an integer atomically, and return its value before the addition.
 
-        With the ordering "acq_rel", a thread that increments the counter sees all that other threads wrote to memory
+        With the ordering "acq_rel", a thread that increments a counter sees all that other threads wrote to memory
         before they incremented it.
         """
-        return self.atomic_add(pointer, 1, ordering)
-
-    def atomic_add(self, pointer: Value, number: int, ordering: str) -> Value:
-        """Add a number to an integer atomically, and return its value before the addition."""
         return self.execute(INT64, f"atomicrmw add ptr {pointer.name}, i64 {number} {ordering}")

@@ -72,6 +72,12 @@ class RegisterTiles:
     def store(self, matrix: Value, row: Any, v: Any, value: Value) -> None:
         self.at(matrix, row, v).store(value, self.align)
 
+    def fill(self, matrix: Value, first: Any, last: Any, number: float) -> None:
+        """Set the rows `first` <= row < `last` of a scratch matrix to a number."""
+        with self.builder.loop(first, last) as row:
+            for v in range(self.vectors):
+                self.store(matrix, row, v, self.builder.value(number, self.vector))
+
     def transpose_lanes(self, rows: list[Value]) -> list[Value]:
         """Transpose a square matrix of n vectors with n lanes each, by log₂ n shuffles of all its rows.
 

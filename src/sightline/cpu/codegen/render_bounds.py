@@ -242,16 +242,11 @@ class BoundsRenderer:
         self.xp, self.extremes, self.numbers = BoundsNamespace(builder), extremes, numbers
         self.nodes = walk(*formulas)
 
-    def evaluate(
-        self, box: Mapping[str, Interval], known: Mapping[int, Interval], symbols: frozenset[str]
-    ) -> dict[int, Interval]:
-        """Return the intervals of the nodes whose free symbols are all in `symbols`, and the known intervals.
-
-        `box` has the interval of every symbol of `symbols`.
-        """
-        bounds = dict(known)
+    def evaluate(self, box: Mapping[str, Interval], known: Mapping[int, Interval]) -> dict[int, Interval]:
+        """Return the known intervals and those of the nodes that depend only on symbols with an interval in `box`."""
+        bounds, given = dict(known), box.keys()
         for node in self.nodes:
-            if id(node) not in bounds and node.free_symbols <= symbols:
+            if id(node) not in bounds and node.free_symbols <= given:
                 bounds[id(node)] = self._interval(node, bounds, box)
         return bounds
 

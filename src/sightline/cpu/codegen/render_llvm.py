@@ -7,10 +7,10 @@ vector are queries (the index i).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...formula.expression import OF_SCORES, Apply, Constant, Expression, Lookup, Parameter, Symbol, walk
+from ...formula.expression import Apply, Constant, Expression, Lookup, Parameter, Symbol, walk
 from ...formula.operators import Kind, common_kind
 from . import math
 from .abi import LoadedArguments, slot_of
@@ -44,30 +44,19 @@ class Renderer:
         self.nodes = walk(formula)
         self.node_index = {id(node): index for index, node in enumerate(self.nodes)}
 
-    def evaluate_block(self, symbols: dict[str, Value]) -> NodeValues:
-        """Return the values of the parts that depend on neither j nor the score, by id of the part."""
-        return self._evaluate(symbols, {}, lambda free_symbols: free_symbols.isdisjoint({"j"} | OF_SCORES))
-
-    def evaluate_row(self, symbols: dict[str, Value], known: NodeValues) -> NodeValues:
-        """Return the known values, and those of the parts that depend on neither i nor the score, by id of the part."""
-        return self._evaluate(symbols, known, lambda free_symbols: free_symbols.isdisjoint({"i"} | OF_SCORES))
-
-    def evaluate_pair(self, symbols: dict[str, Value], known: NodeValues) -> Value:
-        """Return the value of the formula for a vector of pairs. `known` has the values of parts computed before."""
-        return self.evaluate_all(symbols, known)[id(self.formula)]
-
-    def evaluate_all(self, symbols: dict[str, Value], known: NodeValues) -> NodeValues:
-        """Return the values of the formula and of all its parts, by id of the part."""
-        return self._evaluate(symbols, known, lambda free_symbols: True)
-
-    def _evaluate(self, symbols: dict[str, Value], known: NodeValues, is_included: Callable[..., bool]) -> NodeValues:
-        values = dict(known)
+    def evaluate(self, symbols: Mapping[str, Value], known: NodeValues) -> NodeValues:
+        """Return the known values and those of the parts that depend only on the given symbols, by id of the part."""
+        values, given = dict(known), symbols.keys()
         for node in self.nodes:
-            if id(node) not in values and is_included(node.free_symbols):
+            if id(node) not in values and node.free_symbols <= given:
                 values[id(node)] = self._compute(node, symbols, values)
         return values
 
-    def _compute(self, node: Expression, symbols: dict[str, Value], values: NodeValues) -> Value:
+    def evaluate_formula(self, symbols: Mapping[str, Value], known: NodeValues) -> Value:
+        """Return the value of the formula. `known` has the values of parts computed before."""
+        return self.evaluate(symbols, known)[id(self.formula)]
+
+    def _compute(self, node: Expression, symbols: Mapping[str, Value], values: NodeValues) -> Value:
         if isinstance(node, Symbol):
             return symbols[node.name].to(self.types[node.kind])
         if isinstance(node, Constant):

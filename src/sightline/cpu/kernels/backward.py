@@ -32,7 +32,6 @@ from ...formula.derivative import derivative
 from ..codegen.abi import BACKWARD_FIELDS
 from ..codegen.builder import Variable
 from ..codegen.operand_tiles import interleave_rows, widen_row
-from ..codegen.render_llvm import NodeValues
 from ..codegen.values import DOUBLE, INT64, Value, vector
 from .kernel_spec import KEY_BLOCK, MAX_BYTES_PER_ITEM, round_up
 from .recomputed_weights import RecomputedWeights
@@ -124,16 +123,14 @@ class Backward(SharedTiles, RecomputedWeights):
 
         The copied rows are 0 if the block has no tile in the split. Otherwise NaN would reach dK and dV as 0 · NaN.
         """
-        args, tiles = self.args, self.tiles
+        args = self.args
         self.o, self.do = args.head_address("output", self.b, self.h), args.head_address("d_output", self.b, self.h)
         self.num_copied = self.builder.where(self.next_tile(self.first_tile) < self.last_tile, self.num_valid, 0)
         self.transpose_queries()
         self.transpose_output_gradients()
         self.copy_rows(self.q, "query", self.spec.unit_stride[0], self.spec.d_k, self.q_rows)
         self.copy_rows(self.do, "d_output", True, self.spec.d_v, self.do_rows)
-        with self.builder.loop(0, self.spec.d_k) as d:
-            for v in self.vectors:
-                tiles.store(self.dq_t, d, v, self.builder.value(0.0, self.vector))
+        self.tiles.fill(self.dq_t, 0, self.spec.d_k, 0.0)
 
     # -- rows of the block ----------------------------------------------------------------------------------------
     def allocate_block_rows(self, width: int) -> Value:
@@ -272,12 +269,12 @@ class Backward(SharedTiles, RecomputedWeights):
         with builder.loop(0, self.num_keys, step) as key:
             keep_mask = self.dropout_keep_mask(j0 + key) if spec.has_dropout else []
             pairs_by_vector: list[list[tuple[Value, Value]]] = [[] for _ in self.vectors]
-            for k, v, p, rows in self.compute_weights(j0, key, step, masked):
+            for k, v, p in self.compute_weights(j0, key, step, masked):
                 dropped, dp = p, tiles.load(self.dp_t, key + k, v)  # P after dropout
                 if keep_mask:
                     factor = self.args.dropout_scale.to(self.float)
                     dropped, dp = (builder.where(keep_mask[k][v], x * factor, 0.0) for x in (p, dp))
-                extra = self.evaluate_statistic_gradients(p, key + k, v, rows)
+                extra = self.evaluate_statistic_gradients(p, key + k, v)
                 dp = dp + extra["weights"] if "weights" in extra else dp
                 ds = self.compute_score_gradient(p, dp, extra.get("scores"), key + k, v)
                 pairs_by_vector[v].append((dropped, ds))
@@ -286,19 +283,16 @@ class Backward(SharedTiles, RecomputedWeights):
         for table_gradient in self.table_gradients:
             table_gradient.store(j0)
 
-    def evaluate_statistic_gradients(self, p: Value, key: Value, v: int, rows: list[NodeValues]) -> dict[str, Value]:
+    def evaluate_statistic_gradients(self, p: Value, key: Value, v: int) -> dict[str, Value]:
         """Return by role what statistics add to dP ("weights"), and to the gradient of `final_score` ("scores")."""
         gradients: dict[str, Value] = {}
         for f, role in enumerate(self.spec.roles, start=2):
-            renderer = self.renderers[f]
-            assert renderer is not None
-            symbols, values = self.pair_symbols | {"s": self.final_score}, self.values_before_pair(f, rows, key, v)
-            gradient = renderer.evaluate_pair(symbols, values).to(self.float)
-            gradients[str(role)] = self.builder.where(p == 0.0, 0.0, gradient.broadcast(self.lanes))
+            gradient = self.evaluate_formula(f, self.pair_symbols | {"s": self.final_score}, key, v)
+            gradients[str(role)] = self.builder.where(p == 0.0, 0.0, gradient)
         return gradients
 
     def compute_score_gradient(self, p: Value, dp: Value, extra: Value | None, key: Value, v: int) -> Value:
-        """Return dS, which includes the scale, of the pairs that `compute_weight` evaluated last.
+        """Return dS, which includes the scale, of the pairs that `compute_weights` evaluated last.
 
         `extra` is added to the gradient of the score after the score formula.
         """
@@ -311,7 +305,7 @@ class Backward(SharedTiles, RecomputedWeights):
         d_score = builder.where(p == 0.0, 0.0, d_score)  # the derivative of a hidden score may be ∞
         for table_gradient in self.table_gradients:
             table_gradient.add(d_score, self.pair_symbols, self.score_values, key, v)
-        slope = self.score_derivative.evaluate_pair(self.pair_symbols, self.score_values).to(self.float)
+        slope = self.score_derivative.evaluate_formula(self.pair_symbols, self.score_values).to(self.float)
         slope = slope.broadcast(self.lanes)
         return builder.where(p == 0.0, 0.0, d_score * slope * scale)
 

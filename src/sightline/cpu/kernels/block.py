@@ -43,6 +43,8 @@ class Block:
     own_formulas: Container[int] = range(1 << 30)  # which formulas (mask, score, extra formulas) this code evaluates
     split: Value  # index of the split of the keys, in kernels that split the keys
     tile_range: Value  # index of the tile range in `loop_tiles`
+    pair_symbols: dict[str, Value]  # the values of the symbols for the pairs that `compute_scores` evaluated last
+    score_values: NodeValues  # for these pairs, the values of the score formula's nodes, if there is a formula
 
     def __init__(self, spec: KernelSpec, formulas: Sequence[Expression | None], machine: Machine) -> None:
         self.spec = spec
@@ -73,7 +75,7 @@ class Block:
         builder = self.builder
         self.allocate()
         with builder.infinite_loop() as break_if:
-            item = builder.atomic_increment(self.args.counter)
+            item = builder.atomic_add(self.args.counter, 1, "monotonic")
             break_if(item >= self.args.items)
             self.process_item(item)
         builder.finish()
@@ -308,45 +310,65 @@ class Block:
             start = (self.i0 + v * self.lanes).to(self.integer)
             i = builder.minimum(builder.arange(self.lanes, self.integer) + start, last)
             self.symbols.append({"b": self.b, "h": self.h, "i": i, "n": args.n, "m": args.m})
-            self.block_values.append([{} if r is None else r.evaluate_block(self.symbols[v]) for r in self.renderers])
+            self.block_values.append([{} if r is None else r.evaluate(self.symbols[v], {}) for r in self.renderers])
         self.shared_values = [  # for each formula, the node values that all queries of the block share
             {} if r is None else {id(x): known[id(x)] for x in r.nodes if id(x) in known and "i" not in x.free_symbols}
             for r, known in zip(self.renderers, self.block_values[0], strict=True)
         ]
 
-    def evaluate_key(self, j: Value) -> list[NodeValues]:
-        """Return, for each formula, the values of its nodes that depend on neither i nor s, at key j."""
-        symbols = self.symbols[0] | {"j": j}
+    def evaluate_key(self, j: Value) -> None:
+        """Evaluate the formulas' nodes that depend on neither i nor s, at key j."""
+        symbols = {name: x for name, x in self.symbols[0].items() if name != "i"} | {"j": j}
         formulas = zip(self.renderers, self.shared_values, strict=True)
-        return [{} if r is None else r.evaluate_row(symbols, shared) for r, shared in formulas]
+        self.key_values = [{} if r is None else r.evaluate(symbols, shared) for r, shared in formulas]
+
+    def evaluate_nodes(self, formula: int, symbols: Mapping[str, Value], key: Value, v: int) -> NodeValues:
+        """Return the values of a formula's nodes, by id, for the pairs of one key with vector v of the queries.
+
+        `evaluate_key` must have evaluated the key.
+        """
+        renderer, entries = self.renderers[formula], self.tile_tables[formula].entries(key, v)
+        assert renderer is not None
+        return renderer.evaluate(symbols, self.block_values[v][formula] | self.key_values[formula] | entries)
+
+    def evaluate_formula(self, formula: int, symbols: Mapping[str, Value], key: Value, v: int) -> Value:
+        """Return the formula's value in `evaluate_nodes`: a condition, or a vector of the accumulator's type."""
+        found = self.evaluate_nodes(formula, symbols, key, v)[id(self.formulas[formula])]
+        return found if found.type.element is BOOL else found.to(self.float).broadcast(self.lanes)
 
     def transpose_tables(self, j0: Value, first: int, stop: int | None = None) -> None:
         """Read the entries of lookups t[..., i, j] in formulas `first` to `stop` - 1, for the tile of keys at j0."""
         for tables in self.tile_tables[first:stop]:
             tables.transpose(j0)
 
-    def logits(self, key: Value, j0: Value, masked: bool) -> Iterator[tuple[int, Value, Value | None]]:
-        """Yield (v, S, condition of the mask) for one key and every vector v of queries.
+    def compute_scores(self, key: Value, j: Value) -> Iterator[tuple[int, Value]]:
+        """Yield (v, S) for a row of the tile, key j, and every vector v of queries.
 
-        S is the result of the score formula. If there is no formula, S is Q · K without the scale. The condition is
-        None if there is no mask or `masked` is False.
+        S is the result of the score formula. If there is no formula, S is Q · K without the scale. `pair_symbols` and
+        `score_values` are set for these pairs.
         """
-        mask, score = self.renderers[:2]
-        j = (j0 + key).to(self.integer)
-        rows = self.evaluate_key(j)
+        score = self.renderers[1]
+        self.evaluate_key(j)
         for v in self.vectors:
-            s, allowed = self.tiles.load(self.s_t, key, v), None
-            symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
+            s = self.tiles.load(self.s_t, key, v)
+            self.pair_symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
             if score is not None:
-                s = score.evaluate_pair(symbols, self.values_before_pair(1, rows, key, v)).to(self.float)
-                s = s.broadcast(self.lanes)
-            if masked and mask is not None:
-                allowed = mask.evaluate_pair(symbols, self.values_before_pair(0, rows, key, v))
-            yield v, s, allowed
+                self.score_values = self.evaluate_nodes(1, self.pair_symbols, key, v)
+                s = self.score_values[id(score.formula)].to(self.float).broadcast(self.lanes)
+            yield v, s
 
-    def values_before_pair(self, formula: int, key_values: list[NodeValues], key: Value, v: int) -> NodeValues:
-        """Return, by node id, the values of formula number `formula` that are known before a pair is evaluated."""
-        return self.block_values[v][formula] | key_values[formula] | self.tile_tables[formula].entries(key, v)
+    def compute_condition(self, key: Value, v: int, masked: bool) -> Value | None:
+        """Return the condition of the mask for the pairs that `compute_scores` evaluated last.
+
+        The condition is None if there is no mask or `masked` is False.
+        """
+        if not masked or self.renderers[0] is None:
+            return None
+        return self.evaluate_formula(0, self.pair_symbols, key, v)
+
+    def compute_exponent(self, s: Value, shift: Value) -> Value:
+        """Return S − shift in the base of the scores, for a vector of scores that `compute_scores` yields."""
+        return s - shift if self.renderers[1] is not None else self.builder.fma(s, self.factor, -shift)
 
     def exponentiate(self, difference: Value) -> Value:
         """Return 2^x or e^x, by the base of the scores, for x ≤ 0."""

@@ -99,7 +99,7 @@ class Decode(Block):
                 self.key_tile(tile * KEY_BLOCK, partial)
         with self.loop_heads():
             self.store()
-        finished = builder.atomic_increment(args.finished_splits.at(self.row_block * 8), "acq_rel")
+        finished = builder.atomic_add(args.finished_splits.at(self.row_block * 8), 1, "acq_rel")
         with builder.if_then(finished == args.num_splits - 1), self.loop_heads():
             self.merge_splits()
 
@@ -327,7 +327,7 @@ class Decode(Block):
             key = builder.arange(self.lanes, INT64) + v * self.lanes
             j = builder.minimum((self.visible_keys.row_vector(v) if masked else key) + j0, args.m - 1)
             if score is not None:
-                s = score.evaluate_pair(self.symbols_at(r, j) | {"s": s}, {}).to(self.float).broadcast(self.lanes)
+                s = score.evaluate_formula(self.symbols_at(r, j) | {"s": s}, {}).to(self.float).broadcast(self.lanes)
             if masked:
                 allowed = key < self.num_keys
                 if mask is not None:
@@ -365,7 +365,7 @@ class Decode(Block):
         """Return the condition of the mask for a query row and a vector of keys."""
         mask = self.renderers[0]
         assert mask is not None
-        return mask.evaluate_pair(self.symbols_at(r, j), {}).broadcast(self.lanes)
+        return mask.evaluate_formula(self.symbols_at(r, j), {}).broadcast(self.lanes)
 
     def add_exponents(
         self, r: Value, difference: Value, alpha: Value, weights: list[Value], exponents: list[Value]
@@ -450,7 +450,7 @@ class Decode(Block):
     def store(self) -> None:
         """Store the split's O / l and lse by row; 0 and −∞ if the query row sees no key of the split."""
         builder, args, tiles = self.builder, self.args, self.tiles
-        unit = math.log(2) if self.spec.is_base_2 else 1.0
+        unit = self.spec.nats_per_unit
         with builder.loop(0, self.num_rows) as r:
             total = self.running_sums.at(r * tiles.align).load(self.vector).sum()
             largest = self.running_max.at(r * tiles.itemsize).load(self.float).to(DOUBLE)

@@ -103,10 +103,7 @@ class Forward(SharedTiles):
 
     def init_block(self) -> None:
         """Prepare the output and the variables of a block."""
-        builder = self.builder
-        with builder.loop(0, self.spec.d_v) as d:
-            for v in self.vectors:
-                self.tiles.store(self.o_t, d, v, builder.value(0.0, self.vector))
+        self.tiles.fill(self.o_t, 0, self.spec.d_v, 0.0)
         for v in self.vectors:
             sink = self.args.sinks.at(self.h * 8).load(DOUBLE).to(self.float) if self.spec.has_sinks else -math.inf
             self.running_max[v].set(sink)
@@ -295,6 +292,6 @@ class Forward(SharedTiles):
         with builder.if_then(self.needs_lse()), builder.loop(0, self.num_valid) as lane:
             rows = (sum_row, compensation_row, max_row)
             total, error, largest = (self.lane_address(x, 0, lane).load(self.float).to(DOUBLE) for x in rows)
-            unit = math.log(2) if self.spec.is_base_2 else 1.0
-            self.store_lse(self.row + lane, builder.fma(largest, unit, builder.call_intrinsic("log", total + error)))
+            log_total = builder.call_intrinsic("log", total + error)
+            self.store_lse(self.row + lane, builder.fma(largest, self.spec.nats_per_unit, log_total))
         self.fused_statistics.store()

@@ -14,7 +14,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ..codegen.builder import Variable
-from ..codegen.values import DOUBLE, INT64, Value, vector
+from ..codegen.values import BOOL, DOUBLE, INT64, Value, vector
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -34,7 +34,7 @@ class FusedStatisticsCode:
         builder, tiles, spec = block.builder, block.tiles, block.spec
         self.has_max_score, self.has_entropy = "max_score" in spec.roles, "entropy" in spec.roles
         self.formulas = range(2, len(block.formulas))
-        self.nats_per_unit = math.log(2) if spec.is_base_2 else 1.0  # nats per unit of the scores
+        self.nats_per_unit = spec.nats_per_unit
         self.indices = vector(block.integer, block.lanes)
         self.max_score, self.weighted_exponents, self.weight_sum = (tiles.variables() for _ in range(3))
         self.max_score_key = [Variable(builder, self.indices) for _ in block.vectors]
@@ -103,16 +103,13 @@ class FusedStatisticsCode:
             return
         j = builder.minimum(j0 + key, block.args.m - 1).to(block.integer)
         symbols = block.symbols[v] | {"j": j, "s": s * self.nats_per_unit}
-        rows = block.evaluate_key(j)
+        block.evaluate_key(j)
         for f, (tile, _) in self.sums.items():
-            renderer = block.renderers[f]
-            assert renderer is not None
-            entry = renderer.evaluate_pair(symbols, block.values_before_pair(f, rows, key, v))
-            old = tile[v].get()
-            if renderer.formula.kind == "bool":
+            entry, old = block.evaluate_formula(f, symbols, key, v), tile[v].get()
+            if entry.type.element is BOOL:
                 tile[v].set(builder.where(entry, old + p, old))
             else:
-                tile[v].set(old + builder.where(p == 0.0, 0.0, p * entry.to(block.float)))
+                tile[v].set(old + builder.where(p == 0.0, 0.0, p * entry))
 
     def add_tile(self, v: int, weights: Value) -> None:
         """Add the tile's sums to the sums of all tiles. `weights` is the sum of the tile's weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,6 +76,16 @@ class KernelSpec:
     def is_base_2(self) -> bool:
         """True if scores are in base 2 (times log₂ e). With a score formula or sinks, scores are in base e."""
         return self.score is None and not self.has_sinks
+
+    @property
+    def nats_per_unit(self) -> float:
+        """The factor that converts scores to nats."""
+        return math.log(2) if self.is_base_2 else 1.0
+
+    @property
+    def units_per_nat(self) -> float:
+        """The factor that converts nats to the base of the scores, 2 or e."""
+        return math.log2(math.e) if self.is_base_2 else 1.0
 
 
 def max_blocks_per_item(spec: KernelSpec, query_block: int, itemsize: int) -> int:

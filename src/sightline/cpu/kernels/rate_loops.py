@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 from ..codegen.builder import Builder, Module, Variable
-from ..codegen.values import BFLOAT, DOUBLE, FLOAT, INT64, POINTER, Type, Value, vector
+from ..codegen.register_tile import RegisterTiles
+from ..codegen.values import DOUBLE, FLOAT, INT64, POINTER
 from ..runtime.machine import Machine
 
 NAME = "products"  # of the function; its arguments are a number of steps, the address of x, and that of the sums
 UNROLL = 4
-DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
 class ProductLoop(NamedTuple):
@@ -26,35 +23,20 @@ class ProductLoop(NamedTuple):
 
 
 def make_product_loop(dtype: str, machine: Machine) -> ProductLoop:
-    """Return the loop of dot products for bfloat16, and the loop of multiply-adds for float32 and float64."""
-    chains = machine.vector_registers - 4  # the other four registers are for operands
-    if dtype == "bfloat16":
-        module = _write_loop(chains, vector(FLOAT, 16), vector(BFLOAT, 32), _add_dot_product)
-        return ProductLoop(module, chains * UNROLL * 16 * 4)
-    lanes = machine.vector_bytes // np.dtype(dtype).itemsize
-    kind = vector({"float32": FLOAT, "float64": DOUBLE}[dtype], lanes)
-    module = _write_loop(chains, kind, kind, lambda builder, total, x: builder.fma(total, x, x))
-    return ProductLoop(module, chains * UNROLL * lanes * 2)
+    """Return the loop of dot products for bfloat16, and the loop of multiply-adds for float32 and float64.
 
-
-def _add_dot_product(builder: Builder, total: Value, x: Value) -> Value:
-    return builder.call(DOT, total.type, total, x, x)
-
-
-def _write_loop(chains: int, kind: Type, operand: Type, step: Callable[[Builder, Value, Value], Value]) -> Module:
-    """Return the module of a loop that runs arguments[0] times. Each round makes UNROLL steps of every chain.
-
-    A chain is a vector c, and one step computes c = step(c, x). The vector x is at the address arguments[1].
+    A chain is a vector c, and one step computes c + x · x. Each round makes UNROLL steps of every chain.
     """
-    builder = Builder(Module(), NAME)
+    builder, chains = Builder(Module(), NAME), machine.vector_registers - 4  # the other registers are for operands
+    tiles = RegisterTiles(builder, DOUBLE if dtype == "float64" else FLOAT, machine, dtype == "bfloat16")
     (arguments,) = builder.arguments
-    x = arguments.at(8).load(POINTER).load(operand)
-    sums = [Variable(builder, kind, 0) for _ in range(chains)]
+    x = arguments.at(8).load(POINTER).load(tiles.operand_vector)
+    sums = [Variable(builder, tiles.vector, 0) for _ in range(chains)]
     with builder.loop(0, arguments.load(INT64)):
         for _ in range(UNROLL):
             for each in sums:
-                each.set(step(builder, each.get(), x))
+                each.set(tiles.multiply_add(x, x, each.get()))
     total = functools.reduce(operator.add, (each.get() for each in sums))
     arguments.at(16).load(POINTER).store(total)
     builder.finish()
-    return builder.module
+    return ProductLoop(builder.module, chains * UNROLL * tiles.lanes * tiles.pair_size * 2)

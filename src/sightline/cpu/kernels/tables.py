@@ -104,7 +104,7 @@ class TableGradientCode:
     def add(self, d_score: Value, symbols: dict[str, Value], score_values: NodeValues, key: Value, v: int) -> None:
         """Add the terms of one key and a vector of queries to the gradient, or store them in `tile_sums`."""
         block = self.block
-        term = self.entry_derivative.evaluate_pair(symbols, score_values).to(block.float).broadcast(block.lanes)
+        term = self.entry_derivative.evaluate_formula(symbols, score_values).to(block.float).broadcast(block.lanes)
         term = term * d_score
         term = block.builder.where(d_score == 0.0, 0.0, term)
         if self.tile_sums is not None:

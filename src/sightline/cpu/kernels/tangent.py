@@ -22,7 +22,6 @@ from ...formula.derivative import derivative
 from ..codegen.abi import TANGENT_FIELDS
 from ..codegen.builder import Variable
 from ..codegen.operand_tiles import OperandTile
-from ..codegen.render_llvm import NodeValues
 from ..codegen.values import DOUBLE, INT64, Value, vector
 from .kernel_spec import KEY_BLOCK
 from .recomputed_weights import RecomputedWeights
@@ -74,9 +73,7 @@ class Tangent(RecomputedWeights):
         self.evaluate_block()
         for v in self.vectors:
             self.sums[v].set(builder.value(0.0, vector(DOUBLE, self.lanes)))
-        with builder.loop(0, self.spec.d_v) as d:
-            for v in self.vectors:
-                tiles.store(self.t_t, d, v, builder.value(0.0, self.vector))
+        tiles.fill(self.t_t, 0, self.spec.d_v, 0.0)
         with self.loop_tiles() as (tile, partial):
             self.process_tile(tile * KEY_BLOCK, partial)
         self.store()
@@ -166,8 +163,8 @@ class Tangent(RecomputedWeights):
         self.pad_keys(step, 0.0, self.s_t, self.d_t)
         with builder.loop(0, self.num_keys, step) as key:
             keep_mask = self.dropout_keep_mask(j0 + key) if spec.has_dropout else []
-            for k, v, p, rows in self.compute_weights(j0, key, step, masked):
-                d = self.differentiate_weight(p, key + k, v, rows)
+            for k, v, p in self.compute_weights(j0, key, step, masked):
+                d = self.differentiate_weight(p, key + k, v)
                 self.tile_sum[v].set(self.tile_sum[v].get() + d)
                 if keep_mask:
                     factor = self.args.dropout_scale.to(self.float)
@@ -179,20 +176,17 @@ class Tangent(RecomputedWeights):
         for v in self.vectors:
             self.sums[v].set(self.sums[v].get() + self.tile_sum[v].get().to(DOUBLE))
 
-    def differentiate_weight(self, p: Value, key: Value, v: int, rows: list[NodeValues]) -> Value:
-        """Return D of the pairs that `compute_weight` evaluated last, whose weights are P."""
+    def differentiate_weight(self, p: Value, key: Value, v: int) -> Value:
+        """Return D of the pairs that `compute_weights` evaluated last, whose weights are P."""
         builder = self.builder
         tangent = builder.value(0.0, self.vector)
         if self.dq_t is not None or self.key_tangent is not None:
-            tangent = self.tiles.load(self.d_t, key, v) * (self.factor * (1 / self.log_unit))
+            tangent = self.tiles.load(self.d_t, key, v) * (self.factor * (1 / self.spec.units_per_nat))
             if self.slope is not None:
-                slope = self.slope.evaluate_pair(self.pair_symbols, self.score_values).to(self.float)
+                slope = self.slope.evaluate_formula(self.pair_symbols, self.score_values).to(self.float)
                 tangent = tangent * slope.broadcast(self.lanes)
-        for extra in self.renderers[2:]:
-            assert extra is not None
-            values = self.values_before_pair(2, rows, key, v)
-            added = extra.evaluate_pair(self.pair_symbols, values).to(self.float)
-            tangent = tangent + added.broadcast(self.lanes)
+        if SCORE in self.spec.roles:
+            tangent = tangent + self.evaluate_formula(2, self.pair_symbols, key, v)
         return builder.where(p == 0.0, 0.0, p * tangent)
 
     def store_pairs(self, key: Value, step: int) -> None:

@@ -102,7 +102,7 @@ class TileSearch:
         clamped = {(id(walk(formula)[position]), axis) for formula, own in pairs for position, axis in own}
         box = self.box(**{name: (builder.value(0, INT64), args_length - 1) for name, args_length in self.lengths()})
         renderer = BoundsRenderer(builder, checked_nodes(self.formulas), self.extremes, args.numbers)
-        bounds = renderer.evaluate(box, {}, frozenset("bhijsnm"))
+        bounds = renderer.evaluate(box, {})
         found = [builder.value(0, BOOL)]
         for node in checked_nodes(self.formulas):
             low, high = bounds[id(node)]
@@ -149,7 +149,7 @@ class TileSearch:
             last_query = builder.minimum(i0 + args.query_block, args.n) - 1
             last_batch = b if self.reads("b") else args.B - 1
             box = self.box(b=(b, last_batch), h=(h * group, h * group + group - 1), i=(i0, last_query))
-            known = renderer.evaluate(box, {}, frozenset("bhinm"))
+            known = renderer.evaluate(box, {})
             self.search_row(box, known, renderer)
         args.start.at(rows * 8).store(self.count.get())
 
@@ -170,7 +170,7 @@ class TileSearch:
             break_if(at >= self.key_blocks)
             last = builder.minimum(at + width.get(), self.key_blocks)
             j = at * KEY_BLOCK, builder.minimum(last * KEY_BLOCK, self.args.m) - 1
-            low, high = renderer.evaluate(box | self.box(j=j), known, frozenset("bhijnm"))[id(self.mask)]
+            low, high = renderer.evaluate(box | self.box(j=j), known)[id(self.mask)]
             is_full, is_empty = low == 1.0, high == 0.0
             is_decided = is_full | is_empty | (width.get() == 1)
             with builder.if_else(is_decided) as (yes, no):

@@ -135,11 +135,8 @@ class CellSums(StatisticCode):
 
     def clear_from(self, column: Any) -> None:
         """Let the scratch hold the columns from `column` on, and set their cells to 0."""
-        builder, tiles = self.builder, self.tiles
         self.first_column.set(column)
-        with builder.loop(0, self.num_columns * 2) as row:
-            for v in self.vectors:
-                tiles.store(self.cells, row, v, builder.value(self.role.hidden, tiles.vector))
+        self.tiles.fill(self.cells, 0, self.num_columns * 2, self.role.hidden)
 
     @property
     def num_columns(self) -> Value:

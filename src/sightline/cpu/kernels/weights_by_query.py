@@ -155,7 +155,7 @@ class TopKCode(StatisticCode):
         the score.
         """
         builder, bound, smallest = self.builder, self.bound[v], self.smallest[v].get()
-        p = self.kernel.compute_weight(s, v)
+        p = self.kernel.exponentiate(self.kernel.compute_log_weight(s, v))
         is_candidate = exceeds & (p > smallest)
         bound.set(builder.where(exceeds & (p <= smallest), s, bound.get()))
         self.append_pending(is_candidate, p, j, v)

@@ -87,7 +87,7 @@ class WeightsPass(Block):
         """Return lse of a query, in the scores' base, as high + low. If the query sees no key, high is ∞."""
         builder = self.builder
         lse = self.args.lse.at((self.row + lane) * 8).load(DOUBLE)
-        scaled, is_empty = lse * (math.log2(math.e) if self.spec.is_base_2 else 1.0), lse == -math.inf
+        scaled, is_empty = lse * self.spec.units_per_nat, lse == -math.inf
         high = scaled.to(self.float)
         low = scaled - high.to(DOUBLE)
         return builder.where(is_empty, math.inf, high), builder.where(is_empty, 0.0, low)
@@ -100,40 +100,31 @@ class WeightsPass(Block):
         self.write_by_mask(partial, functools.partial(self.process_tile, j0))
 
     # -- weights of one key ---------------------------------------------------------------------------------------
-    def compute_exponent(self, s: Value, v: int) -> Value:
-        """Return S − lse of vector v of the queries in the scores' base, for a vector of scores from `logits`."""
-        high = self.lse_high[v].get()
-        shifted = s - high if self.renderers[1] is not None else self.builder.fma(s, self.factor, -high)
-        return shifted - self.lse_low[v].get()
+    def compute_log_weight(self, s: Value, v: int) -> Value:
+        """Return S − lse of vector v of the queries in the scores' base, for scores from `compute_scores`."""
+        return self.compute_exponent(s, self.lse_high[v].get()) - self.lse_low[v].get()
 
-    def compute_weight(self, s: Value, v: int) -> Value:
-        """Return P of vector v of the queries, for a vector of scores that `logits` yields."""
-        return self.exponentiate(self.compute_exponent(s, v))
-
-    def compute_pairs(self, key: Value, j0: Value, masked: bool) -> KeyPairs:
-        """Return the scores and weights of one key."""
-        logits = list(self.logits(key, j0, masked))
-        scores, conditions = [s for _, s, _ in logits], [allowed for _, _, allowed in logits]
-        exponents = [self.compute_exponent(s, v) for v, s in enumerate(scores)]
+    def compute_pairs(self, key: Value, j0: Value, masked: bool, needs_weights: bool = True) -> KeyPairs:
+        """Return the scores of one key and, if needed, its weights."""
+        j = (j0 + key).to(self.integer)
+        pairs = [(s, self.compute_condition(key, v, masked)) for v, s in self.compute_scores(key, j)]
+        scores, conditions = [s for s, _ in pairs], [allowed for _, allowed in pairs]
+        exponents = [self.compute_log_weight(s, v) for v, s in enumerate(scores)] if needs_weights else []
         weights = [self.exponentiate(x) for x in exponents]
-        return KeyPairs(key, (j0 + key).to(self.integer), scores, exponents, weights, conditions)
+        return KeyPairs(key, j, scores, exponents, weights, conditions)
 
     def compute_entries(self, role: ReductionRole, pairs: KeyPairs) -> list[Value]:
         """Return f of one key for each vector of queries, and `role.hidden` for hidden pairs."""
         if not role.formula:
             return self.hide(pairs.weights, pairs.conditions, 0.0)
-        formula = role.formula
-        builder, renderer, expression = self.builder, self.renderers[formula], self.formulas[formula]
-        assert renderer is not None
-        assert expression is not None
-        nats = math.log(2) if self.spec.is_base_2 else 1.0
+        formula = self.formulas[role.formula]
+        assert formula is not None
+        nats, entries, vanishes = self.spec.nats_per_unit, [], vanishes_with(formula, SYMBOLS["p"])
         scale = 1.0 if self.renderers[1] is not None else self.factor * nats
-        rows, entries, vanishes = self.evaluate_key(pairs.j), [], vanishes_with(expression, SYMBOLS["p"])
         for v, (s, x, p) in enumerate(zip(pairs.scores, pairs.exponents, pairs.weights, strict=True)):
             symbols = self.symbols[v] | {"j": pairs.j, "s": s * scale, "p": p, "ln p": x * nats}
-            found = renderer.evaluate_pair(symbols, self.values_before_pair(formula, rows, pairs.key, v))
-            entry = found.to(self.float).broadcast(self.lanes)
-            entries.append(builder.where(p == 0.0, 0.0, entry) if vanishes else entry)
+            entry = self.evaluate_formula(role.formula, symbols, pairs.key, v).to(self.float).broadcast(self.lanes)
+            entries.append(self.builder.where(p == 0.0, 0.0, entry) if vanishes else entry)
         is_simple = vanishes and role.hidden == 0
         return self.hide(entries, pairs.conditions if is_simple else self.find_visible(pairs), role.hidden)
 
@@ -156,7 +147,7 @@ class KeyPairs(NamedTuple):
 
     key : index of the key in its tile
     j : index of the key
-    scores : the scores that `logits` yields
+    scores : the scores that `compute_scores` yields
     exponents : the logarithms of P, in the scores' base
     weights : P, which is not yet 0 at hidden pairs
     conditions : for each vector, the condition of the mask; None if no pair is hidden

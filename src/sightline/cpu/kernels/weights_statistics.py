@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import ClassVar
 
 from ..codegen.values import INT64, Value
 from . import weights_by_key, weights_by_query
 from .kernel_spec import KEY_BLOCK, ReductionRole, count_outputs
-from .weights_pass import KeyPairs, StatisticCode, WeightsPass
+from .weights_pass import StatisticCode, WeightsPass
 
 
 class WeightStatistics(WeightsPass):
@@ -78,27 +76,15 @@ class WeightStatistics(WeightsPass):
 
     def process_tile(self, j0: Value, masked: bool) -> None:
         self.transpose_tables(j0, 0 if masked else 1)
-        with self.loop_keys(j0) as key:
-            first = self.statistics[0]
-            if isinstance(first, weights_by_query.TopKCode) and len(self.statistics) == 1:
-                logits = list(self.logits(key, j0, masked))
-                scores, conditions = [s for _, s, _ in logits], [allowed for _, _, allowed in logits]
-                first.add_scores(KeyPairs(key, (j0 + key).to(self.integer), scores, [], [], conditions))
+        cells = next((one for one in self.statistics if isinstance(one, weights_by_key.CellSums)), None)
+        with cells.loop_keys(j0) if cells is not None else self.builder.loop(0, self.num_keys) as key:
+            first, *others = self.statistics
+            if isinstance(first, weights_by_query.TopKCode) and not others:
+                first.add_scores(self.compute_pairs(key, j0, masked, needs_weights=False))
                 return
             pairs = self.compute_pairs(key, j0, masked)
             for statistic in self.statistics:
                 statistic.add_key(pairs)
-
-    @contextmanager
-    def loop_keys(self, j0: Value) -> Iterator[Value]:
-        """Write a loop over the keys of a tile, cell by cell if the pass has cells, and yield the key."""
-        cells = [one for one in self.statistics if isinstance(one, weights_by_key.CellSums)]
-        if cells:
-            with cells[0].loop_keys(j0) as key:
-                yield key
-        else:
-            with self.builder.loop(0, self.num_keys) as key:
-                yield key
 
 
 def _writer_of(role: str | ReductionRole) -> type[StatisticCode]:
