@@ -13,6 +13,7 @@ from sightline.arrays.operations import to_numpy
 from sightline.arrays.row_formats import QUANTIZED
 from sightline.cpu.codegen.packed_rows import PackedFormat
 from sightline.cpu.kernels.decode import Decode
+from sightline.cpu.kernels.decode_rows import DecodeRows
 from sightline.cpu.kernels.quantize import Quantize
 from sightline.cpu.launch.product_rates import machine_for
 from sightline.cpu.runtime.processor import HOST
@@ -159,7 +160,7 @@ FAULTS = {
         "d // width * width + d % width",
     ),
     "the scale of the next row": Fault(
-        Decode.load_tile_scales,
+        DecodeRows.load_scales,
         "(key + k) * (format.num_scales * self.tiles.itemsize)",
         "(key + k + 1) * (format.num_scales * self.tiles.itemsize)",
     ),

@@ -2,15 +2,11 @@
 
 The query heads that share a key head are rows of one small matrix, so that K and V are read once for all of them.
 Vectors run along d. A score is a sum over lanes, computed for many keys at once by a tree of shuffles. A weight is
-broadcast and multiplies a row of V. Narrow floats and codes are widened in registers. If a tile raises the running
-maximum of a row from m to m', earlier sums are multiplied by α = 2^(m − m'). With a score formula or sinks, e replaces
-the base 2.
+broadcast and multiplies a row of V. `DecodeRows` widens narrow floats and codes in registers. If a tile raises the
+running maximum of a row from m to m', earlier sums are multiplied by α = 2^(m − m'). With a score formula or sinks, e
+replaces the base 2.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
-
-The scales of quantised rows are widened once for each tile. If a row has only one scale, the scales of K multiply the
-scores, and the scales of V multiply the weights. The inner loops then read codes alone. If the processor multiplies
-pairs of bfloat16, these codes become bfloat16, which is exact.
 
 The keys are divided into splits, in a way that only the problem determines. A thread computes one split at a time. The
 thread that finishes the last split of some rows merges their splits, always in the order of the keys (Dao et al.,
@@ -25,25 +21,22 @@ The entropy H of a query is merged from the entropies of its splits: with P_p, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from ...arrays.row_formats import RowFormat
 from ..codegen.abi import DECODE_FIELDS
 from ..codegen.builder import CACHE_LINE_BYTES, Variable
 from ..codegen.math import exp, reduce_across_groups, reduce_within_groups
-from ..codegen.packed_rows import PackedFormat
-from ..codegen.values import BFLOAT, DOUBLE, INT16, INT32, INT64, Value, vector
+from ..codegen.values import BFLOAT, DOUBLE, INT64, Value
 from ..runtime.machine import Machine
 from .block import Block
+from .decode_rows import SHUFFLE_BYTES, UNROLL, DecodeRows
 from .fused_statistics import MIN_EXPONENT
 from .kernel_spec import KEY_BLOCK, KernelSpec
 from .visible_keys import VisibleKeys
 
 MAX_ROWS_PER_ITEM = 32  # the most query rows of a work item
-SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
-UNROLL = 4  # number of query rows, and number of keys, whose products are summed in registers together
 
 
 class Decode(Block):
@@ -70,11 +63,7 @@ class Decode(Block):
         self.kept_rows = {name: (tiles.scratch(MAX_ROWS_PER_ITEM * size), size) for name, size in row_bytes.items()}
         self.scores = tiles.scratch(MAX_ROWS_PER_ITEM * self.score_row_bytes)
         self.alpha = tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize)
-        self.tile_scales = {  # of the quantised rows of K or V in a tile
-            name: tiles.scratch(KEY_BLOCK * format.num_scales * tiles.itemsize)
-            for name, format in (("key", self.key_format), ("value", self.value_format))
-            if isinstance(format, PackedFormat)
-        }
+        self.key, self.value = DecodeRows(self, "key", self.key_format), DecodeRows(self, "value", self.value_format)
         self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # scores before the sum over groups of lanes
         self.visible_keys = VisibleKeys(self)
 
@@ -136,9 +125,9 @@ class Decode(Block):
             for name, (start, size) in self.kept_rows.items():
                 setattr(self, name, start.at(k * rows * size))
             if j0 is not None:
-                self.keys, self.values = (self.tile_address(name, j0, k) for name in ("key", "value"))
-                self.keys_ahead = self.tile_address("key", j0, k + 2)
-                self.values_ahead = self.tile_address("value", j0, k + 1)
+                self.key.start, self.value.start = (self.tile_address(name, j0, k) for name in ("key", "value"))
+                self.key.ahead = self.tile_address("key", j0, k + 2)
+                self.value.ahead = self.tile_address("value", j0, k + 1)
             yield
 
     def locate_next_tiles(self, tile: Value) -> None:
@@ -202,7 +191,7 @@ class Decode(Block):
 
         A pair holds the columns d and d + 1 of floats, or the columns d and d + `lanes` of codes.
         """
-        if not self.tile_scales:
+        if not self.spec.stored:
             return d
         width = 2 * self.lanes
         return d // width * width + d % self.lanes * 2 + d % width // self.lanes
@@ -213,10 +202,11 @@ class Decode(Block):
         visible.select(j0, partial)
         self.num_keys = visible.count
         if visible.has_mask:  # the rows of a partial tile that follow are not known
-            self.keys_ahead = builder.where(partial, self.keys, self.keys_ahead)
-            self.values_ahead = builder.where(partial, self.values, self.values_ahead)
+            for rows in (self.key, self.value):
+                rows.ahead = builder.where(partial, rows.start, rows.ahead)
         with builder.if_then(self.num_keys > 0):
-            self.load_tile_scales()
+            self.key.load_scales()
+            self.value.load_scales()
             self.score_tile()
             with builder.if_else(partial | (self.num_keys < KEY_BLOCK)) as (yes, no):
                 with yes, builder.loop(0, self.num_rows) as r:
@@ -224,24 +214,6 @@ class Decode(Block):
                 with no, builder.loop(0, self.num_rows) as r:
                     self.softmax(r, j0, masked=False)
             self.accumulate_values()
-
-    def load_tile_scales(self) -> None:
-        """Widen the scales of the quantised rows that are read. After the last key, its scales are repeated."""
-        for name, scratch in self.tile_scales.items():
-            rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
-            assert isinstance(format, PackedFormat)
-            stride = getattr(self.args, f"{name}_row_stride")
-            with self.builder.loop(0, KEY_BLOCK, UNROLL) as key:
-                for k in range(UNROLL):
-                    row = rows.at(self.visible_keys.row(self.builder.minimum(key + k, self.num_keys - 1)) * stride)
-                    format.copy_scales(row, scratch.at((key + k) * (format.num_scales * self.tiles.itemsize)))
-
-    def multiply_by_scales(self, name: str, numbers: Value, v: int) -> Value:
-        """Return the numbers times the scales of the keys in vector `v`; unchanged unless a row has one scale."""
-        format = self.key_format if name == "key" else self.value_format
-        if not (isinstance(format, PackedFormat) and format.has_row_scale):
-            return numbers
-        return numbers * self.tile_scales[name].at(v * self.tiles.align).load(self.vector)
 
     # -- scores ---------------------------------------------------------------------------------------------------
     def score_tile(self) -> None:
@@ -271,9 +243,9 @@ class Decode(Block):
 
     def multiply_keys(self, queries: list[Value], first: Value, offsets: range) -> list[list[Variable]]:
         """Return a list for each key `first` + offset. It has a vector for each row q of Q; its lanes sum to q · k."""
-        builder, tiles, args = self.builder, self.tiles, self.args
+        builder, tiles = self.builder, self.tiles
         keys = [builder.minimum(first + k, self.num_keys - 1) for k in offsets]
-        ahead = [self.values_ahead.at(self.visible_keys.row(key) * args.value_row_stride) for key in keys]
+        ahead = [self.value.row(self.value.ahead, key) for key in keys]
         sums = [[Variable(builder, self.vector, 0.0) for _ in queries] for _ in keys]
         size = self.key_format.itemsize  # bytes of a number
         width = self.lanes * tiles.pair_size  # numbers of a vector
@@ -283,38 +255,13 @@ class Decode(Block):
         with builder.loop(0, self.spec.d_k, vectors * width) as d:
             for row in ahead:
                 builder.prefetch(row.at(d * size))
-            columns = zip(*[self.load_vectors("key", key, d, vectors) for key in keys], strict=True)
+            columns = zip(*[self.key.load_vectors(key, d, vectors) for key in keys], strict=True)
             for v, right in enumerate(columns):
                 left = [query.at((d + v * width) * query_size).load(tiles.operand_vector) for query in queries]
                 for totals, numbers in zip(sums, right, strict=True):
                     for total, query in zip(totals, left, strict=True):
                         total.set(tiles.multiply_add(query, numbers, total.get()))
         return sums
-
-    def load_vectors(self, name: str, key: Value, first: Any, count: int) -> Iterator[Value]:
-        """Load `count` vectors of a row of K or V from the column `first` on. `key` counts only keys that are read.
-
-        The numbers are widened, or pairs of bfloat16, or codes that are not yet multiplied by the scale of their row.
-        """
-        rows, format = (self.keys, self.key_format) if name == "key" else (self.values, self.value_format)
-        row = rows.at(self.visible_keys.row(key) * getattr(self.args, f"{name}_row_stride"))
-        if isinstance(format, PackedFormat):
-            if self.paired:
-                codes = [format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(2 * count)]
-                return map(self.join_pairs, codes[::2], codes[1::2])
-            if format.has_row_scale:
-                return (format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(count))
-            scales = self.tile_scales[name].at(key * (format.num_scales * self.tiles.itemsize))
-            return format.load_columns(row, first, count, self.lanes, scales)
-        if self.paired:
-            align = self.tiles.align
-            return (row.at(first * 2 + k * align).load(self.tiles.operand_vector) for k in range(count))
-        return format.load_columns(row, first, count, self.lanes)
-
-    def join_pairs(self, first: Value, second: Value) -> Value:
-        """Return two float32 vectors as pairs of bfloat16. Their numbers have at most 8 bits and are not rounded."""
-        pairs: Value = (first.bits(INT32) >> 16) | (second.bits(INT32) & 0xFFFF0000)
-        return pairs
 
     def softmax(self, r: Value, j0: Value, masked: bool) -> None:
         """Replace a row of scores by P, and update the row's running maximum and sum."""
@@ -323,7 +270,7 @@ class Decode(Block):
         score_row = self.scores.at(r * self.score_row_bytes)
         logits: list[Value] = []
         for v in range(KEY_BLOCK // self.lanes):
-            s = self.multiply_by_scales("key", score_row.at(v * tiles.align).load(self.vector), v) * self.factor
+            s = self.key.multiply_by_scales(score_row.at(v * tiles.align).load(self.vector), v) * self.factor
             key = builder.arange(self.lanes, INT64) + v * self.lanes
             j = builder.minimum((self.visible_keys.row_vector(v) if masked else key) + j0, args.m - 1)
             if score is not None:
@@ -350,7 +297,7 @@ class Decode(Block):
             self.add_exponents(r, old_max - shift, alpha, weights, exponents)
         total.store(builder.fma(total.load(self.vector), alpha, sum_pairwise(weights)))
         for v, weight in enumerate(weights):
-            p = self.multiply_by_scales("value", weight, v)
+            p = self.value.multiply_by_scales(weight, v)
             if self.paired:
                 score_row.at(v * (tiles.align // 2)).store(p.to(BFLOAT))
             else:
@@ -383,7 +330,7 @@ class Decode(Block):
 
     # -- values ---------------------------------------------------------------------------------------------------
     def accumulate_values(self) -> None:
-        """Compute O[r] = α O[r] + Σ_j P[r][j] · V[j], and prefetch the rows of K at `keys_ahead`."""
+        """Compute O[r] = α O[r] + Σ_j P[r][j] · V[j], and prefetch the rows of K ahead."""
         builder, tiles = self.builder, self.tiles
         rows, vectors = self.spec.unroll, self.spec.d_v // self.lanes
         length = (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
@@ -398,12 +345,12 @@ class Decode(Block):
 
             def read(k: Value) -> list[Value]:
                 for u in range(tiles.pair_size):
-                    row = self.keys_ahead.at((k * tiles.pair_size + u) * self.args.key_row_stride)
+                    row = self.key.ahead.at((k * tiles.pair_size + u) * self.key.row_stride)
                     for at in lines:
                         builder.prefetch(row.at(at))
                 if self.paired:
-                    return self.load_value_pairs(k, range(first * 4, (first + width * self.lanes) * 4, tiles.align))
-                return list(self.load_vectors("value", k, first, width))
+                    return self.value.load_row_pairs(k, range(first * 4, (first + width * self.lanes) * 4, tiles.align))
+                return list(self.value.load_vectors(k, first, width))
 
             return read
 
@@ -412,7 +359,7 @@ class Decode(Block):
             bases = [self.scores.at(row_index * self.score_row_bytes) for row_index in row_indices]
             for group, (start, width) in enumerate(zip(starts, widths, strict=True)):
                 sums = [[Variable(builder, self.vector, 0.0) for _ in range(width)] for _ in range(rows)]
-                tiles.accumulate(sums, bases, tiles.itemsize, self.values, length, read=make_reader(group, width))
+                tiles.accumulate(sums, bases, tiles.itemsize, self.value.start, length, read=make_reader(group, width))
                 for row_index, row in zip(row_indices, sums, strict=True):
                     alpha = self.alpha.at(row_index * tiles.itemsize).load(self.float)
                     for v, total in enumerate(row):
@@ -431,20 +378,6 @@ class Decode(Block):
             most = self.tiles.vectors  # the conversion by integer operations takes many registers
         passes = -(-vectors // most)
         return [(vectors // pair + k) // passes * pair for k in range(passes)]
-
-    def load_value_pairs(self, k: Value, offsets: Sequence[int]) -> list[Value]:
-        """Return V's rows 2k and 2k + 1 joined to pairs. Columns of floats are permuted within every two vectors."""
-        keys = (self.visible_keys.row(self.builder.minimum(k * 2 + u, self.num_keys - 1)) for u in range(2))
-        rows = [self.values.at(key * self.args.value_row_stride) for key in keys]
-        format = self.value_format
-        if isinstance(format, PackedFormat):
-            return [self.join_pairs(*(format.load_codes(row, at // 4, self.lanes) for row in rows)) for at in offsets]
-        pairs: list[Value] = []
-        for offset in offsets[::2]:
-            low, high = (row.at(offset // 2).load(vector(INT16, 2 * self.lanes)) for row in rows)
-            halves = (low.interleave(high, half, 1, SHUFFLE_BYTES // 2) for half in range(2))
-            pairs += [half.bitcast(self.tiles.operand_vector) for half in halves]
-        return pairs
 
     # -- outputs --------------------------------------------------------------------------------------------------
     def store(self) -> None:
@@ -469,7 +402,7 @@ class Decode(Block):
             step, size = tiles.pair_size * tiles.align, self.output_row_bytes
             with builder.loop(0, size, step) as at:
                 columns = [self.output.at(r * size + at + k).load(self.vector) for k in range(0, step, tiles.align)]
-                if self.paired and not self.tile_scales:  # restore the order of the columns; see `load_value_pairs`
+                if self.paired and not self.spec.stored:  # restore the order of the columns; see `load_row_pairs`
                     first, second = columns
                     columns = [first.interleave(second, half, SHUFFLE_BYTES // tiles.itemsize) for half in range(2)]
                 for k, row in enumerate(columns):

@@ -14,7 +14,8 @@ from ...arrays.operations import layout
 from ...call.kernel import MAX_FEW_QUERIES, MIN_KEYS_PER_SPLIT, min_decode_keys
 from ...call.problem import Problem
 from ..codegen.abi import DECODE_CALL_FIELDS, FORWARD_CALL_FIELDS
-from ..kernels.decode import MAX_ROWS_PER_ITEM, UNROLL, Decode
+from ..kernels.decode import MAX_ROWS_PER_ITEM, Decode
+from ..kernels.decode_rows import UNROLL
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
 from ..runtime.processor import Processor
 from .arguments import KernelArguments, has_unit_stride, make_spec, output_strides
