@@ -27,9 +27,8 @@ from sightline.cpu.kernels.shared_tiles import SharedTiles
 from sightline.cpu.kernels.tables import TableGradientCode
 from sightline.cpu.kernels.weights_by_key import CellSums, KeyExtrema, KeySums
 from sightline.cpu.kernels.weights_by_query import RowExtrema, RowSums, TopKCode
-from sightline.cpu.kernels.weights_pass import WeightsPass
+from sightline.cpu.kernels.weights_pass import WeightsPass, WeightSums, WeightTiles
 from sightline.cpu.kernels.weights_statistics import WeightStatistics
-from sightline.cpu.kernels.weights_tiles import WeightSums, WeightTiles
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch.product_rates import machine_for
 from sightline.cpu.runtime.processor import HOST

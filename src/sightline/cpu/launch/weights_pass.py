@@ -24,8 +24,8 @@ from ...statistics import Mean, Reduction, Statistic, TopK, unwrap_mean
 from ...statistics.computation import formulas_of, is_in_weights_pass
 from ..codegen.abi import WEIGHTS_CALL_FIELDS
 from ..kernels.kernel_spec import KEY_BLOCK, ReductionRole, round_up
+from ..kernels.weights_pass import WeightSums, WeightTiles
 from ..kernels.weights_statistics import WeightStatistics
-from ..kernels.weights_tiles import WeightSums, WeightTiles
 from ..runtime.processor import HOST, Processor
 from .arguments import TARGET_ITEMS, KernelArguments, prepare
 from .bound_call import BoundCall
