@@ -101,7 +101,7 @@ PAIRS = {  # the first needs two changes: with one, the other factor of the prod
         ),
     ),
     "weights past an odd number of keys": Fault(
-        Forward.softmax, "builder.value(-math.inf, self.vector)", "builder.value(0.0, self.vector)"
+        Forward.softmax, "self.pad_keys(step, -math.inf, self.s_t)", "self.pad_keys(step, 0.0, self.s_t)"
     ),
     "halves swapped": Fault(
         Block.pack_pairs, "builder.call(name, two, second, first)", "builder.call(name, two, first, second)"
