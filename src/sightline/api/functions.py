@@ -24,7 +24,7 @@ from ..kv_cache import KVCache, as_arrays, unpack_cache
 from ..kv_cache.query_positions import Formulas
 from ..reference import streaming
 from ..reference.streaming import Streaming
-from ..statistics import Statistic, StatisticBase, Tile
+from ..statistics import Statistic, Tile
 from .kernels import KERNELS, solve, to_caller_layout
 from .shared_prefix import attend_in_parts, can_merge
 
@@ -162,7 +162,7 @@ def attend(
         answer = observer(*inputs)
         if answer is not NotImplemented:
             return answer
-    see = (see,) if isinstance(see, StatisticBase) else see
+    see = (see,) if isinstance(see, Statistic) else see
     if type(scale) is not float and getattr(scale, "requires_grad", False) and not arrays.is_compiling():
         score, scale = fold_scale(score, scale)
     row_formats = None

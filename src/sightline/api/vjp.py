@@ -23,7 +23,7 @@ from ..errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.from_function import refuse_draws
 from ..formula.tables import Table
-from ..statistics import Lse, Statistic, StatisticBase, arrays_of, places_in, spread_mean, unwrap_mean
+from ..statistics import Lse, Statistic, arrays_of, places_in, spread_mean, unwrap_mean
 from ..statistics.reduction import refuse_learned
 from .kernels import differentiate, make_plan, solve, to_caller_layout
 from .tangent import check_numpy, include_scale, read_floats
@@ -116,7 +116,7 @@ def attention_vjp(
             raise DtypeError(f"attention_vjp of a {name} that is a {kind}", "NumPy arrays", "numpy.asarray(array)")
     check_choice(kernel, threads)
     names, statistics = split_names(see)
-    statistics = [statistics] if isinstance(statistics, StatisticBase) else list(statistics or ())
+    statistics = [statistics] if isinstance(statistics, Statistic) else list(statistics or ())
     formula, scale_table = read_score(score), None
     if isinstance(wrt, str | Table) or not isinstance(wrt, Iterable):
         raise ParameterError(f"wrt is {wrt!r}", "a list of names and tables", _suggest_wrt(wrt))

@@ -23,7 +23,7 @@ from ..formula.derivative import ONE, derivative
 from ..formula.expression import SYMBOLS, Expression, conjuncts, walk
 from ..formula.tables import learned_number
 from ..formula.torch_masks import causal_bias_formula, is_block_mask, is_causal_bias
-from ..statistics import STATISTICS, Statistic, StatisticBase
+from ..statistics import STATISTICS, Statistic
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
 AxisOrder = Literal["BHND", "BNHD"]
@@ -338,7 +338,7 @@ def read_statistics(see: Any, lengths: tuple[int, int] | None = None) -> tuple[S
     """Return the statistics of `see`, with their masks as expressions. `lengths` is as in `read_mask`."""
     listed = tuple(see) if isinstance(see, Sequence) and not isinstance(see, str) else (see,)
     for entry in listed:
-        if not isinstance(entry, StatisticBase):
+        if not isinstance(entry, Statistic):
             allowed = "a list of statistics, or a dict from names to statistics"
             raise ParameterError(f"{entry!r} in see={see!r}", allowed, suggest_statistic(entry))
     return tuple([x.map_formulas(lambda f: f if isinstance(f, Expression) else read_mask(f, lengths)) for x in listed])

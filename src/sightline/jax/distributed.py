@@ -19,7 +19,7 @@ from ..call.validation import broadcast_inputs, read_statistics, split_names
 from ..errors import ParameterError, ShapeError
 from ..partition.parts import Sums, combine, read_part, start
 from ..partition.shards import ShardLayout, Shards, check_layout
-from ..statistics import Statistic, StatisticBase
+from ..statistics import Statistic
 from .dispatch import solve
 from .functional import read_array
 from .primitives import vary_together
@@ -112,7 +112,7 @@ def attention(
     """
     if unknown:
         _refuse(unknown)
-    names, statistics = split_names([see] if isinstance(see, StatisticBase) else see)
+    names, statistics = split_names([see] if isinstance(see, Statistic) else see)
     statistics = read_statistics(() if statistics is None else statistics)
     _check_statistics(statistics)
     ranks = _read_axis(axis_name, layout)

@@ -9,7 +9,6 @@ from ..formula.expression import Expression
 from .base import (
     Extremum,
     KeyPart,
-    StatisticBase,
     StatisticGradients,
     Tile,
     accumulate_statistics,
@@ -33,7 +32,6 @@ __all__ = [
     "OverLayers",
     "Reduction",
     "Statistic",
-    "StatisticBase",
     "StatisticGradients",
     "Tile",
     "TopK",
@@ -86,6 +84,7 @@ def deserialize(tokens: Sequence[str], formula: Callable[[str], Expression]) -> 
         return Mean(deserialize(rest[4:], formula), over_heads, over_batch, factors, sums_batch)
     kind = STATISTICS[name]
     if kind is Reduction:
-        how, axes, cells, within, limit = map(literal_eval, rest[:-1])
-        return Reduction(formula(rest[-1]), how, axes, cells, within, name, limit)
+        *others, text = rest
+        how, axes, cells, within, hidden, limit = map(literal_eval, others)
+        return Reduction(formula(text), how, axes, cells, within, name, hidden, limit)
     return kind(*[literal_eval(word) for word in rest])

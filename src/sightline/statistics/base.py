@@ -7,6 +7,7 @@ a formula of `reduction.Reduction` if one suffices, else a subclass of `selectio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -167,6 +168,7 @@ class StatisticBase:
     """
 
     name: str
+    axes: str = "j"  # the axes of a pair that are reduced: "j", "i", "ij" or ""
     reads_tiles: bool = True  # False if the statistic follows from lse alone
     fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # the number that each array is filled with at first
     has_own_problem: bool = False  # True if a separate call of attention computes it, on `make_own_problem`
@@ -331,6 +333,8 @@ def literal_text(value: Any) -> str:
     """Return a parameter as a Python literal; torch.compile cannot trace `repr` of a tuple."""
     if isinstance(value, tuple):
         return "(" + "".join([literal_text(entry) + "," for entry in value]) + ")"
+    if value in (math.inf, -math.inf):
+        return "1e999" if value > 0 else "-1e999"  # `ast.literal_eval` reads no "inf"
     return repr(specialize(value))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from operator import index
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from ..arrays.operations import check_float_dtype
 from ..errors import MaskError, ParameterError, check_count
 from ..formula.expression import SYMBOLS, Expression, as_expression, walk, where
 from .base import MAX_RESULT_BYTES
-from .reduction import Rectangle, Reduction
+from .reduction import EXTREMES, Rectangle, Reduction
 from .selection import Statistic
 from .weighted_rows import WeightedSum
 
@@ -110,7 +111,7 @@ def _extremum(how: str, formula: Any, over: Over, cells: Cells) -> Statistic:
             f"the {how} of the result over its axis of heads or batch",
         )
     formula, cells = _read_formula(formula), _read_cells(how, axes, cells)
-    return Reduction(formula, how if axes else "sum", axes, cells, name=how)
+    return Reduction(formula, how if axes else "sum", axes, cells, name=how, hidden=EXTREMES[how])
 
 
 def _read_over(name: str, over: Any) -> tuple[str, str]:
@@ -308,7 +309,7 @@ def scores(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
     array([[  4., -inf],
            [ -2.,   1.]], dtype=float32)
     """
-    return Reduction(s, "sum", "", name="scores", limit=_check_limit("scores", limit, insist))
+    return Reduction(s, "sum", "", name="scores", hidden=-math.inf, limit=_check_limit("scores", limit, insist))
 
 
 def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within: Rectangle | None = None) -> Statistic:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..call.problem import Problem
 
 s, p = SYMBOLS["s"], SYMBOLS["p"]
-MAX_SCORE = Reduction(s, "max", "j", name="max_score")
+MAX_SCORE = Reduction(s, "max", "j", name="max_score", hidden=-math.inf)
 ENTROPY = Reduction(-p * apply("log", p), "sum", "j", name="entropy")
 
 

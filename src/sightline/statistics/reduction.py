@@ -55,8 +55,7 @@ if TYPE_CHECKING:
 Rectangle = tuple[tuple[int, int], tuple[int, int]]
 
 i, j, s, p, log_p = (SYMBOLS[name] for name in ("i", "j", "s", "p", "ln p"))
-# what hidden pairs count as; 0 for other names
-HIDDEN = {"max": -math.inf, "min": math.inf, "max_score": -math.inf, "scores": -math.inf}
+EXTREMES = {"max": -math.inf, "min": math.inf}  # the results of no pairs
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,10 +64,10 @@ class Reduction(Statistic):
 
     formula : f, a formula of p, s, b, h, i, j, n, m and tables; a condition stands for p where it is true, and 0
     how : "sum", "mean", "max" or "min"
-    axes : the axes of a pair that are reduced: "j", "i", "ij" or ""
     cells : (rows, columns) of the grid of cells, for "ij"; None for one number
     within : the pairs that the grid divides; None for all
-    name : the function that made the statistic
+    name : the function that made the statistic, for its text
+    hidden : what a hidden pair counts as, which is also the result of no pairs
     limit : the largest size in bytes of the result of ""; None for no limit
     """
 
@@ -78,6 +77,7 @@ class Reduction(Statistic):
     cells: tuple[int, int] | None = None
     within: Rectangle | None = None
     name: str = "sum"
+    hidden: float = 0.0
     limit: int | None = MAX_RESULT_BYTES
 
     def __repr__(self) -> str:
@@ -105,11 +105,6 @@ class Reduction(Statistic):
         return f"{self.name}({self.formula}, over={format_axes(axes)}{cells})"
 
     # -- properties ---------------------------------------------------------------------------------------------------
-    @property
-    def hidden(self) -> float:
-        """What a hidden pair counts as, which is also the result of no pairs."""
-        return HIDDEN.get(self.name, 0.0)
-
     @property
     def is_extremum(self) -> bool:
         return self.how in ("max", "min")
@@ -416,7 +411,7 @@ class Reduction(Statistic):
         """Return where each maximum or minimum is; −1 for none."""
         if self.finds:
             return (context.arrays or context.compute(self))[1]
-        found = context.compute(replace(self, name=self.how))
+        found = context.compute(replace(self, hidden=EXTREMES[self.how]))
         return namespace(found.value).where(found.value > 0, found.where, -1)  # a hidden pair counts as 0
 
     # -- parameters ---------------------------------------------------------------------------------------------------

@@ -136,6 +136,10 @@ class Derived(Statistic):
     def is_differentiable(self) -> bool:  # type: ignore[override]
         return self.of.is_differentiable
 
+    @property
+    def axes(self) -> str:  # type: ignore[override]
+        return self.of.axes
+
     def dtypes(self, problem: Problem) -> tuple[str, ...]:
         return self.of.dtypes(problem)
 
@@ -234,8 +238,7 @@ class Mean(Derived):
 
     def __repr__(self) -> str:
         sums = "b" * (self.over_batch and self.sums_batch) + "h" * (self.over_heads and self.factors == 1.0)
-        own = getattr(self.of, "axes", "j")
-        if len(sums) == self.over_batch + self.over_heads and (text := self.of.format_over(sums + own)):
+        if len(sums) == self.over_batch + self.over_heads and (text := self.of.format_over(sums + self.of.axes)):
             return text
         heads = '.mean("heads")' if self.factors is None else f'.sum("heads"{format_factors(self.factors)})'
         batch = '.sum("batch")' if self.sums_batch else '.mean("batch")'

@@ -28,7 +28,7 @@ from ..errors import ParameterError
 from ..formula.from_function import to_formula
 from ..formula.torch_masks import block_formula
 from ..kv_cache import KVCache
-from ..statistics import Statistic, StatisticBase, lse, max_score
+from ..statistics import Statistic, lse, max_score
 from .functional import convert_arguments, scaled_dot_product_attention
 from .handwritten import WeightsMark, find_handwritten, forget_tensors
 from .hooks import LayerCall
@@ -180,7 +180,7 @@ def _read_own(function: Any, recorders: list[Recorder], *inputs: Any, **options:
     if not isinstance(arguments["query"], Tensor):
         return function(*inputs, **options)
     see = arguments.pop("see", None)
-    own: list[Any] = [see] if isinstance(see, StatisticBase) else list(see or ())
+    own: list[Any] = [see] if isinstance(see, Statistic) else list(see or ())
     output, results = _compute(recorders, LayerCall(), arguments, own)
     return output if see is None else (output, results)
 

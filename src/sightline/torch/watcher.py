@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..call.validation import suggest_statistic
 from ..errors import ParameterError
 from ..recording import Call, Kind, Seen, Total, map_arrays, select_names
-from ..statistics import OverLayers, Statistic, StatisticBase
+from ..statistics import OverLayers, Statistic
 from .hooks import LayerCall
 from .running_modules import Running, RunningModules
 
@@ -244,7 +244,7 @@ class Recorder:
 def _read_statistics(see: Any) -> tuple[tuple[str, ...], tuple[Statistic, ...]]:
     """Return (the names of a dict, the statistics) of `see`."""
     names = tuple(see) if isinstance(see, Mapping) else ()
-    statistics = (see,) if isinstance(see, StatisticBase) else tuple(see.values()) if names else see
+    statistics = (see,) if isinstance(see, Statistic) else tuple(see.values()) if names else see
     listed = statistics if isinstance(statistics, Sequence) and not isinstance(statistics, str) else [statistics]
     others = [entry for entry in listed if not isinstance(entry, Statistic)]
     if others or not listed:

@@ -147,9 +147,10 @@ def is_lse_imprecise(problem: Problem, lse: Any) -> bool:
 
 def _can_join(statistic: Statistic, others: Sequence[Statistic]) -> bool:
     """True if a pass that computes the statistics `others` can compute this one as well."""
-    axes = [getattr(unwrap_mean(x), "axes", None) for x in (statistic, *others)]
-    is_alone = "" in axes or any(getattr(x, "within", None) for x in (statistic, *others))
-    return not is_alone and len(axes) <= MAX_STATISTICS and axes.count("ij") < 2 and axes.count(None) < 2
+    joined = [unwrap_mean(x) for x in (statistic, *others)]
+    axes, kinds = [x.axes for x in joined], [type(x) for x in joined]
+    is_alone = "" in axes or any(isinstance(x, Reduction) and x.within for x in joined)
+    return not is_alone and len(joined) <= MAX_STATISTICS and axes.count("ij") < 2 and kinds.count(TopK) < 2
 
 
 def _bind(problem: Problem, statistics: Sequence[Statistic], indices: tuple[int, ...], processor: Processor) -> Bound:
@@ -220,7 +221,7 @@ class Grid:
         """
         problem, block = arguments.problem, arguments.query_block
         n, m, key_blocks = problem.n, problem.m, -(-problem.m // KEY_BLOCK)
-        axes = {getattr(unwrap_mean(statistic), "axes", "j") for statistic in statistics}
+        axes = {statistic.axes for statistic in statistics}
         cells = next((x for x in statistics if isinstance(x, Reduction) and x.axes == "ij"), None)
         (first, last), keys = cells.rectangle(n, m) if cells else ((0, n), (0, m))
         matrices = problem.B * problem.H // math.prod(_summed_matrices(problem, statistics[0]))

@@ -50,7 +50,7 @@ def attention_by_heads(
     }
     chosen = [of_queries.transposed]
     for statistic, own in zip(problem.see, answers, strict=True):
-        chosen += [maps.get(getattr(statistic, "axes", "j"), of_queries.transposed)] * len(own)
+        chosen += [maps.get(statistic.axes, of_queries.transposed)] * len(own)
     found = iter(apply_maps(group, chosen, [result.output, *chain.from_iterable(answers)]))
     return next(found), [list(islice(found, len(own))) for own in answers]
 

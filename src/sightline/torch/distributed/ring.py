@@ -214,7 +214,7 @@ class Ring:
         for statistic, result in zip(see, results, strict=True):
             (array,) = arrays_of(result)
             self.group.reduce(array, getattr(statistic, "how", "sum"), f"the statistic {statistic!r}")
-            spans = places.get(getattr(statistic, "axes", ""))
+            spans = places.get(statistic.axes)
             found[statistic] = [array if spans is None else cut_spans(array, spans, -1)]
         return found
 
