@@ -30,7 +30,7 @@ CHECKS := tests/test_structure.py tests/test_imports.py tests/test_public_api.py
   tests/arrays/test_arrays.py tests/cli/test_byte_pair_encoding.py tests/cpu/test_direct_call.py \
   tests/call/test_repeated_calls.py tests/formula/test_bounds.py tests/gpu/test_render_triton.py \
   tests/jax/test_direct_calls.py tests/kv_cache/test_query_positions.py tests/keras/test_keras_layer.py \
-  tests/partition/test_schedule.py tests/call/test_problem.py tests/reference/test_dropout.py \
+  tests/partition/test_needed_keys.py tests/call/test_problem.py tests/reference/test_dropout.py \
   tests/statistics/test_statistics.py tests/torch/test_functional.py tests/transformers/test_attention_interface.py \
   tests/view/test_formula_pictures.py
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal

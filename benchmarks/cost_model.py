@@ -18,7 +18,7 @@ from sightline.arrays.operations import itemsize
 from sightline.call.problem import Extent, Problem
 from sightline.errors import check_count
 from sightline.formula.tile_ranges import find_tile_ranges
-from sightline.partition.schedule import Schedule, find_schedule, key_block_length
+from sightline.partition.needed_keys import Schedule, find_schedule, key_block_length
 from sightline.partition.shards import ShardLayout, Span, divide
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -58,7 +58,7 @@ WIDE = {
     "api/test_tangents.py::test_tangents": 3,
     "api/test_vjp.py::test_first_and_repeated_calls_have_the_gradients_of_torch": 8,
     "arrays/test_arrays.py::test_attention_with_a_mask_or_bias_that_repeats": 2,
-    "arrays/test_kinds.py::test_right_or_refused_by_name": 6,
+    "arrays/test_unreadable.py::test_right_or_refused_by_name": 6,
     "benchmarks/test_bench.py::test_a_quick_run": 0,
     "benchmarks/test_bench.py::test_installed_peers_are_right": 3,
     "benchmarks/test_bench.py::test_small_versions_are_right": 4,

@@ -33,7 +33,7 @@ from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch.product_rates import machine_for
 from sightline.cpu.runtime.processor import HOST
 from sightline.formula import interval_arithmetic as bounds
-from sightline.partition import schedule
+from sightline.partition import needed_keys as schedule
 from sightline.partition.parts import part_of
 from sightline.partition.shards import divide
 from sightline.reference import streaming

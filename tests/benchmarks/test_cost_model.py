@@ -15,7 +15,7 @@ from sharded_problems import received_keys
 from sightline import causal, window
 from sightline.call.problem import make_problem
 from sightline.errors import ParameterError
-from sightline.partition import schedule
+from sightline.partition import needed_keys as schedule
 from sightline.partition.shards import divide
 from strategies import masks
 

@@ -18,7 +18,7 @@ from gradient_checks import check as check_gradients
 from sightline.arrays.operations import to_numpy
 from sightline.call.kernel import Gradients, Result
 from sightline.call.problem import Problem
-from sightline.partition import schedule
+from sightline.partition import needed_keys as schedule
 from sightline.partition.shards import Shards, divide
 from sightline.statistics import Reduction, arrays_of, unwrap_mean
 from sightline.testing import assert_conforms

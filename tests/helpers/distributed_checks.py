@@ -17,7 +17,8 @@ import sightline.torch.distributed as distributed
 from distributed_calls import short_blocks
 from fault_planting import Fault, plant
 from sightline import h, i, j, s, table
-from sightline.partition import parts, schedule
+from sightline.partition import needed_keys as schedule
+from sightline.partition import parts
 from sightline.partition.parts import part_of
 from sightline.torch.distributed import ring
 

@@ -18,7 +18,7 @@ from gradient_checks import NAMES, differentiated
 from jax_kernel import enable_x64
 from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
-from sightline.call import join as call_join
+from sightline.call import batching as call_join
 from sightline.call.backward_calls import BackwardPasses
 from sightline.call.problem import make_problem
 from sightline.call.spec import CallSpec

@@ -18,8 +18,8 @@ from sightline.api import functions, shared_prefix
 from sightline.arrays.operations import to_numpy
 from sightline.errors import ParameterError, ShapeError
 from sightline.kv_cache import query_positions, stored_rows
-from sightline.kv_cache import row_contents as draft_tree
-from sightline.kv_cache import row_contents as prefix_module
+from sightline.kv_cache import row_positions as draft_tree
+from sightline.kv_cache import row_positions as prefix_module
 
 H, G, D = 4, 2, 32
 TABLE = np.linspace(-2, 2, H * 400).reshape(H, 400).astype(np.float32)

@@ -17,7 +17,7 @@ from sightline.call.problem import make_problem
 from sightline.errors import ParameterError, ShapeError
 from sightline.formula.expression import as_expression
 from sightline.kv_cache import cache as cache_module
-from sightline.kv_cache import row_contents
+from sightline.kv_cache import row_positions as row_contents
 
 H, G, D = 4, 2, 8
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625])

@@ -13,7 +13,8 @@ from sightline import i, j, recording, watch
 from sightline.errors import ParameterError
 from sightline.recording import Call, Seen
 from sightline.testing import assert_within_budget
-from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, hooks
+from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
+from sightline.torch import layer_calls as hooks
 from sightline.torch.attention_finder import FINDER
 from watched_modules import Calling, make_encoder, record
 

@@ -13,7 +13,7 @@ import sightline
 from sightline.errors import DtypeError, ParameterError
 from sightline.transformers import Cache
 from sightline.transformers.compatibility import CACHE
-from sightline.transformers.formula_tensors import FormulaMask, sightline_mask
+from sightline.transformers.masks_and_biases import FormulaMask, sightline_mask
 from tiny_models import MODELS, MORE_MODELS, SIZES, make_inputs, make_model, prompt_of
 
 DECODERS = [name for name, (kind, _) in (MODELS | MORE_MODELS).items() if kind.split()[1][-2:] in ("LM", "on")]

@@ -7,7 +7,7 @@ from transformers import masking_utils
 
 import sightline
 from sightline.api import functions
-from sightline.transformers.formula_tensors import FormulaMask, sightline_mask
+from sightline.transformers.masks_and_biases import FormulaMask, sightline_mask
 from tiny_models import VOCABULARY, make_model
 
 KEYS = 20

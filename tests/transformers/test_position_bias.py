@@ -7,7 +7,7 @@ from transformers import AttentionInterface
 
 import sightline.transformers  # noqa: F401  registers "sightline"
 from sightline.transformers.compatibility import CACHE
-from sightline.transformers.formula_tensors import PositionBias
+from sightline.transformers.masks_and_biases import PositionBias
 from tiny_models import TEXT, VOCABULARY
 
 SIZES = {**TEXT, "num_decoder_layers": 2, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import operations as arrays
-from ..arrays.kinds import is_array
+from ..arrays.unreadable import is_array
 from ..call.kernel import Result
 from ..call.problem import Problem, make_problem
 from ..call.validation import broadcast_inputs, check_choice, split_names

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Never
 
 from ..arrays import operations as arrays
-from ..arrays.kinds import is_array
+from ..arrays.unreadable import is_array
 from ..call import call_cache
 from ..call.explanation import Explanation
 from ..call.foreign_arguments import refuse_arguments

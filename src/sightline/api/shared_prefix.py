@@ -16,7 +16,7 @@ from ..arrays.operations import accumulator, device_option, dtype_name, namespac
 from ..formula.expression import Expression, Lookup, walk
 from ..kv_cache import KVCache, can_serve
 from ..kv_cache.query_positions import Formulas, rewrite_for_prefix
-from ..kv_cache.row_contents import SharedPrefix
+from ..kv_cache.row_positions import SharedPrefix
 from ..partition.parts import Sums, combine, read_part
 from ..statistics import Statistic, arrays_of
 from ..statistics.per_query import Lse

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.kinds import check_kind
 from ..arrays.operations import NUMPY, check_float_dtype, framework
+from ..arrays.unreadable import check_kind
 from ..call.kernel import Tangents
 from ..call.problem import OPERANDS, Problem, make_problem
 from ..call.validation import broadcast_inputs, check_choice, read_scale, read_score

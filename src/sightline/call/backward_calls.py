@@ -23,7 +23,7 @@ from ..arrays.operations import accumulator, convert, dtype_name, has_heads_in_r
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
-from ..statistics.computation import formulas_of
+from ..statistics.dispatch import formulas_of
 from .kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients, differentiate_sinks, subtract_rounding, widen
 from .lookup import LOOKUP, store
 from .problem import NUM_OPERANDS, OPERANDS, Problem

@@ -39,7 +39,7 @@ from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Lse, Mean, Statistic, unwrap_mean
-from ..statistics.computation import FusedStatistics, is_in_weights_pass
+from ..statistics.dispatch import FusedStatistics, is_in_weights_pass
 from .kernel import Result
 from .lookup import LOOKUP, store
 from .problem import NUM_OPERANDS, OPERANDS, Problem

@@ -24,8 +24,8 @@ from typing import Any, cast
 import numpy as np
 
 from ..arrays import operations as arrays
-from ..arrays.kinds import check_device
 from ..arrays.row_formats import RowFormat
+from ..arrays.unreadable import check_device
 from ..caching import cached_property
 from ..errors import DeviceError
 from ..formula.batch_axes import align_batch_axes

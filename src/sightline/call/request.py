@@ -25,7 +25,7 @@ from ..formula import from_function, library
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Mean, Reduction, Statistic
-from ..statistics.computation import computed_statistic, formulas_of, is_fused, is_in_weights_pass
+from ..statistics.dispatch import computed_statistic, formulas_of, is_fused, is_in_weights_pass
 from .kernel import CPU_VARIABLE, min_decode_keys
 
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code

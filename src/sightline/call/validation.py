@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ..arrays import operations as arrays
-from ..arrays.kinds import check_device, check_kind, is_array
 from ..arrays.row_formats import RowFormat
+from ..arrays.unreadable import check_device, check_kind, is_array
 from ..errors import DeviceError, DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import from_function, library
 from ..formula.derivative import ONE, derivative

@@ -6,19 +6,10 @@ import importlib.util
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ..call.kernel import (
-    GivenGradients,
-    Gradients,
-    Kernel,
-    Refusal,
-    Result,
-    Tangents,
-    refuse_no_pairs,
-    refuse_sizes,
-)
+from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result, Tangents, refuse_no_pairs, refuse_sizes
 from ..call.problem import Problem
 from ..statistics import Statistic, TopK, unwrap_mean
-from ..statistics.computation import computed_statistic, is_fused
+from ..statistics.dispatch import computed_statistic, is_fused
 from .runtime.processor import HOST, Processor
 
 __all__ = ["Cpu"]

@@ -7,7 +7,7 @@ from .expression_methods import PASSES
 from .formula_checks import check_formula
 from .numpy_functions import tensor_attribute, translate_call
 from .printing import format_formula
-from .rows import Row
+from .table_rows import Row
 from .tables import learned_number
 from .tile_ranges import count_pairs
 

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..arrays.kinds import check_class, is_array
 from ..arrays.operations import broadcast_to, drop_repeats, is_one, namespace
+from ..arrays.unreadable import check_class, is_array
 from ..errors import ShapeError
 from .expression import SYMBOLS, Expression, Indices, Lookup, as_expression, intern, walk
 from .tables import Table

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import operations as arrays
-from ..arrays.kinds import check_kind, is_array
+from ..arrays.unreadable import check_kind, is_array
 from ..errors import DtypeError, ParameterError, ShapeError, check_count
 from .expression import SYMBOLS, Expression, apply, specialize, where
 from .tables import Table

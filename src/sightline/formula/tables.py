@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
-from ..arrays.kinds import check_kind, is_array
 from ..arrays.operations import dtype_name, map_entries, to_host
+from ..arrays.unreadable import check_kind, is_array
 from ..caching import cached_property
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Constant, Expression, Lookup, as_expression, example_indices, intern

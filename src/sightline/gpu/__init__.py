@@ -8,7 +8,7 @@ from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result
 from ..call.problem import Problem
 from ..errors import ParameterError
 from ..statistics import Statistic, unwrap_mean
-from ..statistics.computation import computed_statistic, is_fused
+from ..statistics.dispatch import computed_statistic, is_fused
 from .configurations import can_serve
 from .refusals import refuse_backward, refuse_forward
 

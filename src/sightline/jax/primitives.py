@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..call.join import join_spec
+from ..call.batching import join_spec
 from ..call.problem import NUM_OPERANDS
 from ..cpu.calls.xla_handler import MAX_BUFFERS
 from ..errors import KernelRefusedError

@@ -18,8 +18,8 @@ from ..call.problem import Problem, parse, validate
 from ..errors import ShapeError, TableError
 from ..formula.expression import Expression, conjuncts, table_lookup
 from ..formula.tables import Table
+from ..partition.needed_keys import Schedule, find_schedule
 from ..partition.parts import part_of
-from ..partition.schedule import Schedule, find_schedule
 from ..partition.shards import ShardLayout, Shards, divide
 from .options import check_tables, example, fold_traced_scale
 

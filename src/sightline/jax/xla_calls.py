@@ -30,7 +30,7 @@ from ..call.spec import Arrays, CallSpec, count_arrays, flatten_result, locate_a
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Statistic
-from ..statistics.computation import formulas_of
+from ..statistics.dispatch import formulas_of
 from .options import FIRST_ARRAY, LSE, OUTPUT, CallOptions
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays.kinds import check_kind, is_array
 from ..arrays.operations import FLOATS, JAX, check_float_dtype, device, dtype_name, framework, place, to_numpy
 from ..arrays.row_formats import QUANTIZED
+from ..arrays.unreadable import check_kind, is_array
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from .argument_checks import (
     to_integers,
     unsqueeze_to_4d,
 )
-from .row_contents import DraftTree, KeptRows, SharedPrefix, all_rows, find_rows, keep_rows
+from .row_positions import DraftTree, KeptRows, SharedPrefix, all_rows, find_rows, keep_rows
 from .storage import QuantizationError, Storage
 from .stored_rows import StoredRows, nothing_appended
 

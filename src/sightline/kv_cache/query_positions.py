@@ -19,7 +19,7 @@ from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, apply, co
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
-    from .row_contents import SharedPrefix
+    from .row_positions import SharedPrefix
     from .stored_rows import StoredRows
 
 b, i, j, m, n = (SYMBOLS[name] for name in "bijmn")

@@ -13,7 +13,7 @@ from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, apply
 from ..formula.tables import Table
 from .query_positions import WITHOUT_EVICTION, Rewriting, find_rewriting
-from .row_contents import DraftTree, KeptRows, SharedPrefix
+from .row_positions import DraftTree, KeptRows, SharedPrefix
 from .storage import Storage
 
 b, j = SYMBOLS["b"], SYMBOLS["j"]

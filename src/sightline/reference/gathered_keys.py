@@ -37,7 +37,7 @@ from ..formula.tables import Table
 from ..formula.tile_ranges import find_tile_ranges
 from ..statistics import Reduction, Statistic, arrays_of, unwrap_mean
 from ..statistics.base import ForwardContext
-from ..statistics.computation import computed_statistic, dispatch_statistics
+from ..statistics.dispatch import computed_statistic, dispatch_statistics
 from ..statistics.reduction import cell_of
 from . import streaming
 

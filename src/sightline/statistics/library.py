@@ -6,8 +6,8 @@ import math
 from operator import index
 from typing import Any, Literal
 
-from ..arrays.kinds import check_kind
 from ..arrays.operations import check_float_dtype
+from ..arrays.unreadable import check_kind
 from ..errors import MaskError, ParameterError, check_count
 from ..formula.expression import SYMBOLS, Expression, as_expression, walk, where
 from .base import MAX_RESULT_BYTES

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..arrays.operations import itemsize, namespace, resolve_dtype
 from ..errors import ParameterError, check_count
 from ..formula.expression import SYMBOLS, apply
-from .base import (
-    MAX_RESULT_BYTES,
-    BackwardContext,
-    ForwardContext,
-    KeyPart,
-    Outer,
-    StatisticGradients,
-    Tile,
-    weigh,
-)
+from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, KeyPart, Outer, StatisticGradients, Tile, weigh
 from .reduction import Reduction
 from .selection import Statistic
 

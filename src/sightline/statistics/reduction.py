@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays.operations import (
-    TORCH,
-    convert,
-    dtype_name,
-    framework,
-    itemsize,
-    namespace,
-    needs_gradient,
-)
+from ..arrays.operations import TORCH, convert, dtype_name, framework, itemsize, namespace, needs_gradient
 from ..caching import cached_property
 from ..errors import ParameterError, ShapeError
 from ..formula.derivative import ONE, ZERO, derivative, vanishes_with

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..arrays.kinds import check_device
 from ..arrays.operations import broadcast_to, convert, dtype_name, namespace
+from ..arrays.unreadable import check_device
 from ..errors import ShapeError
 from .base import Outer
 from .selection import Statistic

@@ -26,7 +26,7 @@ from ..call.request import Request
 from ..call.spec import flatten_result
 from ..errors import ChangedArrayError
 from ..statistics import Statistic, unwrap_mean
-from ..statistics.computation import formulas_of
+from ..statistics.dispatch import formulas_of
 from . import operator
 from .derivatives import Derivative, apply
 from .interception import is_intercepted, is_transformed, refuse_old_vmap

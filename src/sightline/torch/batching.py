@@ -1,8 +1,8 @@
 """`torch.vmap` of attention and its derivatives: one call for all elements of the mapped axis.
 
-The mapped axis becomes a leading batch axis of query, key, value and the outputs. `call.join` writes the formulas of
-the joined call. An operand that is the same in every element is expanded with stride 0. All elements share a table that
-is the same in every element, unless the call returns its gradient. If sinks differ between elements, and in every
+The mapped axis becomes a leading batch axis of query, key, value and the outputs. `call.batching` writes the formulas
+of the joined call. An operand that is the same in every element is expanded with stride 0. All elements share a table
+that is the same in every element, unless the call returns its gradient. If sinks differ between elements, and in every
 derivative of a call with sinks, the axes of elements, batch and heads are joined to one axis of heads.
 
 Dropout with one seed for all elements drops the same weights in each. The random numbers depend on the position in the
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..call.join import join_spec
+from ..call.batching import join_spec
 from ..call.problem import NUM_OPERANDS
 from ..call.spec import CallSpec, count_arrays
 from ..statistics import Lse, Mean, Statistic, multiply_heads, unwrap_mean

@@ -11,9 +11,9 @@ from torch import _C, Tensor
 from torch.nn import Parameter
 
 from ..api.kernels import KERNELS, make_plan, to_caller_layout
-from ..arrays.kinds import check_class, check_memory, refuse_subclass
 from ..arrays.layouts import BOOLEANS, FRAMEWORKS, MAX_GPUS, Layout, Tensors, make_kind
 from ..arrays.operations import TORCH
+from ..arrays.unreadable import check_class, check_memory, refuse_subclass
 from ..call import call_cache
 from ..call.kernel import Kernel, Result, choose
 from ..call.lookup import LOOKUP
@@ -25,7 +25,7 @@ from ..formula.expression import SYMBOLS, Expression
 from ..formula.from_function import torch_mode
 from ..kv_cache import unpack_cache
 from ..statistics import Statistic, solve_selections_separately
-from ..statistics.computation import formulas_of
+from ..statistics.dispatch import formulas_of
 from . import gpu_entries, operator
 from .autograd import GraphAttacher, attach_to_graph, needs_gradients
 from .derivatives import Derivative, apply

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..api.functions import attend
-from ..arrays.kinds import check_class, check_kind
+from ..arrays.unreadable import check_class, check_kind
 from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.library import causal

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..arrays.kinds import check_kind, check_memory, refuse_subclass
 from ..arrays.operations import check_float_dtype, dtype_name
+from ..arrays.unreadable import check_kind, check_memory, refuse_subclass
 from ..call.validation import to_float
 from ..errors import DtypeError, MaskError, ParameterError, SightlineError
 from ..formula.expression import SYMBOLS, Expression
@@ -22,8 +22,8 @@ from ..positions import rotary
 from ..recording import Kind
 from ..statistics import weights as weights_of
 from .functional import align_mask, check_array_mask, check_operands, read_causal_bias
-from .hooks import LayerCall, attend
 from .interception import is_intercepted
+from .layer_calls import LayerCall, attend
 from .nested import is_nested
 
 j, s = SYMBOLS["j"], SYMBOLS["s"]

@@ -14,7 +14,7 @@ from torch import distributed, nn
 from ..errors import ParameterError, check_count, context
 from ..monitoring import MONITORED, MonitoredStep, StepSums
 from ..recording import Seen
-from .hooks import check_module
+from .layer_calls import check_module
 from .model_watch import watch
 
 __all__ = ["AttentionMonitor"]

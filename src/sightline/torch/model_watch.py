@@ -15,9 +15,9 @@ from ..errors import MissingExtraError, ParameterError, context
 from ..recording import Seen, Tokens
 from ..statistics import OVERVIEW, Statistic
 from .attention_finder import FINDER
-from .hooks import check_module
+from .call_recorder import Watcher
+from .layer_calls import check_module
 from .position_labels import PositionReader
-from .watcher import Watcher
 
 
 @context

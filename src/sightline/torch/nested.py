@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays.kinds import is_array
 from ..arrays.operations import is_traced
+from ..arrays.unreadable import is_array
 from ..call.validation import read_mask, read_score, read_statistics
 from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression, apply, table_lookup

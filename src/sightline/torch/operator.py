@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..api.kernels import differentiate, make_plan, push_forward, solve
-from ..arrays.kinds import check_device
 from ..arrays.operations import has_heads_in_rows
+from ..arrays.unreadable import check_device
 from ..call.kernel import Gradients, Plan, Result
 from ..call.problem import Problem, validate
 from ..call.spec import Arrays, CallSpec, count_arrays, flatten_result, split_arrays

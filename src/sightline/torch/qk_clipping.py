@@ -18,9 +18,9 @@ from ..errors import ParameterError
 from ..recording import Seen
 from ..statistics import scores as scores_of
 from .attention_finder import FINDER
-from .hooks import check_module
+from .call_recorder import Watcher
+from .layer_calls import check_module
 from .running_modules import module_paths
-from .watcher import Watcher
 
 SEPARATE = (  # the query projection and the key projection
     ("q_proj", "k_proj"),  # Llama and most models of transformers

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from ..errors import ParameterError
-from .hooks import wrapping
+from .layer_calls import wrapping
 
 
 class Running(NamedTuple):

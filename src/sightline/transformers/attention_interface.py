@@ -16,7 +16,7 @@ from ..formula.library import softcap as softcap_score
 from ..formula.tables import Table
 from ..statistics import weights
 from ..torch.attention_finder import is_watched
-from ..torch.hooks import LayerCall, attend
+from ..torch.layer_calls import LayerCall, attend
 from .compatibility import (
     NAME,
     PAGED_WINDOW,
@@ -26,7 +26,7 @@ from .compatibility import (
     mask_arguments,
     update_paged_cache,
 )
-from .formula_tensors import FormulaMask, PositionBias, serve_position_biases, sightline_mask
+from .masks_and_biases import FormulaMask, PositionBias, serve_position_biases, sightline_mask
 from .model_contexts import ADDED_MASKS, add_masks
 from .presses import OBSERVED, as_rows
 from .wrapper_tensors import StoredTensor

@@ -23,7 +23,7 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, _combine
 
 from ..data import tried_versions
 from ..errors import ParameterError
-from ..torch.hooks import restore_on_exit, wrapping
+from ..torch.layer_calls import restore_on_exit, wrapping
 
 __all__ = ["LANGUAGES", "DynamicLayer", "DynamicSlidingWindowLayer"]
 

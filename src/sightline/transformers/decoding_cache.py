@@ -17,7 +17,7 @@ from ..errors import ParameterError
 from ..eviction import Policy
 from ..kv_cache import KVCache
 from ..kv_cache.argument_checks import read_owners
-from ..kv_cache.row_contents import find_rows
+from ..kv_cache.row_positions import find_rows
 from ..statistics import Statistic
 from .compatibility import CACHE, DynamicLayer, DynamicSlidingWindowLayer, positions_to_remove
 from .wrapper_tensors import StoredTensor

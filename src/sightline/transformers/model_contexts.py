@@ -18,8 +18,8 @@ from ..call.validation import read_mask
 from ..errors import ParameterError, context
 from ..formula.expression import Expression
 from ..recording import select_names
-from ..torch.hooks import check_module, registering, restore_on_exit, wrapping
-from ..torch.watcher import is_cross_attention
+from ..torch.call_recorder import is_cross_attention
+from ..torch.layer_calls import check_module, registering, restore_on_exit, wrapping
 from .compatibility import (
     NAME,
     STORED_IMPLEMENTATION,
@@ -29,7 +29,7 @@ from .compatibility import (
     read_implementation,
     uses_attention_interface,
 )
-from .formula_tensors import FormulaMask, position_formulas
+from .masks_and_biases import FormulaMask, position_formulas
 from .unpadding import Unpadding
 from .wrapper_tensors import StoredTensor
 

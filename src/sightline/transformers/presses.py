@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ParameterError, context
 from ..statistics import Statistic, received, weights
-from ..torch.hooks import registering, wrapping
+from ..torch.layer_calls import registering, wrapping
 from .compatibility import CACHE, cache_of, read_implementation
 
 # by layer: functions from the number of queries to the statistic that a press reads, of which the last one counts

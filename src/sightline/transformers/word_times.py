@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
 from ..errors import ParameterError
-from ..torch.hooks import registering
+from ..torch.layer_calls import registering
 from .attention_interface import RETURNED_HEADS
 from .compatibility import LANGUAGES, combine_tokens_into_words, generating_windows
 from .model_contexts import find_attention_layers

@@ -12,7 +12,7 @@ from ...call.problem import Problem
 from ...formula.expression import Expression
 from ...reference.streaming import Streaming
 from ...statistics import Statistic
-from ...statistics.computation import FusedStatistics, computed_statistic, dispatch_statistics, formulas_of
+from ...statistics.dispatch import FusedStatistics, computed_statistic, dispatch_statistics, formulas_of
 from ..runtime.processor import Processor
 from . import weights_pass
 

@@ -21,7 +21,7 @@ from ...call.kernel import MAX_LSE
 from ...call.problem import Problem
 from ...formula.expression import Expression
 from ...statistics import Mean, Reduction, Statistic, TopK, unwrap_mean
-from ...statistics.computation import formulas_of, is_in_weights_pass
+from ...statistics.dispatch import formulas_of, is_in_weights_pass
 from ..codegen.abi import WEIGHTS_CALL_FIELDS
 from ..kernels.kernel_spec import KEY_BLOCK, ReductionRole, round_up
 from ..kernels.weights_pass import WeightSums, WeightTiles

@@ -17,7 +17,7 @@ from ...reference.streaming import TileOps
 from ...reference.streaming import compute_statistics as compute_by_streaming
 from ...statistics import Mean, Reduction, Statistic, TopK
 from ...statistics.base import ForwardContext
-from ...statistics.computation import FusedStatistics, dispatch_statistics
+from ...statistics.dispatch import FusedStatistics, dispatch_statistics
 from ..configurations import Configuration, can_serve, select
 from ..kernels.weights_pass import dense_weights, received
 from ..kernels.weights_pooled import pooled

@@ -23,8 +23,8 @@ from ...call.kernel import GivenGradients, sink_weights, sum_sink_gradients
 from ...call.problem import Problem
 from ...call.spec import split_arrays
 from ...errors import ParameterError
+from ...partition.needed_keys import KeyBlock, Schedule, find_schedule, key_block_length
 from ...partition.parts import Sums, combine, part_of, read_part, start
-from ...partition.schedule import KeyBlock, Schedule, find_schedule, key_block_length
 from ...partition.shards import Shards, Span
 from ...reference import streaming
 from ...statistics import (
