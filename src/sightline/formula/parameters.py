@@ -12,22 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from operator import is_
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
 
 from ..arrays.operations import is_compiling
 from ..caching import cached_property
-from .expression import Apply, Constant, Expression, Lookup, Offset, Parameter, intern, walk
+from .expression import Apply, Constant, Expression, Indices, Lookup, Offset, Parameter, intern, walk
 from .operators import Kind
 from .tables import Table
 
 # Operators whose constant operands stay in the code. The compiler turns a division by a constant into a multiplication,
 # and the derivative of a power depends on the exponent.
 OPERATORS_WITH_CONSTANTS = ("floor_divide", "remainder", "power")
-MAX_STRUCTURES = 1024
+MAX_STRUCTURES = 1024  # the oldest structure is dropped beyond this number
 EXAMPLE_DTYPES = {"bool": np.bool_, "int": np.int64, "float": np.float64}
 CODE_CONSTANTS = (-1, 0, 1, math.inf, -math.inf)  # their values change the form of the code
 
@@ -83,14 +82,18 @@ def structure_of(*formulas: Expression | None) -> Structure:
 
     `walk` returns the nodes of a formula of the structure in the same order as those of the given formula.
     """
-    given = [(formula, place) for place, formula in enumerate(formulas) if formula is not None]
-    if not any(formula.tables for formula, _ in given):
-        return _cached_structure(formulas)
+    structure = _STRUCTURES.get(formulas)
+    if structure is not None:
+        return structure
     # A model passes one mask to all of its layers. So the structures of a single formula are stored with the formula.
+    given = [(formula, place) for place, formula in enumerate(formulas) if formula is not None]
     own, key = (given[0][0].structures, (len(formulas), given[0][1])) if len(given) == 1 else ({}, (0, 0))
-    if key not in own:
-        own[key] = _structure_of_templates(formulas) or _make_structure(formulas)
-    return own[key]
+    if key in own:
+        return own[key]
+    own[key] = structure = _structure_of_templates(formulas) or _make_structure(formulas)
+    if not structure.tables:  # `_STRUCTURES` would keep the tables alive
+        _store(_STRUCTURES, formulas, structure)
+    return structure
 
 
 def from_template(write: Callable[[Table], Expression], table: Table) -> Expression:
@@ -126,8 +129,8 @@ def _replace_table(node: Expression, table: Table) -> Expression:
 def _structure_of_templates(formulas: tuple[Expression | None, ...]) -> Structure | None:
     """Return the structure of formulas from that of their templates; None if a formula with tables has no template.
 
-    A formula without tables is its own template. The result is also None if two formulas have the same template,
-    because the template's table would stand for two tables.
+    A formula without tables is its own template. The result is also None if no formula has tables, or if two formulas
+    have the same template, because the template's table would stand for two tables.
     """
     templates: list[Expression | None] = []
     tables: dict[int, Table] = {}  # the table of each formula, by the id of its template's table
@@ -139,38 +142,53 @@ def _structure_of_templates(formulas: tuple[Expression | None, ...]) -> Structur
                 return None
             tables[id(template.tables[0])] = formula.tables[0]
         templates.append(template)
-    common = _cached_structure(tuple(templates))
+    if not tables:
+        return None
+    key = tuple(templates)
+    common = _STRUCTURES.get(key)
+    if common is None:
+        common = _make_structure(key)
+        _store(_STRUCTURES, key, common)  # its tables are those of templates, which are never freed
     structure = Structure(common.formulas, tuple([tables[id(table)] for table in common.tables]), common.numbers)
     vars(structure)["key"] = common.key
     return structure
 
 
 def _make_structure(formulas: tuple[Expression | None, ...]) -> Structure:
-    """Return the structure of formulas. Nodes are interned, so formulas of one structure become the same objects."""
+    """Return the structure of formulas. Formulas with the same signature have the same formulas in their structure.
+
+    The signature has one entry for each node: what the node is, and the positions of its arguments in `walk`.
+    """
     nodes = walk(*[formula for formula in formulas if formula is not None])
-    kept = _kept_constants(nodes)
-    slots: dict[Table, int] = {}
+    index: dict[int, int] = {}
+    slots: dict[int, int] = {}
+    tables: list[Table] = []
     numbers: list[float] = []
-    structure: dict[int, Expression] = {}  # what a node becomes, by the id of the node
+    signature: list[Any] = []
+    kept = _kept_constants(nodes)
     for node in nodes:
-        arguments = tuple([structure[id(argument)] for argument in node.arguments])
-        if type(node) is Lookup:
-            slot = slots.setdefault(node.table, len(slots))
-            new = intern(Lookup(cast(Any, _table_parameter(slot, node.kind)), arguments))
-        elif type(node) is Apply and not all(map(is_, arguments, node.arguments)):
-            new = intern(Apply(node.operator, arguments, node.kind))
+        kind = type(node)
+        if kind is Apply:
+            signature.append((node.operator, *[index[id(argument)] for argument in node.arguments]))  # type: ignore[attr-defined]
+        elif kind is Lookup:
+            table = node.table  # type: ignore[attr-defined]
+            slot = slots.setdefault(id(table), len(tables))
+            if slot == len(tables):
+                tables.append(table)
+            signature.append((slot, table.kind, *[index[id(argument)] for argument in node.arguments]))
         elif isinstance(node, Constant) and id(node) not in kept and _is_argument(node):
-            new = intern(Parameter(len(numbers), node.kind))
+            signature.append(node.kind)
             numbers.append(node.value)
         else:
-            new = node
-        structure[id(node)] = new
-    built = tuple([None if formula is None else structure[id(formula)] for formula in formulas])
-    return Structure(built, tuple(slots), tuple(numbers))
-
-
-# For formulas without tables, and for templates, whose tables are never freed: the cache keeps all tables alive.
-_cached_structure = lru_cache(MAX_STRUCTURES)(_make_structure)
+            signature.append(node)
+        index[id(node)] = len(index)
+    roots = [None if formula is None else index[id(formula)] for formula in formulas]
+    key = (*signature, *roots)
+    built = _BUILT.get(key)
+    if built is None:
+        built = _build(formulas, kept)
+        _store(_BUILT, key, built)
+    return Structure(built, tuple(tables), tuple(numbers))
 
 
 def _kept_constants(nodes: list[Expression]) -> set[int]:
@@ -181,6 +199,34 @@ def _kept_constants(nodes: list[Expression]) -> set[int]:
         if type(node) is Lookup or (type(node) is Apply and node.operator in OPERATORS_WITH_CONSTANTS)
     ]
     return {id(argument) for node in readers for argument in node.arguments}
+
+
+def _build(formulas: tuple[Expression | None, ...], kept: set[int]) -> tuple[Expression | None, ...]:
+    """Return the formulas with parameters in place of tables and numbers."""
+    slots: dict[int, int] = {}
+    numbers: dict[int, int] = {}
+
+    def lookup(table: Table, indices: Indices) -> Expression:
+        slot = slots.setdefault(id(table), len(slots))
+        return intern(Lookup(cast(Any, _table_parameter(slot, table.kind)), indices))
+
+    def constant(node: Constant) -> Expression:
+        if id(node) in kept or not _is_argument(node):
+            return node
+        return intern(Parameter(numbers.setdefault(id(node), len(numbers)), node.kind))
+
+    return tuple([None if formula is None else formula.rewrite({}, lookup, constant) for formula in formulas])
+
+
+def _store(entries: dict[Any, Any], key: Any, value: Any) -> None:
+    """Store an entry, and drop the oldest entries beyond `MAX_STRUCTURES`."""
+    entries[key] = value
+    while len(entries) > MAX_STRUCTURES:
+        entries.pop(next(iter(entries), key), None)
+
+
+_STRUCTURES: dict[tuple[Expression | None, ...], Structure] = {}  # formulas are interned, so they are keys
+_BUILT: dict[tuple[Any, ...], tuple[Expression | None, ...]] = {}  # the formulas of structures by their signature
 
 
 def _is_argument(constant: Constant) -> bool:
