@@ -18,6 +18,7 @@ from .weighted_rows import WeightedSum
 j, s, p = (SYMBOLS[name] for name in "jsp")
 Over = Expression | tuple[Expression, ...]
 Cells = tuple[int, int] | None
+RECEIVED = {how: Reduction(p, how, "i", name="received") for how in ("sum", "mean", "max")}
 
 
 def sum(formula: Any, over: Over, cells: Cells = None) -> Statistic:
@@ -251,9 +252,9 @@ def received(how: Literal["sum", "mean", "max"] = "sum", last: int | None = None
     >>> received.round(2)  # 1 + 1/2 + 1/3, 1/2 + 1/3, and 1/3
     array([1.83, 0.83, 0.33], dtype=float32)
     """
-    if how not in ("sum", "mean", "max"):
+    if how not in [*RECEIVED]:
         raise ParameterError(f"received(how={how!r})", '"sum", "mean" or "max"', 'received("sum")')
-    statistic = Reduction(p, how, "i", name="received")
+    statistic = RECEIVED[how]
     if last is None:
         return statistic
     count = check_count("received(last={!r})", last, 1, "last=32, or last=None for all")
