@@ -12,13 +12,24 @@ from torch.autograd import gradcheck, gradgradcheck
 import sightline
 from fault_planting import Fault, assert_found, plant
 from sightline import h, i, j, p, s, table, where
+from sightline.api import functions
 from sightline.arrays.operations import to_numpy
 from sightline.call.problem import make_problem
 from sightline.errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError, TableError
 from sightline.reference.accuracy import dense_attention, gradient_term_sizes, summation_orders
 from sightline.statistics import arrays_of, head_factors, per_query, reduction, restriction, selection
 from sightline.testing import assert_within_budget
-from statistic_definitions import EQUAL_WEIGHTS, Dense, check, check_equal_weights, defined, parts, statistics, usable
+from statistic_definitions import (
+    EQUAL_WEIGHTS,
+    Dense,
+    check,
+    check_equal_weights,
+    check_results,
+    defined,
+    parts,
+    statistics,
+    usable,
+)
 from strategies import DTYPES, ON_HOST, cases
 
 streaming = sys.modules["sightline.reference.streaming"]
@@ -404,19 +415,24 @@ def test_a_cache_replaces_key_and_value(long_problem):
             assert np.array_equal(x, y), statistic
 
 
-def test_tiles_have_the_values_of_the_weights(long_problem):
+@pytest.mark.parametrize("scale", [1.0, 1e9])
+def test_tiles_have_the_values_of_the_weights(long_problem, scale, monkeypatch):
+    """Tiles of 16 queries, also where an lse in float32 would be too coarse."""
     *arrays, options = long_problem
-    see = [sightline.weights(), sightline.scores(), sightline.lse()]
-    _, expected = sightline.attention(*arrays, **options, see=see, kernel="streaming")
-    weights, scores = np.zeros_like(expected[0]), np.full_like(expected[1], -np.inf)
-    tiles = list(sightline.tiles(*arrays, **options))
-    assert len(tiles) > 1
+    problem = make_problem(
+        *arrays, **options, scale=scale, see=[sightline.weights(), sightline.scores(), sightline.lse()]
+    )
+    monkeypatch.setattr(functions, "MAX_TILE_SCORES", 16 * 2 * 4 * 700)
+    weights = np.zeros((2, 4, 40, 700), np.float32)
+    scores, lse = np.full_like(weights, -np.inf), np.full(weights.shape[:-1], np.nan)
+    tiles = list(sightline.tiles(*arrays, **options, scale=scale))
     for tile in tiles:
         weights[..., tile.rows, tile.columns] += tile.weights
         scores[..., tile.rows, tile.columns] = tile.scores
-        assert np.array_equal(tile.lse.astype(np.float32), expected[2][..., tile.rows])
-    assert np.array_equal(weights, expected[0])
-    assert np.array_equal(scores, expected[1])
+        lse[..., tile.rows] = tile.lse
+    assert [tile.rows.start for tile in tiles] == sorted([tile.rows.start for tile in tiles])
+    assert len(tiles) > 2
+    check_results(problem, problem.see, (weights, scores, lse.astype(np.float32)))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

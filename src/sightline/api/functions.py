@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Never
+
+import numpy as np
 
 from ..arrays import operations as arrays
 from ..arrays.unreadable import is_array
@@ -14,7 +17,7 @@ from ..call import call_cache
 from ..call.explanation import Explanation
 from ..call.foreign_arguments import refuse_arguments
 from ..call.kernel import choose
-from ..call.problem import make_problem
+from ..call.problem import Problem, make_problem
 from ..call.request import describe, with_row_formats
 from ..call.validation import AxisOrder, check_choice, fold_scale, read_score, split_names, to_heads_first
 from ..formula.expression import Expression
@@ -22,14 +25,15 @@ from ..formula.from_function import refuse_draws
 from ..formula.library import bias
 from ..kv_cache import KVCache, as_arrays, unpack_cache
 from ..kv_cache.query_positions import Formulas
-from ..reference import streaming
-from ..reference.streaming import Streaming
-from ..statistics import Statistic, Tile
+from ..statistics import Statistic, Tile, scores
+from ..statistics.restriction import restrict
 from .kernels import KERNELS, solve, to_caller_layout
 from .shared_prefix import attend_in_parts, can_merge
 
 # While a watch lasts, these functions get the calls of `attend`. One that returns NotImplemented gives no answer.
 OBSERVERS: list[Callable[..., Any]] = []
+SCORES = scores(insist=True)
+MAX_TILE_SCORES = 1 << 20  # the most scores of a tile of `tiles`, over all batches and heads, unless it has one query
 
 
 def attention(
@@ -368,15 +372,29 @@ def tiles(
     value = key if value is None and not isinstance(key, KVCache) else value
     query, key, value = to_heads_first(layout, query, key, value)
     key, value, options = unpack_cache(query, key, value, {"mask": mask, "score": score})
-    problem = make_problem(query, key, value, scale=scale, sinks=sinks, **options)
+    problem = make_problem(query, key, value, scale=scale, sinks=sinks, see=[SCORES], **options)
     plain_arrays = {name: arrays.detach(getattr(problem, name)) for name in ("query", "key", "value")}
-    problem = replace(problem, **plain_arrays)
-    lse = Streaming().run(problem).lse  # this lse comes from the same scores as the tiles
-    ops = streaming.TileOps(problem)
+    return _each_tile(replace(problem, **plain_arrays))
 
-    def each() -> Iterator[Tile]:
-        for tile in streaming.tiles(ops, lse):
-            weights, scores = (problem.squeeze_heads(arrays.detach(array), 2) for array in (tile.weights, tile.scores))
-            yield Tile(tile.rows, tile.columns, weights, scores, problem.squeeze_heads(tile.lse, 1))
 
-    return each()
+def _each_tile(problem: Problem) -> Iterator[Tile]:
+    """Yield a tile of some queries at a time, with the keys from the first to the last one that they see."""
+    xp, count = arrays.namespace(problem.query), max(MAX_TILE_SCORES // max(problem.B * problem.H * problem.m, 1), 1)
+    for start in range(0, problem.n, count):
+        rows = slice(start, min(start + count, problem.n))
+        found = solve(restrict(problem, rows, None))
+        seen = arrays.to_numpy(found.seen[0] != -math.inf).reshape(-1, problem.m).any(0).nonzero()[0]
+        if not seen.size:
+            continue
+        columns = slice(int(seen[0]), int(seen[-1]) + 1)
+        own = found.seen[0][..., columns]
+        largest = xp.max(own, axis=-1, keepdims=True)
+        largest = xp.where(largest == -math.inf, xp.zeros_like(largest), largest)
+        with np.errstate(all="ignore"):  # ∞ − ∞ is NaN
+            exponentials = xp.exp(own - largest)
+            total = xp.sum(exponentials, axis=-1, keepdims=True, dtype=xp.float64)
+            if problem.sinks is not None:
+                total = total + xp.exp(xp.astype(problem.sinks, xp.float64)[:, None, None] - largest)
+            weights = exponentials / xp.astype(xp.where(total == 0, xp.ones_like(total), total), own.dtype)
+        own, weights = (problem.squeeze_heads(arrays.detach(array), 2) for array in (own, weights))
+        yield Tile(rows, columns, weights, own, problem.squeeze_heads(found.lse, 1))
