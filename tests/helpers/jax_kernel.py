@@ -67,3 +67,8 @@ def register_alone(monkeypatch, target):
 
 
 RUNS = {"jax": run_eager, "compiled jax": run_jit}
+
+
+def assert_close(found, expected):
+    for x, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, right, rtol=2e-5, atol=2e-5, strict=True)

@@ -9,6 +9,7 @@ import pytest
 
 import gradient_checks
 import sightline
+from jax_kernel import assert_close
 from sightline import b, h, i, j, s, table
 from sightline.call.kernel import Gradients, Result
 from sightline.errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError, SightlineError
@@ -80,11 +81,6 @@ def as_case(operands, name):
 
 def by_position(*arrays):
     return [jnp.asarray(x).swapaxes(-3, -2) for x in arrays]
-
-
-def assert_close(found, expected):
-    for x, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, right, rtol=2e-5, atol=2e-5, strict=True)
 
 
 # -- the definition ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import sightline
+from jax_kernel import assert_close
 from jax_training import VOCABULARY, WIDTH, assert_trains_alike, loss_of, make_task, train
 from sightline import h, i, j
 from sightline.equinox import MultiheadAttention
@@ -21,11 +22,6 @@ def layers(**options):
     """Return our layer and Equinox's with the same parameters."""
     options = {"num_heads": HEADS, "query_size": FEATURES, "key": KEY, **options}
     return MultiheadAttention(**options), equinox.nn.MultiheadAttention(**options)
-
-
-def assert_close(found, expected):
-    for x, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, right, rtol=2e-5, atol=2e-5, strict=True)
 
 
 @pytest.fixture

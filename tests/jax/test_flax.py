@@ -9,6 +9,7 @@ import pytest
 from flax import linen, nnx
 
 import sightline
+from jax_kernel import assert_close
 from jax_training import VOCABULARY, WIDTH, assert_trains_alike, loss_of, make_task, train
 from sightline import i, j
 from sightline.errors import DtypeError, ParameterError, ShapeError
@@ -21,11 +22,6 @@ CAUSAL = np.tril(np.ones((LENGTH, LENGTH)))  # numbers, as Flax's functions of m
 @pytest.fixture
 def inputs():
     return jax.random.normal(jax.random.key(0), (BATCH, LENGTH, FEATURES))
-
-
-def assert_close(found, expected):
-    for x, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, right, rtol=2e-5, atol=2e-5, strict=True)
 
 
 def linen_layers(**options):

@@ -293,10 +293,8 @@ def _report_progress(progress: Progress) -> Iterator[Callable[[int, int], Any]]:
         yield progress if callable(progress) else lambda finished, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("attention"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("attention", total=None)
         yield lambda finished, total: bar.update(task, completed=finished, total=total)

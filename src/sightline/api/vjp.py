@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -430,15 +429,14 @@ def _version(array: Any) -> Any:
 
 def _sample(array: Any) -> bytes:
     """Return the bytes of a small array, or of a few entries of a large one. To read all would slow a short call."""
-    found = array if array.nbytes <= MAX_COMPARED_BYTES else array[_places(array.shape)]
+    found = array if array.nbytes <= MAX_COMPARED_BYTES else array.flat[_places(array.size)]
     return bytes(found.tobytes())
 
 
 @lru_cache(64)
-def _places(shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return the indices of `NUM_SAMPLES` entries of an array, from the first to the last."""
-    size = math.prod(shape)
-    return np.unravel_index(np.linspace(0, size - 1, min(NUM_SAMPLES, size)).astype(np.int64), shape)
+def _places(size: int) -> Any:
+    """Return the indices of `NUM_SAMPLES` entries of a large array, from the first to the last."""
+    return np.linspace(0, size - 1, NUM_SAMPLES).astype(np.int64)
 
 
 def _add_head_axis(gradient: Any, statistic: Statistic, problem: Problem) -> Any:

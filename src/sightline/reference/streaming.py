@@ -25,6 +25,7 @@ from ..call.kernel import (
     Refusal,
     Result,
     find_learned_lookups,
+    sink_weights,
 )
 from ..call.problem import Problem
 from ..formula.derivative import derivative
@@ -188,11 +189,6 @@ class TileOps:
         if problem.sinks is None:
             return self.full(-xp.inf, *problem.batch_shape, problem.H, rows)
         return xp.broadcast_to(xp.astype(problem.sinks, self.dtype)[:, None], (*problem.batch_shape, problem.H, rows))
-
-    def sink_weights(self, lse: Any) -> Any:
-        """Return the weights of the sinks, exp(sink − lse), for the queries of this lse, (*batch_shape, H, rows)."""
-        high, low = self.split_lse(lse)
-        return self.xp.exp(self.sink(lse.shape[-1]) - high[..., 0] - low[..., 0])
 
 
 def forward(ops: TileOps) -> tuple[Any, Any]:
@@ -386,7 +382,8 @@ class ScoreGradients:
         The gradient of sink h is −Σ exp(sink_h − lse) (rowsum(P ∘ dP) − d_lse), over the queries of head h.
         """
         if self.sinks is not None:
-            sums = self.ops.xp.sum(-self.ops.sink_weights(lse) * d_row, axis=-1)
+            weights = self.ops.xp.astype(sink_weights(self.ops.problem.sinks, lse), self.ops.dtype)
+            sums = self.ops.xp.sum(-weights * d_row, axis=-1)
             self.sinks += self.ops.xp.sum(self.ops.xp.reshape(sums, (-1, self.sinks.shape[0])), axis=0)
 
     def gradients(self) -> tuple[tuple[Any, ...], Any]:

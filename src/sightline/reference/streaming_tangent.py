@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..call.kernel import Tangents
+from ..call.kernel import Tangents, sink_weights
 from ..call.problem import Problem
 from ..formula.derivative import score_tangent
 from .dropout import keep_factor
@@ -37,7 +37,8 @@ def tangent(problem: Problem, tangents: Tangents, saved: tuple[Any, Any]) -> tup
         for rows in ops.query_blocks():
             total, row = ops.full(0.0), ops.full(0.0)
             if tangents.sinks is not None:
-                total = ops.sink_weights(lse[..., rows]) * xp.astype(tangents.sinks, ops.dtype)[:, None]
+                weights = xp.astype(sink_weights(problem.sinks, lse[..., rows]), ops.dtype)
+                total = weights * xp.astype(tangents.sinks, ops.dtype)[:, None]
             for columns, scaled, _, p in row_tiles(ops, rows, lse):
                 d_score = score.slope(scaled, rows, columns) * _product_tangent(ops, tangents, rows, columns)
                 if formula is not None:

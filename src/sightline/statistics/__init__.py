@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from ..formula.expression import Expression
 from .base import (
-    Extremum,
     KeyPart,
     StatisticGradients,
     Tile,
@@ -25,7 +24,6 @@ from .selection import Mean, OverLayers, Statistic, places_in, solve_selections_
 __all__ = [
     "OVERVIEW",
     "STATISTICS",
-    "Extremum",
     "KeyPart",
     "Lse",
     "Mean",
