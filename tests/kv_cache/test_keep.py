@@ -266,7 +266,7 @@ class AgainstLists(RuleBasedStateMachine):
 
 
 TestAgainstLists = AgainstLists.TestCase
-TestAgainstLists.settings = settings(max_examples=25, stateful_step_count=14, deadline=None)
+TestAgainstLists.settings = settings(max_examples=10, stateful_step_count=14, deadline=None)
 
 
 def kept_cache(rng, kept, kind="numpy"):
