@@ -351,9 +351,9 @@ def tiles(
     Tile
         `rows` is a slice of the queries, `columns` a slice of the keys. `weights` and the final `scores` have the shape
         (..., H, rows, columns) and the accumulator's dtype; `lse` has the shape (..., H, rows) and is float64. The
-        arrays have no head axis if the query has none. Tiles come in ascending order of their rows, and tiles of the
-        same rows in ascending order of their columns. A pair that is in no tile has weight 0. Only one tile and the lse
-        are in memory at a time. Tiles have no gradient.
+        arrays have no head axis if the query has none. Tiles come in ascending order of their rows. A tile has all keys
+        from the first to the last one that its queries see; other pairs have weight 0. Only one tile is in memory at a
+        time: at most 2²⁰ pairs of all batches and heads, or one query. Tiles have no gradient.
 
     Raises
     ------
