@@ -18,12 +18,13 @@ from matplotlib.patches import Rectangle
 
 from sightline.view import plotting
 from sightline.view.palette import LIGHT, SERIES, SIGNED
+from sightline.view.styled_figure import STYLE
 
 BLUE, ORANGE, GREEN, PURPLE = SERIES[:4]
 INK, GREY = LIGHT.ink, LIGHT.muted
 WIDTH, DPI = 7.5, 160  # inches, and dots per inch
 
-SETTINGS = plotting.STYLE | {
+SETTINGS = STYLE | {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 9.5,

@@ -19,19 +19,6 @@ from . import palette
 from .palette import LIGHT
 
 FORMATS = (".png", ".svg", ".pdf")
-STYLE: Any = {  # settings of matplotlib while axes are made
-    "axes.facecolor": "none",
-    "axes.edgecolor": LIGHT.muted,
-    "axes.labelcolor": LIGHT.ink,
-    "axes.linewidth": 0.8,
-    "grid.color": LIGHT.line,
-    "grid.linewidth": 0.7,
-    "text.color": LIGHT.ink,
-    "xtick.color": LIGHT.muted,
-    "ytick.color": LIGHT.muted,
-    "xtick.labelcolor": LIGHT.ink,
-    "ytick.labelcolor": LIGHT.ink,
-}
 
 
 def has_matplotlib() -> bool:
@@ -50,27 +37,27 @@ def new_figure(width: float, height: float) -> Any:
         matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
+
+        from .styled_figure import StyledFigure
     except ImportError as error:
         raise MissingExtraError(
             "a request to draw a picture, without matplotlib",
             "matplotlib 3.8 or later",
             'pip install "sightline-attention[plot]"',
         ) from error
-    return Figure(figsize=(width, height), layout="constrained", facecolor=LIGHT.ground)
-
-
-def add_axis(figure: Any, *places: Any, **options: Any) -> Any:
-    """Return a new axis of the figure, as `Figure.add_subplot` does, with lines and texts in the palette's colours."""
-    from matplotlib import rc_context
-
-    with rc_context(rc=STYLE):
-        return figure.add_subplot(*places, **options)
+    return StyledFigure(figsize=(width, height), layout="constrained", facecolor=LIGHT.ground)
 
 
 def new_axis(axis: Any, width: float, height: float) -> Any:
     """Return the given axis. If `axis` is None, return the axis of a new figure of this width and height in inches."""
-    return add_axis(new_figure(width, height)) if axis is None else axis
+    return new_figure(width, height).add_subplot() if axis is None else axis
+
+
+def set_title(axis: Any, text: str | None) -> None:
+    """Set the title of the axis at the left, unless the text is empty or None. A $ in the text is printed as a $."""
+    if text:
+        axis.set_title(text, loc="left", fontsize=10, pad=8, parse_math=False)
 
 
 def token_label(token: Any) -> str:
@@ -171,9 +158,8 @@ def hide_frame(axis: Any) -> None:
 
 
 def finish(axis: Any, title: str | None) -> Any:
-    """Return the axis without a frame, with the title at the left unless it is empty. A $ is printed as a $."""
-    if title:
-        axis.set_title(title, loc="left", fontsize=10, pad=8, parse_math=False)
+    """Return the axis with the title at the left and without a frame."""
+    set_title(axis, title)
     hide_frame(axis)
     return axis
 

@@ -117,15 +117,15 @@ def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
     figure.get_layout_engine().set(hspace=0.08)
     first: Any = None
     for place, effect in enumerate(effects):
-        axis = plotting.add_axis(figure, grid[0, 2 * place : 2 * place + 2], sharey=first)
+        axis = figure.add_subplot(grid[0, 2 * place : 2 * place + 2], sharey=first)
         first = first or axis
         _weights_panel(axis, effect, is_labelled=place == len(effects) - 1)
         axis.tick_params(labelleft=axis is first)
     first.set_ylabel("mean weight", fontsize=9)
-    spread = plotting.add_axis(figure, grid[1, : len(effects)])
+    spread = figure.add_subplot(grid[1, : len(effects)])
     _line_panel(spread, effects, "keys", f"keys the weight is spread over, of {KEYS}: exp(entropy)")
     spread.set_ylim(0, KEYS * 0.8)
-    gradient = plotting.add_axis(figure, grid[1, len(effects) :])
+    gradient = figure.add_subplot(grid[1, len(effects) :])
     _line_panel(gradient, effects, "gradient", "size of softmax's gradient, ‖diag(p) − p pᵀ‖")
     gradient.set_ylim(0, None)
     figure.suptitle("Scores divided by √d_k keep softmax soft, and its gradient alive, at any width", fontsize=11)
