@@ -34,7 +34,7 @@ def read():
 
 
 def make_reader(tensors):
-    """Return a function that looks arrays up among no calls, and returns (layouts, *addresses) or None."""
+    """Return a function of arrays that returns (layouts, *addresses), or None where `find_or_run` returns None."""
     find = make_find_or_run(tensors)
     return lambda *arrays: None if (found := find({}, (), (), *arrays)) is None else found[2:]
 

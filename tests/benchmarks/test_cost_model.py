@@ -28,7 +28,7 @@ def whole(n):
 
 
 def work_of(mask, n, ranks, layout="contiguous", block_length=None):
-    """Return a schedule, its pairs, and the problem that has the sizes of its arrays."""
+    """Return (schedule, number of pairs of each rank, problem). The problem gives the sizes of arrays."""
     shards, extent = divide(n, ranks, layout), (2, 8, n, n)
     found = schedule.find_schedule(mask, extent, shards, shards, block_length or n)
     return found, count_pairs(found, mask, extent), whole(1)

@@ -383,10 +383,10 @@ def _each_tile(problem: Problem) -> Iterator[Tile]:
     for start in range(0, problem.n, count):
         rows = slice(start, min(start + count, problem.n))
         found = solve(restrict(problem, rows, None))
-        seen = arrays.to_numpy(found.seen[0] != -math.inf).reshape(-1, problem.m).any(0).nonzero()[0]
-        if not seen.size:
+        visible = arrays.to_numpy(found.seen[0] != -math.inf).reshape(-1, problem.m).any(0).nonzero()[0]
+        if not visible.size:
             continue
-        columns = slice(int(seen[0]), int(seen[-1]) + 1)
+        columns = slice(int(visible[0]), int(visible[-1]) + 1)
         own = found.seen[0][..., columns]
         largest = xp.max(own, axis=-1, keepdims=True)
         largest = xp.where(largest == -math.inf, xp.zeros_like(largest), largest)

@@ -126,7 +126,7 @@ class _Namespace:
 
 
 class _Blocks:
-    """The computation of a problem by blocks of queries."""
+    """Computes the results of a problem, for one block of queries at a time."""
 
     def __init__(self, problem: Problem, seed: Any) -> None:
         self.problem, self.seed, self.xp = problem, seed, _Namespace()

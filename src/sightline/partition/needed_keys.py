@@ -223,7 +223,7 @@ class _Pieces:
     def find_ends(self, is_seen: Booleans) -> Indices:
         """Return (2, spans, k): the first seen position of each span, and the position after the last seen one.
 
-        Both numbers are 0 if no position of the span is seen. `is_seen` is (pieces, k).
+        Both are 0 if no query sees a position of the span. `is_seen` has the shape (pieces, k).
         """
         shape, edges = (1, is_seen.shape[1]), self.edges[:, None]
         firsts = np.concatenate([np.where(is_seen, edges[:-1], edges[-1]), np.full(shape, edges[-1])])

@@ -151,9 +151,9 @@ class Reduction(Statistic):
 
     @cached_property
     def fused_role(self) -> str | None:
-        """What forward kernels compute beside the output: "sum" of p times `factor`, "entropy" or "max_score"; or None.
+        """How forward kernels compute it beside the output: as "sum", "entropy" or "max_score"; None if they do not.
 
-        "entropy" is the sum of −p ln p over keys, and "max_score" the maximum of s over keys.
+        Over keys, "sum" is Σ p · `factor`, "entropy" is Σ −p ln p, and "max_score" is the maximum of s.
         """
         if self.finds:
             return "max_score" if self.formula is s and (self.how, self.axes) == ("max", "j") else None

@@ -92,7 +92,7 @@ class Finder(TorchFunctionMode):
 
     @contextmanager
     def serving(self, watcher: Watcher) -> Any:
-        """Let this mode record calls for the watcher, whose modules are followed, while the context lasts."""
+        """While the context lasts, record calls for the watcher, and follow which of its modules run."""
         with self.lock:
             self._serve((*self.watchers, watcher))
         try:

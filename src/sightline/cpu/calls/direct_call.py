@@ -4,9 +4,9 @@
 
 Python calls this function of C. `entries` has an entry for each known call. `call.lookup` says what the function
 returns. The operands are query, key and value; for the backward pass also output, d_output and lse. A call is direct if
-`entry.prepared.direct` is a tuple `Direct`. For a direct call, the function allocates
-the results, writes all addresses and numbers into the argument block, and runs the kernel. Python runs the call if
-another thread uses the record, if the record lacks the tile ranges, or if the kernel sets a flag.
+`entry.prepared.direct` is a named tuple `Direct`. For a direct call, the function allocates the results, writes all
+addresses and numbers into the argument block, and runs the kernel. Python runs the call if another thread uses the
+record, if the record lacks the tile ranges, or if the kernel sets a flag.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..launch.bound_call import BoundCall
 
 MAX_ZEROED = 4  # the most fields of a workspace that are set to 0
-# the values of a call: addresses of arguments, addresses of results, numbers of formulas, and computed words
+# a call has these values: addresses of arguments, addresses of results, numbers of formulas, computed words
 MAX_RESULTS, MAX_NUMBERS, MAX_COMPUTED = 64, 256, 8
 FIRST_RESULT = MAX_ARRAYS
 FIRST_NUMBER = FIRST_RESULT + MAX_RESULTS
@@ -40,7 +40,7 @@ RECORD_FIELDS: dict[str, Any] = {
     "block": POINTER,  # the kernel's argument block
     "words": POINTER,  # the address in the argument block at which the words of the call begin
     "num_words": INT64,
-    "sources": POINTER,  # of each of these words, an index of the values of a call, or `UNCHANGED`
+    "sources": POINTER,  # for each of these words, the index of its value among the values of a call, or `UNCHANGED`
     "imprecise_lse_flag": POINTER,  # null if the kernel does not set this flag
     "nonfinite_flag": POINTER,
     # without a search, the call has the tile ranges of the first call, as long as it has the same numbers

@@ -30,7 +30,7 @@ class RecomputedWeights(Block):
     def compute_weights(self, j0: Value, key: Value, step: int, masked: bool) -> Iterator[tuple[int, int, Value]]:
         """Yield (k, v, P) for the keys `key` + k, k < step, and each vector v of queries.
 
-        P is 0 where hidden, and past the last key.
+        P is 0 at hidden pairs and at keys past the last one.
         """
         builder, zero = self.builder, self.builder.value(0.0, self.vector)
         for k in range(step):

@@ -77,7 +77,7 @@ class WeightsPass(Block):
             self.key_tile(tile * KEY_BLOCK, partial)
 
     def clip_lanes(self) -> tuple[Value, Value]:
-        """Return the range of lanes of the block whose weights count: those of the queries that the call selects."""
+        """Return (first, past the last) of the lanes whose queries the call selects. Only their weights count."""
         builder, args = self.builder, self.args
         return builder.maximum(args.first_query - self.i0, 0), builder.minimum(
             args.last_query - self.i0, self.num_valid
@@ -196,7 +196,7 @@ class WeightTiles(WeightsPass):
         return self.format.accumulator_format if self.role.formula else self.format
 
     def store_weights(self, address: Value, p: Value, lanes: int = 1) -> None:
-        """Write the weights of one query on `lanes` adjacent keys."""
+        """Store the weights of one query for a vector of adjacent keys."""
         self.output_format.store(address, p)
 
     def process_tile(self, j0: Value, masked: bool) -> None:

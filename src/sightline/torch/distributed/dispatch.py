@@ -263,7 +263,7 @@ def _check_tensors(named: dict[str, Any]) -> None:
 
 
 def _local_tensors(arrays: Sequence[Any], group: Any) -> tuple[list[Any], Any]:
-    """Return the local arrays, and the group: that of the sharded axis if the arrays are DTensors.
+    """Return (local arrays, group). For DTensors, the group is that of the mesh axis that shards them.
 
     Arrays that `_check_tensors` refuses raise no error here, because this rank needs the group to report the error.
     """

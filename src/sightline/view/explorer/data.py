@@ -304,7 +304,7 @@ def _entropy(p: Array) -> Array:
 
 
 def top_links(p: Array, k: int) -> tuple[Array, Array]:
-    """Return the k heaviest weights of every row of (..., n, m) weights, and their columns, each as (..., n, k).
+    """Return (k largest weights of each row, their columns), each (..., n, k), of weights (..., n, m).
 
     Of equal weights the one in the first column comes first. A row with fewer than k weights above 0 is filled up with
     weight 0 and column −1. If m < k, k is m.
