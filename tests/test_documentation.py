@@ -102,38 +102,6 @@ def test_the_index_lists_every_recipe():
     assert [recipe for recipe in recipes if f"({recipe})" not in index] == []
 
 
-def listed_paths(page):
-    """Return the folders and files that the tree of a page lists below `sightline/`; folders end in a slash."""
-    tree = page.partition("    sightline/\n")[2].partition("\n\n")[0]
-    found, folders = [], {}
-    for indent, name in re.findall(r"^( +)(\S+)", tree, re.MULTILINE):
-        folders[len(indent)] = name
-        found.append("".join(folders[k] for k in sorted(folders) if k < len(indent) and folders[k][-1] == "/") + name)
-        folders = {k: folder for k, folder in folders.items() if k <= len(indent)}
-    return found
-
-
-def existing_paths(listed):
-    """Return what the folders contain whose contents are listed: modules, and folders of modules."""
-    root, folders = Path(sightline.__file__).parent, {str(Path(path).parent) for path in listed}
-    paths = [path for folder in folders for path in (root / folder).iterdir()]
-    files = [path for path in paths if path.suffix == ".py" and not path.name.startswith("__")]
-    names = [path.relative_to(root).as_posix() for path in files]
-    return names + [path.relative_to(root).as_posix() + "/" for path in paths if (path / "__init__.py").exists()]
-
-
-def test_the_trees_of_the_architecture_pages_list_every_module_once():
-    pages = sorted((DOCS / "architecture").glob("*.md"))
-    listed = [path for page in pages for path in listed_paths(page.read_text(encoding="utf-8"))]
-    assert sorted(listed) == sorted(existing_paths(listed))
-    assert len(listed) > 150
-
-
-def test_a_tree_is_read_from_a_page():
-    page = "    sightline/\n      api/  b.py\n        a.py  text\n        c/\n          d.py\n      e.py\n\n    f.py\n"
-    assert listed_paths(page) == ["api/", "api/a.py", "api/c/", "api/c/d.py", "e.py"]
-
-
 def test_outputs_of_commands_on_pages_are_checked_and_written(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(DOCS / "extensions")
     commands = importlib.import_module("commands")
