@@ -189,7 +189,8 @@ class Total:
         return self._sum if self.statistic.how == "sum" else self._sum / self.count
 
     def __repr__(self) -> str:
-        return f"{self.statistic!r} {_shape(self.result)}, of {self.count} calls" if self.count else "no calls"
+        calls = "1 call" if self.count == 1 else f"{self.count} calls"
+        return f"{self.statistic!r} {_shape(self.result)}, of {calls}" if self.count else "no calls"
 
 
 class Seen:

@@ -208,7 +208,7 @@ def test_more_keys_requested_than_there_are(rng):
     assert (found[0, 0][~seen] == 0).all()
 
 
-def test_lists_too_long_for_the_stack_return_none(rng):
+def test_no_pass_has_longer_lists_than_the_limit(rng):
     problem = make_problem(*(rng.normal(size=(1, 3, 4)) for _ in range(3)))
     assert compute(problem, compute_stages(problem).lse, TopK(MAX_TOP_K + 1)) is not None  # there are only three keys
     x = rng.normal(size=(1, MAX_TOP_K + 1, 4))

@@ -27,7 +27,7 @@ from ..statistics.reduction import refuse_learned
 from .kernels import differentiate, make_plan, solve, to_caller_layout
 from .tangent import check_numpy, include_scale, read_floats
 
-MAX_COMPARED_BYTES, NUM_SAMPLES = 4096, 64
+MAX_WHOLE_BYTES, NUM_SAMPLES = 4096, 64
 
 Input = str | Table
 Vjp = Callable[..., dict[Input, Any]]
@@ -429,7 +429,7 @@ def _version(array: Any) -> Any:
 
 def _sample(array: Any) -> bytes:
     """Return the bytes of a small array, or of a few entries of a large one. To read all would slow a short call."""
-    found = array if array.nbytes <= MAX_COMPARED_BYTES else array.flat[_places(array.size)]
+    found = array if array.nbytes <= MAX_WHOLE_BYTES else array.flat[_places(array.size)]
     return bytes(found.tobytes())
 
 
