@@ -93,6 +93,8 @@ def _pooled(statistic: Any, of: Dense) -> tuple[Any, ...]:
     xp, (n, m) = namespace(of.weights), of.weights.shape[-2:]
     (i0, i1), (j0, j1) = statistic.within or ((0, n), (0, m))
     down, across = min(statistic.cells[0], i1 - i0), min(statistic.cells[1], j1 - j0)
+    if 0 in (down, across):
+        return (xp.zeros((*of.weights.shape[:-2], down, across), dtype=of.weights.dtype),)
     rows = [i0 + r * (i1 - i0) // down for r in range(down + 1)]
     columns = [j0 + c * (j1 - j0) // across for c in range(across + 1)]
     lines = []

@@ -1,4 +1,4 @@
-"""Times of several calls that are compared: the calls take turns, so that a slow moment of the machine meets all."""
+"""Times and ratios of calls that take turns, and whether the machine is too busy for a ratio to mean something."""
 
 from __future__ import annotations
 

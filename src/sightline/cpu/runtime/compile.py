@@ -1,4 +1,4 @@
-"""Compilation of kernels from LLVM to the address of their code, with a cache in memory and a cache on disk.
+"""Compilation of kernels from LLVM to the address of their code, with caches in memory and on disk, and safe forks.
 
     key → memory → disk → build_module() → LLVM's passes → object code → disk → memory → address
 
