@@ -1,7 +1,10 @@
 """Setup for tests and documentation: Keras's backend, their own kernel cache, no files of libraries not installed."""
 
+import hashlib
+import inspect
 import os
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +34,33 @@ os.environ.pop("SIGHTLINE_THREADS", None)
 KERNELS = Path(__file__).parent / ".pytest_cache" / "kernels"
 KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
 os.environ["SIGHTLINE_CACHE"] = str(KERNELS)
+OBJECTS = KERNELS.with_name("objects")
+
+
+def pytest_configure():
+    """Let LLVM compile each text once: most texts are the same after a change of the sources, or with a planted fault.
+
+    The name of a file has everything that determines its code: the text, the machine, and how both are compiled.
+    """
+    import llvmlite
+
+    from sightline.cpu.runtime import compile
+
+    OBJECTS.mkdir(exist_ok=True)
+    compile_object, maker = compile._compile_object, llvmlite.__version__ + inspect.getsource(compile)
+
+    def compile_once(module, machine):
+        text = str(module)
+        path = OBJECTS / hashlib.sha256(f"{maker}\n{machine!r}\n{text}".encode()).hexdigest()
+        if path.exists():
+            return path.read_bytes()
+        code = compile_object(text, machine)
+        with tempfile.NamedTemporaryFile(dir=OBJECTS, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, path)
+        return code
+
+    compile._compile_object = compile_once
 
 
 def pytest_runtest_teardown(item):
