@@ -80,7 +80,7 @@ def check(case, see=()):
 
 
 @given(st.data(), cases(poison=False), st.integers(1, 20), st.integers(1, 40), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_drawn_problems(data, case, groups, queries, has_statistics):
     see = [one for one in data.draw(statistics(case.make_problem())) if one.is_mergeable] if has_statistics else ()
     assert not see or {one.name for one in see} == {"lse", "entropy", "mass", "sum", "max_score", "top_k"}

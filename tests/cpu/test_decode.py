@@ -127,7 +127,7 @@ def test_the_same_bits_for_any_number_of_threads(dtype, taken):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("G", "group", "n"), [(5, 1, 1), (7, 3, 1), (13, 5, 1), (9, 1, 3), (3, 33, 1)])
 def test_heads_that_are_neighbours_in_memory_share_an_item(dtype, G, group, n, taken):
-    q, k, v = arrays(dtype, (2,), G * group, G, n, 3000)
+    q, k, v = arrays(dtype, (2,), G * group, G, n, 1500, 32, 32)
     alone = Cpu().run(make_problem(q, k, v, see=[entropy()]), 1)
     k, v = (x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in (k, v))
     problem = make_problem(q, k, v, see=[entropy()])

@@ -57,11 +57,11 @@ def draw(layout, dtype=np.float32):
 
 @pytest.mark.parametrize("machine", RUNNABLE)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_outputs(layout, machine, monkeypatch):
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_outputs(formula, layout, machine, monkeypatch):
     monkeypatch.setenv(CPU_VARIABLE, machine)
     for dtype in (np.float32, np.float16):
-        for options in FORMULAS.values():
-            assert_conforms(Cpu().run, make_problem(*draw(layout, dtype), **options))
+        assert_conforms(Cpu().run, make_problem(*draw(layout, dtype), **FORMULAS[formula]))
 
 
 @pytest.mark.parametrize("machine", RUNNABLE)
@@ -78,12 +78,12 @@ def test_statistics_beside_integers_of_64_bits(machine, monkeypatch):
 
 @pytest.mark.parametrize("machine", RUNNABLE)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients(layout, machine, monkeypatch):
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_gradients(formula, layout, machine, monkeypatch):
     monkeypatch.setenv(CPU_VARIABLE, machine)
     monkeypatch.setattr(launch_backward, "TARGET_ITEMS", 1)  # one split, of which a block needs some tiles
-    for options in FORMULAS.values():
-        case = Case(*draw(layout), options)
-        check_gradients(case, differentiate=partial(by_cpu, answer=Cpu().run(case.make_problem())))
+    case = Case(*draw(layout), FORMULAS[formula])
+    check_gradients(case, differentiate=partial(by_cpu, answer=Cpu().run(case.make_problem())))
 
 
 @pytest.mark.parametrize("layout", ["view", "fused"])

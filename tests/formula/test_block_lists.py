@@ -71,7 +71,7 @@ def test_the_mask_is_the_pairs_of_the_lists(extent, size, count, one_batch, one_
     st.sampled_from([None, causal(), abs(i - j) < 40]),
     st.integers(0, 99),
 )
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_kernels_and_statistics(extent, size, dtype, other, seed):
     rng = np.random.default_rng(seed)
     mask = blocks(draw_lists(rng, size, extent), size)

@@ -266,7 +266,12 @@ class AgainstLists(RuleBasedStateMachine):
 
 
 TestAgainstLists = AgainstLists.TestCase
-TestAgainstLists.settings = settings(max_examples=10, stateful_step_count=14, deadline=None)
+TestAgainstLists.settings = settings(max_examples=3, stateful_step_count=14, deadline=None)
+
+
+@pytest.mark.wide
+class TestMoreAgainstLists(AgainstLists.TestCase):
+    settings = settings(max_examples=20, stateful_step_count=14, deadline=None)
 
 
 def kept_cache(rng, kept, kind="numpy"):

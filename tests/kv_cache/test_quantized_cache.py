@@ -282,8 +282,8 @@ module._allocate = allocate
 rng = np.random.default_rng(0)
 for at_end in (True, False):
     memory.at_end = at_end
-    for dtype in ("int8", "int4", "float8_e4m3fn", "float32"):
-        for d in (1, 33, 80, 128):
+    for dtype, widths in {"int8": (1, 128), "int4": (33, 80), "float8_e4m3fn": (33, 128), "float32": (1, 80)}.items():
+        for d in widths:
             cache = sightline.KVCache(dtype=dtype, capacity=70)
             cache.append(*[rng.normal(size=(1, 1, 70, d)).astype(np.float32) for _ in range(2)])
             for n in (1, 2, 70):
