@@ -56,5 +56,5 @@ def test_a_sum_over_heads_holds_one_matrix(see):
 
 
 def test_the_definition_exceeds_the_limit():
-    """The measurement finds n² memory: the dense form exceeds the limit at a sixteenth of the length."""
-    assert extra_bytes(PROGRAM.replace("65_536", "4_096"), kernel="reference") > LIMIT
+    """The measurement finds n² memory: the dense form exceeds the limit at a thirtieth of the length."""
+    assert extra_bytes(PROGRAM.replace("65_536", "2_048"), kernel="reference") > LIMIT

@@ -297,10 +297,11 @@ def test_results_are_saved_before_the_device_fails(capsys, monkeypatch, tmp_path
         raise RuntimeError("lost")
 
     monkeypatch.setattr("benchmarks.__main__.measure", lambda *_: [Measurement("Sightline", True, reason="illegal")])
-    assert command(capsys, "--quick", "--json", str(path))[0] == 0
-    assert len(json.loads(path.read_text())["problems"]) == len(PROBLEMS)
+    some = "--quick", "--only", "forward float32", "--json", str(path)
+    assert command(capsys, *some)[0] == 0
+    assert len(json.loads(path.read_text())["problems"]) == sum(map(len, select(PROBLEMS, ["forward float32"]))) > 1
     monkeypatch.setattr(Cpu, "synchronize", synchronize)
-    assert "lost" in command(capsys, "--quick", "--json", str(path))[1]
+    assert "lost" in command(capsys, *some)[1]
     assert len(json.loads(path.read_text())["problems"]) == 1
 
 

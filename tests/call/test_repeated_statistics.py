@@ -58,7 +58,7 @@ CALLS = {  # by name: the function of the call, and what converts arrays
 
 @pytest.mark.parametrize("name", CALLS)
 @given(st.data(), generators(), st.sampled_from([np.float32, np.float32, np.float64, ml_dtypes.bfloat16]))
-@settings(max_examples=4)
+@settings(max_examples=3)
 def test_first_and_repeated_calls(name, data, rng, dtype):
     """Three calls of one structure, with other numbers and tables. Some have a query with NaN or ∞."""
     dtype = np.float32 if name == "jax" else dtype

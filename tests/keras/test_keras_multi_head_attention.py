@@ -240,7 +240,9 @@ def make_texts(rng):
     return tokens, (tokens == 7).any(1).astype(np.float32)[:, None]
 
 
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.soak), 0.2])
+@pytest.mark.parametrize(
+    "dropout", [pytest.param(0.0, marks=pytest.mark.soak), pytest.param(0.2, marks=pytest.mark.wide)]
+)
 def test_training_reaches_the_loss_of_keras(rng, dropout):
     """200 steps of training from the same weights, with the masks of an Embedding."""
     tokens, targets = make_texts(rng)
