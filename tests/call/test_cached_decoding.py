@@ -130,7 +130,7 @@ def test_steps_of_sequences_of_different_lengths_need_no_dispatch(rng, mask, mon
     for t in range(tokens):
         cache.append(k[:, :, 40 + t : 41 + t], v[:, :, 40 + t : 41 + t])
         if t == 2:
-            monkeypatch.setattr("sightline.api.functions.make_problem", None)
+            monkeypatch.setattr("sightline.api.functions.parse", None)
         query = q[:, :, t : t + 1]
         output = sightline.attention(query, cache, **options())
         for entry, length in enumerate(cache.lengths):

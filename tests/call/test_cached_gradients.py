@@ -152,7 +152,7 @@ def test_learned_tables_sinks_and_scales(rng, name, dtype, fixed, monkeypatch):
     call_cache.clear()
     for step in [draw(), draw()]:
         differentiate(*step)
-    monkeypatch.setattr("sightline.api.functions.make_problem", None)
+    monkeypatch.setattr("sightline.api.functions.parse", None)
     monkeypatch.setattr("sightline.torch.autograd.make_problem", None)
     monkeypatch.setattr("sightline.torch.dispatch.parse", None)
     assert [differentiate(*step) for step in steps] == expected

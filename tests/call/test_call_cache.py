@@ -143,7 +143,7 @@ def test_other_lengths_need_no_dispatch(rng, kind, monkeypatch):
         sightline.attention(*given, **draw_inputs(rng, kind, 1, 2, 4, length))
 
     call(90)
-    monkeypatch.setattr("sightline.api.functions.make_problem", None)
+    monkeypatch.setattr("sightline.api.functions.parse", None)
     call(91)
     call(200)
 
@@ -236,7 +236,7 @@ def test_reads_outside_of_a_table_at_hidden_pairs_are_repeated(rng, monkeypatch)
         for _ in range(8):  # the last ones are direct
             options = call(number)
             with monkeypatch.context() as patch:
-                patch.setattr("sightline.api.functions.make_problem", None)
+                patch.setattr("sightline.api.functions.parse", None)
                 answer = bits(sightline.attention(*given, **options))
             assert answer == bits(sightline.attention(*given, **options, kernel="cpu"))
     with pytest.raises(TableError):

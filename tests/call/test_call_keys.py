@@ -74,8 +74,8 @@ PARTS = {  # the part of the key in which the calls of a case differ: in the lay
     "value's shape": [6],
     "value's strides": [7],
     "dtype": [2, 5, 8],
-    **{key: [17] for key in ("mask", "no mask", "mask or score", "a whole number or a float", "the sign of nought")},
-    **{key: [17] for key in ("order of arguments", "grouping")},
+    **{key: [18] for key in ("mask", "no mask", "mask or score", "a whole number or a float", "the sign of nought")},
+    **{key: [18] for key in ("order of arguments", "grouping")},
     **{key: [] for key in ("a mask's numbers", "a score's number")},  # numbers are arguments of one cached call
     **{key: [9] for key in ("scale", "scale's sign", "no scale")},
 }

@@ -89,7 +89,7 @@ def test_equal_bits_with_other_contents(kind, dtype, in_torch, seed):
     expected = expect(calls)
     found = [all_bits(sightline.attention(*given, **drawn)) for given, drawn in calls[:FIRST_DIRECT]]
     with Spy() as direct, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sightline.api.functions.make_problem", None)  # of the full dispatch
+        patch.setattr("sightline.api.functions.parse", None)  # of the full dispatch
         found += [all_bits(sightline.attention(*given, **drawn)) for given, drawn in calls[FIRST_DIRECT:]]
     assert found == expected
     assert direct.count == (len(calls) - FIRST_DIRECT if kind in DIRECT_KINDS else 0)

@@ -5,7 +5,8 @@ from sightline import i, j, s, where
 from sightline.call import call_cache
 from sightline.call.call_cache import ForwardEntry
 from sightline.call.lookup import LOOKUP
-from sightline.call.problem import make_problem
+from sightline.call.options import Options
+from sightline.call.problem import parse, validate
 from sightline.call.request import describe
 from sightline.cpu.calls.launch_record import LaunchRecord
 from sightline.kv_cache import unpack_cache
@@ -50,13 +51,11 @@ def record_hits(monkeypatch):
 
 def cache_problem(query, cache, **options):
     """Return the problem of attention on a cache."""
-    key, value, options = unpack_cache(query, cache, None, options)
-    return make_problem(query, key, value, **options)
+    return validate(parse(query, *unpack_cache(query, cache, None, Options(**options))))
 
 
 def key_of(query, key, value, **options):
     """The key of a call of `sightline.attention` with these arguments; None if the call cannot be cached."""
-    nothing = dict.fromkeys(("mask", "score", "scale", "sinks", "seed", "see", "kernel", "threads")) | {"dropout": 0.0}
-    request = describe(query, **(nothing | options))
+    request = describe(query, Options(**options))
     found = None if request is None else LOOKUP.read_arrays(query, key, value, *request.arrays)
     return None if found is None else (found[0], request.structure)

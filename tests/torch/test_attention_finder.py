@@ -172,18 +172,18 @@ FAULTS = {
     "a call under the name of another module": Fault(running_modules.RunningModules.current, "stack[-1]", "stack[0]"),
     "weights after dropout": Fault(
         attention_finder._read_torch,
-        "_compute(recorders, call, converted, compute=compute)",
-        "_compute(recorders, call, converted | {'dropout': dropout_p}, compute=compute)",
+        "convert_arguments(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)",
+        "convert_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)",
     ),
     "a mask dropped": Fault(
         attention_finder._read_torch,
-        "convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)",
-        "convert_arguments(query, key, value, None, is_causal, scale, enable_gqa)",
+        "convert_arguments(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)",
+        "convert_arguments(query, key, value, None, 0.0, is_causal, scale, enable_gqa)",
     ),
     "a scale dropped": Fault(
         attention_finder._read_torch,
-        "convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)",
-        "convert_arguments(query, key, value, attn_mask, is_causal, None, enable_gqa)",
+        "convert_arguments(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)",
+        "convert_arguments(query, key, value, attn_mask, 0.0, is_causal, None, enable_gqa)",
     ),
 }
 

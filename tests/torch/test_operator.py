@@ -12,6 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import sightline
 from sightline import bias, h, i, j, m, n, s, table, where
+from sightline.call.options import Options
 from sightline.call.problem import make_problem, parse
 from sightline.call.spec import to_text
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
@@ -307,7 +308,7 @@ def test_tensors_without_elements():
 
 def make_arguments(name, see=(), grad=True):
     tensors = [x.requires_grad_(grad) for x in (*arrays(torch.float32), *learned(torch.float32))]
-    problem = parse(*tensors[:3], **PROBLEMS[name](*tensors[3:]), see=see)
+    problem = parse(*tensors[:3], Options(**PROBLEMS[name](*tensors[3:]), see=see))
     given, spec = to_arguments(problem, torch.tensor(5) if problem.dropout else None, None, None)
     return *given, *spec
 

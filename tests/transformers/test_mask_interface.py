@@ -141,9 +141,9 @@ def test_a_sliding_window_skips_tiles(monkeypatch):
     model = make_model("Mistral", sliding_window=64, max_position_embeddings=1024, num_hidden_layers=1)
     explanations, attend = [], functions.attend
 
-    def explain_and_run(query, key, value, **options):
-        explanations.append(sightline.explain(query, key, value, mask=options["mask"]))
-        return attend(query, key, value, **options)
+    def explain_and_run(query, key, value, options):
+        explanations.append(sightline.explain(query, key, value, mask=options.mask))
+        return attend(query, key, value, options)
 
     monkeypatch.setattr(functions, "attend", explain_and_run)
     model.set_attn_implementation("sightline")

@@ -18,7 +18,8 @@ import numpy as np
 from ..arrays import operations as arrays
 from ..arrays.unreadable import is_array
 from ..call.kernel import Result
-from ..call.problem import Problem, make_problem
+from ..call.options import Options
+from ..call.problem import Problem, parse, validate
 from ..call.validation import broadcast_inputs, check_choice, split_names
 from ..errors import DtypeError, ParameterError
 from ..formula.expression import Expression
@@ -109,10 +110,11 @@ def attention_from_disk(
     True
     """
     check_choice(None, threads)
-    names, statistics = split_names(() if see is None else see)
+    names, statistics = split_names(see)
     sources = {"query": query, "key": key, "value": value}
-    options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
-    problem = make_problem(*map(_stand_in, sources, sources.values()), **options, see=statistics)
+    options = Options(mask, score, statistics, scale, sinks, dropout, seed)
+    stand_ins = {name: _stand_in(name, source) for name, source in sources.items()}
+    problem = validate(parse(**stand_ins, options=options))
     if not all(statistic.is_mergeable for statistic in problem.see):
         raise ParameterError(
             f"see={list(problem.see)!r}, for keys on disk",

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Never
 
 import numpy as np
@@ -17,14 +16,15 @@ from ..call import call_cache
 from ..call.explanation import Explanation
 from ..call.foreign_arguments import refuse_arguments
 from ..call.kernel import choose
-from ..call.problem import Problem, make_problem
-from ..call.request import describe, with_row_formats
+from ..call.options import Options
+from ..call.problem import Problem, parse, validate
+from ..call.request import describe
 from ..call.validation import AxisOrder, check_choice, fold_scale, read_score, split_names, to_heads_first
 from ..formula.expression import Expression
 from ..formula.from_function import refuse_draws
 from ..formula.library import bias
 from ..kv_cache import KVCache, as_arrays, unpack_cache
-from ..kv_cache.query_positions import Formulas
+from ..kv_cache.query_positions import read_functions
 from ..statistics import Statistic, Tile, scores
 from ..statistics.restriction import restrict
 from .kernels import KERNELS, solve, to_caller_layout
@@ -126,14 +126,15 @@ def attention(
         refuse_arguments("attention", positional, unknown)
     if not (score is None or isinstance(score, Expression)) and is_array(score):
         read_score(score)  # raises an error, because only `attend` takes an array as the score
-    if layout == "BHND" and not isinstance(see, dict):
-        return attend(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)
-    query, key, value = to_heads_first(layout, query, key, value)
-    names, statistics = split_names(see)
-    by_position = layout != "BHND"
-    answer = attend(
-        query, key, value, mask, score, scale, sinks, dropout, seed, statistics, kernel, threads, by_position
-    )
+    by_position, names = layout != "BHND", None
+    if by_position:
+        query, key, value = to_heads_first(layout, query, key, value)
+    if see is not None:
+        names, see = split_names(see)
+    options = Options(mask, score, see, scale, sinks, dropout, seed, kernel, threads, by_position)
+    answer = attend(query, key, value, options)
+    if not by_position and names is None:
+        return answer
     output, seen = (answer, ()) if see is None else answer
     output = arrays.swap_heads(output) if by_position else output
     if see is None:
@@ -141,119 +142,69 @@ def attention(
     return output, seen if names is None else dict(zip(names, seen, strict=True))
 
 
-def attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any = None,
-    score: Any = None,
-    scale: float | None = None,
-    sinks: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    see: Statistic | Sequence[Statistic] | None = None,
-    kernel: str | None = None,
-    threads: int | None = None,
-    by_position: bool = False,
-) -> Any:
-    """Do what `attention` does for arrays with the heads before the positions.
-
-    `score` may also be an array (..., n, m), the bias that is added to the scores. `by_position` is True if the arrays
-    are views of arrays with the positions before the heads; compiled programs of JAX then make no copies.
-    """
+def attend(query: Any, key: Any, value: Any, options: Options) -> Any:
+    """Do what `attention` does for arrays with the heads before the positions."""
     for observer in OBSERVERS:
-        inputs = query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads, by_position
-        answer = observer(*inputs)
+        answer = observer(query, key, value, options)
         if answer is not NotImplemented:
             return answer
-    see = (see,) if isinstance(see, Statistic) else see
+    scale = options.scale
     if type(scale) is not float and getattr(scale, "requires_grad", False) and not arrays.is_compiling():
-        score, scale = fold_scale(score, scale)
-    row_formats = None
+        score, scale = fold_scale(options.score, scale)
+        options = options.replace(score=score, scale=scale)
     if value is None and type(key) is KVCache:
         if arrays.may_break_graph():
-            inputs = query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads, by_position
-            return arrays.untraced()(attend, *inputs)
+            return arrays.untraced()(attend, query, key, None, options)
         key = key.snapshot()
         if key.prefix is not None:
-            formulas = Formulas.read(mask, score, see)
-            if can_merge(query, key, formulas, dropout):
-                compute = partial(_attend, scale=scale, kernel=kernel, threads=threads)
-
-                def run(query: Any, cache: KVCache, keys: Any, values: Any, on_rows: Formulas) -> Any:
-                    return compute(query, keys, values, *on_rows, row_formats=cache.row_formats)
-
-                output, seen = attend_in_parts(query, key, formulas, sinks, run)
-                return output if see is None else (output, seen)
+            read = read_functions(options)
+            if can_merge(query, key, read):
+                output, seen = attend_in_parts(query, key, read, _attend)
+                return output if options.see is None else (output, seen)
             key = key.joined()
-        row_formats = key.row_formats
-    rest = see, scale, sinks, dropout, seed, kernel, threads, by_position, row_formats
-    return _attend(query, key, value, mask, score, *rest)
+    return _attend(query, key, value, options)
 
 
-def _attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    score: Any,
-    see: Any,
-    scale: float | None = None,
-    sinks: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    kernel: str | None = None,
-    threads: int | None = None,
-    by_position: bool = False,
-    row_formats: Any = None,
-) -> Any:
-    """Do what `attend` does for arrays, or for a cache without a prefix. `row_formats` say how rows are quantised."""
+def _attend(query: Any, key: Any, value: Any, options: Options) -> Any:
+    """Do what `attend` does for arrays, or for a cache without a prefix."""
     request, is_eager = None, not arrays.is_compiling()
     if is_eager:  # the first trace adds torch's types to those that `describe` reads, and every trace takes one path
-        on_arrays = key, value, mask, score, see
+        keys, values, of_rows = key, value, options
         if value is None and type(key) is KVCache:
-            on_arrays = as_arrays(query, key, mask, score, see) or on_arrays
-        keys, values, row_mask, row_score, row_see = on_arrays
-        request = describe(query, row_mask, row_score, scale, sinks, dropout, seed, row_see, kernel, threads)
+            keys, values, of_rows = as_arrays(query, key, options) or (key, value, options)
+        request = describe(query, of_rows)
         if request is not None:
-            if row_formats is not None:
-                request = with_row_formats(request, row_formats)
-            answer, request = call_cache.answer(request, query, keys, values, threads)
+            answer, request = call_cache.answer(request, query, keys, values, options.threads)
             if answer is not None:
-                return answer[0] if see is None else answer
-        refuse_draws(mask, score)
+                return answer[0] if options.see is None else answer
+        refuse_draws(options.mask, options.score)
     if request is not None:
-        key, value, see = keys, values, row_see
+        key, value = keys, values
         formulas = mask, score, *_ = request.formulas()
-    elif hasattr(score, "dtype"):
-        score = bias(score)
-    check_choice(kernel, threads)
-    options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
-    options |= {"see": () if see is None else [see] if isinstance(see, Statistic) else see}
-    if row_formats is not None:
-        options["row_formats"] = row_formats
+        options = of_rows.replace(mask=mask, score=score)
+    elif hasattr(options.score, "dtype"):
+        options = options.replace(score=bias(options.score))
+    check_choice(options.kernel, options.threads)
     library = arrays.framework(query)
     if library is arrays.TORCH:
         is_first = is_eager and "sightline.torch.dispatch" not in sys.modules
         from ..torch.dispatch import run  # an import statement, because torch.compile can trace it
 
         if is_first:  # the call cache reads tensors from now on
-            rest = scale, sinks, dropout, seed, kernel, threads, by_position, row_formats
-            return _attend(query, key, value, mask, score, see, *rest)
-        answer = run(query, key, value, options, kernel, threads, request)
+            return _attend(query, key, value, options)
+        answer = run(query, key, value, options, request)
     elif library is arrays.JAX:
         from ..jax import dispatch as jax_dispatch
 
-        answer = jax_dispatch.run(query, key, value, options, kernel, threads, by_position)
+        answer = jax_dispatch.run(query, key, value, options)
     else:
-        key, value, options = unpack_cache(query, key, value, options)
-        problem = make_problem(query, key, value, **options)
-        result = solve(problem, kernel, threads)
+        problem = validate(parse(query, *unpack_cache(query, key, value, options)))
+        result = solve(problem, options.kernel, options.threads)
         answer = to_caller_layout(problem, result)
         if request is not None:
             call_cache.insert(request, formulas, (query, key, value), problem, result)
     output, seen = answer
-    return output if see is None else (output, seen)
+    return output if options.see is None else (output, seen)
 
 
 def explain(
@@ -310,10 +261,8 @@ def explain(
     shared_keys = int(key.prefix.lengths.max()) if isinstance(key, KVCache) and key.prefix is not None else 0
     if is_jax:  # compiled programs run the kernel for NumPy arrays
         query, key, value = (arrays.empty(x.shape, arrays.dtype_name(x), x) for x in (query, key, value))
-    options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed or 0}
-    options["see"] = split_names(see)[1] or ()
-    key, value, options = unpack_cache(query, key, value, options)
-    problem = make_problem(query, key, value, **options)
+    options = Options(mask, score, split_names(see)[1], scale, sinks, dropout, seed or 0)
+    problem = validate(parse(query, *unpack_cache(query, key, value, options)))
     if is_jax:
         from ..jax.dispatch import explain as explain_jax
 
@@ -371,8 +320,8 @@ def tiles(
         refuse_arguments("tiles", positional, unknown)
     value = key if value is None and not isinstance(key, KVCache) else value
     query, key, value = to_heads_first(layout, query, key, value)
-    key, value, options = unpack_cache(query, key, value, {"mask": mask, "score": score})
-    problem = make_problem(query, key, value, scale=scale, sinks=sinks, see=[SCORES], **options)
+    options = Options(mask, score, [SCORES], scale, sinks)
+    problem = validate(parse(query, *unpack_cache(query, key, value, options)))
     plain_arrays = {name: arrays.detach(getattr(problem, name)) for name in ("query", "key", "value")}
     return _each_tile(replace(problem, **plain_arrays))
 

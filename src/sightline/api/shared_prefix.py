@@ -13,19 +13,20 @@ from typing import Any
 import numpy as np
 
 from ..arrays.operations import accumulator, device_option, dtype_name, namespace, resolve_dtype
+from ..call.options import Options
 from ..formula.expression import Expression, Lookup, walk
 from ..kv_cache import KVCache, can_serve
-from ..kv_cache.query_positions import Formulas, rewrite_for_prefix
+from ..kv_cache.query_positions import free_symbols, rewrite, rewrite_for_prefix
 from ..kv_cache.row_positions import SharedPrefix
 from ..partition.parts import Sums, combine, read_part
 from ..statistics import Statistic, arrays_of
 from ..statistics.per_query import Lse
 
 LSE = Lse()
-Run = Callable[[Any, KVCache, Any, Any, Formulas], tuple[Any, Any]]
+Attend = Callable[[Any, Any, Any, Options], tuple[Any, Any]]
 
 
-def can_merge(query: Any, cache: KVCache, formulas: Formulas, dropout: float) -> bool:
+def can_merge(query: Any, cache: KVCache, options: Options) -> bool:
     """True if a call on a cache with a prefix can be merged from one call on the prefix and one on the other keys.
 
     Otherwise each sequence needs all its keys in one array, which is a copy (`KVCache.joined`).
@@ -35,9 +36,13 @@ def can_merge(query: Any, cache: KVCache, formulas: Formulas, dropout: float) ->
         can_serve(query, cache)
         and query.ndim == stored.ndim
         and query.shape[:-3] == stored.shape[:-3]
-        and not dropout
-        and all(one is None or (isinstance(one, Expression) and not _has_pairs(one)) for one in formulas[:2])
-        and all(isinstance(one, Statistic) and one.is_mergeable for one in formulas.statistics)
+        and not options.dropout
+        and all(
+            one is None or (isinstance(one, Expression) and not _has_pairs(one))
+            for one in (options.mask, options.score)
+        )
+        and (options.see is None or isinstance(options.see, tuple))
+        and all(isinstance(one, Statistic) and one.is_mergeable for one in options.see or ())
     )
 
 
@@ -47,36 +52,31 @@ def _has_pairs(formula: Expression) -> bool:
     return any({"i", "j"} <= {axis[0] for axis in table.axes or () if axis} for table in tables)
 
 
-def attend_in_parts(
-    query: Any, cache: KVCache, formulas: Formulas, sinks: Any, run: Run
-) -> tuple[Any, tuple[Any, ...]]:
+def attend_in_parts(query: Any, cache: KVCache, options: Options, attend: Attend) -> tuple[Any, tuple[Any, ...]]:
     """Return the output and the statistics of attention on a cache with a prefix.
 
-    `run(query, cache, key, value, formulas)` returns output and statistics of one call. The arrays of this call have
-    four axes, and `cache` stores key and value.
+    `attend(query, key, value, options)` returns output and statistics of one call, whose arrays have four axes.
     """
     squeezed = query.ndim
     query = query if squeezed == 4 else query[:, None] if squeezed == 3 else query[None, None]
-    asked = formulas._replace(statistics=(LSE, *formulas.statistics))
+    see = options.see or ()
+    asked = options.replace(see=(LSE, *see), sinks=None, dropout=0.0, seed=None, by_position=False)
     assert cache.prefix is not None
-    parts = [_attend_to_prefix(query, cache, prefix, asked, run) for prefix in cache.prefix.parts]
+    parts = [_attend_to_prefix(query, cache, prefix, asked, attend) for prefix in cache.prefix.parts]
     key, value = cache.stored_rows()
     if key.shape[2]:
-        rewriting = cache.rewriting(query.shape[2], "i" in asked.free_symbols, query.shape[1])
-        found = run(query, cache, key, value, asked.rewritten(rewriting))
+        rewriting = cache.rewriting(query.shape[2], "i" in free_symbols(asked), query.shape[1])
+        found = attend(query, key, value, rewrite(asked, rewriting).replace(row_formats=cache.row_formats))
         parts.append(_read(*found, cache.prefix.row_counts))
-    merged = _merge(parts, formulas.statistics, sinks)
+    merged = _merge(parts, see, options.sinks)
     output = namespace(query).astype(merged.output, query.dtype)
     arrays = [output, *[array for own in merged.seen for array in own]]
     output, *arrays = [x if squeezed == 4 else x[:, 0] if squeezed == 3 else x[0, 0] for x in arrays]
-    seen = [
-        one.build_result([arrays.pop(0) for _ in own])
-        for one, own in zip(formulas.statistics, merged.seen, strict=True)
-    ]
+    seen = [one.build_result([arrays.pop(0) for _ in own]) for one, own in zip(see, merged.seen, strict=True)]
     return output, tuple(seen)
 
 
-def _attend_to_prefix(query: Any, cache: KVCache, prefix: SharedPrefix, asked: Formulas, run: Run) -> Sums:
+def _attend_to_prefix(query: Any, cache: KVCache, prefix: SharedPrefix, asked: Options, attend: Attend) -> Sums:
     """Return the sums over the keys of one prefix.
 
     Batch entry k of the call has as rows the queries of all sequences that begin with sequence k of `prefix.cache`.
@@ -84,10 +84,10 @@ def _attend_to_prefix(query: Any, cache: KVCache, prefix: SharedPrefix, asked: F
     xp, (B, H, n, d) = namespace(query), query.shape
     groups, (count, most) = prefix.groups, prefix.groups.shape
     key, value = prefix.cache.stored_rows()
-    rewritten = rewrite_for_prefix(cache, prefix, n, asked, H // key.shape[1])
+    options = rewrite_for_prefix(cache, prefix, n, asked, H // key.shape[1])
     grouped = _take(query, groups.ravel()).reshape(count, most, H, n, d)
     rows = xp.permute_dims(grouped, (0, 2, 1, 3, 4)).reshape(count, H, most * n, d)
-    output, seen = run(rows, prefix.cache, key, value, rewritten)
+    output, seen = attend(rows, key, value, options.replace(row_formats=prefix.cache.row_formats))
     places = np.zeros(B, np.int64)
     places[groups[groups >= 0]] = np.flatnonzero(groups >= 0)
 

@@ -10,7 +10,8 @@ import numpy as np
 from ..arrays.operations import NUMPY, check_float_dtype, framework
 from ..arrays.unreadable import check_kind
 from ..call.kernel import Tangents
-from ..call.problem import OPERANDS, Problem, make_problem
+from ..call.options import Options
+from ..call.problem import OPERANDS, Problem, parse, validate
 from ..call.validation import broadcast_inputs, check_choice, read_scale, read_score
 from ..errors import DtypeError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression
@@ -92,8 +93,7 @@ def attention_tangent(
     if "scale" in given:
         score, scale, learned = include_scale(query, read_score(score), scale)
         given[learned] = _check_tangent("scale", given.pop("scale"), ())[None]
-    options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
-    problem = make_problem(query, key, value, **options)
+    problem = validate(parse(query, key, value, Options(mask, score, None, scale, sinks, dropout, seed)))
     plan = make_plan(problem, kernel)
     result = plan.kernel.run(problem, threads)
     directions = _read_tangents(problem, given, {"query": query, "key": key, "value": value, "sinks": sinks})

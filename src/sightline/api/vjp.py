@@ -14,7 +14,8 @@ from ..call import call_cache
 from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs
 from ..call.call_cache import EntryResult, ForwardEntry
 from ..call.kernel import Gradients
-from ..call.problem import NUM_OPERANDS, OPERANDS, Problem, make_problem
+from ..call.options import Options
+from ..call.problem import NUM_OPERANDS, OPERANDS, Problem, parse, validate
 from ..call.request import Request, describe
 from ..call.spec import count_arrays, flatten_result, split_arrays
 from ..call.validation import check_choice, read_score, split_names
@@ -115,7 +116,7 @@ def attention_vjp(
             raise DtypeError(f"attention_vjp of a {name} that is a {kind}", "NumPy arrays", "numpy.asarray(array)")
     check_choice(kernel, threads)
     names, statistics = split_names(see)
-    statistics = [statistics] if isinstance(statistics, Statistic) else list(statistics or ())
+    statistics = list(statistics or ())
     formula, scale_table = read_score(score), None
     if isinstance(wrt, str | Table) or not isinstance(wrt, Iterable):
         raise ParameterError(f"wrt is {wrt!r}", "a list of names and tables", _suggest_wrt(wrt))
@@ -124,8 +125,8 @@ def attention_vjp(
         formula, scale, scale_table = include_scale(query, formula, scale)
     tables = _read_wrt(wrt, {"query": query, "key": key, "value": value, "sinks": sinks}, formula, scale_table)
     refuse_learned(statistics, lambda table: table.origin in [learned.origin for learned in tables.values()])
-    options = {"mask": mask, "score": formula, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
-    call = _Call((query, key, value), options, statistics, [*tables.values()], kernel, threads)
+    options = Options(mask, formula, statistics or None, scale, sinks, dropout, seed, kernel, threads)
+    call = _Call((query, key, value), options, [*tables.values()])
     if call.forward is None:
         refuse_draws(mask, score)
     read, others = [query, key, value, call.output, *call.read_statistics()], [sinks, *call.read_tables()]
@@ -181,17 +182,9 @@ class _Call:
     arrays : the arrays of the statistics in the order of `flatten_result`, if `forward` is None
     """
 
-    def __init__(
-        self,
-        operands: tuple[Any, Any, Any],
-        options: dict[str, Any],
-        statistics: list[Statistic],
-        tables: list[Table],
-        kernel: str | None,
-        threads: int | None,
-    ) -> None:
-        self.operands, self.options, self.statistics, self.tables = operands, options, statistics, tables
-        self.kernel, self.threads = kernel, threads
+    def __init__(self, operands: tuple[Any, Any, Any], options: Options, tables: list[Table]) -> None:
+        self.operands, self.options, self.statistics, self.tables = operands, options, options.see or [], tables
+        threads = options.threads
         self.forward, request = self.look_up()
         self.problem: Problem | None = None
         self.formulas: tuple[Expression | None, ...] = ()
@@ -205,7 +198,7 @@ class _Call:
             formulas = request.formulas()
             self.formulas = formulas[:2]
         self.problem = problem = self.make_problem()
-        result = solve(problem, kernel, threads)
+        result = solve(problem, options.kernel, threads)
         self.output, self.seen = to_caller_layout(problem, result)
         output, lse, *self.arrays = flatten_result(problem.see, result)
         self.forward_pass = ForwardPass(operands, output, lse, problem.sinks, problem.seed, threads)
@@ -218,21 +211,23 @@ class _Call:
         The result is (None, None) if the call cannot be cached.
         """
         query, key, value = self.operands
-        options, shapes = self.options, [getattr(x, "shape", ())[:-3] for x in self.operands]
+        shapes = [getattr(x, "shape", ())[:-3] for x in self.operands]
         if min(map(np.ndim, self.operands)) < 4 or shapes[0] != shapes[1] or shapes[0] != shapes[2]:
             return None, None
-        rest = {"see": self.statistics or None, "kernel": self.kernel, "threads": self.threads}
-        request = describe(query, **options, **rest)
+        request = describe(query, self.options)
         if request is None:
             return None, None
         score_tables = () if request.score is None else request.score.tables
         places = tuple([[x.origin for x in score_tables].index(table.origin) for table in self.tables])
         request = request._replace(structure=request.structure._replace(wanted_tables=places))
-        return call_cache.answer(request, query, key, value, self.threads)
+        return call_cache.answer(request, query, key, value, self.options.threads)
 
     def make_problem(self) -> Problem:
-        options = self.options | dict(zip(("mask", "score"), self.formulas, strict=False))
-        return make_problem(*self.operands, **options, see=self.statistics)
+        options = self.options
+        if self.formulas:
+            mask, score = self.formulas
+            options = options.replace(mask=mask, score=score)
+        return validate(parse(*self.operands, options))
 
     def read_tables(self) -> list[Any]:
         """Return the arrays that the formulas read."""
@@ -317,8 +312,8 @@ class _Call:
         _, output, lse, *_ = self.forward_pass
         own = np.zeros_like(output) if d_output is None else d_output[..., None, :, :] if squeezed else d_output
         arrays = split_arrays(self.statistics, [output, lse, *self.read_arrays()])
-        plan = make_plan(problem, self.kernel)
-        found = differentiate(problem, plan, own, d_lse, others, (output, lse), slots, self.threads, arrays)
+        plan = make_plan(problem, self.options.kernel)
+        found = differentiate(problem, plan, own, d_lse, others, (output, lse), slots, self.options.threads, arrays)
         for statistic, d in zip(self.statistics, others, strict=True):
             if statistic.has_own_problem and d is not None:
                 found = self.add_own_problem(problem, found, statistic, d, slots)
@@ -331,14 +326,14 @@ class _Call:
     ) -> Gradients:
         """Return `found` plus the gradients of a statistic that a second problem computes; d is its gradient."""
         own = statistic.make_own_problem(problem)
-        result = solve(own, self.kernel, self.threads)
+        result = solve(own, self.options.kernel, self.options.threads)
         d_own = np.zeros_like(result.output)
         if not own.see:  # the statistic is the output of its own problem, or a mean of this output
             d_own[...] = spread_mean(statistic, d, d_own.shape, len(own.batch_shape))
         slot_of = {own.tables[slot].origin: slot for slot in own.score_table_indices}
         own_slots = [slot_of[problem.tables[slot].origin] for slot in slots]
-        plan, saved = make_plan(own, self.kernel), (result.output, result.lse)
-        added = differentiate(own, plan, d_own, None, (d,) if own.see else (), saved, own_slots, self.threads)
+        plan, saved = make_plan(own, self.options.kernel), (result.output, result.lse)
+        added = differentiate(own, plan, d_own, None, (d,) if own.see else (), saved, own_slots, self.options.threads)
         rows, heads, key_heads = (np.array(places, np.int64) for places in places_in(problem, statistic))
         tables = list(found.tables)
         for slot, own_slot in zip(slots, own_slots, strict=True):

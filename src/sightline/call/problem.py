@@ -36,7 +36,7 @@ from ..formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
 from ..formula.tile_ranges import hidden_condition
 from ..statistics import Statistic
 from . import validation
-from .validation import Formula
+from .options import Options
 
 OPERANDS = ("query", "key", "value")  # the first arrays of every list of arguments
 NUM_OPERANDS = len(OPERANDS)
@@ -208,36 +208,21 @@ def make_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
         scale is outside the range of the accumulator's dtype, dropout is outside [0, 1], dropout has no seed, or `see`
         holds an object that is not a statistic, or a statistic that does not fit the problem.
     """
-    return validate(parse(query, key, value, **options))
+    return validate(parse(query, key, value, Options(**options)))
 
 
-def parse(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    mask: Formula = None,
-    score: Formula = None,
-    scale: float | None = None,
-    sinks: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    see: Sequence[Statistic] = (),
-    row_formats: tuple[RowFormat, RowFormat] | None = None,
-    row_mask: Expression | None = None,
-) -> Problem:
+def parse(query: Any, key: Any, value: Any, options: Options) -> Problem:
     """Return the problem after every check that needs only shapes, dtypes and parameters, not the entries of arrays.
 
-    `parse` is the first half of `make_problem`. torch.compile traces it, so it uses only plain Python. `row_mask` hides
-    rows of a `KVCache` besides those that the mask hides.
+    `parse` is the first half of `make_problem`. torch.compile traces it, so it uses only plain Python.
     """
     named = {"query": query, "key": key, "value": value}
-    validation.check_arrays(named, row_formats is not None)
+    validation.check_arrays(named, options.row_formats is not None)
     heads_squeezed = query.ndim < 4
-    query, key, value = validation.broadcast_inputs(named, row_formats)
+    query, key, value = validation.broadcast_inputs(named, options.row_formats)
     lengths = query.shape[-2], key.shape[-2]
-    formula = validation.read_score(score)
-    scale = specialize(scale)
+    formula = validation.read_score(options.score)
+    scale = specialize(options.scale)
     if getattr(scale, "requires_grad", False):
         formula, scale = validation.fold_scale(formula, scale)
     tables: dict[int, Table] = {}
@@ -250,15 +235,15 @@ def parse(
         query,
         key,
         value,
-        mask=_conjoin(align(validation.read_mask(mask, lengths)), row_mask),
+        mask=_conjoin(align(validation.read_mask(options.mask, lengths)), options.row_mask),
         score=align(formula),
-        sinks=validation.read_sinks(sinks, query),
+        sinks=validation.read_sinks(options.sinks, query),
         scale=validation.read_scale(scale, query),
-        dropout=validation.read_dropout(dropout),
-        seed=validation.read_seed(seed, dropout),
-        see=tuple([statistic.map_formulas(align) for statistic in validation.read_statistics(see, lengths)]),
+        dropout=validation.read_dropout(options.dropout),
+        seed=validation.read_seed(options.seed, options.dropout),
+        see=tuple([statistic.map_formulas(align) for statistic in validation.read_statistics(options.see, lengths)]),
         heads_squeezed=heads_squeezed,
-        row_formats=row_formats,
+        row_formats=options.row_formats,
     )
     for statistic in problem.see:
         statistic.check(problem, (*problem.batch_shape, problem.H), problem.n)

@@ -27,6 +27,7 @@ from ..formula.parameters import structure_of
 from ..statistics import Mean, Reduction, Statistic
 from ..statistics.dispatch import computed_statistic, formulas_of, is_fused, is_in_weights_pass
 from .kernel import CPU_VARIABLE, min_decode_keys
+from .options import Options
 
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
 MAX_MASK_AXES = 4  # b, h, i and j
@@ -40,7 +41,8 @@ _cpu_variable: Any = CPU_VARIABLE.encode() if os.supports_bytes_environ else CPU
 class CallStructure(NamedTuple):
     """What the dispatch depends on besides the layouts of arrays. It is hashed and compared as a tuple.
 
-    options : scale, dropout, kernel, threads, `machine_setting`, and the classes and parameters of the statistics
+    options : scale, dropout, kernel, threads, `machine_setting`, the classes and parameters of the statistics, and the
+        formats of quantised rows
     has_arrays : two booleans: whether the mask is a boolean array, and whether the score is an array of biases
     has_sinks : True if the call has sinks
     formulas : `Structure.key` of mask, score and statistics, () if there are none; the `CallSpec` in programs of JAX
@@ -104,51 +106,37 @@ def make_tuple(kind: type[Named], *members: Any) -> Named:
     return tuple.__new__(kind, members)
 
 
-def describe(
-    query: Any,
-    mask: Any,
-    score: Any,
-    scale: Any,
-    sinks: Any,
-    dropout: Any,
-    seed: Any,
-    see: Any,
-    kernel: Any,
-    threads: Any,
-) -> Request | None:
+def describe(query: Any, given: Options) -> Request | None:
     """Return the request of a call without its layouts and addresses; None if the call cannot be cached."""
     framework = FRAMEWORKS.get(type(query))
     if framework is None:
         return None
     options: tuple[Any, ...]
+    mask, score, see, scale, sinks, dropout, seed, kernel, threads, _, row_formats, _ = given
     setting, has_formulas = machine_setting(), not (mask is None and score is None and sinks is None)
     statistics: tuple[Statistic, ...] = ()
-    has_options = not (scale is seed is kernel is threads is None and type(dropout) is float and dropout == 0)
+    has_options = not (
+        scale is seed is kernel is threads is row_formats is None and type(dropout) is float and dropout == 0
+    )
     if see is None and not has_options:
         if not has_formulas:
             request = _plain_requests.get(setting)
             if request is None:
-                structure = CallStructure((None, 0.0, None, None, setting, None), (False, False), False, (), None)
+                structure = CallStructure((None, 0.0, None, None, setting, None, None), (False, False), False, (), None)
                 request = _plain_requests[setting] = Request(structure)
             return request
-        options = None, 0.0, None, None, setting, None
+        options = None, 0.0, None, None, setting, None, None
     else:
         described = (None, ()) if see is None else _describe_statistics(see)
         draws_seed = framework.draw_seed is not None
         if described is None or (has_options and not _are_valid(scale, dropout, seed, kernel, threads, draws_seed)):
             return None
         statistics_key, statistics = described
-        options = scale, dropout, kernel, threads, setting, statistics_key
+        options = scale, dropout, kernel, threads, setting, statistics_key, row_formats
         if not has_formulas and not (statistics_key and formulas_of(statistics)):
             structure = make_tuple(CallStructure, options, (False, False), False, (), None)
             return make_tuple(Request, structure, None, None, statistics, (), (), None, seed, b"", ())
     return _describe_formulas(options, mask, score, statistics, sinks, seed)
-
-
-def with_row_formats(request: Request, row_formats: tuple[Any, Any]) -> Request:
-    """Return the request of the same call on a quantised cache, whose arrays are bytes."""
-    structure = request.structure
-    return request._replace(structure=structure._replace(options=(*structure.options, row_formats)))
 
 
 def machine_setting() -> Any:

@@ -336,6 +336,7 @@ def _to_whole_number(number: Any) -> int:
 
 def read_statistics(see: Any, lengths: tuple[int, int] | None = None) -> tuple[Statistic, ...]:
     """Return the statistics of `see`, with their masks as expressions. `lengths` is as in `read_mask`."""
+    see = () if see is None else see
     listed = tuple(see) if isinstance(see, Sequence) and not isinstance(see, str) else (see,)
     for entry in listed:
         if not isinstance(entry, Statistic):
@@ -356,8 +357,10 @@ def suggest_statistic(entry: Any) -> str:
 
 
 def split_names(see: Any) -> tuple[tuple[str, ...] | None, Any]:
-    """Return (names, statistics) of a dict of statistics; (None, see) if `see` is not a dict."""
-    return (tuple(see), list(see.values())) if isinstance(see, dict) else (None, see)
+    """Return (names, statistics) of a dict of statistics, else (None, see) with a list in place of one statistic."""
+    if isinstance(see, dict):
+        return tuple(see), list(see.values())
+    return None, [see] if isinstance(see, Statistic) else see
 
 
 def check_choice(kernel: Any, threads: Any) -> None:

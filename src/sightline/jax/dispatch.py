@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 from ..api.kernels import KERNELS, to_caller_layout
 from ..call.explanation import Explanation
 from ..call.kernel import Kernel, Plan, Refusal, Result, choose
+from ..call.options import Options
 from ..call.problem import Problem, parse
 from ..call.spec import Arrays, CallSpec, split_arrays
 from ..call.validation import read_seed
@@ -52,50 +52,32 @@ def _platform(array: Any) -> Any:
     return next(iter(array.devices())).platform
 
 
-def run(
-    query: Any,
-    key: Any,
-    value: Any,
-    options: dict[str, Any],
-    kernel: str | None,
-    threads: int | None,
-    by_position: bool = False,
-) -> tuple[Any, tuple[Any, ...]]:
-    """Return (output, seen) of `sightline.attention`; `options` are the other arguments of that function.
-
-    `by_position` is True if the caller swapped axes −3 and −2 of the arrays; see `CallOptions`. It changes no result.
-    """
-    names = [each.name for each in KERNELS if not isinstance(each, Triton)]
+def run(query: Any, key: Any, value: Any, options: Options) -> tuple[Any, tuple[Any, ...]]:
+    """Return (output, seen) of `sightline.attention`."""
+    names, kernel = [each.name for each in KERNELS if not isinstance(each, Triton)], options.kernel
     if kernel is not None and kernel not in names:
         listed = ", ".join(map(repr, names))
         raise ParameterError(f"kernel={kernel!r} for JAX arrays", f"one of {listed}, or None", "leave kernel=None")
     if not all(isinstance(length, int) for array in (query, key, value) for length in np.shape(array)):
         shapes = ", ".join(str(np.shape(array)) for array in (query, key, value))
         raise ShapeError(f"arrays of symbolic shapes {shapes}", "fixed shapes", "export one program for each shape")
-    seed = options["seed"]
-    key, value, options = unpack_cache(query, key, value, fold_traced_scale(options))
-    problem = parse(query, key, value, **(options | {"seed": None if seed is None else 0}))
+    seed = options.seed
+    given = fold_traced_scale(options).replace(seed=None if seed is None else 0)
+    problem = parse(query, *unpack_cache(query, key, value, given))
     check_tables(problem)
-    pair = _read_seed(seed, problem.dropout)
-    run_one = partial(solve, seed=pair, kernel=kernel, threads=threads, by_position=by_position)
-    result = solve_selections_separately(problem, run_one)
+    options = options.replace(seed=_read_seed(seed, problem.dropout))
+    result = solve_selections_separately(problem, lambda one: solve(one, options))
     return to_caller_layout(problem, result)
 
 
-def solve(
-    problem: Problem,
-    seed: Any = None,
-    kernel: str | None = None,
-    threads: int | None = None,
-    by_position: bool = False,
-) -> Result:
-    """Return the result of a parsed problem. `seed` is a pair of uint32, the lower half first."""
-    spec, tables = CallSpec.of(problem, kernel, threads)
+def solve(problem: Problem, options: Options) -> Result:
+    """Return the result of a parsed problem. The seed of the options is a pair of uint32, the lower half first."""
+    spec, tables = CallSpec.of(problem, options.kernel, options.threads)
     converted = [_to_jax(table.array) for table in tables]
-    seed = seed if problem.dropout else None  # a selection of a statistic is a problem without dropout
+    seed = options.seed if problem.dropout else None  # a selection of a statistic is a problem without dropout
     arrays = Arrays(problem.query, problem.key, problem.value, [x for x, _ in converted], problem.sinks, seed)
-    options = CallOptions(spec, tuple([dtype for _, dtype in converted]), by_position)
-    results = attention(*arrays.flatten(), options=options)
+    parameters = CallOptions(spec, tuple([dtype for _, dtype in converted]), options.by_position)
+    results = attention(*arrays.flatten(), options=parameters)
     seen = []
     for statistic, own in zip(problem.see, split_arrays(problem.see, results, FIRST_ARRAY), strict=True):
         found = own or [results[LSE]]

@@ -14,6 +14,7 @@ from ..api.kernels import to_caller_layout
 from ..arrays.operations import resolve_dtype
 from ..call.foreign_arguments import refuse_arguments
 from ..call.kernel import Result
+from ..call.options import Options
 from ..call.problem import NUM_OPERANDS
 from ..call.validation import broadcast_inputs, read_statistics, split_names
 from ..errors import ParameterError, ShapeError
@@ -112,14 +113,13 @@ def attention(
     """
     if unknown:
         _refuse(unknown)
-    names, statistics = split_names([see] if isinstance(see, Statistic) else see)
-    statistics = read_statistics(() if statistics is None else statistics)
+    names, statistics = split_names(see)
+    statistics = read_statistics(statistics)
     _check_statistics(statistics)
     ranks = _read_axis(axis_name, layout)
     shards = [read_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     sinks = None if sinks is None else read_array("sinks", sinks)
-    options = {"mask": mask, "score": score, "scale": scale, "see": statistics}
-    problem = ShardedProblem.of(shards, sinks, ranks, layout, options)
+    problem = ShardedProblem.of(shards, sinks, ranks, layout, Options(mask, score, statistics, scale))
     output, seen = _Exchange(problem, shards, axis_name).compute()
     if see is None:
         return output
@@ -276,7 +276,7 @@ class _Exchange:
             first_row = _first(self.problem.queries, self.rank, span)
             own = query[..., self.problem.queries.ranks[0][span].rows, :]
             arrays = broadcast_inputs({"query": own, "key": key, "value": value})
-            found = solve(self.problem.part(arrays, first_row, first_key))
+            found = solve(self.problem.part(arrays, first_row, first_key), Options())
             parts[span] = self.separate(read_part(found.output.astype(self.dtype), found.lse, found.seen, first_key))
         return parts
 

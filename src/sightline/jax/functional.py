@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..call.options import Options
 from ..call.validation import read_mask
 from ..errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import library
@@ -153,8 +154,7 @@ def attend_by_position(
             mask = own if mask is None else mask & own
     score = None if bias is None else _read_bias(bias, scores_shape)
     query, key, value = (x.swapaxes(-3, -2) for x in operands)
-    given = {"scale": None, "sinks": None, "dropout": 0.0, "seed": None, "see": ()} | options
-    output, seen = run(query, key, value, given | {"mask": mask, "score": score}, None, None, by_position=True)
+    output, seen = run(query, key, value, Options(mask, score, by_position=True, **options))
     output = output.swapaxes(-3, -2)
     return (output, seen) if has_batch else (output[0], tuple([x[0] for x in seen]))
 

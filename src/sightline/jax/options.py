@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..call.options import Options
 from ..call.problem import Problem
 from ..call.spec import Arrays, CallSpec, count_arrays, find_differentiable_results
 from ..call.validation import fold_scale
@@ -58,12 +59,12 @@ class CallOptions:
         return find_differentiable_results(self.problem(inputs).see, FIRST_ARRAY)
 
 
-def fold_traced_scale(options: dict[str, Any]) -> dict[str, Any]:
+def fold_traced_scale(options: Options) -> Options:
     """Return the options of `parse`. A scale that is an array of JAX becomes a part of the score."""
-    if not isinstance(options["scale"], jax.Array):
+    if not isinstance(options.scale, jax.Array):
         return options
-    score, scale = fold_scale(options["score"], options["scale"])
-    return options | {"score": score, "scale": scale}
+    score, scale = fold_scale(options.score, options.scale)
+    return options.replace(score=score, scale=scale)
 
 
 def check_tables(problem: Problem) -> None:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from ..caching import cached_property
+from ..call.options import Options
 from ..call.problem import Problem, parse, validate
 from ..errors import ShapeError, TableError
 from ..formula.expression import Expression, conjuncts, table_lookup
@@ -54,13 +55,12 @@ class ShardedProblem:
     keys: Shards
 
     @classmethod
-    def of(
-        cls, shards: Sequence[Any], sinks: Any, ranks: int, layout: ShardLayout, options: dict[str, Any]
-    ) -> ShardedProblem:
+    def of(cls, shards: Sequence[Any], sinks: Any, ranks: int, layout: ShardLayout, options: Options) -> ShardedProblem:
         """Return the problem whose query, key and value on one rank are `shards`; `options` are those of `parse`."""
-        local = parse(*shards, sinks=sinks)
-        whole = [example((*x.shape[:-2], ranks * x.shape[-2], x.shape[-1]), x.dtype) for x in shards]
-        problem = replace(parse(*whole, **fold_traced_scale(options)), sinks=local.sinks)
+        query, key, value = shards
+        local = parse(query, key, value, Options(sinks=sinks))
+        query, key, value = (example((*x.shape[:-2], ranks * x.shape[-2], x.shape[-1]), x.dtype) for x in shards)
+        problem = replace(parse(query, key, value, fold_traced_scale(options)), sinks=local.sinks)
         check_tables(problem)
         return cls(problem, *[divide_equally(length, ranks, layout) for length in (local.n, local.m)])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays.operations import dtype_name, framework
+from ..call.options import Options
 from ..errors import ParameterError
 from .argument_checks import NARROW_FLOATS, check_query
 from .cache import KVCache
@@ -24,27 +25,25 @@ def can_serve(query: Any, cache: KVCache) -> bool:
     return bool(query.dtype == storage.key.dtype if storage.row_formats is None else dtype_name(query) in NARROW_FLOATS)
 
 
-def as_arrays(query: Any, cache: KVCache, mask: Any, score: Any, see: Any) -> tuple[Any, Any, Any, Any, Any] | None:
-    """Return (key, value, mask, score, see) of attention on a cache, as arrays and formulas of rows.
+def as_arrays(query: Any, cache: KVCache, options: Options) -> tuple[Any, Any, Options] | None:
+    """Return (key, value, options) of attention on a cache, as arrays and formulas of rows.
 
     The result is None where the slower `unpack_cache` is needed: if the query has another array type or dtype than the
     cache, or if the mask is an array and other rows must be hidden too.
     """
     if not can_serve(query, cache):
         return None
-    if mask is None and score is None and not see and cache._rows_are_full:
-        return *cache.rows(), mask, score, see
-    mask, score, statistics, condition = rewrite_formulas(cache, query.shape, mask, score, see)
-    if condition is not None:
-        return None
-    return *cache.rows(), mask, score, see if see is None else statistics
+    if not (options.mask is None and options.score is None and not options.see and cache._rows_are_full):
+        options = rewrite_formulas(cache, query.shape, options)
+    elif cache.row_formats is not None:
+        options = options.replace(row_formats=cache.row_formats)
+    return None if options.row_mask is not None else (*cache.rows(), options)
 
 
-def unpack_cache(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+def unpack_cache(query: Any, key: Any, value: Any, options: Options) -> tuple[Any, Any, Options]:
     """Return (key, value, options) for the arguments of attention, with arrays in place of a cache.
 
-    `options` has mask, score and see. If `key` is a cache, the returned formulas read its rows, `row_mask` is the
-    condition of `rewrite_formulas`, and `row_formats` say how the rows are quantised.
+    If `key` is a cache, the returned options are those of `rewrite_formulas`.
     """
     if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
         raise ParameterError(
@@ -64,8 +63,4 @@ def unpack_cache(query: Any, key: Any, value: Any, options: dict[str, Any]) -> t
     keys, values = key.rows()
     if framework(query) is framework(keys):
         check_query(query, key.dtype, key.row_formats is not None)
-    names = "mask", "score", "see", "row_mask"
-    found: tuple[Any, ...] = *[options.get(name) for name in names[:2]], options.get("see", ()), None
-    if getattr(query, "ndim", 0) > 1:
-        found = rewrite_formulas(key, query.shape, *found[:3])
-    return keys, values, options | dict(zip(names, found, strict=True)) | {"row_formats": key.row_formats}
+    return keys, values, rewrite_formulas(key, getattr(query, "shape", ()), options)

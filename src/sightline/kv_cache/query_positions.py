@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from ..call.options import Options
 from ..errors import ShapeError
 from ..formula import from_function
 from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, apply, conjuncts, intern
@@ -108,69 +109,64 @@ def _look_up(table: Table, indices: Indices, spans: tuple[str, ...]) -> Expressi
     return intern(Lookup(table.without_axes(*spans), indices))
 
 
-def rewrite_formulas(
-    cache: StoredRows, shape: tuple[int, ...], mask: Any, score: Any, see: Any
-) -> tuple[Any, Any, Any, Expression | None]:
-    """Return (mask, score, statistics, condition) of a call on a cache, as formulas of rows in place of positions.
+def rewrite_formulas(cache: StoredRows, shape: tuple[int, ...], options: Options) -> Options:
+    """Return the options of a call on a cache for a call on its rows, with formulas of rows in place of positions.
 
-    Some rows hold no position of a sequence. If the mask is a formula or None, the returned mask hides such rows too,
-    and the condition is None. If the mask is an array, it is returned unchanged, and the condition hides such rows.
+    Some rows hold no position of a sequence. If the mask is a formula or None, the returned mask hides such rows too.
+    If the mask is an array, it is returned unchanged, and `row_mask` hides such rows.
 
     Parameters
     ----------
     shape : the query's shape, (B, H, n, d), or without heads or batch
-    mask, score, see : as in `attention`; functions become formulas
+    options : as in `attention`; functions become formulas
 
     Raises
     ------
     ShapeError
         A formula reads i, and there are more queries than positions.
     """
-    formulas = Formulas.read(mask, score, see)
-    rewriting = cache.rewriting(shape[-2], "i" in formulas.free_symbols, shape[1] if len(shape) == 4 else 1)
-    return *formulas.rewritten(rewriting), rewriting.condition if hasattr(formulas.mask, "dtype") else None
+    if len(shape) > 1:
+        options = read_functions(options)
+        rewriting = cache.rewriting(shape[-2], "i" in free_symbols(options), shape[1] if len(shape) == 4 else 1)
+        options = rewrite(options, rewriting)
+        if hasattr(options.mask, "dtype"):
+            options = options.replace(row_mask=rewriting.condition)
+    return options if cache.row_formats is None else options.replace(row_formats=cache.row_formats)
 
 
-class Formulas(NamedTuple):
-    """The mask, the score and the statistics of a call, with formulas in place of functions."""
-
-    mask: Any
-    score: Any
-    statistics: tuple[Any, ...]
-
-    @classmethod
-    def read(cls, mask: Any, score: Any, see: Any) -> Formulas:
-        """Return the mask, the score and the statistics of `see`, where functions have become formulas."""
-        given = see if isinstance(see, list | tuple) else () if see is None else (see,)
-        return cls(_to_mask(mask), _to_formula(score, "score", "s b h i j"), _map_formulas(given, _to_mask))
-
-    @property
-    def free_symbols(self) -> set[str]:
-        """The names of the symbols that the formulas contain."""
-        found = [self.mask, self.score]
-
-        def collect(formula: Any) -> Any:
-            found.append(formula)
-            return formula
-
-        _map_formulas(self.statistics, collect)
-        return set().union(*[one.free_symbols for one in found if isinstance(one, Expression)])
-
-    def rewritten(self, rewriting: Rewriting) -> Formulas:
-        """Return the formulas for the rows of a call. An array as mask or score stays as it is."""
-        mask, score, statistics = self
-        if isinstance(mask, Expression) or mask is None:
-            mask = rewriting.mask(mask)
-        if isinstance(score, Expression):
-            score = rewriting.formula(score)
-        if rewriting.symbols:
-            statistics = _map_formulas(statistics, rewriting.formula)
-        return Formulas(mask, score, statistics)
+def read_functions(options: Options) -> Options:
+    """Return the options with formulas in place of functions."""
+    score = _to_formula(options.score, "score", "s b h i j")
+    return options.with_formulas(_to_mask(options.mask), score, _map_formulas(options.see, _to_mask))
 
 
-def _map_formulas(statistics: Sequence[Any], change: Callable[[Any], Any]) -> tuple[Any, ...]:
+def free_symbols(options: Options) -> set[str]:
+    """Return the names of the symbols in the formulas of the options."""
+    found = [options.mask, options.score]
+
+    def collect(formula: Any) -> Any:
+        found.append(formula)
+        return formula
+
+    _map_formulas(options.see, collect)
+    return set().union(*[one.free_symbols for one in found if isinstance(one, Expression)])
+
+
+def rewrite(options: Options, rewriting: Rewriting) -> Options:
+    """Return the options with formulas of the rows of a call. An array as mask or score stays as it is."""
+    mask, score, see = options[:3]
+    if isinstance(mask, Expression) or mask is None:
+        mask = rewriting.mask(mask)
+    if isinstance(score, Expression):
+        score = rewriting.formula(score)
+    return options.with_formulas(mask, score, _map_formulas(see, rewriting.formula) if rewriting.symbols else see)
+
+
+def _map_formulas(see: Any, change: Callable[[Any], Any]) -> Any:
     """Return the statistics with changed formulas. What is no statistic stays, and a later check refuses it."""
-    return tuple([one.map_formulas(change) if hasattr(one, "map_formulas") else one for one in statistics])
+    if not isinstance(see, Sequence) or isinstance(see, str):
+        return see
+    return tuple([one.map_formulas(change) if hasattr(one, "map_formulas") else one for one in see])
 
 
 def _to_mask(given: Any) -> Any:
@@ -226,20 +222,20 @@ def find_positions(cache: StoredRows, count: int) -> Any:
     return cache.positions(None if cache.are_newest(count) else count)
 
 
-def rewrite_for_prefix(cache: StoredRows, prefix: SharedPrefix, count: int, formulas: Formulas, group: int) -> Formulas:
-    """Return the formulas of a call of `count` queries for the rows of a prefix, which is one of `SharedPrefix.parts`.
+def rewrite_for_prefix(cache: StoredRows, prefix: SharedPrefix, count: int, options: Options, group: int) -> Options:
+    """Return the options of a call of `count` queries for the rows of a prefix, which is one of `SharedPrefix.parts`.
 
     The call has a batch entry for each sequence of the prefix's cache. Entry b has the queries of all sequences that
     begin with sequence b of that cache: row i is query i % count of the sequence `prefix.groups[b, i // count]`.
 
     Parameters
     ----------
-    formulas : the mask, the score and the statistics for the whole cache
+    options : those of the call on the whole cache, with formulas in place of functions
     group : the number of query heads that share a key head
     """
     sequences = np.repeat(prefix.groups, count, axis=1)  # (B₀, rows)
     is_real, own = sequences >= 0, np.maximum(sequences, 0)
-    mask, free = formulas.mask, formulas.free_symbols
+    mask, free = options.mask, free_symbols(options)
     key_position, condition = prefix.cache.key_formulas(group)
     symbols = {} if key_position is j else {"j": key_position}
     if "i" in free:
@@ -247,7 +243,8 @@ def rewrite_for_prefix(cache: StoredRows, prefix: SharedPrefix, count: int, form
         is_real &= positions >= 0
         if mask is not None and positions[is_real].min(initial=2**62) >= prefix.cache.max_length - 1:
             mask = without_later_keys(mask)
-            free = formulas._replace(mask=mask).free_symbols
+            options = options.replace(mask=mask)
+            free = free_symbols(options)
         symbols["i"] = Table(np.maximum(positions, 0))[b, i]
     if not is_real.all():
         shown = Table(is_real)[b, i]
@@ -260,4 +257,4 @@ def rewrite_for_prefix(cache: StoredRows, prefix: SharedPrefix, count: int, form
         symbols["n"] = symbols["m"] = Table(cache.lengths[own])[b, i]
     if "b" in free:
         symbols["b"] = Table(own)[b, i]
-    return formulas._replace(mask=mask).rewritten(Rewriting(symbols, condition))
+    return rewrite(options, Rewriting(symbols, condition))

@@ -24,11 +24,12 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ..api import functions
 from ..api.functions import attend
+from ..call.options import Options
 from ..errors import ParameterError
 from ..formula.from_function import to_formula
 from ..formula.torch_masks import block_formula
 from ..kv_cache import KVCache
-from ..statistics import Statistic, lse, max_score
+from ..statistics import lse, max_score
 from .call_recorder import Recorder, Watcher
 from .functional import convert_arguments, scaled_dot_product_attention
 from .handwritten import WeightsMark, find_handwritten, forget_tensors
@@ -42,7 +43,6 @@ from .replacement import torch_attention  # type: ignore[attr-defined]
 from .running_modules import nested_error, without_hand_over
 
 OPERATOR = torch.ops.aten.scaled_dot_product_attention  # exported programs call it
-ATTEND = inspect.signature(attend)
 MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 SCALED_DOT_PRODUCT = inspect.signature(scaled_dot_product_attention)
 
@@ -124,24 +124,24 @@ def _backward(
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-def _observe(*inputs: Any, **options: Any) -> Any:
+def _observe(query: Any, key: Any, value: Any, options: Options) -> Any:
     """Return what the modes of the thread return for a call of `attend`; NotImplemented if there are none."""
-    return handle_torch_function(attend, (), *inputs, **options) if has_modes() else NotImplemented
+    return handle_torch_function(attend, (), query, key, value, options) if has_modes() else NotImplemented
 
 
 def _compute(
     recorders: Sequence[Recorder],
     call: LayerCall,
-    inputs: dict[str, Any],
-    own: Sequence[Statistic] = (),
+    operands: tuple[Any, Any, Any],
+    options: Options,
     compute: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return (output, the results of `own`) of a call with these arguments of `attend`, and record the call.
+    """Return (output, the results of the caller's statistics) of a call of `attend`, and record the call.
 
-    `own` are statistics that the caller needs. `compute` returns the output of a call with dropout, with the same
-    weights dropped as without a watch.
+    `operands` are query, key and value. `compute` returns the output of a call with dropout, with the same weights
+    dropped as without a watch.
     """
-    query, key = inputs["query"], inputs["key"]
+    (query, key, _), own = operands, options.see or ()
     if is_nested(query):
         raise nested_error()
     if is_transformed():  # the results would be tensors that end with the transform
@@ -153,7 +153,7 @@ def _compute(
     of_recorders = [recorder.requested() for recorder in recorders]
     requested = [*own, *(statistic for statistics in of_recorders for statistic in statistics)]
     with without_hand_over():  # of the kernels' threads
-        output, results = attend(**inputs, see=requested)
+        output, results = attend(*operands, options.replace(see=requested))
     m = int(max(key.lengths)) if isinstance(key, KVCache) else key.shape[-2]
     start = len(own)
     for recorder, statistics in zip(recorders, of_recorders, strict=True):
@@ -170,34 +170,22 @@ def _compute_from_scores(recorders: Sequence[Recorder], weights: WeightsMark) ->
     zero = torch.zeros((), dtype=weights.dtype, device=scores.device)
     query, key = (zero.expand(*scores.shape[:2], length, 1) for length in scores.shape[2:])
     with autocast_disabled(scores):
-        inputs = {"query": query, "key": key, "value": key, "score": scores, "scale": 1.0}
-        _compute(recorders, LayerCall(), inputs)
+        _compute(recorders, LayerCall(), (query, key, key), Options(score=scores, scale=1.0))
 
 
-def _read_own(function: Any, recorders: list[Recorder], *inputs: Any, **options: Any) -> Any:
+def _read_own(function: Any, recorders: list[Recorder], query: Any, key: Any, value: Any, options: Options) -> Any:
     """Record a call of `sightline.attention` by a model, and return its result."""
-    arguments = ATTEND.bind(*inputs, **options).arguments
-    if not isinstance(arguments["query"], Tensor):
-        return function(*inputs, **options)
-    see = arguments.pop("see", None)
-    own: list[Any] = [see] if isinstance(see, Statistic) else list(see or ())
-    output, results = _compute(recorders, LayerCall(), arguments, own)
-    return output if see is None else (output, results)
+    if not isinstance(query, Tensor):
+        return function(query, key, value, options)
+    output, results = _compute(recorders, LayerCall(), (query, key, value), options)
+    return output if options.see is None else (output, results)
 
 
 def _read_layer(
-    _: Any,
-    recorders: list[Recorder],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    call: LayerCall,
-    see: Sequence[Statistic] = (),
-    **options: Any,
+    _: Any, recorders: list[Recorder], query: Any, key: Any, value: Any, call: LayerCall, options: Options
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """Record a call by a layer of this library, or by a transformers model with `attn_implementation="sightline"`."""
-    return _compute(recorders, call, {"query": query, "key": key, "value": value, **options}, see)
+    return _compute(recorders, call, (query, key, value), options)
 
 
 def _read_torch(
@@ -211,10 +199,10 @@ def _read_torch(
     bound = SCALED_DOT_PRODUCT.bind(*inputs, **options)
     bound.apply_defaults()
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = bound.args
-    converted, without_batch = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    operands, read, without_batch = convert_arguments(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     compute = partial(function, *inputs, **options) if dropout_p > 0 else None
     call = call or (LayerCall("self", 0) if is_causal else LayerCall())
-    output, _ = _compute(recorders, call, converted, compute=compute)
+    output, _ = _compute(recorders, call, operands, read, compute)
     return output[0] if without_batch and compute is None else output
 
 
@@ -254,15 +242,9 @@ def _read_flex(
         zip(("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"), block_mask[2:6], strict=True)
     )
     blocks = SimpleNamespace(seq_lengths=block_mask[:2], BLOCK_SIZE=block_mask[-3:-1], **lists)
-    inputs = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "mask": block_formula(blocks, to_formula(block_mask[-1], "mask", "b h i j")),
-        "score": to_formula(score_mod, "score", "s b h i j"),
-        "scale": scale,
-    }
-    output, results = _compute(recorders, LayerCall(), inputs, [lse(), max_score()])
+    mask = block_formula(blocks, to_formula(block_mask[-1], "mask", "b h i j"))
+    options = Options(mask, to_formula(score_mod, "score", "s b h i j"), [lse(), max_score()], scale)
+    output, results = _compute(recorders, LayerCall(), (query, key, value), options)
     answer = output, results[0] / log(2), results[1].score / log(2)
     return answer if hasattr(sys.modules["torch.nn.attention.flex_attention"], "AuxRequest") else answer[:2]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..arrays.unreadable import check_class, check_memory, refuse_subclass
 from ..call import call_cache
 from ..call.kernel import Kernel, Result, choose
 from ..call.lookup import LOOKUP
+from ..call.options import Options
 from ..call.problem import Problem, parse, validate
 from ..call.request import Request
 from ..call.validation import fold_scale
@@ -51,42 +51,25 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 def run(
-    query: Any,
-    key: Any,
-    value: Any,
-    options: dict[str, Any],
-    kernel: str | None,
-    threads: int | None,
-    request: Request | None = None,
+    query: Any, key: Any, value: Any, options: Options, request: Request | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return (output, seen) of `sightline.attention`.
-
-    Parameters
-    ----------
-    query, key, value, kernel, threads : as in `sightline.attention`
-    options : dict
-        The other arguments of `sightline.attention`, by their names.
-    request : Request, optional
-        The request to the call cache; None if the call cannot be cached.
-    """
+    """Return (output, seen) of `sightline.attention`. `request` is None if the call cannot be cached."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_class(name, array)
     if is_nested(query, key, value):
-        return unpack(query, *run(*pack(query, key, value, options), kernel, threads))
+        return unpack(query, *run(*pack(query, key, value, options)))
     caller_inputs = query, key, value
     query, key, value = (apply_autocast(array) for array in (query, key, value))
-    formulas = {"mask": _build_formula(options["mask"], "bhij"), "score": _build_formula(options["score"], "sbhij")}
-    seed = options["seed"]
-    if isinstance(options["scale"], Tensor) and is_transformed():
-        formulas["score"], scale = fold_scale(formulas["score"], options["scale"])
-        options = options | {"scale": scale}
+    mask, score = _build_formula(options.mask, "bhij"), _build_formula(options.score, "sbhij")
+    seed, kernel, scale = options.seed, options.kernel, options.scale
+    if isinstance(scale, Tensor) and is_transformed():
+        score, scale = fold_scale(score, scale)
     see = [
         each.map_formulas(lambda mask: _build_formula(mask, "bhij")) if isinstance(each, Statistic) else each
-        for each in options["see"]
+        for each in options.see or ()
     ]
-    given = options | formulas | {"seed": 0 if seed is None else seed, "see": see}
-    key, value, given = unpack_cache(query, key, value, given)
-    problem = parse(query, key, value, **given)
+    given = options.replace(mask=mask, score=score, see=see, scale=scale, seed=0 if seed is None else seed)
+    problem = parse(query, *unpack_cache(query, key, value, given))
     if kernel == FUSED.name or (kernel is None and not is_transformed() and _prefers_fused(problem)):
         result = choose((FUSED,), problem, FUSED.name).kernel.run(problem)
         if request is not None:
@@ -95,11 +78,8 @@ def run(
     if _is_eager(problem):
         for name, array in _tensors(problem):
             check_memory(name, array)
-        read = options["mask"], options["score"], *formulas_of(options["see"])
-        return _run_eager(validate(problem), caller_inputs, seed, kernel, threads, request, read)
-    return to_caller_layout(
-        problem, solve_selections_separately(problem, lambda one: _run_operator(one, seed, kernel, threads))
-    )
+        return _run_eager(validate(problem), caller_inputs, options, request)
+    return to_caller_layout(problem, solve_selections_separately(problem, lambda one: _run_operator(one, options)))
 
 
 def _is_eager(problem: Problem) -> bool:
@@ -128,7 +108,7 @@ def _prefers_fused(problem: Problem) -> bool:
     return choose(kernels(), problem).kernel is FUSED
 
 
-def _run_operator(problem: Problem, seed: int | None, kernel: str | None, threads: int | None) -> Result:
+def _run_operator(problem: Problem, options: Options) -> Result:
     """Return the result of the registered operator.
 
     Raise KernelRefusedError for a quantised KVCache, and DtypeError for a tensor whose class cannot run the operator.
@@ -137,8 +117,8 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
         raise KernelRefusedError(
             "a quantised KVCache in a transform or a mode of torch", "eager calls", "leave the mode, or store floats"
         )
-    seed_tensor = make_seed(None if seed is None else problem.seed) if problem.dropout else None
-    arrays, spec = to_arguments(problem, seed_tensor, kernel, threads)
+    seed_tensor = make_seed(None if options.seed is None else problem.seed) if problem.dropout else None
+    arrays, spec = to_arguments(problem, seed_tensor, options.kernel, options.threads)
     if is_transformed():
         refuse_functionalize()
         return build_result(problem.see, apply(Derivative.of(arrays, spec), *arrays.flatten()))
@@ -154,18 +134,13 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
 
 
 def _run_eager(
-    problem: Problem,
-    caller_inputs: tuple[Any, Any, Any],
-    seed: int | None,
-    kernel: str | None,
-    threads: int | None,
-    request: Request | None,
-    formulas: Sequence[Expression | None],
+    problem: Problem, caller_inputs: tuple[Any, Any, Any], options: Options, request: Request | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return (output, seen) without the operator. The call cache stores the call if `request` is not None."""
+    kernel, threads = options.kernel, options.threads
 
     def run_kernel(one: Problem) -> Result:
-        if one.dropout and seed is None:
+        if one.dropout and options.seed is None:
             one = replace(one, seed=int(make_seed(None)))
         plan = make_plan(one, kernel)
         with torch.no_grad(), operator.autocast_disabled(one.query):
@@ -174,6 +149,7 @@ def _run_eager(
 
     result = solve_selections_separately(problem, run_kernel)
     if request is not None:
+        formulas = options.mask, options.score, *formulas_of(options.see or ())
         is_launched = result.recorded_call is not None  # by Triton
         kind = gpu_entries.GpuAttacher if is_launched else GraphAttacher
         attach = kind.of(problem, formulas, kernel, threads) if needs_gradients(problem) else None

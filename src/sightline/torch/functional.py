@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ..api.functions import attend
 from ..arrays.unreadable import check_class, check_kind
+from ..call.options import Options
 from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.library import causal
@@ -81,11 +82,13 @@ def scaled_dot_product_attention(
             [0.3302, 0.6698]])
     """
     try:
-        arguments, without_batch = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        operands, options, without_batch = convert_arguments(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
     except Exception:
         check_operands(query, key, value)  # the error of an array that has no shape, for example
         raise
-    output: Tensor = attend(**arguments, dropout=dropout_p)
+    output: Tensor = attend(*operands, options)
     return output[0] if without_batch else output
 
 
@@ -94,11 +97,12 @@ def convert_arguments(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
+    dropout_p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> tuple[dict[str, Any], bool]:
-    """Return the arguments for `api.functions.attend` by their names, and True if a batch axis was added."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], Options, bool]:
+    """Return ((query, key, value), options) for `api.functions.attend`, and True if a batch axis was added."""
     ndim = query.ndim
     if not ndim == key.ndim == value.ndim or query.shape[-1] == 0:
         query, key, value, scale = _complete_axes(query, key, value, scale)
@@ -123,8 +127,7 @@ def convert_arguments(
         array = attn_mask if ndim == 4 else align_mask(attn_mask, query, key, value)
         array = array if array.ndim else array[None]
         mask, score = (None, array) if array.is_floating_point() else (array, None)
-    arguments = {"query": query, "key": key, "value": value, "mask": mask, "score": score, "scale": scale}
-    return arguments, without_batch
+    return (query, key, value), Options(mask, score, None, scale, None, dropout_p), without_batch
 
 
 def read_causal_bias(bias: Any, query: Tensor, key: Tensor) -> Expression:

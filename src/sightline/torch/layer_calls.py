@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from ..api import functions
+from ..call.options import Options
 from ..errors import ParameterError
 from ..recording import Kind
-from ..statistics import Statistic
 from .interception import has_modes
 
 
@@ -30,23 +30,13 @@ class LayerCall:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    call: LayerCall,
-    see: Sequence[Statistic] = (),
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, call: LayerCall, options: Options
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return (output, the results of `see`) of `sightline.attention` for a layer. Watches read `call`.
-
-    `see` and `options` are as in `sightline.attention`. `score` may also be an array of biases.
-    """
+    """Return (output, the results of the statistics) of `sightline.attention` for a layer. Watches read `call`."""
     if functions.OBSERVERS and has_modes():
-        return handle_torch_function(attend, (), query, key, value, call=call, see=see, **options)
-    if not see:
-        return functions.attend(query, key, value, **options), ()
-    return functions.attend(query, key, value, see=list(see), **options)  # type: ignore[no-any-return]
+        return handle_torch_function(attend, (), query, key, value, call, options)
+    answer = functions.attend(query, key, value, options)
+    return (answer, ()) if options.see is None else answer
 
 
 _lock = threading.Lock()

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ..arrays.operations import check_float_dtype, dtype_name
 from ..arrays.unreadable import check_kind, check_memory, refuse_subclass
+from ..call.options import Options
 from ..call.validation import to_float
 from ..errors import DtypeError, MaskError, ParameterError, SightlineError
 from ..formula.expression import SYMBOLS, Expression
@@ -121,9 +122,8 @@ class ScaledDotProductAttention(nn.Module):
             mask = _read_mask(mask, self.mask_means == "ignore", query, key, value)
         dropout = self.dropout if self.training else 0.0
         kind: Kind = "self" if query.shape[-2] == key.shape[-2] else "cross"
-        output, (weights,) = attend(
-            query, key, value, call=LayerCall(kind), mask=mask, scale=self.scale, dropout=dropout, see=[weights_of()]
-        )
+        options = Options(mask, see=[weights_of()], scale=self.scale, dropout=dropout)
+        output, (weights,) = attend(query, key, value, LayerCall(kind), options)
         return output, weights
 
     def extra_repr(self) -> str:
@@ -195,7 +195,7 @@ class SelfAttention(nn.Module):
         query, key, value = _project(self._project, x=x)
         if self.rope:
             query, key = rotary(query), rotary(key)
-        output, _ = attend(query, key, value, call=LayerCall("self"), mask=causal() if self.causal else None)
+        output, _ = attend(query, key, value, LayerCall("self"), Options(causal() if self.causal else None))
         return output.transpose(-2, -3).flatten(-2)
 
     def _project(self, x: Tensor) -> list[Tensor]:
@@ -304,15 +304,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
             attn_mask=attn_mask,
             key_padding_mask=key_padding_mask,
         )
-        output, seen = attend(
-            queries,
-            keys,
-            values,
-            call=LayerCall(kind, 0),
-            **formulas,
-            dropout=self.dropout if self.training else 0.0,
-            see=[weights_of()] if need_weights else [],
-        )
+        dropout = self.dropout if self.training else 0.0
+        options = Options(**formulas, dropout=dropout, see=[weights_of()] if need_weights else None)
+        output, seen = attend(queries, keys, values, LayerCall(kind, 0), options)
         output = self.out_proj(output.transpose(1, 2).flatten(2))
         weights = None
         if need_weights:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..arrays.operations import is_traced
 from ..arrays.unreadable import is_array
+from ..call.options import Options
 from ..call.validation import read_mask, read_score, read_statistics
 from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression, apply, table_lookup
@@ -28,7 +29,7 @@ def is_nested(*arrays: Any) -> bool:
     return any(isinstance(array, Tensor) and array.is_nested for array in arrays)
 
 
-def pack(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+def pack(query: Any, key: Any, value: Any, options: Options) -> tuple[Any, Any, Any, Options]:
     """Return query, key and value of the packed sequences, and the options of the packed call.
 
     Parameters
@@ -56,22 +57,17 @@ def pack(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any
         "n": of_query.read(of_query.length, "i"),
         "m": of_key.read(of_key.length, "j"),
     }
-    mask, score = options["mask"], options["score"]
+    mask, score = options.mask, options.score
     if is_causal_bias(mask):
         read_mask(mask)  # raises an error: its lengths are those of one sequence
     if any(hasattr(formula, "dtype") and not isinstance(formula, Expression) for formula in (mask, score)):
         raise _dense_array_error()
     mask, score = read_mask(mask), read_score(score)
-    see = [
-        _check_statistic(x).map_formulas(lambda one: _rewrite(one, symbols)) for x in read_statistics(options["see"])
-    ]
+    see = [_check_statistic(x).map_formulas(lambda one: _rewrite(one, symbols)) for x in read_statistics(options.see)]
     of_keys = torch.where(of_key.sequence < 0, -2, of_key.sequence)  # a query of no sequence has −1, and sees none
     own = apply("equal", of_query.read(of_query.sequence, "i"), of_key.read(of_keys, "j"))
-    options = options | {
-        "mask": own if mask is None else own & _rewrite(mask, symbols),
-        "score": None if score is None else _rewrite(score, symbols),
-        "see": see,
-    }
+    mask = own if mask is None else own & _rewrite(mask, symbols)
+    options = options.with_formulas(mask, None if score is None else _rewrite(score, symbols), see)
     packed = [x.values()[None] if query.ndim == 4 else x.values() for x in (query, key, value)]
     return packed[0], packed[1], packed[2], options
 

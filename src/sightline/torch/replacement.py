@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..call.kernel import choose
-from ..call.problem import make_problem
+from ..call.problem import parse, validate
 from ..errors import SightlineError, context
 from ..formula.library import bias
 from ..formula.torch_masks import is_causal_bias
@@ -259,15 +259,13 @@ def _is_tensor(array: Any) -> bool:
 
 def _reason_to_leave(arguments: Arguments) -> str | None:
     """Return why torch should compute the call; None if a generated kernel can."""
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     try:
-        check_operands(query, key, value)
-        converted, _ = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-        if is_nested(query, key, value):
+        check_operands(*arguments[:3])
+        operands, options, _ = convert_arguments(*arguments)
+        if is_nested(*operands):
             return None  # a generated kernel computes the packed values
-        if converted["score"] is not None:
-            converted["score"] = bias(converted["score"])
-        problem = make_problem(**converted, dropout=dropout_p, seed=0)
+        score = None if options.score is None else bias(options.score)
+        problem = validate(parse(*operands, options.replace(score=score, seed=0)))
     except SightlineError as error:
         return error.given
     plan = choose(kernels(), problem)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ..call.options import Options
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import bias
@@ -149,16 +150,16 @@ def sightline_attention(
     observed = [] if evicting is None else evicting.observed(n, has_padding)
     if evicting is not None and isinstance(attention_mask, Tensor) and not isinstance(attention_mask, FormulaMask):
         attention_mask = _at_positions(attention_mask)
-    output, seen = attend(
-        *_read_cache(query, key, value),
-        call=LayerCall("self", getattr(attention_mask, "query_start", None), getattr(attention_mask, "key_start", 0)),
-        mask=add_masks(module, attention_mask, query, key),
-        score=score,
-        scale=scaling,
-        sinks=s_aux,
-        dropout=dropout if module.training else 0.0,
-        see=[*([weights()] if needs_weights else []), *of_press, *observed],
+    given = Options(
+        add_masks(module, attention_mask, query, key),
+        score,
+        [*([weights()] if needs_weights else []), *of_press, *observed] or None,
+        scaling,
+        s_aux,
+        dropout if module.training else 0.0,
     )
+    call = LayerCall("self", getattr(attention_mask, "query_start", None), getattr(attention_mask, "key_start", 0))
+    output, seen = attend(*_read_cache(query, key, value), call, given)
     if evicting is not None:
         evicting.evict(n, *seen[len(seen) - len(observed) :])
     if unpadding is not None:

@@ -131,7 +131,7 @@ def attention(
     query, key, value = map(apply_autocast, arrays)
     ranks = Group(group)
     names, statistics = split_names(see)
-    options: dict[str, Any] = {"mask": mask, "score": score, "see": () if statistics is None else statistics}
+    options: dict[str, Any] = {"mask": mask, "score": score, "see": statistics}
     options |= {"scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     named = {"query": query, "key": key, "value": value}
 
