@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import gradcheck
 
 import sightline
@@ -21,6 +24,8 @@ from sightline.partition import needed_keys as schedule
 from sightline.partition import parts
 from sightline.partition.parts import part_of
 from sightline.torch.distributed import ring
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_distributed.py"
 
 
 class _Replicated(torch.autograd.Function):
@@ -131,68 +136,27 @@ def differentiate_twice(group: Any) -> Tensor:
     return torch.autograd.grad(first.sum(), x)[0]
 
 
-TRAINED_LENGTH = 32
+def load_example() -> ModuleType:
+    """Return examples/train_distributed.py as a module of its own."""
+    spec = importlib.util.spec_from_file_location("train_distributed", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
 
 
-class Layer(nn.Module):
-    """A pre-norm transformer layer with causal attention over the shards of a group, or on one process."""
-
-    def __init__(self, width: int, attend: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.attend = attend
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(self.attend(*heads, mask=i >= j).transpose(1, 2).flatten(-2))
-        return x + self.mlp(x)
-
-
-def train(group: Any, steps: int, wrap: str) -> tuple[list[float], list[float]]:
-    """Return the losses of a small model trained by this process alone, and by all ranks together.
-
-    wrap : "fully_shard", or "compile" for DistributedDataParallel and torch.compile
-    """
+def train_wrapped(group: Any, steps: int, wrap: str) -> list[float]:
+    """Return the losses of the example on all ranks: with `fully_shard`, or "compile" by torch before the ranks."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    size, length, characters = dist.get_world_size(group), TRAINED_LENGTH, 7
-    whole = (torch.arange(4)[:, None] * 3 + torch.arange(length + 1) ** 2 // 3) % characters
-
-    def run(attend: Callable[..., Tensor], divide: Callable[[Tensor], Tensor], is_alone: bool) -> list[float]:
-        torch.manual_seed(0)
-        parts = [Layer(16, attend) for _ in range(2)]
-        model: Any = nn.Sequential(nn.Embedding(characters, 16), *parts, nn.Linear(16, characters))
-        if wrap == "compile":
-            model = torch.compile(model, backend="aot_eager")
-        if not is_alone and wrap == "fully_shard":
-            from torch.distributed.device_mesh import DeviceMesh
-            from torch.distributed.fsdp import fully_shard
-
-            fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
-        elif not is_alone:
-            model = DistributedDataParallel(model, process_group=group)
-        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
-        text, following = divide(whole[:, :-1]), divide(whole[:, 1:])
-        losses = []
-        for _ in range(steps):
-            loss = nn.functional.cross_entropy(model(text).flatten(0, 1), following.flatten())
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            mean = loss.detach().clone()
-            if not is_alone:
-                dist.all_reduce(mean, group=group)
-            losses.append(mean.item() / (1 if is_alone else size))
-        return losses
-
-    def attend(*heads: Tensor, **options: Any) -> Tensor:
-        return distributed.attention(*heads, group=group, layout="zigzag", **options)  # type: ignore[no-any-return]
-
-    alone = run(sightline.attention, lambda x: x, True)  # type: ignore[arg-type]
-    return alone, run(attend, lambda x: distributed.shard(x, group=group, layout="zigzag", axis=1), False)
+    wraps = {
+        "fully_shard": lambda model: fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu")),
+        "compile": lambda model: DistributedDataParallel(torch.compile(model, backend="aot_eager")),
+    }
+    example: Any = load_example()
+    example.DistributedDataParallel = wraps[wrap]
+    return example.train(steps)  # type: ignore[no-any-return]
 
 
 def solve_dtensors(group: Any, is_nested: bool) -> list[bool]:

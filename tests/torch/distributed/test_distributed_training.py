@@ -1,11 +1,9 @@
 """Gradients are finite differences, training equals that on one process; transfers and memory are measured."""
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,22 +12,21 @@ import torch
 
 import sightline
 from distributed_checks import (
-    TRAINED_LENGTH,
+    EXAMPLE,
     count_bytes,
     differentiate_largest_scores,
     differentiate_some_results,
     differentiate_twice,
     finite_differences,
     held_bytes,
+    load_example,
     penalise_gradients,
     solve_dtensors,
-    train,
+    train_wrapped,
 )
 from distributed_ranks import Ranks
 from sightline import i, j
 from sightline.errors import ParameterError
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "train_distributed.py"
 
 
 @pytest.mark.parametrize(
@@ -81,9 +78,7 @@ def differ_by_rounding(losses, others, depth):
 @pytest.fixture
 def alone(monkeypatch):
     """The training function of examples/train_distributed.py with the attention of one process, without a group."""
-    spec = importlib.util.spec_from_file_location("train_distributed", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_example()
     monkeypatch.setattr(module, "attention", lambda *heads, mask, layout: sightline.attention(*heads, mask=mask))
     monkeypatch.setattr(module, "shard", lambda x, **_: x)
     monkeypatch.setattr(module, "DistributedDataParallel", lambda model: model)
@@ -121,9 +116,10 @@ def test_two_ranks_reach_the_loss_of_one_process(alone):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("wrap", "steps"), [("fully_shard", 5), ("compile", 3)])
-def test_training_of_wrapped_models(ranks, wrap, steps):
-    for own, together in ranks.run(train, steps, wrap, size=2):
-        assert differ_by_rounding(np.array(together), np.array(own), 2 * TRAINED_LENGTH)
+def test_training_of_wrapped_models(ranks, alone, wrap, steps):
+    expected = np.array(alone.train(steps))
+    for losses in ranks.run(train_wrapped, steps, wrap):
+        assert differ_by_rounding(np.array(losses), expected, alone.LAYERS * alone.CONTEXT)
 
 
 @pytest.mark.parametrize("is_nested", [False, True], ids=["one axis", "two axes"])
