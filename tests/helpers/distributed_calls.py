@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -61,14 +62,13 @@ class Division:
 @contextmanager
 def short_blocks(length: int | None) -> Iterator[None]:
     """Use blocks of at most `length` positions, a multiple of 4, as dropout needs."""
-    length = None if length is None else max(length // 4 * 4, 4)
-    own = ring.MIN_ROWS, ring.QUERY_BYTES, schedule.MIN_KEYS, schedule.KEY_BYTES
-    if length is not None:
-        ring.MIN_ROWS, ring.QUERY_BYTES, schedule.MIN_KEYS, schedule.KEY_BYTES = length, 0, length, 0
-    try:
+    if length is None:
         yield
-    finally:
-        ring.MIN_ROWS, ring.QUERY_BYTES, schedule.MIN_KEYS, schedule.KEY_BYTES = own
+        return
+    length = max(length // 4 * 4, 4)
+    of_queries = mock.patch.multiple(ring, MIN_ROWS=length, QUERY_BYTES=0)
+    with of_queries, mock.patch.multiple(schedule, MIN_KEYS=length, KEY_BYTES=0):
+        yield
 
 
 def call(group: Any, problem: Problem, division: Division, **options: Any) -> tuple[list[Tensor], Any]:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -138,10 +139,5 @@ def fail_in_call(group: Any, how: str, backward: bool, seconds: float) -> None:
             if is_last:
                 from sightline.torch.distributed import ring
 
-                ring.dispatch = _Failing(fail)  # type: ignore[attr-defined]
+                ring.dispatch = SimpleNamespace(solve=fail)  # type: ignore[attr-defined]
             distributed.attention(query, key, value, group=group)
-
-
-class _Failing:
-    def __init__(self, fail: Callable[..., None]) -> None:
-        self.solve = fail

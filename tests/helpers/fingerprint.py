@@ -7,7 +7,7 @@ the same machine, and compare the two outputs:
     python tests/helpers/fingerprint.py > after.txt
     diff before.txt after.txt
 
-Problems are drawn with fixed seeds from the strategies that the tests use. The public interface alone is called.
+Problems are drawn with fixed seeds from what the tests draw from. The public interface alone is called.
 """
 
 from __future__ import annotations
@@ -22,30 +22,16 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import sightline
-from sightline import b, h, i, j, s, table
+from sample_calls import KINDS, all_bits, draw_inputs
+from sightline import i, j
 from strategies import DTYPES, cases, to_torch
 
 KERNELS = ("cpu", "streaming")
 
 
-def digest(*arrays: Any) -> str:
-    """Return the first 16 digits of the SHA-256 of the arrays' shapes, dtypes and bytes."""
-    found = hashlib.sha256()
-    for array in arrays:
-        if isinstance(array, torch.Tensor):
-            array = array.detach().contiguous().view(torch.uint8) if array.ndim else array.detach().reshape(1)
-            array = array.numpy()
-        array = np.ascontiguousarray(array)
-        found.update(f"{array.dtype} {array.shape}".encode())
-        found.update(array.tobytes())
-    return found.hexdigest()[:16]
-
-
-def flat(answer: Any) -> list[Any]:
-    """Return the arrays of a result of `attention`, in order."""
-    if isinstance(answer, tuple):
-        return [array for entry in answer for array in flat(entry)]
-    return [answer]
+def digest(answer: Any) -> str:
+    """Return the first 16 digits of the SHA-256 of the shapes and bytes of a result, or of (result, other results)."""
+    return hashlib.sha256(repr(all_bits(answer)).encode()).hexdigest()[:16]
 
 
 def statistics(queries: int, keys: int) -> list[Any]:
@@ -64,17 +50,16 @@ def statistics(queries: int, keys: int) -> list[Any]:
     return see + ([sightline.pooled(min(queries, 3), min(keys, 5))] if queries and keys else [])
 
 
-def gradients(query: Any, key: Any, value: Any, options: dict[str, Any], see: list[Any]) -> list[Any]:
-    """Return gradients of a sum over output and statistics, for the inputs and the learned tensors of `options`."""
-    leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
-    learned = [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+def gradients(arrays: Any, learned: list[Any], see: list[Any], **options: Any) -> tuple[Any, Any]:
+    """Return the gradients of a sum over output and statistics, for the arrays and the learned tensors in `options`."""
+    leaves = [x.detach().clone().requires_grad_() for x in arrays]
     output, seen = sightline.attention(*leaves, **options, see=see)
     total = (output.double() * torch.arange(output.numel()).reshape(output.shape).sin()).sum()
     for entry in seen:
         first = entry[0] if isinstance(entry, tuple) else entry
-        total = total + first.double().nan_to_num(0.0, 0.0, 0.0).cos().sum()
-    found = torch.autograd.grad(total, [*leaves, *learned], allow_unused=True, materialize_grads=True)
-    return list(found)
+        total = total + first.double().nan_to_num(0.0, 0.0, 0.0).cos().sum() if first.requires_grad else total
+    first, *others = torch.autograd.grad(total, [*leaves, *learned], allow_unused=True, materialize_grads=True)
+    return first, others
 
 
 def drawn(count: int, dtype: str) -> None:
@@ -95,65 +80,50 @@ def drawn(count: int, dtype: str) -> None:
         place += 1
         see = statistics(case.query.shape[-2], case.key.shape[-2])
         for kernel in KERNELS:
-            answer = flat(sightline.attention(*case.arrays, **case.options, see=see, kernel=kernel))
-            print(dtype, place, kernel, digest(*answer))
+            answer = sightline.attention(*case.arrays, **case.options, see=see, kernel=kernel)
+            print(dtype, place, kernel, digest(answer))
         if dtype != "float16" or place % 4 == 0:
-            tensors, options = [to_torch(x) for x in case.arrays], dict(case.options)
-            if options.get("sinks") is not None:
-                options["sinks"] = to_torch(options["sinks"]).requires_grad_()
+            case = case.as_torch()
+            learned = [case.options["sinks"].requires_grad_()] if case.options.get("sinks") is not None else []
             for name, one in (("output", []), ("statistics", [sightline.lse(), sightline.entropy()])):
-                print(dtype, place, "gradients of", name, digest(*gradients(*tensors, options, one)))
+                print(dtype, place, "gradients of", name, digest(gradients(case.arrays, learned, one, **case.options)))
 
     hashes()
 
 
 def named() -> None:
-    """Hash named problems: learned tables and scale, decoding, a cache, merged parts, statistics of parts."""
+    """Hash calls of every kind with learned tables, a learned scale, decoding, a cache, merged parts and selections."""
     rng = np.random.default_rng(7)
-
-    def tensor(*shape: int, dtype: Any = torch.float32) -> Any:
-        return torch.from_numpy(rng.normal(size=shape)).to(dtype)
-
     for name in DTYPES:
-        dtype = getattr(torch, name)
-        q, k, v = (
-            tensor(2, 4, 70, 24, dtype=dtype),
-            tensor(2, 2, 90, 24, dtype=dtype),
-            tensor(2, 2, 90, 20, dtype=dtype),
+        q, k, v, one, long_k, long_v = (
+            torch.from_numpy(rng.normal(size=(2, *shape))).to(getattr(torch, name))
+            for shape in ((4, 70, 24), (2, 90, 24), (2, 90, 20), (4, 1, 24), (2, 1500, 24), (2, 1500, 24))
         )
-        slopes, bias = tensor(4).abs().requires_grad_(), tensor(4, 181).requires_grad_()
-        dense, scale = tensor(4, 70, 90).requires_grad_(), torch.tensor(0.3, requires_grad=True)
-        lengths = torch.tensor([90, 31])
-        formulas = {
-            "alibi": (slopes, {"score": s - table(slopes)[h] * abs(i - j)}),
-            "relative": (bias, {"score": s + table(bias)[h, i - j + 90], "mask": j < table(lengths)[b]}),
-            "dense": (dense, {"score": s + table(dense)[h, i, j], "mask": sightline.causal("lower right")}),
-            "scale": (scale, {"scale": scale}),
-            "softcap": (None, {"score": 5.0 * np.tanh(s / 5.0), "mask": sightline.window(17, 3)}),
-            "dropout": (None, {"dropout": 0.25, "seed": 11, "mask": i >= j}),
-        }
-        for title, (learned, options) in formulas.items():
-            for see in ([], [sightline.entropy(), sightline.received("sum")]):
-                leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-                output, seen = sightline.attention(*leaves, **options, see=see)
-                total = sum(x.double().sin().sum() for x in (output, *seen))
-                wanted = [*leaves, *([] if learned is None else [learned])]
-                print(name, title, len(see), digest(output, *seen, *torch.autograd.grad(total, wanted)))
-        query = tensor(2, 4, 1, 24, dtype=dtype)
-        long_k, long_v = tensor(2, 2, 1500, 24, dtype=dtype), tensor(2, 2, 1500, 24, dtype=dtype)
-        answer = sightline.attention(query, long_k, long_v, mask=j < 1400, see=[sightline.lse()])
-        print(name, "decode", digest(*flat(answer)))
+        for kind in KINDS:
+            learned: list[Any] = []
+
+            def to_table(array: Any, learned: list[Any] = learned) -> Any:
+                tensor = to_torch(np.array(array))
+                learned += [tensor.requires_grad_()] if tensor.is_floating_point() else []
+                return tensor
+
+            options = {"see": [sightline.entropy()], **draw_inputs(rng, kind, 2, 4, 70, 90, to_table)}
+            print(name, kind, digest(sightline.attention(q, k, v, **options)))
+            print(name, kind, "gradients", digest(gradients((q, k, v), learned, **options)))
+        scale = torch.tensor(0.3, requires_grad=True)
+        print(name, "scale", digest(gradients((q, k, v), [scale], [sightline.lse()], scale=scale)))
+        print(name, "decode", digest(sightline.attention(one, long_k, long_v, mask=j < 1400, see=[sightline.lse()])))
         cache = sightline.KVCache(dtype=name)
         cache.append(k, k, lengths=[90, 31])
-        print(name, "cache", digest(sightline.attention(query, cache, mask=sightline.causal())))
-        parts = [
-            sightline.attention(q, k[..., x, :], v[..., x, :], see=[sightline.lse()])
-            for x in (slice(40), slice(40, 90))
-        ]
-        print(name, "merge", digest(*flat(sightline.merge(parts))))
+        print(name, "cache", digest(sightline.attention(q, cache, mask=sightline.causal())))
+        spans = slice(40), slice(40, 90)
+        merged = sightline.merge(
+            [sightline.attention(q, k[..., x, :], v[..., x, :], see=[sightline.lse()]) for x in spans]
+        )
+        print(name, "merge", digest((merged[0], merged[1:])))
         x = rng.normal(size=(90, 3)).astype(np.float32)
         see = [sightline.weighted_sum(x), sightline.entropy().rows([0, -1]), sightline.weights().heads([1])]
-        print(name, "parts", digest(*flat(sightline.attention(q, k, v, mask=i >= j, see=see))))
+        print(name, "parts", digest(sightline.attention(q, k, v, mask=i >= j, see=see)))
 
 
 def main() -> None:
