@@ -14,7 +14,7 @@ from sightline import Table, b, causal, documents, h, i, j, m, n, padding, prefi
 from sightline.arrays.operations import namespace
 from sightline.call.validation import read_mask, read_score
 from sightline.errors import FormulaError
-from sightline.formula.derivative import DERIVATIVE_RULES, derivative
+from sightline.formula.derivative import DERIVATIVE_RULES, degree_in, derivative
 from sightline.formula.evaluate_array import ARRAY_RULES, evaluate, evaluate_dense
 from sightline.formula.expression import apply, conjuncts, parse_text, table_lookup
 from sightline.formula.interval_arithmetic import BOUND_RULES
@@ -369,6 +369,33 @@ def test_derivatives_of_drawn_scores_equal_torchs(formula):
     spread = np.abs(expected.numpy())[finite].max(initial=1.0)
     worst = np.abs(np.broadcast_to(found, finite.shape)[finite] - expected.numpy()[finite]).max(initial=0.0)
     assert worst <= 64 * np.finfo(float).eps * spread
+
+
+SCALED = where(i > j, s * s, 0) * (i + 1) - abs(s) * s * 3
+DEGREES = [
+    (s * s * abs(i - j), 2),
+    (-s * np.sqrt(s), 1.5),
+    (s**3 / (i + 2), 3),
+    (2 / s, -1),
+    (SCALED, 2),
+    (np.maximum(SCALED, s * s), 2),
+    (np.exp(i) * 2, 0),
+    (s * s + s, None),
+    (s + 1, None),
+    (np.tanh(s), None),
+    (s * np.log(s), None),
+    (2**s, None),
+    (np.floor(s), None),
+]
+
+
+@pytest.mark.parametrize(("formula", "degree"), DEGREES, ids=lambda value: str(value))
+def test_the_degree_of_a_formula_follows_from_its_form(formula, degree):
+    assert degree_in(formula, s) == degree
+    if degree is not None:  # Euler's theorem
+        at = np.linspace(0.2, 3.1, 8).reshape(1, 1, 8, 1)
+        product = at[0, 0] * values_at(derivative(formula), at)
+        np.testing.assert_allclose(product, degree * values_at(formula, at), rtol=1e-12)
 
 
 @settings(max_examples=50)

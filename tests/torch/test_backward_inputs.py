@@ -11,6 +11,7 @@ import sightline
 from fault_planting import Fault, assert_found
 from sightline import i, j, s, table
 from sightline.call import backward_calls, call_cache
+from sightline.formula import derivative
 from sightline.statistics import reduction
 from sightline.torch import autograd
 from sightline.torch.operator import make_seed
@@ -26,6 +27,10 @@ STATISTICS = {
     "sum": (
         lambda: sightline.sum(sightline.p * sightline.s * j, over=j),
         lambda P, S, lse: (P * S.clamp_min(-1e9) * torch.arange(S.shape[-1])).sum(-1),
+    ),
+    "squares": (
+        lambda: sightline.sum(sightline.p**2 * (j + 1), over=j),
+        lambda P, S, lse: (P * P * torch.arange(1, P.shape[-1] + 1)).sum(-1),
     ),
     "max_score": (sightline.max_score, lambda P, S, lse: S.max(-1).values),
     "received": (sightline.received, lambda P, S, lse: P.sum(-2)),
@@ -192,12 +197,13 @@ FAULTS = {  # the fault, and the problem and the statistics that show it
     "a mass without its row sum": (
         Fault(
             reduction.Reduction._known_weights_sum,
-            "return context.gradient * context.arrays[0]",
-            "return 0 * context.gradient",
+            "context.gradient * context.arrays[0] * self.degree",
+            "0 * context.gradient",
         ),
         "causal",
         ("mass",),
     ),
+    "a product of another degree": (Fault(derivative.degree_in, "d + e", "d"), "causal", ("squares",)),
     "a row sum that is not subtracted": (
         Fault(backward_calls._subtract_sum, "-sums", "0 * sums"),
         "causal",

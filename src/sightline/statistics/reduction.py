@@ -20,7 +20,7 @@ import numpy as np
 from ..arrays.operations import TORCH, convert, dtype_name, framework, itemsize, namespace, needs_gradient
 from ..caching import cached_property
 from ..errors import ParameterError, ShapeError
-from ..formula.derivative import ONE, ZERO, derivative, vanishes_with
+from ..formula.derivative import ONE, ZERO, degree_in, derivative, vanishes_with
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Apply, Constant, Expression, Lookup, apply, fold, intern, walk, where
 from ..formula.tables import Table
@@ -125,7 +125,7 @@ class Reduction(Statistic):
 
     @property
     def backward_reads_arrays(self) -> bool:  # type: ignore[override]
-        return self.finds or self.fused_role is not None
+        return self.finds or self.degree is not None or self.fused_role == "entropy"
 
     @property
     def backward_computes(self) -> bool:  # type: ignore[override]
@@ -160,6 +160,14 @@ class Reduction(Statistic):
         if self.factor is not None:
             return "sum"
         return "entropy" if (self.how, self.axes) == ("sum", "j") and _is_entropy(self.pair_formula) else None
+
+    @cached_property
+    def degree(self) -> float | None:
+        """The d of a sum over keys with p · ∂f/∂p = d · f for every weight; None if the form of f shows no such d."""
+        if self.fused_role == "sum":
+            return 1.0
+        is_sum = (self.how, self.axes) == ("sum", "j") and "ln p" not in self.pair_formula.free_symbols
+        return degree_in(self.pair_formula, p) if is_sum else None
 
     @property
     def is_mergeable(self) -> bool:  # type: ignore[override]
@@ -368,12 +376,11 @@ class Reduction(Statistic):
 
     def _known_weights_sum(self, context: BackwardContext) -> Any:
         """Return Σⱼ P ∘ `StatisticGradients.weights` if it follows from the result of the forward pass, else None."""
-        if not context.arrays or self.fused_role not in ("sum", "entropy"):
+        if context.arrays and self.degree is not None:
+            return context.gradient * context.arrays[0] * self.degree
+        if not context.arrays or self.fused_role != "entropy" or context.problem.sinks is not None:
             return None
-        if self.fused_role == "sum":
-            return context.gradient * context.arrays[0]
-        # it is gradient · (H − Σⱼ P), and Σⱼ P is 1 without sinks
-        return context.gradient * (context.arrays[0] - 1) if context.problem.sinks is None else None
+        return context.gradient * (context.arrays[0] - 1)  # it is gradient · (H − Σⱼ P), and Σⱼ P is 1 without sinks
 
     def _gradient_of_pair(self, context: BackwardContext) -> Expression:
         """Return the formula of the gradient that a change of f_ij adds to."""
