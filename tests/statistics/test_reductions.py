@@ -278,15 +278,58 @@ def test_the_logarithm_of_an_underflowed_weight_is_exact():
     assert (smallest.value.item(), smallest.where.item(), total.item()) == (-2000, 1, -3000)
 
 
+LOGARITHMS = [
+    (np.log(p), lambda e: e["ln p"]),
+    (np.log(p) * (j < 3), lambda e: e["ln p"] * (e["j"] < 3)),
+    (np.maximum(np.log(p), -1e5), lambda e: e["ln p"]),
+    (np.log(p) - s, lambda e: e["ln p"] - e["s"]),
+    (np.log(p) ** 2, lambda e: e["ln p"] ** 2),
+    (p * np.log(p * 3), lambda e: e["p"] * (e["ln p"] + math.log(3))),
+    (p * np.log(p / (j + 1)), lambda e: e["p"] * (e["ln p"] - (e["j"] + 1).log())),
+    (p * np.log2(np.sqrt(p) / 2), lambda e: e["p"] * (e["ln p"] / 2 / math.log(2) - 1)),
+    (np.log(p**3 / (j + 1)), lambda e: 3 * e["ln p"] - (e["j"] + 1).log()),
+    (
+        p * np.log(p / ((p + (j == 1) * 0.5) / 2)),
+        lambda e: e["p"] * (e["ln p"] - (e["p"] / 2 + (e["j"] == 1) / 4).clamp_min(1e-300).log()),
+    ),
+    (p * np.log(1 / p), lambda e: -e["p"] * e["ln p"]),
+]
+
+
+@pytest.mark.parametrize("how", ["sum", "max"])
+@pytest.mark.parametrize("distance", [1.0, 95.0, 103.0, 740.0, 5000.0])
+@pytest.mark.parametrize(("formula", "function"), LOGARITHMS, ids=lambda value: "" if callable(value) else str(value))
+def test_logarithms_of_underflowed_weights_have_exact_gradients(rng, formula, function, distance, how):
+    """The logarithm of a weight is s − lse, however small the weight, and so are its derivatives."""
+    query, key = (torch.tensor(rng.normal(size=(1, 1, 5, 4)), requires_grad=True) for _ in range(2))
+    score = s + where(i >= j, 0.0, -distance)
+    places = torch.arange(5.0, dtype=torch.float64)
+    final = query @ key.mT / 2 - distance * (places[:, None] < places)
+    logarithm = final - torch.logsumexp(final, -1, keepdim=True)
+    entries = function({"ln p": logarithm, "p": logarithm.exp(), "s": final, "j": places}).nan_to_num(0.0)
+    factor = torch.tensor(rng.normal(size=(1, 1, 5)))
+    expected = entries.sum(-1) if how == "sum" else entries.amax(-1)
+    gradients = torch.autograd.grad((expected * factor).sum(), (query, key))
+    statistic = getattr(sightline, how)(formula, over=j)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
+        ours = [x.detach().to(dtype).requires_grad_() for x in (query, key)]
+        _, (found,) = sightline.attention(*ours, ours[1], score=score, see=[statistic])
+        found = found if how == "sum" else found.value
+        size = float(final.detach().abs().max() + expected.detach().abs().max())
+        np.testing.assert_allclose(found.detach(), expected.detach(), atol=tolerance * size)
+        for one, other in zip(torch.autograd.grad((found * factor.to(dtype)).sum(), ours), gradients, strict=True):
+            np.testing.assert_allclose(one, other, atol=20 * tolerance * float(1 + other.abs().max()))
+
+
 FAULTS = {
     "a hidden pair counted": Fault(reduction.Reduction.hide, "self.hidden", "1.0"),
     "a weight of another query": Fault(streaming.row_tiles, "masked - high", "masked - high[..., :1, :]"),
     "an edge of a cell": Fault(reduction.cell_of, "(position + 1) * cells - 1", "position * cells"),
     "ln p without lse": Fault(reduction.Reduction.entries, "scores - tile.lse[..., None]", "scores"),
     "the position of the other extremum": Fault(reduction.Reduction._find, "sign * entries", "-sign * entries"),
-    "the derivative by p left out": Fault(reduction.Reduction.backward, "(p, log_p, s)", "(s, log_p, s)"),
-    "the derivative by ln p left out": Fault(reduction.Reduction.backward, "(p, log_p, s)", "(p, s, s)"),
-    "the derivative by s left out": Fault(reduction.Reduction.backward, "(p, log_p, s)", "(p, log_p, i)"),
+    "the derivative by p left out": Fault(reduction.Reduction.slopes.function, "(p, log_p, s)", "(s, log_p, s)"),
+    "the derivative by ln p left out": Fault(reduction.Reduction.slopes.function, "(p, log_p, s)", "(p, s, s)"),
+    "the derivative by s left out": Fault(reduction.Reduction.slopes.function, "(p, log_p, s)", "(p, log_p, i)"),
     "a gradient of another result": Fault(reduction.Reduction._gradient_of_pair, "context.gradient_at(*index)", "s"),
 }
 

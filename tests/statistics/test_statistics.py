@@ -704,7 +704,7 @@ STATISTICS = {
 }
 GRADIENTS = {
     "entropy the wrong way": (
-        Fault(reduction.Reduction.backward, "by_weight + by_log", "by_weight - by_log"),
+        Fault(reduction.Reduction.slopes.function, "by_weight + quotient", "by_weight - quotient"),
         "entropy",
     ),
     "mass of every key": (

@@ -22,7 +22,19 @@ from ..caching import cached_property
 from ..errors import ParameterError, ShapeError
 from ..formula.derivative import ONE, ZERO, degree_in, derivative, vanishes_with
 from ..formula.evaluate_array import evaluate
-from ..formula.expression import SYMBOLS, Apply, Constant, Expression, Lookup, apply, fold, intern, walk, where
+from ..formula.expression import (
+    SYMBOLS,
+    Apply,
+    Constant,
+    Expression,
+    Lookup,
+    apply,
+    as_expression,
+    fold,
+    intern,
+    walk,
+    where,
+)
 from ..formula.tables import Table
 from .base import (
     MAX_RESULT_BYTES,
@@ -129,12 +141,22 @@ class Reduction(Statistic):
 
     @property
     def backward_computes(self) -> bool:  # type: ignore[override]
-        return self.is_extremum and len(self.axes) == 1 and not self.finds
+        by_log = ZERO if self.name == "mass" else self.slopes[1]
+        return by_log is not ZERO or (self.is_extremum and len(self.axes) == 1 and not self.finds)
 
     @cached_property
     def pair_formula(self) -> Expression:
         """f with the symbol "ln p" in place of the logarithm of p."""
         return where(self.formula, p, 0.0) if self.formula.kind == "bool" else split_logarithms(self.formula)
+
+    @cached_property
+    def slopes(self) -> tuple[Expression, Expression, Expression]:
+        """∂f/∂p, ∂f/∂ln p and ∂f/∂s. Of p · ln p · g, the second one counts to the first, because p · ∂ln p/∂p is 1."""
+        by_weight, by_log, by_score = (derivative(self.pair_formula, symbol) for symbol in (p, log_p, s))
+        quotient = derivative(by_log, p)
+        if by_log is not ZERO and vanishes_with(by_log, p) and "p" not in quotient.free_symbols:
+            return quotient if by_weight is ZERO else by_weight + quotient, ZERO, by_score
+        return by_weight, by_log, by_score
 
     @cached_property
     def factor(self) -> Expression | None:
@@ -350,26 +372,23 @@ class Reduction(Statistic):
     def backward(self, context: BackwardContext) -> StatisticGradients:
         """Return the terms g ∂f/∂p of dP_ij and g ∂f/∂s of dS_ij, where g is the gradient of the result that reads ij.
 
-        If f reads ln p, ∂f/∂p includes the derivative with respect to ln p, divided by p.
+        If f reads ln p, ∂f/∂ln p counts to ∂f/∂s, and −Σⱼ g ∂f/∂ln p is a term of the gradient of lse.
         """
         if not self.is_differentiable or 0 in (context.problem.n, context.problem.m):
             return StatisticGradients()
-        gradient, formula = self._gradient_of_pair(context), self.pair_formula
+        gradient = self._gradient_of_pair(context)
         logarithm = s - context.lookup(context.finite_lse, i)
         values = {"ln p": logarithm, "p": apply("exp", logarithm)}
-        by_weight, by_log, by_score = (derivative(formula, symbol) for symbol in (p, log_p, s))
-        if by_log is not ZERO:
-            quotient = derivative(by_log, p)  # by_log / p, if by_log is proportional to p
-            is_proportional = vanishes_with(by_log, p) and "p" not in quotient.free_symbols
-            by_log = quotient if is_proportional else by_log / p
-            by_weight = by_log if by_weight is ZERO else by_weight + by_log
-        terms = {"weights": by_weight, "scores": by_score}
+        by_weight, by_log, by_score = self.slopes
+        terms = {"weights": by_weight, "scores": by_score if by_log is ZERO else by_score + by_log}
         formulas = {
             name: times_factor(gradient, term.rewrite(values)) for name, term in terms.items() if term is not ZERO
         }
-        needs_all = by_score is not ZERO and not vanishes_with(by_score, p)
+        needs_all = by_log is not ZERO or (by_score is not ZERO and not vanishes_with(by_score, p))
         if self.fused_role == "max_score":
             needs_all = _may_underflow(context, (context.arrays or context.compute(self))[0])
+        if by_log is not ZERO:  # ln p = s − lse
+            formulas["lse"] = -context.compute(Reduction(times_factor(gradient, by_log), "sum", "j"))
         return StatisticGradients(
             **formulas, weights_sum=self._known_weights_sum(context), includes_zero_weights=needs_all
         )
@@ -423,16 +442,55 @@ class Reduction(Statistic):
 
 
 def split_logarithms(formula: Expression) -> Expression:
-    """Return the formula with the symbol "ln p" in place of every logarithm of p."""
+    """Return the formula with the symbol "ln p" in place of the logarithm of p, also in that of a product with p.
+
+    ln(p^k c x) is k ln p + ln c + ln x. The product may underflow where the sum of the logarithms is exact.
+    """
 
     def visit(node: Expression, arguments: list[Expression]) -> Expression:
         if isinstance(node, Apply):
-            if arguments[0] is p and node.operator in ("log", "log2"):
-                return log_p if node.operator == "log" else log_p / math.log(2)
+            if node.operator in ("log", "log2") and "p" in arguments[0].free_symbols:
+                found = _logarithm(arguments[0])
+                return found if node.operator == "log" else found / math.log(2)
             return intern(Apply(node.operator, tuple(arguments), node.kind))
         return intern(Lookup(node.table, tuple(arguments))) if isinstance(node, Lookup) else node
 
     return fold(visit, formula)
+
+
+def _logarithm(x: Expression) -> Expression:
+    """Return ln x as the sum k ln p + ln c + ln y − ln z of the logarithms of the factors of x."""
+    power, constant, above, below = _factorise(x)
+    if above is ONE and below is not ONE:
+        rest = -apply("log", below)
+    else:  # y and z may both be negative
+        rest = ZERO if above is ONE else apply("log", above if below is ONE else above / below)
+    own = log_p if power == 1 else log_p * power if power else ZERO
+    terms = [term for term in (own, as_expression(constant) if constant else ZERO, rest) if term is not ZERO]
+    return reduce(add, terms) if terms else ZERO
+
+
+def _factorise(x: Expression) -> tuple[float, float, Expression, Expression]:
+    """Return (k, ln c, y, z) with x = p^k c y / z, where c is a positive number."""
+    match x:
+        case Apply("multiply" | "divide", (one, other)):
+            sign = 1 if x.operator == "multiply" else -1
+            (k, c, y, z), (k1, c1, y1, z1) = _factorise(one), _factorise(other)
+            y1, z1 = (y1, z1) if sign == 1 else (z1, y1)
+            return k + sign * k1, c + sign * c1, _product(y, y1), _product(z, z1)
+        case Apply("sqrt", (one,)) | Apply("power", (one, Constant(_))):
+            last = x.arguments[-1]
+            exponent = last.value if isinstance(last, Constant) else 0.5
+            k, c, y, z = _factorise(one)
+            if y is ONE and z is ONE:
+                return k * exponent, c * exponent, ONE, ONE
+        case Constant(value) if value > 0 and value != math.inf:
+            return 0.0, math.log(value), ONE, ONE
+    return (1.0, 0.0, ONE, ONE) if x is p else (0.0, 0.0, x, ONE)
+
+
+def _product(x: Expression, y: Expression) -> Expression:
+    return y if x is ONE else x if y is ONE else x * y
 
 
 def _is_entropy(pair_formula: Expression) -> bool:
