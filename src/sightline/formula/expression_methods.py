@@ -119,6 +119,15 @@ class ExpressionMethods:
             "formula.array(n, m) for the formula's values; sightline.table(array)[formula] to read an array",
         )
 
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise FormulaError(
+            f"indices of a formula ({self})",
+            "formulas, which are values of one pair (i, j), and tables with indices",
+            "table(weights)[b, h, j, i] for the weight of another pair; weights is a result of sightline.weights()",
+        )
+
+    __iter__ = None  # otherwise Python would iterate by means of `__getitem__`
+
     # -- other libraries' functions ---------------------------------------------------------------------------------
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Expression:
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"

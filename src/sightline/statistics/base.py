@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Never, Self
 
 import numpy as np
 
 from ..arrays.operations import accumulator, dtype_name, namespace, resolve_dtype
-from ..errors import ParameterError
+from ..errors import FormulaError, ParameterError
 from ..formula.expression import SYMBOLS, Expression, as_expression, specialize
 from ..formula.tables import Table
 
@@ -256,6 +256,16 @@ class StatisticBase:
         raise ParameterError(f"arithmetic with {self!r}", "a request, without numbers", "compute with its results")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __pow__ = __neg__ = _refuse_arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = __rtruediv__ = _refuse_arithmetic
+
+    def to_expression(self) -> Never:
+        """Raise FormulaError: a formula reads the result of an earlier call, not a request."""
+        raise FormulaError(
+            f"{self!r} inside a formula",
+            "p, s, positions, numbers and tables",
+            f"make a first call with see=[{self!r}], then read its result: table(result)[b, h, i] for a number of each "
+            "query, [b, h, j] for one of each key",
+        )
 
     def format_over(self, axes: str) -> str | None:
         """Return the text of the sum of this statistic over `axes`, such as "hj"; None if it has another form."""
