@@ -27,7 +27,8 @@ class Ranks:
     def __init__(self, size: int = 4, timeout: float = 120.0) -> None:
         self.size = size
         self.folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # which imports these packages once
+        context.set_forkserver_preload(["pytest", "hypothesis", "torch.distributed", "sightline.torch.distributed"])
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes = [own for own, _ in pipes]
         store = Path(self.folder.name) / "store"

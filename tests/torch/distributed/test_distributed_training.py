@@ -136,13 +136,12 @@ def test_a_window_sends_fewer_bytes(ranks):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
-def test_memory_beside_the_shards(monkeypatch):
+def test_memory_beside_the_shards():
     """A rank needs its shards and results, one shard of keys and values, and 64 MB.
 
     glibc keeps freed memory of some megabytes for later calls, unless a fixed threshold forbids it.
     """
     length, heads, width = 8192, 8, 64
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 17))
     ranks = Ranks(2)
     try:
         shard = 2 * length // 2 * heads * width * 4  # keys and values
