@@ -327,9 +327,9 @@ FAULTS = {
     "an edge of a cell": Fault(reduction.cell_of, "(position + 1) * cells - 1", "position * cells"),
     "ln p without lse": Fault(reduction.Reduction.entries, "scores - tile.lse[..., None]", "scores"),
     "the position of the other extremum": Fault(reduction.Reduction._find, "sign * entries", "-sign * entries"),
-    "the derivative by p left out": Fault(reduction.Reduction.slopes.function, "(p, log_p, s)", "(s, log_p, s)"),
-    "the derivative by ln p left out": Fault(reduction.Reduction.slopes.function, "(p, log_p, s)", "(p, s, s)"),
-    "the derivative by s left out": Fault(reduction.Reduction.slopes.function, "(p, log_p, s)", "(p, log_p, i)"),
+    "the derivative by p left out": Fault(reduction.Reduction.slopes.function, "(p, LOG_P, s)", "(s, LOG_P, s)"),
+    "the derivative by ln p left out": Fault(reduction.Reduction.slopes.function, "(p, LOG_P, s)", "(p, s, s)"),
+    "the derivative by s left out": Fault(reduction.Reduction.slopes.function, "(p, LOG_P, s)", "(p, LOG_P, i)"),
     "a gradient of another result": Fault(reduction.Reduction._gradient_of_pair, "context.gradient_at(*index)", "s"),
 }
 

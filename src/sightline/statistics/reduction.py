@@ -25,13 +25,9 @@ from ..formula.evaluate_array import evaluate
 from ..formula.expression import (
     SYMBOLS,
     Apply,
-    Constant,
     Expression,
     Lookup,
     apply,
-    as_expression,
-    fold,
-    intern,
     walk,
     where,
 )
@@ -49,6 +45,7 @@ from .base import (
     literal_text,
     weigh,
 )
+from .logarithms import LOG_P, is_entropy, split_logarithms
 from .selection import Statistic
 
 if TYPE_CHECKING:
@@ -58,7 +55,7 @@ if TYPE_CHECKING:
 
 Rectangle = tuple[tuple[int, int], tuple[int, int]]
 
-i, j, s, p, log_p = (SYMBOLS[name] for name in ("i", "j", "s", "p", "ln p"))
+i, j, s, p = (SYMBOLS[name] for name in "ijsp")
 EXTREMES = {"max": -math.inf, "min": math.inf}  # the results of no pairs
 
 
@@ -152,7 +149,7 @@ class Reduction(Statistic):
     @cached_property
     def slopes(self) -> tuple[Expression, Expression, Expression]:
         """∂f/∂p, ∂f/∂ln p and ∂f/∂s. Of p · ln p · g, the second one counts to the first, because p · ∂ln p/∂p is 1."""
-        by_weight, by_log, by_score = (derivative(self.pair_formula, symbol) for symbol in (p, log_p, s))
+        by_weight, by_log, by_score = (derivative(self.pair_formula, symbol) for symbol in (p, LOG_P, s))
         quotient = derivative(by_log, p)
         if by_log is not ZERO and vanishes_with(by_log, p) and "p" not in quotient.free_symbols:
             return quotient if by_weight is ZERO else by_weight + quotient, ZERO, by_score
@@ -181,7 +178,7 @@ class Reduction(Statistic):
             return "max_score" if self.formula is s and (self.how, self.axes) == ("max", "j") else None
         if self.factor is not None:
             return "sum"
-        return "entropy" if (self.how, self.axes) == ("sum", "j") and _is_entropy(self.pair_formula) else None
+        return "entropy" if (self.how, self.axes) == ("sum", "j") and is_entropy(self.pair_formula) else None
 
     @cached_property
     def degree(self) -> float | None:
@@ -439,76 +436,6 @@ class Reduction(Statistic):
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
         others = [literal_text(getattr(self, field)) for field in self.__match_args__[1:] if field != "name"]
         return [self.name, *others, to_text(self.formula)]
-
-
-def split_logarithms(formula: Expression) -> Expression:
-    """Return the formula with the symbol "ln p" in place of the logarithm of p, also in that of a product with p.
-
-    ln(p^k c x) is k ln p + ln c + ln x. The product may underflow where the sum of the logarithms is exact.
-    """
-
-    def visit(node: Expression, arguments: list[Expression]) -> Expression:
-        if isinstance(node, Apply):
-            if node.operator in ("log", "log2") and "p" in arguments[0].free_symbols:
-                found = _logarithm(arguments[0])
-                return found if node.operator == "log" else found / math.log(2)
-            return intern(Apply(node.operator, tuple(arguments), node.kind))
-        return intern(Lookup(node.table, tuple(arguments))) if isinstance(node, Lookup) else node
-
-    return fold(visit, formula)
-
-
-def _logarithm(x: Expression) -> Expression:
-    """Return ln x as the sum k ln p + ln c + ln y − ln z of the logarithms of the factors of x."""
-    power, constant, above, below = _factorise(x)
-    if above is ONE and below is not ONE:
-        rest = -apply("log", below)
-    else:  # y and z may both be negative
-        rest = ZERO if above is ONE else apply("log", above if below is ONE else above / below)
-    own = log_p if power == 1 else log_p * power if power else ZERO
-    terms = [term for term in (own, as_expression(constant) if constant else ZERO, rest) if term is not ZERO]
-    return reduce(add, terms) if terms else ZERO
-
-
-def _factorise(x: Expression) -> tuple[float, float, Expression, Expression]:
-    """Return (k, ln c, y, z) with x = p^k c y / z, where c is a positive number."""
-    match x:
-        case Apply("multiply" | "divide", (one, other)):
-            sign = 1 if x.operator == "multiply" else -1
-            (k, c, y, z), (k1, c1, y1, z1) = _factorise(one), _factorise(other)
-            y1, z1 = (y1, z1) if sign == 1 else (z1, y1)
-            return k + sign * k1, c + sign * c1, _product(y, y1), _product(z, z1)
-        case Apply("sqrt", (one,)) | Apply("power", (one, Constant(_))):
-            last = x.arguments[-1]
-            exponent = last.value if isinstance(last, Constant) else 0.5
-            k, c, y, z = _factorise(one)
-            if y is ONE and z is ONE:
-                return k * exponent, c * exponent, ONE, ONE
-        case Constant(value) if value > 0 and value != math.inf:
-            return 0.0, math.log(value), ONE, ONE
-    return (1.0, 0.0, ONE, ONE) if x is p else (0.0, 0.0, x, ONE)
-
-
-def _product(x: Expression, y: Expression) -> Expression:
-    return y if x is ONE else x if y is ONE else x * y
-
-
-def _is_entropy(pair_formula: Expression) -> bool:
-    """True if the formula is −p ln p, a product of these two symbols and numbers in any order."""
-    number, others, waiting = 1.0, [], [pair_formula]
-    while waiting:
-        node = waiting.pop()
-        match node:
-            case Apply("multiply", factors):
-                waiting += factors
-            case Apply("negative", factors):
-                waiting += factors
-                number = -number
-            case Constant(value):
-                number *= value
-            case _:
-                others.append(node)
-    return number == -1 and {*map(id, others)} == {id(p), id(log_p)} and len(others) == 2
 
 
 def _share_of_entropy(part: KeyPart) -> Any:

@@ -1,0 +1,82 @@
+"""Logarithms of the weight p in a formula of a statistic, as sums of the symbol "ln p", exact also where p is 0."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from operator import add
+
+from ..formula.derivative import ONE, ZERO
+from ..formula.expression import SYMBOLS, Apply, Constant, Expression, Lookup, apply, as_expression, fold, intern
+
+p, LOG_P = SYMBOLS["p"], SYMBOLS["ln p"]
+
+
+def split_logarithms(formula: Expression) -> Expression:
+    """Return the formula with the symbol "ln p" in place of the logarithm of p, also in that of a product with p.
+
+    ln(p^k c x) is k ln p + ln c + ln x. The product may underflow where the sum of the logarithms is exact.
+    """
+
+    def visit(node: Expression, arguments: list[Expression]) -> Expression:
+        if isinstance(node, Apply):
+            if node.operator in ("log", "log2") and "p" in arguments[0].free_symbols:
+                found = _logarithm(arguments[0])
+                return found if node.operator == "log" else found / math.log(2)
+            return intern(Apply(node.operator, tuple(arguments), node.kind))
+        return intern(Lookup(node.table, tuple(arguments))) if isinstance(node, Lookup) else node
+
+    return fold(visit, formula)
+
+
+def _logarithm(x: Expression) -> Expression:
+    """Return ln x as the sum k ln p + ln c + ln y − ln z of the logarithms of the factors of x."""
+    power, constant, above, below = _factorise(x)
+    if above is ONE and below is not ONE:
+        rest = -apply("log", below)
+    else:  # y and z may both be negative
+        rest = ZERO if above is ONE else apply("log", above if below is ONE else above / below)
+    own = LOG_P if power == 1 else LOG_P * power if power else ZERO
+    terms = [term for term in (own, as_expression(constant) if constant else ZERO, rest) if term is not ZERO]
+    return reduce(add, terms) if terms else ZERO
+
+
+def _factorise(x: Expression) -> tuple[float, float, Expression, Expression]:
+    """Return (k, ln c, y, z) with x = p^k c y / z, where c is a positive number."""
+    match x:
+        case Apply("multiply" | "divide", (one, other)):
+            sign = 1 if x.operator == "multiply" else -1
+            (k, c, y, z), (k1, c1, y1, z1) = _factorise(one), _factorise(other)
+            y1, z1 = (y1, z1) if sign == 1 else (z1, y1)
+            return k + sign * k1, c + sign * c1, _product(y, y1), _product(z, z1)
+        case Apply("sqrt", (one,)) | Apply("power", (one, Constant(_))):
+            last = x.arguments[-1]
+            exponent = last.value if isinstance(last, Constant) else 0.5
+            k, c, y, z = _factorise(one)
+            if y is ONE and z is ONE:
+                return k * exponent, c * exponent, ONE, ONE
+        case Constant(value) if value > 0 and value != math.inf:
+            return 0.0, math.log(value), ONE, ONE
+    return (1.0, 0.0, ONE, ONE) if x is p else (0.0, 0.0, x, ONE)
+
+
+def _product(x: Expression, y: Expression) -> Expression:
+    return y if x is ONE else x if y is ONE else x * y
+
+
+def is_entropy(pair_formula: Expression) -> bool:
+    """True if the formula is −p ln p, a product of these two symbols and numbers in any order."""
+    number, others, waiting = 1.0, [], [pair_formula]
+    while waiting:
+        node = waiting.pop()
+        match node:
+            case Apply("multiply", factors):
+                waiting += factors
+            case Apply("negative", factors):
+                waiting += factors
+                number = -number
+            case Constant(value):
+                number *= value
+            case _:
+                others.append(node)
+    return number == -1 and {*map(id, others)} == {id(p), id(LOG_P)} and len(others) == 2
