@@ -43,6 +43,22 @@ def test_autocast_is_respected(rng):
         assert sightline.attention(q, k, v).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("needs_gradients", [False, True])
+def test_repeated_calls_under_autocast_need_no_dispatch(rng, needs_gradients, monkeypatch):
+    given = [x.requires_grad_(needs_gradients) for x in tensors(rng)]
+
+    def call():
+        with torch.autocast("cpu", torch.bfloat16):
+            output, seen = sightline.attention(*given, mask=i >= j, see=[sightline.entropy()])
+        gradients = torch.autograd.grad(output.float().sum(), given) if needs_gradients else ()
+        return [bits(x.detach()) for x in (output, *seen, *gradients)]
+
+    expected = call()
+    monkeypatch.setattr("sightline.torch.dispatch.parse", None)  # only the full dispatch needs it
+    for _ in range(3):
+        assert call() == expected
+
+
 def test_negated_views(rng):
     q, k, v = tensors(rng)
     minus = torch.view_as_complex(torch.stack([k, k], -1)).conj().imag

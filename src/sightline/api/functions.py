@@ -188,11 +188,16 @@ def _attend(query: Any, key: Any, value: Any, options: Options) -> Any:
     library = arrays.framework(query)
     if library is arrays.TORCH:
         is_first = is_eager and "sightline.torch.dispatch" not in sys.modules
-        from ..torch.dispatch import run  # an import statement, because torch.compile can trace it
+        from ..torch import dispatch  # an import statement, because torch.compile can trace it
 
         if is_first:  # the call cache reads tensors from now on
             return _attend(query, key, value, options)
-        answer = run(query, key, value, options, request)
+        without_autocast = dispatch.leave_autocast(query, key, value) if is_eager else None
+        if without_autocast is not None:
+            (query, key, value), context = without_autocast
+            with context:  # the call cache serves calls of cast arrays
+                return _attend(query, key, value, options)
+        answer = dispatch.run(query, key, value, options, request)
     elif library is arrays.JAX:
         from ..jax import dispatch as jax_dispatch
 

@@ -32,7 +32,7 @@ from .derivatives import Derivative, apply
 from .fused import Fused
 from .interception import INTERCEPTIONS, is_intercepted, is_transformed, refuse_functionalize, refuse_tangents
 from .nested import is_nested, pack, unpack
-from .operator import build_result, make_seed, to_arguments
+from .operator import autocast_disabled, build_result, make_seed, to_arguments
 
 FUSED = Fused()
 TABLE_READS = torch_mode()
@@ -143,7 +143,7 @@ def _run_eager(
         if one.dropout and options.seed is None:
             one = replace(one, seed=int(make_seed(None)))
         plan = make_plan(one, kernel)
-        with torch.no_grad(), operator.autocast_disabled(one.query):
+        with torch.no_grad(), autocast_disabled(one.query):
             result = plan.kernel.run(one, threads)
         return attach_to_graph(one, plan, kernel, threads, result)
 
@@ -159,6 +159,17 @@ def _run_eager(
             else:
                 call_cache.insert(request, formulas, caller_inputs, problem, result, attach)
     return to_caller_layout(problem, result)
+
+
+def leave_autocast(query: Tensor, key: Any, value: Any) -> tuple[list[Any], Any] | None:
+    """Return (the operands as torch.autocast casts them, a context without autocast); None if autocast is off.
+
+    The result is also None if a mode or a transform of torch must see the casts.
+    """
+    device_type = query.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type) or is_intercepted():
+        return None
+    return [apply_autocast(array) for array in (query, key, value)], autocast_disabled(query)
 
 
 def apply_autocast(array: Any) -> Any:
