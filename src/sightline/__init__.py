@@ -98,7 +98,10 @@ __all__ = [
 __version__ = "0.1.0"
 # Each is imported when first accessed.
 SUBMODULES = ("data", "equinox", "eviction", "flax", "jax", "keras", "positions", "torch", "transformers", "view")
-MODULES_OF_MODELS = {"AttentionMonitor": "torch.model_monitor", "watch": "torch.model_watch"}  # names that need torch
+MODULES_OF_MODELS = {
+    "AttentionMonitor": "torch.watching.model_monitor",
+    "watch": "torch.watching.model_watch",
+}  # names that need torch
 
 b, h, i, j, s, p, n, m = (SYMBOLS[name] for name in "bhijspnm")
 
@@ -114,8 +117,8 @@ Seen.load_explorer = lambda: import_module(f"{__name__}.view.explorer")
 
 
 if TYPE_CHECKING:
-    from .torch.model_monitor import AttentionMonitor as AttentionMonitor
-    from .torch.model_watch import watch as watch
+    from .torch.watching.model_monitor import AttentionMonitor as AttentionMonitor
+    from .torch.watching.model_watch import watch as watch
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from .errors import MissingExtraError, check_count
-from .torch.model_monitor import AttentionMonitor
+from .torch.watching.model_monitor import AttentionMonitor
 
 __all__ = ["MonitorCallback"]
 

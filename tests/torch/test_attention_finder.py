@@ -24,8 +24,9 @@ from fault_planting import Fault, plant
 from sightline import watch
 from sightline.errors import FormulaError, ParameterError
 from sightline.testing import assert_within_budget
-from sightline.torch import SelfAttention, attention_finder, replacing, running_modules
-from sightline.torch.attention_finder import FINDER
+from sightline.torch import SelfAttention, replacing
+from sightline.torch.watching import attention_finder, running_modules
+from sightline.torch.watching.attention_finder import FINDER
 from watched_modules import Calling, make_encoder, record
 
 HEADS, WIDTH, LENGTH = 2, 4, 6

@@ -15,7 +15,7 @@ from monitored_models import CausalModel, define, make_batch
 from sightline.api import functions
 from sightline.errors import MissingExtraError, ParameterError
 from sightline.monitoring import StepSums
-from sightline.torch import model_monitor
+from sightline.torch.watching import model_monitor
 from watched_modules import Calling
 
 

@@ -15,7 +15,7 @@ from sightline.recording import Call, Seen
 from sightline.testing import assert_within_budget
 from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 from sightline.torch import layer_calls as hooks
-from sightline.torch.attention_finder import FINDER
+from sightline.torch.watching.attention_finder import FINDER
 from watched_modules import Calling, make_encoder, record
 
 LSE = sightline.lse()

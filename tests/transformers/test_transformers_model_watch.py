@@ -15,7 +15,7 @@ import sightline.transformers
 from sightline import watch
 from sightline.errors import MissingExtraError, ParameterError
 from sightline.testing import assert_within_budget
-from sightline.torch.attention_finder import FINDER
+from sightline.torch.watching.attention_finder import FINDER
 from sightline.transformers.compatibility import CACHE
 from sightline.view import explorer
 from tiny_models import BATCH, LENGTH, VOCABULARY, make_model, make_model_and_inputs, references, run, to_float64

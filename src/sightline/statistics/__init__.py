@@ -6,15 +6,7 @@ from ast import literal_eval
 from collections.abc import Callable, Sequence
 
 from ..formula.expression import Expression
-from .base import (
-    KeyPart,
-    StatisticGradients,
-    Tile,
-    accumulate_statistics,
-    arrays_of,
-    statistic_gradients,
-    weigh,
-)
+from .base import KeyPart, StatisticGradients, Tile, accumulate_statistics, arrays_of, statistic_gradients, weigh
 from .head_factors import multiply_heads
 from .library import mass, max, min, pooled, received, scores, sum, weighted_sum, weights
 from .per_query import Lse, TopK, entropy, lse, max_score, top_k

@@ -22,15 +22,7 @@ from ..caching import cached_property
 from ..errors import ParameterError, ShapeError
 from ..formula.derivative import ONE, ZERO, degree_in, derivative, vanishes_with
 from ..formula.evaluate_array import evaluate
-from ..formula.expression import (
-    SYMBOLS,
-    Apply,
-    Expression,
-    Lookup,
-    apply,
-    walk,
-    where,
-)
+from ..formula.expression import SYMBOLS, Apply, Expression, Lookup, apply, walk, where
 from ..formula.tables import Table
 from .base import (
     MAX_RESULT_BYTES,

@@ -17,10 +17,10 @@ from ..arrays.operations import to_numpy
 from ..errors import ParameterError
 from ..recording import Seen
 from ..statistics import scores as scores_of
-from .attention_finder import FINDER
-from .call_recorder import Watcher
 from .layer_calls import check_module
-from .running_modules import module_paths
+from .watching.attention_finder import FINDER
+from .watching.call_recorder import Watcher
+from .watching.running_modules import module_paths
 
 SEPARATE = (  # the query projection and the key projection
     ("q_proj", "k_proj"),  # Llama and most models of transformers

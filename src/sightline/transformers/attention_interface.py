@@ -16,8 +16,8 @@ from ..formula.library import bias
 from ..formula.library import softcap as softcap_score
 from ..formula.tables import Table
 from ..statistics import weights
-from ..torch.attention_finder import is_watched
 from ..torch.layer_calls import LayerCall, attend
+from ..torch.watching.attention_finder import is_watched
 from .compatibility import (
     NAME,
     PAGED_WINDOW,

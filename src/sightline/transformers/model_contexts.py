@@ -18,8 +18,8 @@ from ..call.validation import read_mask
 from ..errors import ParameterError, context
 from ..formula.expression import Expression
 from ..recording import select_names
-from ..torch.call_recorder import is_cross_attention
 from ..torch.layer_calls import check_module, registering, restore_on_exit, wrapping
+from ..torch.watching.call_recorder import is_cross_attention
 from .compatibility import (
     NAME,
     STORED_IMPLEMENTATION,

@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-from ..torch.model_monitor import AttentionMonitor
+from ..torch.watching.model_monitor import AttentionMonitor
 
 
 class MonitorCallback(transformers.TrainerCallback):  # type: ignore[misc]

@@ -23,7 +23,7 @@ from ..caching import cached_property
 from ..errors import ParameterError
 from ..recording import Tokens
 from ..torch.layer_calls import wrapping
-from ..torch.position_labels import frame_labels, patch_labels
+from ..torch.watching.position_labels import frame_labels, patch_labels
 from .compatibility import cache_of
 from .model_contexts import submodels, using_sightline
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import MissingExtraError, ParameterError, context
-from ..recording import Seen, Tokens
-from ..statistics import OVERVIEW, Statistic
+from ...errors import MissingExtraError, ParameterError, context
+from ...recording import Seen, Tokens
+from ...statistics import OVERVIEW, Statistic
+from ..layer_calls import check_module
 from .attention_finder import FINDER
 from .call_recorder import Watcher
-from .layer_calls import check_module
 from .position_labels import PositionReader
 
 

@@ -22,24 +22,24 @@ from torch._higher_order_ops.flex_attention import flex_attention as flex_operat
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from ..api import functions
-from ..api.functions import attend
-from ..call.options import Options
-from ..errors import ParameterError
-from ..formula.from_function import to_formula
-from ..formula.torch_masks import block_formula
-from ..kv_cache import KVCache
-from ..statistics import lse, max_score
+from ...api import functions
+from ...api.functions import attend
+from ...call.options import Options
+from ...errors import ParameterError
+from ...formula.from_function import to_formula
+from ...formula.torch_masks import block_formula
+from ...kv_cache import KVCache
+from ...statistics import lse, max_score
+from ..functional import convert_arguments, scaled_dot_product_attention
+from ..interception import has_modes, is_transformed
+from ..layer_calls import LayerCall
+from ..layer_calls import attend as attend_for_layer
+from ..nested import is_nested
+from ..operator import autocast_disabled
+from ..replacement import _attend as replacing_attend
+from ..replacement import torch_attention  # type: ignore[attr-defined]
 from .call_recorder import Recorder, Watcher
-from .functional import convert_arguments, scaled_dot_product_attention
 from .handwritten import WeightsMark, find_handwritten, forget_tensors
-from .interception import has_modes, is_transformed
-from .layer_calls import LayerCall
-from .layer_calls import attend as attend_for_layer
-from .nested import is_nested
-from .operator import autocast_disabled
-from .replacement import _attend as replacing_attend
-from .replacement import torch_attention  # type: ignore[attr-defined]
 from .running_modules import nested_error, without_hand_over
 
 OPERATOR = torch.ops.aten.scaled_dot_product_attention  # exported programs call it

@@ -20,7 +20,7 @@ from torch.nn import Parameter, functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..caching import cached_property
+from ...caching import cached_property
 
 
 def _find_functions(names: str) -> set[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..recording import Tokens
+from ...recording import Tokens
 
 WHISPER_FRAME = 0.02  # seconds between two positions of Whisper's encoder: 2 columns of its spectrogram, 10 ms each
 

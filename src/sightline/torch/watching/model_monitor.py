@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from ..errors import ParameterError, check_count, context
-from ..monitoring import MONITORED, MonitoredStep, StepSums
-from ..recording import Seen
-from .layer_calls import check_module
+from ...errors import ParameterError, check_count, context
+from ...monitoring import MONITORED, MonitoredStep, StepSums
+from ...recording import Seen
+from ..layer_calls import check_module
 from .model_watch import watch
 
 __all__ = ["AttentionMonitor"]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..call.validation import suggest_statistic
-from ..errors import ParameterError
-from ..recording import Call, Kind, Seen, Total, map_arrays, select_names
-from ..statistics import OverLayers, Statistic
-from .layer_calls import LayerCall
+from ...call.validation import suggest_statistic
+from ...errors import ParameterError
+from ...recording import Call, Kind, Seen, Total, map_arrays, select_names
+from ...statistics import OverLayers, Statistic
+from ..layer_calls import LayerCall
 from .running_modules import Running, RunningModules
 
 CROSS_ATTENTION_NAME = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # part of such layers' names

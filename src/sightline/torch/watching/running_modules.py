@@ -22,8 +22,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from ..errors import ParameterError
-from .layer_calls import wrapping
+from ...errors import ParameterError
+from ..layer_calls import wrapping
 
 
 class Running(NamedTuple):

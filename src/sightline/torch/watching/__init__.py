@@ -1,0 +1,1 @@
+"""Watching models: statistics of the attention in any torch model, without a change to the model's code."""
