@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -198,6 +199,7 @@ def compute_baseline(problem: Problem) -> Baseline:
     return Baseline(stack(list(outputs)), stack([lse for _, lse, _ in wide]), stack(list(weights)))
 
 
+@lru_cache(64)
 def _permutations(count: int) -> list[Any]:
     """Return the orders in which to sum `count` terms: forward, backward, even before odd indices, and shuffled."""
     forward, random = np.arange(count), np.random.default_rng(0)
@@ -230,6 +232,8 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
 
     def permute(array: Any, axis: int, inverse: bool = False) -> Any:
         """Return the array with the positions of an axis in the order of summation; if `inverse`, undo this order."""
+        if order == 0:
+            return array
         places = _permutations(array.shape[axis])[order]
         places = np.argsort(places) if inverse else places
         return xp.take(array, xp.asarray(places, device=problem.query.device), axis=axis)
