@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Never, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -158,15 +158,19 @@ class Context(contextlib._GeneratorContextManager[T]):
         self.is_used = True  # as a decorator, which makes a new context for each call
         return super().__call__(function)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Never:
         if name.startswith("_") or name == "gen":
             raise AttributeError(name)
-        self.is_used, call = True, f"{self.gen.__name__.strip('_')}(...)"  # type: ignore[attr-defined]
-        cure = f"with {call} as result: ..., then result.{name}"
-        raise ParameterError(f"{call}.{name} outside of a `with` statement", "what `with` binds", cure)
+        self._refuse(f".{name}")
 
-    def __getitem__(self, key: Any) -> Any:
-        return self.calls
+    def __getitem__(self, key: Any) -> Never:
+        self._refuse(f"[{key!r}]")
+
+    def _refuse(self, read: str) -> Never:
+        """Raise ParameterError. `read` is the text of an attribute or entry of what `with` binds."""
+        self.is_used, call = True, f"{self.gen.__name__.strip('_')}(...)"  # type: ignore[attr-defined]
+        cure = f"with {call} as result: ..., then result{read}"
+        raise ParameterError(f"{call}{read} outside of a `with` statement", "what `with` binds", cure)
 
     def __del__(self) -> None:
         if not self.is_used and hasattr(self, "gen"):
