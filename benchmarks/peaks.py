@@ -21,7 +21,6 @@ import numpy as np
 from sightline.cpu.kernels.rate_loops import NAME, make_product_loop
 from sightline.cpu.launch.product_rates import machine_for
 from sightline.cpu.runtime import thread_team as team
-from sightline.cpu.runtime.compile import compile_module
 from sightline.cpu.runtime.machine import host
 from sightline.cpu.runtime.processor import HOST
 
@@ -41,8 +40,9 @@ def kernel_instructions() -> str:
 def product_loop(dtype: str, threads: int) -> tuple[Callable[[], Any], float]:
     """Return a function that makes products of a dtype in registers for `SECONDS`, and its FLOPs."""
     has_products = dtype == "bfloat16" and machine_for(HOST, dtype).has_bf16_dot
-    loop = make_product_loop("bfloat16" if has_products else "float32", host())
-    address = compile_module(loop.module, host(), NAME)
+    factor = "bfloat16" if has_products else "float32"
+    loop = make_product_loop(factor, host())
+    address = HOST.kernel(f"product loop {factor}", NAME, lambda: loop.module)
     ones, sink = np.ones(64), np.zeros(64)
     arguments = np.array([1, ones.ctypes.data, sink.ctypes.data], np.int64)
     run = partial(team.call, address, arguments, threads, (ones, sink))

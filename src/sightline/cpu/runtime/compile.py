@@ -156,11 +156,6 @@ def _read_or_compile(identity: str, build_module: Callable[[], Any], machine: Ma
     return code
 
 
-def compile_module(module: Any, machine: Machine, name: str) -> Address:
-    """Compile the module without a cache, and return the address of its function `name`."""
-    return _load_objects([_compile_object(module, machine)], name, machine)
-
-
 def _compile_object(module: Any, machine: Machine) -> bytes:
     """Return the module's object code for the LLVM target `machine`, which need not be the processor at hand."""
     with optimised(module, machine) as (parsed, target):
