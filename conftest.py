@@ -34,10 +34,10 @@ os.environ.pop("SIGHTLINE_THREADS", None)
 KERNELS = Path(__file__).parent / ".pytest_cache" / "kernels"
 KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
 os.environ["SIGHTLINE_CACHE"] = str(KERNELS)
-OBJECTS = KERNELS.with_name("objects")
+OBJECTS, MAX_OBJECT_BYTES = KERNELS.with_name("objects"), 1 << 30
 
 
-def pytest_configure():
+def pytest_configure(config):
     """Let LLVM compile each text once: most texts are the same after a change of the sources, or with a planted fault.
 
     The name of a file has everything that determines its code: the text, the machine, and how both are compiled.
@@ -47,6 +47,10 @@ def pytest_configure():
     from sightline.cpu.runtime import compile
 
     OBJECTS.mkdir(exist_ok=True)
+    if not hasattr(config, "workerinput"):  # the process that starts the others
+        files = [file for file in OBJECTS.iterdir() if file.is_file()]
+        for file in files if sum(file.stat().st_size for file in files) > MAX_OBJECT_BYTES else ():
+            file.unlink()
     compile_object, maker = compile._compile_object, llvmlite.__version__ + inspect.getsource(compile)
 
     def compile_once(module, machine):
