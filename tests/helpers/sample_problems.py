@@ -6,13 +6,9 @@ from sightline.call.problem import make_problem
 from strategies import DTYPES
 
 
-def probe(dtype, **options):
-    x = np.zeros((1, 1, 1, 1), DTYPES[dtype])
-    return make_problem(x, x, x, **options)
-
-
 def serves(kernel, dtype, **options):
-    return not list(kernel.refuses(probe(dtype, **options)))
+    x = np.zeros((1, 1, 1, 1), DTYPES[dtype])
+    return not list(kernel.refuses(make_problem(x, x, x, **options)))
 
 
 def arrays(shape, dtype, d_v=None, groups=None, m=None, seed=0):

@@ -71,11 +71,6 @@ def generators() -> st.SearchStrategy[np.random.Generator]:
 # The strategies below take the extent (B, H, n, m) of the problem, which determines the lengths of tables.
 
 
-def at_most(index: Any, length: int) -> Any:
-    """Return an integer formula clipped to the indices of a table of that length."""
-    return np.clip(index, 0, length - 1)
-
-
 @st.composite
 def lookups(draw: Any, extent: tuple[int, ...], kind: str) -> Any:
     """A table of one to four axes, indexed by shifted symbols, clipped or wrapped to its lengths."""
@@ -90,7 +85,7 @@ def lookups(draw: Any, extent: tuple[int, ...], kind: str) -> Any:
     shift = draw(st.integers(-2, 2))
     wrap = draw(st.booleans())
     return table(values)[
-        tuple((a + shift) % k if wrap else at_most(a + shift, k) for a, k in zip(index, lengths, strict=False))
+        tuple((a + shift) % k if wrap else np.clip(a + shift, 0, k - 1) for a, k in zip(index, lengths, strict=False))
     ]
 
 
