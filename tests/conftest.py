@@ -160,6 +160,7 @@ WIDE = {
     "torch/test_operator.py::test_leading_axes_of_a_bias_broadcast_when_compiled": 3,
     "torch/test_operator.py::test_opcheck": 4,
     "torch/test_operator.py::test_output_and_statistics_equal_their_definitions": 4,
+    "torch/test_registry.py::test_compiled_calls": 4,
     "torch/test_transforms.py::test_derivatives_of_mapped_calls": 4,
     "torch/test_transforms.py::test_second_derivatives": 4,
     "torch/test_transforms.py::test_vmap_of_statistics": 2,

@@ -15,6 +15,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("sightline.torch without torch", "torch 2.6 or later", "pip install torch") from error
 
+from . import registry as registry  # adds this library to torch's registry
 from .dispatch import kernels, run
 from .functional import scaled_dot_product_attention
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention

@@ -104,7 +104,7 @@ def convert_arguments(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Options, bool]:
     """Return ((query, key, value), options) for `api.functions.attend`, and True if a batch axis was added."""
     ndim = query.ndim
-    if not ndim == key.ndim == value.ndim or query.shape[-1] == 0:
+    if not 0 < ndim == key.ndim == value.ndim or query.shape[-1] == 0:
         query, key, value, scale = _complete_axes(query, key, value, scale)
         ndim = query.ndim
     without_batch = ndim == key.ndim == value.ndim == 3
@@ -156,7 +156,7 @@ def _complete_axes(
     axes = [x.ndim for x in (query, key, value)]
     if min(axes) >= 2:
         query, key, value = (x[(None,) * (max(axes) - x.ndim)] for x in (query, key, value))
-    if query.shape[-1] == key.shape[-1] == 0:
+    if min(axes) > 0 and query.shape[-1] == key.shape[-1] == 0:
         query, key, scale = functional.pad(query, (0, 1)), functional.pad(key, (0, 1)), 1.0
     return query, key, value, scale
 
