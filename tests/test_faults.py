@@ -12,7 +12,7 @@ from gradient_checks import by_cpu, reference_gradients
 from gradient_checks import check as check_gradients
 from sharded_problems import assert_covers, needed_pairs, run_parts
 from sightline import h, i, j, s, table, testing
-from sightline.call.kernel import differentiate_sinks, sum_sink_gradients
+from sightline.call.gradient_parts import differentiate_sinks, sum_sink_gradients
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.codegen.operand_tiles import OperandTile, pair_row

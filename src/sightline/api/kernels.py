@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..call.kernel import GivenGradients, Gradients, Kernel, Plan, Result, Tangents, choose, is_lse_too_large
+from ..call.gradient_parts import is_lse_too_large
+from ..call.kernel import GivenGradients, Gradients, Kernel, Plan, Result, Tangents, choose
 from ..call.problem import Problem
 from ..cpu import Cpu
 from ..gpu import Triton
@@ -48,7 +49,7 @@ def differentiate(
     """Return the gradients of a result, by the backward pass of the plan's kernel or else by the streaming kernel's.
 
     Streaming computes the gradients if the kernel refuses the backward pass (`Plan.backward_refusals`), if a gradient
-    is NaN or ∞, or if an |lse| is above `kernel.MAX_LSE`. In the last case streaming repeats the forward pass. In the
+    is NaN or ∞, or if an |lse| is above `MAX_LSE`. In the last case streaming repeats the forward pass. In the
     other cases it uses the saved output and lse.
 
     Parameters

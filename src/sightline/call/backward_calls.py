@@ -24,7 +24,8 @@ from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
 from ..statistics.dispatch import formulas_of
-from .kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients, differentiate_sinks, subtract_rounding, widen
+from .gradient_parts import differentiate_sinks, subtract_rounding, widen
+from .kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients
 from .lookup import LOOKUP, store
 from .problem import NUM_OPERANDS, OPERANDS, Problem
 from .request import Request

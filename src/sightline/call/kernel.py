@@ -7,17 +7,13 @@ or the size of lse, do not follow from the problem. For these, `backward` and `t
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from ..arrays.operations import convert, detach, dtype_name, namespace, resolve_dtype, to_numpy
 from ..errors import KernelRefusedError, ParameterError
-from ..formula.expression import Expression, Lookup, walk
+from ..formula.expression import Expression, walk
 from ..statistics import Statistic, StatisticGradients
 from .problem import OPERANDS, Problem
 
@@ -28,8 +24,6 @@ MAX_FEW_QUERIES = 4  # up to this number of queries, the CPU's decoding kernel i
 MIN_DECODE_KEYS = (1, 8, 16, 32)  # ... if there are at least so many keys, for 1 to 4 queries
 MIN_KEYS_PER_SPLIT = 512  # with fewer keys a split of the CPU's decoding kernel costs more than it saves
 MAX_FORMULA_NODES = 400  # most nodes of mask and score together: LLVM compiles a node in about 10 ms
-MAX_LSE_DIFFERENCE = 2.0**-12  # of two computations of one lse; the weights then differ by less than half precision
-MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above this lse, adjacent floats of the dtype differ by 1 or more
 
 
 @dataclass(frozen=True)
@@ -236,15 +230,6 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
     )
 
 
-def is_lse_too_large(lse: Any, accumulator: str) -> bool:
-    """True if a finite |lse| exceeds `MAX_LSE`, so that the weights exp(score − lse) of a query may not sum to 1.
-
-    The scores of the backward pass are then rounded differently from the scores that made the lse.
-    """
-    magnitudes = np.abs(to_numpy(lse))
-    return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) > MAX_LSE[accumulator])
-
-
 def min_decode_keys(n: int) -> int:
     """Return the smallest number of keys for which the CPU's decoding kernel may serve n queries."""
     return MIN_DECODE_KEYS[n - 1] if 0 < n <= MAX_FEW_QUERIES else MIN_KEYS_PER_SPLIT
@@ -267,78 +252,3 @@ def refuse_no_pairs(problem: Problem) -> Iterator[Refusal]:
     if 0 in problem.extent or problem.d_v == 0:
         shape = f"(B, H, n, m) = {problem.extent}, d_v {problem.d_v}"
         yield Refusal(f"no pairs or no columns: {shape}", "give at least one of each")
-
-
-def find_learned_lookups(problem: Problem, wanted_tables: Collection[int]) -> list[tuple[int, Lookup, int]]:
-    """Return (index, node, slot) of each node of the score formula that reads a float table among `wanted_tables`.
-
-    The index is that of the node in `walk(problem.score)`. The slot is that of the table in `Problem.tables`.
-    """
-    slots = {id(table): slot for slot, table in enumerate(problem.tables)}
-    return [
-        (index, node, slots[id(node.table)])
-        for index, node in enumerate(() if problem.score is None else walk(problem.score))
-        if isinstance(node, Lookup) and node.kind == "float" and slots[id(node.table)] in wanted_tables
-    ]
-
-
-def sum_by_table(terms: Iterable[tuple[int, Any]], tables: Mapping[int, Any]) -> dict[int, Any]:
-    """Return, for each table, the sum of the gradients of its lookups, in the library and dtype of the table's array.
-
-    A slot is an index in `Problem.tables`. `terms` are (slot, gradient) of each lookup. `tables` maps slots to arrays,
-    and the result maps slots to sums.
-    """
-    totals: dict[int, Any] = {}
-    for slot, term in terms:
-        totals[slot] = totals[slot] + term if slot in totals else term
-    return {
-        slot: namespace(tables[slot]).astype(convert(total, tables[slot]), tables[slot].dtype, copy=False)
-        for slot, total in totals.items()
-    }
-
-
-def sink_weights(sinks: Any, lse: Any) -> Any:
-    """Return the weight of each sink for each query, exp(sink_h − lse), (..., H, n) in the dtype of lse."""
-    xp = namespace(lse)
-    finite_lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)  # the sink is −∞ too, and its weight 0
-    return xp.exp(xp.astype(sinks, lse.dtype)[:, None] - finite_lse)
-
-
-def sum_sink_gradients(sinks: Any, lse: Any, delta: Any) -> Any:
-    """Return dsink_h = −Σ exp(sink_h − lse) δ, summed over batches and queries in the dtype of δ, (H,) as the sinks."""
-    xp = namespace(lse)
-    sums = xp.sum(-xp.astype(sink_weights(sinks, lse), delta.dtype) * delta, axis=-1)
-    return xp.astype(xp.sum(xp.reshape(sums, (-1, sinks.shape[0])), axis=0), sinks.dtype)
-
-
-def differentiate_sinks(sinks: Any, d_output: Any, d_lse: Any, output: Any, lse: Any) -> Any:
-    """Return dsink_h = −Σ exp(sink_h − lse) δ, summed over batches and queries, with δ = Σ dO ∘ O − d_lse.
-
-    d_output and output are (..., H, n, d_v); lse and d_lse are (..., H, n).
-    """
-    sinks, output, lse, xp = detach(sinks), detach(output), detach(lse), namespace(output)
-    wide = resolve_dtype(xp, "float64" if dtype_name(output) == "float64" else "float32")
-    delta = xp.sum(xp.astype(d_output, wide) * xp.astype(output, wide), axis=-1)
-    if d_lse is not None:
-        delta = delta - xp.astype(d_lse, wide)
-    return sum_sink_gradients(sinks, lse, delta)
-
-
-def widen(*arrays: Any) -> list[Any]:
-    """Return copies of arrays of half precision in float32."""
-    return [namespace(x).astype(detach(x), resolve_dtype(namespace(x), "float32")) for x in arrays]
-
-
-def subtract_rounding(d_lse: Any, d_output: Any, saved: tuple[Any, Any], exact: Sequence[Any]) -> Any:
-    """Return d_lse − Σ dO ∘ (O − output), so that δ = Σ dO ∘ output − d_lse is that of the output O in float32.
-
-    A rounded output changes the gradients of all pairs of a query alike. The gradient of a table is a sum over many
-    pairs, whose terms may cancel. `saved` and `exact` are (output, lse). If they have different lse, the saved output
-    belongs to the keys of other parts of a sequence too, and the result is d_lse.
-    """
-    d_output, output = widen(d_output, saved[0])
-    rounding = np.asarray(to_numpy(namespace(output).sum(d_output * (exact[0] - output), axis=-1)), np.float64)
-    with np.errstate(invalid="ignore"):  # −∞ − (−∞) for queries without keys
-        is_own = np.abs(to_numpy(exact[1]) - to_numpy(saved[1])) < MAX_LSE_DIFFERENCE
-    rounding = np.where(is_own, rounding, 0.0)
-    return convert(-rounding if d_lse is None else to_numpy(d_lse) - rounding, output)

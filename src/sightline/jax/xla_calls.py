@@ -22,7 +22,8 @@ from ..caching import cached_property
 from ..call import call_cache
 from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
 from ..call.call_cache import EntryResult, ForwardEntry
-from ..call.kernel import Gradients, Result, is_lse_too_large
+from ..call.gradient_parts import is_lse_too_large
+from ..call.kernel import Gradients, Result
 from ..call.lookup import LOOKUP
 from ..call.problem import NUM_OPERANDS, Problem, validate
 from ..call.request import CallStructure, Request, has_cached_kinds, machine_setting

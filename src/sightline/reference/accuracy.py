@@ -29,7 +29,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..arrays.operations import dtype_name, namespace, resolve_dtype, to_numpy
-from ..call.kernel import find_learned_lookups
+from ..call.gradient_parts import find_learned_lookups
 from ..call.problem import Problem
 from ..formula.derivative import derivative
 from ..formula.evaluate_array import evaluate

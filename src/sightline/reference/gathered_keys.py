@@ -28,6 +28,7 @@ from ..arrays.operations import (
     to_numpy,
 )
 from ..call import kernel as kernels
+from ..call.gradient_parts import is_lse_too_large, subtract_rounding, widen
 from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result
 from ..call.problem import OPERANDS, Problem
 from ..formula.block_lists import PAIRS_PER_CALL, PAIRS_PER_KEY
@@ -358,8 +359,8 @@ class Gather(Kernel):
         kernel = kernels.choose(self.by_tiles, part.problem).kernel
         if output.dtype != part.problem.query.dtype:
             exact = kernel.run(part.problem, threads)
-            d_lse = kernels.subtract_rounding(d_lse, d_output, (output, lse), (exact.output, exact.lse))
-            d_output, output = kernels.widen(d_output, output)
+            d_lse = subtract_rounding(d_lse, d_output, (output, lse), (exact.output, exact.lse))
+            d_output, output = widen(d_output, output)
         own: dict[str, Any] = {name: formula.rewrite(part.symbols) for name, formula in added.formulas.items()}
         sums = {name: getattr(added, name) for name in ("lse", "weights_sum")}
         own |= {name: call.rows_of(array, part.rows) for name, array in sums.items() if array is not None}
@@ -367,7 +368,7 @@ class Gather(Kernel):
         found = kernel.backward(part.problem, GivenGradients(d_output, d_lse, saved, slots, added), threads)
         if found is not None:
             return found
-        is_imprecise = kernels.is_lse_too_large(lse, part.problem.accumulator)
+        is_imprecise = is_lse_too_large(lse, part.problem.accumulator)
         return streaming.backward(part.problem, d_output, d_lse, (), None if is_imprecise else saved, added)
 
 

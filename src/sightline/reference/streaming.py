@@ -16,17 +16,8 @@ import numpy as np
 
 from ..arrays.operations import convert, device_option, namespace, resolve_dtype
 from ..caching import cached_property
-from ..call.kernel import (
-    MAX_LSE,
-    MAX_LSE_DIFFERENCE,
-    GivenGradients,
-    Gradients,
-    Kernel,
-    Refusal,
-    Result,
-    find_learned_lookups,
-    sink_weights,
-)
+from ..call.gradient_parts import MAX_LSE, MAX_LSE_DIFFERENCE, find_learned_lookups, sink_weights
+from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result
 from ..call.problem import Problem
 from ..formula.derivative import derivative
 from ..formula.evaluate_array import evaluate

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..call.kernel import Tangents, sink_weights
+from ..call.gradient_parts import sink_weights
+from ..call.kernel import Tangents
 from ..call.problem import Problem
 from ..formula.derivative import score_tangent
 from .dropout import keep_factor

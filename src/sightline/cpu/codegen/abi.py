@@ -87,7 +87,7 @@ _FORWARD_FIELDS = COMMON_FIELDS | {
     "output": POINTER,  # (B, H, n, d_v) with these strides in bytes, and adjacent columns
     **dict.fromkeys(("output_batch_stride", "output_head_stride", "output_row_stride"), INT64),
     "sinks": POINTER,  # (H,) float64
-    "imprecise_lse_flag": POINTER,  # set to 1 if an lse is NaN, +∞, or above `kernel.MAX_LSE` in size
+    "imprecise_lse_flag": POINTER,  # set to 1 if an lse is NaN, +∞, or above `gradient_parts.MAX_LSE` in size
 }
 FORWARD_FIELDS = end_with(FORWARD_CALL_FIELDS, _FORWARD_FIELDS | {"blocks_per_item": INT64})
 _DECODE_FIELDS = _FORWARD_FIELDS | {

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...arrays.row_formats import RowFormat
-from ...call.kernel import MAX_LSE
+from ...call.gradient_parts import MAX_LSE
 from ...formula.expression import Expression
 from ...reference.dropout import LOW_32_BITS, philox_rounds
 from ..codegen.abi import LoadedArguments, OutputArguments

@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import convert, detach, empty, layout, namespace, to_numpy
-from ...call.kernel import (
-    BACKWARD_SUMS,
-    GivenGradients,
-    Gradients,
+from ...call.gradient_parts import (
     differentiate_sinks,
     find_learned_lookups,
     is_lse_too_large,
@@ -21,6 +18,7 @@ from ...call.kernel import (
     sum_by_table,
     widen,
 )
+from ...call.kernel import BACKWARD_SUMS, GivenGradients, Gradients
 from ...call.problem import OPERANDS, Problem
 from ...formula.expression import SYMBOLS
 from ...statistics import Reduction, StatisticGradients
@@ -100,7 +98,7 @@ class Split:
 def backward(problem: Problem, given: GivenGradients, threads: int | None, processor: Processor) -> Gradients | None:
     """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse.
 
-    Returns None if a gradient is NaN or ∞, or if an lse exceeds `kernel.MAX_LSE`. The kernel `Streaming` must then
+    Returns None if a gradient is NaN or ∞, or if an lse exceeds `MAX_LSE`. The kernel `Streaming` must then
     compute the gradients.
     """
     d_output, d_lse, saved, wanted_tables, statistic_gradients = given

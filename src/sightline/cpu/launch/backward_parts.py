@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 
 from ...arrays.operations import detach, itemsize
-from ...call.kernel import GivenGradients, Gradients, differentiate_sinks, is_lse_too_large
+from ...call.gradient_parts import differentiate_sinks, is_lse_too_large
+from ...call.kernel import GivenGradients, Gradients
 from ...call.problem import Problem
 from ...formula.tile_ranges import find_runs, find_tile_ranges
 from ...partition.parts import part_of

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import convert, detach, empty, to_numpy
-from ...call.kernel import Tangents, is_lse_too_large, sink_weights
+from ...call.gradient_parts import is_lse_too_large, sink_weights
+from ...call.kernel import Tangents
 from ...call.problem import Problem
 from ...formula.derivative import score_tangent
 from ...formula.expression import Expression
@@ -23,7 +24,7 @@ def tangent(
 ) -> tuple[Any, Any] | None:
     """Return the tangents of output and lse. `saved` is (output, lse) of the forward pass.
 
-    Returns None if a tangent is NaN or ∞, or if an lse exceeds `kernel.MAX_LSE`. The kernel `Streaming` must then
+    Returns None if a tangent is NaN or ∞, or if an lse exceeds `MAX_LSE`. The kernel `Streaming` must then
     compute the tangents.
     """
     output, lse = saved

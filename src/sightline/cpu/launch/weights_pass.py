@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import Framework, convert, dtype_name, empty, framework, namespace, resolve_dtype, to_numpy
-from ...call.kernel import MAX_LSE
+from ...call.gradient_parts import MAX_LSE
 from ...call.problem import Problem
 from ...formula.expression import Expression
 from ...statistics import Mean, Reduction, Statistic, TopK, unwrap_mean

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ...arrays.operations import detach
-from ...call.kernel import Gradients, Refusal, find_learned_lookups, sum_by_table, sum_sink_gradients
+from ...call.gradient_parts import find_learned_lookups, sum_by_table, sum_sink_gradients
+from ...call.kernel import Gradients, Refusal
 from ...call.problem import Problem
 from ...formula.derivative import derivative
 from ...formula.expression import SYMBOLS, Expression, Lookup

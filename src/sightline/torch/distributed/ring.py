@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 from ...api import kernels as dispatch
 from ...arrays.operations import itemsize, needs_gradient
-from ...call.kernel import GivenGradients, sink_weights, sum_sink_gradients
+from ...call.gradient_parts import sink_weights, sum_sink_gradients
+from ...call.kernel import GivenGradients
 from ...call.problem import Problem
 from ...call.spec import split_arrays
 from ...errors import ParameterError
