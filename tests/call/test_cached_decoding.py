@@ -11,8 +11,8 @@ from cached_calls import run_in_python, uncached
 from sample_calls import arrays, bits, decoding_arrays
 from sightline import h, i, j, m, n
 from sightline.call import call_cache
-from sightline.call.kernel import min_decode_keys
 from sightline.call.problem import make_problem
+from sightline.call.request import min_decode_keys
 from sightline.cpu.launch.decode import BoundDecode
 from sightline.cpu.launch.prepared_call import PreparedCall
 from sightline.reference.accuracy import compute_baseline, term_sizes

@@ -9,8 +9,8 @@ import sightline
 from cached_calls import cache_problem
 from fault_planting import Fault, assert_found
 from sightline import causal, entropy, h, i, j, lse, m, n, padding, s, softcap, table
-from sightline.call.kernel import min_decode_keys
 from sightline.call.problem import make_problem
+from sightline.call.request import min_decode_keys
 from sightline.cpu import Cpu
 from sightline.cpu.kernels.decode import Decode
 from sightline.cpu.kernels.visible_keys import VisibleKeys

@@ -17,12 +17,6 @@ from ..formula.expression import Expression, walk
 from ..statistics import Statistic, StatisticGradients
 from .problem import OPERANDS, Problem
 
-CPU_VARIABLE = (
-    "SIGHTLINE_CPU"  # this environment variable names a machine, to use fewer features than the processor has
-)
-MAX_FEW_QUERIES = 4  # up to this number of queries, the CPU's decoding kernel is faster than its forward kernel ...
-MIN_DECODE_KEYS = (1, 8, 16, 32)  # ... if there are at least so many keys, for 1 to 4 queries
-MIN_KEYS_PER_SPLIT = 512  # with fewer keys a split of the CPU's decoding kernel costs more than it saves
 MAX_FORMULA_NODES = 400  # most nodes of mask and score together: LLVM compiles a node in about 10 ms
 
 
@@ -228,11 +222,6 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
         kernels,
         tuple(kernel.refuses_backward(problem)) if needs_gradients else (),
     )
-
-
-def min_decode_keys(n: int) -> int:
-    """Return the smallest number of keys for which the CPU's decoding kernel may serve n queries."""
-    return MIN_DECODE_KEYS[n - 1] if 0 < n <= MAX_FEW_QUERIES else MIN_KEYS_PER_SPLIT
 
 
 # -- what the generated kernels of the CPU and of GPUs share ----------------------------------------------------------

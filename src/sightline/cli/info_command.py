@@ -22,8 +22,9 @@ from rich.text import Text
 from .. import __version__
 from ..api.kernels import KERNELS
 from ..arrays.operations import resolve_dtype
-from ..call.kernel import CPU_VARIABLE, Kernel
+from ..call.kernel import Kernel
 from ..call.problem import Problem, make_problem
+from ..call.request import CPU_VARIABLE
 from ..cpu.runtime import disk_cache, thread_count
 from ..data import tried_versions
 from ..formula.library import alibi, causal

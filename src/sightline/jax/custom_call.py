@@ -25,8 +25,7 @@ import jax
 import llvmlite.binding as llvm
 import numpy as np
 
-from ..call.kernel import CPU_VARIABLE
-from ..call.request import machine_setting
+from ..call.request import CPU_VARIABLE, machine_setting
 from ..cpu.calls.launch_record import FIRST_COMPUTED, FIRST_NUMBER, NUM_VALUES
 from ..cpu.calls.xla_direct_call import ENTRY_FIELDS
 from ..cpu.calls.xla_handler import CALLBACK, CLOSE, INSTALL, build_module

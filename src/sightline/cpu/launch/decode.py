@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import layout
-from ...call.kernel import MAX_FEW_QUERIES, MIN_KEYS_PER_SPLIT, min_decode_keys
 from ...call.problem import Problem
+from ...call.request import MAX_FEW_QUERIES, MIN_KEYS_PER_SPLIT, min_decode_keys
 from ..codegen.abi import DECODE_CALL_FIELDS, FORWARD_CALL_FIELDS
 from ..kernels.decode import MAX_ROWS_PER_ITEM, Decode
 from ..kernels.decode_rows import UNROLL

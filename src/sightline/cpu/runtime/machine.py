@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ...caching import cached_property
-from ...call.kernel import CPU_VARIABLE
+from ...call.request import CPU_VARIABLE
 from ...errors import ParameterError
 from . import llvmlite_lock
 
