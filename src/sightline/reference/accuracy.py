@@ -228,7 +228,7 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
     wide, narrow = resolve_dtype(xp, problem.accumulator), resolve_dtype(xp, dtype)
 
     def round_to_dtype(array: Any) -> Any:
-        return xp.astype(xp.astype(array, narrow), wide)
+        return array if narrow == wide else xp.astype(xp.astype(array, narrow), wide)
 
     def permute(array: Any, axis: int, inverse: bool = False) -> Any:
         """Return the array with the positions of an axis in the order of summation; if `inverse`, undo this order."""
