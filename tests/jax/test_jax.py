@@ -24,7 +24,7 @@ from sightline.call.problem import make_problem
 from sightline.call.spec import CallSpec
 from sightline.errors import FormulaError, ParameterError, ShapeError, SightlineError
 from sightline.jax import dispatch, primitives, xla_calls
-from sightline.jax.options import CallOptions
+from sightline.jax.options import PrimitiveOptions
 from sightline.reference.accuracy import gradient_term_sizes, summation_orders
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
@@ -610,7 +610,7 @@ def test_a_program_has_the_text_of_its_call(operands):
     shape = list(operands[0].shape)
     types = tuple([xla_calls.ArrayType(operands[0].shape, "float32")] * 3)
     spec, _ = CallSpec.of(make_problem(*map(np.asarray, operands), mask=i >= j), threads=2)
-    call = xla_calls.XlaForward(CallOptions(spec, ()), types, types[:1])
+    call = xla_calls.XlaForward(PrimitiveOptions(spec, ()), types, types[:1])
     _, values = json.loads(call.to_text())
     assert values["arguments"][0] == [shape, "float32", False]
     assert xla_calls.parse_call(call.to_text().encode()) == call

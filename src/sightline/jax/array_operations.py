@@ -25,18 +25,18 @@ from ..formula.expression import Expression
 from ..reference.dropout import philox_rounds, threshold
 from ..statistics import Lse, Mean, Reduction, Statistic, TopK, unwrap_mean
 from ..statistics.reduction import cell_of
-from .options import CallOptions
+from .options import PrimitiveOptions
 
 BLOCK_ELEMENTS = 1 << 22  # the most scores of one block, over all batches and heads; one query may have more
 
 
-def attend(*inputs: Any, options: CallOptions) -> list[Any]:
+def attend(*inputs: Any, options: PrimitiveOptions) -> list[Any]:
     """Return the results of the primitive `attention`. lse in float64 is 0, because the derivatives here ignore it."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as formulas need it
         return _attend(inputs, options)
 
 
-def _attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
+def _attend(inputs: Sequence[Any], options: PrimitiveOptions) -> list[Any]:
     problem, seed = _make_problem(inputs, options)
     blocks = _Blocks(problem, seed)
     rows = min(max(BLOCK_ELEMENTS // max(problem.B * problem.H * problem.m, 1), 1), max(problem.n, 1))
@@ -54,7 +54,7 @@ def _attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
     return [result.astype(kind.dtype) for result, kind in zip(results, types, strict=True)]
 
 
-def tangents(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
+def tangents(*inputs: Any, options: PrimitiveOptions, wanted: tuple[int, ...]) -> list[Any]:
     """Return the results of the primitive `tangent`: tangents of results, from those of the arguments `wanted`."""
     primals, given = inputs[: options.spec.num_arrays], inputs[options.spec.num_arrays + 2 :]
     function = _restrict(primals, options, wanted, options.differentiable_results(primals))
@@ -62,7 +62,7 @@ def tangents(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> lis
     return found
 
 
-def gradients(*inputs: Any, options: CallOptions, wanted: tuple[int, ...], given: tuple[int, ...]) -> list[Any]:
+def gradients(*inputs: Any, options: PrimitiveOptions, wanted: tuple[int, ...], given: tuple[int, ...]) -> list[Any]:
     """Return the results of the primitive `backward`: gradients of the arguments `wanted`, from those of `given`."""
     primals, cotangents = inputs[: options.spec.num_arrays], inputs[options.spec.num_arrays + 2 :]
     function = _restrict(primals, options, wanted, given)
@@ -70,7 +70,7 @@ def gradients(*inputs: Any, options: CallOptions, wanted: tuple[int, ...], given
 
 
 def _restrict(
-    primals: Sequence[Any], options: CallOptions, wanted: Sequence[int], given: Sequence[int]
+    primals: Sequence[Any], options: PrimitiveOptions, wanted: Sequence[int], given: Sequence[int]
 ) -> Callable[..., list[Any]]:
     """Return `attend` as a function from the arguments `wanted` to the results `given`; the others are constant."""
 
@@ -82,7 +82,7 @@ def _restrict(
     return function
 
 
-def _make_problem(inputs: Sequence[Any], options: CallOptions) -> tuple[Problem, Any]:
+def _make_problem(inputs: Sequence[Any], options: PrimitiveOptions) -> tuple[Problem, Any]:
     """Return the problem, and the seed as two uint32 words, or None without dropout."""
     arrays = options.spec.unflatten(inputs)
     given = zip(arrays.tables, options.wide_tables, strict=True)

@@ -19,7 +19,7 @@ from ..errors import ParameterError, ShapeError
 from ..gpu import Triton
 from ..kv_cache import unpack_cache
 from ..statistics import solve_selections_separately
-from .options import FIRST_ARRAY, LSE, CallOptions, check_tables, fold_traced_scale
+from .options import FIRST_ARRAY, LSE, PrimitiveOptions, check_tables, fold_traced_scale
 from .primitives import attention
 
 
@@ -76,7 +76,7 @@ def solve(problem: Problem, options: Options) -> Result:
     converted = [_to_jax(table.array) for table in tables]
     seed = options.seed if problem.dropout else None  # a selection of a statistic is a problem without dropout
     arrays = Arrays(problem.query, problem.key, problem.value, [x for x, _ in converted], problem.sinks, seed)
-    parameters = CallOptions(spec, tuple([dtype for _, dtype in converted]), options.by_position)
+    parameters = PrimitiveOptions(spec, tuple([dtype for _, dtype in converted]), options.by_position)
     results = attention(*arrays.flatten(), options=parameters)
     seen = []
     for statistic, own in zip(problem.see, split_arrays(problem.see, results, FIRST_ARRAY), strict=True):

@@ -20,7 +20,7 @@ OUTPUT, LSE, PRECISE_LSE, FIRST_ARRAY = range(4)  # the statistics' arrays begin
 
 
 @dataclass(frozen=True)
-class CallOptions:
+class PrimitiveOptions:
     """The static parameters of the primitives.
 
     Parameters

@@ -28,7 +28,7 @@ from ..statistics import Mean
 from ..statistics.reduction import refuse_learned
 from .array_operations import attend, gradients, tangents
 from .custom_call import register
-from .options import LSE, OUTPUT, PRECISE_LSE, CallOptions
+from .options import LSE, OUTPUT, PRECISE_LSE, PrimitiveOptions
 from .xla_calls import ArrayType, XlaBackward, XlaCall, XlaForward, XlaTangent
 
 MAX_COMPILED = 256  # programs of calls outside of `jit`; the least recently used is dropped beyond this number
@@ -80,7 +80,7 @@ def _compile(function: Callable[..., Any], options: tuple[tuple[str, Any], ...])
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def attention(*inputs: Any, options: CallOptions) -> list[Any]:
+def attention(*inputs: Any, options: PrimitiveOptions) -> list[Any]:
     """Return output, lse, lse in float64 as pairs of 32-bit words, and the arrays of all statistics but lse."""
     results: list[Any] = attention_p.bind(*vary_together(inputs), options=options)
     return results
@@ -126,7 +126,7 @@ def _lower(
     lower_operations: Callable[..., Any],
     ctx: Any,
     *operands: Any,
-    options: CallOptions,
+    options: PrimitiveOptions,
     **more: Any,
 ) -> Any:
     """Lower a primitive to the custom call of XLA, and return the values of its results.
@@ -179,7 +179,7 @@ def _find_operands(
     return arguments, {OUTPUT} if given is None else changed
 
 
-def _tangent_types(inputs: Sequence[Any], options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
+def _tangent_types(inputs: Sequence[Any], options: PrimitiveOptions, wanted: tuple[int, ...]) -> list[Any]:
     types = options.result_types(inputs)
     return [types[k] for k in options.differentiable_results(inputs)]
 
@@ -187,7 +187,7 @@ def _tangent_types(inputs: Sequence[Any], options: CallOptions, wanted: tuple[in
 # -- derivatives -------------------------------------------------------------------------------------------------------
 
 
-def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], options: CallOptions) -> tuple[Any, Any]:
+def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], options: PrimitiveOptions) -> tuple[Any, Any]:
     """Return the results of `attention` and their tangents."""
     results = attention_p.bind(*primals, options=options)
     learned = [id(x) for x, tangent in zip(primals, tangents, strict=True) if type(tangent) is not ad.Zero]
@@ -215,7 +215,9 @@ def _differentiate_again(
     return found
 
 
-def _transpose(cotangents: Sequence[Any], *inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any], *inputs: Any, options: PrimitiveOptions, wanted: tuple[int, ...]
+) -> list[Any]:
     """Return None for each input of `tangent` that is not a tangent, and then the gradients of the tangents."""
     constants = inputs[: options.spec.num_arrays + 2]
     indices = options.differentiable_results(constants)
@@ -233,7 +235,7 @@ def _transpose(cotangents: Sequence[Any], *inputs: Any, options: CallOptions, wa
 
 
 def _batch(
-    primitive: Primitive, inputs: Sequence[Any], axes: Sequence[int | None], options: CallOptions, **more: Any
+    primitive: Primitive, inputs: Sequence[Any], axes: Sequence[int | None], options: PrimitiveOptions, **more: Any
 ) -> tuple[list[Any], list[int]]:
     """Return the results of a mapped call, and the mapped axis of each result, which is 0.
 

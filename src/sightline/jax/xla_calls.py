@@ -32,7 +32,7 @@ from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Statistic
 from ..statistics.dispatch import formulas_of
-from .options import FIRST_ARRAY, LSE, OUTPUT, CallOptions
+from .options import FIRST_ARRAY, LSE, OUTPUT, PrimitiveOptions
 
 if TYPE_CHECKING:
     from ..cpu.launch.prepared_call import PreparedCall
@@ -76,7 +76,7 @@ class XlaCall(ABC):
     arguments, results : the types of the arrays that XLA passes
     """
 
-    options: CallOptions
+    options: PrimitiveOptions
     arguments: tuple[ArrayType, ...]
     results: tuple[ArrayType, ...]
 
@@ -264,7 +264,7 @@ def parse_call(text: bytes) -> XlaCall:
     """Return the call that has this text."""
     name, values = json.loads(text)
     spec, wide_tables, by_position = values.pop("options").values()
-    options = CallOptions(CallSpec(*spec), tuple(wide_tables), by_position)
+    options = PrimitiveOptions(CallSpec(*spec), tuple(wide_tables), by_position)
     types = [
         tuple([ArrayType(tuple(shape), *rest) for shape, *rest in values.pop(own)]) for own in ("arguments", "results")
     ]
