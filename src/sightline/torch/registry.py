@@ -35,22 +35,20 @@ PLAIN = {Tensor, Parameter}
 
 
 class ActiveOverrides:
-    """The functions in the place of torch's kernels until `remove` is called. torch's fast path of layers is off."""
+    """The functions in the place of torch's kernels and of its fast path of layers, until `remove` is called."""
 
     def __init__(self) -> None:
         self.had_fast_path = mha.get_fastpath_enabled()
         self.library: Library | None = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         add: Any = self.library.impl
-        eager = [(SDPA, "AutogradCPU", _attend), (SDPA, "CPU", _attend)]
         traced = [(FLASH, "CPU", _attend_below_autograd), (f"{FLASH}_backward", "CPU", _differentiate)]
         with catch_warnings(action="ignore"):  # torch warns that its own kernels are overridden
-            for name, dispatch_key, compute in (*eager, *traced):
+            for name, dispatch_key, compute in ((SDPA, "AutogradCPU", _attend), (SDPA, "CPU", _attend), *traced):
                 kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
                 add(name, _or_torch(compute, kernel), dispatch_key, with_keyset=True)
         mha.set_fastpath_enabled(False)
 
     def remove(self) -> None:
-        """Give torch's kernels and its fast path back."""
         self.library = None
         mha.set_fastpath_enabled(self.had_fast_path)
 
