@@ -1,4 +1,4 @@
-"""Which keys each rank needs, and which of its queries see them.
+"""Which keys each rank needs, in blocks of which length they are sent, and which of its queries see them.
 
 A rank is one process of a group. All ranks compute the same schedule from the mask, and exchange no messages for it.
 """

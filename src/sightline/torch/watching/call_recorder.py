@@ -1,4 +1,4 @@
-"""The watcher of one model: which calls of attention it records, why it recorded none, and the recording."""
+"""The watcher of one model: which calls it records and as what, self- or cross-attention, and why it recorded none."""
 
 from __future__ import annotations
 
