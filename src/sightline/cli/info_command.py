@@ -119,7 +119,7 @@ def info(_: argparse.Namespace) -> None:
     console.print(key_value_table((kernel.name, kernel.description) for kernel in KERNELS))
     _print_support(console, support())
     if has_gpu():
-        from ..torch import kernels
+        from ..torch.dispatch import kernels
 
         section(console, "Kernels on the GPU")
         _print_support(console, support(kernels(), "cuda"))

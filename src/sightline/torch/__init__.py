@@ -16,7 +16,6 @@ except ImportError as error:
     raise MissingExtraError("sightline.torch without torch", "torch 2.6 or later", "pip install torch") from error
 
 from . import registry as registry  # adds this library to torch's registry
-from .dispatch import kernels, run
 from .functional import scaled_dot_product_attention
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 from .qk_clipping import qk_clip
@@ -27,10 +26,8 @@ __all__ = [
     "Replacement",
     "ScaledDotProductAttention",
     "SelfAttention",
-    "kernels",
     "qk_clip",
     "replacing",
-    "run",
     "scaled_dot_product_attention",
 ]
 
