@@ -6,6 +6,7 @@ Pages are read on a code host and as a site, which `make docs` builds.
 import ast
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,13 @@ def test_the_index_lists_every_recipe():
     recipes = [f"{page.name}#{anchor}" for page, text in pages.items() for anchor in anchors(text[text.index("## ") :])]
     assert len(recipes) > 40
     assert [recipe for recipe in recipes if f"({recipe})" not in index] == []
+
+
+def test_the_layers_of_the_page_are_those_of_the_contract():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = [layer.replace("sightline.", "") for layer in contracts[0]["layers"]]
+    page = (DOCS / "architecture" / "imports.md").read_text("utf-8")
+    assert re.findall(r"^    (.+)$", page, re.MULTILINE)[: len(layers)] == layers
 
 
 def test_outputs_of_commands_on_pages_are_checked_and_written(tmp_path, capsys, monkeypatch):

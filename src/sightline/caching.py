@@ -1,4 +1,4 @@
-"""For caches: properties that are computed once, and hashes of the source files from which cache files were made."""
+"""For caches: properties computed once, dicts of limited length, and hashes of the sources of cache files."""
 
 from __future__ import annotations
 
@@ -51,3 +51,13 @@ def hash_sources(package: Path, files: Iterable[Path]) -> str:
     for file in files:
         digest.update(f"{file.relative_to(package).as_posix()}\n".encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def store(entries: dict[Any, Any], key: Any, entry: Any, limit: int) -> None:
+    """Store an entry, and drop the first entries of the dict beyond the limit."""
+    entries[key] = entry  # each operation on the dict is atomic, so no lock is needed
+    while len(entries) > limit:
+        try:
+            del entries[next(iter(entries))]
+        except (KeyError, StopIteration, RuntimeError):  # other threads have changed the dict
+            break

@@ -20,13 +20,14 @@ import numpy as np
 
 from ..arrays.layouts import FRAMEWORKS
 from ..arrays.operations import accumulator, convert, dtype_name, has_heads_in_rows, namespace, numpy_address, to_numpy
+from ..caching import store
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
 from ..statistics.dispatch import formulas_of
 from .gradient_parts import differentiate_sinks, subtract_rounding, widen
 from .kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients
-from .lookup import LOOKUP, store
+from .lookup import LOOKUP
 from .problem import NUM_OPERANDS, OPERANDS, Problem
 from .request import Request
 from .spec import count_arrays, split_arrays

@@ -41,7 +41,7 @@ from ..formula.parameters import structure_of
 from ..statistics import Lse, Mean, Statistic, unwrap_mean
 from ..statistics.dispatch import FusedStatistics, is_in_weights_pass
 from .kernel import Result
-from .lookup import LOOKUP, store
+from .lookup import LOOKUP, store_call
 from .problem import NUM_OPERANDS, OPERANDS, Problem
 from .request import Request, family_key, make_tuple, without_key_length
 
@@ -95,7 +95,7 @@ def _find_any_key_length(request: Request, key: Any) -> ForwardEntry | None:
     entry = _lookup(calls, without_key_length(request.key))
     if entry is not None:
         entry = replace(entry, prepared=entry.prepared.copy(key.shape[-2]))
-        store(calls, request.key, entry)
+        store_call(calls, request.key, entry)
     return entry
 
 
@@ -130,7 +130,7 @@ def _bind_family(request: Request, query: Any, key: Any, value: Any) -> ForwardE
     makers = member.make_makers((*query.shape[:-1], family.spec.d_v), has_heads_in_rows(query))
     prepared = member.prepared.rebind(bound_call, makers, key.shape[-2])
     entry = replace(member, prepared=prepared, attach=None if member.attach is None else copy(member.attach))
-    store(calls, _cache_key(request, bound_call), entry)
+    store_call(calls, _cache_key(request, bound_call), entry)
     return entry
 
 
@@ -397,7 +397,7 @@ def insert(
     entry = kind(own_framework, statistics, attach, prepared, *rest)
     makers = entry.make_makers(tuple(output.shape), has_heads_in_rows(arrays[0]))
     entry.prepared = prepared.rebind(bound_call, makers, problem.m)
-    store(calls, request.key if passes else _cache_key(request, bound_call), entry)
+    store_call(calls, request.key if passes else _cache_key(request, bound_call), entry)
     shared_key = None if bound_call.family is None or passes else family_key(request.key)
     if shared_key is not None:
-        store(families, shared_key, entry)
+        store_call(families, shared_key, entry)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..arrays.layouts import NO_TENSORS, Tensors, read_arrays
+from ..caching import store
 
 MAX_CACHED_CALLS = 256  # the call cache moves an entry that was used to the end, so the least recently used is dropped
 
@@ -62,11 +63,6 @@ class CallLookup:
 LOOKUP = CallLookup()
 
 
-def store(entries: dict[Any, Any], key: Any, entry: Any, limit: int | None = None) -> None:
-    """Store an entry, and drop the first entries of the dict beyond `limit`, by default `MAX_CACHED_CALLS`."""
-    entries[key] = entry  # each operation on the dict is atomic, so no lock is needed
-    while len(entries) > (MAX_CACHED_CALLS if limit is None else limit):
-        try:
-            del entries[next(iter(entries))]
-        except (KeyError, StopIteration, RuntimeError):  # other threads have changed the dict
-            break
+def store_call(calls: dict[Any, Any], key: Any, entry: Any) -> None:
+    """Store a call. The dict keeps `MAX_CACHED_CALLS` calls."""
+    store(calls, key, entry, MAX_CACHED_CALLS)

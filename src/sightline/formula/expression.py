@@ -1,10 +1,11 @@
 """The expression graph of masks and scores: symbols, constants, operators and table lookups.
 
 A formula combines five symbols (batch `b`, query head `h`, query position `i`, key position `j`, scaled score `s`) and
-two lengths (`n` queries, `m` keys) by arithmetic, comparisons, `& | ~`, `where` and functions of NumPy or torch. The
-graph is immutable. Other modules of this package are passes over the graph, such as printing or differentiation. A pass
-visits every node once, after the arguments of the node. So a part that occurs several times is computed once. The loop
-in `walk` finds this order, so a deep formula does not reach Python's recursion limit.
+two lengths (`n` queries, `m` keys) by arithmetic, comparisons, `& | ~`, `where` and functions of NumPy or torch. A
+formula of a statistic also reads the weight `p`; the symbol "ln p" stands for its logarithm. The graph is immutable.
+Other modules of this package are passes over the graph, such as printing or differentiation. A pass visits every node
+once, after the arguments of the node. So a part that occurs several times is computed once. The loop in `walk` finds
+this order, so a deep formula does not reach Python's recursion limit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MAX_EXACT_INTEGER = 2**53  # bounds of whole numbers are float64, which is not e
 
 
 class Expression(ExpressionMethods):
-    """A formula of `b h i j s n m`, such as `sightline.i >= sightline.j`.
+    """A formula of `b h i j s p n m`, such as `sightline.i >= sightline.j`.
 
     `print` shows the formula in mathematical notation, `array` returns a dense array, and `show` draws a picture.
     """
@@ -123,7 +124,7 @@ class Expression(ExpressionMethods):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Symbol(Expression):
-    """A symbol of formulas: b, h, i, j, s, n or m."""
+    """A symbol of formulas: b, h, i, j, s, p, ln p, n or m."""
 
     name: str
     kind: Kind

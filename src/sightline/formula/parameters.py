@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..arrays.operations import is_compiling
-from ..caching import cached_property
+from ..caching import cached_property, store
 from .expression import Apply, Constant, Expression, Indices, Lookup, Offset, Parameter, intern, walk
 from .operators import Kind
 from .tables import Table
@@ -92,7 +92,7 @@ def structure_of(*formulas: Expression | None) -> Structure:
         return own[key]
     own[key] = structure = _structure_of_templates(formulas) or _make_structure(formulas)
     if not structure.tables:  # `_STRUCTURES` would keep the tables alive
-        _store(_STRUCTURES, formulas, structure)
+        store(_STRUCTURES, formulas, structure, MAX_STRUCTURES)
     return structure
 
 
@@ -148,7 +148,7 @@ def _structure_of_templates(formulas: tuple[Expression | None, ...]) -> Structur
     common = _STRUCTURES.get(key)
     if common is None:
         common = _make_structure(key)
-        _store(_STRUCTURES, key, common)  # its tables are those of templates, which are never freed
+        store(_STRUCTURES, key, common, MAX_STRUCTURES)  # its tables are those of templates, which are never freed
     structure = Structure(common.formulas, tuple([tables[id(table)] for table in common.tables]), common.numbers)
     vars(structure)["key"] = common.key
     return structure
@@ -187,7 +187,7 @@ def _make_structure(formulas: tuple[Expression | None, ...]) -> Structure:
     built = _BUILT.get(key)
     if built is None:
         built = _build(formulas, kept)
-        _store(_BUILT, key, built)
+        store(_BUILT, key, built, MAX_STRUCTURES)
     return Structure(built, tuple(tables), tuple(numbers))
 
 
@@ -216,13 +216,6 @@ def _build(formulas: tuple[Expression | None, ...], kept: set[int]) -> tuple[Exp
         return intern(Parameter(numbers.setdefault(id(node), len(numbers)), node.kind))
 
     return tuple([None if formula is None else formula.rewrite({}, lookup, constant) for formula in formulas])
-
-
-def _store(entries: dict[Any, Any], key: Any, value: Any) -> None:
-    """Store an entry, and drop the oldest entries beyond `MAX_STRUCTURES`."""
-    entries[key] = value
-    while len(entries) > MAX_STRUCTURES:
-        entries.pop(next(iter(entries), key), None)
 
 
 _STRUCTURES: dict[tuple[Expression | None, ...], Structure] = {}  # formulas are interned, so they are keys

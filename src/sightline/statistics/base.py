@@ -1,8 +1,6 @@
 """The base class of statistics. It defines their arrays, the update by a tile of weights, and the gradient formula.
 
-P are the normalised weights before dropout. S are the final masked scores in nats, −∞ where hidden. A new statistic is
-a formula of `reduction.Reduction` if one suffices, else a subclass of `selection.Statistic`, a class in
-`statistics.STATISTICS`, and a case of `compute_statistic` of JAX.
+P are the normalised weights before dropout. S are the final masked scores in nats, −∞ where hidden.
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ from torch.nn.functional import scaled_dot_product_attention  # bound before `re
 
 from ..arrays.layouts import Tensors
 from ..arrays.operations import TORCH
+from ..caching import store
 from ..call import call_cache
 from ..call.backward_calls import MAX_BACKWARD_ENTRIES
 from ..call.call_cache import EntryResult, ResultBuilder, describe_statistics
 from ..call.kernel import BACKWARD_OPERANDS, Gradients, Result
-from ..call.lookup import LOOKUP, store
+from ..call.lookup import LOOKUP, store_call
 from ..call.problem import NUM_OPERANDS, Problem
 from ..call.request import Request
 from ..formula.expression import Expression
@@ -158,7 +159,7 @@ def insert(
     variants: Any = call_cache.calls.get(request.key)
     if not isinstance(variants, EntriesByNumbers) or len(variants.calls) >= MAX_CALLS_BY_NUMBERS:
         variants = EntriesByNumbers()
-        store(call_cache.calls, request.key, variants)
+        store_call(call_cache.calls, request.key, variants)
     variants.calls[request.numbers] = GpuEntry(TORCH, statistics, attach, launches, squeezed_axis)
 
 
@@ -168,4 +169,4 @@ def insert_fused(request: Request, inputs: tuple[Tensor, Tensor, Tensor], proble
     # on AMD GPUs `fused.Fused.run` changes key and value
     is_unchanged = all(x is y for x, y in zip(operands, inputs, strict=True)) and problem.query.ndim == NUM_AXES
     if is_unchanged and not needs_gradients(problem) and torch.version.hip is None:
-        store(call_cache.calls, request.key, FusedEntry(problem))
+        store_call(call_cache.calls, request.key, FusedEntry(problem))

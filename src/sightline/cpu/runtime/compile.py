@@ -23,7 +23,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from ...call.lookup import store
+from ...caching import store
 from . import disk_cache, llvmlite_lock
 from .machine import Machine
 
