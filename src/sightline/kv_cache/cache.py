@@ -440,9 +440,9 @@ class KVCache(StoredRows):
         Notes
         -----
         If fewer than 64 rows are stored, `fork` copies them, as `reorder` does. Some calls need the rows of a sequence
-        in one array, so they copy them first: calls with an array as mask or score, with dropout,
-        or with statistics of single keys such as `received()`; also `keep`, `last`, `key` and `value`. Repeated forks
-        join earlier prefixes that are not shared any more, so that attention reads few parts.
+        in one array, so they copy them first: calls with an array as mask or score, with dropout, or with statistics of
+        single keys such as `received()`; also `keep`, `last`, `key` and `value`. Repeated forks join earlier prefixes
+        that are not shared any more, so that attention reads few parts.
         """
         self._check_no_drafts("fork")
         owners = read_owners(counts, self._lengths.size)

@@ -80,7 +80,8 @@ def _attend_below_autograd(
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse (B, H, n) in the order of memory that torch's kernel promises to compiled programs."""
     if dropout_p > 0 or query.shape[-1] != value.shape[-1]:
-        raise KernelRefusedError("dropout, or d_v unlike d_k", "what torch's kernel serves", "the public function")
+        cure = f"torch.nn.functional.{SDPA}"
+        raise KernelRefusedError("dropout, or d_v unlike d_k", "what torch's kernel serves", cure)
     with torch.no_grad(), autocast_disabled(query):
         options = _read(query, key, value, is_causal, **named).replace(see=(lse(),), kernel="cpu")
         output, (sums,) = attend(query, key, value, options)

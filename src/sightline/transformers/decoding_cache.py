@@ -30,9 +30,9 @@ class Cache(DynamicCache):  # type: ignore[misc]
 
     `model.generate(..., cache=sightline.transformers.Cache())` generates the tokens that transformers' own
     `DynamicCache` gives: greedy, sampled, by beams or with drafts. Before transformers 5.24 the argument is
-    `past_key_values`. `DynamicCache` copies all keys and values of a layer
-    at every token. Here each layer has a `sightline.KVCache`, and the layer's attention reads views of its storage. The
-    views are plain tensors, so models with another attention implementation work too.
+    `past_key_values`. `DynamicCache` copies all keys and values of a layer at every token. Here each layer has a
+    `sightline.KVCache`, and the layer's attention reads views of its storage. The views are plain tensors, so models
+    with another attention implementation work too.
 
     Parameters
     ----------
