@@ -168,6 +168,17 @@ def test_what_is_refused():
         model.generate(repeated, **{CACHE: cache}, prompt_lookup_num_tokens=2, max_new_tokens=5)
 
 
+def test_layers_return_weights_only_if_the_model_asks_for_them():
+    """What the policy reads of a call is not returned as weights."""
+    model, ids, returned = make_llama("sightline"), prompts(1), []
+    model.model.layers[0].self_attn.register_forward_hook(lambda layer, inputs, results: returned.append(results[1]))
+    with torch.no_grad():
+        model(ids, **{CACHE: Cache(evict=POLICIES["SnapKV"])})
+        model(ids, **{CACHE: Cache(evict=POLICIES["SnapKV"])}, output_attentions=True)
+    assert returned[0] is None
+    assert returned[1].shape == (1, 4, PROMPT, PROMPT)
+
+
 def test_the_watch_records_the_rows_that_are_left():
     model, ids = make_llama("sightline"), prompts(1)
     cache = Cache(evict=POLICIES["TOVA"])

@@ -15,7 +15,7 @@ from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import bias
 from ..formula.library import softcap as softcap_score
 from ..formula.tables import Table
-from ..statistics import weights
+from ..statistics import Statistic, weights
 from ..torch.layer_calls import LayerCall, attend
 from ..torch.watching.attention_finder import is_watched
 from .compatibility import (
@@ -30,6 +30,7 @@ from .compatibility import (
 from .masks_and_biases import FormulaMask, PositionBias, serve_position_biases, sightline_mask
 from .model_contexts import ADDED_MASKS, add_masks
 from .presses import OBSERVED, as_rows
+from .unpadding import Unpadding
 from .wrapper_tensors import StoredTensor
 
 b, h, i, j = (SYMBOLS[name] for name in "bhij")
@@ -123,55 +124,44 @@ def sightline_attention(
     _refuse_unsupported(module, options, attention_mask, position_bias)
     is_paged = cache is not None or PAGED_WINDOW in options
     if is_paged:
-        if module in ADDED_MASKS:
-            raise ParameterError("masking(...) in continuous batching", "the model's own masks", "call model.generate")
         query, key, value, attention_mask = read_paged_cache(module, query, key, value, cache, options)
     check_mask(module, query, attention_mask, options)
-    if isinstance(attention_mask, FormulaMask) and torch.compiler.is_compiling():
-        attention_mask = attention_mask.clone()  # the dense array
-    if isinstance(attention_mask, FormulaMask) and module not in ADDED_MASKS:
-        attention_mask.warn_of_restarts(options.get("position_ids"))
-    score, attention_mask = _read_scores(softcap, position_bias, attention_mask)
+    score, mask = _read_scores(softcap, position_bias, _prepare_mask(module, attention_mask, options))
+
     heads = RETURNED_HEADS[module][-1][module] if module in RETURNED_HEADS else None
     needs_weights = heads != () and _needs_weights(module, options)
-    unpadding = getattr(attention_mask, "unpadding", None)
-    is_stored = isinstance(key, StoredTensor)
-    if unpadding is not None and (needs_weights or is_watched() or is_stored):  # what has the padded shape
-        query = unpadding.pad(query)
-        key, value = (key, value) if is_stored else (unpadding.pad(key), unpadding.pad(value))
-        attention_mask = attention_mask.padded
-    else:
-        unpadding = None
-    n = query.shape[-2]
-    presses = OBSERVED.get(module, ()) if n > 1 else ()  # kvpress evicts after the prompt alone
-    of_press = [statistic(n) for statistic in presses[-1:]]
+    unpadding = None
+    if needs_weights or is_watched() or isinstance(key, StoredTensor):  # what has the padded shape
+        unpadding, query, key, value, mask = _pad(query, key, value, mask)
+    returned = _returned_statistics(module, needs_weights, query.shape[-2])
     evicting = key.evicting if isinstance(key, StoredTensor) else None
-    has_padding = unpadding is not None or getattr(attention_mask, "is_real", None) is not None
-    observed = [] if evicting is None else evicting.observed(n, has_padding)
-    if evicting is not None and isinstance(attention_mask, Tensor) and not isinstance(attention_mask, FormulaMask):
-        attention_mask = _at_positions(attention_mask)
-    given = Options(
-        add_masks(module, attention_mask, query, key),
+    observed = []
+    if evicting is not None:
+        has_padding = unpadding is not None or getattr(mask, "is_real", None) is not None
+        observed = evicting.observed(query.shape[-2], has_padding)
+        mask = _at_positions(mask)
+
+    attention_options = Options(
+        add_masks(module, mask, query, key),
         score,
-        [*([weights()] if needs_weights else []), *of_press, *observed] or None,
+        [*returned, *observed] or None,
         scaling,
         s_aux,
         dropout if module.training else 0.0,
     )
-    call = LayerCall("self", getattr(attention_mask, "query_start", None), getattr(attention_mask, "key_start", 0))
-    output, seen = attend(*_read_cache(query, key, value), call, given)
+    call = LayerCall("self", getattr(mask, "query_start", None), getattr(mask, "key_start", 0))
+    output, seen = attend(*_read_cache(query, key, value), call, attention_options)
     if evicting is not None:
-        evicting.evict(n, *seen[len(seen) - len(observed) :])
+        evicting.evict(query.shape[-2], *seen[len(returned) :])
     if unpadding is not None:
         output = unpadding.flatten(output)
     output = output.transpose(1, 2).contiguous().to(query.dtype)
     if is_paged:
         output = output.flatten(0, 1)[None]
-    if of_press and not needs_weights:
-        return output, as_rows(seen[0])
-    if heads is None:
-        return output, seen[0] if seen else None
-    return output, seen[0][:, list(heads)] if seen else query.new_empty(len(query), 0, query.shape[2], 0)
+    if not returned:
+        return output, None if heads is None else query.new_empty(len(query), 0, query.shape[2], 0)
+    rows = as_rows(seen[0])
+    return output, rows[:, list(heads)] if heads is not None and needs_weights else rows
 
 
 _uncompiled_attention = torch.compiler.disable(sightline_attention)  # type: ignore[no-untyped-call]
@@ -190,8 +180,40 @@ def _read_cache(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any,
     return query.float() if query.dtype == torch.float64 else query, cache, None
 
 
-def _at_positions(mask: Tensor) -> Expression:
-    """Return a dense mask (B or 1, H or 1, n, m) as a formula, which also reads it at the keys that a cache kept."""
+def _prepare_mask(module: nn.Module, mask: Any, options: dict[str, Any]) -> Any:
+    """Return the mask, dense in compiled code. Warn of a prompt whose positions restart, if no mask was added to it."""
+    if isinstance(mask, FormulaMask) and torch.compiler.is_compiling():
+        return mask.clone()  # the dense array
+    if isinstance(mask, FormulaMask) and module not in ADDED_MASKS:
+        mask.warn_of_restarts(options.get("position_ids"))
+    return mask
+
+
+def _pad(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Unpadding | None, Tensor, Tensor, Tensor, Any]:
+    """Return (unpadding, query, key, value, mask) of the padded batch. Without `unpadded`, unpadding is None."""
+    unpadding = getattr(mask, "unpadding", None)
+    if unpadding is None:
+        return None, query, key, value, mask
+    if not isinstance(key, StoredTensor):  # a cache stores padded rows
+        key, value = unpadding.pad(key), unpadding.pad(value)
+    return unpadding, unpadding.pad(query), key, value, mask.padded
+
+
+def _returned_statistics(module: nn.Module, needs_weights: bool, n: int) -> list[Statistic]:
+    """Return the statistic that the layer returns, if any: the weights, or of a prompt the rows that a press reads."""
+    if needs_weights:
+        return [weights()]
+    presses = OBSERVED.get(module, ()) if n > 1 else ()  # kvpress evicts after the prompt alone
+    return [statistic(n) for statistic in presses[-1:]]
+
+
+def _at_positions(mask: Any) -> Any:
+    """Return a dense mask (B or 1, H or 1, n, m) as a formula, which also reads it at the keys that a cache kept.
+
+    Other masks are unchanged.
+    """
+    if isinstance(mask, FormulaMask) or not isinstance(mask, Tensor):
+        return mask
     entry, head = (symbol if length > 1 else 0 for symbol, length in zip((b, h), mask.shape, strict=False))
     return Table(mask)[entry, head, i, j]
 
@@ -264,7 +286,14 @@ def read_paged_cache(
     options
         `cu_seq_lens_q` and `cu_seq_lens_k`, the places where the queries and keys of each request start and end, and
         `read_index` and `write_index`, the places in the cache.
+
+    Raises
+    ------
+    ParameterError
+        `masking` adds a mask to the layer.
     """
+    if module in ADDED_MASKS:
+        raise ParameterError("masking(...) in continuous batching", "the model's own masks", "call model.generate")
     n = query.shape[2]
     if cache is not None:
         key, value = update_paged_cache(cache, module.layer_idx, key, value, options)
