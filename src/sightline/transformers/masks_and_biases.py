@@ -181,25 +181,17 @@ def sightline_mask(
     )
     if torch.compiler.is_compiling():
         return make_dense()
-    real = None
-    if attention_mask is not None:
-        end = kv_offset + kv_length
-        real = torch.nn.functional.pad(attention_mask, (0, max(end - attention_mask.shape[1], 0)))[:, kv_offset:end]
+    real = None if attention_mask is None else _real_keys(attention_mask, kv_offset, kv_offset + kv_length)
     padding = None if real is None else padding_formula(real)
     query_start = int(q_offset) - kv_offset
-    rule = None
     if mask_function is bidirectional_mask_function:
-        formula = padding
-        if formula is None:
+        rule, formula = None, padding
+        if padding is None:
             return None if allow_is_bidirectional_skip else make_dense()
     else:
-        try:
-            rule = to_formula(mask_function, "mask", "b h i j")
-        except SightlineError:  # formulas cannot express the function
+        rule = _read_rule(mask_function)
+        if rule is None:
             return make_dense()
-        if rule.kind != "bool":
-            return make_dense()
-        rule = rule.rewrite({"h": as_expression(0)})  # one mask serves all heads
         is_newest = q_length == 1 and query_start == kv_length - 1  # then no key is later, and a step searches no tiles
         remaining = without_later_keys(rule) if is_newest else rule
         formula = padding
@@ -218,6 +210,20 @@ def sightline_mask(
         rule=rule,
         is_real=real if is_prompt and has_padding else None,
     )
+
+
+def _real_keys(attention_mask: Tensor, start: int, stop: int) -> Tensor:
+    """Return the padding mask at the positions from start to stop of the sequence, False after the mask's end."""
+    return torch.nn.functional.pad(attention_mask, (0, max(stop - attention_mask.shape[1], 0)))[:, start:stop]
+
+
+def _read_rule(mask_function: Callable[..., Any]) -> Expression | None:
+    """Return a mask function as a formula of positions in the sequence; None if formulas cannot express it."""
+    try:
+        rule = to_formula(mask_function, "mask", "b h i j")
+    except SightlineError:
+        return None
+    return rule.rewrite({"h": as_expression(0)}) if rule.kind == "bool" else None  # one mask serves all heads
 
 
 def position_formulas(query_start: int, key_start: int, cached: int) -> dict[str, Expression]:
