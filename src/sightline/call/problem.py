@@ -29,7 +29,7 @@ from ..arrays.unreadable import check_device
 from ..caching import cached_property
 from ..errors import DeviceError
 from ..formula.batch_axes import align_batch_axes
-from ..formula.expression import Expression, parse_text, specialize, table_lookup
+from ..formula.expression import Expression, conjoin, parse_text, specialize, table_lookup
 from ..formula.formula_checks import check_formula, is_valid_for_all_entries
 from ..formula.tables import Table, bounds_key
 from ..formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
@@ -235,7 +235,7 @@ def parse(query: Any, key: Any, value: Any, options: Options) -> Problem:
         query,
         key,
         value,
-        mask=_conjoin(align(validation.read_mask(options.mask, lengths)), options.row_mask),
+        mask=conjoin(align(validation.read_mask(options.mask, lengths)), options.row_mask),
         score=align(formula),
         sinks=validation.read_sinks(options.sinks, query),
         scale=validation.read_scale(scale, query),
@@ -320,7 +320,7 @@ def _normalize(mask: Expression | None, score: Expression | None, extent: Extent
     check_formula(mask, extent)
     check_formula(score, extent, mask)
     hidden = None if score is None else hidden_condition(score, extent)
-    return mask if hidden is None else _conjoin(mask, ~hidden)
+    return mask if hidden is None else conjoin(mask, ~hidden)
 
 
 _normalize_without_tables = lru_cache(4096)(_normalize)  # formulas are interned, so they are keys
@@ -343,10 +343,3 @@ def _normalize_with_tables(mask: Expression | None, score: Expression | None, ex
     cache_key = (texts, indices, tuple([table.axes for table in tables]), tables_key, extent)
     found = _NORMALIZED.get(cache_key, arrays, join_masks)
     return None if found is None else parse_text(found[0], [tables[k] for k in found[1]])
-
-
-def _conjoin(mask: Expression | None, other: Expression | None) -> Expression | None:
-    """Return the mask that hides what either mask hides. None stands for a mask that hides nothing."""
-    if mask is None or other is None:
-        return other if mask is None else mask
-    return mask & other

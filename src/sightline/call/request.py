@@ -32,7 +32,7 @@ CPU_VARIABLE = "SIGHTLINE_CPU"  # an environment variable: a machine with fewer 
 # of the CPU's decoding kernel; a family must know which kernel a length chooses
 MAX_FEW_QUERIES = 4  # up to this number of queries, the CPU's decoding kernel is faster than its forward kernel ...
 MIN_DECODE_KEYS = (1, 8, 16, 32)  # ... if there are at least so many keys, for 1 to 4 queries
-MIN_KEYS_PER_SPLIT = 512  # with fewer keys a split of the CPU's decoding kernel costs more than it saves
+MIN_DECODE_SPLIT_KEYS = 512  # with fewer keys a split of the CPU's decoding kernel costs more than it saves
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
 MAX_MASK_AXES = 4  # b, h, i and j
 Named = TypeVar("Named", bound=tuple[Any, ...])
@@ -252,7 +252,7 @@ def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 def min_decode_keys(n: int) -> int:
     """Return the smallest number of keys for which the CPU's decoding kernel may serve n queries."""
-    return MIN_DECODE_KEYS[n - 1] if 0 < n <= MAX_FEW_QUERIES else MIN_KEYS_PER_SPLIT
+    return MIN_DECODE_KEYS[n - 1] if 0 < n <= MAX_FEW_QUERIES else MIN_DECODE_SPLIT_KEYS
 
 
 def _without_lengths(layout: array_layouts.Layout) -> tuple[Any, ...]:

@@ -383,6 +383,13 @@ def conjuncts(mask: Expression, operator: str = "logical_and") -> list[Expressio
     return found
 
 
+def conjoin(mask: Any, other: Any) -> Any:
+    """Return the mask that hides what either mask hides. None stands for a mask that hides nothing."""
+    if mask is None or other is None:
+        return other if mask is None else mask
+    return mask & other
+
+
 def fold(visit: Callable[[Expression, list[Result]], Result], formula: Expression) -> Result:
     """Return the result of the formula, where the result of a node is `visit(node, results of its arguments)`."""
     results: dict[int, Result] = {}

@@ -24,7 +24,7 @@ from .interval_arithmetic import Interval, compute_intervals
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
-MAX_SCORE = 1e30  # the bound of |s|: finite, so that an infinite bound of a node comes from the formula
+SCORE_BOUND = 1e30  # the bound of |s|: finite, so that an infinite bound of a node comes from the formula
 SEARCH_BLOCK = (64, 64)
 MAX_ROWS_AT_ONCE = 1 << 16  # rows of `TileRanges` that are bisected together, which limits the memory of the search
 
@@ -170,8 +170,8 @@ def make_box(extent: tuple[int, int, int, int], **symbols: tuple[Any, Any]) -> d
     B, H, n, m = extent
     whole = {"b": (0, B - 1), "h": (0, H - 1), "i": (0, n - 1), "j": (0, m - 1), "n": (n, n), "m": (m, m), "p": (0, 1)}
     box = {name: (np.asarray(a, np.float64), np.asarray(z, np.float64)) for name, (a, z) in (whole | symbols).items()}
-    box["s"] = (np.asarray(-MAX_SCORE), np.asarray(MAX_SCORE))
-    box["ln p"] = (np.asarray(-2 * MAX_SCORE), np.asarray(0.0))
+    box["s"] = (np.asarray(-SCORE_BOUND), np.asarray(SCORE_BOUND))
+    box["ln p"] = (np.asarray(-2 * SCORE_BOUND), np.asarray(0.0))
     return box
 
 

@@ -13,7 +13,7 @@ from ..call.options import Options
 from ..call.validation import read_mask
 from ..errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import library
-from ..formula.expression import SYMBOLS, Expression, walk
+from ..formula.expression import SYMBOLS, Expression, conjoin, walk
 from ..formula.from_function import to_formula
 from ..formula.tables import table
 from ..statistics import lse
@@ -150,8 +150,7 @@ def attend_by_position(
     mask: Any = None
     for condition in conditions:
         if condition is not None:
-            own = _read_condition(condition, scores_shape)
-            mask = own if mask is None else mask & own
+            mask = conjoin(mask, _read_condition(condition, scores_shape))
     score = None if bias is None else _read_bias(bias, scores_shape)
     query, key, value = (x.swapaxes(-3, -2) for x in operands)
     output, seen = run(query, key, value, Options(mask, score, by_position=True, **options))

@@ -16,7 +16,7 @@ import numpy as np
 from ..call.options import Options
 from ..errors import ShapeError
 from ..formula import from_function
-from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, apply, conjuncts, intern
+from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, apply, conjoin, conjuncts, intern
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
@@ -183,8 +183,7 @@ def find_rewriting(cache: StoredRows, count: int, reads_rows: bool, group: int) 
     """Return how the formulas of `count` queries are rewritten; see `StoredRows.rewriting` and `key_formulas`."""
     lengths, (key_position, condition) = cache.lengths, cache.key_formulas(group)
     if cache.drafts is not None:
-        of_drafts = cache.drafts.condition(count)
-        condition = of_drafts if condition is None else condition & of_drafts
+        condition = conjoin(condition, cache.drafts.condition(count))
     symbols = {} if key_position is j else {"j": key_position}
     entry = b if lengths.size != 1 else 0
     if not reads_rows:
@@ -247,12 +246,10 @@ def rewrite_for_prefix(cache: StoredRows, prefix: SharedPrefix, count: int, opti
             free = free_symbols(options)
         symbols["i"] = Table(np.maximum(positions, 0))[b, i]
     if not is_real.all():
-        shown = Table(is_real)[b, i]
-        condition = shown if condition is None else shown & condition
+        condition = conjoin(Table(is_real)[b, i], condition)
     limits = prefix.lengths[own]
     if (limits < prefix.cache.lengths[:, None]).any():
-        is_inside = key_position < Table(limits)[b, i]
-        condition = is_inside if condition is None else is_inside & condition
+        condition = conjoin(key_position < Table(limits)[b, i], condition)
     if free & {"n", "m"}:
         symbols["n"] = symbols["m"] = Table(cache.lengths[own])[b, i]
     if "b" in free:

@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays.row_formats import RowFormat
 from ..errors import ParameterError, check_count
 from ..formula import library
-from ..formula.expression import SYMBOLS, Expression, apply
+from ..formula.expression import SYMBOLS, Expression, apply, conjoin
 from ..formula.tables import Table
 from .query_positions import WITHOUT_EVICTION, Rewriting, find_rewriting
 from .row_positions import DraftTree, KeptRows, SharedPrefix
@@ -109,8 +109,7 @@ class StoredRows:
         if self.drafts is not None:
             position = self.drafts.position(position)
         if not self._has_equal_rows:
-            is_used = library.padding(self.row_counts)
-            condition = is_used if condition is None else condition & is_used
+            condition = conjoin(condition, library.padding(self.row_counts))
         return position, condition
 
     @property

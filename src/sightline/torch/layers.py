@@ -15,7 +15,7 @@ from ..arrays.unreadable import check_kind, check_memory, refuse_subclass
 from ..call.options import Options
 from ..call.validation import to_float
 from ..errors import DtypeError, MaskError, ParameterError, SightlineError
-from ..formula.expression import SYMBOLS, Expression
+from ..formula.expression import SYMBOLS, Expression, conjoin
 from ..formula.library import causal, dense
 from ..formula.tables import Table
 from ..formula.torch_masks import is_causal_bias
@@ -352,7 +352,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             if is_additive:
                 score = (s if score is None else score) + lookup
             else:
-                mask = lookup if mask is None else mask & lookup
+                mask = conjoin(mask, lookup)
         return {"mask": mask, "score": score}
 
 

@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 
 from ..call.validation import read_mask
 from ..errors import ParameterError, context
-from ..formula.expression import Expression
+from ..formula.expression import Expression, conjoin
 from ..recording import select_names
 from ..torch.layer_calls import check_module, registering, restore_on_exit, wrapping
 from ..torch.watching.call_recorder import is_cross_attention
@@ -190,8 +190,7 @@ def add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tensor
         return mask
     for added in ADDED_MASKS.get(module, ()):
         if isinstance(attention_mask, FormulaMask):
-            formula = attention_mask.translate(added.rule, query.shape[1])
-            mask = formula if mask is None else mask & formula
+            mask = conjoin(mask, attention_mask.translate(added.rule, query.shape[1]))
         else:
             cached = key.shape[-2] - query.shape[-2]
             formula = added.rule.rewrite(position_formulas(cached, 0, cached))

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...formula.expression import SYMBOLS, Apply, Constant, Expression, Lookup, Parameter, walk
 from ...formula.interval_arithmetic import Interval
+from ...formula.tile_ranges import SCORE_BOUND
 from ..codegen.abi import LoadedArguments, slot_of
 from ..codegen.builder import Builder, Module, Variable
 from ..codegen.render_bounds import BoundsNamespace, BoundsRenderer, HiddenEntries, TableExtremes
@@ -40,7 +41,6 @@ SEARCH_FIELDS: dict[str, Any] = {
     "max_integer": DOUBLE,  # whole numbers that read a table must be smaller than this number
     "count": POINTER,  # number of ranges; those beyond `capacity` are not stored. −1 if a check failed
 }
-MAX_SCORE = 1e30  # bounds of s, as in formula.tile_ranges
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class TileSearch:
         args, xp = self.args, self.xp
         lengths = {"n": (args.n, args.n), "m": (args.m, args.m)}
         box = {name: (xp.float64(low), xp.float64(high)) for name, (low, high) in (symbols | lengths).items()}
-        return box | {"s": (xp.float64(-MAX_SCORE), xp.float64(MAX_SCORE))}
+        return box | {"s": (xp.float64(-SCORE_BOUND), xp.float64(SCORE_BOUND))}
 
     # -- the search ------------------------------------------------------------------------------------------------
     def search(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...arrays.operations import layout
 from ...call.problem import Problem
-from ...call.request import MAX_FEW_QUERIES, MIN_KEYS_PER_SPLIT, min_decode_keys
+from ...call.request import MAX_FEW_QUERIES, MIN_DECODE_SPLIT_KEYS, min_decode_keys
 from ..codegen.abi import DECODE_CALL_FIELDS, FORWARD_CALL_FIELDS
 from ..kernels.decode import MAX_ROWS_PER_ITEM, Decode
 from ..kernels.decode_rows import UNROLL
@@ -107,7 +107,7 @@ class BoundDecode(BoundCall):
     def split_keys(self, m: int) -> tuple[int, int]:
         """Return (tiles of keys in a split, number of splits) for m keys."""
         blocks = -(-m // KEY_BLOCK)
-        split_size = -(-blocks // min(self.target_splits, -(-m // MIN_KEYS_PER_SPLIT)))
+        split_size = -(-blocks // min(self.target_splits, -(-m // MIN_DECODE_SPLIT_KEYS)))
         return split_size, -(-blocks // split_size)
 
     def find_length_words(self, num_keys: int) -> tuple[int, ...] | None:

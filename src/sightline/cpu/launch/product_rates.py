@@ -6,7 +6,6 @@ multiply-adds per cycle. Processors that make fewer than half as many run kernel
 
 from __future__ import annotations
 
-import ctypes
 import time
 from typing import Any
 
@@ -15,10 +14,10 @@ import numpy as np
 from ..kernels.rate_loops import NAME, make_product_loop
 from ..runtime.machine import Machine
 from ..runtime.processor import HOST, Processor
+from ..runtime.thread_team import KERNEL_FUNCTION
 
 TRIES = 5  # the highest rate of all tries counts, because a disturbance only makes a try slower
 STEPS = 1 << 12  # steps of the loop in a try, which takes about 0.2 ms
-_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def machine_for(processor: Processor, dtype: str) -> Machine:
@@ -58,7 +57,7 @@ def _prepare(dtype: str, machine: Machine) -> Any:
     address = HOST.kernel(f"product loop {dtype}", NAME, lambda: loop.module)
     ones, sums = np.ones(64), np.zeros(64)
     arguments = np.array([STEPS, ones.ctypes.data, sums.ctypes.data], np.int64)
-    function = _FUNCTION(address)
+    function = KERNEL_FUNCTION(address)
 
     def measure(_keep: Any = (address, ones, sums)) -> float:
         started = time.perf_counter()

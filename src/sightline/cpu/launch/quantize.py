@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from typing import Any
 
@@ -12,8 +11,8 @@ from ...arrays.operations import detach, dtype_name, layout
 from ...arrays.row_formats import RowFormat
 from ..kernels.quantize import Quantize, QuantizeSpec
 from ..runtime.processor import HOST, Processor
+from ..runtime.thread_team import KERNEL_FUNCTION
 
-_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 NAME = "sightline_quantize"
 
 
@@ -37,7 +36,7 @@ def quantize(
     words = [source, *strides, target, *target_strides, layout(rows)[0], *array.shape[:3], layout(sums)[0]]
     packed = np.array(words, np.int64)  # in the order of FIELDS
     if isinstance(kernel, int):
-        _FUNCTION(kernel)(layout(packed)[0])
+        KERNEL_FUNCTION(kernel)(layout(packed)[0])
     else:  # an emulator
         processor.call(kernel, packed, 1, (array, storage, rows, sums))
 

@@ -35,7 +35,7 @@ def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[An
     cannot free memory that the pool's threads use. After an exception, the arrays must not be reused, because threads
     of the pool may still run the kernel.
     """
-    function, argument = _FUNCTION(address), numpy_address(packed_arguments)
+    function, argument = KERNEL_FUNCTION(address), numpy_address(packed_arguments)
     if threads == 1:
         function(argument)
         return
@@ -47,7 +47,7 @@ def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[An
     _teams.pool.call(function, argument, threads - 1, (address, packed_arguments, keep_alive))
 
 
-_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+KERNEL_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 # One call of the kernel, which one thread of the pool may make: the function, its argument, the references that keep
 # the function's code and the argument's memory alive, and the queue that receives None when the call has returned.
 Ticket = tuple[Any, int, tuple[Any, ...], "SimpleQueue[None]"]
