@@ -17,7 +17,8 @@ from sightline.arrays.operations import to_numpy
 from sightline.call.problem import make_problem
 from sightline.errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError, TableError
 from sightline.reference.accuracy import dense_attention, gradient_term_sizes, summation_orders
-from sightline.statistics import arrays_of, head_factors, per_query, reduction, restriction, selection
+from sightline.statistics import arrays_of, head_factors, per_query, reduction, restriction
+from sightline.statistics import statistic as selection
 from sightline.testing import assert_within_budget
 from statistic_definitions import (
     EQUAL_WEIGHTS,

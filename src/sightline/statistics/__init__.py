@@ -11,7 +11,7 @@ from .head_factors import multiply_heads
 from .library import mass, max, min, pooled, received, scores, sum, weighted_sum, weights
 from .per_query import Lse, TopK, entropy, lse, max_score, top_k
 from .reduction import Reduction
-from .selection import Mean, OverLayers, Statistic, places_in, solve_selections_separately, spread_mean, unwrap_mean
+from .statistic import Mean, OverLayers, Statistic, places_in, solve_selections_separately, spread_mean, unwrap_mean
 
 __all__ = [
     "OVERVIEW",

@@ -21,7 +21,7 @@ from ..formula.tables import Table
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
-    from .selection import Statistic
+    from .statistic import Statistic
 
 MAX_RESULT_BYTES = 2 << 30  # the default limit of one statistic's result
 Outer = tuple[int, ...]  # lengths of the axes before the queries: (*batch_shape, H) without those averaged over

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .base import accumulate_statistics
 from .per_query import TopK
 from .reduction import Reduction
-from .selection import Mean, Statistic, unwrap_mean
+from .statistic import Mean, Statistic, unwrap_mean
 
 if TYPE_CHECKING:
     from ..call.problem import Problem

@@ -12,7 +12,7 @@ from ..errors import MaskError, ParameterError, check_count
 from ..formula.expression import SYMBOLS, Expression, as_expression, walk, where
 from .base import MAX_RESULT_BYTES
 from .reduction import EXTREMES, Rectangle, Reduction
-from .selection import Statistic
+from .statistic import Statistic
 from .weighted_rows import WeightedSum
 
 j, s, p = (SYMBOLS[name] for name in "jsp")

@@ -12,7 +12,7 @@ from ..errors import ParameterError, check_count
 from ..formula.expression import SYMBOLS, apply
 from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, KeyPart, Outer, StatisticGradients, Tile, weigh
 from .reduction import Reduction
-from .selection import Statistic
+from .statistic import Statistic
 
 if TYPE_CHECKING:
     from ..call.problem import Problem

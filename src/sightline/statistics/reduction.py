@@ -38,7 +38,7 @@ from .base import (
     weigh,
 )
 from .logarithms import LOG_P, is_entropy, split_logarithms
-from .selection import Statistic
+from .statistic import Statistic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from ..arrays.operations import broadcast_to, convert, dtype_name, namespace
 from ..arrays.unreadable import check_device
 from ..errors import ShapeError
 from .base import Outer
-from .selection import Statistic
+from .statistic import Statistic
 
 if TYPE_CHECKING:
     from ..call.kernel import Result

@@ -21,7 +21,7 @@ from sightline.arrays.operations import to_numpy
 from sightline.call.kernel import GivenGradients
 from sightline.gpu.configurations import Configuration
 from sightline.gpu.kernels import backward, backward_keys, backward_queries, table_gradient, tile_loop
-from sightline.gpu.launch import schedule
+from sightline.gpu.launch import tile_schedule
 from sightline.gpu.launch.arguments import to_operand
 from sightline.gpu.launch.launches import KernelLaunch
 from sightline.statistics import statistic_gradients
@@ -294,7 +294,7 @@ FAULTS = {
         "range(g, args.H, args.H // args.group)",
     ),
     "dropped weights in dV": Fault(backward_keys.process_query_range, "tl.where(keep, p, 0.0)", "p"),
-    "the mask half transposed": Fault(schedule._build_schedule, '"jimn"', '"jinm"'),
+    "the mask half transposed": Fault(tile_schedule._build_schedule, '"jimn"', '"jinm"'),
     "a slot too far": Fault(table_gradient.add_exactly, "exponent >> 3", "(exponent + 1) >> 3"),
     "a sign dropped": Fault(table_gradient.add_exactly, "tl.where(bits < 0, -number, number)", "number"),
 }

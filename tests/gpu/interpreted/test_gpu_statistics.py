@@ -14,7 +14,7 @@ from sightline.arrays.operations import to_numpy
 from sightline.gpu.configurations import MAX_TOP_K, can_serve
 from sightline.gpu.kernels import fused_statistics, tile_ops, weights_pass, weights_pooled, weights_top_k
 from sightline.gpu.launch import weights_pass as launch_weights_pass
-from sightline.gpu.launch.schedule import make_schedule
+from sightline.gpu.launch.tile_schedule import make_schedule
 from sightline.reference.definition import compute_stages
 from sightline.reference.streaming import Streaming
 from sightline.statistics import arrays_of

@@ -24,7 +24,7 @@ from ..kernels.table_gradient import FIRST_SLOT_EXPONENT, MAX_ADDITIONS, SLOT_BI
 from .arguments import Operands, to_operand
 from .forward import nan_safe_launch, small_sizes
 from .launches import KernelLaunch, RecordedCall
-from .schedule import make_schedule
+from .tile_schedule import make_schedule
 
 SMALL_KEY_WARPS = 8  # warps of the launch for keys of a small problem: with 4, the kernel of d 128 spills registers
 MAX_SLOTTED_ENTRIES = 2**22  # most entries of a table whose gradient is summed in slots, of 264 bytes for each entry

@@ -18,7 +18,7 @@ from ..kernels.decode import decode, merge_splits
 from ..kernels.forward import forward
 from .arguments import Operands
 from .launches import KernelLaunch, RecordedCall
-from .schedule import make_schedule
+from .tile_schedule import make_schedule
 from .weights_pass import GpuFusedStatistics, compute_statistics
 
 NAN_SAFE_ROWS = 32  # most queries (or keys) of a tile in the NaN-safe launch, which recomputes flagged blocks only

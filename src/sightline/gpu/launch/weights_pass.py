@@ -24,7 +24,7 @@ from ..kernels.weights_pooled import pooled
 from ..kernels.weights_top_k import top_k
 from .arguments import Operands
 from .launches import KernelLaunch
-from .schedule import make_schedule
+from .tile_schedule import make_schedule
 
 MAX_TOP_K_ENTRIES = 2048  # most entries in all lists of largest weights of a block of queries
 MAX_PROGRAM_CELLS = (16, 64)  # most (rows, columns) of cells that one program of `pooled` computes

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .collectives import shard, unshard
-from .dispatch import attention
+from .sharded_attention import attention
 
 __all__ = ["attention", "shard", "unshard"]

@@ -1,4 +1,4 @@
-"""Statistics made from other statistics: of some queries or heads, and sums or means over heads, batch or layers."""
+"""The class `Statistic`; statistics made from others: of some queries or heads, sums or means over heads, layers."""
 
 from __future__ import annotations
 
