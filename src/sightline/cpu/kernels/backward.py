@@ -33,6 +33,7 @@ from ..codegen.abi import BACKWARD_FIELDS
 from ..codegen.builder import Variable
 from ..codegen.operand_tiles import interleave_rows, widen_row
 from ..codegen.values import DOUBLE, INT64, Value, vector
+from .block import ScoredPairs
 from .kernel_spec import KEY_BLOCK, MAX_BYTES_PER_ITEM, round_up
 from .recomputed_weights import RecomputedWeights
 from .shared_tiles import SharedTiles, min_blocks_for_copy
@@ -269,43 +270,46 @@ class Backward(SharedTiles, RecomputedWeights):
         with builder.loop(0, self.num_keys, step) as key:
             keep_mask = self.dropout_keep_mask(j0 + key) if spec.has_dropout else []
             pairs_by_vector: list[list[tuple[Value, Value]]] = [[] for _ in self.vectors]
-            for k, v, p in self.compute_weights(j0, key, step, masked):
-                dropped, dp = p, tiles.load(self.dp_t, key + k, v)  # P after dropout
+            for k, pairs, p, s in self.compute_weights(j0, key, step, masked):
+                v, dropped, dp = pairs.v, p, tiles.load(self.dp_t, pairs.key, pairs.v)  # P after dropout
                 if keep_mask:
                     factor = self.args.dropout_scale.to(self.float)
                     dropped, dp = (builder.where(keep_mask[k][v], x * factor, 0.0) for x in (p, dp))
-                extra = self.evaluate_statistic_gradients(p, key + k, v)
+                extra = self.evaluate_statistic_gradients(p, s, pairs)
                 dp = dp + extra["weights"] if "weights" in extra else dp
-                ds = self.compute_score_gradient(p, dp, extra.get("scores"), key + k, v)
+                ds = self.compute_score_gradient(p, dp, extra.get("scores"), pairs)
                 pairs_by_vector[v].append((dropped, ds))
             for v in self.vectors:
                 self.store_weights_and_gradients(key, v, pairs_by_vector[v])
         for table_gradient in self.table_gradients:
             table_gradient.store(j0)
 
-    def evaluate_statistic_gradients(self, p: Value, key: Value, v: int) -> dict[str, Value]:
-        """Return by role what statistics add to dP ("weights"), and to the gradient of `final_score` ("scores")."""
+    def evaluate_statistic_gradients(self, p: Value, s: Value, pairs: ScoredPairs) -> dict[str, Value]:
+        """Return by role what statistics add to dP ("weights") and to the gradient of S ("scores").
+
+        P and S are those of `compute_weights`.
+        """
         gradients: dict[str, Value] = {}
         for f, role in enumerate(self.spec.roles, start=2):
-            gradient = self.evaluate_formula(f, self.pair_symbols | {"s": self.final_score}, key, v)
+            gradient = self.evaluate_formula(f, pairs.symbols | {"s": s}, pairs.key, pairs.v)
             gradients[str(role)] = self.builder.where(p == 0.0, 0.0, gradient)
         return gradients
 
-    def compute_score_gradient(self, p: Value, dp: Value, extra: Value | None, key: Value, v: int) -> Value:
-        """Return dS, which includes the scale, of the pairs that `compute_weights` evaluated last.
+    def compute_score_gradient(self, p: Value, dp: Value, extra: Value | None, pairs: ScoredPairs) -> Value:
+        """Return dS of the pairs, which includes the scale.
 
         `extra` is added to the gradient of the score after the score formula.
         """
         builder = self.builder
-        scale, delta = self.args.scale.to(self.float), self.delta[v].get()
+        scale, delta = self.args.scale.to(self.float), self.delta[pairs.v].get()
         if self.renderers[1] is None:
             ds = p * builder.fma(dp, scale, -(delta * scale))
             return ds if extra is None else builder.fma(extra, scale, ds)
         d_score = p * (dp - delta) if extra is None else p * (dp - delta) + extra
         d_score = builder.where(p == 0.0, 0.0, d_score)  # the derivative of a hidden score may be ∞
         for table_gradient in self.table_gradients:
-            table_gradient.add(d_score, self.pair_symbols, self.score_values, key, v)
-        slope = self.score_derivative.evaluate_formula(self.pair_symbols, self.score_values).to(self.float)
+            table_gradient.add(d_score, pairs)
+        slope = self.score_derivative.evaluate_formula(pairs.symbols, pairs.nodes).to(self.float)
         slope = slope.broadcast(self.lanes)
         return builder.where(p == 0.0, 0.0, d_score * slope * scale)
 

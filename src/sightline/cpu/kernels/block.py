@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...arrays.row_formats import RowFormat
 from ...call.gradient_parts import MAX_LSE
@@ -33,6 +33,23 @@ from .kernel_spec import KEY_BLOCK, KernelSpec
 from .tables import TileTables
 
 
+class ScoredPairs(NamedTuple):
+    """The pairs of one key with one vector of queries.
+
+    key : index of the key in its tile
+    v : index of the vector
+    score : S, the result of the score formula; Q · K without the scale if there is no formula
+    symbols : the values of the symbols; s, the scaled Q · K, is in the base of the scores
+    nodes : the values of the score formula's nodes, by id; {} if there is no formula
+    """
+
+    key: Value
+    v: int
+    score: Value
+    symbols: dict[str, Value]
+    nodes: NodeValues
+
+
 class Block:
     """Write the code for a block of queries into a module. Each kernel is a subclass."""
 
@@ -43,8 +60,6 @@ class Block:
     own_formulas: Container[int] = range(1 << 30)  # which formulas (mask, score, extra formulas) this code evaluates
     split: Value  # index of the split of the keys, in kernels that split the keys
     tile_range: Value  # index of the tile range in `loop_tiles`
-    pair_symbols: dict[str, Value]  # the values of the symbols for the pairs that `compute_scores` evaluated last
-    score_values: NodeValues  # for these pairs, the values of the score formula's nodes, if there is a formula
 
     def __init__(self, spec: KernelSpec, formulas: Sequence[Expression | None], machine: Machine) -> None:
         self.spec = spec
@@ -341,30 +356,23 @@ class Block:
         for tables in self.tile_tables[first:stop]:
             tables.transpose(j0)
 
-    def compute_scores(self, key: Value, j: Value) -> Iterator[tuple[int, Value]]:
-        """Yield (v, S) for a row of the tile, key j, and every vector v of queries.
-
-        S is the result of the score formula. If there is no formula, S is Q · K without the scale. `pair_symbols` and
-        `score_values` are set for these pairs.
-        """
+    def compute_scores(self, key: Value, j: Value) -> Iterator[ScoredPairs]:
+        """Yield the pairs of a row of the tile, key j, with every vector of queries."""
         score = self.renderers[1]
         self.evaluate_key(j)
         for v in self.vectors:
             s = self.tiles.load(self.s_t, key, v)
-            self.pair_symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
+            symbols, nodes = self.symbols[v] | {"j": j, "s": s * self.factor}, NodeValues()
             if score is not None:
-                self.score_values = self.evaluate_nodes(1, self.pair_symbols, key, v)
-                s = self.score_values[id(score.formula)].to(self.float).broadcast(self.lanes)
-            yield v, s
+                nodes = self.evaluate_nodes(1, symbols, key, v)
+                s = nodes[id(score.formula)].to(self.float).broadcast(self.lanes)
+            yield ScoredPairs(key, v, s, symbols, nodes)
 
-    def compute_condition(self, key: Value, v: int, masked: bool) -> Value | None:
-        """Return the condition of the mask for the pairs that `compute_scores` evaluated last.
-
-        The condition is None if there is no mask or `masked` is False.
-        """
+    def compute_condition(self, pairs: ScoredPairs, masked: bool) -> Value | None:
+        """Return the condition of the mask for these pairs; None if there is no mask or `masked` is False."""
         if not masked or self.renderers[0] is None:
             return None
-        return self.evaluate_formula(0, self.pair_symbols, key, v)
+        return self.evaluate_formula(0, pairs.symbols, pairs.key, pairs.v)
 
     def compute_exponent(self, s: Value, shift: Value) -> Value:
         """Return S − shift in the base of the scores, for a vector of scores that `compute_scores` yields."""

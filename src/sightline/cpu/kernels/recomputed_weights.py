@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ..codegen.builder import Variable
 from ..codegen.values import DOUBLE, Value
-from .block import Block
+from .block import Block, ScoredPairs
 from .kernel_spec import KEY_BLOCK
 
 
@@ -17,7 +17,6 @@ class RecomputedWeights(Block):
     Attributes
     ----------
     lse : for each vector of queries, lse in base 2 or e like the scores; ∞ past the last query, so that P is 0
-    final_score : the scores after the score formula, in nats, of the pairs that `compute_weights` evaluated last
     """
 
     lse: list[Variable]
@@ -27,24 +26,27 @@ class RecomputedWeights(Block):
         lse = self.args.lse.at((self.row + lane) * 8).load(DOUBLE)
         return self.builder.where(lse == -math.inf, 0.0, lse) * self.spec.units_per_nat
 
-    def compute_weights(self, j0: Value, key: Value, step: int, masked: bool) -> Iterator[tuple[int, int, Value]]:
-        """Yield (k, v, P) for the keys `key` + k, k < step, and each vector v of queries.
+    def compute_weights(
+        self, j0: Value, key: Value, step: int, masked: bool
+    ) -> Iterator[tuple[int, ScoredPairs, Value, Value]]:
+        """Yield (k, pairs, P, S) for the pairs of the keys `key` + k, k < step, with each vector of queries.
 
-        P is 0 at hidden pairs and at keys past the last one.
+        P is 0 at hidden pairs and at keys past the last one. S is the result of the score formula, or the scaled score
+        if there is no formula, in nats.
         """
         builder, zero = self.builder, self.builder.value(0.0, self.vector)
         for k in range(step):
             for tables in self.tile_tables[0 if masked else 1 :]:
                 tables.prefetch(key + k, j0 + KEY_BLOCK)
             j = builder.minimum(j0 + key + k, self.args.m - 1).to(self.integer)
-            for v, s in self.compute_scores(key + k, j):
+            for pairs in self.compute_scores(key + k, j):
                 has_score = self.spec.score is not None
-                self.final_score = s if has_score else self.pair_symbols["s"] * self.spec.nats_per_unit
-                p = self.exponentiate(self.compute_exponent(s, self.lse[v].get()))
-                allowed = self.compute_condition(key + k, v, masked)
+                nats = pairs.score if has_score else pairs.symbols["s"] * self.spec.nats_per_unit
+                p = self.exponentiate(self.compute_exponent(pairs.score, self.lse[pairs.v].get()))
+                allowed = self.compute_condition(pairs, masked)
                 p = p if allowed is None else builder.where(allowed, p, zero)
                 is_inside = (key + k < self.num_keys).broadcast(self.lanes)
-                yield k, v, p if step == 1 else builder.where(is_inside, p, zero)
+                yield k, pairs, p if step == 1 else builder.where(is_inside, p, zero), nats
 
     def add_to(self, matrix: Value) -> Callable[[Value, int, Value], None]:
         """Return a function (row, v, numbers) that adds numbers to the matrix."""

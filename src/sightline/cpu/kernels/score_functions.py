@@ -60,8 +60,8 @@ class ScoreFunctions(Block):
         with builder.loop(0, self.num_keys) as key:
             for tables in self.tile_tables[0 if masked else 1 : 2]:
                 tables.prefetch(key, j0 + KEY_BLOCK)
-            for v, s in self.compute_scores(key, (j0 + key).to(self.integer)):
-                allowed = self.compute_condition(key, v, masked)
+            for pairs in self.compute_scores(key, (j0 + key).to(self.integer)):
+                v, s, allowed = pairs.v, pairs.score, self.compute_condition(pairs, masked)
                 if allowed is not None:
                     s = builder.where(allowed, s, builder.value(-math.inf, self.vector))
                 tiles.store(self.s_t, key, v, s)

@@ -20,7 +20,7 @@ from ..codegen.values import DOUBLE, INT64, Value, vector
 from .kernel_spec import KEY_BLOCK
 
 if TYPE_CHECKING:
-    from .block import Block
+    from .block import Block, ScoredPairs
 
 
 class TileTables:
@@ -101,18 +101,18 @@ class TableGradientCode:
         for length in reversed(self.lengths[1:]):
             self.strides.insert(0, self.strides[0] * length)
 
-    def add(self, d_score: Value, symbols: dict[str, Value], score_values: NodeValues, key: Value, v: int) -> None:
-        """Add the terms of one key and a vector of queries to the gradient, or store them in `tile_sums`."""
+    def add(self, d_score: Value, pairs: ScoredPairs) -> None:
+        """Add the terms of these pairs to the gradient, or store them in `tile_sums`."""
         block = self.block
-        term = self.entry_derivative.evaluate_formula(symbols, score_values).to(block.float).broadcast(block.lanes)
+        term = self.entry_derivative.evaluate_formula(pairs.symbols, pairs.nodes).to(block.float).broadcast(block.lanes)
         term = term * d_score
         term = block.builder.where(d_score == 0.0, 0.0, term)
         if self.tile_sums is not None:
-            block.tiles.store(self.tile_sums, key, v, term)
+            block.tiles.store(self.tile_sums, pairs.key, pairs.v, term)
             return
         score = block.renderers[1]
         assert score is not None
-        indices = [score_values[id(argument)] for argument in self.node.arguments]
+        indices = [pairs.nodes[id(argument)] for argument in self.node.arguments]
         base, offsets = score.offsets(self.node, indices, self.strides, self.lengths)
         self.scatter(self.sums.pointer.at(block.split * self.sums.stride).at(base), offsets, term.to(self.kind))
 

@@ -23,6 +23,7 @@ from ..codegen.abi import TANGENT_FIELDS
 from ..codegen.builder import Variable
 from ..codegen.operand_tiles import OperandTile
 from ..codegen.values import DOUBLE, INT64, Value, vector
+from .block import ScoredPairs
 from .kernel_spec import KEY_BLOCK
 from .recomputed_weights import RecomputedWeights
 
@@ -163,8 +164,8 @@ class Tangent(RecomputedWeights):
         self.pad_keys(step, 0.0, self.s_t, self.d_t)
         with builder.loop(0, self.num_keys, step) as key:
             keep_mask = self.dropout_keep_mask(j0 + key) if spec.has_dropout else []
-            for k, v, p in self.compute_weights(j0, key, step, masked):
-                d = self.differentiate_weight(p, key + k, v)
+            for k, pairs, p, _ in self.compute_weights(j0, key, step, masked):
+                v, d = pairs.v, self.differentiate_weight(p, pairs)
                 self.tile_sum[v].set(self.tile_sum[v].get() + d)
                 if keep_mask:
                     factor = self.args.dropout_scale.to(self.float)
@@ -176,17 +177,17 @@ class Tangent(RecomputedWeights):
         for v in self.vectors:
             self.sums[v].set(self.sums[v].get() + self.tile_sum[v].get().to(DOUBLE))
 
-    def differentiate_weight(self, p: Value, key: Value, v: int) -> Value:
-        """Return D of the pairs that `compute_weights` evaluated last, whose weights are P."""
+    def differentiate_weight(self, p: Value, pairs: ScoredPairs) -> Value:
+        """Return D of the pairs, whose weights are P."""
         builder = self.builder
         tangent = builder.value(0.0, self.vector)
         if self.dq_t is not None or self.key_tangent is not None:
-            tangent = self.tiles.load(self.d_t, key, v) * (self.factor * (1 / self.spec.units_per_nat))
+            tangent = self.tiles.load(self.d_t, pairs.key, pairs.v) * (self.factor * (1 / self.spec.units_per_nat))
             if self.slope is not None:
-                slope = self.slope.evaluate_formula(self.pair_symbols, self.score_values).to(self.float)
+                slope = self.slope.evaluate_formula(pairs.symbols, pairs.nodes).to(self.float)
                 tangent = tangent * slope.broadcast(self.lanes)
         if SCORE in self.spec.roles:
-            tangent = tangent + self.evaluate_formula(2, self.pair_symbols, key, v)
+            tangent = tangent + self.evaluate_formula(2, pairs.symbols, pairs.key, pairs.v)
         return builder.where(p == 0.0, 0.0, p * tangent)
 
     def store_pairs(self, key: Value, step: int) -> None:

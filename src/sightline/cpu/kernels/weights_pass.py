@@ -107,7 +107,7 @@ class WeightsPass(Block):
     def compute_pairs(self, key: Value, j0: Value, masked: bool, needs_weights: bool = True) -> KeyPairs:
         """Return the scores of one key and, if needed, its weights."""
         j = (j0 + key).to(self.integer)
-        pairs = [(s, self.compute_condition(key, v, masked)) for v, s in self.compute_scores(key, j)]
+        pairs = [(x.score, self.compute_condition(x, masked)) for x in self.compute_scores(key, j)]
         scores, conditions = [s for s, _ in pairs], [allowed for _, allowed in pairs]
         exponents = [self.compute_log_weight(s, v) for v, s in enumerate(scores)] if needs_weights else []
         weights = [self.exponentiate(x) for x in exponents]
