@@ -18,7 +18,7 @@ from sightline.call.problem import make_problem
 from sightline.errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError, TableError
 from sightline.reference.accuracy import dense_attention, gradient_term_sizes, summation_orders
 from sightline.statistics import arrays_of, head_factors, per_query, reduction, restriction
-from sightline.statistics import statistic as selection
+from sightline.statistics import statistic as statistic_module
 from sightline.testing import assert_within_budget
 from statistic_definitions import (
     EQUAL_WEIGHTS,
@@ -703,7 +703,7 @@ STATISTICS = {
         sightline.weights().rows([-1]),
     ),
     "a mean of the wrong count": (
-        Fault(selection.Mean.average, "math.prod([array.shape[axis] for axis in averaged])", "array.shape[-1]"),
+        Fault(statistic_module.Mean.average, "math.prod([array.shape[axis] for axis in averaged])", "array.shape[-1]"),
         sightline.weights().mean("heads"),
     ),
     "a factor of another head": (
@@ -723,11 +723,11 @@ GRADIENTS = {
     "a mean that is a sum": (Fault(reduction.Reduction._gradient_of_pair, "1 / max(n, 1)", "1.0"), "received"),
     "cells from the other end": (Fault(reduction.Reduction._gradient_of_pair, "j - j0", "j1 - 1 - j"), "pooled"),
     "a gradient of another head": (
-        Fault(selection.Mean.backward, "np.asarray(self.factors)", "np.asarray(self.factors[::-1])"),
+        Fault(statistic_module.Mean.backward, "np.asarray(self.factors)", "np.asarray(self.factors[::-1])"),
         "weighted heads",
     ),
     "the mean's share": (
-        Fault(selection.Mean.backward, "context.gradient / max(count, 1)", "context.gradient"),
+        Fault(statistic_module.Mean.backward, "context.gradient / max(count, 1)", "context.gradient"),
         "weights",
     ),
 }
